@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from megtool import reshard
 from megtool.commands.demo import demo_weights
-from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from tests.support.checkpoints import trained
 from tests.support.checkpoints.fp8_trained import rank_files
@@ -47,7 +47,7 @@ def test_an_example_runs(name: str, checkout: Path, tmp_path: Path, materialize:
     tiny_text.save(tmp_path / "text", hidden_size=48, **shape)
     (tmp_path / "text.txt").write_text("When in the Course of human events, it becomes necessary")
     trained.write(tmp_path / "full", trained.config(), ParallelConfig(), materialize)
-    reshard(tmp_path / "full", tmp_path / "trained", optimizer="dp_reshardable", dp=2)
+    reshard(tmp_path / "full", tmp_path / "trained", optimizer_format="dp_reshardable", dp=2)
     rank_files(tmp_path / "fp8")
     tiny_tokenizer.save(tmp_path / "tokenizer")
     (tmp_path / "corpus.jsonl").write_text('{"text": "the model reads a text again"}\n' * 3)

@@ -25,7 +25,7 @@ from megtool.dtypes import dtype
 from megtool.errors import DigestError, SourceChangedError, StorageError
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards
-from tests.support.checkpoints.plan_layouts import LAYOUTS, in_kind, laid_out, place
+from tests.support.checkpoints.plan_layouts import LAYOUTS, build_layout, cast_arrays, place
 
 
 class Job:
@@ -37,15 +37,15 @@ class Job:
         generator = np.random.default_rng(rng.randrange(1 << 30))
         floats = generator.standard_normal((len(names), rows, cols)).astype(np.float32)
         self.kinds = kinds
-        self.canonical = {n: in_kind(x, kinds[0]) for n, x in zip(names, floats, strict=True)}
-        self.wanted = {n: in_kind(x, kinds[1], kinds[0]) for n, x in self.canonical.items()}
+        self.canonical = {n: cast_arrays(x, kinds[0]) for n, x in zip(names, floats, strict=True)}
+        self.wanted = {n: cast_arrays(x, kinds[1], kinds[0]) for n, x in self.canonical.items()}
         at, to = place(there, names, rows, cols), place(here, names, rows, cols)
-        self.source = laid_out(raw, folder / "source", rng, at, kinds[0])
+        self.source = build_layout(raw, folder / "source", rng, at, kinds[0])
         held = {t.name: np.zeros(t.shape, t.dtype.view) for t in self.source.tensors}
         for name, p in at.items():
             raw.put(p, self.canonical[name], held[p.stored])
         raw.write(self.source, held)
-        target = laid_out(raw, folder / "tree", rng, to, kinds[1])
+        target = build_layout(raw, folder / "tree", rng, to, kinds[1])
         self.reference = {t.name: np.zeros(t.shape, t.dtype.view) for t in target.tensors}
         for name, p in to.items():
             raw.put(p, self.wanted[name], self.reference[p.stored])
@@ -344,7 +344,7 @@ def test_packed_rows_are_decoded_and_cast(raw, tmp_path):
         report = copy.execute(plan, stage, files=Files(), memory_bytes=1 << 16)
         found = raw.read(target, stage.tree)["x"]
     plain = gguf.quants.dequantize(packed, kind).reshape(4, 6, 2, 256).transpose(0, 2, 1, 3)
-    want = in_kind(np.ascontiguousarray(plain).reshape(48, 256), "bfloat16")
+    want = cast_arrays(np.ascontiguousarray(plain).reshape(48, 256), "bfloat16")
     np.testing.assert_array_equal(found, want)
     assert report.num_bytes == {Op.DECODE: want.nbytes}
     assert report.digests.get("x") == crc32c(want.tobytes())

@@ -23,7 +23,6 @@ from megtool.cli.app import app, main
 from megtool.cli.runner import run
 from megtool.console import Progress
 from megtool.train.config import TrainConfig
-from megtool.train.config_checks import option_flag
 
 VERBS = ("inspect", "reshard", "verify", "tokenize", "demo")
 
@@ -151,7 +150,7 @@ def test_long_option_names_are_not_cut(
     monkeypatch.setenv("COLUMNS", str(columns))
     assert main(["finetune", "--help"]) == 0
     told = capsys.readouterr().out
-    assert not [name for f in fields(TrainConfig) if (name := option_flag(f.name)) not in told]
+    assert not [name for f in fields(TrainConfig) if (name := flag(f.name)) not in told]
     assert all(title in told for title in ("Input", "Optimizer", "Parallel layout"))
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from megtool.cli.app import main
 from megtool.convert.families import family_names
+from tests.support.folders import file_states, staging_folders
 from tests.support.models import tiny_llama
-from tests.support.models.tiny_llama import left_overs, state
 from tests.support.paths import ROOT
 
 needs_user = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -45,7 +45,7 @@ class Desk:
         paths: list[str | Path] = [self.hf if source is None else source]
         if not arguments or str(arguments[0]).startswith("-"):
             paths.append(self.root / "out")
-        before, names = state(self.root), self.names()
+        before, names = file_states(self.root), self.names()
         began = time.monotonic()
         status = main(["reshard", *map(str, [*paths, *arguments])])
         told = self._capsys.readouterr()
@@ -57,9 +57,9 @@ class Desk:
         hints = [line.strip() for line in lines if line.strip().startswith("hint: ")]
         assert len(errors) == 1, told.err
         assert len(hints) <= 1, told.err
-        assert state(self.root) == before
+        assert file_states(self.root) == before
         assert self.names() == names
-        assert left_overs(self.root) == []
+        assert staging_folders(self.root) == []
         return Told(status, errors[0], hints[0] if hints else "")
 
     def forget(self) -> None:
@@ -459,7 +459,7 @@ def test_a_disk_that_fills_up(
 ) -> None:
     place = mount("size=400k")
     (place / "other").write_bytes(bytes(280 << 10))
-    before = state(desk.hf)
+    before = file_states(desk.hf)
     status = main(["reshard", str(desk.hf), str(place / "out"), "--to=torch_dist"])
     told = capsys.readouterr()
     if status == 0:
@@ -467,7 +467,7 @@ def test_a_disk_that_fills_up(
     assert status == 3
     assert "space" in told.err
     assert not (place / "out").exists()
-    assert state(desk.hf) == before
+    assert file_states(desk.hf) == before
     (place / "other").unlink()
     assert main(["reshard", str(desk.hf), str(place / "out"), "--to=torch_dist", "-q"]) == 0
     assert [p.name for p in place.iterdir()] == ["out"]

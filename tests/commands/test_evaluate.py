@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
+from megtool import evaluate, reshard, tokenize
 from megtool.cli.app import main
 from megtool.commands.demo import demo_weights
-from megtool.commands.evaluate import evaluate
 from megtool.commands.evaluate_report import EvaluatePlan, EvaluateReport
-from megtool.commands.reshard import reshard
-from megtool.commands.tokenize import tokenize
 from megtool.errors import MegtoolError, MissingPackageError
 from tests.support.models import tiny_text
 from tests.support.worlds.torchrun import torchrun

@@ -6,12 +6,9 @@ import json
 
 import pytest
 
+from megtool import finetune, generate, reshard, verify
 from megtool.cli.app import main
-from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetunePlan
-from megtool.commands.generate import generate
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.errors import (
     DestinationError,
     FormatError,
@@ -21,7 +18,7 @@ from megtool.errors import (
 )
 from megtool.train.run_log import read_log
 from tests.support.models import tiny_text
-from tests.support.runs.finetune_runs import TEXT, curve, kill_and_go_on, tune
+from tests.support.runs.finetune_runs import TEXT, curve, interrupt_and_resume, tune
 
 
 def test_a_run_leaves_a_checkpoint_a_log_and_a_curve(model, data, tmp_path) -> None:
@@ -71,7 +68,7 @@ def test_the_model_is_exported_and_transformers_gives_the_same_loss(model, data,
     transformers = pytest.importorskip("transformers")
     import torch
 
-    from megtool.commands.evaluate import evaluate
+    from megtool import evaluate
 
     report = tune(model, tmp_path / "out", data, to="hf")
     assert report.hf == str(tmp_path / "out/hf")
@@ -202,6 +199,6 @@ def test_a_loss_turned_nan_keeps_the_last_good_checkpoint(model, data, tmp_path)
 @pytest.mark.slow
 def test_killed_it_goes_on_with_the_identical_curve(model, data, tmp_path) -> None:
     options = ["--hold-out", "0.1", "--eval-interval", "10"]
-    kill_and_go_on(model, data, tmp_path, options, steps=40, lines=18)
+    interrupt_and_resume(model, data, tmp_path, options, steps=40, lines=18)
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
     assert verify(tmp_path / "out", tmp_path / "ref").exit_status == 0

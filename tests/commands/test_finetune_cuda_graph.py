@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megtool.commands.finetune import finetune
-from megtool.commands.verify import verify
+from megtool import finetune, verify
 from megtool.errors import UsageError
 from tests.support.runs.finetune_runs import curve, tune
 

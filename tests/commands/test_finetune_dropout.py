@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.commands.verify import verify
+from megtool import verify
 from megtool.errors import UsageError
 from megtool.train.run_log import read_log
-from tests.support.runs.finetune_runs import curve, kill_and_go_on
+from tests.support.runs.finetune_runs import curve, interrupt_and_resume
 from tests.support.runs.finetune_runs import tune as any_run
 from tests.support.worlds.gloo_world import run_world
 
@@ -100,6 +100,6 @@ def test_ended_runs_of_ranks_go_on_to_the_last_bit(layout, model, data, tmp_path
 @pytest.mark.slow
 def test_killed_it_goes_on_with_the_identical_curve(model, data, tmp_path) -> None:
     options = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
-    kill_and_go_on(model, data, tmp_path, options, steps=30, lines=13)
+    interrupt_and_resume(model, data, tmp_path, options, steps=30, lines=13)
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
     assert verify(tmp_path / "out", tmp_path / "ref").exit_status == 0

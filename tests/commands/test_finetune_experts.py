@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from megtool import verify
 from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.verify import verify
 from megtool.errors import UsageError
 from megtool.reshard.open_source import open_source
 from megtool.train.run_log import read_log
-from tests.support.models import tiny_text
+from tests.support.models import moe_models, tiny_text
+from tests.support.models.tiny_model import tiny_model
 from tests.support.runs.finetune_runs import curve, tune
 from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.torchrun import torchrun
@@ -43,15 +44,11 @@ LONG: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.support.models import moe_models
-
-    folder = tmp_path_factory.mktemp("made") / "model"
-    _, name, extra = moe_models.CASES["deepseek_v3"]
-    sizes = {**moe_models.SIZES, **extra, "num_hidden_layers": 2}
-    sizes |= {"vocab_size": tiny_text.VOCABULARY, "eos_token_id": tiny_text.END}
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**sizes)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("source") / "model"
+    family, _, keys = moe_models.CASES["deepseek_v3"]
+    sizes = {"vocab_size": tiny_text.VOCABULARY, "eos_token_id": tiny_text.END}
+    keys = keys | sizes | {"num_hidden_layers": 2}
+    tiny_model(family, folder, sizes=moe_models.SIZES, **keys)
     tiny_text.save_tokenizer(folder)
     return folder
 
@@ -73,7 +70,7 @@ def test_a_run_with_balanced_experts_goes_on_with_the_same_bits(model, data, tmp
         n: value for n, value in BALANCED.items() if n.startswith("moe")
     }
     with CheckpointReader(opened.catalogue, Files()) as reader:
-        place = opened.side.placements["layers.1.mlp.router.expert_bias"]
+        place = opened.view.placements["layers.1.mlp.router.expert_bias"]
         bias = torch.as_tensor(reader.open_canonical(place).read())
     assert bias.dtype == torch.float32
     assert torch.equal((bias * 100).round() / 100, bias)  # four steps of 0.01, up or down

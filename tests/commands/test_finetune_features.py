@@ -10,12 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.commands.evaluate import evaluate
-from megtool.commands.finetune import finetune
+from megtool import evaluate, finetune, quantize, reshard, verify
 from megtool.commands.finetune_report import FinetunePlan
-from megtool.commands.quantize import quantize
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.errors import (
     CalibrationError,
     CheckpointError,
@@ -130,7 +126,7 @@ def test_rounding_takes_scales_of_inputs_from_a_calibration(model, data, tmp_pat
         calibrate_only=True,
         synthetic=True,
         samples=2,
-        length=16,
+        seq_length=16,
     )
     more = {"qat": "fp8", "calibration": tmp_path / "seen.safetensors", "hold_out": 0.1}
     tune(model, tmp_path / "ref", data, **more)

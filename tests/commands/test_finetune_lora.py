@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
+from megtool import finetune, quantize, reshard, verify
 from megtool.checkpoint.containers.te_extra_state import decode
 from megtool.checkpoint.megatron_metadata import read_object
-from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
-from megtool.commands.quantize import quantize
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.errors import (
     CalibrationError,
     CheckpointError,
@@ -115,7 +112,7 @@ def test_an_adapter_goes_on_with_its_own_base_and_type_alone(model, text, tmp_pa
 
 def calibrated(model: Path, file: Path, samples: int) -> Path:
     how: dict[str, Any] = {"recipe": "fp8", "calibrate_only": True, "synthetic": True}
-    quantize(model, file, **how, samples=samples, length=16)
+    quantize(model, file, **how, samples=samples, seq_length=16)
     return file
 
 
@@ -183,7 +180,7 @@ def test_a_plan_counts_what_is_kept_beside_the_weights(text, tmp_path) -> None:
     opened = open_source(model)
     linear = [
         t.numel
-        for n, t in opened.side.canonical.items()
+        for n, t in opened.view.canonical.items()
         if n.startswith("layers.") and len(t.shape) == 2
     ]
     assert rounded.rounded_bytes == 4 * sum(linear)

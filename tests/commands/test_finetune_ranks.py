@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from megtool import finetune, verify
 from megtool.checkpoint.megatron_metadata import saved_args
-from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetuneReport
-from megtool.commands.verify import verify
 from megtool.errors import MegtoolError
 from megtool.reshard.open_source import open_source
 from megtool.train.run_log import read_log

@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from megtool import finetune, reshard, verify
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.lock import LockFile
-from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.errors import DestinationError, TrainingError, UsageError
 from megtool.train.run_log import read_log
 from tests.support.models import tiny_text
-from tests.support.runs.finetune_runs import TEXT, curve, kill_and_go_on
+from tests.support.runs.finetune_runs import TEXT, curve, interrupt_and_resume
 from tests.support.runs.finetune_runs import tune as any_run
 
 SHORT = {"exit_duration_in_mins": 1e-9}
@@ -76,7 +74,7 @@ def test_fp16_lora_goes_on(model, data, tmp_path) -> None:
 @pytest.mark.slow
 def test_fp16_killed_goes_on_with_the_identical_curve(model, data, tmp_path) -> None:
     options = ["--fp16", "--loss-scale-window", "4"]
-    kill_and_go_on(model, data, tmp_path, options, steps=30, lines=13)
+    interrupt_and_resume(model, data, tmp_path, options, steps=30, lines=13)
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
     assert verify(tmp_path / "out", tmp_path / "ref").exit_status == 0
 
@@ -156,7 +154,7 @@ def test_other_weights_in_src_are_told(model, data, done, out, tmp_path, caplog)
     assert "SRC" not in warned(caplog)
     again = Path(shutil.copytree(done, tmp_path / "again"))
     other = tmp_path / "other"
-    reshard(done, other, to="hf", optimizer="none")
+    reshard(done, other, to="hf", optimizer_format="none")
     tune(other, again, data)
     assert "the weights of SRC are others" in warned(caplog)
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.commands.finetune import finetune
+from megtool import finetune, verify
 from megtool.commands.finetune_report import FinetuneReport
-from megtool.commands.verify import verify
 from megtool.errors import MissingPackageError, UsageError
 from megtool.kernels.dispatch import use
 from megtool.model.batch import Batch

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from megtool import generate, reshard
 from megtool.cli.app import main
 from megtool.commands.demo import demo_weights
-from megtool.commands.generate import generate
 from megtool.commands.generate_report import Answer, GeneratePlan, GenerateReport
-from megtool.commands.reshard import reshard
 from megtool.console import printable
 from megtool.errors import MegtoolError, OutOfMemoryError, UsageError
 from megtool.inference.runtime import on_ranks

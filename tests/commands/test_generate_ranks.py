@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megtool.commands.evaluate import evaluate
+from megtool import evaluate, generate, reshard
 from megtool.commands.evaluate_report import EvaluateReport
-from megtool.commands.generate import GenerateReport, generate
-from megtool.commands.reshard import reshard
+from megtool.commands.generate import GenerateReport
 from tests.support.models import tiny_text
 from tests.support.worlds.torchrun import torchrun
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megtool import inspect, reshard
 from megtool.cli.app import main
-from megtool.commands.inspect import inspect
-from megtool.commands.reshard import reshard
 from megtool.errors import FormatError, MappingError
+from tests.support import folders
 from tests.support.models import tiny_llama
 
 SHAPES = tiny_llama.shapes(tiny_llama.config())
@@ -165,12 +165,12 @@ def test_statistics_of_shards_are_those_of_the_whole(hf: Path, megatron: Path) -
 
 
 def test_statistics_tell_progress_and_change_nothing(hf: Path) -> None:
-    before = tiny_llama.state(hf)
+    before = folders.file_states(hf)
     seen: list[tuple[int, int]] = []
     inspect(hf, stats=True, progress=lambda stage, n, total: seen.append((n, total)))
     assert sum(n for n, _ in seen) == 2 * PARAMETERS
     assert {total for _, total in seen} == {2 * PARAMETERS}
-    assert tiny_llama.state(hf) == before
+    assert folders.file_states(hf) == before
 
 
 def test_the_command_line(megatron: Path, capsys: pytest.CaptureFixture[str]) -> None:

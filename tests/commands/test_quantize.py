@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megtool import quantize, reshard
 from megtool.cli.app import main
-from megtool.commands.quantize import quantize
-from megtool.commands.reshard import reshard
 from megtool.errors import (
     CalibrationError,
     DestinationError,
@@ -242,7 +241,7 @@ def test_a_dry_run_says_what_would_be(folder: Path, tmp_path: Path) -> None:
         ({"recipe": "fp9"}, RecipeError, "fp9"),
         ({"recipe": "mxfp4", "target": "vllm"}, RecipeError, "does not load"),
         ({"recipe": "fp8", "samples": 4000}, UsageError, "tokens"),
-        ({"recipe": "fp8", "length": 4000}, UsageError, "positions"),
+        ({"recipe": "fp8", "seq_length": 4000}, UsageError, "positions"),
         ({"recipe": "fp8", "synthetic": True, "data": "x.txt"}, UsageError, "synthetic"),
         ({"recipe": "fp8", "bits": 4.0}, UsageError, "chooses"),
         ({"recipe": "fp8", "data": "nowhere.txt"}, MegtoolError, "nowhere"),
@@ -251,9 +250,9 @@ def test_a_dry_run_says_what_would_be(folder: Path, tmp_path: Path) -> None:
         ({"recipe": "mxfp8", "calibration": ["nowhere.safetensors"]}, MegtoolError, "nowhere"),
         ({"recipe": "fp8", "evaluate": "nowhere.txt"}, MegtoolError, "nowhere"),
         ({"recipe": "fp8", "evaluate": os.devnull}, UsageError, "no text to measure on"),
-        ({"recipe": "fp8", "page": "nowhere/x.html"}, DestinationError, "no folder 'nowhere'"),
+        ({"recipe": "fp8", "report": "nowhere/x.html"}, DestinationError, "no folder 'nowhere'"),
         ({"recipe": "fp8", "save_calibration": "nowhere/x"}, DestinationError, "no folder"),
-        ({"recipe": "fp8", "page": "."}, DestinationError, "a folder stands"),
+        ({"recipe": "fp8", "report": "."}, DestinationError, "a folder stands"),
         (
             {"recipe": "fp8", "calibrate_only": True, "evaluate": "x.txt"},
             UsageError,
@@ -342,7 +341,7 @@ def test_a_page_may_lie_in_what_is_written(tmp_path: Path, folder: Path) -> None
 
 def test_how_unseen_experts_are_settled_is_chosen_after_calibration(tmp_path: Path) -> None:
     source = random_moe(tmp_path / "moe")
-    few = {"recipe": "fp8", "synthetic": True, "samples": 1, "length": 16}
+    few = {"recipe": "fp8", "synthetic": True, "samples": 1, "seq_length": 16}
     kept = tmp_path / "kept"
     done(source, kept, calibrate_only=True, **few)
     again = {"recipe": "fp8", "calibration": [kept]}
@@ -354,7 +353,7 @@ def test_how_unseen_experts_are_settled_is_chosen_after_calibration(tmp_path: Pa
 
 
 def test_the_command_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = ["--samples", "2", "--length", "32", "--device", "cpu", "--threads", "1"]
+    said = ["--samples", "2", "--seq-length", "32", "--device", "cpu", "--threads", "1"]
     out = str(tmp_path / "out")
     assert main(["quantize", str(folder), out, "--recipe", "fp8", *said, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -396,8 +395,8 @@ def killed_at(place: int, source: Path, out: Path, options: dict[str, Any]) -> N
     ("recipe", "more"),
     [
         ("fp8", {}),
-        ("int4_gptq", {"group_size": 64, "spill": True}),
-        ("w4a8_awq", {"group_size": 64, "resident": True}),
+        ("int4_gptq", {"group_size": 64, "offload_activations": True}),
+        ("w4a8_awq", {"group_size": 64, "stream_layers": False}),
         ("auto_nvfp4_fp8", {}),
     ],
 )
@@ -451,7 +450,7 @@ def test_killed_at_every_boundary_of_a_layer_it_ends_the_same(
 def test_a_killed_run_goes_on(folder: Path, fp8: Path, tmp_path: Path) -> None:
     """Killed again and again, wherever it happens to be, it ends with the same bytes."""
     out = tmp_path / "out"
-    told = ["--recipe", "fp8", "--samples", "4", "--length", "32", "--device", "cpu"]
+    told = ["--recipe", "fp8", "--samples", "4", "--seq-length", "32", "--device", "cpu"]
     command = [sys.executable, "-m", "megtool", "quantize", str(folder), *told]
     command += ["--threads", "1", "-q"]
     began = time.monotonic()

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megtool import explain_recipe, list_recipes, reshard, show_recipe
 from megtool.cli.app import main
-from megtool.commands.recipe import explain_recipe, list_recipes, show_recipe
-from megtool.commands.reshard import reshard
 from megtool.errors import LayoutError, MappingError, RecipeError
 from tests.support.models import tiny_llama, tiny_models
 

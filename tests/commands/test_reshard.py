@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megtool import reshard
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.commands.reshard import parse_size, reshard
+from megtool.commands.reshard import parse_size
 from megtool.errors import (
     CoverageError,
     DestinationError,
@@ -20,8 +21,8 @@ from megtool.errors import (
     MappingError,
     UsageError,
 )
+from tests.support.folders import contents, file_states, staging_folders, stored_tensors
 from tests.support.models import tiny_llama
-from tests.support.models.tiny_llama import contents, left_overs, state, tensors
 
 MODELS: dict[str, dict[str, Any]] = {
     "untied": {},
@@ -47,7 +48,7 @@ def hf(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_route_comes_back_to_the_same_bytes(tmp_path: Path, model: str, route: str) -> None:
     original = tiny_llama.save(tmp_path / "hf", **MODELS[model])
-    before, at, options = state(original), original, {"to": "torch_dist"}
+    before, at, options = file_states(original), original, {"to": "torch_dist"}
     for number, layout in enumerate(ROUTES[route]):
         report = reshard(at, tmp_path / str(number), **options, **layout)
         assert report.dropped == ()
@@ -57,13 +58,13 @@ def test_every_route_comes_back_to_the_same_bytes(tmp_path: Path, model: str, ro
     reshard(tmp_path / "dcp", tmp_path / "one.safetensors", to="safetensors")
     reshard(tmp_path / "one.safetensors", tmp_path / "again", to="hf", like=original)
     reshard(at, tmp_path / "back", to="hf")
-    assert tensors(tmp_path / "again") == tensors(original)
-    assert tensors(tmp_path / "back") == tensors(original)
+    assert stored_tensors(tmp_path / "again") == stored_tensors(original)
+    assert stored_tensors(tmp_path / "back") == stored_tensors(original)
     for folder in ("again", "back"):
         for name in ("config.json", "tokenizer.json"):
             assert (tmp_path / folder / name).read_bytes() == (original / name).read_bytes()
-    assert state(original) == before
-    assert left_overs(tmp_path) == []
+    assert file_states(original) == before
+    assert staging_folders(tmp_path) == []
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path, hf: Path) -> None:
@@ -117,7 +118,8 @@ def test_torch_loads_what_is_written(tmp_path: Path, to: str) -> None:
         reshard(tmp_path / "m", tmp_path / "plain", to="dcp")
         folder = tmp_path / "plain"
     held = {
-        n: np.frombuffer(d, np.float32).reshape(s) for n, (_, s, d) in tensors(original).items()
+        n: np.frombuffer(d, np.float32).reshape(s)
+        for n, (_, s, d) in stored_tensors(original).items()
     }
     qkv = []
     for layer in range(4):
@@ -201,8 +203,8 @@ def test_moments_come_back_to_the_same_bytes(tmp_path: Path, hf: Path, known: bo
         at = tmp_path / str(number)
     reshard(saved, tmp_path / "a.safetensors", to="safetensors", **more)
     reshard(at, tmp_path / "b.safetensors", to="safetensors")
-    assert tensors(tmp_path / "a.safetensors") == tensors(tmp_path / "b.safetensors")
-    assert len(tensors(tmp_path / "a.safetensors")) == 4 * len(
+    assert stored_tensors(tmp_path / "a.safetensors") == stored_tensors(tmp_path / "b.safetensors")
+    assert len(stored_tensors(tmp_path / "a.safetensors")) == 4 * len(
         open_checkpoint(tmp_path / "bare").tensors
     )
 
@@ -218,7 +220,7 @@ def test_optimizer_state_that_a_format_cannot_hold_is_listed(tmp_path: Path, hf:
     saved = save_with_moments(tmp_path / "saved", hf)
     options: dict[str, Any] = {"to": "hf", "like": hf, "family": "llama"}
     report = reshard(saved, tmp_path / "back", **options)
-    assert tensors(tmp_path / "back") == tensors(hf)
+    assert stored_tensors(tmp_path / "back") == stored_tensors(hf)
     names = {t.name for t in open_checkpoint(saved).tensors if t.name.startswith("optimizer.")}
     assert {d.name for d in report.dropped} == names
     assert all(d.num_bytes and "optimizer state" in d.reason for d in report.dropped)
@@ -226,7 +228,7 @@ def test_optimizer_state_that_a_format_cannot_hold_is_listed(tmp_path: Path, hf:
         reshard(saved, tmp_path / "strict", **options, strict=True)
     assert e.value.tensor in names
     assert not (tmp_path / "strict").exists()
-    assert left_overs(tmp_path) == []
+    assert staging_folders(tmp_path) == []
 
 
 # ---- options
@@ -238,15 +240,15 @@ def test_the_vocabulary_is_padded_with_zeros(tmp_path: Path, vocabulary: int, tp
     original = tiny_llama.save(tmp_path / "hf", vocab_size=vocabulary, num_hidden_layers=1)
     reshard(original, tmp_path / "m", to="torch_dist", tp=tp)
     reshard(tmp_path / "m", tmp_path / "m.safetensors", to="safetensors", select=["*word_emb*"])
-    ((_, shape, data),) = tensors(tmp_path / "m.safetensors").values()
+    ((_, shape, data),) = stored_tensors(tmp_path / "m.safetensors").values()
     rows = -(-vocabulary // (128 * tp)) * 128 * tp
     assert open_checkpoint(tmp_path / "m")["embedding.word_embeddings.weight"].shape == (rows, 32)
-    weight = tensors(original)["model.embed_tokens.weight"][2]
+    weight = stored_tensors(original)["model.embed_tokens.weight"][2]
     assert data[: len(weight)] == weight
     assert not any(data[len(weight) :])
     assert shape[0] >= vocabulary
     reshard(tmp_path / "m", tmp_path / "back", to="hf")
-    assert tensors(tmp_path / "back") == tensors(original)
+    assert stored_tensors(tmp_path / "back") == stored_tensors(original)
 
 
 @pytest.mark.parametrize(("kind", "code"), [("bf16", "BF16"), ("float16", "F16"), ("fp32", "F32")])
@@ -260,25 +262,25 @@ def test_dtype_casts_as_torch_does(tmp_path: Path, kind: str, code: str) -> None
     found = load_file(tmp_path / "cast" / "model.safetensors")
     for name, t in wanted.items():
         assert torch.equal(found[name], t.to(found[name].dtype)), name
-    assert {x for x, _, _ in tensors(tmp_path / "cast").values()} == {code}
+    assert {x for x, _, _ in stored_tensors(tmp_path / "cast").values()} == {code}
     config = json.loads((tmp_path / "cast" / "config.json").read_text())
     assert config["torch_dtype"] == str(found[name].dtype).removeprefix("torch.")
 
 
 def test_selected_excluded_and_renamed(tmp_path: Path, hf: Path) -> None:
-    before = tensors(hf)
+    before = stored_tensors(hf)
     reshard(hf, tmp_path / "a", select=["*.layers.1.*", "lm_head.*"], exclude=["*.mlp.*"])
     wanted = {
         n for n in before if (".layers.1." in n and ".mlp." not in n) or n == "lm_head.weight"
     }
-    assert tensors(tmp_path / "a") == {n: before[n] for n in wanted}
+    assert stored_tensors(tmp_path / "a") == {n: before[n] for n in wanted}
     one = tmp_path / "b.safetensors"
     reshard(
         hf / "model.safetensors",
         one,
         rename=["model.layers.*.mlp.*_proj.weight=blocks.*.ff.*", "lm_head.weight=head"],
     )
-    found = tensors(one)
+    found = stored_tensors(one)
     assert found["blocks.2.ff.gate"] == before["model.layers.2.mlp.gate_proj.weight"]
     assert found["head"] == before["lm_head.weight"]
     assert found["model.norm.weight"] == before["model.norm.weight"]
@@ -321,9 +323,9 @@ def test_shards_are_no_larger_than_asked(tmp_path: Path, hf: Path) -> None:
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert {f.name for f in files} == set(index["weight_map"].values())
     assert len(files) > 4
-    assert tensors(tmp_path / "out") == tensors(hf)
+    assert stored_tensors(tmp_path / "out") == stored_tensors(hf)
     for file in files:
-        held = [len(data) for _, _, data in tensors(file).values()]
+        held = [len(data) for _, _, data in stored_tensors(file).values()]
         assert sum(held) <= 12 * 1024
 
 
@@ -343,11 +345,11 @@ def test_a_megatron_checkpoint_born_elsewhere(tmp_path: Path, hf: Path) -> None:
         reshard(tmp_path / source, tmp_path / f"{source}-like", to="hf", like=hf)
         for name in ("config.json", "tokenizer.json"):
             assert (tmp_path / f"{source}-like" / name).read_bytes() == (hf / name).read_bytes()
-        assert tensors(tmp_path / f"{source}-like") == tensors(hf)
+        assert stored_tensors(tmp_path / f"{source}-like") == stored_tensors(hf)
         # From args alone: the same tensors, a config of its own, no tokenizer.
         reshard(tmp_path / source, tmp_path / f"{source}-args", to="hf", family="llama")
-        assert tensors(tmp_path / f"{source}-args") == tensors(hf)
-    assert left_overs(tmp_path) == []
+        assert stored_tensors(tmp_path / f"{source}-args") == stored_tensors(hf)
+    assert staging_folders(tmp_path) == []
     made = json.loads((tmp_path / "m-args" / "config.json").read_text())
     for key, value in tiny_llama.config().items():
         assert made.get(key, value) == value, key
@@ -355,12 +357,12 @@ def test_a_megatron_checkpoint_born_elsewhere(tmp_path: Path, hf: Path) -> None:
 
 
 def test_dry_run_writes_nothing(tmp_path: Path, hf: Path) -> None:
-    before = state(hf)
+    before = file_states(hf)
     report = reshard(hf, tmp_path / "out", to="torch_dist", tp=2, dry_run=True)
     assert report.dry_run
     assert report.plan.source_files == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
-    assert state(hf) == before
+    assert file_states(hf) == before
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").touch()
     with pytest.raises(DestinationError):
@@ -377,7 +379,7 @@ def test_an_existing_destination_is_replaced_only_when_asked(tmp_path: Path, hf:
     reshard(hf, tmp_path / "out", to="torch_dist", tp=1, overwrite=True)
     reshard(hf, tmp_path / "fresh", to="torch_dist", tp=1)
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
-    assert left_overs(tmp_path) == []
+    assert staging_folders(tmp_path) == []
 
 
 def test_a_link_to_the_destination_stays(tmp_path: Path, hf: Path) -> None:
@@ -385,7 +387,7 @@ def test_a_link_to_the_destination_stays(tmp_path: Path, hf: Path) -> None:
     (tmp_path / "out").symlink_to("disk/real")
     reshard(hf, tmp_path / "out")
     assert (tmp_path / "out").is_symlink()
-    assert tensors(tmp_path / "disk" / "real") == tensors(hf)
+    assert stored_tensors(tmp_path / "disk" / "real") == stored_tensors(hf)
 
 
 def test_modes_follow_the_umask(tmp_path: Path, hf: Path) -> None:
@@ -409,10 +411,10 @@ def test_iterations_are_chosen_and_kept(tmp_path: Path) -> None:
     (save / "latest_checkpointed_iteration.txt").write_text("20")
     for given, number in ((None, 20), ("latest", 20), ("10", 10), ("20", 20)):
         report = reshard(save, tmp_path / "back", to="hf", iteration=given, overwrite=True)
-        assert tensors(tmp_path / "back") == tensors(originals[number])
+        assert stored_tensors(tmp_path / "back") == stored_tensors(originals[number])
         assert report.source_format == "torch_dist"
     reshard(save / "iter_0000010", tmp_path / "back", to="hf", overwrite=True)
-    assert tensors(tmp_path / "back") == tensors(originals[10])
+    assert stored_tensors(tmp_path / "back") == stored_tensors(originals[10])
     with pytest.raises(FormatError) as e:
         reshard(save, tmp_path / "none", iteration="15")
     assert "10, 20" in (e.value.hint or "")
@@ -448,7 +450,7 @@ def test_the_report(tmp_path: Path, hf: Path) -> None:
     )
     assert data["num_bytes"] == open_checkpoint(tmp_path / "out").num_bytes
     assert data["dropped"] == []
-    assert data["digested"] + data["inherited"] + data["unverified"] == len(tensors(hf))
+    assert data["digested"] + data["inherited"] + data["unverified"] == len(stored_tensors(hf))
     assert 0 <= data["kernel_bytes"] <= data["num_bytes"]
     assert sum(done for _, done, _ in told) == data["num_bytes"]
     assert {(what, total) for what, _, total in told} == {("reshard", data["num_bytes"])}

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megtool import reshard
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.commands.reshard import ReshardReport, reshard
+from megtool.commands.reshard import ReshardReport
 from megtool.errors import (
     DigestError,
 )
+from tests.support.folders import stored_tensors
 from tests.support.models import tiny_llama
-from tests.support.models.tiny_llama import tensors
 
 
 def one_dtype(report: ReshardReport) -> set[str]:
@@ -48,9 +49,9 @@ def payload(root: Path, pattern: str) -> tuple[Path, int]:
 @pytest.mark.parametrize("to", ["hf", "torch_dist", "dcp"])
 def test_digests_are_inherited_and_catch_a_flipped_bit(tmp_path: Path, hf: Path, to: str) -> None:
     first = reshard(hf, tmp_path / "a", to=to, digest="all")
-    assert (first.digested, first.unverified) == (len(tensors(hf)), 0)
+    assert (first.digested, first.unverified) == (len(stored_tensors(hf)), 0)
     second = reshard(tmp_path / "a", tmp_path / "b", digest="none")
-    assert (second.digested, second.inherited, second.unverified) == (0, len(tensors(hf)), 0)
+    assert (second.digested, second.inherited, second.unverified) == (0, len(stored_tensors(hf)), 0)
     flip(*payload(tmp_path / "b", "norm"))
     with pytest.raises(DigestError) as e:
         reshard(tmp_path / "b", tmp_path / "c", digest="all")
@@ -71,8 +72,8 @@ def test_buffered_bytes_are_compared_too(tmp_path: Path, hf: Path) -> None:
 def test_cast_tensors_have_digests_of_their_own(tmp_path: Path, hf: Path) -> None:
     reshard(hf, tmp_path / "a", digest="all")
     report = reshard(tmp_path / "a", tmp_path / "b", dtype="float32", digest="none")
-    assert (report.inherited, report.unverified) == (0, len(tensors(hf)))
+    assert (report.inherited, report.unverified) == (0, len(stored_tensors(hf)))
     report = reshard(tmp_path / "a", tmp_path / "c", dtype="float32")
-    assert report.digested == len(tensors(hf))
+    assert report.digested == len(stored_tensors(hf))
     assert one_dtype(report) == {"float32"}
     reshard(tmp_path / "c", tmp_path / "d", digest="all")

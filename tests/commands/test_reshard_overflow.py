@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megtool import export, reshard
 from megtool.checkpoint.copy import CopyReport
 from megtool.checkpoint.digest import Digests
-from megtool.commands.export import export
-from megtool.commands.reshard import reshard
 from megtool.inference.load import load
 from tests.support.models import tiny_llama
 from tests.support.runs.loading import source_of

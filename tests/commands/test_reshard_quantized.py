@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
+from megtool import reshard, verify
 from megtool.errors import FormatError
-from tests.support.checkpoints.quantized_llama import quantized
+from tests.support.checkpoints.quantized_llama import write_quantized_llama
 from tests.support.checkpoints.quantized_weights import MAKERS, gpt_oss
 from tests.support.checkpoints.quantized_weights import write as write_folder
 
@@ -48,7 +47,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     "kind", [pytest.param(k, marks=pytest.mark.peers if "modelopt" in k else ()) for k in KINDS]
 )
 def test_to_plain_weights(kind: str, tmp_path: Path) -> None:
-    want = quantized(tmp_path / "hf", kind)
+    want = write_quantized_llama(tmp_path / "hf", kind)
     report = reshard(tmp_path / "hf", tmp_path / "out", to="hf", dtype="bfloat16", strict=True)
     same(held(tmp_path / "out"), want)
     config = json.loads((tmp_path / "out/config.json").read_text())
@@ -66,7 +65,7 @@ def test_to_plain_weights(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["deepseek", "int4 uneven"])
 def test_by_way_of_megatron(kind: str, tmp_path: Path) -> None:
-    want = quantized(tmp_path / "hf", kind)
+    want = write_quantized_llama(tmp_path / "hf", kind)
     reshard(tmp_path / "hf", tmp_path / "ranks", to="torch_dist", tp=2, pp=2)
     reshard(tmp_path / "ranks", tmp_path / "out", to="hf")
     same(held(tmp_path / "out"), want)
@@ -76,7 +75,7 @@ def test_by_way_of_megatron(kind: str, tmp_path: Path) -> None:
 
 def test_transformers_loads_what_comes_out(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    want = quantized(tmp_path / "hf", "fp8 channel")
+    want = write_quantized_llama(tmp_path / "hf", "fp8 channel")
     reshard(tmp_path / "hf", tmp_path / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     same({n: t for n, t in model.state_dict().items() if n in want}, want)
@@ -105,14 +104,14 @@ def test_experts_of_gpt_oss_under_little_memory(tmp_path: Path) -> None:
 
 
 def test_one_file_keeps_what_is_stored(tmp_path: Path) -> None:
-    quantized(tmp_path / "hf", "deepseek")
+    write_quantized_llama(tmp_path / "hf", "deepseek")
     file = sorted((tmp_path / "hf").glob("*.safetensors"))[0]
     reshard(file, tmp_path / "copy.safetensors", to="safetensors")
     same(load_file(tmp_path / "copy.safetensors"), load_file(file))
 
 
 def test_an_unknown_method_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    quantized(tmp_path / "hf", "deepseek")
+    write_quantized_llama(tmp_path / "hf", "deepseek")
     path = tmp_path / "hf/config.json"
     config = json.loads(path.read_text())
     config["quantization_config"]["quant_method"] = "bitsandbytes"

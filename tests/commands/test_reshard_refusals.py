@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
+from megtool import reshard, verify
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError, LayoutError, MappingError, MegtoolError, UsageError
+from tests.support import folders
 from tests.support.models import tiny_llama
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -24,7 +24,7 @@ def refused(source: Path, **options: Any) -> MegtoolError:
         reshard(source, out, **options)
     assert e.value.hint
     assert not out.exists()
-    assert list(tiny_llama.left_overs(source.parent)) == []
+    assert list(folders.staging_folders(source.parent)) == []
     return e.value
 
 
@@ -37,9 +37,9 @@ def refused(source: Path, **options: Any) -> MegtoolError:
         ({"core_version": "0.12"}, "'0.12'"),
         ({"dtype": "float8_e4m3fn"}, "8 bits"),
         ({"dtype": "float8_e5m2", "to": "hf"}, "8 bits"),
-        ({"optimizer": "fully_reshardable"}, "no optimizer state"),
-        ({"optimizer": "dp_reshardable"}, "no optimizer state"),
-        ({"optimizer": "legacy", "to": "megatron"}, "no optimizer state"),
+        ({"optimizer_format": "fully_reshardable"}, "no optimizer state"),
+        ({"optimizer_format": "dp_reshardable"}, "no optimizer state"),
+        ({"optimizer_format": "legacy", "to": "megatron"}, "no optimizer state"),
         ({"etp": 2}, "etp=2"),
         ({"etp": 4, "tp": 2}, "etp=4"),
         ({"dp": 0}, "dp is 0"),

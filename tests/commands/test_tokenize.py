@@ -16,10 +16,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from megtool import reshard, tokenize
 from megtool.cli.app import main
 from megtool.commands import tokenize as room
-from megtool.commands.reshard import reshard
-from megtool.commands.tokenize import tokenize
 from megtool.data.indexed import IndexedDataset
 from megtool.errors import DestinationError, FormatError, StorageError, UsageError
 from tests.support.models import tiny_llama, tiny_tokenizer

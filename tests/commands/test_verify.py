@@ -16,11 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from megtool import reshard, verify
 from megtool.checkpoint.digest import SIDECAR
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.cli.app import main
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.errors import CheckpointError, MappingError
 from tests.support.models import tiny_llama
 

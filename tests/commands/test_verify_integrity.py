@@ -6,8 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
+from megtool import reshard, verify
 from tests.support.models import tiny_llama
 
 

@@ -13,16 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megtool import export, lint, quantize, reshard, verify
 from megtool.cli.app import main
-from megtool.commands.export import export
-from megtool.commands.lint import lint
-from megtool.commands.quantize import quantize
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.errors import MappingError, UsageError
 from megtool.quant.recipes.dialects import recipe_names
 from tests.support.checkpoints.compressed_folder import compress, deepseek
-from tests.support.checkpoints.quantized_folder import make_quantized, randomised
+from tests.support.checkpoints.quantized_folder import make_quantized, randomize
 from tests.support.models import tiny_models
 
 DOWN = "model.layers.2.mlp.down_proj"
@@ -33,7 +29,7 @@ KINDS = ("fp8", "nvfp4", "awq", "mixed", "ct int4", "ct nvfp4", "deepseek")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     at = tmp_path_factory.mktemp("verify")
-    dense = randomised(tiny_models.llama(at / "llama"))
+    dense = randomize(tiny_models.llama(at / "llama"))
     make_quantized(dense, at / "fp8", algos="FP8")
     make_quantized(dense, at / "nvfp4", algos="NVFP4")
     make_quantized(dense, at / "awq", algos="W4A16_AWQ", group=64, smooth=True)

@@ -239,4 +239,4 @@ def test_incomplete_state_is_named() -> None:
     ) as caught:
         write_side(source, dialect="megatron")
     assert caught.value.tensor == "exp_avg:layers.1.mlp.up.weight"
-    assert "--optimizer none" in (caught.value.hint or "")
+    assert "--optimizer-format none" in (caught.value.hint or "")

@@ -21,7 +21,7 @@ from megtool.dtypes import dtype
 from megtool.errors import LayoutError
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
-from tests.support.checkpoints.rank_slices import Arrays, sliced
+from tests.support.checkpoints.rank_slices import Arrays, slice_tensors
 from tests.support.checkpoints.trained import canonical_tensors, config
 from tests.support.models.parameter_models import MODELS as KINDS
 
@@ -118,7 +118,7 @@ def test_a_rank_holds_its_slices(name: str, data: Any, carry: Callable[..., Arra
     tensors = local_tensors(ranks, seat)
     local = local_side(tensors.values(), source, target)
     got = assembled(local, arrays)
-    want = sliced(target, whole, model, parallel, seat)
+    want = slice_tensors(target, whole, model, parallel, seat)
     assert got.keys() == want.keys() == tensors.keys()
     for key, array in want.items():
         np.testing.assert_array_equal(got[key], array, err_msg=key)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from megtool.commands.reshard import reshard
+from megtool import reshard
 from megtool.convert.families import family, family_names
 
 CONFIG = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,8 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
+from megtool import reshard, verify
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.dialects import read_side, write_side
 from megtool.convert.families import detect_family, family
@@ -25,17 +24,10 @@ from megtool.dtypes import dtype
 from megtool.errors import MappingError
 from megtool.reshard.open_source import open_source
 from megtool.tensors.sharded import GlobalTensor
-from tests.support.models.dense_cases import CASES, WINDOWED, Case, made, save
-from tests.support.models.dense_families import (
-    GPT2,
-    GPT2_SIZES,
-    NEOX,
-    PHI3,
-    SIZES,
-    TIED,
-    UNTIED,
-)
-from tests.support.saved_folder import config_of, stored
+from tests.support.folders import read_config
+from tests.support.folders import stored_tensors as stored
+from tests.support.models.dense_cases import CASES, WINDOWED, save
+from tests.support.models.tiny_model import SIZES, TIED, UNTIED, Case, sizes_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -51,10 +43,10 @@ def test_weights_come_back_to_the_same_bytes(case: Case, tmp_path: Path) -> None
     assert opened.model is not None
     assert opened.model.family is not None
     assert opened.model.family.name == case.family
-    for unused, _ in opened.side.dropped:
+    for unused, _ in opened.view.dropped:
         assert (case.model, unused) == ("MegatronBertForMaskedLM", "cls.predictions.bias")
         before.pop(unused)
-    assert {p.stored for p in opened.side.placements.values()} == set(before)
+    assert {p.stored for p in opened.view.placements.values()} == set(before)
 
     there = reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", tp=2, pp=2, fsync=False)
     assert [d for d in there.dropped if d.is_lost] == []
@@ -63,7 +55,7 @@ def test_weights_come_back_to_the_same_bytes(case: Case, tmp_path: Path) -> None
     back = reshard(tmp_path / "meg1", tmp_path / "back", to="hf", fsync=False)
     assert [d for d in back.dropped if d.is_lost] == []
     assert stored(tmp_path / "back") == before
-    assert config_of(tmp_path / "back") == config_of(tmp_path / "hf")
+    assert read_config(tmp_path / "back") == read_config(tmp_path / "hf")
 
 
 @given(
@@ -88,10 +80,10 @@ def test_any_size_and_layout_comes_back(
     names = names if case.family == "gpt2" else (*names, "num_attention_heads")
     sizes = {names[0]: layers, names[1]: heads, "vocab_size": vocabulary}
     keys = {k: v for k, v in case.keys.items() if k != "layer_types"}
-    case = Case(case.family, case.model, case.config, keys | sizes)
+    case = replace(case, keys=keys | sizes)
     with TemporaryDirectory() as folder:
         save(case, Path(folder))
-        found, keys = family(case.family), config_of(Path(folder))
+        found, keys = family(case.family), read_config(Path(folder))
         arrays = {
             name: np.frombuffer(data, np.uint16).reshape(shape)
             for name, (_, shape, data) in stored(Path(folder)).items()
@@ -115,7 +107,7 @@ def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> Non
     """Megatron's tensors fit the configuration that their args alone give."""
     save(case, tmp_path / "hf")
     reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
-    config = open_source(tmp_path / "hf").side.config
+    config = open_source(tmp_path / "hf").view.config
     assert config is not None
     said = config_from_args(args_from_config(config, ParallelConfig(tp=2)))
     for name in SHAPES:
@@ -129,7 +121,7 @@ def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> Non
         extra=config.extra,
     )
     side = read_side(meg.catalogue.tensors, family=kind, config=said_all, dialect="megatron")
-    assert side.canonical == meg.side.canonical
+    assert side.canonical == meg.view.canonical
 
 
 SHAPES = (
@@ -159,11 +151,11 @@ SHAPES = (
 
 @cases
 def test_a_configuration_is_written_as_transformers_reads_it(case: Case) -> None:
-    original = made(case).to_dict()
+    original = case.config().to_dict()
     found = detect_family({"architectures": [case.model]})
     config = found.read_config(original)
     written = found.write_config(config)
-    read = type(made(case))(**written).to_dict()
+    read = type(case.config())(**written).to_dict()
     assert {k: read[k] for k in original} == original
     assert found.read_config(written) == config
 
@@ -249,7 +241,7 @@ def test_published_gpt2_names_lack_the_prefix(tmp_path: Path) -> None:
     """The checkpoints of the hub hold the bare model, and causal masks beside it."""
     from safetensors.torch import load_file, save_file
 
-    save(Case(*GPT2, TIED), tmp_path / "hf")
+    save(Case("gpt2", TIED), tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
     held = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}
     held["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
@@ -265,7 +257,7 @@ def test_published_gpt2_names_lack_the_prefix(tmp_path: Path) -> None:
 GGUF = [
     ("QWEN2", CASES[0]),
     ("QWEN3", CASES[2]),
-    ("PHI3", Case(*PHI3, UNTIED)),
+    ("PHI3", Case("phi3", UNTIED)),
     ("PHI3", CASES[11]),
 ]
 
@@ -303,9 +295,9 @@ def test_gguf_files_hold_the_same_tensors(arch: str, case: Case, tmp_path: Path)
     )
     assert report.family == case.family
     assert stored(tmp_path / "out") == held
-    written = config_of(tmp_path / "out")
+    written = read_config(tmp_path / "out")
     found = family(case.family)
-    want, got = found.read_config(config_of(tmp_path / "hf")), found.read_config(written)
+    want, got = found.read_config(read_config(tmp_path / "hf")), found.read_config(written)
     assert all(getattr(got, name) == getattr(want, name) for name in SHAPES)
 
 
@@ -357,7 +349,7 @@ def test_values_a_family_does_not_know_are_refused(
 @pytest.mark.parametrize("keys", [{"scale_attn_by_inverse_layer_idx": True}, {"n_inner": 0}])
 def test_gpt2_values_are_checked(keys: dict[str, Any]) -> None:
     with pytest.raises(MappingError):
-        family("gpt2").read_config(GPT2_SIZES | keys)
+        family("gpt2").read_config(sizes_of("gpt2") | keys)
 
 
 def test_a_family_says_what_it_cannot_write() -> None:
@@ -372,7 +364,7 @@ def test_a_family_says_what_it_cannot_write() -> None:
 
 
 def test_limits_are_told_when_converting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save(Case(*NEOX, UNTIED), tmp_path / "hf")
+    save(Case("gpt_neox", UNTIED), tmp_path / "hf")
     reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
     assert "attention and MLP in parallel" in caplog.text
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from megtool import reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.dialects import read_side, write_side
 from megtool.convert.families import detect_family, family
@@ -22,6 +21,8 @@ from megtool.dtypes import dtype
 from megtool.errors import CoverageError, MappingError
 from megtool.reshard.open_source import open_source
 from megtool.tensors.sharded import GlobalTensor
+from tests.support.folders import read_config
+from tests.support.folders import stored_tensors as stored
 from tests.support.models.moe_cases import (
     CASES,
     DEEPSEEK,
@@ -30,12 +31,11 @@ from tests.support.models.moe_cases import (
     SIZES,
     YARN,
     Case,
+    case_config,
     change_config,
-    made,
     save,
     with_mtp,
 )
-from tests.support.saved_folder import config_of, stored
 
 IDS = [f"{name}-{i}" for i, (name, _, _) in enumerate(CASES)]
 cases = pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -59,8 +59,8 @@ def test_weights_come_back_to_the_same_bytes(case: Case, tmp_path: Path) -> None
     assert opened.model is not None
     assert opened.model.family is not None
     assert opened.model.family.name == case[0]
-    assert opened.side.dropped == []
-    assert {p.stored for p in opened.side.placements.values()} == set(before)
+    assert opened.view.dropped == []
+    assert {p.stored for p in opened.view.placements.values()} == set(before)
 
     at, options = tmp_path / "hf", {"to": "torch_dist"}
     for number, layout in enumerate(LAYOUTS):
@@ -71,7 +71,7 @@ def test_weights_come_back_to_the_same_bytes(case: Case, tmp_path: Path) -> None
     back = reshard(at, tmp_path / "back", to="hf", fsync=False)
     assert [d for d in back.dropped if d.is_lost] == []
     assert stored(tmp_path / "back") == before
-    assert config_of(tmp_path / "back") == config_of(tmp_path / "hf")
+    assert read_config(tmp_path / "back") == read_config(tmp_path / "hf")
     assert verify(tmp_path / "hf", tmp_path / "1").verdict == "equal"
 
 
@@ -81,7 +81,7 @@ def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> Non
     save(case, tmp_path / "hf")
     reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
     meg = open_source(tmp_path / "meg")
-    config = meg.side.config
+    config = meg.view.config
     assert config is not None
     said = config_from_args(args_from_config(config, ParallelConfig(tp=2, ep=2)))
     differ = {
@@ -93,17 +93,17 @@ def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> Non
     unsaid |= {"attn_temperature_floor", "attn_temperature_scale"}
     assert differ <= {"extra", "router_bias"} | told | unsaid
     side = read_side(meg.catalogue.tensors, config=said, dialect="megatron")
-    assert side.canonical == meg.side.canonical
+    assert side.canonical == meg.view.canonical
     assert side.dropped == []
 
 
 @cases
 def test_a_configuration_is_written_as_transformers_reads_it(case: Case) -> None:
-    original = made(case).to_dict()
+    original = case_config(case).to_dict()
     found = detect_family({"architectures": [f"{case[1]}ForCausalLM"]})
     config = found.read_config(original)
     written = found.write_config(config)
-    read = type(made(case))(**written).to_dict()
+    read = type(case_config(case))(**written).to_dict()
     renamed = {"decoder_sparse_step", "mlp_only_layers", "interleave_moe_layer_step"}
     assert {k: read[k] for k in original if k not in renamed} == {
         k: v for k, v in original.items() if k not in renamed
@@ -180,7 +180,7 @@ def test_layers_of_multi_token_prediction_travel(tmp_path: Path) -> None:
     back = reshard(tmp_path / "meg", tmp_path / "back", to="hf", family="deepseek_v3", fsync=False)
     assert [d for d in back.dropped if d.is_lost] == []
     assert stored(tmp_path / "back") == {n: t for n, t in before.items() if n not in copies}
-    assert config_of(tmp_path / "back")["num_nextn_predict_layers"] == 2
+    assert read_config(tmp_path / "back")["num_nextn_predict_layers"] == 2
 
 
 def test_expert_bias_keeps_its_type(tmp_path: Path) -> None:
@@ -278,14 +278,14 @@ def test_every_spelling_of_megatron_is_read(
     tensors = [
         GlobalTensor(name=n, shape=a.shape, dtype=dtype("float32")) for n, a in arrays.items()
     ]
-    hf = read_side(tensors, family=family(name), config=opened.side.config)
+    hf = read_side(tensors, family=family(name), config=opened.view.config)
     megatron = carry(hf, arrays, write_side(hf, dialect="megatron", per_layer=True))
     spelled = {n: v for key, a in megatron.items() for n, v in spell(key, a).items()}
     assert set(spelled) != set(megatron)
     side = read_side(
         [GlobalTensor(name=n, shape=a.shape, dtype=dtype("float32")) for n, a in spelled.items()],
         family=family(name),
-        config=opened.side.config,
+        config=opened.view.config,
     )
     back = carry(side, spelled, write_side(side, dialect="hf"))
     assert all((back[n] == arrays[n]).all() for n in back)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.commands.verify import verify
+from megtool import verify
 from megtool.train.run_log import read_log
 from tests.support.emulated.device import build
 from tests.support.models import tiny_text

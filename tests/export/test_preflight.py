@@ -13,15 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megtool import export, lint
 from megtool.cli.app import main
-from megtool.commands.export import export
-from megtool.commands.lint import lint
 from megtool.errors import MegtoolError, UsageError
 from megtool.lint.engines import EngineTarget
 from megtool.lint.rules import apply_rules, load_rules
 from megtool.quant.recipes.engine_support import parse_engine
 from tests.support.checkpoints.compressed_folder import compress
-from tests.support.checkpoints.quantized_folder import make_quantized, randomised
+from tests.support.checkpoints.quantized_folder import make_quantized, randomize
 from tests.support.models import tiny_models
 
 Tensors = dict[str, torch.Tensor]
@@ -35,8 +34,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     at = tmp_path_factory.mktemp("exact")
     dense, moe = (
-        randomised(tiny_models.llama(at / "llama")),
-        randomised(tiny_models.moe(at / "moe")),
+        randomize(tiny_models.llama(at / "llama")),
+        randomize(tiny_models.moe(at / "moe")),
     )
     make_quantized(dense, at / "fp8", algos="FP8")
     make_quantized(dense, at / "nvfp4", algos="NVFP4")

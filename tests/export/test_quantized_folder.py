@@ -11,14 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megtool.commands.export import export
-from megtool.commands.quantize import quantize
+from megtool import export, quantize
 from megtool.errors import DestinationError, FormatError, MappingError, UsageError
 from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.reshard.open_source import open_source
 from tests.support.models import tiny_text
-from tests.support.quant.loaded import randomised
+from tests.support.quant.loaded import randomize
 
 SIZES = {
     "num_hidden_layers": 2,
@@ -38,14 +37,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny model quantized by recipes, each when first asked for."""
     pytest.importorskip("transformers")
     root = tmp_path_factory.mktemp("export")
-    randomised(tiny_text.save(root / "hf", dtype="bfloat16", **SIZES))
+    randomize(tiny_text.save(root / "hf", dtype="bfloat16", **SIZES))
     return {"": root / "hf"}
 
 
 def of(made: dict[str, Path], recipe: str) -> Path:
     if recipe not in made:
         out = made[""].parent / recipe
-        quantize(made[""], out, recipe=recipe, samples=4, length=32, threads=1, fsync=False)
+        quantize(made[""], out, recipe=recipe, samples=4, seq_length=32, threads=1, fsync=False)
         made[recipe] = out
     return made[recipe]
 
@@ -63,7 +62,7 @@ def quiet(source: Path, destination: Path, **options: Any) -> Any:
 
 def logits(folder: Path) -> torch.Tensor:
     opened = open_source(folder)
-    assert opened.side.config is not None
+    assert opened.view.config is not None
     source = opened
     with torch.inference_mode():
         return load(source, dtype="float32")(Batch(tokens_BS=TOKENS))

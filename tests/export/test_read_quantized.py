@@ -20,8 +20,8 @@ from megtool.export.small_tensors import Values, fits, reciprocal
 from megtool.number_formats.decode import DIVISOR, SCALE_2, ZEROS
 from megtool.quant.recipes.formats import FORMATS
 from tests.support.checkpoints.module_folders import (
+    ModuleSpec,
     Tensors,
-    Wanted,
     decoded,
     make_modelopt,
     modelopt_held,
@@ -58,7 +58,7 @@ def test_every_format_of_modelopt(tmp_path: Path, algo: str, shape: tuple[int, i
         pytest.skip("blocks of 128 do not divide it")
     group = 32 if small and len(FORMATS[algo].groups) > 2 else 0
     smooth = FORMATS[algo].smooths
-    wanted = Wanted(name=MODULE, shape=shape, algo=algo, group=group, smoothed=smooth)
+    wanted = ModuleSpec(name=MODULE, shape=shape, algo=algo, group=group, smoothed=smooth)
     folder = read_coded(make_modelopt(tmp_path / "a", [wanted]))
     (coded,) = folder.modules
     assert (folder.form, coded.name, coded.shape) == ("modelopt", MODULE, shape)
@@ -75,9 +75,9 @@ def test_every_format_of_modelopt(tmp_path: Path, algo: str, shape: tuple[int, i
 
 def test_a_mixture_with_caches_and_what_is_kept(tmp_path: Path) -> None:
     wanted = [
-        Wanted(name="model.layers.0.mlp.up_proj", shape=(32, 64), algo="NVFP4"),
-        Wanted(name="model.layers.0.mlp.down_proj", shape=(32, 64), algo="FP8"),
-        Wanted(name="model.layers.0.mlp.gate_proj", shape=(32, 64), algo="W4A16_AWQ", group=32),
+        ModuleSpec(name="model.layers.0.mlp.up_proj", shape=(32, 64), algo="NVFP4"),
+        ModuleSpec(name="model.layers.0.mlp.down_proj", shape=(32, 64), algo="FP8"),
+        ModuleSpec(name="model.layers.0.mlp.gate_proj", shape=(32, 64), algo="W4A16_AWQ", group=32),
     ]
     folder = make_modelopt(tmp_path / "a", wanted)
 
@@ -107,7 +107,7 @@ def test_a_mixture_with_caches_and_what_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("tied", "head"), [(True, "lm_head"), (False, "embed_out")])
 def test_the_head_is_kept_beside_others(tmp_path: Path, tied: bool, head: str) -> None:
-    wanted = [Wanted(name="model.layers.0.mlp.up_proj", shape=(32, 64), algo="FP8")]
+    wanted = [ModuleSpec(name="model.layers.0.mlp.up_proj", shape=(32, 64), algo="FP8")]
     folder = make_modelopt(tmp_path / "a", wanted)
 
     def add(tensors: Tensors) -> None:
@@ -138,7 +138,7 @@ def _without(last: str) -> Callable[[Tensors], Any]:
     ],
 )
 def test_missing_tensors(tmp_path: Path, algo: str, last: str, said: str) -> None:
-    folder = make_modelopt(tmp_path / "a", [Wanted(name=MODULE, shape=(128, 128), algo=algo)])
+    folder = make_modelopt(tmp_path / "a", [ModuleSpec(name=MODULE, shape=(128, 128), algo=algo)])
     with pytest.raises(FormatError, match=said) as caught:
         read_coded(rewritten(folder, _without(last)))
     assert caught.value.tensor is not None
@@ -165,13 +165,13 @@ def test_missing_tensors(tmp_path: Path, algo: str, last: str, said: str) -> Non
 def test_what_is_said_is_not_what_is_stored(
     tmp_path: Path, algo: str, work: dict[str, Any], said: str
 ) -> None:
-    folder = make_modelopt(tmp_path / "a", [Wanted(name=MODULE, shape=(256, 256), algo=algo)])
+    folder = make_modelopt(tmp_path / "a", [ModuleSpec(name=MODULE, shape=(256, 256), algo=algo)])
     with pytest.raises(FormatError, match=said):
         read_coded(edited(folder, lambda q: q.update(work)))
 
 
 def test_a_listed_module_is_plain(tmp_path: Path) -> None:
-    wanted = [Wanted(name=n, shape=(32, 64), algo=a) for n, a in (("a", "FP8"), ("b", "NVFP4"))]
+    wanted = [ModuleSpec(name=n, shape=(32, 64), algo=a) for n, a in (("a", "FP8"), ("b", "NVFP4"))]
     folder = make_modelopt(tmp_path / "a", wanted)
 
     def work(tensors: Tensors) -> None:
@@ -184,7 +184,7 @@ def test_a_listed_module_is_plain(tmp_path: Path) -> None:
 
 
 def test_half_a_cache(tmp_path: Path) -> None:
-    folder = make_modelopt(tmp_path / "a", [Wanted(name=MODULE, shape=(32, 64), algo="FP8")])
+    folder = make_modelopt(tmp_path / "a", [ModuleSpec(name=MODULE, shape=(32, 64), algo="FP8")])
     one = {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(1.0)}
     with pytest.raises(FormatError, match="a scale of k and none of v"):
         read_coded(rewritten(folder, lambda t: t.update(one)))
@@ -327,7 +327,7 @@ def test_small_blocks_are_blocks(tmp_path: Path) -> None:
 
 
 def test_two_files_that_differ(tmp_path: Path) -> None:
-    folder = make_modelopt(tmp_path / "a", [Wanted(name=MODULE, shape=(32, 64), algo="FP8")])
+    folder = make_modelopt(tmp_path / "a", [ModuleSpec(name=MODULE, shape=(32, 64), algo="FP8")])
     file = folder / "config.json"
     config = json.loads(file.read_text())
     config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}

@@ -25,8 +25,8 @@ from megtool.tensors.sharded import GlobalTensor
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
 from tests.support.checkpoints.module_folders import (
     KINDS,
-    Held,
-    Wanted,
+    ModuleSpec,
+    PartTensors,
     carried_out,
     decoded,
     make_modelopt,
@@ -57,7 +57,7 @@ def test_there_and_back_is_the_identity(
     algo: str, blocks: tuple[int, int], group: int, smoothed: bool, seed: int
 ) -> None:
     unit = {"FP8_PB_WO": (128, 128)}.get(algo, (2, 64))
-    wanted = Wanted(
+    wanted = ModuleSpec(
         name="model.layers.0.mlp.up_proj",
         shape=(blocks[0] * unit[0], blocks[1] * unit[1]),
         algo=algo,
@@ -98,7 +98,7 @@ def test_there_and_back_is_the_identity(
 def test_cut_and_joined_is_the_identity(algo: str, cut: str, seed: int) -> None:
     """Weights are cut in two, and made of both halves again."""
     shape = (256, 256)
-    wanted = Wanted(name="m", shape=shape, algo=algo)
+    wanted = ModuleSpec(name="m", shape=shape, algo=algo)
     with TemporaryDirectory() as name:
         here = Path(name)
         folder = read_coded(make_modelopt(here / "a", [wanted], seed=seed))
@@ -141,7 +141,7 @@ def _decoded_parts(
 
 def joined(
     names: tuple[str, ...], folder: Path, algo: str, **given: Any
-) -> tuple[list[Any], Held, str]:
+) -> tuple[list[Any], PartTensors, str]:
     """Siblings of a folder as one weight."""
     source = read_coded(folder)
     by_name = {c.name: c for c in source.modules}
@@ -160,7 +160,7 @@ def joined(
 
 @pytest.mark.parametrize("algo", ["FP8_PER_CHANNEL_PER_TOKEN", "W4A16_AWQ", "MXFP4", "FP8_PB_WO"])
 def test_siblings_are_joined_as_they_are(tmp_path: Path, algo: str) -> None:
-    wanted = [Wanted(name=n, shape=(128, 128), algo=algo) for n in ("q", "k")]
+    wanted = [ModuleSpec(name=n, shape=(128, 128), algo=algo) for n in ("q", "k")]
     folder = make_modelopt(tmp_path / "a", wanted)
     feeds, held, _ = joined(("q", "k"), folder, algo)
     out = tensors_in(carried_out(read_coded(folder), [(feeds, held)], tmp_path / "b"))
@@ -172,7 +172,7 @@ def test_siblings_are_joined_as_they_are(tmp_path: Path, algo: str) -> None:
 
 @pytest.mark.parametrize("algo", ["FP8", "NVFP4"])
 def test_siblings_are_brought_to_one_scale(tmp_path: Path, algo: str) -> None:
-    wanted = [Wanted(name=n, shape=(64, 64), algo=algo) for n in ("q", "k", "v")]
+    wanted = [ModuleSpec(name=n, shape=(64, 64), algo=algo) for n in ("q", "k", "v")]
     folder = make_modelopt(tmp_path / "a", wanted)
     source, before = read_coded(folder), tensors_in(folder)
     last, role = ("weight_scale", SCALE) if algo == "FP8" else ("weight_scale_2", SCALE_2)
@@ -213,7 +213,7 @@ def _decode_all(held: dict[str, torch.Tensor], packing: str) -> np.ndarray[Any, 
 
 def test_different_scales_are_not_made_one_silently(tmp_path: Path) -> None:
     folder = make_modelopt(
-        tmp_path / "a", [Wanted(name=n, shape=(32, 32), algo="FP8") for n in ("q", "k")]
+        tmp_path / "a", [ModuleSpec(name=n, shape=(32, 32), algo="FP8") for n in ("q", "k")]
     )
     feeds, held, _ = joined(("q", "k"), folder, "FP8")
     with pytest.raises(FormatError, match="has another scale"):
@@ -223,7 +223,7 @@ def test_different_scales_are_not_made_one_silently(tmp_path: Path) -> None:
 
 def test_single_scales_become_one_a_row(tmp_path: Path) -> None:
     folder = make_modelopt(
-        tmp_path / "a", [Wanted(name=n, shape=(32, 48), algo="FP8") for n in ("q", "k")]
+        tmp_path / "a", [ModuleSpec(name=n, shape=(32, 48), algo="FP8") for n in ("q", "k")]
     )
     source, before = read_coded(folder), tensors_in(folder)
     parts = layout("fp8:channel", (64, 48))
@@ -254,7 +254,7 @@ def test_single_scales_become_one_a_row(tmp_path: Path) -> None:
 def test_cuts_through_groups_and_blocks(
     tmp_path: Path, algo: str, rows: tuple[int, int], columns: tuple[int, int], said: str | None
 ) -> None:
-    folder = make_modelopt(tmp_path / "a", [Wanted(name="m", shape=(256, 256), algo=algo)])
+    folder = make_modelopt(tmp_path / "a", [ModuleSpec(name="m", shape=(256, 256), algo=algo)])
     source = read_coded(folder)
     coded = source.modules[0]
     shape = rows[1] - rows[0], columns[1] - columns[0]
@@ -282,7 +282,7 @@ def test_cuts_through_groups_and_blocks(
 
 
 def test_odd_rows_cannot_be_joined_in_pairs(tmp_path: Path) -> None:
-    folder = make_modelopt(tmp_path / "a", [Wanted(name="m", shape=(8, 128), algo="W4A16_AWQ")])
+    folder = make_modelopt(tmp_path / "a", [ModuleSpec(name="m", shape=(8, 128), algo="W4A16_AWQ")])
     source = read_coded(folder)
     coded = source.modules[0]
     packing, held = modelopt_held(coded)
@@ -292,7 +292,7 @@ def test_odd_rows_cannot_be_joined_in_pairs(tmp_path: Path) -> None:
 
 
 def test_what_is_to_be_quantized_again_is_refused(tmp_path: Path) -> None:
-    folder = make_modelopt(tmp_path / "a", [Wanted(name="m", shape=(32, 128), algo="FP8")])
+    folder = make_modelopt(tmp_path / "a", [ModuleSpec(name="m", shape=(32, 128), algo="FP8")])
     coded = read_coded(folder).modules[0]
     parts = layout("int8:channel", coded.shape)
     held = [(p, GlobalTensor(name=p.role, shape=p.shape, dtype=dtype(p.dtype))) for p in parts]
@@ -301,7 +301,7 @@ def test_what_is_to_be_quantized_again_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_hole_is_found_before_any_byte(tmp_path: Path) -> None:
-    folder = make_modelopt(tmp_path / "a", [Wanted(name="m", shape=(32, 128), algo="MXFP8")])
+    folder = make_modelopt(tmp_path / "a", [ModuleSpec(name="m", shape=(32, 128), algo="MXFP8")])
     source = read_coded(folder)
     coded = source.modules[0]
     packing, held = modelopt_held(coded)
@@ -316,9 +316,9 @@ def test_strips_take_little_memory_and_say_the_same(
     import megtool.export.repack as repack
 
     wanted = [
-        Wanted(name="a", shape=(768, 1024), algo="W4A16_AWQ"),
-        Wanted(name="b", shape=(512, 1024), algo="FP8_PB_WO"),
-        Wanted(name="c", shape=(768, 1024), algo="NVFP4"),
+        ModuleSpec(name="a", shape=(768, 1024), algo="W4A16_AWQ"),
+        ModuleSpec(name="b", shape=(512, 1024), algo="FP8_PB_WO"),
+        ModuleSpec(name="c", shape=(768, 1024), algo="NVFP4"),
     ]
     folder = read_coded(make_modelopt(tmp_path / "a", wanted))
     want = tensors_in(to_compressed(folder, tmp_path / "b"))
@@ -333,7 +333,7 @@ def test_a_killed_run_is_resumed_with_the_same_bytes(
     import megtool.export.repack as repack
 
     monkeypatch.setattr(repack, "UNIT_BYTES", 20_000)
-    wanted = [Wanted(name=n, shape=(256, 512), algo="W4A16_AWQ") for n in "ab"]
+    wanted = [ModuleSpec(name=n, shape=(256, 512), algo="W4A16_AWQ") for n in "ab"]
     folder = read_coded(make_modelopt(tmp_path / "a", wanted))
     want = tensors_in(to_compressed(folder, tmp_path / "b"))
     with pytest.raises(Killed):

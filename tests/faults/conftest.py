@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megtool import reshard
 from megtool.checkpoint.transport import kernel_copy, work_units
-from megtool.commands.reshard import reshard
 from tests.support.checkpoints.damage import FORMATS, SMALL, save_gguf
 from tests.support.models import tiny_llama
 

@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megtool import inspect, reshard, verify
 from megtool.cli.app import main
-from megtool.commands.inspect import inspect
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.errors import FormatError, MappingError
 from tests.support.checkpoints.damage import DIGESTED, FORMATS, SMALL, attempt, files_of, put
+from tests.support.folders import contents, staging_folders, stored_tensors
 from tests.support.models import tiny_llama
-from tests.support.models.tiny_llama import contents, left_overs, tensors
 
 # ---- R6, R7, R8: hostile headers, pickles and zips
 
@@ -58,7 +56,7 @@ def test_hostile_headers_are_refused(tmp_path: Path, case: str) -> None:
     error = attempt(original, to="torch_dist")
     assert isinstance(error, FormatError)
     assert str(original) in (error.file or "")
-    assert left_overs(tmp_path) == []
+    assert staging_folders(tmp_path) == []
 
 
 class Call:
@@ -194,7 +192,7 @@ def test_names_of_tensors_are_never_paths(tmp_path: Path) -> None:
     reshard(folder / "odd.safetensors", folder / "out.safetensors")
     reshard(folder / "odd.safetensors", folder / "dcp", to="dcp")
     reshard(folder / "dcp", folder / "back.safetensors", to="safetensors")
-    assert tensors(folder / "back.safetensors") == tensors(folder / "odd.safetensors")
+    assert stored_tensors(folder / "back.safetensors") == stored_tensors(folder / "odd.safetensors")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
 
 
@@ -220,7 +218,7 @@ def test_the_command_line_tells_damage_in_one_line(
     assert "Traceback" not in told.err
     assert file.name in told.err
     assert not out.exists()
-    assert left_overs(path.parent) == []
+    assert staging_folders(path.parent) == []
 
 
 def test_names_of_another_dialect_never_land_in_a_hugging_face_folder(

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
+from megtool import reshard, verify
 from megtool.errors import (
     CoverageError,
     DigestError,
@@ -31,8 +30,8 @@ from tests.support.checkpoints.damage import (
     put,
     result,
 )
+from tests.support.folders import stored_tensors
 from tests.support.models import tiny_llama
-from tests.support.models.tiny_llama import tensors
 
 # ---- R1: flipped bits
 
@@ -76,7 +75,7 @@ def test_a_hugging_face_folder_from_elsewhere_is_unverified(tmp_path: Path) -> N
     original = tiny_llama.save(tmp_path / "hf", **SMALL)
     assert verify(original).verdict == "unverified"
     report = reshard(original, tmp_path / "out", to="torch_dist", digest="none")
-    assert report.unverified == len(tensors(original))
+    assert report.unverified == len(stored_tensors(original))
     assert verify(tmp_path / "out").verdict == "unverified"
 
 

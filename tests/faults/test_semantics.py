@@ -15,12 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megtool import reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.errors import LayoutError
+from tests.support.folders import contents, file_states, stored_tensors
 from tests.support.models import tiny_llama
-from tests.support.models.tiny_llama import contents, state, tensors
 
 models = st.fixed_dictionaries(
     {
@@ -87,7 +86,7 @@ def test_any_way_there_and_back_changes_nothing(
     model = dict(drawn)
     model["num_attention_heads"], model["num_key_value_heads"] = model.pop("heads")
     original = tiny_llama.save(root / "hf", **model)
-    before, at, megatron = state(original), original, False
+    before, at, megatron = file_states(original), original, False
     for number, layout in enumerate(way):
         out = root / str(number)
         options = dict(layout)
@@ -111,8 +110,8 @@ def test_any_way_there_and_back_changes_nothing(
         at = out
     assert verify(at, original).verdict == "equal"
     reshard(at, root / "back", to="hf", fsync=False)
-    assert tensors(root / "back") == tensors(original)
-    assert state(original) == before
+    assert stored_tensors(root / "back") == stored_tensors(original)
+    assert file_states(original) == before
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])

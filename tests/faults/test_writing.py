@@ -20,16 +20,16 @@ from typing import Any
 
 import pytest
 
+from megtool import reshard
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.reshard import reshard
 from megtool.errors import (
     DestinationError,
     SourceChangedError,
     StorageError,
 )
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
+from tests.support.folders import contents, file_states, staging_folders
 from tests.support.models import tiny_llama
-from tests.support.models.tiny_llama import contents, left_overs, state
 from tests.support.paths import ROOT
 from tests.support.runs.interrupted_runs import Job, strike
 
@@ -53,7 +53,7 @@ def make(root: Path, options: dict[str, Any]) -> Job:
         root=root,
         options={"threads": 1, **options},
         expected={},
-        source=state(root / "source"),
+        source=file_states(root / "source"),
         name=name,
     )
     job.run()
@@ -168,7 +168,7 @@ def test_a_process_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     more = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 32}
     tiny_llama.save(tmp_path / "source", vocab_size=20_000, **more)
-    before = state(tmp_path / "source")
+    before = file_states(tmp_path / "source")
     options = {"to": "torch_dist", "tp": 2, "threads": 2, "digest": "all"}
     reference = tmp_path / "reference"
     reshard(tmp_path / "source", reference, **options)
@@ -187,7 +187,7 @@ def test_a_process_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
         assert contents(job.out) in (None, expected)
         if job.out.exists():
             break
-    assert state(tmp_path / "source") == before
+    assert file_states(tmp_path / "source") == before
     if not job.out.exists() or staging.exists():
         subprocess.run([*command(job), "--overwrite"], cwd=ROOT, check=True)
     job.check_end()
@@ -373,4 +373,4 @@ def test_an_edited_source_starts_anew(tmp_path: Path) -> None:
     fresh = tmp_path / "fresh"
     reshard(tmp_path / "source", fresh, **job.options)
     assert contents(job.out) == contents(fresh) != job.expected
-    assert left_overs(tmp_path) == []
+    assert staging_folders(tmp_path) == []

@@ -12,21 +12,20 @@ from typing import Any
 
 import pytest
 
+from megtool import reshard, verify
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
 from tests.support.checkpoints.trained import config, write
-from tests.support.models.tiny_llama import contents, state
+from tests.support.folders import contents, file_states
 from tests.support.runs.interrupted_runs import Job, strike
 
 MODEL = {"num_layers": 2, "tied_embeddings": True, "vocab_size": 5}
 SCENARIOS: dict[str, dict[str, Any]] = {
-    "to buckets": {"optimizer": "dp_reshardable", "tp": 2},
+    "to buckets": {"optimizer_format": "dp_reshardable", "tp": 2},
     "to ranks": {"to": "megatron", "tp": 2, "pp": 2},
-    "buckets to tensors": {"optimizer": "fully_reshardable", "pp": 2},
-    "buckets to buckets": {"optimizer": "dp_reshardable", "pp": 2, "dp": 2, "digest": "all"},
+    "buckets to tensors": {"optimizer_format": "fully_reshardable", "pp": 2},
+    "buckets to buckets": {"optimizer_format": "dp_reshardable", "pp": 2, "dp": 2, "digest": "all"},
     "ranks to buckets": {"to": "torch_dist", "optimizer": "dp_reshardable", "tp": 1},
 }
 
@@ -35,14 +34,14 @@ def make(root: Path, scenario: str, materialize: Any) -> Job:
     first = root / "first"
     write(first, config(**MODEL), ParallelConfig(), materialize)
     if scenario.startswith("buckets"):
-        reshard(first, root / "source", optimizer="dp_reshardable", tp=2, fsync=False)
+        reshard(first, root / "source", optimizer_format="dp_reshardable", tp=2, fsync=False)
     elif scenario.startswith("ranks"):
         reshard(first, root / "source", to="megatron", tp=2, fsync=False)
     else:
         first.rename(root / "source")
     Files().remove(first)
     options = {"threads": 1, **SCENARIOS[scenario]}
-    job = Job(root=root, options=options, expected={}, source=state(root / "source"))
+    job = Job(root=root, options=options, expected={}, source=file_states(root / "source"))
     job.run()
     expected = contents(job.out)
     assert expected
@@ -106,4 +105,4 @@ def test_another_optimizer_format_does_not_resume(
     report = reshard(tmp_path / "source", job.out, **options)
     assert report.resumed_units == 0
     assert verify(tmp_path / "source", job.out).exit_status == 0
-    assert state(tmp_path / "source") == job.source
+    assert file_states(tmp_path / "source") == job.source

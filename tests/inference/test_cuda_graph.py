@@ -13,7 +13,7 @@ from megtool.inference.evaluate import hidden_of
 from megtool.inference.forward import Forward
 from megtool.model.batch import Batch
 from megtool.parallel.process_groups import Group, ProcessGroups
-from tests.support.models.tiny_decoder import SIZES, made, text
+from tests.support.models.tiny_decoder import SIZES, make_decoder, random_batch
 
 EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 48}
 LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 def forward_of(name: str) -> Forward:
-    return Forward(made(ModelConfig(**SIZES | CASES[name][0])))
+    return Forward(make_decoder(ModelConfig(**SIZES | CASES[name][0])))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -38,7 +38,7 @@ def test_what_is_recorded_is_what_can_be(name: str, caplog: pytest.LogCaptureFix
     """The rehearsal of graphs agrees with what a model says of itself; results are the same."""
     forward, can = forward_of(name), CASES[name][1]
     assert forward.is_graphable == can
-    prompt, tokens = text(2, 6), text(2, 4)
+    prompt, tokens = random_batch(2, 6), random_batch(2, 4)
     steps = {}
     with caplog.at_level("INFO", "megtool"):
         for graphable in (False, True):
@@ -72,7 +72,7 @@ def test_windows_fall_back_once(caplog: pytest.LogCaptureFixture) -> None:
     hidden = GraphedHidden(forward)
     with caplog.at_level("INFO", "megtool"):
         for length in (5, 7):
-            batch = Batch(tokens_BS=text(2, length))
+            batch = Batch(tokens_BS=random_batch(2, length))
             assert torch.equal(hidden(batch), forward.hidden(batch))  # type: ignore[arg-type]
     assert hidden.num_replays == 0
     assert sum("without CUDA graphs" in r.message for r in caplog.records) == 1
@@ -84,4 +84,4 @@ def test_tokens_that_change_ranks_are_not_recorded() -> None:
     alone = ProcessGroups.alone()
     groups = ProcessGroups(parallel=alone.parallel, ep=pair, world=pair)
     config = ModelConfig(**SIZES | EXPERTS)
-    assert not Forward(made(config, groups=groups)).is_graphable
+    assert not Forward(make_decoder(config, groups=groups)).is_graphable

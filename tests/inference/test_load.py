@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megtool.commands.reshard import reshard
+from megtool import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import (
     CheckpointError,
@@ -285,7 +285,7 @@ def test_memory_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(OutOfMemoryError, match=r"take 153\.1 KiB, and cpu has 39\.1 KiB free") as e:
         load(source_of(folder))
     assert e.value.hint is not None
-    assert "--on-demand" in e.value.hint
+    assert "--stream-layers" in e.value.hint
     assert "--dtype bfloat16" in e.value.hint
     with pytest.raises(OutOfMemoryError, match="at a time"):
         load(source_of(folder), on_demand=True)
@@ -361,7 +361,7 @@ def test_optimizer_state_is_left_alone(tmp_path: Path, folder: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     save_file(state, tmp_path / "optimizer.safetensors")
     opened = open_source(tmp_path)
-    assert any(":" in n for n in opened.side.canonical)
+    assert any(":" in n for n in opened.view.canonical)
     assert opened.model is not None
     source = opened
     assert logits(load(source)).equal(logits(load(source_of(folder))))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megtool.commands.reshard import reshard
+from megtool import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
 from megtool.inference.forward import Forward

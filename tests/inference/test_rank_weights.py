@@ -10,13 +10,14 @@ import gguf
 import numpy as np
 import pytest
 
-from megtool.commands.reshard import reshard
+from megtool import reshard
 from megtool.config import ParallelConfig
 from megtool.convert.rank_tensors import RankCoordinates
 from megtool.dtypes import dtype
 from megtool.inference.rank_weights import Weights
 from megtool.reshard.open_source import open_source
-from tests.support.checkpoints.quantized_llama import quantized
+from tests.support import folders
+from tests.support.checkpoints.quantized_llama import write_quantized_llama
 from tests.support.models import moe_cases, tiny_llama
 from tests.support.runs.loading import Truth, bits, check, source_of
 
@@ -98,7 +99,7 @@ def save_gguf(path: Path, original: Path, quant: gguf.GGMLQuantizationType) -> N
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
     writer.add_vocab_size(c["vocab_size"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c["num_hidden_layers"])
-    for name, (_, shape, data) in tiny_llama.tensors(original).items():
+    for name, (_, shape, data) in folders.stored_tensors(original).items():
         array = np.frombuffer(data, np.float32).reshape(shape)
         name = names.get_name(name, (".weight",))
         if array.ndim == 2:
@@ -133,7 +134,7 @@ def test_packed_rows_are_cut_where_ranks_cut_them(
 def test_quantized_folders_are_decoded(
     kind: str, tmp_path: Path, carry: Callable[..., Any]
 ) -> None:
-    quantized(tmp_path / "hf", kind)
+    write_quantized_llama(tmp_path / "hf", kind)
     reshard(tmp_path / "hf", tmp_path / "decoded", to="hf", dtype="bfloat16", fsync=False)
     source, truth = source_of(tmp_path / "hf"), Truth(tmp_path / "decoded", carry)
     for parallel, seat in SEATS:

@@ -10,8 +10,8 @@ import pytest
 
 from megtool.lint.folder_view import open_folder
 from megtool.lint.quant_config import parse_hf_quant_config, parse_quantization_config
-from megtool.quant.verification.verify_folder import prove
-from tests.support.checkpoints.quantized_folder import Made, make_quantized, randomised
+from megtool.quant.verification.verify_folder import verify_folder
+from tests.support.checkpoints.quantized_folder import QuantizedFolder, make_quantized, randomize
 from tests.support.models import tiny_models
 
 Edit = Callable[[dict[str, Any]], None]
@@ -21,9 +21,9 @@ BESIDE, INLINE = "hf_quant_config.json", "config.json"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuantizedFolder]:
     at = tmp_path_factory.mktemp("metadata")
-    dense = randomised(tiny_models.llama(at / "llama"))
+    dense = randomize(tiny_models.llama(at / "llama"))
     mixed = {f".{name}": "FP8" for name in "qkvo"} | {"": "NVFP4"}
     return {
         "fp8": make_quantized(dense, at / "fp8", algos="FP8"),
@@ -103,31 +103,37 @@ CASES: dict[str, tuple[str, tuple[str, ...], Edit, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_wrong_config_is_found(case: str, made: dict[str, Made], tmp_path: Path) -> None:
+def test_a_wrong_config_is_found(
+    case: str, made: dict[str, QuantizedFolder], tmp_path: Path
+) -> None:
     which, files, work, check = CASES[case]
     one = made[which].copied(tmp_path / "broken")
     for file in files:
         one.edit(file, quantization(work) if file == BESIDE else inline(work))
-    found = prove(one.source, one.path, one.decisions, one.settlement, threads=1)
+    found = verify_folder(one.source, one.path, one.decisions, one.settlement, threads=1)
     assert check in {f.id for f in found.findings if f.severity == "error"}, found.findings
     assert found.exit_status == 7
 
 
 @pytest.mark.parametrize("which", ["fp8", "awq", "nvfp4", "mixed", "plain kv"])
-def test_a_right_config_gives_no_finding(which: str, made: dict[str, Made]) -> None:
+def test_a_right_config_gives_no_finding(which: str, made: dict[str, QuantizedFolder]) -> None:
     one = made[which]
-    assert not prove(one.source, one.path, one.decisions, one.settlement, threads=1).findings
+    assert not verify_folder(
+        one.source, one.path, one.decisions, one.settlement, threads=1
+    ).findings
 
 
-def test_the_tokenizer_goes_with_the_model(made: dict[str, Made], tmp_path: Path) -> None:
+def test_the_tokenizer_goes_with_the_model(
+    made: dict[str, QuantizedFolder], tmp_path: Path
+) -> None:
     one = made["fp8"].copied(tmp_path / "broken")
     (one.path / "tokenizer.json").unlink()
-    found = prove(one.source, one.path, one.decisions, one.settlement, threads=1)
+    found = verify_folder(one.source, one.path, one.decisions, one.settlement, threads=1)
     assert [(f.severity, f.id) for f in found.findings] == [("error", "tokenizer")]
 
 
 def test_files_that_are_no_json_or_not_there_are_findings(
-    made: dict[str, Made], tmp_path: Path
+    made: dict[str, QuantizedFolder], tmp_path: Path
 ) -> None:
     for number, (name, content) in enumerate(
         [(BESIDE, b"{"), (BESIDE, b"[]"), (BESIDE, None), (INLINE, b"{"), (INLINE, None)]
@@ -136,22 +142,22 @@ def test_files_that_are_no_json_or_not_there_are_findings(
         (one.path / name).unlink()
         if content is not None:
             (one.path / name).write_bytes(content)
-        found = prove(one.source, one.path, one.decisions, one.settlement, threads=1)
+        found = verify_folder(one.source, one.path, one.decisions, one.settlement, threads=1)
         assert ("config", name) in {(f.id, f.module) for f in found.findings}
 
 
 def test_an_index_that_names_other_files_is_a_finding(
-    made: dict[str, Made], tmp_path: Path
+    made: dict[str, QuantizedFolder], tmp_path: Path
 ) -> None:
     one = made["fp8"].copied(tmp_path / "broken")
     (one.path / "model.safetensors.index.json").write_text(
         '{"metadata": {}, "weight_map": {"lm_head.weight": "model.safetensors"}}'
     )
-    found = prove(one.source, one.path, one.decisions, one.settlement, threads=1)
+    found = verify_folder(one.source, one.path, one.decisions, one.settlement, threads=1)
     assert "model.safetensors.index.json" in {f.module for f in found.findings if f.id == "config"}
 
 
-def test_both_files_are_read_to_the_same(made: dict[str, Made]) -> None:
+def test_both_files_are_read_to_the_same(made: dict[str, QuantizedFolder]) -> None:
     for one in made.values():
         with open_folder(one.path) as folder:
             beside, said = (
@@ -168,7 +174,9 @@ def test_both_files_are_read_to_the_same(made: dict[str, Made]) -> None:
         assert beside.layers == said.layers
 
 
-def test_excluded_names_are_matched_as_engines_do(made: dict[str, Made], tmp_path: Path) -> None:
+def test_excluded_names_are_matched_as_engines_do(
+    made: dict[str, QuantizedFolder], tmp_path: Path
+) -> None:
     one = made["fp8"].copied(tmp_path / "broken")
     one.edit(
         BESIDE, quantization(put("exclude_modules", ["lm_head", "model.layers.1*", "*.k_proj"]))

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megtool.commands.lint import lint
+from megtool import lint
 from megtool.errors import UsageError
 from megtool.lint.rules import CHECKS, load_rules
 from tests.support.checkpoints.compressed_folder import compress, deepseek
-from tests.support.checkpoints.quantized_folder import make_quantized, randomised
+from tests.support.checkpoints.quantized_folder import make_quantized, randomize
 from tests.support.models import family_models, tiny_models
 from tests.support.quant.write_runs import write_quantized
 
@@ -34,8 +34,8 @@ ALL = ("vllm", "sglang", "trtllm")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     at = tmp_path_factory.mktemp("lint")
-    dense = randomised(tiny_models.llama(at / "llama"))
-    moe = randomised(tiny_models.moe(at / "moe"))
+    dense = randomize(tiny_models.llama(at / "llama"))
+    moe = randomize(tiny_models.moe(at / "moe"))
     (moe / "tokenizer.json").write_text("{}")
     make_quantized(dense, at / "fp8", algos="FP8")
     make_quantized(dense, at / "plain kv", algos="FP8", cache=False)
@@ -47,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mixed = {f".{name}": "FP8" for name in "qkvo"} | {"": "NVFP4"}
     make_quantized(dense, at / "mixed", algos=mixed)
     make_quantized(moe, at / "experts", algos="NVFP4")
-    odd = randomised(tiny_models.llama(at / "odd", hidden_size=192, intermediate_size=208))
+    odd = randomize(tiny_models.llama(at / "odd", hidden_size=192, intermediate_size=208))
     make_quantized(odd, at / "odd sizes", algos="NVFP4")
     for kind in ("fp8", "int4", "nvfp4"):
         compress(dense, at / f"ct {kind}", kind)

@@ -21,7 +21,7 @@ from megtool.model.masks import Masks
 from megtool.model.param_attributes import finish_gradients
 from megtool.parallel.process_groups import Group, ProcessGroups
 from tests.support.worlds.gloo_world import run_world
-from tests.support.worlds.moe_layouts import part
+from tests.support.worlds.moe_layouts import rank_part
 
 SIZES: dict[str, Any] = dict(
     num_layers=4,
@@ -193,7 +193,7 @@ def over_ranks(rank: int, size: int, names: Collection[str]) -> dict[tuple[str, 
             vocab_multiple=128 // size,
             sequence_parallel=sequence_parallel,
         )
-        held = {n: part(n, p, config, groups).clone() for n, p in one.state_dict().items()}
+        held = {n: rank_part(n, p, config, groups).clone() for n, p in one.state_dict().items()}
         made.load_state_dict(held, strict=True)
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(0, 101, (2, 12), generator=generator)
@@ -206,7 +206,7 @@ def over_ranks(rank: int, size: int, names: Collection[str]) -> dict[tuple[str, 
         found = [float((losses[0] - losses[1]).detach().abs()) / 100]
         grads = {n: p.grad for n, p in one.named_parameters()}
         for key, p in made.named_parameters():
-            want = part(key, grads[key], config, groups)
+            want = rank_part(key, grads[key], config, groups)
             found.append(float((p.grad - want).abs().max() / max(1.0, want.abs().max())))
         with torch.no_grad():
             want = one(batch)

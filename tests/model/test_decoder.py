@@ -17,7 +17,7 @@ from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder, Stage, rows_of_rank
 from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.tensors.sharded import GlobalTensor
-from tests.support.models.tiny_decoder import SIZES, made, text
+from tests.support.models.tiny_decoder import SIZES, make_decoder, random_batch
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -46,7 +46,7 @@ def test_parameters_are_megatrons(more: dict[str, Any]) -> None:
 
 
 def test_documents_are_read_as_if_alone() -> None:
-    decoder, tokens = made(ModelConfig(**SIZES, window_size=5)), text(2, 12)
+    decoder, tokens = make_decoder(ModelConfig(**SIZES, window_size=5)), random_batch(2, 12)
     lengths = ((5, 7), (1, 11))
     documents = torch.tensor([[0] * a + [1] * b for a, b in lengths])
     positions = torch.tensor([[*range(a), *range(b)] for a, b in lengths])
@@ -59,7 +59,10 @@ def test_documents_are_read_as_if_alone() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(side: str) -> None:
-    decoder, tokens = made(ModelConfig(**SIZES, window_size=5, window_skip_freq=2)), text(2, 9)
+    decoder, tokens = (
+        make_decoder(ModelConfig(**SIZES, window_size=5, window_skip_freq=2)),
+        random_batch(2, 9),
+    )
     valid = torch.ones_like(tokens, dtype=torch.bool)
     valid[0, slice(3) if side == "left" else slice(6, None)] = False
     got = decoder(Batch(tokens_BS=tokens, valid_BS=valid))
@@ -74,7 +77,7 @@ def test_padding_changes_nothing(side: str) -> None:
 @pytest.mark.parametrize("more", VARIANTS, ids=str)
 def test_stages_in_a_row_are_the_whole(more: dict[str, Any]) -> None:
     config = ModelConfig(**SIZES | more)
-    whole, tokens = made(config), text(2, 7)
+    whole, tokens = make_decoder(config), random_batch(2, 7)
     stages = [
         Stage(layers=(0,), head=False),
         Stage(layers=(1, 2), embedding=False, head=False),
@@ -83,7 +86,7 @@ def test_stages_in_a_row_are_the_whole(more: dict[str, Any]) -> None:
     x_TH: Any = None
     names: list[str] = []
     for stage in stages:
-        decoder = made(config, stage=stage)
+        decoder = make_decoder(config, stage=stage)
         frame = decoder.frame(batch := Batch(tokens_BS=tokens))
         x_TH = decoder.embed(batch, frame) if stage.embedding else x_TH
         x_TH = decoder.finish(decoder.run(x_TH, frame))
@@ -95,7 +98,10 @@ def test_stages_in_a_row_are_the_whole(more: dict[str, Any]) -> None:
 
 
 def test_many_logits_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, tokens = made(ModelConfig(**SIZES, logit_softcap=3.0, logit_scale=0.5)), text(2, 9)
+    decoder, tokens = (
+        make_decoder(ModelConfig(**SIZES, logit_softcap=3.0, logit_scale=0.5)),
+        random_batch(2, 9),
+    )
     decoder.requires_grad_(True)
     labels = tokens.roll(-1, 1)
     found = []
@@ -114,20 +120,20 @@ def test_many_logits_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bfloat16(more: dict[str, Any]) -> None:
     """Half precision is as near to float32 as its eight bits allow."""
     config = ModelConfig(**SIZES | more)
-    want = made(config)(Batch(tokens_BS=text(2, 9)))
-    got = made(config, dtype=torch.bfloat16)(Batch(tokens_BS=text(2, 9)))
+    want = make_decoder(config)(Batch(tokens_BS=random_batch(2, 9)))
+    got = make_decoder(config, dtype=torch.bfloat16)(Batch(tokens_BS=random_batch(2, 9)))
     assert got.dtype == torch.bfloat16
     assert (got - want).abs().mean() < 0.04 * want.abs().mean()
 
 
 def test_layers_are_called_as_modules() -> None:
     """Loaders on demand put tensors in before a layer runs, and take them out after it."""
-    decoder = made(ModelConfig(**SIZES))
+    decoder = make_decoder(ModelConfig(**SIZES))
     seen: list[str] = []
     for name, layer in decoder.decoder.layers.items():
         layer.register_forward_pre_hook(lambda *_, name=name: seen.append(f"in {name}"))
         layer.register_forward_hook(lambda *_, name=name: seen.append(f"out {name}"))
-    decoder(Batch(tokens_BS=text(1, 3)))
+    decoder(Batch(tokens_BS=random_batch(1, 3)))
     assert seen == [f"{way} {i}" for i in range(4) for way in ("in", "out")]
 
 
@@ -140,16 +146,16 @@ def test_layers_are_called_as_modules() -> None:
     ],
 )
 def test_tokens_beyond_the_vocabulary_are_refused(token: int, said: str) -> None:
-    tokens = text(2, 5)
+    tokens = random_batch(2, 5)
     tokens[1, 3] = token
     with pytest.raises(UsageError, match=said) as caught:
-        made(ModelConfig(**SIZES))(Batch(tokens_BS=tokens))
+        make_decoder(ModelConfig(**SIZES))(Batch(tokens_BS=tokens))
     assert caught.value.hint == "ids go from 0 to 100: is the tokenizer another model's?"
 
 
 def test_positions_that_were_not_learned_are_refused() -> None:
     config = ModelConfig(**SIZES, position_embedding="learned")
-    decoder, tokens = made(config), text(1, 33)
+    decoder, tokens = make_decoder(config), random_batch(1, 33)
     with pytest.raises(UsageError, match="at position 32, and the model has 32 positions"):
         decoder(Batch(tokens_BS=tokens))
     padded = Batch(tokens_BS=tokens, valid_BS=torch.arange(33)[None] < 32)
@@ -158,7 +164,7 @@ def test_positions_that_were_not_learned_are_refused() -> None:
     decoder(Batch(tokens_BS=tokens[:, :30]), cache)
     with pytest.raises(UsageError, match="at position 32"):
         decoder(Batch(tokens_BS=tokens[:, 30:]), cache)
-    assert made(ModelConfig(**SIZES))(Batch(tokens_BS=tokens)).shape == (1, 33, 101)
+    assert make_decoder(ModelConfig(**SIZES))(Batch(tokens_BS=tokens)).shape == (1, 33, 101)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +183,7 @@ def test_sequence_parallelism_says_what_it_shares_out() -> None:
     groups = ProcessGroups(parallel=ParallelConfig(tp=2), tp=Group(ranks=(0, 1)))
     decoder = Decoder(ModelConfig(**SIZES), groups, device="cpu", sequence_parallel=True)
     with pytest.raises(LayoutError, match=r"over tp=2 cannot share out B\*S = 21 tokens") as caught:
-        decoder.frame(Batch(tokens_BS=text(3, 7)))
+        decoder.frame(Batch(tokens_BS=random_batch(3, 7)))
     assert caught.value.hint is not None
     assert "multiple of tp: 22 tokens, or go without sequence parallelism" in caught.value.hint
     with pytest.raises(LayoutError, match=r"share out B\*S / cp = 6 tokens") as caught:

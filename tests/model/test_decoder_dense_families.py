@@ -17,10 +17,8 @@ from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
 from megtool.tensors.sharded import GlobalTensor
-from tests.support.models.dense_decoders import CASES, Case, largest, theirs
-from tests.support.models.dense_families import (
-    SIZES,
-)
+from tests.support.models.dense_decoders import CASES, largest, transformers_model
+from tests.support.models.tiny_model import SIZES, Case
 
 transformers = pytest.importorskip("transformers")
 
@@ -63,7 +61,7 @@ def pair(carry: Carry) -> Callable[[Case], tuple[Any, Decoder]]:
 
     def both(case: Case) -> tuple[Any, Decoder]:
         if str(case) not in made:
-            model = theirs(case)
+            model = transformers_model(case)
             made[str(case)] = (model, ours(case, model, carry))
         return made[str(case)]
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.commands.reshard import reshard
+from megtool import reshard
 from megtool.convert.families import family_names
 from tests.support.worlds.gloo_world import run_world
 
@@ -24,10 +24,9 @@ pytest.importorskip("transformers")
 from megtool.inference.load import load
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.models import dense_decoders as dense
-from tests.support.models import dense_families as tiny
 from tests.support.models import moe_models
-from tests.support.models.dense_decoders import LLAMA3, MULTIPLIED, WINDOWED, Case
-from tests.support.models.dense_families import BIASED, TIED, UNTIED
+from tests.support.models.dense_decoders import LLAMA3, MULTIPLIED, WINDOWED
+from tests.support.models.tiny_model import BIASED, TIED, UNTIED, Case
 from tests.support.runs.loading import source_of
 from tests.support.worlds import family_layouts
 from tests.support.worlds.family_layouts import Answer, Job
@@ -38,25 +37,27 @@ FOUR = {"num_hidden_layers": 4}
 THREE = {"num_hidden_layers": 3}
 HEAD, WINDOW = {"head_dim": 8}, {"sliding_window": 5}
 CASES = [
-    Case(*tiny.LLAMA, TIED | BIASED | FOUR | LLAMA3 | {"mlp_bias": True, "head_dim": 12}, "llama"),
-    Case(*tiny.QWEN2, UNTIED | WINDOWED | {"max_window_layers": 1}, "qwen2"),
-    Case(*tiny.QWEN3, TIED | {"head_dim": 16}, "qwen3"),
-    Case(*tiny.GEMMA, TIED | {"head_dim": 16, "num_key_value_heads": 1}, "gemma"),
-    Case(*tiny.GEMMA2, TIED | FOUR | WINDOW | HEAD, "gemma2"),
-    Case(*tiny.GEMMA3, TIED | WINDOW | HEAD | {"num_hidden_layers": 6}, "gemma3"),
-    Case(*tiny.PHI3, UNTIED | WINDOW, "phi3"),
-    Case(*tiny.GPT2, TIED, "gpt2"),
-    Case(*tiny.NEOX, UNTIED, "gpt_neox"),
-    Case(*tiny.GRANITE, TIED | BIASED | MULTIPLIED | {"mlp_bias": True}, "granite"),
-    Case(*tiny.SMOLLM3, TIED | FOUR, "smollm3"),
-    Case(*tiny.STARCODER2, TIED | WINDOW, "starcoder2"),
-    Case(*tiny.NEMOTRON, UNTIED | BIASED | HEAD, "nemotron"),
-    Case(*tiny.MISTRAL, UNTIED | THREE | WINDOW | HEAD, "mistral-3"),
-    Case(*tiny.QWEN2, TIED | THREE, "qwen2-3"),
+    Case("llama", TIED | BIASED | FOUR | LLAMA3 | {"mlp_bias": True, "head_dim": 12}, "llama"),
+    Case("qwen2", UNTIED | WINDOWED | {"max_window_layers": 1}, "qwen2"),
+    Case("qwen3", TIED | {"head_dim": 16}, "qwen3"),
+    Case("gemma", TIED | {"head_dim": 16, "num_key_value_heads": 1}, "gemma"),
+    Case("gemma2", TIED | FOUR | WINDOW | HEAD, "gemma2"),
+    Case("gemma3", TIED | WINDOW | HEAD | {"num_hidden_layers": 6}, "gemma3"),
+    Case("phi3", UNTIED | WINDOW, "phi3"),
+    Case("gpt2", TIED, "gpt2"),
+    Case("gpt_neox", UNTIED, "gpt_neox"),
+    Case("granite", TIED | BIASED | MULTIPLIED | {"mlp_bias": True}, "granite"),
+    Case("smollm3", TIED | FOUR, "smollm3"),
+    Case("starcoder2", TIED | WINDOW, "starcoder2"),
+    Case("nemotron", UNTIED | BIASED | HEAD, "nemotron"),
+    Case("mistral", UNTIED | THREE | WINDOW | HEAD, "mistral-3"),
+    Case("qwen2", TIED | THREE, "qwen2-3"),
 ]
-DENSE: dict[str, Callable[[], Any]] = {case.name: partial(dense.theirs, case) for case in CASES}
+DENSE: dict[str, Callable[[], Any]] = {
+    case.name: partial(dense.transformers_model, case) for case in CASES
+}
 MOE: dict[str, Callable[[], Any]] = {
-    name: partial(moe_models.theirs, name, **FOUR)
+    name: partial(moe_models.transformers_model, name, **FOUR)
     for name in (
         "qwen2_moe",
         "qwen3_moe",
@@ -65,10 +66,10 @@ MOE: dict[str, Callable[[], Any]] = {
         "llama4",
     )
 }
-MOE["mixtral"] = partial(moe_models.theirs, "mixtral", **FOUR | TIED)
+MOE["mixtral"] = partial(moe_models.transformers_model, "mixtral", **FOUR | TIED)
 # With the seed 0 rounding alone moves these by about 1e-5.
 for _name in ("deepseek_v2-groups", "gpt_oss"):
-    MOE[_name] = partial(moe_models.theirs, _name, seed=1, **FOUR)
+    MOE[_name] = partial(moe_models.transformers_model, _name, seed=1, **FOUR)
 KINDS = {"dense": DENSE, "experts": MOE}
 
 Layout = dict[str, int]

@@ -23,7 +23,7 @@ def differ(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 @cases
 def test_logits_are_transformers(name: str, carry: Carry) -> None:
-    model = moe_models.theirs(name)
+    model = moe_models.transformers_model(name)
     decoder = moe_models.ours(name, model, carry)
     tokens = moe_models.tokens(2, 24)
     with torch.no_grad():
@@ -36,7 +36,7 @@ def test_logits_are_transformers(name: str, carry: Carry) -> None:
 @cases
 def test_padding_on_the_left_changes_nothing(name: str, carry: Carry) -> None:
     """Rows of 17 and 24 tokens in one batch, as each alone and as transformers computes them."""
-    model = moe_models.theirs(name)
+    model = moe_models.transformers_model(name)
     decoder = moe_models.ours(name, model, carry)
     tokens = moe_models.tokens(2, 24)
     valid = torch.ones(2, 24, dtype=torch.bool)
@@ -54,7 +54,7 @@ def test_padding_on_the_left_changes_nothing(name: str, carry: Carry) -> None:
 
 @cases
 def test_decoding_with_a_cache_is_the_whole_pass(name: str, carry: Carry) -> None:
-    model = moe_models.theirs(name)
+    model = moe_models.transformers_model(name)
     decoder = moe_models.ours(name, model, carry)
     tokens = moe_models.tokens(2, 24)
     cache = ContiguousCache(decoder.config, num_rows=2, max_tokens=32)
@@ -70,7 +70,7 @@ def test_decoding_with_a_cache_is_the_whole_pass(name: str, carry: Carry) -> Non
 @cases
 def test_gradients_are_transformers(name: str, carry: Carry) -> None:
     """Of every parameter: routers, experts and norms among them."""
-    model = moe_models.theirs(name)
+    model = moe_models.transformers_model(name)
     decoder = moe_models.ours(name, model, carry)
     tokens = moe_models.tokens(2, 17)
     labels = tokens[:, 1:]

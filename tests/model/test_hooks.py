@@ -14,11 +14,11 @@ from megtool.errors import MappingError
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
-from megtool.model.hooks import places
+from megtool.model.hook_locations import places
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.quant.recording import points_of
 from tests.support.worlds.gloo_world import run_world
-from tests.support.worlds.moe_layouts import MODELS, config_of, part, whole
+from tests.support.worlds.moe_layouts import MODELS, config_of, rank_part, whole_model
 
 
 def batch(length: int = 7) -> Batch:
@@ -46,7 +46,7 @@ def names(decoder: Decoder) -> list[str]:
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_every_tap_is_on_the_way(name: str) -> None:
-    decoder = whole(name)
+    decoder = whole_model(name)
     want = decoder(batch())
     for point in names(decoder):
         changed(decoder, point, 1.0)
@@ -60,7 +60,7 @@ def test_every_tap_is_on_the_way(name: str) -> None:
 
 @torch.no_grad()
 def test_what_is_tapped_is_what_is_multiplied() -> None:
-    decoder = whole("shared and gated")
+    decoder = whole_model("shared and gated")
     for point in ("layers.0.attn.qkv", "layers.1.attn.o", "layers.1.mlp.shared.fc1"):
         (place,) = places(decoder, point)
         seen: list[Tensor] = []
@@ -87,7 +87,7 @@ def test_what_is_tapped_is_what_is_multiplied() -> None:
 )
 @torch.no_grad()
 def test_tapped_alike_with_a_cache_and_without(name: str, point: str) -> None:
-    decoder, b = whole(name), batch(8)
+    decoder, b = whole_model(name), batch(8)
     changed(decoder, f"layers.0.{point}", 1.25)
     want = decoder(b)
     cache = ContiguousCache(decoder.config, num_rows=2, max_tokens=8)
@@ -99,7 +99,7 @@ def test_tapped_alike_with_a_cache_and_without(name: str, point: str) -> None:
 
 @torch.no_grad()
 def test_the_head_is_tapped_however_it_is_used() -> None:
-    decoder, b = whole("biases"), batch()
+    decoder, b = whole_model("biases"), batch()
     labels = b.tokens_BS.roll(-1, 1)
     logits, loss = decoder(b), decoder.loss(b, labels)[0]
     decoder.head_tap = lambda x: x * 2
@@ -109,7 +109,7 @@ def test_the_head_is_tapped_however_it_is_used() -> None:
 
 @torch.no_grad()
 def test_gradients_flow_through_a_tap() -> None:
-    decoder = whole("biases")
+    decoder = whole_model("biases")
     with torch.enable_grad():
         changed(decoder, "layers.0.attn.qkv", 1.0)
         decoder.loss(batch(), batch().tokens_BS)[0].backward()
@@ -123,7 +123,7 @@ def test_gradients_flow_through_a_tap() -> None:
 )
 @pytest.mark.parametrize("name", ["latent", "shared and gated"])
 def test_taps_on_ranks(name: str, layout: dict[str, int], sequence_parallel: bool) -> None:
-    decoder = whole(name)
+    decoder = whole_model(name)
     for point in names(decoder):
         changed(decoder, point, 1.1)
     with torch.no_grad():
@@ -136,8 +136,8 @@ def on_rank(rank: int, size: int, name: str, layout: dict[str, int], split: bool
     groups = ProcessGroups.start(ParallelConfig(**layout))
     config = config_of(name)
     made = Decoder(config, groups, device="cpu", vocab_multiple=32, sequence_parallel=split)
-    state = whole(name).state_dict()
-    made.load_state_dict({n: part(n, p, config, groups).clone() for n, p in state.items()})
+    state = whole_model(name).state_dict()
+    made.load_state_dict({n: rank_part(n, p, config, groups).clone() for n, p in state.items()})
     for point in names(made):
         changed(made, point, 1.1)
     with torch.no_grad():
@@ -145,7 +145,7 @@ def on_rank(rank: int, size: int, name: str, layout: dict[str, int], split: bool
 
 
 def test_points_that_are_not_there() -> None:
-    decoder = whole("biases")
+    decoder = whole_model("biases")
     for point in ("layers.0.attn.down", "layers.7.attn.qkv", "layers.0.mlp.fc1", "embed", "norm"):
         with pytest.raises(MappingError):
             places(decoder, point)

@@ -8,7 +8,7 @@ import pytest
 
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.worlds.gloo_world import run_world
-from tests.support.worlds.moe_layouts import part
+from tests.support.worlds.moe_layouts import rank_part
 from tests.support.worlds.optimizer_layouts import (
     CLIPPED,
     MODELS,
@@ -25,7 +25,7 @@ def largest_difference(got: Curve, want: Curve, name: str, groups: ProcessGroups
     """Between parameters of this rank and their parts of the whole model's."""
     config = MODELS[name]
     return max(
-        float((value - part(key, want.parameters[key], config, groups)).abs().max())
+        float((value - rank_part(key, want.parameters[key], config, groups)).abs().max())
         for key, value in got.parameters.items()
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megtool.optim.replicated import ReplicatedOptimizer
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.worlds.gloo_world import run_world
-from tests.support.worlds.moe_layouts import part
+from tests.support.worlds.moe_layouts import rank_part
 from tests.support.worlds.optimizer_layouts import MODELS, PLAIN, named, stages_of, start, training
 
 MUON = replace(PLAIN, optimizer="muon")
@@ -83,7 +83,7 @@ def on_a_layout(rank: int, size: int, sizes: dict[str, int]) -> None:
     groups = start(**sizes)
     got, _ = training("experts", groups, steps=2, settings=MUON)
     for key, value in got.parameters.items():
-        want = part(key, alone.parameters[key], MODELS["experts"], groups)
+        want = rank_part(key, alone.parameters[key], MODELS["experts"], groups)
         torch.testing.assert_close(value, want, rtol=0, atol=2e-4, msg=key)
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from megtool import reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from tests.support.paths import ROOT
 
 pytestmark = [

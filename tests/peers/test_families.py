@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.commands.reshard import reshard
+from megtool import reshard
 from tests.support.paths import PEERS
 
 transformers = pytest.importorskip("transformers")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megtool.commands.reshard import reshard
+from megtool import reshard
 from tests.support.paths import PEERS
 
 pytestmark = [pytest.mark.slow, pytest.mark.peers]

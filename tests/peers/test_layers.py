@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.commands.reshard import reshard
-from tests.support.peers.run_trained import plain, run_world
+from megtool import reshard
+from tests.support.peers.run_trained import read_with_torch, run_world
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
@@ -26,7 +26,7 @@ def test_megatron_loads_the_layers_that_were_chosen(
     saves = [["dp_reshardable", str(tmp_path / "in")]]
     saves.append(["fully_reshardable", str(tmp_path / "truth")])
     run_world("train", saves=saves, layout=layout, **options)
-    want = plain(tmp_path / "truth")
+    want = read_with_torch(tmp_path / "truth")
     for kind in ("fully_reshardable", "dp_reshardable", "legacy"):
         at = tmp_path / kind
         cut = {"tp": 1, "ep": 2} if options else {"tp": 2}
@@ -34,14 +34,14 @@ def test_megatron_loads_the_layers_that_were_chosen(
             tmp_path / "in",
             at / "out",
             to="megatron" if kind == "legacy" else "torch_dist",
-            optimizer=kind,
+            optimizer_format=kind,
             layers=",".join(map(str, LAYERS)),
             strict=kind != "legacy",
             **cut,
         )
         places = {"folder": str(at / "out"), "dump": str(at / "dump")}
         run_world("load", kind=kind, layout=cut, layers=len(LAYERS), **places, **options)
-        found = plain(at / "dump")
+        found = read_with_torch(at / "dump")
         assert set(found) == set(want)
         for name, tensor in want.items():
             if ".layers." in name:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.commands.reshard import reshard
-from tests.support.models.moe_cases import DEEPSEEK, EIGHT, QWEN, YARN, Case, made, with_mtp
+from megtool import reshard
+from tests.support.models.moe_cases import DEEPSEEK, EIGHT, QWEN, YARN, Case, case_config, with_mtp
 from tests.support.paths import PEERS
 
 transformers = pytest.importorskip("transformers")
@@ -42,7 +42,7 @@ MODELS: list[Case] = [
 @pytest.mark.parametrize("case", MODELS, ids=lambda c: c[0])
 def test_megatron_core_computes_the_same(case: Case, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    ours = getattr(transformers, f"{case[1]}ForCausalLM")(made(case))
+    ours = getattr(transformers, f"{case[1]}ForCausalLM")(case_config(case))
     with torch.no_grad():
         for tensor in ours.state_dict().values():
             tensor.normal_(0.1, 0.4)

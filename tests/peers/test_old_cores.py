@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megtool import reshard
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.reshard import reshard
 from megtool.convert.megatron import split_state
 from megtool.reshard.megatron.fully_sharded_model_space import has_flattened_cells
 from megtool.reshard.open_source import open_source
@@ -103,6 +103,6 @@ def test_the_present_core_loads_what_it_refuses_otherwise(
 ) -> None:
     run(core, tmp_path / "old", sharding=OLD if core else ZERO, **LAYOUTS["tensor"])
     out = tmp_path / "out"
-    reshard(tmp_path / "old", out, optimizer=sharding, tp=1, pp=2, dp=2)
+    reshard(tmp_path / "old", out, optimizer_format=sharding, tp=1, pp=2, dp=2)
     said = run(None, out, load=True, sharding=sharding, pp=2, world=4)
     assert said.count("loaded") == 4

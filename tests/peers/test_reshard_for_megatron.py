@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
+from megtool import reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.errors import LayoutError
 from tests.support.paths import PEERS
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
+from megtool import reshard, verify
 from megtool.errors import FormatError
-from tests.support.peers.run_trained import plain, run_world
+from tests.support.peers.run_trained import read_with_torch, run_world
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
@@ -19,7 +18,7 @@ pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
 def assert_same(folder: Path, truth: Path) -> None:
     """Weights, master weights and moments are equal to the last bit."""
-    found, want = plain(folder), plain(truth)
+    found, want = read_with_torch(folder), read_with_torch(truth)
     assert set(found) == set(want)
     for name, tensor in want.items():
         have = found[name]
@@ -88,11 +87,11 @@ def test_what_megatron_saves_wrong_is_found(
     folder, options = trained
     source = folder / "fully_reshardable"
     if not options.get("overlap"):
-        reshard(source, tmp_path / "out", prove_all=True, tp=1, pp=2, ep=1)
+        reshard(source, tmp_path / "out", verify_master_weights=True, tp=1, pp=2, ep=1)
         return
     with pytest.raises(FormatError, match="master weight"):
-        reshard(source, tmp_path / "out", prove_all=True, tp=2)
-    reshard(folder / "dp_reshardable", tmp_path / "out", prove_all=True, tp=2)
+        reshard(source, tmp_path / "out", verify_master_weights=True, tp=2)
+    reshard(folder / "dp_reshardable", tmp_path / "out", verify_master_weights=True, tp=2)
 
 
 @pytest.mark.parametrize("source", ["dp_reshardable", "legacy"])
@@ -106,7 +105,7 @@ def test_megatron_loads_it_at_another_layout(
         folder / source,
         tmp_path / "out",
         to="megatron" if target == "legacy" else "torch_dist",
-        optimizer=target,
+        optimizer_format=target,
         **layout,
     )
     out = run_world(
@@ -130,7 +129,7 @@ def test_megatron_loads_two_by_two(trained: tuple[Path, dict[str, Any]], tmp_pat
         layout = {"tp": 2, "pp": 2, "vpp": 2}
     for kind in ("fully_reshardable", "dp_reshardable"):
         at = tmp_path / kind
-        reshard(folder / "dp_reshardable", at / "out", optimizer=kind, **layout)
+        reshard(folder / "dp_reshardable", at / "out", optimizer_format=kind, **layout)
         run_world(
             "load",
             kind=kind,
@@ -172,7 +171,9 @@ def test_experts_whole_on_every_tensor_rank(tmp_path: Path) -> None:
     run_world("train", saves=[[k, str(tmp_path / k)] for k in kinds], **options)
     for kind in kinds[1:]:
         assert verify(tmp_path / kinds[0], tmp_path / kind).verdict == "equal"
-    reshard(tmp_path / "legacy", tmp_path / "out", to="torch_dist", optimizer="dp_reshardable")
+    reshard(
+        tmp_path / "legacy", tmp_path / "out", to="torch_dist", optimizer_format="dp_reshardable"
+    )
     run_world(
         "load",
         kind="dp_reshardable",

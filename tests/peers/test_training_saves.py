@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.commands.verify import verify
+from megtool import verify
 from tests.support.paths import PEERS
 from tests.support.runs.train_runs import Trained
 from tests.support.worlds.gloo_world import run_world

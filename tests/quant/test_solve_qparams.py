@@ -31,7 +31,7 @@ class Model:
     """A tiny model's points and decisions, random weights and inputs."""
 
     def __init__(self, path: Path, name: str, *, layers: tuple[int, ...] = (1,)) -> None:
-        side = open_source(path).side
+        side = open_source(path).view
         assert side.config is not None
         self.config: ModelConfig = side.config
         modules = list_modules(side).modules

@@ -11,14 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megtool import derive_amax, fix_amax, inspect_amax, quantize, reshard, show_recipe
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.commands.amax import derive_amax, fix_amax, inspect_amax
-from megtool.commands.quantize import quantize
-from megtool.commands.recipe import show_recipe
-from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import CalibrationError, DestinationError, UsageError
-from tests.support.checkpoints.extra_states import FC1, MOE, packed
+from tests.support.checkpoints.extra_states import FC1, MOE, pack_state
 from tests.support.checkpoints.extra_states import edit_ranks as edit_iteration
 from tests.support.checkpoints.fp8_trained import (
     LINEAR,
@@ -102,7 +99,7 @@ def test_broken_histories_are_refused_by_name(tmp_path: Path) -> None:
             key = f"decoder.layers.{layer}.mlp.linear_fc2"
             held = state(1.0, amax_of(model, key))
             held["amax_history_fwd"][:, 0] = value
-            model[f"{key}._extra_state"] = packed(held)
+            model[f"{key}._extra_state"] = pack_state(held)
 
     edit_ranks(ranks, spoil)
     with pytest.raises(CalibrationError, match="2 of 16 modules") as e:
@@ -127,7 +124,7 @@ def test_each_expert_has_its_own(columns: str, tmp_path: Path, materialize: Any)
 
     write(tmp_path / "a", config(**MOE), ParallelConfig(), materialize)
     reshard(
-        tmp_path / "a", tmp_path / "ep2", to="megatron", tp=1, ep=2, dp=2, optimizer="none",
+        tmp_path / "a", tmp_path / "ep2", to="megatron", tp=1, ep=2, dp=2, optimizer_format="none",
         fsync=False,
     )  # fmt: skip
 
@@ -138,7 +135,7 @@ def test_each_expert_has_its_own(columns: str, tmp_path: Path, materialize: Any)
                 held = state(1.0, 1.0, gemms=2, columns=columns)
                 inputs = [0, 3] if columns == "interleaved" else [0, 1]
                 held["amax_history_fwd"][4, inputs] = torch.tensor([1.0, 2.0]) + 10 * ep + layer
-                model[key] = packed(held)
+                model[key] = pack_state(held)
 
     edit_iteration(tmp_path / "ep2", own)
     assert inspect_amax(tmp_path / "ep2", weights=False).lines_of[-1].expert is not None

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
+from megtool import quantize, reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.cli.app import main
 from megtool.commands import reshard as reshard_module
-from megtool.commands.quantize import quantize
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.errors import CoverageError, DestinationError, MappingError, UsageError
+from tests.support import folders
 from tests.support.checkpoints.trained import config, write
 from tests.support.models import tiny_llama
 
@@ -46,7 +45,7 @@ def mean(folders: list[Path], shares: tuple[float, ...], dtype: str) -> dict[str
 
 
 def weights(folder: Path) -> dict[str, bytes]:
-    return {n: data for n, (_, _, data) in tiny_llama.tensors(folder).items()}
+    return {n: data for n, (_, _, data) in folders.stored_tensors(folder).items()}
 
 
 @pytest.mark.parametrize("averages", [True, False])
@@ -78,7 +77,7 @@ def test_the_mean_of_any_formats(
         to=to,
         dtype=dtype,
         average=[tmp_path / "b", tmp_path / "c"],
-        weights="5,3,2",
+        average_weights="5,3,2",
         tp=2 if to != "hf" else None,
         strict=True,
     )
@@ -127,7 +126,7 @@ def test_nobody_has_trained_the_mean(tmp_path: Path, materialize: Any) -> None:
     assert "optimizer" not in found.metadata["common"]
     with pytest.raises(CoverageError, match="no run has had the mean"):
         reshard(folders[0], tmp_path / "c", average=folders[1:], strict=True)
-    reshard(folders[0], tmp_path / "c", average=folders[1:], strict=True, optimizer="none")
+    reshard(folders[0], tmp_path / "c", average=folders[1:], strict=True, optimizer_format="none")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +153,7 @@ def test_weights_are_one_positive_number_each(
     given: str, tmp_path: Path, three: list[Path]
 ) -> None:
     with pytest.raises(UsageError, match="weight"):
-        reshard(three[0], tmp_path / "out", average=three[1:2], weights=given)
+        reshard(three[0], tmp_path / "out", average=three[1:2], average_weights=given)
 
 
 def test_options_that_make_no_sense(tmp_path: Path, three: list[Path]) -> None:
@@ -194,7 +193,15 @@ def test_the_command_line(
     tmp_path: Path, three: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     others = ["--average", str(three[1]), "--average", str(three[2])]
-    call = ["reshard", str(three[0]), str(tmp_path / "mean"), *others, "--weights", "2,1,1", "-q"]
+    call = [
+        "reshard",
+        str(three[0]),
+        str(tmp_path / "mean"),
+        *others,
+        "--average-weights",
+        "2,1,1",
+        "-q",
+    ]
     assert main([*call, "--layers", "0,2", "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert f"average     0.25 of {three[2]}" in text

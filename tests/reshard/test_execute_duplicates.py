@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megtool.commands.reshard import reshard
+from megtool import reshard
 from megtool.errors import CoverageError
 from tests.support.models import tiny_llama
 
@@ -32,7 +32,9 @@ def tied(folder: Path, *places: tuple[int, int], rows: int = 101, head: str = "b
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_true_copy_is_no_loss(tmp_path: Path, head: str, whole: bool) -> None:
     source = tied(tmp_path / "hf", head=head)
-    report = reshard(source, tmp_path / "out", to="torch_dist", strict=True, prove_all=whole)
+    report = reshard(
+        source, tmp_path / "out", to="torch_dist", strict=True, verify_master_weights=whole
+    )
     assert [(d.name, d.is_lost) for d in report.dropped] == [(HEAD, False)]
 
 
@@ -41,8 +43,10 @@ def test_a_true_copy_is_no_loss(tmp_path: Path, head: str, whole: bool) -> None:
 def test_a_head_of_its_own_is_a_loss(tmp_path: Path, place: tuple[int, int], whole: bool) -> None:
     source = tied(tmp_path / "hf", place)
     with pytest.raises(CoverageError, match=HEAD):
-        reshard(source, tmp_path / "no", to="torch_dist", strict=True, prove_all=whole)
-    (lost,) = reshard(source, tmp_path / "out", to="torch_dist", prove_all=whole).dropped
+        reshard(source, tmp_path / "no", to="torch_dist", strict=True, verify_master_weights=whole)
+    (lost,) = reshard(
+        source, tmp_path / "out", to="torch_dist", verify_master_weights=whole
+    ).dropped
     assert lost.is_lost
     assert EMBEDDING in lost.reason
     assert str(list(place)) in lost.reason
@@ -52,7 +56,7 @@ def test_all_of_it_is_compared_when_asked(tmp_path: Path) -> None:
     source = tied(tmp_path / "hf", (77, 200))
     reshard(source, tmp_path / "out", to="torch_dist", strict=True)
     with pytest.raises(CoverageError, match=HEAD):
-        reshard(source, tmp_path / "no", to="torch_dist", strict=True, prove_all=True)
+        reshard(source, tmp_path / "no", to="torch_dist", strict=True, verify_master_weights=True)
 
 
 def test_a_head_of_another_shape_is_a_loss(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megtool import reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MappingError, UsageError
-from tests.support.checkpoints.stored_arrays import arrays
+from tests.support import folders
+from tests.support.checkpoints.stored_arrays import stored_arrays
 from tests.support.checkpoints.trained import config, write
 from tests.support.checkpoints.trained_models import MODELS
 from tests.support.models import tiny_llama
@@ -55,14 +55,14 @@ def test_layers_of_a_training_state(
         tmp_path / "some",
         tmp_path / "back",
         to="torch_dist",
-        optimizer="fully_reshardable",
+        optimizer_format="fully_reshardable",
         tp=1,
         pp=1,
         strict=True,
     )
     found, wanted = (
-        arrays(tmp_path / "back"),
-        chosen(arrays(source), [0, 1, 3], stacked=model.is_homogeneous),
+        stored_arrays(tmp_path / "back"),
+        chosen(stored_arrays(source), [0, 1, 3], stacked=model.is_homogeneous),
     )
     assert found.keys() == wanted.keys()
     for key, array in wanted.items():
@@ -76,7 +76,7 @@ def test_layers_of_a_training_state(
 def test_layers_of_a_folder_and_what_transformers_makes_of_it(tmp_path: Path) -> None:
     source = tiny_llama.save(tmp_path / "hf", parts=2)
     report = reshard(source, tmp_path / "out", layers="1-2")
-    before, after = tiny_llama.tensors(source), tiny_llama.tensors(tmp_path / "out")
+    before, after = folders.stored_tensors(source), folders.stored_tensors(tmp_path / "out")
     assert report.left_out == 18
     assert after == {
         re.sub(r"layers\.(\d)", lambda m: f"layers.{int(m[1]) - 1}", n): t
@@ -108,7 +108,7 @@ def test_a_layer_named_twice_is_written_twice(
     cut = layout if to != "hf" else {}
     reshard(source, tmp_path / "deep", to=to, layers="0-3,2-3", strict=True, **cut)
     reshard(tmp_path / "deep", tmp_path / "back", to="hf")
-    before, after = tiny_llama.tensors(source), tiny_llama.tensors(tmp_path / "back")
+    before, after = folders.stored_tensors(source), folders.stored_tensors(tmp_path / "back")
     for name, tensor in after.items():
         old = re.sub(r"layers\.([45])", lambda m: f"layers.{int(m[1]) - 2}", name)
         assert before[old] == tensor

@@ -1,4 +1,4 @@
-"""`--optimizer none` and `--optimizer-only`: halves of a training state, in any format."""
+"""`--optimizer-format none` and `--optimizer-only`: halves of a training state, in any format."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from megtool import reshard
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import UsageError
-from tests.support.checkpoints.stored_arrays import arrays
+from tests.support.checkpoints.stored_arrays import stored_arrays
 from tests.support.checkpoints.trained import config, write
 
 SOURCES: dict[str, dict[str, Any]] = {
@@ -26,7 +26,7 @@ def trained(request: pytest.FixtureRequest, tmp_path: Path, materialize: Any) ->
     """A training state, and the same in one of the optimizer formats."""
     kind = request.param
     write(tmp_path / "truth", config(), ParallelConfig(), materialize)
-    reshard(tmp_path / "truth", tmp_path / "in", optimizer=kind, **SOURCES[kind])
+    reshard(tmp_path / "truth", tmp_path / "in", optimizer_format=kind, **SOURCES[kind])
     return tmp_path / "truth", tmp_path / "in"
 
 
@@ -34,14 +34,18 @@ def trained(request: pytest.FixtureRequest, tmp_path: Path, materialize: Any) ->
 def test_weights_alone(to: str, trained: tuple[Path, Path], tmp_path: Path) -> None:
     truth, source = trained
     layout = {} if to == "zarr" else {"tp": 1, "pp": 1}
-    report = reshard(source, tmp_path / "out", to=to, optimizer="none", strict=True, **layout)
+    report = reshard(
+        source, tmp_path / "out", to=to, optimizer_format="none", strict=True, **layout
+    )
     assert report.left_out
     assert any("that were not asked for" in line for line in report.lines())
     found = open_checkpoint(tmp_path / "out")
     assert not any("optim/" in t.name or t.name.startswith("optimizer") for t in found.tensors)
     reshard(tmp_path / "out", tmp_path / "back", to="torch_dist", tp=1, pp=1)
-    wanted = {n: a.tobytes() for n, a in arrays(truth).items() if not n.startswith("optimizer.")}
-    assert {n: a.tobytes() for n, a in arrays(tmp_path / "back").items()} == wanted
+    wanted = {
+        n: a.tobytes() for n, a in stored_arrays(truth).items() if not n.startswith("optimizer.")
+    }
+    assert {n: a.tobytes() for n, a in stored_arrays(tmp_path / "back").items()} == wanted
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "zarr"])
@@ -50,14 +54,14 @@ def test_state_alone(to: str, trained: tuple[Path, Path], tmp_path: Path) -> Non
     layout = {} if to == "zarr" else {"tp": 1, "pp": 1}
     report = reshard(source, tmp_path / "out", to=to, optimizer_only=True, strict=True, **layout)
     assert report.left_out
-    wanted = {n: a.tobytes() for n, a in arrays(truth).items() if n.startswith("optimizer.")}
-    found = {n: a.tobytes() for n, a in arrays(tmp_path / "out").items()}
+    wanted = {n: a.tobytes() for n, a in stored_arrays(truth).items() if n.startswith("optimizer.")}
+    found = {n: a.tobytes() for n, a in stored_arrays(tmp_path / "out").items()}
     assert found == wanted
     assert "optimizer" in open_checkpoint(tmp_path / "out").metadata["common"]
     again = {"to": "torch_dist", "optimizer_only": True}  # which lets the weights be missing
     reshard(tmp_path / "out", tmp_path / "two", tp=2, **again)  # type: ignore[arg-type]
     reshard(tmp_path / "two", tmp_path / "one", tp=1, **again)  # type: ignore[arg-type]
-    assert {n: a.tobytes() for n, a in arrays(tmp_path / "one").items()} == wanted
+    assert {n: a.tobytes() for n, a in stored_arrays(tmp_path / "one").items()} == wanted
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_unknown_parameters_have_no_place(key: str) -> None:
         with pytest.raises(MappingError, match="not known") as e:
             order.position(key)
         assert e.value.tensor == key
-        assert "--optimizer none" in str(e.value.hint)
+        assert "--optimizer-format none" in str(e.value.hint)
 
 
 def test_heads_of_bert_follow_its_encoder() -> None:

@@ -6,10 +6,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from megtool.train.config_file import load_train_config, read_config_file
 
 from megtool.errors import FormatError, LayoutError, UsageError
 from megtool.train.config import TrainConfig
-from megtool.train.config_file import read_config_file, load_train_config
 
 # fmt: off
 NAMES = (

@@ -25,7 +25,7 @@ from megtool.train.cuda_graph import GraphedSchedule, check_graphs
 from megtool.train.features.protocol import Beside, Further
 from megtool.train.loop import TrainJob, TrainState, train
 from megtool.train.run_log import RunLog
-from megtool.train.run_plan import make_optimizer, plan_run, make_lr_schedule
+from megtool.train.run_plan import make_lr_schedule, make_optimizer, plan_run
 from tests.support.models import tiny_text
 from tests.support.runs.numbered_data import LENGTH, Numbers
 from tests.support.worlds.gloo_world import run_world

@@ -24,7 +24,7 @@ from megtool.train.evaluation import evaluate
 from megtool.train.features.protocol import Further
 from megtool.train.loop import TrainJob, TrainOutcome, TrainState, patience_exhausted, train
 from megtool.train.run_log import RunLog
-from megtool.train.run_plan import RunPlan, freeze, make_optimizer, plan_run, make_lr_schedule
+from megtool.train.run_plan import RunPlan, freeze, make_lr_schedule, make_optimizer, plan_run
 from tests.support.models import tiny_text
 from tests.support.runs.numbered_data import LENGTH, Numbers
 
@@ -40,7 +40,9 @@ def load(model: Path, dtype: str = "float32") -> list[Decoder]:
     return load_for_training(stored, ProcessGroups.alone(), dtype=dtype, threads=1)
 
 
-def job(model: Path, *, folder: Path | None = None, dtype: str = "float32", **options: Any) -> TrainJob:
+def job(
+    model: Path, *, folder: Path | None = None, dtype: str = "float32", **options: Any
+) -> TrainJob:
     settings = TrainConfig(**{"train_iters": 4, "lr": 1e-3, "global_batch_size": 4} | options)
     stages = load(model, dtype)
     freeze(stages, settings.freeze)

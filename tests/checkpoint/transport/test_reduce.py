@@ -20,7 +20,7 @@ from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.worker import NUM_BUFFERS
 from megtool.errors import CoverageError, MappingError
-from tests.support.checkpoints.plan_layouts import LAYOUTS, in_kind, laid_out, place
+from tests.support.checkpoints.plan_layouts import LAYOUTS, build_layout, cast_arrays, place
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
@@ -50,19 +50,19 @@ class Mean:
         sources = []
         for number, (layout, own) in enumerate(zip(layouts, kinds, strict=True)):
             at = place(layout, names, rows, cols)
-            catalogue = laid_out(raw, folder / f"source{number}", rng, at, own)
+            catalogue = build_layout(raw, folder / f"source{number}", rng, at, own)
             held = {t.name: np.zeros(t.shape, t.dtype.view) for t in catalogue.tensors}
             for name, p in at.items():
                 floats = generator.standard_normal((rows, cols)).astype(np.float32)
-                bits = in_kind(floats, own)
+                bits = cast_arrays(floats, own)
                 raw.put(p, bits, held[p.stored])
-                term = in_kind(bits, wide.name, own) * wide.type(self.shares[number])
+                term = cast_arrays(bits, wide.name, own) * wide.type(self.shares[number])
                 sums[name] = term if sums[name] is None else sums[name] + term
             raw.write(catalogue, held)
             sources.append(PlanSource(catalogue=catalogue, placements=at))
-        self.wanted = {n: in_kind(x, kind, wide.name) for n, x in sums.items()}
+        self.wanted = {n: cast_arrays(x, kind, wide.name) for n, x in sums.items()}
         to = place(here, names, rows, cols)
-        target = laid_out(raw, folder / "tree", rng, to, kind)
+        target = build_layout(raw, folder / "tree", rng, to, kind)
         self.reference = {t.name: np.zeros(t.shape, t.dtype.view) for t in target.tensors}
         for name, p in to.items():
             raw.put(p, self.wanted[name], self.reference[p.stored])

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.commands.inspect import inspect
-from megtool.commands.reshard import reshard
+from megtool import inspect, reshard
 from megtool.errors import (
     DestinationError,
     FormatError,
@@ -274,7 +273,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     for cached in (packing.package, packing.encodings, packing._blocks):
         cached.cache_clear()
-    refused(MissingPackageError, "gguf", "pip install gguf")
+    refused(MissingPackageError, "gguf", "pip install 'megtool[gguf]'")
 
 
 def test_a_family_without_a_name_is_refused(tmp_path: Path) -> None:
@@ -312,7 +311,7 @@ def test_numbers_too_large_for_f16(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match=r"65504.*down_proj.weight \(1\)") as told:
             export_gguf(source, tmp_path / "m.gguf", kind=kind)
         assert told.value.tensor == "model.layers.1.mlp.down_proj.weight"
-        assert "--kind bf16" in (told.value.hint or "")
+        assert "--outtype bf16" in (told.value.hint or "")
         assert [p.name for p in tmp_path.iterdir()] == ["hf"]
     export_gguf(source, tmp_path / "m.gguf", kind="bf16")
 
@@ -429,7 +428,7 @@ def test_longrope_factors(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_real_model(tmp_path: Path) -> None:
     """SmolLM2 to bfloat16 and Q8_0: what transformers generates from the files."""
-    from megtool.commands.demo import demo
+    from megtool import demo
 
     demo(tmp_path / "demo")
     source = tmp_path / "demo" / "hf"

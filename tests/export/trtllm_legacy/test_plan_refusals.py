@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megtool.commands.inspect import inspect
-from megtool.commands.lint import lint
-from megtool.commands.verify import verify
+from megtool import inspect, lint, verify
 from megtool.errors import FormatError, LayoutError, MappingError, MegtoolError, UsageError
 from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
+from tests.support import folders
 from tests.support.checkpoints.quantized_folder import make_quantized
 from tests.support.models import tiny_llama, trtllm_models
 
@@ -40,7 +39,7 @@ def test_layouts(tmp_path: Path) -> None:
     refused(LayoutError, export(tp=0), "tp is 0")
     refused(UsageError, lambda: export_legacy(source, out, dtype="int8"), "bfloat16")
     assert not out.exists()
-    assert not list(tiny_llama.left_overs(tmp_path))
+    assert not list(folders.staging_folders(tmp_path))
 
 
 def test_heads_of_keys(tmp_path: Path) -> None:

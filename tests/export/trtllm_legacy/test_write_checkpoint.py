@@ -11,8 +11,8 @@ from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError, StorageError
 from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
 from tests.support.checkpoints.quantized_folder import make_quantized
+from tests.support.folders import contents, file_states, staging_folders
 from tests.support.models import trtllm_models
-from tests.support.models.tiny_llama import contents, left_overs, state
 
 
 class Failing(Files):
@@ -33,7 +33,7 @@ class Failing(Files):
 def test_killed_and_resumed(tmp_path: Path) -> None:
     source = trtllm_models.llama(tmp_path / "hf", vocab_size=100, num_hidden_layers=2)
     made = make_quantized(source, tmp_path / "q", algos="FP8")
-    before = state(made.path)
+    before = file_states(made.path)
     export_legacy(made.path, tmp_path / "whole", tp=2, pp=2, fsync=False)
     for writes in (3, 25):
         with pytest.raises(StorageError):
@@ -49,8 +49,8 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
     export_legacy(made.path, tmp_path / "out", tp=2, pp=2, fsync=False)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert not list(left_overs(tmp_path))
-    assert state(made.path) == before
+    assert not list(staging_folders(tmp_path))
+    assert file_states(made.path) == before
 
 
 def test_destination(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megtool.commands.reshard import reshard
+from megtool import reshard
 from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
 from tests.support.checkpoints.trtllm_joined import config_of, joined, ranks_of
+from tests.support.folders import stored_tensors
 from tests.support.models import gguf_models, trtllm_models
-from tests.support.models.tiny_llama import tensors
 
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (4, 2))
 
@@ -101,7 +101,7 @@ def test_from_megatron_ranks(tmp_path: Path) -> None:
 
 def tensors_of(folder: Path) -> dict[str, Any]:
     """The tensors of all files."""
-    return {p.name: tensors(p) for p in sorted(folder.glob("*.safetensors"))}
+    return {p.name: stored_tensors(p) for p in sorted(folder.glob("*.safetensors"))}
 
 
 def test_tied_embeddings(tmp_path: Path) -> None:

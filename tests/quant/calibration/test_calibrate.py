@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megtool import reshard
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.reshard import reshard
 from megtool.errors import CalibrationError, DestinationError, StorageError, UsageError
 from megtool.model.batch import Batch
 from megtool.parallel.process_groups import Group
@@ -25,7 +25,7 @@ from megtool.quant.calibration import resume_folder as work_room
 from megtool.quant.calibration import sequential
 from megtool.quant.calibration.calibrate import resolve_calibration
 from megtool.quant.calibration.micro_batches import shard_micro_batches, split_batches
-from tests.support.quant.calibrated import case, killed_behind, random_moe, saved, tokens
+from tests.support.quant.calibrated import case, interrupt_after, random_moe, saved_bytes, tokens
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +72,10 @@ def test_what_is_seen_is_what_transformers_multiplies(llama: Path) -> None:
 
 def test_resident_spilled_and_on_demand_are_the_same(llama: Path, tmp_path: Path) -> None:
     made = case(llama)
-    wanted = saved(made.run(), tmp_path / "a")
-    assert saved(made.run(resident=True), tmp_path / "b") == wanted
+    wanted = saved_bytes(made.run(), tmp_path / "a")
+    assert saved_bytes(made.run(resident=True), tmp_path / "b") == wanted
     work = tmp_path / "work"
-    assert saved(made.run(work=work, spill=True), tmp_path / "c") == wanted
+    assert saved_bytes(made.run(work=work, spill=True), tmp_path / "c") == wanted
     assert not list(work.glob("into-*")), "activations are gone when they are needed no more"
 
 
@@ -107,8 +107,8 @@ def test_padding_does_not_count(llama: Path) -> None:
 
 def test_the_artefact_of_any_layout_is_the_same(llama: Path, tmp_path: Path) -> None:
     reshard(llama, tmp_path / "dist", to="torch_dist", tp=2, pp=2)
-    wanted = saved(case(llama).run(), tmp_path / "a")
-    assert saved(case(tmp_path / "dist").run(), tmp_path / "b") == wanted
+    wanted = saved_bytes(case(llama).run(), tmp_path / "a")
+    assert saved_bytes(case(tmp_path / "dist").run(), tmp_path / "b") == wanted
 
 
 @pytest.mark.parametrize("recipe", ["int4_gptq", "int8_sq"])
@@ -117,7 +117,7 @@ def test_algorithms_run_layer_by_layer(llama: Path, recipe: str, tmp_path: Path)
     found = made.run(work=tmp_path / "work")
     quantized = {d.module.name for d in made.decided.matched.decisions if d.format is not None}
     assert set(found.qparams.weights) == quantized
-    assert saved(found, tmp_path / "a") == saved(made.run(), tmp_path / "b")
+    assert saved_bytes(found, tmp_path / "a") == saved_bytes(made.run(), tmp_path / "b")
 
 
 def test_sequential_layers_see_what_was_made_of_those_before(llama: Path) -> None:
@@ -143,20 +143,20 @@ class Told:
 
 @pytest.mark.parametrize("recipe", ["fp8", pytest.param("int4_gptq", marks=pytest.mark.slow)])
 def test_killed_behind_every_layer_and_resumed(llama: Path, recipe: str, tmp_path: Path) -> None:
-    wanted = saved(case(llama, recipe).run(), tmp_path / "whole")
+    wanted = saved_bytes(case(llama, recipe).run(), tmp_path / "whole")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["megtool.quant.calibration.calibrate", "tests.support.quant.calibrated"]
     )
     for unit in range(5):
         work = tmp_path / f"work-{unit}"
-        process = context.Process(target=killed_behind, args=(unit, llama, recipe, work))
+        process = context.Process(target=interrupt_after, args=(unit, llama, recipe, work))
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
         told = Told()
         found = case(llama, recipe).run(work=work, progress=told)
-        assert saved(found, tmp_path / f"resumed-{unit}") == wanted, unit
+        assert saved_bytes(found, tmp_path / f"resumed-{unit}") == wanted, unit
         assert told.counts[0] == (unit + 1) * 6 * 24, "what was done is not done again"
 
 
@@ -192,13 +192,13 @@ def test_what_is_torn_is_made_again(
     llama: Path, tmp_path: Path, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = case(llama)
-    wanted = saved(made.run(), tmp_path / "whole")
+    wanted = saved_bytes(made.run(), tmp_path / "whole")
     stop_behind(monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
         made.run(work=tmp_path / "work")
     monkeypatch.undo()
     damage(tmp_path / "work")
-    assert saved(made.run(work=tmp_path / "work"), tmp_path / "resumed") == wanted
+    assert saved_bytes(made.run(work=tmp_path / "work"), tmp_path / "resumed") == wanted
 
 
 def stop_behind(monkeypatch: pytest.MonkeyPatch, unit: int) -> None:
@@ -216,13 +216,13 @@ def test_a_finished_run_loads_nothing(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = case(llama)
-    wanted = saved(made.run(work=tmp_path / "work"), tmp_path / "a")
+    wanted = saved_bytes(made.run(work=tmp_path / "work"), tmp_path / "a")
 
     def load_nothing(*_: Any, **__: Any) -> Any:
         raise AssertionError("the model is loaded")
 
     monkeypatch.setattr(sequential, "load", load_nothing)
-    assert saved(made.run(work=tmp_path / "work"), tmp_path / "b") == wanted
+    assert saved_bytes(made.run(work=tmp_path / "work"), tmp_path / "b") == wanted
 
 
 def test_work_of_another_calibration_is_refused(llama: Path, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_work_of_another_calibration_is_refused(llama: Path, tmp_path: Path) -> 
     made.run(work=tmp_path / "work")
     with pytest.raises(CalibrationError, match="not the same recipe") as e:
         case(llama, "int8_sq").run(work=tmp_path / "work")
-    assert "--work" in str(e.value.hint)
+    assert "--work-dir" in str(e.value.hint)
     with pytest.raises(CalibrationError, match="data"):
         case(llama, batches=tokens(128, seed=3)).run(work=tmp_path / "work")
     with pytest.raises(CalibrationError, match="dtype"):
@@ -246,7 +246,7 @@ def test_a_full_disk_is_an_error_and_the_run_goes_on_later(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = case(llama)
-    wanted = saved(made.run(), tmp_path / "whole")
+    wanted = saved_bytes(made.run(), tmp_path / "whole")
     whole, count = Files.system, 0
 
     def system(self: Files, function: Any, /, *args: Any) -> Any:
@@ -262,7 +262,7 @@ def test_a_full_disk_is_an_error_and_the_run_goes_on_later(
         made.run(work=tmp_path / "work")
     monkeypatch.undo()
     assert not [p for p in (tmp_path / "work").iterdir() if p.name.endswith(".tmp")]
-    assert saved(made.run(work=tmp_path / "work"), tmp_path / "resumed") == wanted
+    assert saved_bytes(made.run(work=tmp_path / "work"), tmp_path / "resumed") == wanted
 
 
 # ---- refused

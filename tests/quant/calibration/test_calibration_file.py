@@ -237,7 +237,7 @@ def test_a_part_is_not_added_to_what_it_is_in(alone: str, tmp_path: Path) -> Non
 
 def fits(artefact: CalibrationFile, of: Case, **more: Any) -> bool:
     d = of.decided
-    seen = compute_fingerprint(d.source.catalogue, d.source.side, d.recipe, d.matched.decisions)
+    seen = compute_fingerprint(d.source.catalogue, d.source.view, d.recipe, d.matched.decisions)
     return check_fits(artefact, seen, d.recipe, d.matched.decisions, of.points, **more)
 
 
@@ -272,16 +272,16 @@ def test_how_unseen_experts_were_settled_counts(tmp_path: Path) -> None:
     assert fits(artefact, mine)
     assert fits(artefact, mine, policy="weights")
     assert not fits(artefact, mine, policy="share"), "settled anew"
-    with pytest.raises(CalibrationError, match="--route-all"):
+    with pytest.raises(CalibrationError, match="--calibrate-all-experts"):
         fits(artefact, mine, route_all=True)
     everyone = replace(artefact, route_all=True)
     assert fits(everyone, mine, route_all=True)
     assert fits(everyone, mine)
-    with pytest.raises(CalibrationError, match="--route-all"):
+    with pytest.raises(CalibrationError, match="--calibrate-all-experts"):
         merge_calibrations([artefact, replace(everyone, seen=("x",))])
     other = case(source, "int4_awq")
     d = other.decided
-    seen = compute_fingerprint(d.source.catalogue, d.source.side, d.recipe, d.matched.decisions)
+    seen = compute_fingerprint(d.source.catalogue, d.source.view, d.recipe, d.matched.decisions)
     searched = replace(artefact, fingerprint=seen, settled_for=seen.recipe)
     assert fits(searched, other)
     with pytest.raises(CalibrationError, match="experts weights, and awq needs the inputs"):

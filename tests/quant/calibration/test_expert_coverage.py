@@ -10,8 +10,8 @@ from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.calibration.expert_coverage import fill_missing_statistics, measure_coverage
 from megtool.quant.calibration.statistics import ActivationStatistics
 from tests.support.quant.recording import points_of, record
-from tests.support.quant.seen import seen
-from tests.support.worlds.moe_layouts import whole
+from tests.support.quant.seen import statistics_of
+from tests.support.worlds.moe_layouts import whole_model
 
 
 def points(num: int, names: tuple[str, ...] = ("fc1", "down")) -> list[ActivationSite]:
@@ -38,7 +38,9 @@ def statistics(
         for name in names:
             x = rng.normal(size=(n, 4)).astype(np.float32)
             key = f"layers.2.mlp.experts.{e}.{name}"
-            found[key] = seen(x, gram=True) if n else ActivationStatistics.empty(4, gram=True)
+            found[key] = (
+                statistics_of(x, gram=True) if n else ActivationStatistics.empty(4, gram=True)
+            )
     return found
 
 
@@ -54,7 +56,7 @@ def test_tokens_of_each_expert() -> None:
 
 
 def test_of_a_real_mixture() -> None:
-    decoder = whole("shared and gated")
+    decoder = whole_model("shared and gated")
     some = points_of(decoder.config)
     (found,) = measure_coverage(some, record(decoder))
     assert sum(found.tokens) == 74 * decoder.config.num_experts_per_token

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megtool.commands.reshard import reshard
+from megtool import reshard
 from megtool.errors import CalibrationError
 from megtool.quant.calibration.fingerprint import hash_model
 from megtool.reshard.open_source import open_source
@@ -29,7 +29,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def of(folder: Path) -> str:
     opened = open_source(folder, optimizer=False)
-    return hash_model(opened.catalogue, opened.side)
+    return hash_model(opened.catalogue, opened.view)
 
 
 def configured(folder: Path, out: Path, **more: Any) -> Path:

@@ -18,7 +18,7 @@ from megtool.quant.calibration.observers import (
     rebin_linearly,
 )
 from megtool.quant.calibration.statistics import BINS, ActivationStatistics
-from tests.support.quant.seen import seen
+from tests.support.quant.seen import statistics_of
 
 BIN = 1 / 32  # a bin's width, at most, of what is in it
 
@@ -36,7 +36,7 @@ def heavy(seed: int = 0, rows: int = 4000) -> np.ndarray:
 @settings(max_examples=60, deadline=None)
 def test_percentile_lies_between_its_neighbours(values: list[float], percentile: float) -> None:
     x = np.array(values, np.float32)[:, None]
-    found = observe_amax(seen(x), "percentile", percentile=percentile)
+    found = observe_amax(statistics_of(x), "percentile", percentile=percentile)
     sizes = np.abs(x)
     low = np.percentile(sizes, percentile, method="lower")
     high = np.percentile(sizes, percentile, method="higher")
@@ -49,7 +49,7 @@ def test_percentile_lies_between_its_neighbours(values: list[float], percentile:
 def test_percentile_as_numpys(percentile: float) -> None:
     x = heavy()
     want = np.percentile(np.abs(x), percentile)
-    found = observe_amax(seen(x), "percentile", percentile=percentile)
+    found = observe_amax(statistics_of(x), "percentile", percentile=percentile)
     assert found == pytest.approx(want, rel=BIN / 2)
 
 
@@ -73,7 +73,7 @@ def test_least_error_as_by_trying_all(kind: str, largest: float) -> None:
         return float((rounded(x, clip, kind) - x).square().mean())
 
     least = min(error(top * c) for c in np.linspace(0.02, 1, 400))
-    found = observe_amax(seen(x.numpy()), "mse", kind=kind, largest=largest)
+    found = observe_amax(statistics_of(x.numpy()), "mse", kind=kind, largest=largest)
     assert found <= top
     assert error(found) <= 1.02 * least
     if kind != "fp8:tensor":
@@ -89,7 +89,7 @@ def test_least_error_of_four_bit_floats() -> None:
         near = np.abs(np.abs(x)[..., None] / clip - levels).argmin(-1)
         return float(np.square(levels[near] * clip - np.abs(x)).mean())
 
-    found = observe_amax(seen(x), "mse", kind="fp4:tensor", largest=6.0)
+    found = observe_amax(statistics_of(x), "mse", kind="fp4:tensor", largest=6.0)
     top = float(np.abs(x).max())
     assert error(found) <= 1.02 * min(error(top * c) for c in np.linspace(0.05, 1, 60))
 
@@ -117,7 +117,9 @@ def test_near_what_modelopt_finds(how: str) -> None:
     calibrator.collect(x)
     more = {"stride": 64} if how == "entropy" else {}
     want = float(calibrator.compute_amax(how, percentile=99.9, **more))
-    found = observe_amax(seen(x.numpy()), how, percentile=99.9, kind="int8:tensor", largest=127.0)
+    found = observe_amax(
+        statistics_of(x.numpy()), how, percentile=99.9, kind="int8:tensor", largest=127.0
+    )
     top = float(x.abs().max())
     assert 0 < found <= top
     if how == "percentile":
@@ -138,11 +140,11 @@ def test_entropy_clips_a_lone_outlier_and_not_a_flat_top() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4000, 8)).astype(np.float32)
     x[0, 0] = 60
-    clipped = observe_amax(seen(x), "entropy", kind="int8:tensor", largest=127.0)
+    clipped = observe_amax(statistics_of(x), "entropy", kind="int8:tensor", largest=127.0)
     assert clipped < 20
-    assert observe_amax(seen(x), "entropy", kind="fp8:tensor") <= 60
+    assert observe_amax(statistics_of(x), "entropy", kind="fp8:tensor") <= 60
     flat = rng.uniform(-1, 1, (4000, 8)).astype(np.float32)
-    assert observe_amax(seen(flat), "entropy", kind="int8:tensor", largest=127.0) > 0.9
+    assert observe_amax(statistics_of(flat), "entropy", kind="int8:tensor", largest=127.0) > 0.9
 
 
 @given(
@@ -151,15 +153,15 @@ def test_entropy_clips_a_lone_outlier_and_not_a_flat_top() -> None:
 @settings(max_examples=20, deadline=None)
 def test_within_what_was_seen_at_any_magnitude(seed: int, power: int, how: str) -> None:
     x = np.random.default_rng(seed).normal(size=(64, 4)).astype(np.float32)
-    one = observe_amax(seen(x), how, kind="int8:tensor", largest=127.0)
+    one = observe_amax(statistics_of(x), how, kind="int8:tensor", largest=127.0)
     assert 0 < one <= np.abs(x).max()
-    other = observe_amax(seen(np.ldexp(x, power)), how, kind="int8:tensor", largest=127.0)
+    other = observe_amax(statistics_of(np.ldexp(x, power)), how, kind="int8:tensor", largest=127.0)
     assert other == pytest.approx(float(np.ldexp(one, power)), rel=1e-6)
 
 
 def test_columns_and_groups() -> None:
     x = np.array([[1, -2, 3, 0], [-4, 1, 1, 0.5]], np.float32)
-    s = seen(x)
+    s = statistics_of(x)
     columns = np.array([4, 1, 2, 1], np.float32)
     assert observe_amax(s) == 4.0
     assert observe_amax(s, smoothing_scale=columns) == 2.0
@@ -171,7 +173,7 @@ def test_columns_and_groups() -> None:
 
 
 def test_zeros_alone_and_nothing_at_all() -> None:
-    zeros = seen(np.zeros((5, 3), np.float32))
+    zeros = statistics_of(np.zeros((5, 3), np.float32))
     for how in ("max", "percentile", "mse", "entropy"):
         assert observe_amax(zeros, how) == 0.0
     with pytest.raises(CalibrationError, match="no tokens"):
@@ -185,7 +187,7 @@ def test_bins_and_their_linear_counterparts() -> None:
     assert len(edges) == BINS + 1
     assert (np.diff(edges) > 0).all()
     x = heavy(4)
-    s = seen(x)
+    s = statistics_of(x)
     counts = rebin_linearly(s, 2048)
     assert counts.sum() == x.size
     want, _ = np.histogram(np.abs(x), 2048, (0, float(np.abs(x).max())))

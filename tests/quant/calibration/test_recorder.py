@@ -17,7 +17,7 @@ from megtool.quant.calibration.recorder import ActivationRecorder
 from megtool.quant.calibration.statistics import BINS
 from tests.support.quant.recording import assert_equal, batches, on_rank, points_of, raw, record
 from tests.support.worlds.gloo_world import run_world
-from tests.support.worlds.moe_layouts import whole
+from tests.support.worlds.moe_layouts import whole_model
 
 LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("shared and gated", {"tp": 2}, {"gram": True, "even": True}),
@@ -41,7 +41,7 @@ LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ],
 )
 def test_statistics_of_an_input(module: str, point: str) -> None:
-    decoder = whole("shared and gated")
+    decoder = whole_model("shared and gated")
     found = record(decoder, gram=True)[point]
     x = raw(decoder, module)
     assert found.num_tokens == len(x) == 74
@@ -62,7 +62,7 @@ def test_statistics_of_an_input(module: str, point: str) -> None:
 
 def test_an_expert_sees_its_tokens_alone() -> None:
     """Counted by the router's own choice, padding aside."""
-    decoder = whole("shared and gated")
+    decoder = whole_model("shared and gated")
     found = record(decoder)
     x = raw(decoder, "decoder.layers.1.mlp.router")
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_an_expert_sees_its_tokens_alone() -> None:
 
 
 def test_all_experts_see_all_tokens_and_nothing_comes_of_it() -> None:
-    decoder = whole("shared and gated")
+    decoder = whole_model("shared and gated")
     batch = batches()[0][0]
     with torch.no_grad():
         want = decoder(batch)
@@ -92,7 +92,7 @@ def test_all_experts_see_all_tokens_and_nothing_comes_of_it() -> None:
 
 
 def test_keys_after_rotation_and_values() -> None:
-    decoder = whole("shared and gated")
+    decoder = whole_model("shared and gated")
     found = record(decoder)["layers.0.attn.kv"]
     attention = decoder.get_submodule("decoder.layers.0.self_attention")
     rows = []
@@ -115,7 +115,7 @@ def test_keys_after_rotation_and_values() -> None:
 
 @pytest.mark.parametrize(("name", "layout", "how"), LAYOUTS, ids=lambda v: str(v))
 def test_as_in_one_process(name: str, layout: dict[str, int], how: dict[str, Any]) -> None:
-    want = record(whole(name), **{k: v for k, v in how.items() if k != "sequence_parallel"})
+    want = record(whole_model(name), **{k: v for k, v in how.items() if k != "sequence_parallel"})
     size = layout.get("tp", 1) * layout.get("dp", 1)
     for got in run_world(on_rank, size, name, layout, how):
         assert_equal(got, want)
@@ -123,7 +123,7 @@ def test_as_in_one_process(name: str, layout: dict[str, int], how: dict[str, Any
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_an_activation_that_is_not_finite(value: float) -> None:
-    decoder = whole("shared and gated")
+    decoder = whole_model("shared and gated")
     with torch.no_grad():
         decoder.embedding.word_embeddings.weight[7] = value  # type: ignore[union-attr]
     tokens = torch.full((3, 4), 5)
@@ -151,7 +151,7 @@ def test_all_ranks_tell_of_what_one_has_seen() -> None:
 
 def poisoned(rank: int, size: int) -> str:
     groups = ProcessGroups.start(ParallelConfig(dp=2))
-    decoder = whole("shared and gated")
+    decoder = whole_model("shared and gated")
     decoder.groups = groups
     recorder = ActivationRecorder(decoder, points_of(decoder.config), groups=groups)
     recorder.start(0)
@@ -171,7 +171,7 @@ def poisoned(rank: int, size: int) -> str:
 
 def test_without_waiting_for_the_device() -> None:
     """What runs on a GPU gives the same, and keeps the rules of CUDA graphs."""
-    decoder = whole("biases")
+    decoder = whole_model("biases")
     points = [p for p in points_of(decoder.config) if p.expert is None and p.layer == 0]
     names = [p.name for p in points if p.kind == "input"]
     want = record(decoder, gram=True, points=tuple(points))
@@ -203,7 +203,7 @@ def test_without_waiting_for_the_device() -> None:
 
 
 def test_a_pass_nobody_announced() -> None:
-    decoder = whole("shared and gated")
+    decoder = whole_model("shared and gated")
     recorder = ActivationRecorder(decoder, points_of(decoder.config))
     recorder.start(0)
     with pytest.raises(UsageError, match="nothing to see"):
@@ -214,4 +214,4 @@ def test_a_pass_nobody_announced() -> None:
 
 def test_a_point_of_another_model() -> None:
     with pytest.raises(MappingError, match=r"no 'attn\.down'"):
-        ActivationRecorder(whole("biases"), points_of(whole("latent").config)).start(0)
+        ActivationRecorder(whole_model("biases"), points_of(whole_model("latent").config)).start(0)

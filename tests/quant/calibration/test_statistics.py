@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megtool.errors import CalibrationError
 from megtool.quant.calibration.running_statistics import RunningStatistics
 from megtool.quant.calibration.statistics import BINS, MAX_SAMPLE_ROWS, ActivationStatistics
-from tests.support.quant.seen import seen
+from tests.support.quant.seen import statistics_of
 
 
 @given(
@@ -28,11 +28,11 @@ def test_any_order_is_one_pass(seed: int, sizes: list[int], chance: random.Rando
     parts = [
         (rng.normal(size=(n, 5)) * rng.choice([1e-3, 1, 1e3])).astype(np.float32) for n in sizes
     ]
-    one = seen(np.concatenate(parts), gram=True, sample=True)
-    singles = [seen(p, gram=True, sample=True) for p in parts]
+    one = statistics_of(np.concatenate(parts), gram=True, sample=True)
+    singles = [statistics_of(p, gram=True, sample=True) for p in parts]
     chance.shuffle(singles)
     merged = reduce(ActivationStatistics.merge, singles, ActivationStatistics.empty(5, gram=True))
-    for other in (merged, seen(*parts, gram=True, sample=True)):
+    for other in (merged, statistics_of(*parts, gram=True, sample=True)):
         assert other.num_tokens == one.num_tokens
         np.testing.assert_array_equal(other.amax, one.amax)
         np.testing.assert_array_equal(other.histogram, one.histogram)
@@ -50,13 +50,13 @@ def test_any_order_is_one_pass(seed: int, sizes: list[int], chance: random.Rando
 def test_a_sample_of_many_rows(sizes: list[int]) -> None:
     """Rows evenly spaced, the same however they came; of parts, in proportion to them."""
     numbers = np.split(np.arange(sum(sizes), dtype=np.float32)[:, None], np.cumsum(sizes)[:-1])
-    one = seen(*numbers, sample=True)
-    whole = seen(np.concatenate(numbers), sample=True)
+    one = statistics_of(*numbers, sample=True)
+    whole = statistics_of(np.concatenate(numbers), sample=True)
     assert one.sample is not None
     np.testing.assert_array_equal(one.sample, whole.sample)
     assert min(sum(sizes), MAX_SAMPLE_ROWS // 2) <= len(one.sample) <= MAX_SAMPLE_ROWS
     assert len(set(np.diff(one.sample[:, 0]))) <= 1
-    merged = reduce(ActivationStatistics.merge, [seen(n, sample=True) for n in numbers])
+    merged = reduce(ActivationStatistics.merge, [statistics_of(n, sample=True) for n in numbers])
     assert merged.sample is not None
     assert len(merged.sample) <= MAX_SAMPLE_ROWS
     assert len(merged.sample) >= min(sum(sizes), MAX_SAMPLE_ROWS // 2) - len(sizes)
@@ -80,7 +80,7 @@ def test_bins_by_arithmetic(values: list[float]) -> None:
             want[-1] += 1
         else:
             want[1 + octave * 32 + int((share * 2 - 1) * 32)] += 1
-    np.testing.assert_array_equal(seen(x).histogram, want)
+    np.testing.assert_array_equal(statistics_of(x).histogram, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

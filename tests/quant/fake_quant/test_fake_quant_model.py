@@ -26,7 +26,7 @@ from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.fake_quant.fake_quantize import fake_input, fake_weight
 from megtool.quant.qparams import QParams
 from tests.support.models import tiny_models
-from tests.support.quant.loaded import opened, randomised, settled
+from tests.support.quant.loaded import make_qparams, open_model_source, randomize
 from tests.support.worlds.gloo_world import run_world
 
 TOKENS = torch.arange(48).view(2, 24) * 37 % 128
@@ -35,12 +35,12 @@ ALGOS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W8A8_SQ_PER_CHANNEL", "W4A16_AWQ",
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return randomised(tiny_models.llama(tmp_path_factory.mktemp("simulation") / "llama"))
+    return randomize(tiny_models.llama(tmp_path_factory.mktemp("simulation") / "llama"))
 
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return randomised(tiny_models.moe(tmp_path_factory.mktemp("simulation") / "moe"))
+    return randomize(tiny_models.moe(tmp_path_factory.mktemp("simulation") / "moe"))
 
 
 def logits(decoder: Decoder) -> Tensor:
@@ -78,8 +78,8 @@ def in_transformers(folder: Path, settlement: QParams) -> Tensor:
 
 @pytest.mark.parametrize("algo", ALGOS)
 def test_as_transformers_with_each_linear_on_its_own(llama: Path, algo: str) -> None:
-    source, modules, points = opened(llama)
-    settlement = settled(modules, points, lambda name: algo, smooth=algo in ALGOS[2:4])
+    source, modules, points = open_model_source(llama)
+    settlement = make_qparams(modules, points, lambda name: algo, smooth=algo in ALGOS[2:4])
     decoder = load(source, dtype="float32")
     before = logits(decoder)
     with FakeQuantModel(decoder, points, settlement, weights=True):
@@ -95,8 +95,8 @@ def test_as_transformers_with_each_linear_on_its_own(llama: Path, algo: str) -> 
 def test_weights_on_demand_are_rounded_when_they_come(
     model: str, request: pytest.FixtureRequest
 ) -> None:
-    source, modules, points = opened(request.getfixturevalue(model))
-    settlement = settled(modules, points, lambda name: "NVFP4", cache="FP8")
+    source, modules, points = open_model_source(request.getfixturevalue(model))
+    settlement = make_qparams(modules, points, lambda name: "NVFP4", cache="FP8")
     resident, demanded = (
         load(source, dtype="float32"),
         load(source, dtype="float32", on_demand=True),
@@ -119,8 +119,8 @@ def test_weights_on_demand_are_rounded_when_they_come(
 
 def test_one_layer_in_memory_and_out_again(llama: Path) -> None:
     """What is in memory when it ends is the layer's own again."""
-    source, modules, points = opened(llama)
-    settlement = settled(modules, points, lambda n: "W4A16_AWQ" if "layers.1.mlp" in n else "")
+    source, modules, points = open_model_source(llama)
+    settlement = make_qparams(modules, points, lambda n: "W4A16_AWQ" if "layers.1.mlp" in n else "")
     decoder = load(source, dtype="float32", on_demand=True)
     decoder(Batch(tokens_BS=TOKENS))
     keeper = on_demand_of(decoder)
@@ -142,13 +142,13 @@ def test_one_layer_in_memory_and_out_again(llama: Path) -> None:
 
 def test_experts_each_by_its_own_scale(moe: Path) -> None:
     """As if every expert were computed alone."""
-    source, modules, points = opened(moe)
+    source, modules, points = open_model_source(moe)
     algo = {0: "FP8", 1: "NVFP4", 2: "W4A16_AWQ", 3: "FP8"}
 
     def of(name: str) -> str:
         return algo[int(name.split(".")[4])] if ".experts." in name and "layers.2." in name else ""
 
-    settlement = settled(modules, points, of, smooth=True)
+    settlement = make_qparams(modules, points, of, smooth=True)
     decoder = load(source, dtype="float32")
     layer = decoder.decoder.layers["2"].get_submodule("mlp")
     linear = layer.get_submodule("experts.experts.linear_fc1")
@@ -168,8 +168,8 @@ def test_experts_each_by_its_own_scale(moe: Path) -> None:
 
 def test_folded_factors_are_in_the_norms_already(llama: Path) -> None:
     """Of a written checkpoint, inputs behind a norm are divided no more; stored factors are."""
-    source, modules, points = opened(llama)
-    settlement = settled(modules, points, lambda name: "W8A8_SQ_PER_CHANNEL", smooth=True)
+    source, modules, points = open_model_source(llama)
+    settlement = make_qparams(modules, points, lambda name: "W8A8_SQ_PER_CHANNEL", smooth=True)
     decoder = load(source, dtype="float32")
     attention = decoder.decoder.layers["0"].get_submodule("self_attention")
     qkv, proj = attention.get_submodule("linear_qkv"), attention.get_submodule("linear_proj")
@@ -183,18 +183,20 @@ def test_folded_factors_are_in_the_norms_already(llama: Path) -> None:
 
 
 def test_caches_are_rounded(llama: Path) -> None:
-    source, modules, points = opened(llama)
+    source, modules, points = open_model_source(llama)
     decoder = load(source, dtype="float32")
     plain = logits(decoder)
-    settlement = settled(modules, points, lambda name: "", cache="NVFP4")
+    settlement = make_qparams(modules, points, lambda name: "", cache="NVFP4")
     with FakeQuantModel(decoder, points, settlement, weights=False):
         rounded = logits(decoder)
     assert 1e-4 < (rounded - plain).norm() / plain.norm() < 0.2
 
 
 def test_siblings_that_differ(llama: Path) -> None:
-    source, modules, points = opened(llama)
-    settlement = settled(modules, points, lambda name: "" if name.endswith("attn.k") else "FP8")
+    source, modules, points = open_model_source(llama)
+    settlement = make_qparams(
+        modules, points, lambda name: "" if name.endswith("attn.k") else "FP8"
+    )
     with pytest.raises(UsageError, match=r"attn\.q and layers\.0\.attn\.k multiply the same"):
         FakeQuantModel(load(source), points, settlement, weights=False)
 
@@ -205,8 +207,8 @@ def on_rank(rank: int, size: int, folder: str, algo: str) -> np.ndarray:
     more = {"tp": 2, "ep": 2, "etp": 1} if moe else {"tp": 2}
     groups = ProcessGroups.start(ParallelConfig(**more), device="cpu")
     try:
-        source, modules, points = opened(Path(folder))
-        settlement = settled(modules, points, lambda name: algo, smooth=True, cache="FP8")
+        source, modules, points = open_model_source(Path(folder))
+        settlement = make_qparams(modules, points, lambda name: algo, smooth=True, cache="FP8")
         decoder = load(source, groups=groups, dtype="float32", on_demand=not moe)
         with FakeQuantModel(decoder, points, settlement, weights=True):
             return logits(decoder).numpy()
@@ -219,8 +221,8 @@ def on_rank(rank: int, size: int, folder: str, algo: str) -> np.ndarray:
 )
 def test_two_ranks_compute_the_same(model: str, algo: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(model)
-    source, modules, points = opened(folder)
-    settlement = settled(modules, points, lambda name: algo, smooth=True, cache="FP8")
+    source, modules, points = open_model_source(folder)
+    settlement = make_qparams(modules, points, lambda name: algo, smooth=True, cache="FP8")
     decoder = load(source, dtype="float32")
     with FakeQuantModel(decoder, points, settlement, weights=True):
         want = logits(decoder)
@@ -230,12 +232,12 @@ def test_two_ranks_compute_the_same(model: str, algo: str, request: pytest.Fixtu
 
 
 def test_quality(llama: Path) -> None:
-    source, modules, points = opened(llama)
+    source, modules, points = open_model_source(llama)
     before, after = load(source, dtype="float32"), load(source, dtype="float32", on_demand=True)
     documents = [TokenDocument(tokens=[(7 * i * i + n) % 128 for i in range(40)]) for n in range(3)]
     found = []
     for algo in ("FP8", "NVFP4"):
-        settlement = settled(modules, points, lambda name, algo=algo: algo)
+        settlement = make_qparams(modules, points, lambda name, algo=algo: algo)
         found.append(
             compare_quantized(
                 Forward(before),
@@ -254,9 +256,9 @@ def test_quality(llama: Path) -> None:
 
 
 def test_nothing_is_left_behind_by_a_failure(llama: Path) -> None:
-    source, modules, points = opened(llama)
+    source, modules, points = open_model_source(llama)
     decoder = load(source, dtype="float32")
-    settlement = settled(modules, points, lambda name: "FP8")
+    settlement = make_qparams(modules, points, lambda name: "FP8")
     own = dict(decoder.named_parameters())
     with pytest.raises(RuntimeError), FakeQuantModel(decoder, points, settlement, weights=True):
         raise RuntimeError
@@ -269,8 +271,8 @@ def test_nothing_is_left_behind_by_a_failure(llama: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["llama", "moe"])
 def test_on_a_gpu(model: str, request: pytest.FixtureRequest) -> None:
-    source, modules, points = opened(request.getfixturevalue(model))
-    settlement = settled(modules, points, lambda name: "NVFP4", smooth=True, cache="FP8")
+    source, modules, points = open_model_source(request.getfixturevalue(model))
+    settlement = make_qparams(modules, points, lambda name: "NVFP4", smooth=True, cache="FP8")
     here, there = load(source, dtype="float32"), load(source, dtype="float32", device="cuda")
     with (
         FakeQuantModel(here, points, settlement, weights=True),

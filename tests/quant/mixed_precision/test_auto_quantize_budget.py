@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from megtool.commands.quantize import quantize
+from megtool import quantize
 from megtool.errors import CalibrationError, UsageError
 from megtool.quant.calibration.calibration_file import CalibrationFile
 from megtool.quant.pipeline.plan import QuantizePlan
 from megtool.quant.pipeline.report import QuantizeReport
+from tests.support.folders import contents
 from tests.support.models import tiny_text
-from tests.support.models.tiny_llama import contents
 
 RECIPE = "auto_nvfp4_fp8"
 TEXTS = ("The rain fell in torrents. ", "Nine cats sat on a wall, and a tenth looked on. ")
@@ -131,7 +131,7 @@ def test_a_calibration_that_knows_no_costs(folder: Path, kept: list[Path], tmp_p
 
 
 def test_formats_that_were_not_measured(folder: Path, kept: list[Path], tmp_path: Path) -> None:
-    from megtool.commands.recipe import show_recipe
+    from megtool import show_recipe
 
     recipe = tmp_path / "mine.yaml"
     text = "\n".join(show_recipe(RECIPE).lines())
@@ -141,7 +141,7 @@ def test_formats_that_were_not_measured(folder: Path, kept: list[Path], tmp_path
 
 
 def test_costs_are_kept_where_no_input_is_looked_at(folder: Path, tmp_path: Path) -> None:
-    from megtool.commands.recipe import show_recipe
+    from megtool import show_recipe
 
     recipe = tmp_path / "mine.yaml"
     text = "\n".join(show_recipe(RECIPE).lines())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.commands.quantize import quantize
+from megtool import quantize
 from megtool.errors import CalibrationError
 from megtool.model.batch import Batch
 from megtool.quant.calibration.fingerprint import Fingerprint
@@ -19,8 +19,8 @@ from megtool.quant.mixed_precision import kl_sensitivity
 from megtool.quant.mixed_precision.candidates import CandidateSurvey
 from megtool.quant.mixed_precision.sensitivity import measure
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
+from tests.support.folders import contents
 from tests.support.models import tiny_models, tiny_text
-from tests.support.models.tiny_llama import contents
 from tests.support.quant.loaded import points_of, source_of
 
 PRINT = Fingerprint(model="m", recipe="r", data="d")
@@ -146,7 +146,7 @@ def test_a_killed_run_of_an_automatic_recipe_goes_on(tmp_path: Path, counted: Co
     pytest.importorskip("transformers")
     folder = tiny_text.save_wide(tmp_path / "hf", num_layers=2)
     told: dict[str, Any] = {"recipe": "auto_nvfp4_fp8", "bits": 6, "synthetic": True}
-    quantize(folder, tmp_path / "whole", **told, samples=8, length=32, fsync=False)
+    quantize(folder, tmp_path / "whole", **told, samples=8, seq_length=32, fsync=False)
     expected = Counter(counted)
     counted.clear()
     for most in (2, 9, 20):
@@ -157,7 +157,7 @@ def test_a_killed_run_of_an_automatic_recipe_goes_on(tmp_path: Path, counted: Co
                 **{"samples": 8, "length": 32, "fsync": False, "progress": Ends(most)},
             )
     assert (tmp_path / ".out.calibration" / "choosing" / "calibration.json").is_file()
-    quantize(folder, tmp_path / "out", **told, samples=8, length=32, fsync=False)
+    quantize(folder, tmp_path / "out", **told, samples=8, seq_length=32, fsync=False)
     assert counted == expected
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not list(tmp_path.glob(".out*")), "nothing of the work is left"

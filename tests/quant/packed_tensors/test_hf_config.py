@@ -12,7 +12,7 @@ from megtool.quant.packed_tensors.hf_config import (
     hf_quant_config,
     inline,
     quantization,
-    summarized,
+    summarize_modules,
     with_quantization,
 )
 from megtool.quant.recipes.formats import FORMATS
@@ -99,5 +99,5 @@ def test_smoothed_nvfp4_has_a_name_of_its_own() -> None:
 def test_experts_that_are_all_kept_are_one_glob() -> None:
     first = [f"model.layers.0.mlp.experts.{e}.up_proj" for e in range(2)]
     second = [f"model.layers.1.mlp.experts.{e}.up_proj" for e in range(2)]
-    found = summarized(["lm_head", *first, second[0]], [second[1]])
+    found = summarize_modules(["lm_head", *first, second[0]], [second[1]])
     assert found == ["lm_head", "model.layers.0.mlp.experts*", second[0]]

@@ -20,7 +20,7 @@ from megtool.number_formats.encode import encode
 from megtool.number_formats.layout import layout
 from megtool.quant.packed_tensors import pack
 from megtool.quant.packed_tensors.modelopt_tensors import second_scale, tensor_specs
-from megtool.quant.packed_tensors.pack import WeightToPack, feeds_of, find_amaxes, grain_of
+from megtool.quant.packed_tensors.pack import WeightToPack, find_amaxes, grain_of, make_pack_feeds
 from megtool.quant.qparams import WeightQParams
 from megtool.quant.recipes.formats import FORMATS, RecipeFormat, packing_of
 from megtool.tensors.placement import Placement
@@ -58,7 +58,7 @@ def made(
         taking = RegionReader(
             ShardLocator(catalogue), files, readers, Buffers(), tile_bytes=tile_bytes
         )
-        for feed in feeds_of(w, computed, row_offset=at, amax=amax):
+        for feed in make_pack_feeds(w, computed, row_offset=at, amax=amax):
             total = 0
             for number, lo, tile in feed.generate(taking):
                 region = feed.writes[number]

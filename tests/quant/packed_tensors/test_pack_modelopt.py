@@ -22,7 +22,7 @@ import torch
 from megtool.quant.pipeline.write import write
 from megtool.quant.qparams import QParams, WeightQParams
 from megtool.quant.resolve import resolve_recipe
-from tests.support.models.tiny_llama import tensors
+from tests.support.folders import stored_tensors
 
 pytestmark = pytest.mark.peers
 
@@ -96,7 +96,7 @@ def export(source: Path, preset: str, out: Path) -> Path:
 @pytest.mark.parametrize("recipe", PRESETS)
 def test_equal_in_every_byte(source: Path, tmp_path: Path, recipe: str) -> None:
     theirs = export(source, PRESETS[recipe], tmp_path / "theirs")
-    want = tensors(theirs)
+    want = stored_tensors(theirs)
     decided = resolve_recipe(source, recipe)
     settlement = QParams()
     for d in decided.matched.decisions:
@@ -112,7 +112,7 @@ def test_equal_in_every_byte(source: Path, tmp_path: Path, recipe: str) -> None:
         )
     ours = tmp_path / "ours"
     write(decided.source, decided.matched.decisions, settlement, ours, fsync=False)
-    found = tensors(ours)
+    found = stored_tensors(ours)
     assert found.keys() == want.keys()
     for name, (kind, shape, data) in want.items():
         assert found[name][:2] == (kind, shape), name

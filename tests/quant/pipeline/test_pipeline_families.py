@@ -16,13 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megtool.commands.evaluate import evaluate
-from megtool.commands.export import export
-from megtool.commands.generate import generate
-from megtool.commands.lint import lint
-from megtool.commands.quantize import quantize
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
+from megtool import evaluate, export, generate, lint, quantize, reshard, verify
 from megtool.errors import FormatError, MappingError, RecipeError
 from megtool.inference.load import load
 from megtool.model.batch import Batch
@@ -31,11 +25,16 @@ from megtool.quant.fake_quant.fake_quantize import fake_weight
 from megtool.quant.pipeline.write import check_storable
 from megtool.quant.qparams import QParams
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
-from megtool.quant.verification.verify_folder import prove
+from megtool.quant.verification.verify_folder import verify_folder
+from tests.support.folders import contents, stored_tensors
 from tests.support.models import family_models
-from tests.support.models.tiny_llama import contents, tensors
-from tests.support.quant.loaded import opened
-from tests.support.quant.write_runs import settled, shared_amaxes, values, write_quantized
+from tests.support.quant.loaded import open_model_source
+from tests.support.quant.write_runs import (
+    canonical_values,
+    make_qparams,
+    shared_amaxes,
+    write_quantized,
+)
 
 pytest.importorskip("transformers")
 
@@ -67,7 +66,7 @@ CASES = [
 
 
 def logits(folder: Path, settlement: QParams, *, weights: bool) -> Tensor:
-    source, _, points = opened(folder)
+    source, _, points = open_model_source(folder)
     decoder = load(source, dtype="float32")
     with (
         FakeQuantModel(decoder, points, settlement, weights=weights, dtype="bfloat16"),
@@ -77,7 +76,7 @@ def logits(folder: Path, settlement: QParams, *, weights: bool) -> Tensor:
 
 
 def proved(decided: ResolvedRecipe, folder: Path, settlement: QParams) -> list[str]:
-    found = prove(decided.source, folder, decided.matched.decisions, settlement, threads=1)
+    found = verify_folder(decided.source, folder, decided.matched.decisions, settlement, threads=1)
     return [f"{f.id}: {f.module}: {f.message}" for f in found.findings]
 
 
@@ -87,10 +86,10 @@ def test_decoded_it_is_what_simulation_says(
 ) -> None:
     source, out = sources[family], tmp_path / "out"
     decided = resolve_recipe(source, recipe)
-    settlement = settled(decided)
+    settlement = make_qparams(decided)
     write_quantized(source, out, recipe, settlement)
     shared = shared_amaxes(decided, settlement)
-    original, found = values(source), values(out)
+    original, found = canonical_values(source), canonical_values(out)
     assert original.keys() == found.keys()
     for name, x in original.items():
         t = shared.get(name.removesuffix(".weight"))
@@ -99,7 +98,7 @@ def test_decoded_it_is_what_simulation_says(
             want = fake_weight(want, t, dtype="bfloat16").to(torch.bfloat16).float()
         assert np.array_equal(want.numpy(), found[name]), name
     assert proved(decided, out, settlement) == []
-    alike = dataclasses.replace(settlement, treatments=shared)
+    alike = dataclasses.replace(settlement, weights=shared)
     want_BSV = logits(source, alike, weights=True)
     got_BSV = logits(out, alike, weights=False)
     error = float((got_BSV - want_BSV).norm() / want_BSV.norm())
@@ -111,7 +110,7 @@ def test_simulation_has_one_scale_of_what_is_stored_as_one(
     sources: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
     decided = resolve_recipe(sources[family], "fp8")
-    plain = settled(decided)
+    plain = make_qparams(decided)
     for name, t in plain.weights.items():  # one of them as if it had been settled
         if name.endswith("0.attn.k"):
             plain.weights[name] = dataclasses.replace(t, amax=np.asarray(0.5, np.float32))
@@ -138,7 +137,7 @@ def test_any_layout_gives_the_same_bytes(
     reshard(source, tmp_path / "dist", to="torch_dist", fsync=False, **layout)  # type: ignore[arg-type]
     write_quantized(source, tmp_path / "a", recipe)
     write_quantized(tmp_path / "dist", tmp_path / "b", recipe, threads=2, memory_bytes=1 << 20)
-    assert tensors(tmp_path / "a") == tensors(tmp_path / "b")
+    assert stored_tensors(tmp_path / "a") == stored_tensors(tmp_path / "b")
     assert (tmp_path / "a" / "config.json").read_bytes() == (
         tmp_path / "b" / "config.json"
     ).read_bytes()
@@ -163,7 +162,7 @@ def test_gpt_oss_is_in_the_form_openai_publishes(sources: dict[str, Path], tmp_p
     for name in ("gate_up_proj_bias", "down_proj_bias"):
         assert torch.equal(held[f"{experts}.{name}"], plain[f"{experts}.{name}"])
     assert f"{experts}.down_proj" not in held
-    assert family_models.said(out) == {
+    assert family_models.read_quantization_config(out) == {
         "quant_method": "mxfp4",
         "modules_to_not_convert": [
             "lm_head",
@@ -173,7 +172,7 @@ def test_gpt_oss_is_in_the_form_openai_publishes(sources: dict[str, Path], tmp_p
         ],
     }
     assert not (out / "hf_quant_config.json").exists()
-    ours = values(out)
+    ours = canonical_values(out)
     for name in ("gate_up_proj", "down_proj"):
         theirs = convert_moe_packed_tensors(
             held[f"{experts}.{name}_blocks"], held[f"{experts}.{name}_scales"]
@@ -208,7 +207,7 @@ def test_the_result_is_a_model_like_any(
 ) -> None:
     source, out, text = sources[family], tmp_path / "out", tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog.\n")
-    report = quantize(source, out, recipe=recipe, evaluate=text, threads=1, fsync=False)
+    report = quantize(source, out, recipe=recipe, eval_data=text, threads=1, fsync=False)
     assert report.proof is not None
     assert not report.proof.num_errors
     assert verify(source, out).exit_status == 0
@@ -226,14 +225,17 @@ def test_the_result_is_a_model_like_any(
         export(out, tmp_path / "unified", to="unified", fsync=False)
         assert verify(out, tmp_path / "unified").exit_status == 0
     reshard(out, tmp_path / "plain", to="hf", fsync=False)
-    assert {n: t[:2] for n, t in tensors(tmp_path / "plain").items()} == {
-        n: t[:2] for n, t in tensors(source).items()
+    assert {n: t[:2] for n, t in stored_tensors(tmp_path / "plain").items()} == {
+        n: t[:2] for n, t in stored_tensors(source).items()
     }
 
 
 def test_llama4_experts_lie_one_by_one(sources: dict[str, Path], tmp_path: Path) -> None:
     write_quantized(sources["llama4"], tmp_path / "out", "fp8")
-    raw, expert = tensors(tmp_path / "out"), "model.layers.1.feed_forward.experts.3.down_proj"
+    raw, expert = (
+        stored_tensors(tmp_path / "out"),
+        "model.layers.1.feed_forward.experts.3.down_proj",
+    )
     assert {n.removeprefix(expert) for n in raw if n.startswith(expert)} == {
         ".weight",
         ".weight_scale",
@@ -253,7 +255,7 @@ def test_experts_that_are_kept_stay_as_they_are(sources: dict[str, Path], tmp_pa
     )
     for family in ("llama4", "gpt_oss"):
         write_quantized(sources[family], tmp_path / family, str(recipe))
-        raw, plain = tensors(tmp_path / family), tensors(sources[family])
+        raw, plain = stored_tensors(tmp_path / family), stored_tensors(sources[family])
         stacked = [n for n in plain if n.endswith("gate_up_proj")]
         assert stacked
         assert all(raw[n] == plain[n] for n in stacked)
@@ -395,7 +397,7 @@ DAMAGED: list[tuple[str, Change]] = [
 def test_damage_of_blocks_is_found(sources: dict[str, Path], tmp_path: Path) -> None:
     source, out = sources["gpt_oss"], tmp_path / "out"
     decided = resolve_recipe(source, "mxfp4_experts")
-    settlement = settled(decided)
+    settlement = make_qparams(decided)
     write_quantized(source, out, "mxfp4_experts", settlement)
     file = next(out.glob("*.safetensors"))
     right = load_file(file)
@@ -436,7 +438,7 @@ def test_calibrated_it_is_proved(
 ) -> None:
     out = tmp_path / "out"
     report = quantize(
-        sources[family], out, recipe=recipe, samples=4, length=32, threads=1, fsync=False
+        sources[family], out, recipe=recipe, samples=4, seq_length=32, threads=1, fsync=False
     )
     assert report.proof is not None
     assert not report.proof.findings
@@ -456,7 +458,7 @@ def test_one_code_among_others_is_missed(
 ) -> None:
     out = tmp_path / "out"
     decided = resolve_recipe(sources[family], "fp8")
-    settlement = settled(decided)
+    settlement = make_qparams(decided)
     write_quantized(sources[family], out, "fp8", settlement)
     file = next(out.glob("*.safetensors"))
     held = load_file(file)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from megtool.commands.quantize import quantize
+from megtool import quantize
 from megtool.quant.calibration.calibration_file import CalibrationFile
 from megtool.quant.pipeline.report import QuantizeReport
 from tests.support.models import tiny_text
 from tests.support.worlds.torchrun import torchrun
 
 pytestmark = pytest.mark.slow
-TOLD = ("--samples", "5", "--length", "24", "--device", "cpu", "-q", "--json", "--no-fsync")
+TOLD = ("--samples", "5", "--seq-length", "24", "--device", "cpu", "-q", "--json", "--no-fsync")
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +37,11 @@ def ran(source: Path, at: Path, *more: str) -> dict[str, Any]:
 def test_formats_are_chosen_and_measured(folder: Path, tmp_path: Path, axes: list[str]) -> None:
     recipe = ("--recipe", "auto_nvfp4_fp8", "--bits", "7")
     text, kept = str(folder.parent / "text.txt"), tmp_path / "kept"
-    evaluated = ("--evaluate", text, "--evaluate-tokens", "64", "--save-calibration", str(kept))
+    evaluated = ("--eval-data", text, "--eval-tokens", "64", "--save-calibration", str(kept))
     found = ran(folder, tmp_path / "out", *recipe, *evaluated, *axes)
     alone = quantize(
         *(folder, tmp_path / "alone"),
-        **{"recipe": "auto_nvfp4_fp8", "bits": 7, "samples": 5, "length": 24, "device": "cpu"},
+        **{"recipe": "auto_nvfp4_fp8", "bits": 7, "samples": 5, "seq_length": 24, "device": "cpu"},
         **{"evaluate": text, "evaluate_tokens": 64, "fsync": False},
     )
     assert isinstance(alone, QuantizeReport)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from megtool.commands.quantize import quantize
-from megtool.commands.reshard import reshard
+from megtool import quantize, reshard
 from megtool.errors import (
     CalibrationError,
     DestinationError,
@@ -24,7 +23,7 @@ from tests.support.models import tiny_text
 from tests.support.quant.calibrated import random_moe
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_attention_heads": 2}
-SMALL: dict[str, Any] = {"samples": 2, "length": 32, "device": "cpu", "threads": 1}
+SMALL: dict[str, Any] = {"samples": 2, "seq_length": 32, "device": "cpu", "threads": 1}
 KEPT: dict[str, Any] = {"threads": 1}
 """What goes with a calibration."""
 
@@ -130,11 +129,11 @@ def test_modelopt_in_several_processes(
 def test_options_that_modelopt_does_not_heed(folder: Path, kept: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "--calibration": {"calibration": [kept]},
-        "--route-all": {"route_all": True},
-        "--unseen-experts": {"unseen": "share"},
-        "--resident": {"resident": True},
-        "--spill": {"spill": True},
-        "--work": {"work": tmp_path / "work"},
+        "--calibrate-all-experts": {"calibrate_all_experts": True},
+        "--uncalibrated-experts": {"uncalibrated_experts": "share"},
+        "--no-stream-layers": {"stream_layers": False},
+        "--offload-activations": {"offload_activations": True},
+        "--work-dir": {"work_dir": tmp_path / "work"},
     }
     for name, given in options.items():
         found = refused(folder, tmp_path, recipe="fp8", backend="modelopt", **given)
@@ -155,8 +154,8 @@ def test_modelopt_that_nothing_asks_for_is_told(
 
 def told_of(values: dict[str, Any]) -> dict[str, Any]:
     """Options by their names on the command line, as `quantize` takes them."""
-    names = {"--unseen-experts": "unseen", "--report": "page", "--no-fsync": "fsync"}
-    return {names.get(n, n[2:].replace("-", "_")): value for n, value in values.items()}
+    names = {name: name.removeprefix("--").removeprefix("no-").replace("-", "_") for name in values}
+    return {names[name]: value for name, value in values.items()}
 
 
 @pytest.mark.parametrize(
@@ -167,9 +166,19 @@ def told_of(values: dict[str, Any]) -> dict[str, Any]:
             "with --calibration",
             {
                 **{"--data": "x.txt", "--field": "text", "--split": "train", "--samples": 3},
-                **{"--length": 16, "--seed": 4, "--synthetic": True, "--calibrate-only": True},
-                **{"--spill": True, "--work": "work", "--tokenizer": ".", "--device": "cpu"},
-                **{"--dtype": "float32", "--kernels": "torch", "--resident": True, "--tp": 1},
+                **{"--seq-length": 16, "--seed": 4, "--synthetic": True, "--calibrate-only": True},
+                **{
+                    "--offload-activations": True,
+                    "--work-dir": "work",
+                    "--tokenizer": ".",
+                    "--device": "cpu",
+                },
+                **{
+                    "--dtype": "float32",
+                    "--kernels": "torch",
+                    "--no-stream-layers": False,
+                    "--tp": 1,
+                },
                 **{"--pp": 1, "--ep": 1, "--etp": 1},
             },
         ),
@@ -177,7 +186,7 @@ def told_of(values: dict[str, Any]) -> dict[str, Any]:
             {"recipe": "fp8", "calibrate_only": True},
             "with --calibrate-only, which quantizes nothing",
             {
-                **{"--evaluate": "x.txt", "--evaluate-tokens": 9, "--report": "x.html"},
+                **{"--eval-data": "x.txt", "--eval-tokens": 9, "--report": "x.html"},
                 **{"--max-shard-size": "1GiB", "--memory": "1GiB", "--no-fsync": False},
             },
         ),
@@ -192,7 +201,7 @@ def told_of(values: dict[str, Any]) -> dict[str, Any]:
             {"--data": "x.txt", "--field": "text", "--split": "train", "--tokenizer": "."},
         ),
         ({"recipe": "fp8"}, "without --data", {"--field": "text", "--split": "train"}),
-        ({"recipe": "fp8"}, "without --evaluate", {"--evaluate-tokens": 100}),
+        ({"recipe": "fp8"}, "without --eval-data", {"--eval-tokens": 100}),
         ({"recipe": "fp8", "data": "x.bin"}, "Megatron's", {"--field": "a", "--split": "train"}),
         ({"recipe": "fp8", "data": "TEXT.txt"}, "no fields", {"--field": "text"}),
         ({"recipe": "fp8", "data": "TEXT.txt"}, "no splits", {"--split": "train"}),
@@ -235,7 +244,7 @@ def test_what_a_measurement_uses_is_no_idle_option(
     plan = quantize(
         *(folder, tmp_path / "out"),
         **{"recipe": "fp8", "calibration": [kept], "evaluate": tmp_path / "text.txt"},
-        **{"device": "cpu", "dtype": "float32", "kernels": "torch", "resident": True},
+        **{"device": "cpu", "dtype": "float32", "kernels": "torch", "stream_layers": False},
         **{"tokenizer": folder, "evaluate_tokens": 16, "dry_run": True},
     )
     assert isinstance(plan, QuantizePlan)
@@ -244,8 +253,12 @@ def test_what_a_measurement_uses_is_no_idle_option(
 @pytest.mark.parametrize(
     ("recipe", "told", "unheeded"),
     [
-        ("mxfp8", "recipe mxfp8 needs no data", ["--samples", "--length", "--device", "--work"]),
-        ("fp8", "the model has no experts", ["--route-all", "--unseen-experts"]),
+        (
+            "mxfp8",
+            "recipe mxfp8 needs no data",
+            ["--samples", "--seq-length", "--device", "--work-dir"],
+        ),
+        ("fp8", "the model has no experts", ["--calibrate-all-experts", "--uncalibrated-experts"]),
     ],
 )
 def test_what_a_recipe_or_model_has_no_use_for_is_said(
@@ -257,7 +270,14 @@ def test_what_a_recipe_or_model_has_no_use_for_is_said(
     unheeded: list[str],
 ) -> None:
     given: dict[str, Any] = {"recipe": recipe, "dry_run": True, **SMALL}
-    quantize(folder, tmp_path / "out", **given, route_all=True, unseen="none", work=tmp_path / "w")
+    quantize(
+        folder,
+        tmp_path / "out",
+        **given,
+        calibrate_all_experts=True,
+        uncalibrated_experts="none",
+        work_dir=tmp_path / "w",
+    )
     (line,) = [r.getMessage() for r in caplog.records if told in r.getMessage()]
     assert all(name in line for name in unheeded)
     assert "not used" in line
@@ -318,8 +338,8 @@ def test_a_plan_with_a_calibration_runs_nothing(folder: Path, kept: Path, tmp_pa
         ("save_calibration", "out/c", "--save-calibration inside of DST"),
         ("save_calibration", "hf/config.json", "--save-calibration would replace a file of the s"),
         ("page", "hf/model.safetensors", "--report would replace a file of the source"),
-        ("work", "out", "DST and --work are one place"),
-        ("work", "out/w", "--work inside of DST"),
+        ("work", "out", "DST and --work-dir are one place"),
+        ("work", "out/w", "--work-dir inside of DST"),
     ],
 )
 def test_files_that_would_be_lost(
@@ -330,7 +350,7 @@ def test_files_that_would_be_lost(
     assert isinstance(found, DestinationError)
     assert told in str(found)
     assert found.hint
-    both = {"save_calibration": tmp_path / "c", "page": tmp_path / "c"}
+    both = {"save_calibration": tmp_path / "c", "report": tmp_path / "c"}
     assert "--report are one place" in str(refused(folder, tmp_path, recipe="fp8", **both))
 
 

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megtool import reshard, verify
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.errors import (
     CalibrationError,
     DestinationError,
@@ -29,9 +28,14 @@ from megtool.quant.pipeline.write import check_storable
 from megtool.quant.qparams import QParams
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
+from tests.support.folders import contents, file_states, staging_folders, stored_tensors
 from tests.support.models import tiny_models
-from tests.support.models.tiny_llama import contents, left_overs, state, tensors
-from tests.support.quant.write_runs import settled, shared_amaxes, values, write_quantized
+from tests.support.quant.write_runs import (
+    canonical_values,
+    make_qparams,
+    shared_amaxes,
+    write_quantized,
+)
 
 RECIPES = [
     "fp8",
@@ -67,12 +71,12 @@ def held(folder: Path) -> dict[str, Any]:
 def test_decoded_it_is_what_simulation_says(source: Path, tmp_path: Path, recipe: str) -> None:
     import torch
 
-    before = state(source)
+    before = file_states(source)
     decided = resolve_recipe(source, recipe)
-    settlement = settled(decided)
+    settlement = make_qparams(decided)
     report = write_quantized(source, tmp_path / "out", recipe, settlement)
-    assert state(source) == before
-    original, found = values(source), values(tmp_path / "out")
+    assert file_states(source) == before
+    original, found = canonical_values(source), canonical_values(tmp_path / "out")
     assert original.keys() == found.keys()
     shared = shared_amaxes(decided, settlement)
     for name, x in original.items():
@@ -84,7 +88,7 @@ def test_decoded_it_is_what_simulation_says(source: Path, tmp_path: Path, recipe
         assert np.array_equal(want.to(torch.bfloat16).float().numpy(), found[name]), name
     assert report.num_bytes < report.source_bytes or recipe.startswith("kv")
     assert set(report.files) == {p.name for p in (tmp_path / "out").iterdir()} - {"megtool.json"}
-    assert not left_overs(tmp_path)
+    assert not staging_folders(tmp_path)
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "int4_weight_only", "nvfp4"])
@@ -112,7 +116,7 @@ def test_small_units_and_narrow_memory_change_nothing(
         more = {"threads": 3, "memory_bytes": 1}
         write_quantized(source, tmp_path / f"{recipe}-b", recipe, max_shard_bytes=100_000, **more)
         monkeypatch.undo()
-        assert tensors(tmp_path / f"{recipe}-a") == tensors(tmp_path / f"{recipe}-b")
+        assert stored_tensors(tmp_path / f"{recipe}-a") == stored_tensors(tmp_path / f"{recipe}-b")
 
 
 def test_a_quantized_source_is_decoded_and_says_nothing_of_its_past(
@@ -122,7 +126,7 @@ def test_a_quantized_source_is_decoded_and_says_nothing_of_its_past(
     write_quantized(tmp_path / "fp8", tmp_path / "int8", "int8_weight_only")
     reshard(tmp_path / "fp8", tmp_path / "plain", to="hf")
     write_quantized(tmp_path / "plain", tmp_path / "again", "int8_weight_only")
-    assert tensors(tmp_path / "int8") == tensors(tmp_path / "again")
+    assert stored_tensors(tmp_path / "int8") == stored_tensors(tmp_path / "again")
     config = json.loads((tmp_path / "int8" / "config.json").read_text())
     assert config["quantization_config"]["quant_algo"] == held(tmp_path / "int8")["quant_algo"]
     assert held(tmp_path / "int8")["quant_algo"] == "W8A16"
@@ -133,7 +137,7 @@ def test_a_quantized_source_is_decoded_and_says_nothing_of_its_past(
 
 def one(decided: ResolvedRecipe, module: str, **more: Any) -> QParams:
     """Of all modules, with more said of one."""
-    out = settled(decided)
+    out = make_qparams(decided)
     out.weights[module] = dataclasses.replace(out.weights[module], **more)
     return out
 
@@ -147,14 +151,14 @@ def test_factors_of_columns_are_stored_or_taken_by_the_norm(source: Path, tmp_pa
         told.weights[t.module] = dataclasses.replace(t, columns=factors)
     told.norm_scales["layers.0.attn_norm"] = factors
     write_quantized(source, tmp_path / "out", "int4_awq", told)
-    original, found = values(source), values(tmp_path / "out")
+    original, found = canonical_values(source), canonical_values(tmp_path / "out")
     norm = "layers.0.attn_norm.weight"
     assert np.array_equal(found[norm] * factors, original[norm])
     for name in ("layers.0.attn.q", "layers.1.attn.o"):
         x, y = original[f"{name}.weight"], found[f"{name}.weight"]
         y = y / factors if name.startswith("layers.0") else y
         assert 0.01 < np.linalg.norm(x - y) / np.linalg.norm(x) < 0.3
-    raw = tensors(tmp_path / "out")
+    raw = stored_tensors(tmp_path / "out")
     scales = [n for n in raw if n.endswith("pre_quant_scale")]
     assert scales == ["model.layers.1.self_attn.o_proj.pre_quant_scale"]
     assert raw[scales[0]][:2] == ("BF16", (128,))
@@ -167,7 +171,7 @@ def test_codes_that_were_chosen_are_stored(source: Path, tmp_path: Path) -> None
     amax = np.full((128, 1), 14.0, np.float32)
     told = one(decided, "layers.0.attn.o", codes=codes, amax=amax)
     write_quantized(source, tmp_path / "out", "int4_gptq", told)
-    assert np.array_equal(values(tmp_path / "out")["layers.0.attn.o.weight"], codes * 2.0)
+    assert np.array_equal(canonical_values(tmp_path / "out")["layers.0.attn.o.weight"], codes * 2.0)
     told = one(decided, "layers.0.attn.o", codes=codes)
     with pytest.raises(CalibrationError, match="codes are given"):
         write_quantized(source, tmp_path / "no", "int4_gptq", told)
@@ -178,7 +182,7 @@ def test_an_amax_that_is_smaller_saturates(source: Path, tmp_path: Path) -> None
     told = one(decided, "layers.0.mlp.down", amax=np.full(128, 0.127, np.float32))
     write_quantized(source, tmp_path / "out", "int8_weight_only", told)
     name = "layers.0.mlp.down.weight"
-    x, y = values(source)[name], values(tmp_path / "out")[name]
+    x, y = canonical_values(source)[name], canonical_values(tmp_path / "out")[name]
     assert np.abs(y).max() < 0.129
     assert np.abs(x - y)[np.abs(x) < 0.127].max() <= 0.0006
     told = one(decided, "layers.0.mlp.down", amax=np.ones(3, np.float32))
@@ -192,16 +196,16 @@ def test_what_calibration_did_not_find_is_no_scale(source: Path, tmp_path: Path)
         write_quantized(
             source, tmp_path / "o", "fp8", one(decided, "layers.0.mlp.up", input_amax=0.0)
         )
-    missing = settled(decided)
+    missing = make_qparams(decided)
     del missing.weights["layers.1.attn.k"]
     with pytest.raises(CalibrationError, match=r"layers.1.attn.k is to be FP8"):
         write_quantized(source, tmp_path / "o", "fp8", missing)
-    told = settled(decided)
+    told = make_qparams(decided)
     told.norm_scales["layers.9.attn_norm"] = np.ones(128, np.float32)
     with pytest.raises(MappingError, match=r"layers\.9\.attn_norm"):
         write_quantized(source, tmp_path / "o", "fp8", told)
     assert not (tmp_path / "o").exists()
-    assert not left_overs(tmp_path)
+    assert not staging_folders(tmp_path)
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "int8_weight_only", "fp8_block128", "mxfp4"])
@@ -254,7 +258,7 @@ def test_weights_stored_as_one_are_one_module(tmp_path: Path, recipe: str) -> No
     case = ("phi3", "Phi3ForCausalLM", "Phi3")
     family_folder(tmp_path / "phi", case, SIZES)
     write_quantized(tmp_path / "phi", tmp_path / "out", recipe)
-    raw = tensors(tmp_path / "out")
+    raw = stored_tensors(tmp_path / "out")
     qkv = "model.layers.0.self_attn.qkv_proj"
     if recipe == "kv_fp8":
         assert held(tmp_path / "out")["kv_cache_quant_algo"] == "FP8"
@@ -266,7 +270,7 @@ def test_weights_stored_as_one_are_one_module(tmp_path: Path, recipe: str) -> No
     shapes = {n.removeprefix(qkv): t[1] for n, t in raw.items() if n.startswith(qkv)}
     scale_shape = {"fp8": (), "int4_weight_only": (256, 1), "nvfp4": (256, 8)}[recipe]
     assert shapes[".weight_scale"] == scale_shape
-    original, found = values(tmp_path / "phi"), values(tmp_path / "out")
+    original, found = canonical_values(tmp_path / "phi"), canonical_values(tmp_path / "out")
     for name, x in original.items():
         error = np.linalg.norm(x - found[name]) / np.linalg.norm(x)
         assert error < 0.15, name
@@ -324,19 +328,19 @@ def test_what_no_folder_can_hold_is_refused_at_once(
         check_storable(kept.source, kept.matched.decisions)
     with pytest.raises(MappingError, match=why):
         write_quantized(tmp_path / "source", tmp_path / "out", "int8_weight_only")
-    assert not left_overs(tmp_path)
+    assert not staging_folders(tmp_path)
 
 
 def test_gammas_around_zero_take_factors(tmp_path: Path) -> None:
     case = ("gemma", "GemmaForCausalLM", "Gemma")
     family_folder(tmp_path / "gemma", case, SIZES)
     decided = resolve_recipe(tmp_path / "gemma", "int8_weight_only")
-    told = settled(decided)
+    told = make_qparams(decided)
     factors = np.linspace(0.5, 3, 128).astype(np.float32)
     told.norm_scales["layers.0.mlp_norm"] = factors
     write_quantized(tmp_path / "gemma", tmp_path / "out", "int8_weight_only", told)
     name = "layers.0.mlp_norm.weight"
-    x, y = values(tmp_path / "gemma")[name], values(tmp_path / "out")[name]
+    x, y = canonical_values(tmp_path / "gemma")[name], canonical_values(tmp_path / "out")[name]
     want = (1 + x) / factors - 1
     assert np.abs(y - want).max() <= 2.0**-8
     assert "lm_head" in held(tmp_path / "out")["exclude_modules"], "tied, and a module to engines"
@@ -345,7 +349,7 @@ def test_gammas_around_zero_take_factors(tmp_path: Path) -> None:
 def test_experts_are_stored_one_by_one(tmp_path: Path) -> None:
     tiny_models.moe(tmp_path / "moe")
     write_quantized(tmp_path / "moe", tmp_path / "out", "nvfp4")
-    raw = tensors(tmp_path / "out")
+    raw = stored_tensors(tmp_path / "out")
     expert = "model.layers.2.mlp.experts.3.up_proj"
     assert {n.removeprefix(expert) for n in raw if n.startswith(expert)} == {
         ".weight",
@@ -388,7 +392,7 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
 )
 def test_whatever_fails_the_folder_is_absent_or_complete(tmp_path: Path, fault: int | str) -> None:
     small = tiny_models.llama(tmp_path / "source", num_hidden_layers=1)
-    before = state(small)
+    before = file_states(small)
     calm = FaultyFiles()
     out = tmp_path / "out"
     write_quantized(small, out, "nvfp4", files=calm, fsync=True)
@@ -406,8 +410,8 @@ def test_whatever_fails_the_folder_is_absent_or_complete(tmp_path: Path, fault: 
             with pytest.raises(DestinationError, match="exists"):
                 write_quantized(small, out, "nvfp4")
         assert contents(out) == expected, (n, calm.calls[n - 1])
-        assert state(small) == before
-        assert not left_overs(tmp_path)
+        assert file_states(small) == before
+        assert not staging_folders(tmp_path)
 
 
 def strike(run: Callable[[Files], object], calls: Sequence[str], name: str) -> None:
@@ -439,7 +443,7 @@ def test_other_treatments_do_not_resume(source: Path, tmp_path: Path) -> None:
     told = one(resolve_recipe(source, "fp8"), "layers.0.attn.o", input_amax=7.0)
     report = write_quantized(source, out, "fp8", told)
     assert report.resumed_units == 0
-    scale = tensors(out)["model.layers.0.self_attn.o_proj.input_scale"][2]
+    scale = stored_tensors(out)["model.layers.0.self_attn.o_proj.input_scale"][2]
     assert np.frombuffer(scale, np.float32).tolist() == [0.015625]
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megtool.commands.quantize import quantize
+from megtool import quantize
 from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.quant.calibration.calibration_file import CalibrationFile
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.qparams import QParams
 from tests.support.models import tiny_text
-from tests.support.quant.loaded import opened, randomised
+from tests.support.quant.loaded import open_model_source, randomize
 
 TOKENS = torch.arange(48).view(2, 24) * 37 % 128
 SIZES = {
@@ -32,11 +32,11 @@ SIZES = {
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("same") / "llama"
-    return randomised(tiny_text.save(folder, dtype="bfloat16", **SIZES))
+    return randomize(tiny_text.save(folder, dtype="bfloat16", **SIZES))
 
 
 def simulated(folder: Path, settlement: QParams, *, weights: bool) -> Tensor:
-    source, _, points = opened(folder)
+    source, _, points = open_model_source(folder)
     decoder = load(source, dtype="float32")
     with (
         FakeQuantModel(decoder, points, settlement, weights=weights, dtype="bfloat16"),
@@ -55,7 +55,7 @@ def test_as_simulated(llama: Path, tmp_path: Path, recipe: str) -> None:
         out,
         recipe=recipe,
         samples=4,
-        length=32,
+        seq_length=32,
         save_calibration=kept,
         fsync=False,
         threads=1,

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megtool.commands.quantize import quantize
+from megtool import quantize
+from tests.support.folders import contents
 from tests.support.models import family_models, tiny_models
-from tests.support.models.tiny_llama import contents
 
 ALONE = """
 import sys
 from pathlib import Path
-from megtool.commands.quantize import quantize
+from megtool import quantize
 quantize(Path(sys.argv[1]), Path(sys.argv[2]), recipe=sys.argv[3], fsync=False)
 sys.exit("torch" in sys.modules)
 """

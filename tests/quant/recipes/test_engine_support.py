@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megtool.commands.recipe import explain_recipe
+from megtool import explain_recipe
 from megtool.errors import RecipeError, UsageError
 from megtool.quant.algorithms.algorithm_config import resolve_algorithm
 from megtool.quant.recipes.dialects import load_recipe

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megtool.commands.recipe import explain_recipe, list_recipes
+from megtool import explain_recipe, list_recipes
 from megtool.errors import RecipeError
 from megtool.quant.recipes.dialects import load_recipe, recipe_names
 from tests.support.models import tiny_models

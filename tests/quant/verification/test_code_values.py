@@ -12,8 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megtool.quant.verification.verify_folder import Proof, prove
-from tests.support.checkpoints.quantized_folder import Made, Tensors, make_quantized, randomised
+from megtool.quant.verification.verify_folder import FolderVerification, verify_folder
+from tests.support.checkpoints.quantized_folder import (
+    QuantizedFolder,
+    Tensors,
+    make_quantized,
+    randomize,
+)
 from tests.support.models import tiny_models
 
 Change = Callable[[Tensors], None]
@@ -25,10 +30,10 @@ UP = "model.layers.1.mlp.up_proj"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuantizedFolder]:
     """Folders, some of them with codes and scales of one weight settled, as by AWQ with GPTQ."""
     at = tmp_path_factory.mktemp("settled")
-    dense = randomised(tiny_models.llama(at / "llama", num_hidden_layers=2))
+    dense = randomize(tiny_models.llama(at / "llama", num_hidden_layers=2))
     out = {
         "fp8": make_quantized(dense, at / "fp8", algos="FP8"),
         "sq": make_quantized(dense, at / "sq", algos="W8A8_SQ_PER_CHANNEL", smooth=True),
@@ -55,18 +60,18 @@ def amax_of(scale: np.ndarray, largest: float) -> np.ndarray:
     return out.astype(np.float32)
 
 
-def settle(one: Made, module: str, **more: Any) -> None:
+def settle(one: QuantizedFolder, module: str, **more: Any) -> None:
     """Another treatment of one module."""
     treatments = dict(one.settlement.weights)
     treatments[module] = replace(treatments[module], **more)
-    one.settlement = replace(one.settlement, treatments=treatments)
+    one.settlement = replace(one.settlement, weights=treatments)
 
 
-def proof(one: Made) -> Proof:
-    return prove(one.source, one.path, one.decisions, one.settlement, threads=1)
+def proof(one: QuantizedFolder) -> FolderVerification:
+    return verify_folder(one.source, one.path, one.decisions, one.settlement, threads=1)
 
 
-def found(one: Made) -> list[tuple[str, str]]:
+def found(one: QuantizedFolder) -> list[tuple[str, str]]:
     return [(f.id, f.module) for f in proof(one).findings if f.severity == "error"]
 
 
@@ -105,14 +110,14 @@ DAMAGE: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("which", ["fp8", "sq", "W4A16_AWQ", "W4A8_AWQ"])
-def test_what_was_settled_gives_no_finding(which: str, made: dict[str, Made]) -> None:
+def test_what_was_settled_gives_no_finding(which: str, made: dict[str, QuantizedFolder]) -> None:
     assert not proof(made[which]).findings
 
 
 @pytest.mark.parametrize("algo", ["W4A16_AWQ", "W4A8_AWQ"])
 @pytest.mark.parametrize("what", DAMAGE)
 def test_what_was_chosen_for_outputs_is_what_was_settled(
-    what: str, algo: str, made: dict[str, Made], tmp_path: Path
+    what: str, algo: str, made: dict[str, QuantizedFolder], tmp_path: Path
 ) -> None:
     work, check = DAMAGE[what]
     one = made[algo].copied(tmp_path / "broken")
@@ -120,7 +125,9 @@ def test_what_was_chosen_for_outputs_is_what_was_settled(
     assert (check, "layers.1.mlp.up") in found(one)
 
 
-def test_the_first_code_that_differs_is_named(made: dict[str, Made], tmp_path: Path) -> None:
+def test_the_first_code_that_differs_is_named(
+    made: dict[str, QuantizedFolder], tmp_path: Path
+) -> None:
     one = made["W4A16_AWQ"].copied(tmp_path / "broken")
     one.change(edited(W, put(8, 5, by=lambda b: b ^ 1)))  # the low half is the row above
     (finding,) = [f for f in proof(one).findings if f.id == "codes"]
@@ -129,12 +136,12 @@ def test_the_first_code_that_differs_is_named(made: dict[str, Made], tmp_path: P
 
 @pytest.mark.parametrize("amax", [0.0, 3.5])
 def test_a_second_scale_that_no_code_is_multiplied_by(
-    amax: float, made: dict[str, Made], tmp_path: Path
+    amax: float, made: dict[str, QuantizedFolder], tmp_path: Path
 ) -> None:
     """It is that of what was settled, or of the weights themselves."""
     one, name = made["W4A8_AWQ"].copied(tmp_path / "broken"), f"{O}.weight_scale_2"
     if amax:
-        settle(one, "layers.1.attn.o", second_amax=amax)
+        settle(one, "layers.1.attn.o", global_amax=amax)
         one.change(lambda ts: ts.update({name: torch.tensor(amax / 448)}))
     assert not proof(one).findings
     one.change(edited(name, lambda s: s * 2))
@@ -152,7 +159,7 @@ CACHES: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("what", CACHES)
 def test_scales_of_caches_are_those_that_were_settled(
-    what: str, made: dict[str, Made], tmp_path: Path
+    what: str, made: dict[str, QuantizedFolder], tmp_path: Path
 ) -> None:
     work, check = CACHES[what]
     one = made["fp8"].copied(tmp_path / "broken")
@@ -160,14 +167,16 @@ def test_scales_of_caches_are_those_that_were_settled(
     assert (check, "layers.1.attn.kv") in found(one)
 
 
-def test_factors_beside_a_weight_are_exact(made: dict[str, Made], tmp_path: Path) -> None:
+def test_factors_beside_a_weight_are_exact(
+    made: dict[str, QuantizedFolder], tmp_path: Path
+) -> None:
     one = made["W4A16_AWQ"].copied(tmp_path / "broken")
     one.change(edited(f"{O}.pre_quant_scale", lambda s: (s.float() * 1.005).bfloat16()))
     assert ("columns", "layers.1.attn.o") in found(one)
 
 
 def test_a_norm_with_factors_feeds_nothing_that_is_kept(
-    made: dict[str, Made], tmp_path: Path
+    made: dict[str, QuantizedFolder], tmp_path: Path
 ) -> None:
     """The kept module is the source's bit for bit, and what it multiplies is not."""
     one = made["sq"].copied(tmp_path / "broken")
@@ -184,5 +193,5 @@ def test_a_norm_with_factors_feeds_nothing_that_is_kept(
         replace(d, format=None) if d.module.name == "layers.1.attn.v" else d for d in one.decisions
     ]
     treatments = {m: t for m, t in one.settlement.weights.items() if m != "layers.1.attn.v"}
-    one.settlement = replace(one.settlement, treatments=treatments)
+    one.settlement = replace(one.settlement, weights=treatments)
     assert found(one) == [("norm-shared", "layers.1.attn.v")]

@@ -13,8 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megtool.quant.recipes.formats import FORMATS, RecipeFormat
-from megtool.quant.verification.verify_folder import Proof, prove
-from tests.support.checkpoints.quantized_folder import Made, Tensors, make_quantized, randomised
+from megtool.quant.verification.verify_folder import FolderVerification, verify_folder
+from tests.support.checkpoints.quantized_folder import (
+    QuantizedFolder,
+    Tensors,
+    make_quantized,
+    randomize,
+)
 from tests.support.models import tiny_models
 
 Q = "model.layers.1.self_attn.q_proj"
@@ -25,18 +30,20 @@ UP = "model.layers.2.mlp.up_proj"
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return randomised(tiny_models.llama(tmp_path_factory.mktemp("proof") / "llama"))
+    return randomize(tiny_models.llama(tmp_path_factory.mktemp("proof") / "llama"))
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = randomised(tiny_models.moe(tmp_path_factory.mktemp("proof") / "moe"))
+    folder = randomize(tiny_models.moe(tmp_path_factory.mktemp("proof") / "moe"))
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
 
 @pytest.fixture(scope="module")
-def made(dense: Path, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
+def made(
+    dense: Path, mixture: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, QuantizedFolder]:
     at = tmp_path_factory.mktemp("made")
     return {
         "fp8": make_quantized(dense, at / "fp8", algos="FP8"),
@@ -50,8 +57,8 @@ def made(dense: Path, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -
     }
 
 
-def proof(one: Made, **more: Any) -> Proof:
-    return prove(one.source, one.path, one.decisions, one.settlement, threads=1, **more)
+def proof(one: QuantizedFolder, **more: Any) -> FolderVerification:
+    return verify_folder(one.source, one.path, one.decisions, one.settlement, threads=1, **more)
 
 
 CASES = [(a, s, m) for a in FORMATS for s in (False, True) for m in (False, True)]
@@ -81,7 +88,7 @@ def test_every_format_of_a_right_folder_passes(
         assert row.num_bytes == bytes_said
 
 
-def test_figures_are_those_of_the_decoded_weight(made: dict[str, Made]) -> None:
+def test_figures_are_those_of_the_decoded_weight(made: dict[str, QuantizedFolder]) -> None:
     one = made["fp8"]
     row = next(r for r in proof(one).rows if r.name == "layers.1.attn.q")
     before = load_file(one.source.path / "model.safetensors")[f"{Q}.weight"].double()
@@ -95,9 +102,11 @@ def test_figures_are_those_of_the_decoded_weight(made: dict[str, Made]) -> None:
     assert row.cosine == pytest.approx(cosine.item(), rel=1e-6)
 
 
-def test_two_threads_and_one_find_the_same(made: dict[str, Made]) -> None:
+def test_two_threads_and_one_find_the_same(made: dict[str, QuantizedFolder]) -> None:
     one = made["moe"]
-    assert prove(one.source, one.path, one.decisions, one.settlement, threads=2) == proof(one)
+    assert verify_folder(one.source, one.path, one.decisions, one.settlement, threads=2) == proof(
+        one
+    )
 
 
 @pytest.mark.parametrize(
@@ -354,7 +363,9 @@ BROKEN: dict[str, tuple[str, Callable[[Tensors], None], str, str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_tensor_is_found_by_name(case: str, made: dict[str, Made], tmp_path: Path) -> None:
+def test_a_broken_tensor_is_found_by_name(
+    case: str, made: dict[str, QuantizedFolder], tmp_path: Path
+) -> None:
     which, work, check, module = BROKEN[case]
     one = made[which].copied(tmp_path / "broken")
     one.change(work)
@@ -368,7 +379,7 @@ def test_a_broken_tensor_is_found_by_name(case: str, made: dict[str, Made], tmp_
 
 
 def test_a_norm_that_took_no_factors_is_found_with_all_it_feeds(
-    made: dict[str, Made], tmp_path: Path
+    made: dict[str, QuantizedFolder], tmp_path: Path
 ) -> None:
     one = made["sq"].copied(tmp_path / "broken")
     before = load_file(one.source.path / "model.safetensors")[NORM]
@@ -379,18 +390,18 @@ def test_a_norm_that_took_no_factors_is_found_with_all_it_feeds(
 
 
 def test_a_folder_of_another_model_is_found(
-    made: dict[str, Made], dense: Path, tmp_path: Path
+    made: dict[str, QuantizedFolder], dense: Path, tmp_path: Path
 ) -> None:
-    seed = randomised(tiny_models.llama(tmp_path / "other"), seed=2)
+    seed = randomize(tiny_models.llama(tmp_path / "other"), seed=2)
     one = make_quantized(seed, tmp_path / "out", algos="FP8")
-    found = prove(made["fp8"].source, one.path, one.decisions, one.settlement, threads=1)
+    found = verify_folder(made["fp8"].source, one.path, one.decisions, one.settlement, threads=1)
     wrong = {f.module for f in found.findings if f.id == "weight"}
     assert len(wrong) == 28
     assert {f.module for f in found.findings if f.id == "kept"} >= {"embed", "head", "norm"}
 
 
 def test_codes_that_an_algorithm_chose_need_not_be_the_nearest(
-    made: dict[str, Made], tmp_path: Path
+    made: dict[str, QuantizedFolder], tmp_path: Path
 ) -> None:
     from dataclasses import replace
 
@@ -407,7 +418,7 @@ def test_codes_that_an_algorithm_chose_need_not_be_the_nearest(
     codes = load_file(one.path / "model.safetensors")[f"{UP}.weight"].numpy()
     settled = one.settlement.weights["layers.2.mlp.up"]
     treatments = one.settlement.weights | {settled.module: replace(settled, codes=codes)}
-    one.settlement = replace(one.settlement, treatments=treatments)
+    one.settlement = replace(one.settlement, weights=treatments)
     assert not proof(one).findings
 
 
@@ -438,7 +449,7 @@ def _rescaled(tensors: Tensors, name: str, by: float, source: Path) -> None:
 
 @pytest.mark.parametrize("what", ["nothing", "garbage", "no config"])
 def test_a_folder_that_cannot_be_read_is_a_finding(
-    what: str, made: dict[str, Made], tmp_path: Path
+    what: str, made: dict[str, QuantizedFolder], tmp_path: Path
 ) -> None:
     one = made["fp8"].copied(tmp_path / "broken")
     if what == "nothing":
@@ -452,7 +463,7 @@ def test_a_folder_that_cannot_be_read_is_a_finding(
     assert {"unreadable", "config"} & {f.id for f in found.findings}
 
 
-def test_a_plan_for_another_format_is_found(made: dict[str, Made]) -> None:
+def test_a_plan_for_another_format_is_found(made: dict[str, QuantizedFolder]) -> None:
     from dataclasses import replace
 
     one = made["fp8"]
@@ -461,5 +472,5 @@ def test_a_plan_for_another_format_is_found(made: dict[str, Made]) -> None:
         replace(d, format=other_format) if d.module.name == "layers.0.mlp.up" else d
         for d in one.decisions
     ]
-    found = prove(one.source, one.path, decisions, one.settlement, threads=1)
+    found = verify_folder(one.source, one.path, decisions, one.settlement, threads=1)
     assert {"algo", "dtype"} <= {f.id for f in found.findings if f.module == "layers.0.mlp.up"}

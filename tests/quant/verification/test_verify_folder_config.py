@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megtool.quant.packed_tensors.hf_config import inline
-from megtool.quant.verification.verify_folder import Proof, prove
+from megtool.quant.verification.verify_folder import FolderVerification, verify_folder
 from megtool.reshard.target import make_target
 from megtool.reshard.writers.target_spec import TargetOptions
-from tests.support.checkpoints.quantized_folder import Made, make_quantized, randomised
+from tests.support.checkpoints.quantized_folder import QuantizedFolder, make_quantized, randomize
 from tests.support.models import tiny_models
 
 Edit = Callable[[dict[str, Any]], None]
@@ -20,9 +20,9 @@ BESIDE, INLINE = "hf_quant_config.json", "config.json"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuantizedFolder]:
     at = tmp_path_factory.mktemp("said")
-    dense = randomised(tiny_models.llama(at / "llama", num_hidden_layers=2))
+    dense = randomize(tiny_models.llama(at / "llama", num_hidden_layers=2))
     for name in ("tokenizer_config.json", "generation_config.json"):
         (dense / name).write_text("{}")
     out = {
@@ -41,9 +41,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
     return out
 
 
-def proof(one: Made) -> Proof:
+def proof(one: QuantizedFolder) -> FolderVerification:
     small = make_target(one.source, TargetOptions(to="hf")).destination.small_files
-    return prove(one.source, one.path, one.decisions, one.settlement, small=small, threads=1)
+    return verify_folder(
+        one.source, one.path, one.decisions, one.settlement, auxiliary_files=small, threads=1
+    )
 
 
 def put(key: str, value: Any) -> Edit:
@@ -82,12 +84,14 @@ CASES: dict[str, tuple[str, tuple[str, ...], Edit, str]] = {
 
 
 @pytest.mark.parametrize("which", ["fp8", "awq", "nvfp4", "nvfp4 awq"])
-def test_what_is_right_gives_no_finding(which: str, made: dict[str, Made]) -> None:
+def test_what_is_right_gives_no_finding(which: str, made: dict[str, QuantizedFolder]) -> None:
     assert not proof(made[which]).findings
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_said_wrongly_is_found(case: str, made: dict[str, Made], tmp_path: Path) -> None:
+def test_what_is_said_wrongly_is_found(
+    case: str, made: dict[str, QuantizedFolder], tmp_path: Path
+) -> None:
     which, files, work, check = CASES[case]
     one = made[which].copied(tmp_path / "broken")
     for file in files:
@@ -97,7 +101,9 @@ def test_what_is_said_wrongly_is_found(case: str, made: dict[str, Made], tmp_pat
     assert check in {f.id for f in found.findings if f.severity == "error"}, found.findings
 
 
-def test_engines_know_the_file_by_its_producer(made: dict[str, Made], tmp_path: Path) -> None:
+def test_engines_know_the_file_by_its_producer(
+    made: dict[str, QuantizedFolder], tmp_path: Path
+) -> None:
     one = made["fp8"].copied(tmp_path / "broken")
     one.edit(BESIDE, drop("producer"))
     assert [(f.id, f.module) for f in proof(one).findings] == [("config", BESIDE)]
@@ -106,7 +112,9 @@ def test_engines_know_the_file_by_its_producer(made: dict[str, Made], tmp_path: 
 @pytest.mark.parametrize(
     "change", [put("rms_norm_eps", 1e-2), put("rope_theta", 5e5), drop("max_position_embeddings")]
 )
-def test_the_model_is_the_sources(change: Edit, made: dict[str, Made], tmp_path: Path) -> None:
+def test_the_model_is_the_sources(
+    change: Edit, made: dict[str, QuantizedFolder], tmp_path: Path
+) -> None:
     one = made["fp8"].copied(tmp_path / "broken")
     one.edit(INLINE, change)
     found = {(f.severity, f.id, f.module) for f in proof(one).findings}
@@ -116,7 +124,7 @@ def test_the_model_is_the_sources(change: Edit, made: dict[str, Made], tmp_path:
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("gone", [True, False])
 def test_files_beside_are_the_sources(
-    name: str, gone: bool, made: dict[str, Made], tmp_path: Path
+    name: str, gone: bool, made: dict[str, QuantizedFolder], tmp_path: Path
 ) -> None:
     one = made["fp8"].copied(tmp_path / "broken")
     (one.path / name).unlink()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megtool import fix_amax, inspect_amax, reshard, strip_amax, verify
 from megtool.checkpoint.containers.te_extra_state import (
     ExtraState,
     make_delayed_recipe,
@@ -18,19 +19,16 @@ from megtool.checkpoint.containers.te_extra_state import (
 )
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.cli.app import main
-from megtool.commands.amax import fix_amax, inspect_amax, strip_amax
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError, UsageError
 from megtool.number_formats.delayed_scaling import ScalingRule
 from megtool.reshard.fp8_state.checks import check_state
 from megtool.reshard.fp8_state.rebuild import rebuild_state
 from megtool.reshard.megatron.extra_state_names import Site
-from tests.support.checkpoints.extra_states import Hostile, packed, states_of
+from tests.support import folders
+from tests.support.checkpoints.extra_states import Hostile, pack_state, states_of
 from tests.support.checkpoints.fp8_trained import amax_of, edit_ranks, rank_files, sites, state
 from tests.support.checkpoints.trained import config, write
-from tests.support.models import tiny_llama
 
 FC1, FC2 = (f"decoder.layers.{{}}.mlp.linear_fc{n}" for n in (1, 2))
 BEGIN = 0.02 * 4.5
@@ -40,16 +38,16 @@ BEGIN = 0.02 * 4.5
 def spoil(model: dict[str, Any], _: str) -> None:
     """States as bugs leave them: of the first random weight, of none, with what is no number."""
     small, large = FC1.format(1), FC1.format(2)
-    model[f"{small}._extra_state"] = packed(state(1.5, BEGIN))
-    model[f"{large}._extra_state"] = packed(state(1.5, 40.0))
+    model[f"{small}._extra_state"] = pack_state(state(1.5, BEGIN))
+    model[f"{large}._extra_state"] = pack_state(state(1.5, 40.0))
     key = FC2.format(2)
     odd = state(1.5, amax_of(model, key))
     odd["scale_fwd"][0] = 1
     odd["amax_history_bwd"][3, 0] = float("nan")
-    model[f"{key}._extra_state"] = packed(odd)
+    model[f"{key}._extra_state"] = pack_state(odd)
     none = state(1.5, amax_of(model, FC2.format(3)))
     none["amax_history_fwd"][:, 1], none["scale_fwd"][1] = 0, 1
-    model[f"{FC2.format(3)}._extra_state"] = packed(none)
+    model[f"{FC2.format(3)}._extra_state"] = pack_state(none)
 
 
 @pytest.fixture
@@ -95,9 +93,9 @@ def test_stale_scaling_is_found_and_rebuilt(ranks: Path, tmp_path: Path) -> None
         FC2.format(2): {"nan", "scale"},
         FC2.format(3): {"zeros"},
     }
-    before = tiny_llama.state(ranks)
+    before = folders.state(ranks)
     report = fix_amax(ranks, tmp_path / "fixed", fsync=False)
-    assert tiny_llama.state(ranks) == before
+    assert folders.state(ranks) == before
     assert report.amax is not None
     assert report.amax.rebuilt == 4
     assert report.target_format == "megatron"
@@ -142,7 +140,7 @@ def test_rebuild_in_reshard_equals_fix(ranks: Path, tmp_path: Path) -> None:
 def test_optimizer_state_stays_as_it_is(kind: str, tmp_path: Path, materialize: Any) -> None:
     write(tmp_path / "a", config(), ParallelConfig(), materialize)
     reshard(tmp_path / "a", tmp_path / "ranks", to="megatron", fsync=False)
-    spoiled = packed(state(1.5, BEGIN))
+    spoiled = pack_state(state(1.5, BEGIN))
     edit_ranks(
         tmp_path / "ranks", lambda m, _: m.update({f"{FC1.format(1)}._extra_state": spoiled})
     )
@@ -164,10 +162,10 @@ def test_a_change_of_dtype_in_release_1_is_corrected(tmp_path: Path) -> None:
     def copied_in_place(model: dict[str, Any], _: str) -> None:
         held = state(1.5, amax_of(model, FC1.format(0)))
         held["amax_history_fwd"][0, 1] = 448.0
-        model[f"{FC1.format(0)}._extra_state"] = packed(held, 1)
+        model[f"{FC1.format(0)}._extra_state"] = pack_state(held, 1)
         held = state(1.5, amax_of(model, FC1.format(1)))
         held["amax_history_fwd"][0, 1] = amax_of(model, FC1.format(1))  # as it should be
-        model[f"{FC1.format(1)}._extra_state"] = packed(held, 1)
+        model[f"{FC1.format(1)}._extra_state"] = pack_state(held, 1)
 
     edit_ranks(ranks, copied_in_place)
     assert kinds(ranks)[FC1.format(0)] >= {"pending"}
@@ -187,7 +185,7 @@ def test_a_maximum_that_left_the_history_is_no_fault(ranks: Path) -> None:
     def behind(model: dict[str, Any], _: str) -> None:
         held = state(1.5, amax_of(model, FC1.format(0)))
         held["scale_fwd"][0] /= 1.5
-        model[f"{FC1.format(0)}._extra_state"] = packed(held)
+        model[f"{FC1.format(0)}._extra_state"] = pack_state(held)
 
     edit_ranks(ranks, behind)
     report = inspect_amax(ranks)
@@ -236,7 +234,7 @@ def test_the_command_line(ranks: Path, tmp_path: Path, capsys: Any) -> None:
 
 def test_strip_leaves_out_what_holds_nothing(ranks: Path, tmp_path: Path) -> None:
     odd = "decoder.layers.0.mlp.activation._extra_state"
-    edit_ranks(ranks, lambda m, _: m.update({odd: packed(None)}))
+    edit_ranks(ranks, lambda m, _: m.update({odd: pack_state(None)}))
     reshard(ranks, tmp_path / "td", to="torch_dist", fsync=False)
     assert inspect_amax(tmp_path / "td").empty
     report = strip_amax(tmp_path / "td", tmp_path / "lean", fsync=False)
@@ -265,8 +263,8 @@ def test_what_fix_leaves_is_said(ranks: Path, tmp_path: Path) -> None:
     def put(model: dict[str, Any], _: str) -> None:
         held = state(1.5, amax_of(model, FC1.format(1)))
         held["amax_history_fwd"][:, 0], held["scale_fwd"][0] = 0, 1
-        model[f"{FC1.format(1)}._extra_state"] = packed(held)
-        model[f"{FC2.format(1)}._extra_state"] = packed(state(1.5, BEGIN))
+        model[f"{FC1.format(1)}._extra_state"] = pack_state(held)
+        model[f"{FC2.format(1)}._extra_state"] = pack_state(state(1.5, BEGIN))
 
     edit_ranks(ranks, put)
     text = "\n".join(inspect_amax(ranks).lines())
@@ -289,7 +287,7 @@ def test_a_scale_made_for_more_is_said_and_for_much_more_is_stale(
 ) -> None:
     def put(model: dict[str, Any], _: str) -> None:
         held = state(1.5, times * amax_of(model, FC1.format(1)))
-        model[f"{FC1.format(1)}._extra_state"] = packed(held)
+        model[f"{FC1.format(1)}._extra_state"] = pack_state(held)
 
     edit_ranks(ranks, put)
     found = inspect_amax(ranks)

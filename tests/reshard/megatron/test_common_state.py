@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+from megtool import inspect, reshard
 from megtool.checkpoint.containers.te_extra_state import decode
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.megatron_metadata import read_object
-from megtool.commands.inspect import inspect
-from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import CoverageError
 from megtool.options.groups import SourceOptions
-from megtool.reshard.megatron.extra_state_names import Site, Spelling, site_of
+from megtool.reshard.megatron.extra_state_names import Site, StateNaming, parse_site
 from megtool.reshard.open_source import open_source
 from tests.support.checkpoints.trained import config, write
 from tests.support.models import tiny_llama
@@ -133,7 +132,7 @@ def shown(value: Any) -> str:
 def extra(found: dict[str, Any]) -> dict[Site | None, Any]:
     """Extra states that hold something, by whose they are."""
     return {
-        site_of(n): v
+        parse_site(n): v
         for n, v in found.items()
         if "_extra_state" in n and v != "None" and "b''" not in v
     }
@@ -207,7 +206,7 @@ def test_experts_in_one_module_have_one_state_together(
     saved = open_checkpoint(tmp_path / "c")
     for layer, e in product(range(LAYERS), range(4)):
         site = Site(f"decoder.layers.{layer}.mlp.experts.experts.linear_fc1", e)
-        found = next(o for n, o in saved.objects.items() if site_of(n) == site)
+        found = next(o for n, o in saved.objects.items() if parse_site(n) == site)
         back = decode(read_object(saved, found))
         assert back is not None
         want = scaling(1000 + 10 * layer + e)
@@ -308,22 +307,22 @@ def test_names_of_extra_states_in_every_spelling() -> None:
         "module.decoder.layers.3.mlp.experts.experts.linear_fc1._extra_state/shard_2_8",
         "decoder.layers.3.mlp.experts.experts.2.linear_fc1._extra_state/shard_0_1",
     ):
-        assert site_of(name) == one, name
+        assert parse_site(name) == one, name
     plain = Site("decoder.layers.1.mlp.linear_fc2")
     for name in (
         "decoder.layers.mlp.linear_fc2._extra_state/shard_1_4",
         "decoder.layers.1.mlp.linear_fc2._extra_state/shard_0_1",
     ):
-        assert site_of(name) == plain, name
-    stacked = Spelling(4, 8, frozenset())
+        assert parse_site(name) == plain, name
+    stacked = StateNaming(4, 8, frozenset())
     assert stacked.name(one).endswith("linear_fc1._extra_state/shard_3.2_4.8")
     assert (
-        Spelling(0, 8, frozenset())
+        StateNaming(0, 8, frozenset())
         .name(one)
         .endswith("3.mlp.experts.experts.linear_fc1._extra_state/shard_2_8")
     )
     for odd in ("rng_state/shard_0.0_1.1", "decoder.layers.x._extra_state/shard_4_4"):
-        assert site_of(odd) is None
+        assert parse_site(odd) is None
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "megatron"])
@@ -389,7 +388,7 @@ def test_small_state_and_files_travel(tmp_path: Path, materialize: Any) -> None:
     assert (args.ckpt_format, args.dist_ckpt_optim_fully_reshardable) == ("torch_dist", True)
     assert args.padded_vocab_size == -(-model.vocab_size // 8) * 8
     assert "common state: opt_param_scheduler" in report.moved["objects"]
-    weights = reshard(tmp_path / "a", tmp_path / "d", optimizer="none", tp=2, fsync=False)
+    weights = reshard(tmp_path / "a", tmp_path / "d", optimizer_format="none", tp=2, fsync=False)
     assert {n: (tmp_path / "d/iter_0000007" / n).read_bytes() for n in BESIDE} == BESIDE
     assert set(BESIDE) <= set(weights.moved["files"])
     assert open_checkpoint(tmp_path / "d").metadata["args"]["no_save_optim"] is True

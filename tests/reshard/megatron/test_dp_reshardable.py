@@ -15,17 +15,16 @@ import numpy as np
 import pytest
 import torch
 
+from megtool import reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, LayoutError, UsageError
 from megtool.reshard.megatron.dp_reshardable import BUCKET, find_buffers
 from megtool.reshard.open_source import open_source
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
-from tests.support.checkpoints.old_formats import everything
+from tests.support.checkpoints.old_formats import stored_arrays
 from tests.support.checkpoints.optimizer_saves import EXPERTS, save
 from tests.support.checkpoints.trained import config, write
 
@@ -42,7 +41,7 @@ def rewritten(
 ) -> Path:
     """The checkpoint with other tensors and objects: `change` alters both (values, lists)."""
     c = open_checkpoint(source)
-    arrays = everything(c)
+    arrays = stored_arrays(c)
     objects: dict[str, Any] = {}
     for name, held in c.objects.items():
         assert held.extent is not None
@@ -80,7 +79,7 @@ def refused(folder: Path, says: str) -> FormatError:
         open_source(folder)
     assert e.value.file is not None
     assert e.value.tensor is not None
-    assert "--optimizer none" in str(e.value.hint) or "missing" in str(e.value.hint)
+    assert "--optimizer-format none" in str(e.value.hint) or "missing" in str(e.value.hint)
     open_source(folder, optimizer=False)
     return e.value
 
@@ -158,7 +157,7 @@ def test_a_group_too_many(sound: Path, tmp_path: Path, materialize: Any) -> None
 def test_a_bucket_is_missing(tmp_path: Path, materialize: Any) -> None:
     args = {"overlap_grad_reduce": True, "ddp_bucket_size": 1000}
     write(tmp_path / "in", config(), ParallelConfig(), materialize, args=args)
-    reshard(tmp_path / "in", tmp_path / "buckets", optimizer="dp_reshardable", fsync=False)
+    reshard(tmp_path / "in", tmp_path / "buckets", optimizer_format="dp_reshardable", fsync=False)
 
     def change(arrays: Tensors, objects: dict[str, Any]) -> None:
         for name in [n for n in arrays if "bucket_idx_1." in n]:
@@ -205,9 +204,9 @@ def test_lion_has_one_moment(sound: Path, tmp_path: Path, materialize: Any) -> N
             del arrays[name]
 
     out = rewritten(sound, tmp_path / "lion", materialize, change)
-    assert open_source(out).side.states.keys() == {"main", "exp_avg"}
-    reshard(out, tmp_path / "there", optimizer="fully_reshardable", tp=1, pp=1, fsync=False)
-    reshard(tmp_path / "there", tmp_path / "again", optimizer="dp_reshardable", fsync=False)
+    assert open_source(out).view.states.keys() == {"main", "exp_avg"}
+    reshard(out, tmp_path / "there", optimizer_format="fully_reshardable", tp=1, pp=1, fsync=False)
+    reshard(tmp_path / "there", tmp_path / "again", optimizer_format="dp_reshardable", fsync=False)
     assert verify(out, tmp_path / "again").exit_status == 0
 
 
@@ -264,7 +263,7 @@ def test_a_sharding_type_that_nobody_knows(sound: Path, tmp_path: Path, material
         iteration=7,
         megatron=True,
     )
-    arrays = everything(c)
+    arrays = stored_arrays(c)
     renamed = {n.replace("optimizer.state.", "optimizer.odd."): a for n, a in arrays.items()}
     materialize(laid, tmp_path / "odd", renamed)
     e = refused(tmp_path / "odd", "'odd'")
@@ -292,7 +291,7 @@ def test_layouts_that_cannot_be(
     to = "megatron" if optimizer == "legacy" else "torch_dist"
     layout = {"tp": 1, "pp": 1, **options}
     with pytest.raises(LayoutError, match=says) as e:
-        reshard(sound, tmp_path / "out", to=to, optimizer=optimizer, **layout)
+        reshard(sound, tmp_path / "out", to=to, optimizer_format=optimizer, **layout)
     assert e.value.hint
     assert possible in e.value.hint
     assert not (tmp_path / "out").exists()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from megtool import derive_amax, fix_amax, inspect_amax
 from megtool.checkpoint.containers.te_extra_state import decode
-from megtool.commands.amax import derive_amax, fix_amax, inspect_amax
 from megtool.config import ParallelConfig
 from megtool.errors import CalibrationError, UsageError
 from megtool.reshard.megatron.extra_state_names import Site
@@ -20,15 +20,15 @@ from tests.support.checkpoints.extra_states import (
     MOE,
     assert_state,
     edit_ranks,
-    go,
     in_columns,
-    packed,
+    pack_state,
     rank,
     ranks,
+    reshard_copy,
     scale_of,
     scaling,
     states_of,
-    unpacked,
+    unpack_state,
 )
 from tests.support.checkpoints.trained import config, write
 
@@ -45,7 +45,7 @@ def grouped(
     What is `odd` has something in all columns, as no run leaves it.
     """
     write(folder / "a", config(**MOE), ParallelConfig(), materialize)
-    go(folder / "a", folder / f"ep{ep}", ep=ep, dp=ep, **RANKS)
+    reshard_copy(folder / "a", folder / f"ep{ep}", ep=ep, dp=ep, **RANKS)
 
     def own(model: dict[str, Any], name: str) -> None:
         for layer in range(4):
@@ -53,7 +53,7 @@ def grouped(
             held = scaling(seed, gemms=4 // ep, columns=columns)
             if odd:
                 held["amax_history_fwd"][:] = 1
-            model[FC1.format(layer)] = packed(held)
+            model[FC1.format(layer)] = pack_state(held)
 
     edit_ranks(folder / f"ep{ep}", own)
     return folder / f"ep{ep}"
@@ -68,7 +68,7 @@ def own_of(layer: int, expert: int) -> dict[str, Any]:
 def tensors_of(value: Any) -> Any:
     """Scales and histories in what a release keeps; a recipe in it may need what is not here."""
     if isinstance(value, io.BytesIO):
-        return unpacked(value)
+        return unpack_state(value)
     state = decode(value.numpy().tobytes())
     assert state is not None
     return state.tensors
@@ -91,7 +91,7 @@ def test_objects_are_what_megatron_joins_and_splits(
     columns: str, tmp_path: Path, materialize: Any
 ) -> None:
     ep2 = grouped(tmp_path, materialize, columns)
-    report = go(ep2, tmp_path / "td", to="torch_dist", ep=2, dp=2)
+    report = reshard_copy(ep2, tmp_path / "td", to="torch_dist", ep=2, dp=2)
     assert report.amax is not None
     said = [f.text for f in report.amax.findings if f.kind == "experts"]
     assert bool(said) == (columns == "interleaved")
@@ -105,13 +105,13 @@ def test_objects_are_what_megatron_joins_and_splits(
         history = whole["amax_history_bwd"].view(LENGTH, 2, -1)[..., expert % 2]
         assert_state(found, {"amax_history_bwd": history})
     for ep, experts in ((1, 4), (2, 2), (4, 1)):
-        go(tmp_path / "td", tmp_path / f"r{ep}", ep=ep, dp=ep, **RANKS)
+        reshard_copy(tmp_path / "td", tmp_path / f"r{ep}", ep=ep, dp=ep, **RANKS)
         assert_ranks(tmp_path / f"r{ep}", experts, columns)
-    report = go(tmp_path / "td", tmp_path / "same", to="torch_dist", ep=2, dp=2)
+    report = reshard_copy(tmp_path / "td", tmp_path / "same", to="torch_dist", ep=2, dp=2)
     assert report.amax is not None
     assert report.amax.rewritten == 0
     assert states_of(tmp_path / "same").keys() == objects.keys()
-    go(tmp_path / "td", tmp_path / "alone", to="torch_dist", ep=4, dp=4)
+    reshard_copy(tmp_path / "td", tmp_path / "alone", to="torch_dist", ep=4, dp=4)
     for site, state in states_of(tmp_path / "alone").items():
         assert_state(state.tensors, own_of(site.layer or 0, site.expert or 0))
 
@@ -121,12 +121,12 @@ def test_another_release_has_another_order(columns: str, tmp_path: Path, materia
     ep2 = grouped(tmp_path, materialize, columns)
     for te, order in (("1", "blocked"), ("2.2", "blocked"), ("2.3", "interleaved"),
                       ("2", columns), (2, columns)):  # fmt: skip
-        go(ep2, tmp_path / f"te{te}", ep=1, te=te, overwrite=True, **RANKS)
+        reshard_copy(ep2, tmp_path / f"te{te}", ep=1, te=te, overwrite=True, **RANKS)
         assert_ranks(tmp_path / f"te{te}", 4, order)
-    go(tmp_path / "te1", tmp_path / "new", ep=2, dp=2, te="2", **RANKS)
+    reshard_copy(tmp_path / "te1", tmp_path / "new", ep=2, dp=2, te="2", **RANKS)
     assert_ranks(tmp_path / "new", 2, "interleaved")
     with pytest.raises(UsageError, match=r"Transformer Engine 3\.1"):
-        go(ep2, tmp_path / "no", ep=1, te="3.1", **RANKS)
+        reshard_copy(ep2, tmp_path / "no", ep=1, te="3.1", **RANKS)
 
 
 def test_a_state_that_does_not_tell_is_read_as_the_others(tmp_path: Path, materialize: Any) -> None:
@@ -137,11 +137,11 @@ def test_a_state_that_does_not_tell_is_read_as_the_others(tmp_path: Path, materi
 
     def put(model: dict[str, Any], name: str) -> None:
         if name.endswith("000"):
-            model[FC1.format(2)] = packed(quiet)
+            model[FC1.format(2)] = pack_state(quiet)
 
     edit_ranks(ep2, put)
-    go(ep2, tmp_path / "ep1", ep=1, **RANKS)
-    found = unpacked(rank(tmp_path / "ep1", "mp_rank_00")[FC1.format(2)])
+    reshard_copy(ep2, tmp_path / "ep1", ep=1, **RANKS)
+    found = unpack_state(rank(tmp_path / "ep1", "mp_rank_00")[FC1.format(2)])
     assert torch.equal(torch.as_tensor(found["scale_fwd"])[:6], quiet["scale_fwd"])
 
 
@@ -149,7 +149,7 @@ def test_rank_files_that_do_not_tell_are_refused_or_reported(
     tmp_path: Path, materialize: Any
 ) -> None:
     source = grouped(tmp_path, materialize, "interleaved", odd=True)
-    report = go(source, tmp_path / "out", ep=1, **RANKS)
+    report = reshard_copy(source, tmp_path / "out", ep=1, **RANKS)
     assert report.amax is not None
     assert {f.kind for f in report.amax.findings} == {"columns"}
     assert [d for d in report.dropped if d.is_lost and "extra_state" in d.name]
@@ -158,17 +158,17 @@ def test_rank_files_that_do_not_tell_are_refused_or_reported(
 
 def test_objects_that_do_not_tell_are_refused_or_reported(tmp_path: Path, materialize: Any) -> None:
     ranks_of_one = grouped(tmp_path, materialize, "blocked", ep=4, odd=True)
-    go(ranks_of_one, tmp_path / "alone", to="torch_dist", ep=4, dp=4)
+    reshard_copy(ranks_of_one, tmp_path / "alone", to="torch_dist", ep=4, dp=4)
     alone = inspect_amax(tmp_path / "alone", weights=False)
     assert alone.together == ()  # one expert on a rank: no doubt whose numbers they are
-    report = go(tmp_path / "alone", tmp_path / "td", to="torch_dist", ep=2, dp=2)
+    report = reshard_copy(tmp_path / "alone", tmp_path / "td", to="torch_dist", ep=2, dp=2)
     assert report.amax is not None
     assert {f.kind for f in report.amax.findings} == {"experts", "assumed"}
-    report = go(tmp_path / "td", tmp_path / "out", ep=4, dp=4, **RANKS)
+    report = reshard_copy(tmp_path / "td", tmp_path / "out", ep=4, dp=4, **RANKS)
     assert report.amax is not None
     assert {f.kind for f in report.amax.findings} == {"columns"}
     for name in ranks(tmp_path / "out"):  # a state that is not known is not changed
-        found = unpacked(rank(tmp_path / "out", name)[FC1.format(0)])
+        found = unpack_state(rank(tmp_path / "out", name)[FC1.format(0)])
         assert torch.as_tensor(found["amax_history_fwd"]).min() == 1
     assert_refused(tmp_path / "td", tmp_path)
 
@@ -204,7 +204,7 @@ def test_what_is_sound_is_left_and_what_is_stale_is_mended(
                             for k in range(2)]  # fmt: skip
                     if spoilt and (layer, fc, name[-3:]) == (2, "linear_fc2", "001"):
                         tops[1] /= 50
-                    model[key] = packed(of_weights(tops, columns))
+                    model[key] = pack_state(of_weights(tops, columns))
 
         return put
 
@@ -212,7 +212,7 @@ def test_what_is_sound_is_left_and_what_is_stale_is_mended(
     source = ep2
     if form == "torch_dist":
         source = tmp_path / "td"
-        go(ep2, source, to="torch_dist", ep=2, dp=2)
+        reshard_copy(ep2, source, to="torch_dist", ep=2, dp=2)
     found = inspect_amax(source)
     assert (found.exit_status, found.findings, found.joint_findings) == (0, [], ())
     fixed = fix_amax(source, tmp_path / "same", fsync=False)
@@ -220,7 +220,7 @@ def test_what_is_sound_is_left_and_what_is_stale_is_mended(
     assert (fixed.amax.rebuilt, fixed.amax.rewritten) == (0, 0)
     edit_ranks(ep2, own(True))
     if form == "torch_dist":
-        go(ep2, source, to="torch_dist", ep=2, dp=2, overwrite=True)
+        reshard_copy(ep2, source, to="torch_dist", ep=2, dp=2, overwrite=True)
     found = inspect_amax(source)
     stale = Site(MODULE.format(2).replace("fc1", "fc2"), 3)
     assert {(line.module, line.expert) for line, _ in found.findings} == {
@@ -230,7 +230,7 @@ def test_what_is_sound_is_left_and_what_is_stale_is_mended(
     assert fixed.amax is not None
     assert fixed.amax.rebuilt == 1
     assert inspect_amax(tmp_path / "fixed").exit_status == 0
-    go(tmp_path / "fixed", tmp_path / "ranks", ep=2, dp=2, overwrite=True, **RANKS)
+    reshard_copy(tmp_path / "fixed", tmp_path / "ranks", ep=2, dp=2, overwrite=True, **RANKS)
     for name in ranks(tmp_path / "ranks"):
         model = rank(tmp_path / "ranks", name)
         held = tensors_of(model[FC1.format(2).replace("fc1", "fc2")])

@@ -11,10 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megtool import reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.formats.torch_dist_gathered import COALESCED
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError
 from megtool.reshard.megatron.fully_sharded_model_space import (
@@ -77,7 +76,9 @@ def test_fragments_become_what_megatron_loads_today(
     write(tmp_path / "new", config(), ParallelConfig(tp=2), materialize)
     as_fragments(tmp_path / "new", tmp_path / "old", materialize)
     out = tmp_path / "out"
-    reshard(tmp_path / "old", out, to="torch_dist", optimizer=optimizer, tp=1, pp=2, strict=True)
+    reshard(
+        tmp_path / "old", out, to="torch_dist", optimizer_format=optimizer, tp=1, pp=2, strict=True
+    )
     equal(tmp_path / "new", out)
     found = open_checkpoint(out)
     assert found.metadata["content_metadata"]["distrib_optim_sharding_type"] == optimizer
@@ -109,22 +110,24 @@ def test_gathered_state_is_that_of_its_buckets(
     args = {"overlap_grad_reduce": overlaps, "ddp_bucket_size": 1000}
     write(tmp_path / "new", config(**MODELS[name]), ParallelConfig(tp=2), materialize, args=args)
     layout = {"tp": 2, "pp": 2, "dp": 2} | ({"ep": 2} if name == "experts" else {})
-    reshard(tmp_path / "new", tmp_path / "buckets", optimizer="dp_reshardable", **layout)
+    reshard(tmp_path / "new", tmp_path / "buckets", optimizer_format="dp_reshardable", **layout)
     as_gathered(tmp_path / "buckets", tmp_path / "gathered", materialize)
     opened = open_checkpoint(tmp_path / "gathered")
     assert opened.metadata[COALESCED] is True
     assert not any("param_state" in name for name in opened.objects)
     opened.check()
     equal(tmp_path / "new", tmp_path / "gathered")
-    reshard(tmp_path / "gathered", tmp_path / "out", optimizer="fully_reshardable", tp=1, pp=1)
+    reshard(
+        tmp_path / "gathered", tmp_path / "out", optimizer_format="fully_reshardable", tp=1, pp=1
+    )
     equal(tmp_path / "new", tmp_path / "out")
-    reshard(tmp_path / "gathered", tmp_path / "bare", optimizer="none")
+    reshard(tmp_path / "gathered", tmp_path / "bare", optimizer_format="none")
     assert not any("optim" in t.name for t in open_checkpoint(tmp_path / "bare").tensors)
 
 
 def test_gathered_state_that_is_none(tmp_path: Path, materialize: Any) -> None:
     write(tmp_path / "new", config(), ParallelConfig(), materialize)
-    reshard(tmp_path / "new", tmp_path / "buckets", optimizer="dp_reshardable")
+    reshard(tmp_path / "new", tmp_path / "buckets", optimizer_format="dp_reshardable")
     for number, (tree, says) in enumerate(
         (
             ({0: {"buckets": 1}}, "holds"),

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
+from megtool import reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.reshard.open_source import open_source
-from tests.support.checkpoints.old_formats import Materialize, renamed
+from tests.support.checkpoints.old_formats import Materialize, rename_tensors
 from tests.support.checkpoints.trained import config, write
 
 EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 8}
@@ -58,12 +57,12 @@ def test_other_names_are_the_same_tensors(
     rename: str, model: str, tmp_path: Path, materialize: Materialize
 ) -> None:
     write(tmp_path / "ours", config(**MODELS[model]), ParallelConfig(tp=2), materialize)
-    renamed(tmp_path / "ours", tmp_path / "theirs", materialize, RENAMES[rename])
+    rename_tensors(tmp_path / "ours", tmp_path / "theirs", materialize, RENAMES[rename])
     opened = open_source(tmp_path / "theirs")
-    assert opened.side.dialect == "megatron"
+    assert opened.view.dialect == "megatron"
     assert opened.reason is None
     report = verify(tmp_path / "ours", tmp_path / "theirs")
     assert report.exit_status == 0, list(report.lines())
-    reshard(tmp_path / "theirs", tmp_path / "out", optimizer="fully_reshardable", tp=1, pp=2)
+    reshard(tmp_path / "theirs", tmp_path / "out", optimizer_format="fully_reshardable", tp=1, pp=2)
     names = {t.name for t in open_checkpoint(tmp_path / "out").tensors}
     assert names == {t.name for t in open_checkpoint(tmp_path / "ours").tensors}

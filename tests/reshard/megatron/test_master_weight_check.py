@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megtool.commands.reshard import reshard
+from megtool import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError, MappingError, UsageError
 from megtool.reshard.open_source import open_source
@@ -68,12 +68,12 @@ def test_masters_of_a_hugging_face_folder(
         open_source(hf, prove_all=True)
     assert e.value.tensor is not None
     assert e.value.tensor.startswith("layers.1.")
-    assert "--optimizer none" in str(e.value.hint)
+    assert "--optimizer-format none" in str(e.value.hint)
     reshard(hf, tmp_path / "fully", to="torch_dist", fsync=False)
     for optimizer, to in FORMATS.items():
         if probed:
             with pytest.raises(FormatError, match="master weight is"):
-                reshard(hf, tmp_path / optimizer, to=to, optimizer=optimizer)
+                reshard(hf, tmp_path / optimizer, to=to, optimizer_format=optimizer)
             assert not (tmp_path / optimizer).exists()
 
 
@@ -96,7 +96,7 @@ def test_masters_of_fully_reshardable_state(
         open_source(tmp_path / "other", prove_all=True)
     assert e.value.tensor == "norm.weight"
     with pytest.raises(FormatError, match="master weight is"):
-        reshard(tmp_path / "other", tmp_path / "out", optimizer="dp_reshardable")
+        reshard(tmp_path / "other", tmp_path / "out", optimizer_format="dp_reshardable")
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -128,7 +128,7 @@ def test_masters_by_number(whole: bool, tmp_path: Path, materialize: Any) -> Non
 
     file = next(folder.rglob("model_optim_rng.pt"))
     edit(file, lambda tree: number(tree, 0.0))
-    assert open_source(folder, prove_all=whole).side.states.keys() == {"main", "exp_avg"}
+    assert open_source(folder, prove_all=whole).view.states.keys() == {"main", "exp_avg"}
     edit(file, lambda tree: number(tree, 1.0))
     if whole:
         with pytest.raises(FormatError, match="master weight is"):
@@ -144,10 +144,10 @@ def test_masters_by_number(whole: bool, tmp_path: Path, materialize: Any) -> Non
 def test_state_without_masters(optimizer: str, tmp_path: Path, hf: Path) -> None:
     train(hf, lambda state: None, STATES[1:])
     with pytest.raises(UsageError, match="needs master weights") as e:
-        reshard(hf, tmp_path / "out", to=FORMATS[optimizer], optimizer=optimizer)
-    assert "--optimizer none" in str(e.value.hint)
+        reshard(hf, tmp_path / "out", to=FORMATS[optimizer], optimizer_format=optimizer)
+    assert "--optimizer-format none" in str(e.value.hint)
     reshard(hf, tmp_path / "out", to="torch_dist", fsync=False)
-    reshard(hf, tmp_path / "bare", to=FORMATS[optimizer], optimizer="none", fsync=False)
+    reshard(hf, tmp_path / "bare", to=FORMATS[optimizer], optimizer_format="none", fsync=False)
 
 
 @pytest.mark.parametrize("lost", [STATES, STATES[:1], STATES[1:2]], ids=str)
@@ -161,7 +161,7 @@ def test_a_parameter_without_its_state(
 
     train(hf, lose)
     with pytest.raises(MappingError, match=f"incomplete.* has no '({'|'.join(lost)})'") as e:
-        reshard(hf, tmp_path / "out", to=FORMATS[optimizer], optimizer=optimizer)
+        reshard(hf, tmp_path / "out", to=FORMATS[optimizer], optimizer_format=optimizer)
     assert str(e.value.tensor).endswith(".decoder.final_layernorm.weight")
     assert not (tmp_path / "out").exists()
 
@@ -210,5 +210,5 @@ def test_weights_cast_up_are_still_their_masters_rounded(tmp_path: Path, materia
     for number, kind in enumerate(("dp_reshardable", "legacy")):
         out = tmp_path / f"b{number}"
         to = "megatron" if kind == "legacy" else "torch_dist"
-        reshard(tmp_path / "a", out, to=to, optimizer=kind, dtype="float32")
-        reshard(out, tmp_path / f"c{number}", to="torch_dist", prove_all=True)
+        reshard(tmp_path / "a", out, to=to, optimizer_format=kind, dtype="float32")
+        reshard(out, tmp_path / f"c{number}", to="torch_dist", verify_master_weights=True)

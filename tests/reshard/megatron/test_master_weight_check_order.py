@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.commands.verify import verify
+from megtool import verify
 from megtool.errors import FormatError
 from megtool.reshard.megatron import master_weight_check
 from megtool.reshard.open_source import open_source
@@ -123,7 +123,7 @@ def test_masters_of_another_model(tmp_path: Path, materialize: Any) -> None:
     out = save(tmp_path, materialize, change=other, tp=2)
     e = refused(out, "master weight is .* where the model has")
     assert e.tensor
-    assert "--optimizer none" in str(e.hint)
+    assert "--optimizer-format none" in str(e.hint)
 
 
 @pytest.mark.parametrize("optimizer", FORMATS)
@@ -211,7 +211,7 @@ def test_copies_of_state_that_differ(tmp_path: Path, materialize: Any) -> None:
     edit(file, change)
     e = refused(folder, "copies of it differ")
     assert e.tensor == f"{FIRST}decoder.final_layernorm.weight"
-    assert "--optimizer none" in str(e.hint)
+    assert "--optimizer-format none" in str(e.hint)
 
 
 def test_one_element_of_a_copy_is_found_on_request(tmp_path: Path, materialize: Any) -> None:
@@ -278,10 +278,10 @@ def test_sizes_that_do_not_add_up(tmp_path: Path, materialize: Any) -> None:
     ):
         edit(file, change)
         e = refused(folder, says)
-        assert "--optimizer none" in str(e.hint)
+        assert "--optimizer-format none" in str(e.hint)
         file.write_bytes(whole)
     edit(file, lose("exp_avg_sq"))  # as Lion's
-    assert open_source(folder).side.states.keys() == {"main", "exp_avg"}
+    assert open_source(folder).view.states.keys() == {"main", "exp_avg"}
 
 
 def test_ranks_whose_states_differ(tmp_path: Path, materialize: Any) -> None:

@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megtool import reshard, verify
 from megtool.checkpoint.formats import torch_dist
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from tests.support.checkpoints import zero_folders
 from tests.support.models import tiny_llama
 

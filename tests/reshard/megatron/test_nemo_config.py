@@ -24,7 +24,7 @@ from megtool.reshard.megatron.bridge_files import (
 )
 from megtool.reshard.megatron.nemo_config import args_from_section, read_yaml
 from megtool.reshard.open_source import open_source
-from tests.support.checkpoints.old_formats import Materialize, as_fragments, renamed
+from tests.support.checkpoints.old_formats import Materialize, as_fragments, rename_tensors
 from tests.support.checkpoints.trained import config, write
 
 yaml = pytest.importorskip("yaml")
@@ -75,7 +75,7 @@ def nemo(tmp_path: Path, materialize: Materialize) -> Path:
     """A NeMo 2 folder with the optimizer state it had then."""
     # NeMo's file leaves the vocabulary to the tokenizer: only the padded size is known.
     write(tmp_path / "new", config(vocab_size=48), ParallelConfig(tp=2), materialize)
-    renamed(tmp_path / "new", tmp_path / "named", materialize, _wrapped)
+    rename_tensors(tmp_path / "new", tmp_path / "named", materialize, _wrapped)
     as_fragments(tmp_path / "named", tmp_path / "old", materialize)
     folder = tmp_path / "nemo"
     folder.mkdir()
@@ -110,7 +110,9 @@ def test_a_nemo_folder_is_opened_with_its_model(nemo: Path, tmp_path: Path) -> N
 
 
 def test_a_nemo_folder_becomes_megatrons(nemo: Path, tmp_path: Path) -> None:
-    reshard(nemo, tmp_path / "out", to="torch_dist", optimizer_format="fully_reshardable", tp=1, pp=2)
+    reshard(
+        nemo, tmp_path / "out", to="torch_dist", optimizer_format="fully_reshardable", tp=1, pp=2
+    )
     assert verify(tmp_path / "new", tmp_path / "out").exit_status == 0
     found = open_checkpoint(tmp_path / "out")
     assert found.root.name == "iter_0000007"

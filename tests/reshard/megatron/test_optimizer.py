@@ -11,11 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megtool import reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError, LayoutError, UsageError
 from tests.support.checkpoints.trained import config, write
@@ -90,7 +89,7 @@ def test_training_state_returns_as_it_was(
         folder / str(len(path)),
         last,
         to="torch_dist",
-        optimizer="fully_reshardable",
+        optimizer_format="fully_reshardable",
         tp=1,
         pp=1,
         vpp=1,
@@ -105,7 +104,9 @@ def test_what_buckets_keep_beside_them_is_no_loss_in_rank_files(
     tmp_path: Path, materialize: Any
 ) -> None:
     write(tmp_path / "a", config(), ParallelConfig(), materialize)
-    reshard(tmp_path / "a", tmp_path / "b", optimizer="dp_reshardable", fsync=False, strict=True)
+    reshard(
+        tmp_path / "a", tmp_path / "b", optimizer_format="dp_reshardable", fsync=False, strict=True
+    )
     report = reshard(tmp_path / "b", tmp_path / "c", to="megatron", fsync=False, strict=True)
     small = "optimizer.distributed.dp_group_idx_0."
     assert {n for n in report.derived["objects"] if n.startswith(small)} >= {
@@ -119,7 +120,9 @@ def test_layouts_that_cannot_hold_the_experts(tmp_path: Path, materialize: Any) 
     model = config(num_experts=4, num_experts_per_token=2, moe_ffn_hidden_size=8)
     write(tmp_path / "a", model, ParallelConfig(), materialize)
     with pytest.raises(LayoutError, match="etp=2 with tp=1 and ep=1: buckets"):
-        reshard(tmp_path / "a", tmp_path / "b", optimizer="dp_reshardable", etp=2, fsync=False)
+        reshard(
+            tmp_path / "a", tmp_path / "b", optimizer_format="dp_reshardable", etp=2, fsync=False
+        )
     with pytest.raises(LayoutError, match="etp=2 with tp=1 and ep=2: the folders"):
         reshard(tmp_path / "a", tmp_path / "b", to="megatron", etp=2, ep=2, fsync=False)
 
@@ -133,7 +136,7 @@ def test_args_of_a_smaller_model(
 ) -> None:
     model = config(num_experts=4, num_experts_per_token=2, moe_ffn_hidden_size=8)
     write(tmp_path / "a", model, ParallelConfig(), materialize)
-    reshard(tmp_path / "a", tmp_path / "b", optimizer="dp_reshardable", fsync=False)
+    reshard(tmp_path / "a", tmp_path / "b", optimizer_format="dp_reshardable", fsync=False)
     (common,) = tmp_path.glob("b/iter_*/common.pt")
     tree = torch.load(common, weights_only=False)
     vars(tree["args"]).update(lie)

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from megtool import reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.errors import UsageError
+from tests.support.folders import stored_tensors
 from tests.support.models import tiny_llama
-from tests.support.models.tiny_llama import tensors
 
 zarr = pytest.importorskip("zarr")
 pytest.importorskip("tensorstore")
@@ -35,7 +34,7 @@ def test_hugging_face_and_back(tmp_path: Path, hf: Path, kind: str) -> None:
     reshard(tmp_path / "arrays", tmp_path / "same")
     assert open_checkpoint(tmp_path / "same").format == kind
     reshard(tmp_path / "same", tmp_path / "back", to="hf")
-    assert tensors(tmp_path / "back") == tensors(hf)
+    assert stored_tensors(tmp_path / "back") == stored_tensors(hf)
     assert (tmp_path / "back/config.json").read_bytes() == (hf / "config.json").read_bytes()
 
 
@@ -94,7 +93,7 @@ def test_compressed_arrays(tmp_path: Path, hf: Path, how: str) -> None:
     assert open_checkpoint(tmp_path / "arrays").encoded_chunks is not None
     assert verify(hf, tmp_path / "arrays").differences == ()
     reshard(tmp_path / "arrays", tmp_path / "back", to="hf")
-    assert tensors(tmp_path / "back") == tensors(hf)
+    assert stored_tensors(tmp_path / "back") == stored_tensors(hf)
     with pytest.raises(UsageError, match="--compress has no effect with --to dcp"):
         reshard(hf, tmp_path / "out", to="dcp", compress=how)
 
@@ -106,7 +105,7 @@ def test_tensorstore_reads_the_database(tmp_path: Path, hf: Path, compress: str 
     reshard(hf, tmp_path / "db", to="ocdbt", compress=compress)
     assert {p.name for p in (tmp_path / "db").iterdir()} >= {"manifest.ocdbt", "d", "hf"}
     assert not list((tmp_path / "db").rglob("zarr.json"))
-    held = tensors(hf)
+    held = stored_tensors(hf)
     assert held
     for name in held:
         kvstore = {"driver": "ocdbt", "base": f"file://{tmp_path}/db/", "path": f"{name}/"}

@@ -11,12 +11,12 @@ from typing import Any
 import gguf
 import numpy as np
 
+from megtool import reshard
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.commands.reshard import reshard
 from megtool.errors import (
     MegtoolError,
 )
-from tests.support.models.tiny_llama import tensors
+from tests.support.folders import stored_tensors
 
 SMALL = {"num_hidden_layers": 1, "vocab_size": 5}
 FORMATS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ def save_gguf(path: Path, original: Path) -> None:
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
     }
-    for name, (_, shape, data) in tensors(original).items():
+    for name, (_, shape, data) in stored_tensors(original).items():
         for old, new in names.items():
             name = name.replace(old, new)
         writer.add_tensor(name, np.frombuffer(data, np.float16).reshape(shape))
@@ -88,14 +88,14 @@ def result(path: Path) -> dict[str, Any]:
     """The tensors that `attempt` wrote; they are removed."""
     out = path.parent / "result"
     if out.is_file():
-        found: dict[str, Any] = tensors(out)
+        found: dict[str, Any] = stored_tensors(out)
         out.unlink()
         return found
     if not list(out.glob("*.safetensors")):
         reshard(out, path.parent / "plain", to="hf")
         shutil.rmtree(out)
         out = path.parent / "plain"
-    found = tensors(out)
+    found = stored_tensors(out)
     shutil.rmtree(out)
     return found
 

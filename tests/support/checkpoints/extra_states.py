@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from megtool import reshard
 from megtool.checkpoint.containers.te_extra_state import ExtraState, decode
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.megatron_metadata import read_object
-from megtool.commands.reshard import reshard
 from megtool.number_formats.delayed_scaling import KINDS
-from megtool.reshard.megatron.extra_state_names import Site, site_of
+from megtool.reshard.megatron.extra_state_names import Site, parse_site
 from megtool.reshard.report import ReshardReport
 
 ITERATION = "iter_0000007"
@@ -58,7 +58,7 @@ def in_columns(array: Any, gemms: int, columns: str) -> Any:
     return array.view(*array.shape[:-1], -1, gemms).transpose(-1, -2)
 
 
-def packed(state: dict[str, Any] | None, release: int = 2) -> Any:
+def pack_state(state: dict[str, Any] | None, release: int = 2) -> Any:
     """A state as the release keeps it."""
     if release == 2:
         raw = b"" if state is None else pickle.dumps(state)
@@ -70,7 +70,7 @@ def packed(state: dict[str, Any] | None, release: int = 2) -> Any:
     return out
 
 
-def unpacked(value: Any) -> Any:
+def unpack_state(value: Any) -> Any:
     """What a release keeps, read by torch and pickle."""
     if isinstance(value, io.BytesIO):
         return torch.load(io.BytesIO(value.getvalue()), weights_only=True)
@@ -99,7 +99,7 @@ def ranks(folder: Path) -> list[str]:
     return sorted(p.name for p in (folder / ITERATION).glob("mp_rank_*"))
 
 
-def go(a: Path, b: Path, **more: Any) -> ReshardReport:
+def reshard_copy(a: Path, b: Path, **more: Any) -> ReshardReport:
     return reshard(a, b, fsync=False, **more)
 
 
@@ -122,7 +122,7 @@ def assert_state(found: Any, want: dict[str, Any]) -> None:
 def states_of(folder: Path) -> dict[Site, ExtraState]:
     """The states of a checkpoint of objects."""
     catalogue = open_checkpoint(folder)
-    values = {site_of(n): read_object(catalogue, o) for n, o in catalogue.objects.items()}
+    values = {parse_site(n): read_object(catalogue, o) for n, o in catalogue.objects.items()}
     found = {site: decode(v) for site, v in values.items() if site is not None}
     return {site: state for site, state in found.items() if state is not None}
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megtool.commands.reshard import reshard
+from megtool import reshard
 from megtool.reshard.megatron.extra_state_names import Site
-from tests.support.checkpoints.extra_states import Edit, packed
+from tests.support.checkpoints.extra_states import Edit, pack_state
 from tests.support.models import tiny_llama
 
 STEPS = 8
@@ -109,7 +109,7 @@ def rank_files(folder: Path, *, release: int = 2, like: str = "hf") -> Path:
         for site in sites():
             layer, name = site.layer or 0, site.module.split(".", 3)[3]
             held = state(float(input_of(layer, name)), amax_of(model, site.module))
-            model[f"{site.module}._extra_state"] = packed(held, release)
+            model[f"{site.module}._extra_state"] = pack_state(held, release)
 
     edit_ranks(folder / "ranks", put)
     return folder / "ranks"

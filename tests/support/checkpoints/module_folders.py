@@ -40,7 +40,7 @@ from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 Tensors = dict[str, torch.Tensor]
-Held = list[tuple[PackedPart, GlobalTensor]]
+PartTensors = list[tuple[PackedPart, GlobalTensor]]
 
 KINDS = {
     "float8_e4m3fn": torch.float8_e4m3fn,
@@ -55,7 +55,7 @@ PLAIN = {"model_type": "llama", "dtype": "float32", "architectures": ["LlamaForC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class ModuleSpec:
     """A module of a folder to be made."""
 
     name: str
@@ -70,14 +70,14 @@ class Wanted:
         return RecipeFormat(name="x", algo=self.algo, group_size=group)
 
 
-def weights_of(wanted: Wanted, seed: int) -> np.ndarray[Any, Any]:
+def weights_of(wanted: ModuleSpec, seed: int) -> np.ndarray[Any, Any]:
     """Random numbers, some of them large."""
     rng = np.random.default_rng(seed)
     out = rng.standard_normal(wanted.shape).astype(np.float32)
     return out * np.exp2(rng.integers(-3, 3, (wanted.shape[0], 1))).astype(np.float32)
 
 
-def make_modelopt(folder: Path, modules: Sequence[Wanted], *, seed: int = 0) -> Path:
+def make_modelopt(folder: Path, modules: Sequence[ModuleSpec], *, seed: int = 0) -> Path:
     """A folder in ModelOpt's form, and one norm that is no part of it."""
     folder.mkdir(parents=True)
     out: Tensors = {"model.norm.weight": torch.ones(8)}
@@ -96,7 +96,7 @@ def make_modelopt(folder: Path, modules: Sequence[Wanted], *, seed: int = 0) -> 
     return folder
 
 
-def _encoded(wanted: Wanted, seed: int) -> Tensors:
+def _encoded(wanted: ModuleSpec, seed: int) -> Tensors:
     weight = weights_of(wanted, seed)
     packing, number = packing_of(wanted.format), FORMATS[wanted.algo]
     parts, zero = layout(packing, wanted.shape), (0, 0)
@@ -116,13 +116,13 @@ def _encoded(wanted: Wanted, seed: int) -> Tensors:
     return out
 
 
-def modelopt_held(coded: Coded) -> tuple[str, Held]:
+def modelopt_held(coded: Coded) -> tuple[str, PartTensors]:
     """The packing and the tensors of a module in ModelOpt's form."""
     packing = packing_of(RecipeFormat(name="x", algo=coded.algo, group_size=coded.group_size))
     return packing, _held(coded, layout(packing, coded.shape), NAMES)
 
 
-def compressed_held(coded: Coded) -> tuple[str, Held]:
+def compressed_held(coded: Coded) -> tuple[str, PartTensors]:
     """The packing and the tensors of a module in compressed-tensors' form."""
     packing = coded.packing.replace("int4rows", "int4")
     packed = packing.partition(":")[0] in ("int4", "int8words", "nvfp4", "mxfp4")
@@ -134,7 +134,7 @@ def compressed_held(coded: Coded) -> tuple[str, Held]:
     return packing, _held(coded, layout(packing, coded.shape, "compressed-tensors"), names)
 
 
-def _held(coded: Coded, parts: Sequence[PackedPart], names: Mapping[str, str]) -> Held:
+def _held(coded: Coded, parts: Sequence[PackedPart], names: Mapping[str, str]) -> PartTensors:
     out = []
     for part in parts:
         kind = "uint8" if part.dtype == "float8_e8m0fnu" else part.dtype
@@ -229,7 +229,7 @@ def to_modelopt(source: CodedFolder, to: Path) -> Path:
 
 def planned(
     source: CodedFolder,
-    made: Sequence[tuple[Sequence[TensorFeed], Held]],
+    made: Sequence[tuple[Sequence[TensorFeed], PartTensors]],
     *,
     known: Mapping[str, np.ndarray[Any, Any]] | None = None,
     config: Mapping[str, Any] | None = None,
@@ -258,7 +258,7 @@ def planned(
 
 def carried_out(
     source: CodedFolder,
-    made: Sequence[tuple[Sequence[TensorFeed], Held]],
+    made: Sequence[tuple[Sequence[TensorFeed], PartTensors]],
     to: Path,
     *,
     known: Mapping[str, np.ndarray[Any, Any]] | None = None,

@@ -24,7 +24,7 @@ from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
-from megtool.reshard.megatron.checkpoint_objects import item_of
+from megtool.reshard.megatron.checkpoint_objects import encode_object
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 Materialize = Callable[[Any, Path, dict[str, Any]], None]
@@ -40,7 +40,7 @@ class MCoreMetadata(Metadata):
     mcore_data: dict[str, dict[str, Any]] | None = None
 
 
-def everything(c: Catalogue) -> dict[str, np.ndarray[Any, Any]]:
+def stored_arrays(c: Catalogue) -> dict[str, np.ndarray[Any, Any]]:
     """All stored tensors."""
     with CheckpointReader(c, Files()) as reader:
         return {t.name: np.array(reader.open_stored(t.name).read()) for t in c.tensors}
@@ -60,7 +60,7 @@ def as_fragments(
     rng = random.Random(seed)
     c = open_checkpoint(source)
     tensors, rows, data = [], [], {}
-    arrays = everything(c)
+    arrays = stored_arrays(c)
     for number, t in enumerate(c.tensors):
         own = c.shards.of(number)
         lo = c.shards.boxes.lo[own, : len(t.shape)]
@@ -136,14 +136,14 @@ def as_gathered(source: Path, target: Path, materialize: Materialize, *, tree: A
     """State in buckets (`dp_reshardable`) as `dp_zero_gather_scatter` has it: one object for each
     data-parallel group, which holds its buckets one after the other, or `tree` if given."""
     c = open_checkpoint(source)
-    arrays = everything(c)
+    arrays = stored_arrays(c)
     groups: dict[str, dict[int, dict[str, list[Any]]]] = {}
     for t in sorted(c.tensors, key=lambda t: int((_BUCKET.fullmatch(t.name) or "0000")[3])):
         if match := _BUCKET.fullmatch(t.name):
             states = groups.setdefault(match[1], {}).setdefault(int(match[2]), {})
             states.setdefault(match[4], []).append(torch.from_numpy(arrays[t.name]))
     objects: dict[str, Any] = {
-        name: item_of(c, o) for name, o in c.objects.items() if "per_bucket" not in name
+        name: encode_object(c, o) for name, o in c.objects.items() if "per_bucket" not in name
     }
     for group, buffers in groups.items():
         held: dict[Any, Any] = {"buckets_coalesced": True}
@@ -178,7 +178,7 @@ def as_gathered(source: Path, target: Path, materialize: Materialize, *, tree: A
     materialize(laid, target, arrays)
 
 
-def renamed(
+def rename_tensors(
     source: Path, target: Path, materialize: Materialize, rename: Callable[[str], str]
 ) -> None:
     """The same checkpoint with other names of tensors."""
@@ -192,4 +192,4 @@ def renamed(
         iteration=7,
         megatron=True,
     )
-    materialize(laid, target, {rename(n): a for n, a in everything(c).items()})
+    materialize(laid, target, {rename(n): a for n, a in stored_arrays(c).items()})

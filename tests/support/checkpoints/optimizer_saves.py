@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.commands.reshard import reshard
+from megtool import reshard
 from megtool.config import ParallelConfig
 from megtool.reshard import target
 from megtool.tensors.registration_order import ORDERS, Order
@@ -64,7 +64,7 @@ def save(
             root / "in",
             root / "out",
             to=FORMATS[optimizer],
-            optimizer=optimizer,
+            optimizer_format=optimizer,
             fsync=False,
             **layout,
         )

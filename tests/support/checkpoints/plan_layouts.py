@@ -56,7 +56,7 @@ def tensors(placements: dict[str, Placement], kind: str) -> list[GlobalTensor]:
     return [GlobalTensor(name=n, shape=tuple(s), dtype=dtype(kind)) for n, s in shapes.items()]
 
 
-def laid_out(
+def build_layout(
     raw: Any, folder: Path, rng: random.Random, placements: dict[str, Placement], kind: str
 ) -> Catalogue:
     """Those tensors in raw files, cut at random."""
@@ -65,7 +65,7 @@ def laid_out(
     return raw.lay_out(folder, found, grids, align=rng.choice([1, 8]))
 
 
-def in_kind(array, kind, source="float32"):
+def cast_arrays(array, kind, source="float32"):
     """What torch makes of elements cast from one type to another, as the bits numpy can carry."""
     import torch
 

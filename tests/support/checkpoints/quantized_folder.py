@@ -43,7 +43,7 @@ _KINDS = {
 
 
 @dataclass(slots=True)
-class Made:
+class QuantizedFolder:
     """A quantized folder, what it was made of, and what was decided."""
 
     source: CheckpointSource
@@ -52,10 +52,10 @@ class Made:
     settlement: QParams
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def copied(self, to: Path) -> Made:
+    def copied(self, to: Path) -> QuantizedFolder:
         """The same in a folder that may be broken."""
         shutil.copytree(self.path, to)
-        return Made(self.source, to, list(self.decisions), self.settlement)
+        return QuantizedFolder(self.source, to, list(self.decisions), self.settlement)
 
     def change(self, work: Callable[[Tensors], None]) -> None:
         """Write the tensors again after `work` changed them."""
@@ -72,7 +72,7 @@ class Made:
         file.write_text(json.dumps(value))
 
 
-def randomised(source: Path, seed: int = 1) -> Path:
+def randomize(source: Path, seed: int = 1) -> Path:
     """The same folder with random weights, some columns larger than others."""
     file = source / "model.safetensors"
     generator = torch.Generator().manual_seed(seed)
@@ -92,14 +92,14 @@ def make_quantized(
     group: int = 0,
     smooth: bool = False,
     cache: bool = True,
-) -> Made:
+) -> QuantizedFolder:
     """Quantize all linear modules but the head and routers; `algos` by the end of their names.
 
     With `smooth` factors of columns are folded into norms where they can be and stored elsewhere.
     """
     opened = open_source(source)
-    assert opened.side.config is not None
-    modules = list_modules(opened.side).modules
+    assert opened.view.config is not None
+    modules = list_modules(opened.view).modules
     by_end = {"": algos} if isinstance(algos, str) else algos
     decisions = [_decided(m, by_end, group, cache) for m in modules]
     settlement = QParams()
@@ -107,7 +107,7 @@ def make_quantized(
     generator = np.random.default_rng(0)
     weights = load_file(source / "model.safetensors")
     shared: dict[str, float] = {}
-    for point in list_activation_sites(modules, opened.side.config):
+    for point in list_activation_sites(modules, opened.view.config):
         fed = [m for m in point.modules if m in formats]
         if not fed:
             continue
@@ -126,7 +126,7 @@ def make_quantized(
                 input_amax=3.0 if FORMATS[formats[m].algo].calibrates else 0.0,
             )
     hf = {d.module.name: d.module.names_in("hf")[0] for d in decisions}
-    for point in list_activation_sites(modules, opened.side.config):
+    for point in list_activation_sites(modules, opened.view.config):
         for m in point.modules:
             if m in settlement.weights:
                 top = weights[f"{hf[m]}.weight"].float()
@@ -140,7 +140,7 @@ def make_quantized(
         stored = next(d.module.names_in("hf")[0] for d in decisions if d.module.name == norm)
         w = out[f"{stored}.weight"]
         out[f"{stored}.weight"] = (w.float() / torch.from_numpy(factors)).to(w.dtype)
-    for point in list_activation_sites(modules, opened.side.config):
+    for point in list_activation_sites(modules, opened.view.config):
         for m in point.modules:
             if m in settlement.weights:
                 _packed(out, hf[m], settlement.weights[m], shared[point.name])
@@ -162,7 +162,7 @@ def make_quantized(
         {"format": "pt"},
     )
     _configs(destination, decisions, settlement, bool(caches))
-    return Made(opened, destination, decisions, settlement)
+    return QuantizedFolder(opened, destination, decisions, settlement)
 
 
 def _decided(m: Any, by_end: Mapping[str, str], group: int, cache: bool) -> Decision:

@@ -16,7 +16,7 @@ from tests.support.models import tiny_llama
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
 
 
-def quantized(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+def write_quantized_llama(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     """Make such a folder, in three files; what its tensors decode to."""
     plain = tiny_llama.save(folder.parent / "plain", **SIZES)
     stored: dict[str, torch.Tensor] = {}

@@ -14,7 +14,7 @@ from megtool.convert.rank_tensors import RankCoordinates
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
-def sliced(
+def slice_tensors(
     target: TargetView,
     whole: Arrays,
     model: ModelConfig,

@@ -12,7 +12,7 @@ from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 
 
-def arrays(folder: Path) -> dict[str, Any]:
+def stored_arrays(folder: Path) -> dict[str, Any]:
     """All tensors as stored, in the dtype's view."""
     found = open_checkpoint(folder)
     with CheckpointReader(found, Files()) as reader:

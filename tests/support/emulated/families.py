@@ -20,7 +20,6 @@ from tests.support.emulated.device import start
 start(Path(sys.argv[1]))
 
 import torch  # noqa: E402
-import transformers  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from megtool.config import ModelConfig  # noqa: E402
@@ -34,7 +33,7 @@ from megtool.model.decoder import Decoder  # noqa: E402
 from megtool.parallel.process_groups import ProcessGroups  # noqa: E402
 from tests.support.models import dense_decoders as dense  # noqa: E402
 from tests.support.models import moe_models  # noqa: E402
-from tests.support.models.dense_families import GPT2_SIZES, SIZES  # noqa: E402
+from tests.support.models.tiny_model import tiny_config  # noqa: E402
 
 ROWS, LENGTH, NEW = 2, 12, 3
 
@@ -42,15 +41,10 @@ ROWS, LENGTH, NEW = 2, 12, 3
 def configs() -> Iterator[tuple[str, ModelConfig]]:
     """A name and a tiny configuration for every case of the tests of families."""
     for case in dense.CASES:
-        sizes = dict(GPT2_SIZES if case.family == "gpt2" else SIZES)
-        if case.family == "gpt_neox":
-            del sizes["num_key_value_heads"]
-        theirs = getattr(transformers, f"{case.config}Config")(**(sizes | case.keys))
-        yield str(case), family(case.family).read_config(theirs.to_dict())
-    for name, (kind, prefix, keys) in moe_models.CASES.items():
-        made = f"{prefix}TextConfig" if kind == "llama4" else f"{prefix}Config"
-        theirs = getattr(transformers, made)(**(moe_models.SIZES | keys))
-        yield name, family(kind).read_config(theirs.to_dict())
+        yield str(case), family(case.family).read_config(case.config().to_dict())
+    for name, (kind, _, keys) in moe_models.CASES.items():
+        config = tiny_config(kind, sizes=moe_models.SIZES, **keys)
+        yield name, family(kind).read_config(config.to_dict())
 
 
 def both(config: ModelConfig, dtype: torch.dtype) -> tuple[Decoder, Decoder]:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.support.models.tiny_model import tiny_model
+
 WORDS = "the cat sat on the mat, and 12 cats saw 345 bats; it's a cat's life!\n"
 SIZES = {
     "vocab_size": 320,
@@ -22,19 +24,19 @@ SIZES = {
 }
 GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {}),
-    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
-    "mistral": ("MistralConfig", {"head_dim": 32, "sliding_window": None}),
-    "qwen2": ("Qwen2Config", {"rope_theta": 1e6}),
-    "qwen3": ("Qwen3Config", {"head_dim": 128}),
-    "phi3": ("Phi3Config", {}),
-    "gemma": ("GemmaConfig", {"head_dim": 256, "tie_word_embeddings": True}),
-    "gemma2": ("Gemma2Config", {**GEMMA, "sliding_window": 32}),
-    "gemma3": ("Gemma3TextConfig", {**GEMMA, "num_hidden_layers": 6, "sliding_window": 32}),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"head_dim": 32, "sliding_window": None}),
+    "qwen2": ("qwen2", {"rope_theta": 1e6}),
+    "qwen3": ("qwen3", {"head_dim": 128}),
+    "phi3": ("phi3", {}),
+    "gemma": ("gemma", {"head_dim": 256, "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {**GEMMA, "sliding_window": 32}),
+    "gemma3": ("gemma3", {**GEMMA, "num_hidden_layers": 6, "sliding_window": 32}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": (
-        "Qwen2MoeConfig",
+        "qwen2_moe",
         {
             "num_experts": 3,
             "num_experts_per_tok": 2,
@@ -43,7 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3-moe": (
-        "Qwen3MoeConfig",
+        "qwen3_moe",
         {
             "num_experts": 3,
             "num_experts_per_tok": 2,
@@ -55,19 +57,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def fill_noise(model: Any) -> None:
+    """Add noise to every parameter, norms and biases among them."""
+    import torch
+
+    for tensor in model.parameters():
+        tensor.add_(torch.randn_like(tensor) * 0.05)
+
+
 def save(folder: Path, name: str, *, dtype: str = "float32", **more: Any) -> Path:
     """A model of random numbers, norms and biases among them, with a byte-level tokenizer."""
-    import torch
-    import transformers
-
-    kind, own = MODELS[name]
-    config = getattr(transformers, kind)(**(SIZES | own | more))
-    torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
-    with torch.no_grad():
-        for tensor in model.parameters():
-            tensor.add_(torch.randn_like(tensor) * 0.05)
-    model.save_pretrained(folder)
+    family, keys = MODELS[name]
+    tiny_model(family, folder, sizes=SIZES, seed=7, dtype=dtype, fill=fill_noise, **(keys | more))
     byte_level(folder, int(SIZES["vocab_size"]) - 20)
     return folder
 

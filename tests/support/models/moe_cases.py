@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.saved_folder import Stored, config_of, stored
+from tests.support.folders import Stored, read_config
+from tests.support.folders import stored_tensors as stored
+from tests.support.models.tiny_model import tiny_config, tiny_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -101,24 +103,26 @@ FIRST = {name: (name, model, keys) for name, model, keys in reversed(CASES)}
 Case = tuple[str, str, dict[str, Any]]
 
 
-def made(case: Case) -> Any:
+def case_config(case: Case) -> Any:
     """The transformers configuration of a case."""
-    kind = f"{case[1]}TextConfig" if case[0] == "llama4" else f"{case[1]}Config"
-    return getattr(transformers, kind)(**(SIZES | case[2]))
+    return tiny_config(case[0], sizes=SIZES, **case[2])
+
+
+def fill_shifted(model: Any) -> None:
+    """Every tensor around 0.2."""
+    for tensor in model.state_dict().values():
+        tensor.copy_(torch.randn(tensor.shape) * 0.1 + 0.2)
 
 
 def save(case: Case, folder: Path, **how: Any) -> Any:
     """A random model saved by transformers, with random norms and biases too."""
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{case[1]}ForCausalLM")(made(case)).to(torch.bfloat16)
-    for tensor in model.state_dict().values():
-        tensor.copy_(torch.randn(tensor.shape) * 0.1 + 0.2)
+    model = tiny_model(case[0], sizes=SIZES, dtype="bfloat16", fill=fill_shifted, **case[2])
     model.save_pretrained(folder, **how)
     return model
 
 
 def change_config(folder: Path, **keys: Any) -> None:
-    (folder / "config.json").write_text(json.dumps(config_of(folder) | keys))
+    (folder / "config.json").write_text(json.dumps(read_config(folder) | keys))
 
 
 def with_mtp(folder: Path, layers: int = 2) -> Stored:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 
 from megtool.config import ModelConfig
@@ -16,6 +16,7 @@ from megtool.convert.families import family
 from megtool.dtypes import dtype
 from megtool.model.decoder import Decoder
 from megtool.tensors.sharded import GlobalTensor
+from tests.support.models.tiny_model import tiny_model
 
 Carry = Callable[..., dict[str, np.ndarray[Any, Any]]]
 
@@ -116,22 +117,27 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def theirs(name: str, *, seed: int = 0, **changes: Any) -> Any:
-    """A random model of transformers' own class, in fp32 on the CPU, eager attention."""
-    kind, prefix, keys = CASES[name]
-    made = f"{prefix}TextConfig" if kind == "llama4" else f"{prefix}Config"
-    config = getattr(transformers, made)(**(SIZES | keys | changes), attn_implementation="eager")
-    torch.manual_seed(seed)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+def fill_routed(model: Any, seed: int = 0) -> None:
+    """Norms around 1, and routers far from ties, so that rounding chooses no other expert."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for key, tensor in model.state_dict().items():
-            noise = torch.randn(tensor.shape, generator=generator)
-            is_norm = "norm" in key and tensor.ndim == 1
-            # Routers far from ties, so that rounding chooses no other expert.
-            wide = 1.0 if ("gate.weight" in key or "router.weight" in key) else 0.15
-            tensor.copy_(1 + 0.2 * noise if is_norm else noise * wide)
-    return model
+    for key, tensor in model.state_dict().items():
+        noise = torch.randn(tensor.shape, generator=generator)
+        is_norm = "norm" in key and tensor.ndim == 1
+        spread = 1.0 if ("gate.weight" in key or "router.weight" in key) else 0.15
+        tensor.copy_(1 + 0.2 * noise if is_norm else noise * spread)
+
+
+def transformers_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
+    """A random model of transformers' own class, in fp32 on the CPU, eager attention."""
+    family, _, keys = CASES[name]
+    return tiny_model(
+        family,
+        sizes=SIZES,
+        seed=seed,
+        fill=partial(fill_routed, seed=seed),
+        attn_implementation="eager",
+        **(keys | changes),
+    ).eval()
 
 
 def config_of(name: str, model: Any) -> ModelConfig:

@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = dict(
 )
 
 
-def made(config: ModelConfig, **more: Any) -> Decoder:
+def make_decoder(config: ModelConfig, **more: Any) -> Decoder:
     decoder = Decoder(config, device="cpu", **more)
     with torch.no_grad():
         for name, p in decoder.named_parameters():
@@ -30,5 +30,5 @@ def made(config: ModelConfig, **more: Any) -> Decoder:
     return decoder.requires_grad_(False)
 
 
-def text(rows: int, length: int) -> Any:
+def random_batch(rows: int, length: int) -> Any:
     return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(1))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import safetensors
-from safetensors.torch import save_file
+from tests.support.folders import write_folder
 
 TOKENIZER = b'{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}'
 
@@ -73,54 +69,6 @@ def save(
         name: torch.randn(shape, generator=generator).mul(0.1).to(getattr(torch, dtype))
         for name, shape in shapes(c).items()
     }
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(c, indent=2))
+    write_folder(folder, c, tensors, parts=parts)
     (folder / "tokenizer.json").write_bytes(TOKENIZER)
-    names = list(tensors)
-    cut = [names[i::parts] for i in range(parts)]
-    if parts == 1:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        return folder
-    files = [f"model-{i + 1:05d}-of-{parts:05d}.safetensors" for i in range(parts)]
-    for file, some in zip(files, cut, strict=True):
-        save_file({n: tensors[n] for n in some}, folder / file, metadata={"format": "pt"})
-    weight_map = {n: f for f, some in zip(files, cut, strict=True) for n in some}
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
     return folder
-
-
-def tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Dtype, shape and bytes of every tensor in a folder of safetensors, or in one file."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    return {
-        name: (t["dtype"], tuple(t["shape"]), bytes(t["data"]))
-        for file in files
-        for name, t in safetensors.deserialize(file.read_bytes())
-    }
-
-
-def contents(folder: Path) -> dict[str, bytes] | None:
-    """Contents of all files below a folder (of the file itself); None where there is nothing."""
-    if not folder.exists():
-        return None
-    if folder.is_file():
-        return {"": folder.read_bytes()}
-    return {
-        p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
-    }
-
-
-def state(folder: Path) -> dict[str, tuple[bytes, int, int]]:
-    """Contents, mode and time of change of all files: what a source must keep."""
-    return {
-        os.fspath(p.relative_to(folder)): (p.read_bytes(), s.st_mode, s.st_mtime_ns)
-        for p in folder.rglob("*")
-        if p.is_file() and (s := p.stat())
-    }
-
-
-def left_overs(folder: Path) -> Iterable[str]:
-    """Names of staging folders in `folder`."""
-    return sorted(p.name for p in folder.glob(".*.megtool"))

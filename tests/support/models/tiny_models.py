@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from megtool.quant.recipes.modules import ModuleInfo, list_modules
 from megtool.reshard.open_source import open_source
+from tests.support.folders import write_folder
 from tests.support.models import tiny_llama
 
 MOE = {
@@ -51,7 +51,6 @@ def llama(folder: Path, **more: object) -> Path:
 def moe(folder: Path) -> Path:
     """A model whose first layer is dense and whose other three have four experts each."""
     import torch
-    from safetensors.torch import save_file
 
     h, f, v = MOE["hidden_size"], MOE["intermediate_size"], MOE["vocab_size"]
     shapes = {"model.embed_tokens.weight": (v, h), "lm_head.weight": (v, h)}
@@ -71,16 +70,10 @@ def moe(folder: Path) -> Path:
         for mlp, size in mlps.items():
             shapes[f"{mlp}.gate_proj.weight"] = shapes[f"{mlp}.up_proj.weight"] = (size, h)
             shapes[f"{mlp}.down_proj.weight"] = (h, size)
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(MOE))
-    save_file(
-        {n: torch.zeros(s, dtype=torch.bfloat16) for n, s in shapes.items()},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    return folder
+    tensors = {n: torch.zeros(s, dtype=torch.bfloat16) for n, s in shapes.items()}
+    return write_folder(folder, MOE, tensors)
 
 
 def modules(path: Path) -> tuple[ModuleInfo, ...]:
     """The modules of a checkpoint."""
-    return list_modules(open_source(path).side).modules
+    return list_modules(open_source(path).view).modules

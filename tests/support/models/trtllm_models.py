@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.folders import write_folder
 from tests.support.models import tiny_llama
 
 MIXTRAL: dict[str, Any] = {
@@ -69,10 +69,7 @@ def mixtral(folder: Path, seed: int = 0) -> Path:
             shapes[f"{moe}.experts.{e}.w2.weight"] = (h, f)
     g = torch.Generator().manual_seed(seed)
     tensors = {n: torch.randn(s, generator=g).mul(0.1).bfloat16() for n, s in shapes.items()}
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(c))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return write_folder(folder, c, tensors)
 
 
 def llama(folder: Path, **more: Any) -> Path:

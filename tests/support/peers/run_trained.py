@@ -30,7 +30,7 @@ def run_world(action: str, **options: Any) -> str:
     return done.stdout
 
 
-def plain(folder: Path) -> dict[str, torch.Tensor]:
+def read_with_torch(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, read by torch alone."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner

@@ -41,7 +41,7 @@ class Case:
         """Calibrate."""
         d = self.decided
         seen = compute_fingerprint(
-            d.source.catalogue, d.source.side, d.recipe, d.matched.decisions, self.batches
+            d.source.catalogue, d.source.view, d.recipe, d.matched.decisions, self.batches
         )
         return calibrate(*self.facts, fingerprint=seen, **more)
 
@@ -49,7 +49,7 @@ class Case:
 def case(folder: Path, recipe: str | Path = "fp8", *, batches: list[Batch] | None = None) -> Case:
     """A case of a checkpoint in a folder."""
     decided = resolve_recipe(folder, recipe)
-    opened, config = decided.source, decided.source.side.config
+    opened, config = decided.source, decided.source.view.config
     assert config is not None
     return Case(
         decided=decided,
@@ -84,14 +84,14 @@ def random_moe(folder: Path) -> Path:
     return folder
 
 
-def saved(artefact: CalibrationFile, folder: Path) -> bytes:
+def saved_bytes(artefact: CalibrationFile, folder: Path) -> bytes:
     """The bytes of an artefact's file."""
     folder.mkdir(parents=True, exist_ok=True)
     artefact.save(folder / "calibration.safetensors")
     return (folder / "calibration.safetensors").read_bytes()
 
 
-def killed_behind(unit: int, folder: Path, recipe: str, work: Path) -> None:
+def interrupt_after(unit: int, folder: Path, recipe: str, work: Path) -> None:
     """Calibrate in `work`, and be killed when this unit is finished. For a process of its own."""
     torch.set_num_threads(1)
     whole = ResumeFolder.write_unit
@@ -114,6 +114,8 @@ def on_rank(
     groups = ProcessGroups.start(ParallelConfig(**layout))
     try:
         artefact = case(folder, recipe).run(groups=groups, **more)
-        return artefact.statistics, saved(artefact, folder.parent / f"of-{rank}-{os.getpid()}")
+        return artefact.statistics, saved_bytes(
+            artefact, folder.parent / f"of-{rank}-{os.getpid()}"
+        )
     finally:
         groups.stop()

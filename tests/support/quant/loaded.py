@@ -19,7 +19,7 @@ from megtool.reshard.open_source import open_source
 from megtool.reshard.source import CheckpointSource
 
 
-def randomised(folder: Path, seed: int = 0) -> Path:
+def randomize(folder: Path, seed: int = 0) -> Path:
     """The checkpoint with other weights: matrices about as large as trained ones."""
     generator = torch.Generator().manual_seed(seed)
     path = folder / "model.safetensors"
@@ -35,21 +35,21 @@ def randomised(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def opened(
+def open_model_source(
     folder: Path,
 ) -> tuple[CheckpointSource, tuple[ModuleInfo, ...], tuple[ActivationSite, ...]]:
     """A checkpoint to load, its modules and its points."""
     found = open_source(folder)
-    config = found.side.config
+    config = found.view.config
     assert config is not None
-    modules = list_modules(found.side).modules
+    modules = list_modules(found.view).modules
     source = found
     return source, modules, list_activation_sites(modules, config)
 
 
 def points_of(decided: ResolvedRecipe) -> tuple[ActivationSite, ...]:
     """The points of what a recipe decided about."""
-    config = decided.source.side.config
+    config = decided.source.view.config
     assert config is not None
     return list_activation_sites(decided.modules.modules, config)
 
@@ -60,7 +60,7 @@ def source_of(decided: ResolvedRecipe) -> CheckpointSource:
     return opened
 
 
-def settled(
+def make_qparams(
     modules: tuple[ModuleInfo, ...],
     points: tuple[ActivationSite, ...],
     algo: Callable[[str], str],

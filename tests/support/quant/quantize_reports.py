@@ -13,13 +13,13 @@ from megtool.quant.pipeline.report import (
     QuantizeEvaluation,
     QuantizeReport,
 )
-from megtool.quant.verification.verify_folder import Proof, Row
+from megtool.quant.verification.verify_folder import FolderVerification, WeightAccuracy
 
 HOSTILE = "\"><script>alert(1)</script><img src=x onerror=a>&'\x1b[31m"
 
 
-def row(name: str, number: int, label: str = "NVFP4") -> Row:
-    return Row(
+def row(name: str, number: int, label: str = "NVFP4") -> WeightAccuracy:
+    return WeightAccuracy(
         name=name,
         label=label,
         bits=4.5 if label == "NVFP4" else 8.0,
@@ -32,16 +32,16 @@ def row(name: str, number: int, label: str = "NVFP4") -> Row:
     )
 
 
-def proof(modules: int = 12, *, name: str = "") -> Proof:
+def proof(modules: int = 12, *, name: str = "") -> FolderVerification:
     rows = [row(f"layers.{i}.attn.q{name}", i, ("NVFP4", "FP8")[i % 2]) for i in range(modules)]
-    return Proof(
+    return FolderVerification(
         path="out",
         rows=tuple(rows),
         findings=(
             error("scale-zero", f"layers.3.mlp.up{name}", "weight_scale is zero", "all is zero"),
             warning("row", "layers.1.mlp.up", "row 3 is off by 60% of its size", "noise"),
         ),
-        num_kept=5,
+        num_unquantized=5,
         num_norms=4,
         num_bytes=123456,
     )

@@ -15,7 +15,7 @@ from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.calibration.recorder import ActivationRecorder
 from megtool.quant.calibration.statistics import ActivationStatistics
-from tests.support.worlds.moe_layouts import config_of, part, whole
+from tests.support.worlds.moe_layouts import config_of, rank_part, whole_model
 
 SAMPLES, LENGTH = 4, 10
 
@@ -127,7 +127,10 @@ def on_rank(
         sequence_parallel=how.pop("sequence_parallel", False),
     )
     made.load_state_dict(
-        {n: part(n, p, config, groups).clone() for n, p in whole(name).state_dict().items()}
+        {
+            n: rank_part(n, p, config, groups).clone()
+            for n, p in whole_model(name).state_dict().items()
+        }
     )
     found = record(made, rank=groups.dp.rank, dp=groups.dp.size, **how)
     groups.stop()

@@ -8,14 +8,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megtool.model.hooks import HookLocation
+from megtool.model.hook_locations import HookLocation
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.reduce_statistics import reduce_statistics
 from megtool.quant.calibration.running_statistics import RunningStatistics
 from megtool.quant.calibration.statistics import ActivationStatistics
 
 
-def seen(*parts: NDArray[Any], gram: bool = False, sample: bool = False) -> ActivationStatistics:
+def statistics_of(
+    *parts: NDArray[Any], gram: bool = False, sample: bool = False
+) -> ActivationStatistics:
     """Of rows `[tokens, width]` that came in these parts."""
     width = parts[0].shape[1]
     tally = RunningStatistics(

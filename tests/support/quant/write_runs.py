@@ -20,7 +20,7 @@ from megtool.reshard.open_source import open_source
 Floats = np.ndarray
 
 
-def settled(decided: ResolvedRecipe, **more: Any) -> QParams:
+def make_qparams(decided: ResolvedRecipe, **more: Any) -> QParams:
     """By weights alone, with amax of inputs and caches made up."""
     out = QParams()
     for d in decided.matched.decisions:
@@ -40,37 +40,37 @@ def write_quantized(
 ) -> WriteReport:
     """Decided by a shipped recipe, settled, and written."""
     decided = resolve_recipe(source, recipe)
-    told = settlement or settled(decided)
+    told = settlement or make_qparams(decided)
     options = {"threads": 1, "fsync": False} | more
     return write(decided.source, decided.matched.decisions, told, out, **options)
 
 
-def values(folder: Path) -> dict[str, Floats]:
+def canonical_values(folder: Path) -> dict[str, Floats]:
     """Canonical tensors in float32, quantized ones decoded."""
     opened = open_source(folder)
     with CheckpointReader(opened.catalogue, Files()) as reader:
         out = {}
-        for name, p in opened.side.placements.items():
+        for name, p in opened.view.placements.items():
             view = reader.open_canonical(p)
             flat = numeric_values(view.read().reshape(-1), view.dtype)
-            out[name] = flat.reshape(opened.side.canonical[name].shape).astype(np.float32)
+            out[name] = flat.reshape(opened.view.canonical[name].shape).astype(np.float32)
         return out
 
 
 def shared_amaxes(decided: ResolvedRecipe, settlement: QParams) -> dict[str, WeightQParams]:
     """The treatments with their amax, one for all that engines run as one."""
-    from megtool.quant.pipeline.stored_layout import stored_modules
-    from megtool.quant.pipeline.weight_layout import target_of
+    from megtool.quant.pipeline.stored_layout import list_stored_modules
+    from megtool.quant.pipeline.weight_layout import make_quantized_target
     from megtool.reshard.writers.target_spec import TargetOptions
 
     decisions, opened = decided.matched.decisions, decided.source
-    target = target_of(opened, decisions, TargetOptions(to="hf"))
-    modules = stored_modules(opened, decisions, settlement.weights, target)
+    target = make_quantized_target(opened, decisions, TargetOptions(to="hf"))
+    modules = list_stored_modules(opened, decisions, settlement.weights, target)
     quantize_write.find_shared_amaxes(opened, modules, Files(), threads=1)
     out = {}
     for p in (p for m in modules for p in m.pieces):
-        t = p.treatment
+        t = p.qparams
         top = np.asarray(p.amax, np.float32)
         own = t.format.algo == "FP8"
-        out[t.module] = dataclasses.replace(t, amax=top if own else None, second_amax=p.amax)
+        out[t.module] = dataclasses.replace(t, amax=top if own else None, global_amax=p.amax)
     return out

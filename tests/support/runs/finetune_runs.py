@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megtool.commands.finetune import finetune
+from megtool import finetune
 from megtool.commands.finetune_report import FinetuneReport
 from megtool.train.run_log import read_log
 
@@ -41,7 +41,7 @@ def tune(model: Path | str, folder: Path | str, data: Path | str, **more: Any) -
     return report
 
 
-def kill_and_go_on(
+def interrupt_and_resume(
     model: Path, data: Path, folder: Path, options: list[str], *, steps: int, lines: int
 ) -> None:
     """The same command in `ref`, and in `out`, where it is killed after some lines of its log and

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from megtool import reshard
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.reshard import reshard
 from megtool.errors import (
     DestinationError,
     MegtoolError,
     StorageError,
 )
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
-from tests.support.models.tiny_llama import contents, state
+from tests.support.folders import contents, file_states
 
 OLD = {"old.bin": b"old", "deep/older.bin": b"older"}
 
@@ -53,7 +53,7 @@ class Job:
     def check_end(self, where: object = None) -> None:
         assert contents(self.out) == self.expected, where
         assert sorted(p.name for p in self.root.iterdir()) == sorted([self.name, "source"]), where
-        assert state(self.root / "source") == self.source, where
+        assert file_states(self.root / "source") == self.source, where
 
 
 def strike(job: Job, fault: int | str, *, old: bool, every: int = 1, lasting: bool = False) -> None:
@@ -77,7 +77,7 @@ def strike(job: Job, fault: int | str, *, old: bool, every: int = 1, lasting: bo
             assert isinstance(e, Killed) or e.file, (where, e)
             assert contents(job.out) in (before, job.expected), where
         assert files.hit, where
-        assert state(job.root / "source") == job.source, where
+        assert file_states(job.root / "source") == job.source, where
         if contents(job.out) == job.expected and not old:
             with pytest.raises(DestinationError, match="exists"):
                 job.run()

@@ -16,7 +16,7 @@ from megtool.convert.rank_tensors import RankCoordinates
 from megtool.inference.rank_weights import Weights, decoder_of
 from megtool.reshard.open_source import open_source
 from megtool.reshard.source import CheckpointSource
-from tests.support.checkpoints.rank_slices import sliced
+from tests.support.checkpoints.rank_slices import slice_tensors
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -52,7 +52,7 @@ class Truth:
             divisible_by=vocab_multiple,
         )
         whole = self._carry(side, self._arrays, target)
-        return sliced(target, whole, config, parallel, seat)
+        return slice_tensors(target, whole, config, parallel, seat)
 
 
 def check(weights: Weights, want: Arrays) -> None:

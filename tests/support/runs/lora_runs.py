@@ -37,7 +37,7 @@ def load(path: Path, groups: ProcessGroups | None = None, **how: Any) -> tuple[l
     return stages, opened.model.family
 
 
-def noisy(lora: LoraFeature) -> None:
+def fill_adapters(lora: LoraFeature) -> None:
     """Give B something to say, the same at every layout."""
     whole = {}
     for n, matrix in enumerate(sorted(AdapterGather(lora.views).matrices, key=lambda m: m.name)):
@@ -66,7 +66,7 @@ def logits(stages: list[Decoder]) -> Tensor:
         return stages[0](Batch(tokens_BS=TOKENS)).clone()
 
 
-def same_as_peft(base: Path, folder: Path, settings: LoraSettings) -> None:
+def assert_same_as_peft(base: Path, folder: Path, settings: LoraSettings) -> None:
     """peft computes what we do with an adapter that we wrote, and so do both when it is merged."""
     peft = pytest.importorskip("peft", reason="the peft package is the oracle")
     transformers = pytest.importorskip("transformers")
@@ -74,7 +74,7 @@ def same_as_peft(base: Path, folder: Path, settings: LoraSettings) -> None:
     plain = logits(stages)
     lora = LoraFeature(stages, settings, kind, str(base))
     assert torch.equal(logits(stages), plain)  # B is zero
-    noisy(lora)
+    fill_adapters(lora)
     ours = logits(stages)
     assert (ours - plain).abs().max() > 1e-2
     write(lora, None, folder)
@@ -105,7 +105,7 @@ def step(stages: list[Decoder], optimizer: Optimizer, number: int) -> None:
         optimizer.wait_for_parameters()
 
 
-def made(
+def make_training(
     path: Path, groups: ProcessGroups, *, sharded: bool, dropout: float = 0.0, **how: Any
 ) -> tuple[list[Decoder], LoraFeature, Optimizer]:
     stages, family = load(path, groups, **how)

@@ -22,9 +22,9 @@ from megtool.reshard.open_source import open_source
 from megtool.reshard.source import CheckpointSource
 from megtool.train.build_model import load_for_training
 from megtool.train.checkpointing.megatron_template import make_save_template
+from megtool.train.checkpointing.protocol import SaveMetadata
 from megtool.train.checkpointing.resume import ResumedRun, resume
 from megtool.train.checkpointing.save import TorchDistSaver
-from megtool.train.checkpointing.save_metadata import SaveMetadata
 
 ROWS, LENGTH = 4, 8
 
@@ -88,7 +88,9 @@ class Trained:
             bucket_size=self.optimizer.bucket_size,
             grad_dtype="float32" if self.optimizer.sums_in_fp32 else self.kind.name,
         )
-        return TorchDistSaver(folder, template, self.groups, optimizer_format=kind, fsync=False, **how)
+        return TorchDistSaver(
+            folder, template, self.groups, optimizer_format=kind, fsync=False, **how
+        )
 
     def save(self, saver: TorchDistSaver, iteration: int, **how: Any) -> float:
         extras = SaveMetadata(

@@ -16,7 +16,7 @@ from megtool.model.param_attributes import finish_gradients, sum_over_replicas
 from megtool.model.pipeline import PipelineSchedule, build_stages, forward_stages
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.worlds import moe_layouts
-from tests.support.worlds.moe_layouts import DENSE, SIZES, part
+from tests.support.worlds.moe_layouts import DENSE, SIZES, rank_part
 
 ROWS, LENGTH = 4, 16
 LONG = {
@@ -108,7 +108,7 @@ def compare(
     mine = [(key, p) for stage in stages for key, p in stage.named_parameters()]
     with torch.no_grad():
         for key, p in mine:
-            p.copy_(part(key, full[key], one.config, groups))
+            p.copy_(rank_part(key, full[key], one.config, groups))
         logits = one(batch)
         got = forward_stages(stages, rows(batch, groups), everywhere=True)
         last = forward_stages(stages, rows(batch, groups), last_only=True, everywhere=True)
@@ -141,7 +141,7 @@ def compare(
         if want is None:
             continue
         assert p.grad is not None, key
-        part_of = part(key, want, one.config, groups)
+        part_of = rank_part(key, want, one.config, groups)
         out[key] = float((p.grad - part_of).abs().max()) / max(least, float(want.abs().max()))
     return out
 

@@ -23,11 +23,11 @@ from megtool.model.param_attributes import finish_gradients, sum_over_replicas
 from megtool.model.pipeline import PipelineSchedule, forward_stages
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.runs.loading import source_of
-from tests.support.worlds.moe_layouts import part
+from tests.support.worlds.moe_layouts import rank_part
 
 ROWS, LENGTH, VOCABULARY = 4, 14, 101
 PROMPT = 11
-Found = dict[str, float]
+Differences = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def valid() -> Tensor:
     return torch.arange(LENGTH) >= LENGTH - widths[:, None]
 
 
-def decoded(decoder: Decoder, groups: ProcessGroups) -> Tensor:
+def decode_logits(decoder: Decoder, groups: ProcessGroups) -> Tensor:
     """Logits of this rank's rows with padding on the left, token by token at the end."""
     tokens, real = (
         t.chunk(groups.dp.size)[groups.dp.rank] for t in (tokens_and_labels()[0], valid())
@@ -110,11 +110,11 @@ def answer_of(decoder: Decoder, groups: ProcessGroups) -> Answer:
     if groups.dp.handle is not None:
         dist.all_reduce(loss, group=groups.dp.handle)
     gradients = {n: p.grad for n, p in decoder.named_parameters() if p.grad is not None}
-    steps = None if decoder.sequence_parallel else decoded(decoder, groups)
+    steps = None if decoder.sequence_parallel else decode_logits(decoder, groups)
     return Answer(logits=logits, decoded=steps, loss=float(loss), gradients=gradients)
 
 
-def differences(job: Job, groups: ProcessGroups) -> Found:
+def differences(job: Job, groups: ProcessGroups) -> Differences:
     """How far this rank is from one process; gradients as a share of their tensor's largest.
 
     Tensors whose gradients are nothing beside the others (a bias of keys moves no softmax) are
@@ -140,18 +140,18 @@ def differences(job: Job, groups: ProcessGroups) -> Found:
         if "word_embeddings" in name or "output_layer" in name:  # each rank's padding is a part
             rows = decoder.padded_vocab - whole.shape[0]
             whole = functional.pad(whole, (0, 0, 0, rows))
-        mine = part(name, whole, decoder.config, groups)
+        mine = rank_part(name, whole, decoder.config, groups)
         own = got.gradients[name]
         assert own.shape == mine.shape, name
         found[name] = float((own - mine).abs().max()) / max(least, float(whole.abs().max()))
     return found
 
 
-def compare(rank: int, size: int, jobs: list[Job]) -> dict[str, Found]:
+def compare(rank: int, size: int, jobs: list[Job]) -> dict[str, Differences]:
     """All differences of all jobs on this rank."""
     dist.init_process_group("gloo")
     made: dict[str, ProcessGroups] = {}
-    out: dict[str, Found] = {}
+    out: dict[str, Differences] = {}
     for job in jobs:
         key = str(sorted(job.layout.items()))
         groups = made.get(key) or ProcessGroups.start(ParallelConfig(**job.layout))

@@ -80,7 +80,7 @@ def config_of(name: str) -> ModelConfig:
     return ModelConfig(**SIZES | MODELS[name])
 
 
-def whole(name: str) -> Decoder:
+def whole_model(name: str) -> Decoder:
     """All of a model in one process, with the same random weights everywhere."""
     decoder = Decoder(config_of(name), device="cpu", vocab_multiple=64)
     generator = torch.Generator().manual_seed(0)
@@ -92,7 +92,7 @@ def whole(name: str) -> Decoder:
     return decoder
 
 
-def part(key: str, tensor: Tensor, config: ModelConfig, groups: ProcessGroups) -> Tensor:
+def rank_part(key: str, tensor: Tensor, config: ModelConfig, groups: ProcessGroups) -> Tensor:
     """What this rank holds of a parameter, by the rules that checkpoints are cut by."""
     is_glu = config.gated and "linear_fc1" in key and "layer_norm" not in key
     rule = rule_of(key, is_glu)
@@ -112,7 +112,7 @@ def compare(name: str, parallel: ParallelConfig, *, sequence_parallel: bool, odd
     """
     groups = ProcessGroups.start(parallel)
     config, dp = config_of(name), groups.dp
-    one = whole(name)
+    one = whole_model(name)
     made = Decoder(
         config,
         groups,
@@ -121,7 +121,8 @@ def compare(name: str, parallel: ParallelConfig, *, sequence_parallel: bool, odd
         sequence_parallel=sequence_parallel,
     )
     made.load_state_dict(
-        {n: part(n, p, config, groups).clone() for n, p in one.state_dict().items()}, strict=True
+        {n: rank_part(n, p, config, groups).clone() for n, p in one.state_dict().items()},
+        strict=True,
     )
     generator = torch.Generator().manual_seed(1)
     shape = (dp.size, 8 - odd)
@@ -141,7 +142,7 @@ def compare(name: str, parallel: ParallelConfig, *, sequence_parallel: bool, odd
             assert p.grad is None or not p.grad.any()
             continue
         assert p.grad is not None, key
-        want = part(key, whole_grad, config, groups)
+        want = rank_part(key, whole_grad, config, groups)
         scale = max(1.0, float(want.abs().max()))
         found[f"gradient of {key}"] = float((p.grad - want).abs().max()) / scale
     with torch.no_grad():

@@ -16,7 +16,7 @@ from megtool.model.pipeline import PipelineSchedule, build_stages
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ProcessGroups
-from tests.support.worlds.moe_layouts import DENSE, part
+from tests.support.worlds.moe_layouts import DENSE, rank_part
 
 ROWS, TOKENS = 8, 6
 VOCAB: int = DENSE["vocab_size"]
@@ -118,7 +118,7 @@ def stages_of(
     for stage in stages:
         stage.load_state_dict(
             {
-                key: part(key, values[key], MODELS[name], groups).clone()
+                key: rank_part(key, values[key], MODELS[name], groups).clone()
                 for key in stage.state_dict()
             }
         )

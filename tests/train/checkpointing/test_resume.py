@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
+from megtool import reshard, verify
 from megtool.config import ParallelConfig
 from megtool.errors import MappingError
 from tests.support.checkpoints.trained import config, write

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from megtool import verify
 from megtool.checkpoint.formats.save_folder import find_iteration
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.verify import verify
 from megtool.errors import DestinationError, StorageError
 from megtool.train.checkpointing.save import TorchDistSaver
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from megtool import reshard, verify
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.random_state import is_rng_object
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.reshard.open_source import open_source
 from tests.support.checkpoints.trained import config, write
 from tests.support.models import tiny_llama

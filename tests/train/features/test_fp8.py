@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from megtool import reshard
 from megtool.checkpoint.containers.te_extra_state import decode
 from megtool.checkpoint.megatron_metadata import read_object
-from megtool.commands.reshard import reshard
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
@@ -26,7 +26,7 @@ from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.fp8_state.inspect import inspect_amax
 from megtool.reshard.open_source import open_source
-from megtool.train.checkpointing.save_metadata import SaveMetadata
+from megtool.train.checkpointing.protocol import SaveMetadata
 from megtool.train.features.fp8 import Fp8Feature
 from tests.support.models import tiny_llama
 from tests.support.runs.train_runs import Trained

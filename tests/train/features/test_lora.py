@@ -16,41 +16,42 @@ from megtool.model.lora import LoraSettings, adapters_of
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.features.lora import FOLDER, fingerprint_frozen_weights
 from megtool.train.features.peft_format import CONFIG_FILE
-from tests.support.models import dense_families
-from tests.support.runs.lora_runs import load, made, noisy, same_as_peft, state, step, write
+from tests.support.models.tiny_model import tiny_model
+from tests.support.runs.lora_runs import (
+    assert_same_as_peft,
+    fill_adapters,
+    load,
+    make_training,
+    state,
+    step,
+    write,
+)
 from tests.support.worlds.gloo_world import run_world
 
 SETTINGS = LoraSettings(rank=4, alpha=6.0, seed=3)
-FAMILIES = [
-    (*dense_families.LLAMA, dense_families.SIZES),
-    (*dense_families.QWEN2, dense_families.SIZES),
-    (*dense_families.PHI3, dense_families.SIZES),
-    (*dense_families.GPT2, dense_families.GPT2_SIZES),
-]
+FAMILIES = ["llama", "qwen2", "phi3", "gpt2"]
 
 
-def saved(folder: Path, name: str, sizes: dict[str, Any]) -> Path:
-    transformers = pytest.importorskip("transformers")
-    config_name = {"PHI3": "Phi3"}.get(name, name)
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{config_name}Config")(**sizes)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+def saved(folder: Path, family: str, **keys: Any) -> Path:
+    tiny_model(family, folder, **keys)
     return folder
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("llama"), "Llama", dense_families.SIZES)
+    return saved(tmp_path_factory.mktemp("llama"), "llama")
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f[0])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_peft_computes_the_same(family, tmp_path: Path) -> None:
-    base = saved(tmp_path / "base", family[2], family[3])
-    same_as_peft(base, tmp_path, SETTINGS)
+    base = saved(tmp_path / "base", family)
+    assert_same_as_peft(base, tmp_path, SETTINGS)
 
 
 def test_only_the_adapter_learns_and_a_run_goes_on_with_the_same_bits(llama, tmp_path) -> None:
-    stages, lora, optimizer = made(llama, ProcessGroups.alone(), sharded=False, dropout=0.2)
+    stages, lora, optimizer = make_training(
+        llama, ProcessGroups.alone(), sharded=False, dropout=0.2
+    )
     frozen = {n: t.clone() for n, t in stages[0].state_dict().items() if ".adapter." not in n}
     assert {f.name for f in optimizer.param_infos} == set(lora.views.tensors)
     for n in range(2):
@@ -60,7 +61,7 @@ def test_only_the_adapter_learns_and_a_run_goes_on_with_the_same_bits(llama, tmp
     write(lora, optimizer, tmp_path, 2)
     for n in range(2, 4):
         step(stages, optimizer, n)
-    again, other, theirs = made(llama, ProcessGroups.alone(), sharded=False, dropout=0.2)
+    again, other, theirs = make_training(llama, ProcessGroups.alone(), sharded=False, dropout=0.2)
     found = other.resume(tmp_path, theirs)
     assert (found.iteration, found.consumed_samples, theirs.num_steps) == (2, 8, 2)
     for n in range(2, 4):
@@ -74,12 +75,12 @@ def test_only_the_adapter_learns_and_a_run_goes_on_with_the_same_bits(llama, tmp
 
 
 def test_an_adapter_of_another_model_is_refused(llama, tmp_path) -> None:
-    _, lora, optimizer = made(llama, ProcessGroups.alone(), sharded=False)
+    _, lora, optimizer = make_training(llama, ProcessGroups.alone(), sharded=False)
     with pytest.raises(CheckpointError, match="no adapter to go on with"):
         lora.resume(tmp_path, optimizer)
     write(lora, optimizer, tmp_path)
-    other = saved(tmp_path / "other", "Llama", dense_families.SIZES | {"tie_word_embeddings": True})
-    _, theirs, optimizer = made(other, ProcessGroups.alone(), sharded=False)
+    other = saved(tmp_path / "other", "llama", tie_word_embeddings=True)
+    _, theirs, optimizer = make_training(other, ProcessGroups.alone(), sharded=False)
     with torch.no_grad():
         next(adapters_of(theirs.stages[0]))[1].weight.add_(0.1)
     theirs._fingerprint = fingerprint_frozen_weights(theirs.stages)
@@ -91,10 +92,10 @@ def on_ranks(
     rank: int, size: int, path: str, layout: dict[str, int], sp: bool
 ) -> dict[str, Tensor]:
     groups = ProcessGroups.start(ParallelConfig(**layout))
-    stages, lora, optimizer = made(
+    stages, lora, optimizer = make_training(
         Path(path), groups, sharded=groups.dp.size > 1, dropout=0.25, sequence_parallel=sp
     )
-    noisy(lora)
+    fill_adapters(lora)
     optimizer.reload_parameters()
     for n in range(3):
         step(stages, optimizer, n)
@@ -131,13 +132,13 @@ def test_frozen_weights_are_known_again_at_every_layout(llama, layout) -> None:
 
 def resumed_on_ranks(rank: int, size: int, path: str, folder: str) -> dict[str, Tensor]:
     groups = ProcessGroups.start(ParallelConfig(dp=2))
-    _, lora, optimizer = made(Path(path), groups, sharded=True)
+    _, lora, optimizer = make_training(Path(path), groups, sharded=True)
     lora.resume(Path(folder), optimizer)
     return state(lora, optimizer)
 
 
 def test_state_goes_from_one_process_to_two_replicas(llama, tmp_path) -> None:
-    stages, lora, optimizer = made(llama, ProcessGroups.alone(), sharded=False)
+    stages, lora, optimizer = make_training(llama, ProcessGroups.alone(), sharded=False)
     step(stages, optimizer, 0)
     write(lora, optimizer, tmp_path)
     before = state(lora, optimizer)

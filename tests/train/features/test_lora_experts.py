@@ -16,13 +16,15 @@ from megtool.model.cache import ContiguousCache
 from megtool.model.lora import LoraSettings
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.features.lora import LoraFeature
+from tests.support.models import moe_models
+from tests.support.models.tiny_model import tiny_model
 from tests.support.runs.lora_runs import (
     TOKENS,
+    assert_same_as_peft,
+    fill_adapters,
     load,
     logits,
-    made,
-    noisy,
-    same_as_peft,
+    make_training,
     state,
     step,
     write,
@@ -52,15 +54,8 @@ SLOW: list[tuple[str, tuple[str, ...]]] = [
 
 
 def saved(folder: Path, case: str) -> Path:
-    import transformers
-
-    from tests.support.models import moe_models
-
-    _, name, extra = moe_models.CASES[case]
-    torch.manual_seed(0)
-    kind = f"{name}TextConfig" if name == "Llama4" else f"{name}Config"
-    config = getattr(transformers, kind)(**{**moe_models.SIZES, **extra})
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    family, _, keys = moe_models.CASES[case]
+    tiny_model(family, folder, sizes=moe_models.SIZES, **keys)
     return folder
 
 
@@ -74,12 +69,12 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_peft_computes_the_same(case, roles, tmp_path: Path) -> None:
     base = saved(tmp_path / "base", case)
-    same_as_peft(base, tmp_path, LoraSettings(rank=4, alpha=6.0, seed=3, roles=roles))
+    assert_same_as_peft(base, tmp_path, LoraSettings(rank=4, alpha=6.0, seed=3, roles=roles))
 
 
 def test_latents_in_a_cache_see_the_adapter(deepseek: Path) -> None:
     stages, kind = load(deepseek)
-    noisy(LoraFeature(stages, LoraSettings(rank=4, alpha=6.0), kind, str(deepseek)))
+    fill_adapters(LoraFeature(stages, LoraSettings(rank=4, alpha=6.0), kind, str(deepseek)))
     whole = logits(stages)
     cache = ContiguousCache(stages[0].config, num_rows=2, max_tokens=16)
     with torch.inference_mode():
@@ -89,11 +84,11 @@ def test_latents_in_a_cache_see_the_adapter(deepseek: Path) -> None:
 
 
 def test_a_run_goes_on_with_the_same_bits(deepseek: Path, tmp_path: Path) -> None:
-    stages, lora, optimizer = made(deepseek, ProcessGroups.alone(), sharded=False)
+    stages, lora, optimizer = make_training(deepseek, ProcessGroups.alone(), sharded=False)
     for n in range(2):
         step(stages, optimizer, n)
     write(lora, optimizer, tmp_path, 2)
-    again, other, theirs = made(deepseek, ProcessGroups.alone(), sharded=False)
+    again, other, theirs = make_training(deepseek, ProcessGroups.alone(), sharded=False)
     assert other.resume(tmp_path, theirs).iteration == 2
     step(stages, optimizer, 2)
     step(again, theirs, 2)
@@ -117,8 +112,8 @@ LAYOUTS: list[tuple[dict[str, int], bool]] = [
 def learned(path: str, layout: dict[str, int], sp: bool) -> dict[str, Tensor]:
     groups = ProcessGroups.start(ParallelConfig(**layout)) if layout else ProcessGroups.alone()
     how: dict[str, Any] = {"sharded": groups.dp.size > 1, "sequence_parallel": sp}
-    stages, lora, optimizer = made(Path(path), groups, **how)
-    noisy(lora)
+    stages, lora, optimizer = make_training(Path(path), groups, **how)
+    fill_adapters(lora)
     optimizer.reload_parameters()
     for n in range(2):
         step(stages, optimizer, n)

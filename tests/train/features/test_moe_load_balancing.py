@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.errors import UsageError
-from megtool.model.batch import Batch, ForwardContext
+from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
+from megtool.model.forward_context import ForwardContext
 from megtool.model.moe_aux_loss import Balance, BalanceSettings, moved_bias
 from megtool.model.pipeline import PipelineSchedule
 from megtool.model.recompute import recompute

@@ -21,26 +21,26 @@ from megtool.quant.qparams import QParams
 from megtool.train.build_model import load_for_training
 from megtool.train.features.qat import QatFeature
 from tests.support.models import tiny_models
-from tests.support.quant.loaded import opened, randomised, settled
+from tests.support.quant.loaded import make_qparams, open_model_source, randomize
 
 TOKENS = torch.arange(48).view(2, 24) * 37 % 128
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return randomised(tiny_models.llama(tmp_path_factory.mktemp("qat") / "llama"))
+    return randomize(tiny_models.llama(tmp_path_factory.mktemp("qat") / "llama"))
 
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return randomised(tiny_models.moe(tmp_path_factory.mktemp("qat") / "moe"))
+    return randomize(tiny_models.moe(tmp_path_factory.mktemp("qat") / "moe"))
 
 
 def made(folder: Path, algo: str, **how: Any) -> tuple[Decoder, Any, QParams]:
     torch.set_num_threads(1)
-    source, modules, points = opened(folder)
+    source, modules, points = open_model_source(folder)
     (decoder,) = load_for_training(source, ProcessGroups.alone(), dtype="float32", threads=1)
-    return decoder, points, settled(modules, points, lambda _: algo, **how)
+    return decoder, points, make_qparams(modules, points, lambda _: algo, **how)
 
 
 def gradients(decoder: Decoder) -> tuple[float, dict[str, Tensor]]:

@@ -1,0 +1,148 @@
+"""Tiny models of every family by transformers' own classes, with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+GPT2_NAMES = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+WITHOUT_GROUPS = {"gpt2", "gpt_neox", "bert"}
+"""Families whose attention has as many heads of keys and values as of queries."""
+
+CLASSES: dict[str, tuple[str, str]] = {
+    "bert": ("MegatronBertForMaskedLM", "MegatronBertConfig"),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepseekV2Config"),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config"),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig"),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config"),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig"),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config"),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig"),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig"),
+    "granite": ("GraniteForCausalLM", "GraniteConfig"),
+    "llama": ("LlamaForCausalLM", "LlamaConfig"),
+    "llama4": ("Llama4ForCausalLM", "Llama4TextConfig"),
+    "mistral": ("MistralForCausalLM", "MistralConfig"),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig"),
+    "nemotron": ("NemotronForCausalLM", "NemotronConfig"),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config"),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config"),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig"),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config"),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig"),
+    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config"),
+    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config"),
+}
+"""transformers' model and configuration class of each family."""
+
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+BIASED = {"attention_bias": True}
+
+Fill = Callable[[Any], None]
+
+
+def sizes_of(family: str, sizes: Mapping[str, Any] = SIZES) -> dict[str, Any]:
+    """Sizes under the names that the family's configuration has for them."""
+    named = {
+        k: v for k, v in sizes.items() if family not in WITHOUT_GROUPS or k != "num_key_value_heads"
+    }
+    return {GPT2_NAMES.get(k, k): v for k, v in named.items()} if family == "gpt2" else named
+
+
+def tiny_config(family: str, *, sizes: Mapping[str, Any] = SIZES, **keys: Any) -> Any:
+    """A transformers configuration; `keys` replace or add to the sizes, and are passed as given."""
+    import transformers
+
+    return getattr(transformers, CLASSES[family][1])(**(sizes_of(family, sizes) | keys))
+
+
+def tiny_model(
+    family: str,
+    folder: Path | None = None,
+    *,
+    sizes: Mapping[str, Any] = SIZES,
+    seed: int = 0,
+    dtype: str = "float32",
+    fill: Fill | None = None,
+    model_class: str = "",
+    **keys: Any,
+) -> Any:
+    """A random model of transformers' own class, saved to `folder` if there is one.
+
+    Args:
+        family: A key of `CLASSES`.
+        folder: Where to save it as a Hugging Face folder, in one file.
+        sizes: Sizes under Llama's names, whatever the family calls them.
+        seed: Of the weights as transformers initializes them, and of what `fill` draws after.
+        dtype: Of the weights; `fill` writes into weights of this dtype.
+        fill: Replaces or changes the weights, so that norms and biases are random too.
+        model_class: Another class of the family than the one for causal language modeling.
+        keys: Other keys of the configuration.
+    """
+    import torch
+    import transformers
+
+    config = tiny_config(family, sizes=sizes, **keys)
+    torch.manual_seed(seed)
+    model = getattr(transformers, model_class or CLASSES[family][0])(config)
+    model.to(getattr(torch, dtype))
+    if fill is not None:
+        with torch.no_grad():
+            fill(model)
+    if folder is not None:
+        model.save_pretrained(folder)
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model class of a family, and keys of its tiny configuration in addition to the sizes."""
+
+    model_type: str
+    keys: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    model_class: str = ""
+
+    def __str__(self) -> str:
+        plain = (f"{k}={v}" for k, v in self.keys.items() if not isinstance(v, list | dict))
+        return f"{self.model_type}({self.name or ','.join(plain)})"
+
+    @property
+    def family(self) -> str:
+        """The converter of the family."""
+        return "llama" if self.model_type == "mistral" else self.model_type
+
+    @property
+    def model(self) -> str:
+        """The name of transformers' class."""
+        return self.model_class or CLASSES[self.model_type][0]
+
+    def config(self) -> Any:
+        """The transformers configuration."""
+        return tiny_config(self.model_type, **self.keys)
+
+    def build(self, folder: Path | None = None, **options: Any) -> Any:
+        """The model; `options` are those of `tiny_model`."""
+        return tiny_model(
+            self.model_type, folder, model_class=self.model_class, **options, **self.keys
+        )
