@@ -21,7 +21,7 @@ from megtool.number_formats.packed_parts import PackedPart
 from megtool.tensors.box import Boxes, Ints, cover_fault, outside
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes
 
-MOST_DIMS = 16
+MAX_DIMS = 16
 """Tensors of more dimensions are refused: checks take time and memory that double with each."""
 
 
@@ -74,7 +74,7 @@ class Extents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Located:
+class ShardOffsets:
     """Raw bytes of some shards: absolute file offsets, and strides where not row-major.
 
     `strides` maps a position in the request to the shard's element strides, for the rare shard
@@ -85,11 +85,11 @@ class Located:
     strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
-Locate = Callable[[NDArray[np.int64]], Located]
+LocateShards = Callable[[NDArray[np.int64]], ShardOffsets]
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
+class EncodedChunks:
     """Shards whose bytes are encoded in a way that only a library can decode: whole, into memory.
 
     `held` (bool, one per row of `Shards`) says which they are. `read` gives the raw row-major bytes
@@ -97,7 +97,7 @@ class Cells:
     no more than which file changed if they did, and about how much is read.
     """
 
-    held: NDArray[np.bool_]
+    mask: NDArray[np.bool_]
     read: Callable[[int], NDArray[np.uint8]]
 
 
@@ -133,14 +133,14 @@ class StoredPart:
     file: int
     offset: int
 
-    def facts(self) -> list[Any]:
+    def to_plain(self) -> list[Any]:
         """The same as plain values."""
         p = self.part
         return [p.role, p.dtype, p.shape, [(s.dim, s.per) for s in p.spans], self.file, self.offset]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetAside:
+class IgnoredTensor:
     """A stored tensor that has no meaning beside the decoded ones, and why."""
 
     name: str
@@ -166,14 +166,14 @@ class Catalogue:
     shards: Shards
     extents: Extents
     objects: dict[str, StoredObject] = field(default_factory=dict)
-    attachments: dict[str, Path] = field(default_factory=dict)
+    auxiliary_files: dict[str, Path] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     replicas: list[Replica] = field(default_factory=list)
     packed: dict[str, tuple[StoredPart, ...]] = field(default_factory=dict)
-    set_aside: list[SetAside] = field(default_factory=list)
+    ignored: list[IgnoredTensor] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    locate_contained: Locate | None = None
-    cells: Cells | None = None
+    locate_contained: LocateShards | None = None
+    encoded_chunks: EncodedChunks | None = None
     _index: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
@@ -199,17 +199,17 @@ class Catalogue:
         name = self.files[file].path
         return self.root / name if name else self.root
 
-    def cell_path(self, shard: int) -> Path:
+    def encoded_chunk_path(self, shard: int) -> Path:
         """What a cell is called where files are named by their path; no file has this one."""
         return self.root / f"{self.files[int(self.extents.file[shard])].path}#{shard}"
 
-    def locate(self, shards: NDArray[np.int64]) -> Located:
+    def locate(self, shards: NDArray[np.int64]) -> ShardOffsets:
         """Absolute offsets of the raw bytes of the given shards."""
         if self.extents.contained:
             if self.locate_contained is None:
                 raise ValueError(f"format {self.format!r} gave no way to locate contained shards")
             return self.locate_contained(shards)
-        return Located(offset=self.extents.offset[shards])
+        return ShardOffsets(offset=self.extents.offset[shards])
 
     def select(self, keep: Callable[[str], bool]) -> Catalogue:
         """The catalogue of those tensors whose name `keep` accepts; extents stay where they are."""
@@ -221,7 +221,7 @@ class Catalogue:
             self.shards.boxes[rows],
             self.shards.owner[rows],
         )
-        e, locate, cells = self.extents, self.locate_contained, self.cells
+        e, locate, chunks = self.extents, self.locate_contained, self.encoded_chunks
         return Catalogue(
             format=self.format,
             root=self.root,
@@ -235,7 +235,7 @@ class Catalogue:
                 contained=e.contained,
             ),
             objects=self.objects,
-            attachments=self.attachments,
+            auxiliary_files=self.auxiliary_files,
             metadata=self.metadata,
             replicas=[
                 replace(r, shard=int(np.searchsorted(rows, r.shard)))
@@ -243,10 +243,12 @@ class Catalogue:
                 if chosen[self.shards.tensor[r.shard]]
             ],
             packed={name: parts for name, parts in self.packed.items() if keep(name)},
-            set_aside=[s for s in self.set_aside if keep(s.name)],
+            ignored=[s for s in self.ignored if keep(s.name)],
             warnings=self.warnings,
             locate_contained=(lambda ids: locate(rows[ids])) if locate else None,
-            cells=Cells(cells.held[rows], lambda i: cells.read(int(rows[i]))) if cells else None,
+            encoded_chunks=EncodedChunks(chunks.mask[rows], lambda i: chunks.read(int(rows[i])))
+            if chunks
+            else None,
         )
 
     def check(self) -> None:
@@ -262,35 +264,35 @@ class Catalogue:
         shapes = padded_shapes(self.tensors, s.boxes.ndim)
         for row in outside(s.boxes, shapes[s.tensor])[:1].tolist():
             raise CoverageError(
-                f"a shard {_box(s.boxes, row)} lies outside its tensor of shape "
+                f"a shard {_format_box(s.boxes, row)} lies outside its tensor of shape "
                 f"{list(self.tensors[s.tensor[row]].shape)}",
                 file=self.path(int(e.file[row])),
                 tensor=self.tensors[s.tensor[row]].name,
             )
         self._check_extents()
-        rest = self._cut(shapes)
-        number = np.cumsum(rest) - 1
-        rows = np.flatnonzero(rest[s.tensor])
-        if fault := cover_fault(s.boxes[rows], shapes[rest], number[s.tensor[rows]]):
-            tensor = self.tensors[int(np.flatnonzero(rest)[fault.group])]
-            at = list(fault.index[: len(tensor.shape)])
+        is_split = self._is_split(shapes)
+        number = np.cumsum(is_split) - 1
+        rows = np.flatnonzero(is_split[s.tensor])
+        if fault := cover_fault(s.boxes[rows], shapes[is_split], number[s.tensor[rows]]):
+            tensor = self.tensors[int(np.flatnonzero(is_split)[fault.group])]
+            index = list(fault.index[: len(tensor.shape)])
             raise CoverageError(
-                f"element {at} is stored {fault.times} times ({fault.kind})"
+                f"element {index} is stored {fault.times} times ({fault.kind})"
                 if fault.times
-                else f"no shard holds element {at} ({fault.kind})",
+                else f"no shard holds element {index} ({fault.kind})",
                 file=self.root,
                 tensor=tensor.name,
                 hint="a shard file is missing, stale or from another checkpoint",
             )
 
-    def _cut(self, shapes: Ints) -> NDArray[np.bool_]:
+    def _is_split(self, shapes: Ints) -> NDArray[np.bool_]:
         """Which tensors are anything but one shard that is the whole: the rest needs no proof."""
         s = self.shards
-        whole: NDArray[np.bool_] = ((s.boxes.lo == 0) & (s.boxes.hi == shapes[s.tensor])).all(
+        is_full: NDArray[np.bool_] = ((s.boxes.lo == 0) & (s.boxes.hi == shapes[s.tensor])).all(
             axis=1
         )
         single: NDArray[np.bool_] = np.bincount(s.tensor, minlength=len(self.tensors)) == 1
-        single[s.tensor[~whole]] = False
+        single[s.tensor[~is_full]] = False
         return ~single
 
     def _check_tensors(self) -> None:
@@ -299,7 +301,7 @@ class Catalogue:
             if t.name in names:
                 raise FormatError("two tensors have this name", file=self.root, tensor=t.name)
             names.add(t.name)
-            if min(t.shape, default=0) < 0 or t.num_bytes >= 1 << 63 or len(t.shape) > MOST_DIMS:
+            if min(t.shape, default=0) < 0 or t.num_bytes >= 1 << 63 or len(t.shape) > MAX_DIMS:
                 raise FormatError(
                     f"no checkpoint can hold a tensor of shape {list(t.shape)}",
                     file=self.root,
@@ -311,9 +313,11 @@ class Catalogue:
         if not len(e):
             return
         sizes = np.array([f.size for f in self.files], np.int64)
-        cell = np.zeros(len(e), bool) if self.cells is None else self.cells.held
+        is_encoded = (
+            np.zeros(len(e), bool) if self.encoded_chunks is None else self.encoded_chunks.mask
+        )
         bad = (e.offset < 0) | (e.length < 0) | (e.offset > sizes[e.file] - e.length)
-        bad &= ~cell
+        bad &= ~is_encoded
         for row in np.flatnonzero(bad)[:1].tolist():
             raise FormatError(
                 f"bytes {int(e.offset[row])}+{int(e.length[row])} lie outside a file of "
@@ -325,18 +329,18 @@ class Catalogue:
         plain = np.array([t.packing is None for t in self.tensors], bool)[s.tensor]
         item = np.array([t.dtype.itemsize for t in self.tensors], np.int64)[s.tensor]
         needed = s.boxes.volume() * item
-        for row in np.flatnonzero(plain & ~cell & (e.length < needed))[:1].tolist():
+        for row in np.flatnonzero(plain & ~is_encoded & (e.length < needed))[:1].tolist():
             raise FormatError(
-                f"{int(e.length[row])} bytes are too few for a shard {_box(s.boxes, row)} of "
+                f"{int(e.length[row])} bytes are too few for a shard {_format_box(s.boxes, row)} of "
                 f"{int(needed[row])} bytes",
                 file=self.path(int(e.file[row])),
                 tensor=self.tensors[s.tensor[row]].name,
                 hint="the file is truncated, or belongs to another checkpoint",
             )
-        used = np.flatnonzero((e.length > 0) & ~cell)
+        used = np.flatnonzero((e.length > 0) & ~is_encoded)
         order = used[np.lexsort((e.offset[used], e.file[used]))]
-        same = e.file[order][1:] == e.file[order][:-1]
-        over = same & (e.offset[order][1:] < (e.offset + e.length)[order][:-1])
+        is_same_file = e.file[order][1:] == e.file[order][:-1]
+        over = is_same_file & (e.offset[order][1:] < (e.offset + e.length)[order][:-1])
         for k in np.flatnonzero(over)[:1].tolist():
             a, b = int(order[k]), int(order[k + 1])
             raise FormatError(
@@ -365,7 +369,7 @@ class Catalogue:
                 )
 
 
-def _box(boxes: Boxes, row: int) -> str:
+def _format_box(boxes: Boxes, row: int) -> str:
     pairs = zip(boxes.lo[row].tolist(), boxes.hi[row].tolist(), strict=True)
     return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in pairs) + "]"
 
@@ -382,10 +386,10 @@ class Destination:
 
     catalogue: Catalogue
     fragments: list[tuple[int, int, bytes]]
-    small: dict[str, bytes] = field(default_factory=dict)
-    last: dict[str, bytes] = field(default_factory=dict)
+    small_files: dict[str, bytes] = field(default_factory=dict)
+    final_files: dict[str, bytes] = field(default_factory=dict)
 
-    def all_small(self) -> Iterator[tuple[str, bytes]]:
+    def iter_small_files(self) -> Iterator[tuple[str, bytes]]:
         """Small files in the order in which they must be written."""
-        yield from self.small.items()
-        yield from self.last.items()
+        yield from self.small_files.items()
+        yield from self.final_files.items()

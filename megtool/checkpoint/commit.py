@@ -11,13 +11,13 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 
 from megtool.checkpoint import journal
-from megtool.checkpoint.destination_check import Place
+from megtool.checkpoint.destination_check import DestinationCheck
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.lock import Lock
+from megtool.checkpoint.storage.lock import LockFile
 from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
 
 
-class Stage:
+class StagingFolder:
     """The folder `.NAME.megtool` beside a destination, in which the future checkpoint is written.
 
     It holds `tree` (what will be renamed to the destination), `journal` (the units finished) and
@@ -53,7 +53,7 @@ class Stage:
         self.messages: list[str] = []
         self._fingerprint = fingerprint
         self._is_file = is_file
-        self._place = Place(
+        self._destination_check = DestinationCheck(
             files=files,
             path=self.destination,
             staging=self.staging,
@@ -64,11 +64,11 @@ class Stage:
         self._finished = 0
         self._renamed = self._committed = False
         self._cleared = False  # nothing worth keeping is staged by an earlier run
-        self._old = self.staging / "old"
-        self._made: list[Path] = []  # folders made above the destination, outermost first
+        self._replaced = self.staging / "old"
+        self._new_folders: list[Path] = []  # folders made above the destination, outermost first
         self._folders: set[Path] = set()
-        self._threads = threading.Lock()
-        self._lock: Lock | None = None
+        self._mutex = threading.Lock()
+        self._lock: LockFile | None = None
         self._journal: journal.Journal | None = None
 
     # ---- before the first byte
@@ -80,13 +80,13 @@ class Stage:
             DestinationError: it exists, has the wrong kind, cannot be replaced, is inside a source,
                 holds one, or cannot be written.
         """
-        self._place.check_surroundings()
-        self._place.check_free()
+        self._destination_check.check_surroundings()
+        self._destination_check.check_free()
 
-    def __enter__(self) -> Stage:
-        self._place.check_surroundings()
+    def __enter__(self) -> StagingFolder:
+        self._destination_check.check_surroundings()
         if self.files.lstat(self.staging) is None:
-            self._place.check_free()
+            self._destination_check.check_free()
         try:
             self._lock = self._acquire()
             self._recover()
@@ -103,20 +103,20 @@ class Stage:
             StorageError: it does not.
         """
         files, _ = self.files.tree(self.tree)
-        there = sum(found.st_blocks * 512 for f in files if (found := self.files.lstat(f)))
+        staged = sum(status.st_blocks * 512 for f in files if (status := self.files.lstat(f)))
         free = self.files.free_space(self.staging)
-        if num_bytes - there > free:
+        if num_bytes - staged > free:
             raise StorageError(
-                f"not enough space: {num_bytes - there:,} bytes needed, {free:,} free",
+                f"not enough space: {num_bytes - staged:,} bytes needed, {free:,} free",
                 file=self.destination,
                 hint="free some space or choose a destination on another disk",
             )
 
     # ---- entering
 
-    def _acquire(self) -> Lock:
-        lock = Lock(self.files, self.staging / "lock", self._make_staging)
-        if not lock.certain:
+    def _acquire(self) -> LockFile:
+        lock = LockFile(self.files, self.staging / "lock", self._make_staging)
+        if not lock.is_certain:
             self.messages.append(
                 f"{self.staging} is on a file system without locks: make sure that no second run "
                 "writes the same destination"
@@ -127,22 +127,22 @@ class Stage:
         missing = [p for p in self.destination.parents if self.files.stat(p) is None]
         for folder in reversed(missing):
             if self.files.mkdir(folder):
-                self._made.append(folder)
+                self._new_folders.append(folder)
         self.files.mkdir(self.staging)
 
     def _recover(self) -> None:
         """Take over, or clear away, what an earlier run left."""
-        record = journal.read(self.files, self.staging / "journal")
+        record = journal.read_journal(self.files, self.staging / "journal")
         self._cleared = not (record and record.finished)
         self._put_old_back(record)
         staged = self._staged_inode()
         if record and record.commit is not None and record.commit != staged:
             # It was stopped after the rename: what is staged, if anything, is the old checkpoint.
-            found = self.files.stat(self.destination)
-            self._renamed = found is not None and record.commit == found.st_ino
+            current = self.files.stat(self.destination)
+            self._renamed = current is not None and record.commit == current.st_ino
             self._clear()
             record = None
-        self._place.check_free(completed=self._renamed)
+        self._destination_check.check_free(completed=self._renamed)
         self._renamed = False
         if record and record.fingerprint != self._fingerprint:
             self.messages.append(
@@ -159,31 +159,31 @@ class Stage:
             self._clear()
             record = None
         self.files.mkdir(self.tree)
-        record = record or journal.Record(fingerprint=self._fingerprint)
+        record = record or journal.JournalRecord(fingerprint=self._fingerprint)
         self._journal = journal.Journal(self.files, self.staging / "journal", record)
         self.notes = record.finished
         self.resumed = set(record.finished)
         if self.resumed:
             self.messages.append(f"resuming: {len(self.resumed)} parts are finished already")
 
-    def _put_old_back(self, record: journal.Record | None) -> None:
+    def _put_old_back(self, record: journal.JournalRecord | None) -> None:
         """Undo the first of two renames, if an earlier run was stopped between them."""
-        if self.files.lstat(self._old) is None:
+        if self.files.lstat(self._replaced) is None:
             return
-        found = self.files.stat(self.destination)
-        if found is None:
-            self.files.rename(self._old, self.destination)
+        current = self.files.stat(self.destination)
+        if current is None:
+            self.files.rename(self._replaced, self.destination)
             self.files.fsync_dir(self.destination.parent)
-        elif record is None or record.commit != found.st_ino:
+        elif record is None or record.commit != current.st_ino:
             raise DestinationError(
-                f"an interrupted run left the former contents in {str(self._old)!r}",
+                f"an interrupted run left the former contents in {str(self._replaced)!r}",
                 file=self.destination,
                 hint="move or remove that folder first",
             )
 
     def _staged_inode(self) -> int | None:
-        found = self.files.lstat(self.path("") if self._is_file else self.tree)
-        return None if found is None else found.st_ino
+        status = self.files.lstat(self.path("") if self._is_file else self.tree)
+        return None if status is None else status.st_ino
 
     # ---- writing
 
@@ -204,7 +204,7 @@ class Stage:
         if full.parent not in self._folders:
             for folder in reversed(full.relative_to(self.tree).parents):
                 self.files.mkdir(self.tree / folder)
-            with self._threads:
+            with self._mutex:
                 self._folders.add(full.parent)
         return full
 
@@ -231,8 +231,8 @@ class Stage:
 
     def finish(self, unit: int, note: str = "") -> None:
         """Remember that all bytes of a unit are written, with a note of one line. Thread-safe."""
-        self._entered().finish(unit, note)
-        with self._threads:
+        self._require_journal().finish(unit, note)
+        with self._mutex:
             self._finished += 1
 
     def flush(self, *, threads: int = 1) -> None:
@@ -253,9 +253,9 @@ class Stage:
             # succeed: nothing that is staged can be relied on.
             self._finished, self.resumed = 0, set()
             raise
-        self._entered().durable()
+        self._require_journal().durable()
 
-    def _entered(self) -> journal.Journal:
+    def _require_journal(self) -> journal.Journal:
         if self._journal is None:
             raise RuntimeError("a Stage is used inside `with`")
         return self._journal
@@ -273,7 +273,7 @@ class Stage:
             StorageError: the system refused; the destination is what it was, unless the very last
                 flush of its name failed.
         """
-        record = self._entered()
+        record = self._require_journal()
         if fsync:
             self.flush(threads=threads)
         staged = self._staged_inode()
@@ -283,11 +283,13 @@ class Stage:
         if fsync:
             self.files.fsync(self.staging / "journal")
             self.files.fsync_dir(self.staging)
-        self._place.check_free()
+        self._destination_check.check_free()
         self._rename()
         self._renamed = True
         if fsync:
-            outermost = self._made[0].parent if self._made else self.destination.parent
+            outermost = (
+                self._new_folders[0].parent if self._new_folders else self.destination.parent
+            )
             for folder in self.destination.parents:
                 self.files.fsync_dir(folder)
                 if folder == outermost:
@@ -299,21 +301,21 @@ class Stage:
         except StorageError as e:
             self.messages.append(f"the checkpoint is complete, but left-overs remain: {e.message}")
             with contextlib.suppress(StorageError):
-                self._let_go()
+                self._release()
 
     def _rename(self) -> None:
-        here, files = self.destination, self.files
-        found = files.stat(here)
+        destination, files = self.destination, self.files
+        current = files.stat(destination)
         if self._is_file:
-            files.rename(self.path(""), here, replace=found is not None)
-        elif found is None or not files.names(here):
-            files.rename(self.tree, here)
-        elif not files.exchange(self.tree, here):
-            files.rename(here, self._old)
+            files.rename(self.path(""), destination, replace=current is not None)
+        elif current is None or not files.names(destination):
+            files.rename(self.tree, destination)
+        elif not files.exchange(self.tree, destination):
+            files.rename(destination, self._replaced)
             try:
-                files.rename(self.tree, here)
+                files.rename(self.tree, destination)
             except BaseException:
-                files.rename(self._old, here)
+                files.rename(self._replaced, destination)
                 raise
 
     def __exit__(
@@ -336,7 +338,7 @@ class Stage:
             if self._lock is not None and not keep:
                 self._discard()
         finally:
-            self._let_go()
+            self._release()
             self._remove_folders()
 
     def describe_resume(self) -> str:
@@ -355,18 +357,18 @@ class Stage:
         """Remove the staging folder; the lock goes last, for other runs may wait for it."""
         self._clear()
         self.files.remove(self.staging / "lock")
-        self._let_go()
+        self._release()
         self._remove_folders()
 
     def _remove_folders(self) -> None:
         if self.files.remove_empty(self.staging) and not self._renamed:
-            for folder in reversed(self._made):
+            for folder in reversed(self._new_folders):
                 self.files.remove_empty(folder)
 
     def _clear(self) -> None:
         """Empty the staging folder but for the lock."""
         if self._renamed:
-            self.files.remove(self._old)
+            self.files.remove(self._replaced)
         else:
             self._put_old_back(None)
         self._close_journal()
@@ -379,7 +381,7 @@ class Stage:
         if record is not None:
             record.close()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         lock, self._lock = self._lock, None
         try:
             self._close_journal()

@@ -11,17 +11,17 @@ import numpy as np
 
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
-from megtool.checkpoint.transport.quantized_decode import take_in
-from megtool.checkpoint.transport.shard_locator import Locator, Side
+from megtool.checkpoint.transport.quantized_decode import open_tile_reader
+from megtool.checkpoint.transport.shard_locator import FileView, ShardLocator
 from megtool.checkpoint.transport.strided import Array, Buffers
-from megtool.checkpoint.transport.tile import Index, shaped
+from megtool.checkpoint.transport.tile import Index, shaped_buffer
 from megtool.dtypes import DType
 from megtool.tensors.box import numel, strides
 from megtool.tensors.placement import Placement, pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
+class TargetRegion:
     """A box of a target tensor."""
 
     stored: str
@@ -42,7 +42,7 @@ class Region:
         )
 
 
-class Feed(Protocol):
+class TensorFeed(Protocol):
     """A part of a plan that computes what it writes; done, journaled and verified whole.
 
     All that decides its bytes is in `reads`, `writes` and `facts`, so that a run that was killed
@@ -54,7 +54,7 @@ class Feed(Protocol):
         """The canonical tensors of the first source that it is made of."""
 
     @property
-    def writes(self) -> tuple[Region, ...]:
+    def writes(self) -> tuple[TargetRegion, ...]:
         """What it fills, every element once; nothing else may write there."""
 
     @property
@@ -62,17 +62,17 @@ class Feed(Protocol):
         """Bytes of what it fills."""
 
     @property
-    def facts(self) -> bytes:
+    def identity(self) -> bytes:
         """What else decides what is written."""
 
-    def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
+    def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """The number of a region, an index from its beginning, and elements to be put there.
 
         Elements are unsigned integers as wide as the tensor's, and are done with at the next step.
         """
 
 
-class Taking:
+class RegionReader:
     """Gives a feed the tensors it reads, in one thread, by buffers that are used again.
 
     `overflowed` counts, by stored tensor, numbers that a cast on the way made infinite; a feed that
@@ -81,21 +81,21 @@ class Taking:
 
     def __init__(
         self,
-        locator: Locator,
+        locator: ShardLocator,
         files: Files,
-        opened: OpenFiles,
+        open_files: OpenFiles,
         buffers: Buffers,
         *,
         tile_bytes: int,
     ) -> None:
-        self._locator, self._files, self._opened = locator, files, opened
+        self._locator, self._files, self._opened = locator, files, open_files
         self._buffers = buffers
         self.tile_bytes = tile_bytes
         self.overflowed: Counter[str] = Counter()
 
-    def run(self, placement: Placement, dtype: DType) -> Run:
+    def open(self, placement: Placement, dtype: DType) -> ElementReader:
         """A canonical tensor, decoded and cast to `dtype`."""
-        return Run(
+        return ElementReader(
             self._locator,
             self._files,
             self._opened,
@@ -106,19 +106,19 @@ class Taking:
             self.tile_bytes,
         )
 
-    def stored(self, placement: Placement) -> Run:
+    def open_stored(self, placement: Placement) -> ElementReader:
         """A tensor in the type it is stored in: its bits, whatever they mean."""
-        return self.run(placement, self._locator.catalogue[placement.stored].dtype)
+        return self.open(placement, self._locator.catalogue[placement.stored].dtype)
 
 
-class Run:
+class ElementReader:
     """One tensor in the row-major order of its elements, whatever its view. Use in `with`."""
 
     def __init__(
         self,
-        locator: Locator,
+        locator: ShardLocator,
         files: Files,
-        opened: OpenFiles,
+        open_files: OpenFiles,
         buffers: Buffers,
         placement: Placement,
         dtype: DType,
@@ -128,10 +128,10 @@ class Run:
         catalogue = locator.catalogue
         self._shape, self._dtype, self._buffers = placement.shape, dtype, buffers
         self._stored, self._overflowed = placement.stored, overflowed
-        self._intake = take_in(
-            side_of(locator, placement),
+        self._tiles = open_tile_reader(
+            locate_whole(locator, placement),
             files,
-            opened,
+            open_files,
             buffers,
             source=catalogue[placement.stored],
             target=dtype,
@@ -140,36 +140,36 @@ class Run:
 
     def read(self, first: int, end: int) -> Array:
         """The elements `first:end` as `DType.view` holds them, in memory the next call reuses."""
-        boxes = list(boxes_of(self._shape, first, end))
+        boxes = list(iter_boxes(self._shape, first, end))
         if len(boxes) == 1:
-            return self._intake.tile(*boxes[0]).reshape(-1).view(self._dtype.view)
-        out = shaped(self._buffers, "run", (end - first,), self._dtype.itemsize)
-        at = 0
+            return self._tiles.tile(*boxes[0]).reshape(-1).view(self._dtype.view)
+        out = shaped_buffer(self._buffers, "run", (end - first,), self._dtype.itemsize)
+        offset = 0
         for lo, hi in boxes:
-            tile = self._intake.tile(lo, hi).reshape(-1)
-            out[at : at + tile.size] = tile
-            at += tile.size
+            tile = self._tiles.tile(lo, hi).reshape(-1)
+            out[offset : offset + tile.size] = tile
+            offset += tile.size
         return out.view(self._dtype.view)
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> ElementReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._intake.close()
-        if self._intake.overflowed:
-            self._overflowed[self._stored] += self._intake.overflowed
+        self._tiles.close()
+        if self._tiles.overflowed:
+            self._overflowed[self._stored] += self._tiles.overflowed
 
 
-def side_of(locator: Locator, placement: Placement) -> Side:
+def locate_whole(locator: ShardLocator, placement: Placement) -> FileView:
     """Where all of a tensor lies that is placed in a stored one."""
     catalogue = locator.catalogue
     number = catalogue.index[placement.stored]
-    of = catalogue.shards.of(number)
-    rows, boxes = pieces(placement, catalogue.shards.boxes[of])
-    return locator.side(placement, number, rows.astype(np.int64) + of.start, boxes)
+    shards = catalogue.shards.of(number)
+    rows, boxes = pieces(placement, catalogue.shards.boxes[shards])
+    return locator.locate(placement, number, rows.astype(np.int64) + shards.start, boxes)
 
 
-def boxes_of(shape: Index, first: int, end: int) -> Iterator[tuple[Index, Index]]:
+def iter_boxes(shape: Index, first: int, end: int) -> Iterator[tuple[Index, Index]]:
     """A range of the row-major order of `shape` as boxes, in order."""
     step = strides(shape)
     if not shape and first < end:
@@ -184,6 +184,6 @@ def boxes_of(shape: Index, first: int, end: int) -> Iterator[tuple[Index, Index]
         first += count * step[d]
 
 
-def region_bytes(region: Region, itemsize: int) -> int:
+def count_region_bytes(region: TargetRegion, itemsize: int) -> int:
     """Bytes of a box."""
     return itemsize * numel(region.placement.shape)

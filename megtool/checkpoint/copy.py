@@ -11,16 +11,16 @@ from typing import Protocol
 
 from megtool.checkpoint.digest import DigestMode, Digests
 from megtool.checkpoint.parallel_scan import run_in_threads
-from megtool.checkpoint.plan import Op, Plan
+from megtool.checkpoint.plan import Op, ReshardPlan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
-from megtool.checkpoint.transport.cast import needs_torch, one_torch_thread
-from megtool.checkpoint.transport.encoded_chunks import Readers
-from megtool.checkpoint.transport.reduce import reduced_in
-from megtool.checkpoint.transport.shard_locator import Locator
-from megtool.checkpoint.transport.strided import Peak
-from megtool.checkpoint.transport.work_units import Schedule, Tiled, Unit, units
-from megtool.checkpoint.transport.worker import Run, Worker
+from megtool.checkpoint.transport.cast import limit_torch_threads, needs_torch
+from megtool.checkpoint.transport.encoded_chunks import SourceFiles
+from megtool.checkpoint.transport.reduce import sum_dtype
+from megtool.checkpoint.transport.shard_locator import ShardLocator
+from megtool.checkpoint.transport.strided import PeakMemory
+from megtool.checkpoint.transport.work_units import TiledUnit, Unit, UnitSchedule, plan_units
+from megtool.checkpoint.transport.worker import CopyContext, Worker
 from megtool.console import several
 from megtool.dtypes import dtype
 from megtool.errors import CheckpointError, DigestError, listed
@@ -62,7 +62,7 @@ class CopyReport:
         )
 
 
-class Staging(Protocol):
+class StagingArea(Protocol):
     """Where a plan is carried out: a `Stage` on disk, or a `MemoryStage`."""
 
     @property
@@ -80,8 +80,8 @@ class Staging(Protocol):
 
 
 def execute(
-    plan: Plan,
-    stage: Staging,
+    plan: ReshardPlan,
+    stage: StagingArea,
     *,
     files: Files,
     threads: int = 1,
@@ -106,36 +106,36 @@ def execute(
     """
     began = time.monotonic()
     paths = [stage.create(f.path, f.size) for f in plan.target.catalogue.files]
-    target = Locator(plan.target.catalogue, paths)
+    target = ShardLocator(plan.target.catalogue, paths)
     with (
-        Readers(files, plan.sources) as readers,
+        SourceFiles(files, plan.sources) as readers,
         OpenFiles(files, writing=True) as writers,
-        one_torch_thread(_computes(plan)),
+        limit_torch_threads(_needs_torch(plan)),
     ):
         for file, offset, data in plan.target.fragments:
             with writers.use(paths[file]) as fd:
                 files.pwrite_all(fd, data, offset)
-        for path, data in plan.target.small.items():
+        for path, data in plan.target.small_files.items():
             stage.write(path, data)
-        run = Run(
+        run = CopyContext(
             plan=plan,
             files=files,
             readers=readers,
             writers=writers,
-            sources=[Locator(c) for c in plan.sources],
+            sources=[ShardLocator(c) for c in plan.sources],
             target=target,
-            digests=Digests(_digested(plan)),
+            digests=Digests(_digest_sizes(plan)),
             digest=digest,
             memory_bytes=memory_bytes // threads,
-            tile_bytes=usual_tile_bytes(),
-            peak=Peak(),
+            tile_bytes=default_tile_bytes(),
+            peak=PeakMemory(),
             progress=progress,
         )
-        todo = list(enumerate(units(plan, target, tiled_only=digest is DigestMode.ALL)))
-        alone = [u for u in todo if isinstance(u[1], Tiled) and u[1].woven]
+        todo = list(enumerate(plan_units(plan, target, tiled_only=digest is DigestMode.ALL)))
+        alone = [u for u in todo if isinstance(u[1], TiledUnit) and u[1].interleaved]
         try:
-            _work(run, stage, todo[: len(todo) - len(alone)], threads)
-            _work(run, stage, alone, 1)
+            _run_units(run, stage, todo[: len(todo) - len(alone)], threads)
+            _run_units(run, stage, alone, 1)
         except CheckpointError:
             for source in plan.sources:
                 source.check_unchanged()  # the reason behind it, perhaps
@@ -144,7 +144,7 @@ def execute(
         source.check_unchanged()
     _digest_empty(plan, run)
     _compare_digests(plan, run, expected or {})
-    for path, data in plan.target.last.items():
+    for path, data in plan.target.final_files.items():
         stage.write(path, data)
     return CopyReport(
         num_bytes=dict(run.num_bytes),
@@ -155,24 +155,24 @@ def execute(
         num_units=len(todo),
         verified=len(stage.resumed & {number for number, _ in todo}),
         repaired=run.repaired,
-        overflowed=_overflowed(run),
+        overflowed=_count_overflowed(run),
     )
 
 
-def _overflowed(run: Run) -> dict[str, int]:
+def _count_overflowed(run: CopyContext) -> dict[str, int]:
     """Numbers that became infinite, by stored tensor; what has several places is counted once."""
-    plan, seen = run.plan, set()
+    plan, counted = run.plan, set()
     out: Counter[str] = Counter()
     for number, n in sorted(run.overflowed.items()):
         entry = plan.entries[number]
-        at = entry.source_index, entry.source
-        if at not in seen:
-            seen.add(at)
+        key = entry.source_index, entry.source
+        if key not in counted:
+            counted.add(key)
             out[plan.source_tensor(entry).name] += n
     return dict(sorted((out + run.fed_overflowed).items()))
 
 
-def usual_tile_bytes() -> int:
+def default_tile_bytes() -> int:
     """Half of a core's second cache, within 256 KiB and 1 MiB: a tile is touched four times.
 
     Larger tiles also let threads wait less for each other's writes to one file. What the processor
@@ -186,38 +186,42 @@ def usual_tile_bytes() -> int:
     return min(max(size // 2, 256 * 1024), 1 << 20)
 
 
-def _work(run: Run, stage: Staging, todo: Sequence[tuple[int, Unit]], threads: int) -> None:
+def _run_units(
+    run: CopyContext, stage: StagingArea, todo: Sequence[tuple[int, Unit]], threads: int
+) -> None:
     """Do all units; the first error, or Ctrl-C, stops every thread and is raised."""
-    schedule = Schedule(todo)
+    schedule = UnitSchedule(todo)
 
     def work() -> None:
         worker = Worker(run)
-        while not run.stopped.is_set() and (taken := schedule.take()):
-            number, unit = taken
+        while not run.stopped.is_set() and (claimed := schedule.take()):
+            number, unit = claimed
             worker.do(unit, verify=number in stage.resumed)
-            schedule.finished(unit)
+            schedule.release(unit)
             if not run.stopped.is_set():
                 stage.finish(number)
 
     run_in_threads(work, min(threads, len(todo)), run.stopped)
 
 
-def _computes(plan: Plan) -> bool:
+def _needs_torch(plan: ReshardPlan) -> bool:
     """Whether torch will be needed."""
     single = dtype("float32")
     for e in plan.entries:
-        at, to = single, plan.target_tensor(e).dtype
+        source_dtype, target_dtype = single, plan.target_tensor(e).dtype
         if e.source is not None and not plan.source_tensor(e).packing:
-            at = plan.source_tensor(e).dtype
-        if e.op in (Op.CAST, Op.DECODE) and needs_torch(at, to):
+            source_dtype = plan.source_tensor(e).dtype
+        if e.op in (Op.CAST, Op.DECODE) and needs_torch(source_dtype, target_dtype):
             return True
-        between = reduced_in(to)
-        if e.op is Op.REDUCE and (needs_torch(at, between) or needs_torch(between, to)):
+        accumulated = sum_dtype(target_dtype)
+        if e.op is Op.REDUCE and (
+            needs_torch(source_dtype, accumulated) or needs_torch(accumulated, target_dtype)
+        ):
             return True
     return False
 
 
-def _digested(plan: Plan) -> dict[str, int]:
+def _digest_sizes(plan: ReshardPlan) -> dict[str, int]:
     """Bytes of every canonical tensor in the target's type."""
     return {
         e.canonical: numel(e.shape) * plan.target_tensor(e).dtype.itemsize
@@ -226,21 +230,21 @@ def _digested(plan: Plan) -> dict[str, int]:
     }
 
 
-def _digest_empty(plan: Plan, run: Run) -> None:
+def _digest_empty(plan: ReshardPlan, run: CopyContext) -> None:
     """A tensor without elements has a digest as well, though no bytes of it ever pass."""
     for e in plan.entries:
         if e.op is not Op.FILL and not numel(e.shape) and run.digest is not DigestMode.NONE:
             run.digests.add(e.canonical, 0, b"")
 
 
-def _compare_digests(plan: Plan, run: Run, expected: Mapping[str, int]) -> None:
+def _compare_digests(plan: ReshardPlan, run: CopyContext, expected: Mapping[str, int]) -> None:
     for e in plan.entries:
         if e.op is not Op.COPY or e.canonical not in expected:
             continue
-        found = run.digests.get(e.canonical)
-        if found is not None and found != expected[e.canonical]:
+        digest = run.digests.get(e.canonical)
+        if digest is not None and digest != expected[e.canonical]:
             raise DigestError(
-                f"the bytes read have the digest {found:08x}, "
+                f"the bytes read have the digest {digest:08x}, "
                 f"the source recorded {expected[e.canonical]:08x}",
                 file=plan.sources[e.source_index].root,
                 tensor=e.canonical,

@@ -15,14 +15,14 @@ from megtool.tensors.grouping import distinct
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
-_MANY = 4096
+_MAX_CACHED_CLAIMS = 4096
 
 _Steps = tuple[tuple[int, int], ...]
 _Axis = tuple[int, _Steps]
 
 
 def check_placements(
-    tensors: Sequence[GlobalTensor], placements: Iterable[Placement], *, whole: bool
+    tensors: Sequence[GlobalTensor], placements: Iterable[Placement], *, complete: bool
 ) -> None:
     """Every stored element is claimed at most once; with `whole`, exactly once.
 
@@ -43,17 +43,17 @@ def check_placements(
     proved = set[object]()
     for tensor in tensors:
         placed = by_stored.get(tensor.name, [])
-        if 0 in tensor.shape or not (placed or whole):
+        if 0 in tensor.shape or not (placed or complete):
             continue
         if len(placed) == 1 and placed[0].is_identity and placed[0].shape == tensor.shape:
             continue
         claims = [_claim(p, tensor, views) for p in placed]
         base = np.array([p.base for p in placed], np.int64).reshape(len(placed), len(tensor.shape))
-        same = (tensor.shape, tuple(map(id, claims)), base.tobytes())
-        if len(claims) < _MANY and same in proved:  # another layer, placed alike
+        signature = (tensor.shape, tuple(map(id, claims)), base.tobytes())
+        if len(claims) < _MAX_CACHED_CLAIMS and signature in proved:  # another layer, placed alike
             continue
-        _check(tensor, placed, claims, base, whole)
-        proved.add(same)
+        _check(tensor, placed, claims, base, complete)
+        proved.add(signature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,38 +100,40 @@ def _check(
     placed: Sequence[Placement],
     claims: Sequence[_Claim],
     base: Ints,
-    whole: bool,
+    complete: bool,
 ) -> None:
     end = base + np.array([c.end for c in claims], np.int64).reshape(base.shape)
-    bad = (base < 0) | (end >= np.array(tensor.shape, np.int64))
-    for row, d in np.argwhere(bad)[:1].tolist():
+    is_outside = (base < 0) | (end >= np.array(tensor.shape, np.int64))
+    for row, d in np.argwhere(is_outside)[:1].tolist():
         raise CoverageError(
             f"the mapping of {placed[row].canonical!r} reaches indices {int(base[row, d])} to "
             f"{int(end[row, d])} of a dimension of {tensor.shape[d]}",
             tensor=tensor.name,
         )
     if all(c.is_box for c in {id(c): c for c in claims}.values()):
-        _check_boxes(tensor, Boxes(base, end + 1), whole)
+        _check_boxes(tensor, Boxes(base, end + 1), complete)
     else:
-        at = base.tolist()
-        axes = [tuple(zip(at[k], c.steps, strict=True)) for k, c in enumerate(claims)]
-        _check_classes(tensor, axes, whole)
+        bases = base.tolist()
+        axes = [tuple(zip(bases[k], c.steps, strict=True)) for k, c in enumerate(claims)]
+        _check_classes(tensor, axes, complete)
 
 
-def _check_boxes(tensor: GlobalTensor, boxes: Boxes, whole: bool) -> None:
-    if whole:
+def _check_boxes(tensor: GlobalTensor, boxes: Boxes, complete: bool) -> None:
+    if complete:
         fault = cover_fault(boxes, np.array([tensor.shape], np.int64).reshape(1, boxes.ndim))
         if fault:
-            raise _claimed(tensor, fault.index, fault.times)
+            raise _claim_error(tensor, fault.index, fault.times)
         return
     i, j = join(boxes, boxes)
     for k in np.flatnonzero(i < j)[:1].tolist():
-        at = np.maximum(boxes.lo[i[k]], boxes.lo[j[k]])
-        times = int(((boxes.lo <= at) & (at < boxes.hi)).all(axis=1).sum())
-        raise _claimed(tensor, at.tolist(), times)
+        element = np.maximum(boxes.lo[i[k]], boxes.lo[j[k]])
+        times = int(((boxes.lo <= element) & (element < boxes.hi)).all(axis=1).sum())
+        raise _claim_error(tensor, element.tolist(), times)
 
 
-def _check_classes(tensor: GlobalTensor, claims: Sequence[tuple[_Axis, ...]], whole: bool) -> None:
+def _check_classes(
+    tensor: GlobalTensor, claims: Sequence[tuple[_Axis, ...]], complete: bool
+) -> None:
     classes, members = [], []
     for d, size in enumerate(tensor.shape):
         axes = sorted({c[d] for c in claims})
@@ -139,17 +141,17 @@ def _check_classes(tensor: GlobalTensor, claims: Sequence[tuple[_Axis, ...]], wh
         _, first, label = np.unique(
             np.packbits(masks, axis=0), axis=1, return_index=True, return_inverse=True
         )
-        own = [distinct(label.reshape(-1)[m]) for m in masks]
+        segments = [distinct(label.reshape(-1)[m]) for m in masks]
         number = {a: k for k, a in enumerate(axes)}
         classes.append(begin[first])
-        members.append([own[number[c[d]]] for c in claims])
+        members.append([segments[number[c[d]]] for c in claims])
     count = np.zeros([len(c) for c in classes], np.int32)
     for k in range(len(claims)):
         count[np.ix_(*[m[k] for m in members])] += 1
-    wrong = np.argwhere(count != 1 if whole else count > 1)
+    wrong = np.argwhere(count != 1 if complete else count > 1)
     if len(wrong):
-        at = [int(classes[d][i]) for d, i in enumerate(wrong[0])]
-        raise _claimed(tensor, at, int(count[tuple(wrong[0])]))
+        element = [int(classes[d][i]) for d, i in enumerate(wrong[0])]
+        raise _claim_error(tensor, element, int(count[tuple(wrong[0])]))
 
 
 def _masks(
@@ -183,7 +185,7 @@ def _runs(axis: _Axis) -> tuple[Ints, int]:
     return start, length
 
 
-def _claimed(tensor: GlobalTensor, at: Sequence[int], times: int) -> CoverageError:
+def _claim_error(tensor: GlobalTensor, element: Sequence[int], times: int) -> CoverageError:
     return CoverageError(
-        f"element {list(at)} is claimed {times} times by the mapping", tensor=tensor.name
+        f"element {list(element)} is claimed {times} times by the mapping", tensor=tensor.name
     )

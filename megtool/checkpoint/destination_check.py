@@ -13,7 +13,7 @@ from megtool.errors import DestinationError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class DestinationCheck:
     """A destination and what stands around it. `path` and `staging` hold no symbolic links.
 
     `is_file` tells that a single file is to be written there, not a folder; `overwrite` that what
@@ -33,18 +33,18 @@ class Place:
         Raises:
             DestinationError: as said.
         """
-        here = self.path
-        if not here.name:
+        path = self.path
+        if not path.name:
             raise DestinationError(
-                f"{str(here)!r} cannot be a destination", file=here, hint="name a new folder"
+                f"{str(path)!r} cannot be a destination", file=path, hint="name a new folder"
             )
         for source in self.sources:
             real = Path(os.path.realpath(source))
-            if self._inside(here, real) or self._inside(real, here):
+            if self._inside(path, real) or self._inside(real, path):
                 raise DestinationError(
                     f"the destination and the source {str(source)!r} are the same, "
                     "or one is inside the other",
-                    file=here,
+                    file=path,
                     hint="choose a destination outside the source",
                 )
             if self._inside(real, self.staging):
@@ -53,7 +53,7 @@ class Place:
                     file=self.staging,
                     hint="choose another destination",
                 )
-        above = next(p for p in here.parents if self.files.stat(p) is not None)
+        above = next(p for p in path.parents if self.files.stat(p) is not None)
         if not stat.S_ISDIR(self._mode(above)):
             raise DestinationError(
                 "is not a folder", file=above, hint="choose a destination inside a folder"
@@ -75,41 +75,41 @@ class Place:
         Raises:
             DestinationError: it exists, is of the wrong kind, or cannot be replaced.
         """
-        here = self.path
-        found = self.files.stat(here)
-        if found is None:
+        path = self.path
+        status = self.files.stat(path)
+        if status is None:
             return
-        if stat.S_ISDIR(found.st_mode) == self.is_file:
+        if stat.S_ISDIR(status.st_mode) == self.is_file:
             kinds = ("a folder", "a file") if self.is_file else ("a file", "a folder")
-            inside = f"name a file inside it: {here / 'model.safetensors'}"
+            inside = f"name a file inside it: {path / 'model.safetensors'}"
             raise DestinationError(
                 f"is {kinds[0]}, and the output is {kinds[1]}",
-                file=here,
+                file=path,
                 hint=inside if self.is_file else "name a new folder, or move the file away",
             )
-        if not self.is_file and not self.files.names(here):
-            self._check_replaceable(found)
+        if not self.is_file and not self.files.names(path):
+            self._check_replaceable(status)
             return
         if not self.overwrite:
             hint = "choose another destination, or replace this one with --overwrite"
             if completed:
                 hint = f"an earlier run of the same command has completed it; {hint}"
-            raise DestinationError("already exists", file=here, hint=hint)
-        self._check_replaceable(found)
+            raise DestinationError("already exists", file=path, hint=hint)
+        self._check_replaceable(status)
 
-    def _check_replaceable(self, found: os.stat_result) -> None:
-        here = self.path
-        above = self.files.stat(here.parent)
-        if above is None or above.st_dev != found.st_dev:
+    def _check_replaceable(self, status: os.stat_result) -> None:
+        path = self.path
+        parent = self.files.stat(path.parent)
+        if parent is None or parent.st_dev != status.st_dev:
             raise DestinationError(
                 "is a mount point, which cannot be replaced",
-                file=here,
+                file=path,
                 hint="name a folder inside it",
             )
-        if Path.cwd().is_relative_to(here):
+        if Path.cwd().is_relative_to(path):
             raise DestinationError(
                 "cannot replace the current folder",
-                file=here,
+                file=path,
                 hint="name a new folder, or run from elsewhere",
             )
 
@@ -117,12 +117,12 @@ class Place:
         """Whether `path` is `folder` or below it, however either is reached."""
         if path.is_relative_to(folder):
             return True
-        found = self.files.stat(folder)
-        return found is not None and any(
-            (at := self.files.stat(p)) is not None and os.path.samestat(at, found)
+        folder_status = self.files.stat(folder)
+        return folder_status is not None and any(
+            (status := self.files.stat(p)) is not None and os.path.samestat(status, folder_status)
             for p in (path, *path.parents)
         )
 
     def _mode(self, path: Path, link: bool = False) -> int:
-        found = self.files.lstat(path) if link else self.files.stat(path)
-        return 0 if found is None else found.st_mode
+        status = self.files.lstat(path) if link else self.files.stat(path)
+        return 0 if status is None else status.st_mode

@@ -19,7 +19,7 @@ from megtool.errors import FormatError
 
 SIDECAR = "megtool.json"
 VERSION = 1
-MOST_SIDECAR_BYTES = 1 << 30
+MAX_SIDECAR_BYTES = 1 << 30
 
 
 class DigestMode(StrEnum):
@@ -69,23 +69,23 @@ class Digests:
         """Add so many zero bytes at `offset`."""
         self.add_piece(name, offset, num_bytes, 0)
 
-    def merge(self, other: Digests) -> None:
+    def merge(self, digests: Digests) -> None:
         """Add all pieces that `other`, of the same sizes, has seen."""
-        for name, (crc, num_bytes) in other._parts.items():
+        for name, (crc, num_bytes) in digests._parts.items():
             self._include(name, crc, num_bytes)
 
-    def _include(self, name: str, moved: int, num_bytes: int) -> None:
+    def _include(self, name: str, crc_part: int, num_bytes: int) -> None:
         with self._lock:
-            crc, seen = self._parts.get(name, (0, 0))
-            if seen + num_bytes > self._sizes[name]:
+            crc, added = self._parts.get(name, (0, 0))
+            if added + num_bytes > self._sizes[name]:
                 raise ValueError(f"{name!r}: more than its {self._sizes[name]} bytes were added")
-            self._parts[name] = crc ^ moved, seen + num_bytes
+            self._parts[name] = crc ^ crc_part, added + num_bytes
 
     def get(self, name: str) -> int | None:
         """The CRC-32C of a tensor all of whose bytes were added, else None."""
-        crc, seen = self._parts.get(name, (0, -1))
+        crc, added = self._parts.get(name, (0, -1))
         size = self._sizes.get(name)
-        if seen != size:
+        if added != size:
             return None
         return crc ^ self._shift(_ONES, size) ^ _ONES
 
@@ -133,7 +133,7 @@ class Sidecar:
     family: str | None = None
 
 
-def write_sidecar(sidecar: Sidecar) -> bytes:
+def encode_sidecar(sidecar: Sidecar) -> bytes:
     """The contents of the file `SIDECAR`; the same digests give the same bytes."""
     head = {
         "version": VERSION,
@@ -159,14 +159,16 @@ def read_sidecar(path: Path, *, files: Files | None = None) -> Sidecar | None:
     Raises:
         FormatError: it is damaged, hostile, or written by a later megtool.
     """
-    data = (files or Files()).read_whole(path, at_most=MOST_SIDECAR_BYTES)
+    data = (files or Files()).read_whole(path, at_most=MAX_SIDECAR_BYTES)
     return None if data is None else parse_sidecar(data, path)
 
 
 def parse_sidecar(data: bytes, path: Path) -> Sidecar:
     """The sidecar of these bytes; `path` is where errors say they are from."""
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=refuse_constant)
+        value = json.loads(
+            data.decode(), object_pairs_hook=_reject_duplicates, parse_constant=reject_constant
+        )
         return _sidecar(value)
     except (ValueError, RecursionError) as e:
         raise FormatError(f"the digests are damaged: {e}", file=path, hint=_HINT) from e
@@ -214,13 +216,13 @@ def _tensor(name: str, entry: Any) -> TensorDigest:
     return TensorDigest(crc32c=int(crc, 16), dtype=dtype(kind), shape=tuple(shape))
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
         raise ValueError("a key is there twice")
-    return found
+    return out
 
 
-def refuse_constant(constant: str) -> None:
+def reject_constant(constant: str) -> None:
     """For json: NaN and infinity are no numbers of its format."""
     raise ValueError(f"{constant} is no number")

@@ -12,11 +12,11 @@ from megtool.checkpoint.storage.files import Files
 from megtool.errors import StorageError
 
 VERSION = 1
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 
 
 @dataclass(slots=True, kw_only=True)
-class Record:
+class JournalRecord:
     """What a journal tells.
 
     `finished` maps units to their notes. `lost` counts units that were finished before the machine
@@ -40,7 +40,7 @@ class Journal:
     if the machine has been started anew.
     """
 
-    def __init__(self, files: Files, path: Path, record: Record) -> None:
+    def __init__(self, files: Files, path: Path, record: JournalRecord) -> None:
         self._files = files
         self._lock = threading.Lock()
         self._end = record.num_bytes
@@ -86,9 +86,9 @@ _HEADER = re.compile(rf"megtool-journal {VERSION} (\S+)")
 _LINE = re.compile(r"(?:run (\S+)|done (\d+) (.*)|commit (\d+)|(durable))")
 
 
-def read(files: Files, path: Path) -> Record | None:
+def read_journal(files: Files, path: Path) -> JournalRecord | None:
     """What the journal at `path` tells up to its first damaged line, None where there is none."""
-    data = files.read_whole(path, at_most=MOST_BYTES)
+    data = files.read_whole(path, at_most=MAX_BYTES)
     lines = (data or b"").split(b"\n")[:-1]
     texts: list[str] = []
     end = 0
@@ -100,7 +100,7 @@ def read(files: Files, path: Path) -> Record | None:
     header = _HEADER.fullmatch(texts[0]) if texts else None
     if header is None:
         return None
-    record = Record(fingerprint=header[1], num_bytes=end)
+    record = JournalRecord(fingerprint=header[1], num_bytes=end)
     pending: dict[int, str] = {}  # finished, and perhaps only in memory
     boot = ""
     for text in [*texts[1:], f"run {boot_id(files)}"]:

@@ -9,25 +9,25 @@ from megtool.checkpoint.catalogue import Catalogue, StoredObject
 from megtool.checkpoint.containers.zip_reader import load_object
 
 
-def args_of(catalogue: Catalogue) -> Mapping[str, Any]:
+def saved_args(catalogue: Catalogue) -> Mapping[str, Any]:
     """The args of the run that saved a checkpoint; empty where it holds none."""
     args = catalogue.metadata.get("args")
     return args if isinstance(args, dict) else {}
 
 
-def divisible_by(catalogue: Catalogue) -> int:
+def vocab_divisor(catalogue: Catalogue) -> int:
     """What the vocabulary was padded to a multiple of (times TP): Megatron's default is 128."""
-    value = args_of(catalogue).get("make_vocab_size_divisible_by")
+    value = saved_args(catalogue).get("make_vocab_size_divisible_by")
     return value if isinstance(value, int) and value > 0 else 128
 
 
-def object_value(catalogue: Catalogue, held: StoredObject) -> Any:
+def read_object(catalogue: Catalogue, stored: StoredObject) -> Any:
     """What an object holds, as inert data without the list around it that `torch_dist` saves."""
-    if held.extent is None:
-        return held.value
-    file, offset, length = held.extent
+    if stored.extent is None:
+        return stored.value
+    file, offset, length = stored.extent
     path = catalogue.path(file)
     with open(path, "rb") as f:
         tree = load_object(f.fileno(), offset, length, file=path)
-    wrapped = held.kind != "object" and isinstance(tree, list) and len(tree) == 1
-    return tree[0] if wrapped else tree
+    is_wrapped = stored.kind != "object" and isinstance(tree, list) and len(tree) == 1
+    return tree[0] if is_wrapped else tree

@@ -28,7 +28,7 @@ ALIGNMENT = 64
 """Tensors begin at multiples of this: a cache line, and the widest vector of any processor."""
 
 
-def lay_out(tensors: Sequence[GlobalTensor], group: Callable[[str], str]) -> Destination:
+def plan_memory_layout(tensors: Sequence[GlobalTensor], group: Callable[[str], str]) -> Destination:
     """Tensors whole, one after the other, in one file for each group (`group` takes a name)."""
     files: dict[str, int] = {}
     sizes: list[int] = []
@@ -173,11 +173,11 @@ def free_memory() -> int | None:
     What the kernel would take back from its caches counts as free. A limit of the control group
     (a container's) counts where it is lower.
     """
-    found = [n for n in (_of_the_machine(), _of_the_group()) if n is not None]
-    return min(found, default=None)
+    limits = [n for n in (_machine_memory(), _cgroup_memory()) if n is not None]
+    return min(limits, default=None)
 
 
-def _of_the_machine() -> int | None:
+def _machine_memory() -> int | None:
     try:
         text = Path("/proc/meminfo").read_text()
         return int(text.split("MemAvailable:")[1].split()[0]) << 10
@@ -185,7 +185,7 @@ def _of_the_machine() -> int | None:
         return None
 
 
-def _of_the_group(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+def _cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """What a container's limit leaves (control groups version 2)."""
     try:
         limit = int((root / "memory.max").read_text())

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from megtool.checkpoint.transport.shard_locator import cut_dims
-from megtool.checkpoint.transport.tile import cut
+from megtool.checkpoint.transport.shard_locator import count_cuttable_dims
+from megtool.checkpoint.transport.tile import split_box
 from megtool.tensors.box import strides
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -22,7 +22,7 @@ TILE_BYTES = 512 << 10
 Job = TypeVar("Job")
 
 
-def parts(
+def split_placement(
     placement: Placement, cell_bytes: int, depth: int | None = None
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Cut a view into boxes `lo:hi` that are contiguous in its row-major order.
@@ -31,21 +31,21 @@ def parts(
     """
     step = strides(placement.shape)
     zero = (0,) * len(placement.shape)
-    for lo, hi in cut(zero, placement.shape, cell_bytes, PART_BYTES, depth=depth):
+    for lo, hi in split_box(zero, placement.shape, cell_bytes, PART_BYTES, depth=depth):
         yield sum(i * s for i, s in zip(lo, step, strict=True)), lo, hi
 
 
-def whole_rows(placement: Placement, stored: GlobalTensor) -> int | None:
+def packed_row_depth(placement: Placement, stored: GlobalTensor) -> int | None:
     """The `depth` at which `parts` may cut: packed rows stay whole, anything else may be cut."""
-    return None if stored.packing is None else cut_dims(placement, stored)
+    return None if stored.packing is None else count_cuttable_dims(placement, stored)
 
 
-def usual_threads(threads: int | None) -> int:
+def default_threads(threads: int | None) -> int:
     """The number of threads asked for, else one a core, eight at most."""
     return threads or min(8, os.cpu_count() or 1)
 
 
-def each(jobs: Sequence[Job], work: Callable[[Job], None], *, threads: int) -> None:
+def run_jobs(jobs: Sequence[Job], work: Callable[[Job], None], *, threads: int) -> None:
     """Do `work` on every job, in about their order; the first error, or Ctrl-C, ends it."""
     stopped, lock = threading.Event(), threading.Lock()
     queue = iter(jobs)
@@ -53,10 +53,10 @@ def each(jobs: Sequence[Job], work: Callable[[Job], None], *, threads: int) -> N
     def loop() -> None:
         while not stopped.is_set():
             with lock:
-                taken = next(queue, None)
-            if taken is None:
+                job = next(queue, None)
+            if job is None:
                 return
-            work(taken)
+            work(job)
 
     run_in_threads(loop, min(threads, len(jobs)), stopped)
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.containers.pickle_reader import references
-from megtool.checkpoint.megatron_metadata import object_value
+from megtool.checkpoint.containers.pickle_reader import find_references
+from megtool.checkpoint.megatron_metadata import read_object
 
-FULLY, BY_DP = "fully_reshardable", "dp_reshardable"
-SHARDING = "param_state_sharding_type"
-OBJECT = re.compile(
+FULLY_RESHARDABLE, DP_RESHARDABLE = "fully_reshardable", "dp_reshardable"
+SHARDING_TYPE = "param_state_sharding_type"
+OPTIMIZER_OBJECT = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1"
 )
 _SMALL = ("optimizer", "grad_scaler")
@@ -31,17 +31,17 @@ _STORAGES = {
     "LongStorage": "<i8",
 }
 
-Inner = dict[str, Any]
+OptimizerState = dict[str, Any]
 """What one optimizer of a chain keeps beside its tensors: `optimizer` and perhaps `grad_scaler`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
+class OptimizerGroups:
     """The small state of every optimizer of a chain, the dense one first."""
 
-    chain: tuple[Inner, ...]
+    chain: tuple[OptimizerState, ...]
 
-    def for_chain(self, length: int) -> list[Inner]:
+    def for_chain(self, length: int) -> list[OptimizerState]:
         """The state for a chain of another length.
 
         Two become one by leaving out the experts', whose settings are the same; one becomes two by
@@ -50,54 +50,54 @@ class Groups:
         if length <= len(self.chain):
             return [dict(c) for c in self.chain[:length]]
         last = self.chain[-1]
-        experts = {**last, "optimizer": _of_experts(last.get("optimizer"))}
+        experts = {**last, "optimizer": _expert_groups(last.get("optimizer"))}
         return [dict(c) for c in self.chain] + [experts] * (length - len(self.chain))
 
 
-def read_groups(catalogue: Catalogue) -> Groups | None:
+def read_groups(catalogue: Catalogue) -> OptimizerGroups | None:
     """The optimizer's small state, wherever the checkpoint keeps it; None if it has none."""
     chain = _from_objects(catalogue) or _from_common(catalogue)
-    return Groups(chain=tuple(_settled(c) for c in chain)) if chain else None
+    return OptimizerGroups(chain=tuple(_normalize(c) for c in chain)) if chain else None
 
 
 def is_group_object(name: str) -> bool:
     """The object is a part of the optimizer's small state, or sizes that follow from the layout."""
-    match = OBJECT.fullmatch(name)
+    match = OPTIMIZER_OBJECT.fullmatch(name)
     return match is not None and match[3] != "param_state"
 
 
-def number_of(value: Any) -> float | None:
+def scalar_value(value: Any) -> float | None:
     """A number, or the first one of a tensor that is kept as inert data; None where it is none."""
     if isinstance(value, int | float):
         return float(value)
-    for held in references(value):
-        kind = _STORAGES.get(getattr(held.id[1], "qualname", ""))
-        if kind is not None and held.data:
-            return float(np.frombuffer(held.data, kind)[0])
+    for reference in find_references(value):
+        kind = _STORAGES.get(getattr(reference.id[1], "qualname", ""))
+        if kind is not None and reference.data:
+            return float(np.frombuffer(reference.data, kind)[0])
     return None
 
 
-def in_common(inner: Sequence[Inner], kind: str | None) -> Any:
+def build_common_optimizer(chain: Sequence[OptimizerState], kind: str | None) -> Any:
     """What stands under `optimizer` in Megatron's common state.
 
     `kind` is the optimizer's sharding type; with `dp_reshardable` nothing but that stands there.
     """
     parts: list[dict[str, Any]] = []
-    for one in inner:
-        part = {} if kind == BY_DP else {k: one[k] for k in one if k != SHARDING}
-        parts.append(part if kind is None else {**part, SHARDING: kind})
+    for state in chain:
+        part = {} if kind == DP_RESHARDABLE else {k: state[k] for k in state if k != SHARDING_TYPE}
+        parts.append(part if kind is None else {**part, SHARDING_TYPE: kind})
     return parts[0] if len(parts) == 1 else dict(enumerate(parts))
 
 
-def saving_args(kind: str) -> dict[str, Any]:
+def optimizer_args(kind: str) -> dict[str, Any]:
     """Megatron's args that say how the state of a distributed optimizer was saved."""
     return {
         "use_distributed_optimizer": True,
-        "dist_ckpt_optim_fully_reshardable": kind == FULLY,
+        "dist_ckpt_optim_fully_reshardable": kind == FULLY_RESHARDABLE,
     }
 
 
-def content_of(old: Any, kind: str) -> dict[str, Any]:
+def build_content_metadata(old: Any, kind: str) -> dict[str, Any]:
     """The common state's `content_metadata`, as core 0.14 and later write it, for state of `kind`.
 
     `old` is what the source had there.
@@ -110,25 +110,25 @@ def content_of(old: Any, kind: str) -> dict[str, Any]:
     }
 
 
-def _from_objects(catalogue: Catalogue) -> list[Inner]:
+def _from_objects(catalogue: Catalogue) -> list[OptimizerState]:
     """One object per data-parallel group; all of a chain are alike, so the first will do."""
-    found: dict[int, dict[str, str]] = {}
+    names_by_optimizer: dict[int, dict[str, str]] = {}
     for name in catalogue.objects:
-        match = OBJECT.fullmatch(name)
+        match = OPTIMIZER_OBJECT.fullmatch(name)
         if match and match[3] in _SMALL:
-            found.setdefault(int(match[1] or 0), {}).setdefault(match[3], name)
+            names_by_optimizer.setdefault(int(match[1] or 0), {}).setdefault(match[3], name)
     return [
-        {key: object_value(catalogue, catalogue.objects[name]) for key, name in names.items()}
-        for _, names in sorted(found.items())
+        {key: read_object(catalogue, catalogue.objects[name]) for key, name in names.items()}
+        for _, names in sorted(names_by_optimizer.items())
     ]
 
 
-def _from_common(catalogue: Catalogue) -> list[Inner]:
+def _from_common(catalogue: Catalogue) -> list[OptimizerState]:
     common = catalogue.metadata.get("common")
-    held = common.get("optimizer") if isinstance(common, dict) else None
-    if isinstance(held, dict) and held and all(isinstance(k, int) for k in held):
-        held = [held[k] for k in sorted(held)]
-    parts = held if isinstance(held, list) else [held]
+    optimizers = common.get("optimizer") if isinstance(common, dict) else None
+    if isinstance(optimizers, dict) and optimizers and all(isinstance(k, int) for k in optimizers):
+        optimizers = [optimizers[k] for k in sorted(optimizers)]
+    parts = optimizers if isinstance(optimizers, list) else [optimizers]
     out = []
     for part in parts:
         if isinstance(part, dict) and isinstance(part.get("optimizer"), dict):
@@ -136,35 +136,37 @@ def _from_common(catalogue: Catalogue) -> list[Inner]:
     return out
 
 
-def _settled(inner: Inner) -> Inner:
+def _normalize(inner: OptimizerState) -> OptimizerState:
     """The small state with its step in the param groups, and without what numbers parameters.
 
     An optimizer that is not distributed keeps a step as a tensor, for each parameter or for all.
     """
-    held = inner["optimizer"]
-    groups = held.get("param_groups")
+    optimizer = inner["optimizer"]
+    groups = optimizer.get("param_groups")
     if not isinstance(groups, list):
         return inner
-    step = _step(held.get("state"))
-    settled = []
+    step = _find_step(optimizer.get("state"))
+    normalized = []
     for group in groups:
-        kept = {k: v for k, v in group.items() if k != "params"} if isinstance(group, dict) else {}
+        fields = (
+            {k: v for k, v in group.items() if k != "params"} if isinstance(group, dict) else {}
+        )
         if step is not None:
-            kept.setdefault("step", step)
-        settled.append(kept)
-    rest = {k: v for k, v in held.items() if k != "state"}
-    return {**inner, "optimizer": {**rest, "param_groups": settled}}
+            fields.setdefault("step", step)
+        normalized.append(fields)
+    others = {k: v for k, v in optimizer.items() if k != "state"}
+    return {**inner, "optimizer": {**others, "param_groups": normalized}}
 
 
-def _step(state: Any) -> float | None:
+def _find_step(state: Any) -> float | None:
     """The step among an optimizer's per-parameter state, as a number."""
     if not isinstance(state, dict):
         return None
     first = next((v for v in state.values() if isinstance(v, dict)), {})
-    return number_of(state.get("common_step", first.get("step")))
+    return scalar_value(state.get("common_step", first.get("step")))
 
 
-def _of_experts(inner: Any) -> Any:
+def _expert_groups(inner: Any) -> Any:
     """Param groups of the experts' own optimizer, made of the dense one's."""
     if not isinstance(inner, Mapping):
         return inner

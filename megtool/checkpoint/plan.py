@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Destination
-from megtool.checkpoint.computed_tensors import Feed
+from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.tensors.box import Boxes, Ints, row_major_strides
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
-PLAIN_RUN_BYTES = 64 * 1024
+KERNEL_RUN_BYTES = 64 * 1024
 """Common runs of at least this many bytes are moved by the kernel, shorter ones by tiles."""
 
 
@@ -35,7 +35,7 @@ class Op(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class PlanSource:
     """A checkpoint to read and where its canonical tensors lie."""
 
     catalogue: Catalogue
@@ -53,7 +53,7 @@ class Fill:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped:
+class DroppedItem:
     """A source tensor or object that the target does not hold, and why.
 
     `is_lost` is false where nothing is lost by it: an empty object, a copy of another tensor.
@@ -66,7 +66,7 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class PlanEntry:
     """One canonical tensor on its way, over a view shape that both sides share.
 
     Row-major order of `shape` is row-major order of the canonical tensor. Indices count into the
@@ -95,7 +95,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class ShardPieces:
     """What shards hold of entries, in view space, grouped by entry.
 
     Boxes are padded to the widest view with `[0, 1)`; `shard` is a row of the catalogue's shards.
@@ -115,7 +115,7 @@ class Pieces:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class CopySteps:
     """N-d copies: the box of an entry that one source piece gives to one target piece.
 
     `source_piece` is -1 for fills.
@@ -168,17 +168,17 @@ class _Columns:
 
 
 @dataclass(slots=True, kw_only=True)
-class Plan:
+class ReshardPlan:
     """A job as data: sources, target and the steps between them; `feeds` compute the rest."""
 
     sources: tuple[Catalogue, ...]
     target: Destination
-    entries: list[Entry]
-    source_pieces: Pieces
-    target_pieces: Pieces
-    steps: Steps
-    dropped: list[Dropped]
-    feeds: tuple[Feed, ...] = ()
+    entries: list[PlanEntry]
+    source_pieces: ShardPieces
+    target_pieces: ShardPieces
+    steps: CopySteps
+    dropped: list[DroppedItem]
+    feeds: tuple[TensorFeed, ...] = ()
     fingerprint: str = ""
     _sides: dict[str, _Columns] = field(default_factory=dict, repr=False)
 
@@ -218,17 +218,17 @@ class Plan:
             end += 1
         return list(range(number, end))
 
-    def source_dtype_bytes(self, entry: Entry) -> int:
+    def source_dtype_bytes(self, entry: PlanEntry) -> int:
         """Bytes per element of an entry's source (of the target for fills)."""
         if entry.source_index < 0:
             return self.target_tensor(entry).dtype.itemsize
         return self.source_tensor(entry).dtype.itemsize
 
-    def source_tensor(self, entry: Entry) -> GlobalTensor:
+    def source_tensor(self, entry: PlanEntry) -> GlobalTensor:
         """The stored tensor an entry is read from."""
         return self.sources[entry.source_index].tensors[entry.source_tensor]
 
-    def target_tensor(self, entry: Entry) -> GlobalTensor:
+    def target_tensor(self, entry: PlanEntry) -> GlobalTensor:
         """The stored tensor an entry is written to."""
         return self.target.catalogue.tensors[entry.target_tensor]
 
@@ -238,7 +238,7 @@ class Plan:
         A plain step is a copy whose runs are long on both sides, so the kernel can move them.
         """
         n, steps = len(self.steps), self.steps
-        run, plain = np.zeros(n, np.int64), np.zeros(n, bool)
+        run, is_plain = np.zeros(n, np.int64), np.zeros(n, bool)
         copies = np.array([e.op is Op.COPY for e in self.entries], bool)[steps.entry]
         item = np.array([self.target_tensor(e).dtype.itemsize for e in self.entries], np.int64)
         filled = steps.source_piece < 0
@@ -249,10 +249,10 @@ class Plan:
             lo, shape = steps.boxes.lo[rows], steps.boxes.shape[rows]
             _, a = self.source_lattice(steps.source_piece[rows], lo)
             _, b = self.target_lattice(steps.target_piece[rows], lo)
-            elements, whole = common_runs(shape, a, b)
+            elements, is_single_run = common_runs(shape, a, b)
             run[rows] = elements * item[steps.entry[rows]]
-            plain[rows] = copies[rows] & (whole | (run[rows] >= PLAIN_RUN_BYTES))
-        return run, plain
+            is_plain[rows] = copies[rows] & (is_single_run | (run[rows] >= KERNEL_RUN_BYTES))
+        return run, is_plain
 
 
 def common_runs(shape: Ints, a: Ints, b: Ints) -> tuple[Ints, NDArray[np.bool_]]:
@@ -261,9 +261,9 @@ def common_runs(shape: Ints, a: Ints, b: Ints) -> tuple[Ints, NDArray[np.bool_]]
     `shape`, `a` and `b` (strides of the two sides) are int64 `[n, ndim]`.
     """
     run = np.ones(len(shape), np.int64)
-    growing = np.ones(len(shape), bool)
+    is_contiguous = np.ones(len(shape), bool)
     for d in range(shape.shape[1] - 1, -1, -1):
-        one = shape[:, d] == 1
-        growing &= one | ((a[:, d] == run) & (b[:, d] == run))
-        run = np.where(growing & ~one, run * shape[:, d], run)
-    return run, growing
+        is_single = shape[:, d] == 1
+        is_contiguous &= is_single | ((a[:, d] == run) & (b[:, d] == run))
+        run = np.where(is_contiguous & ~is_single, run * shape[:, d], run)
+    return run, is_contiguous

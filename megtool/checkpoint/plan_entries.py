@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.plan import Entry, Fill, Op, Source
+from megtool.checkpoint.plan import Fill, Op, PlanEntry, PlanSource
 from megtool.errors import MappingError
 from megtool.tensors.placement import Placement, refine
 
@@ -14,108 +14,118 @@ View = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 _Refined = dict[tuple[View, View], tuple[View, View]]
 
 
-def entries_of(
-    sources: Sequence[Source],
+def build_entries(
+    sources: Sequence[PlanSource],
     target: Catalogue,
     placements: Mapping[str, Placement],
     fills: Sequence[Fill],
     copies: Mapping[str, str],
     shares: Sequence[float],
-) -> list[Entry]:
+) -> list[PlanEntry]:
     """The entries of a plan, fills last; arguments and errors are those of `planner.build`."""
     refined: _Refined = {}
-    out: list[Entry] = []
+    out: list[PlanEntry] = []
     for name, p in placements.items():
-        held_as = copies.get(name, name)
-        if shares and _is_float(p, target):
-            out += _terms(name, held_as, p, sources, target, shares, len(out))
+        source_name = copies.get(name, name)
+        if shares and _is_float_target(p, target):
+            out += _reduction_entries(name, source_name, p, sources, target, shares, len(out))
         else:
-            out.append(_entry(name, held_as, p, sources, target, refined))
+            out.append(_copy_entry(name, source_name, p, sources, target, refined))
     return out + [_fill_entry(f, target) for f in fills]
 
 
-def view_of(p: Placement) -> View:
+def placement_view(p: Placement) -> View:
     """The view of a placement, which many placements share."""
     return p.shape, p.dims, p.mults
 
 
-def _over(p: Placement, view: View) -> Placement:
+def _with_view(p: Placement, view: View) -> Placement:
     shape, dims, mults = view
     return Placement(
         canonical=p.canonical, stored=p.stored, shape=shape, dims=dims, mults=mults, base=p.base
     )
 
 
-def _entry(
+def _copy_entry(
     name: str,
-    held_as: str,
-    to: Placement,
-    sources: Sequence[Source],
+    source_name: str,
+    target_placement: Placement,
+    sources: Sequence[PlanSource],
     target: Catalogue,
     refined: _Refined,
-) -> Entry:
+) -> PlanEntry:
     """One tensor's entry: called `name`, and read from what the sources call `held_as`."""
-    index = next((i for i, s in enumerate(sources) if held_as in s.placements), None)
+    index = next((i for i, s in enumerate(sources) if source_name in s.placements), None)
     if index is None:
         raise MappingError(
             f"the target needs {name!r}, which the source does not hold",
-            tensor=to.stored,
+            tensor=target_placement.stored,
         )
-    source, at = sources[index].catalogue, sources[index].placements[held_as]
-    source_tensor, target_tensor = _stored(at, source), _stored(to, target)
+    source, source_placement = sources[index].catalogue, sources[index].placements[source_name]
+    source_tensor, target_tensor = (
+        _tensor_number(source_placement, source),
+        _tensor_number(target_placement, target),
+    )
     a, b = source.tensors[source_tensor], target.tensors[target_tensor]
     if b.packing:
         raise MappingError(f"elements are not encoded to {b.packing!r}", tensor=b.name)
-    held: Placement | None = at
-    if 0 in to.shape:
-        if 0 not in at.shape:
+    placement: Placement | None = source_placement
+    if 0 in target_placement.shape:
+        if 0 not in source_placement.shape:
             raise MappingError(
-                f"{name!r} has shape {list(at.shape)} as {a.name!r} and {list(to.shape)} as "
+                f"{name!r} has shape {list(source_placement.shape)} as {a.name!r} and {list(target_placement.shape)} as "
                 f"{b.name!r}",
                 tensor=b.name,
             )
-        held = None
-    elif at.shape != to.shape:
-        views = view_of(at), view_of(to)
+        placement = None
+    elif source_placement.shape != target_placement.shape:
+        views = placement_view(source_placement), placement_view(target_placement)
         if views not in refined:
-            held, moved = refine(at, to)
-            refined[views] = view_of(held), view_of(moved)
-        held, to = _over(at, refined[views][0]), _over(to, refined[views][1])
+            placement, moved = refine(source_placement, target_placement)
+            refined[views] = placement_view(placement), placement_view(moved)
+        placement, target_placement = (
+            _with_view(source_placement, refined[views][0]),
+            _with_view(target_placement, refined[views][1]),
+        )
     op = Op.DECODE if a.packing else Op.COPY if a.dtype == b.dtype else Op.CAST
-    return Entry(
+    return PlanEntry(
         canonical=name,
         op=op,
-        shape=to.shape,
+        shape=target_placement.shape,
         source_index=index,
         source_tensor=source_tensor,
         target_tensor=target_tensor,
-        source=held,
-        target=to,
+        source=placement,
+        target=target_placement,
     )
 
 
-def _is_float(p: Placement, target: Catalogue) -> bool:
+def _is_float_target(p: Placement, target: Catalogue) -> bool:
     """The target's elements are numbers that have a mean."""
-    return target.tensors[_stored(p, target)].dtype.is_float
+    return target.tensors[_tensor_number(p, target)].dtype.is_float
 
 
-def _terms(
+def _reduction_entries(
     name: str,
-    held_as: str,
-    to: Placement,
-    sources: Sequence[Source],
+    source_name: str,
+    target_placement: Placement,
+    sources: Sequence[PlanSource],
     target: Catalogue,
     shares: Sequence[float],
     first: int,
-) -> list[Entry]:
+) -> list[PlanEntry]:
     """The entries of a reduction, numbered from `first`, over a view that all sources share."""
-    held = [(i, s) for i, s in enumerate(sources) if held_as in s.placements]
-    for _, s in held:
-        at = s.placements[held_as]
-        if 0 not in to.shape and at.shape != to.shape:
-            _, to = refine(at, to)
-    found = [_entry(name, held_as, to, [s], target, {}) for _, s in held] or [
-        _entry(name, held_as, to, sources, target, {})  # which says that it is missing
+    holders = [(i, s) for i, s in enumerate(sources) if source_name in s.placements]
+    for _, s in holders:
+        source_placement = s.placements[source_name]
+        if 0 not in target_placement.shape and source_placement.shape != target_placement.shape:
+            _, target_placement = refine(source_placement, target_placement)
+    entries = [
+        _copy_entry(name, source_name, target_placement, [s], target, {}) for _, s in holders
+    ] or [
+        _copy_entry(
+            name, source_name, target_placement, sources, target, {}
+        )  # which says that it is missing
     ]
     return [
         replace(
@@ -125,11 +135,11 @@ def _terms(
             share=shares[index],
             adds_to=first if k else -1,
         )
-        for k, ((index, _), entry) in enumerate(zip(held, found, strict=True))
+        for k, ((index, _), entry) in enumerate(zip(holders, entries, strict=True))
     ]
 
 
-def _stored(p: Placement, catalogue: Catalogue) -> int:
+def _tensor_number(p: Placement, catalogue: Catalogue) -> int:
     """The number of the tensor a placement lies in."""
     number = catalogue.index.get(p.stored)
     if number is None:
@@ -149,7 +159,7 @@ def _stored(p: Placement, catalogue: Catalogue) -> int:
     return number
 
 
-def _fill_entry(fill: Fill, target: Catalogue) -> Entry:
+def _fill_entry(fill: Fill, target: Catalogue) -> PlanEntry:
     shape = tuple(h - x for x, h in zip(fill.lo, fill.hi, strict=True))
     placement = Placement(
         canonical="",
@@ -159,13 +169,13 @@ def _fill_entry(fill: Fill, target: Catalogue) -> Entry:
         mults=(1,) * len(shape),
         base=fill.lo,
     )
-    return Entry(
+    return PlanEntry(
         canonical="",
         op=Op.FILL,
         shape=shape,
         source_index=-1,
         source_tensor=-1,
-        target_tensor=_stored(placement, target),
+        target_tensor=_tensor_number(placement, target),
         source=None,
         target=placement,
         fill=fill.value,

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.plan import Op, Plan
+from megtool.checkpoint.plan import Op, ReshardPlan
 from megtool.checkpoint.transport.tile import COMPUTED_BYTES
-from megtool.checkpoint.transport.worker import SLOTS
+from megtool.checkpoint.transport.worker import NUM_BUFFERS
 from megtool.console import format_bytes
 from megtool.dtypes import dtype
 from megtool.tensors.box import Ints, numel
@@ -30,11 +30,11 @@ They are of the size a two-core virtual machine gives: enough to tell seconds fr
 THREAD_GAIN = 0.8
 """What each thread after the first adds; beyond `MOST_GAIN` the storage is the limit."""
 
-MOST_GAIN = 8.0
-LEAST_BUFFER_BYTES = 64 << 10
+MAX_GAIN = 8.0
+MIN_BUFFER_BYTES = 64 << 10
 """The executor's buffers may take this much, whatever the memory allowed."""
 
-USUAL_BUFFER_BYTES = 1 << 20
+DEFAULT_BUFFER_BYTES = 1 << 20
 """And this much, or what is decoded at once, whatever the size of a tensor, where memory allows."""
 
 
@@ -133,7 +133,7 @@ class PlanSummary:
 
 
 def summarize(
-    plan: Plan, *, threads: int = 1, memory_bytes: int = 256 << 20, digest_all: bool = False
+    plan: ReshardPlan, *, threads: int = 1, memory_bytes: int = 256 << 20, digest_all: bool = False
 ) -> PlanSummary:
     """Sum up a plan as `copy.execute` would carry it out with these settings.
 
@@ -165,7 +165,7 @@ def summarize(
             used.add((e.source_index, e.source_tensor))
             if e.op is not Op.COPY:
                 derived.add((e.source_index, e.source_tensor))
-    small = sum(len(data) for _, data in plan.target.all_small())
+    small = sum(len(data) for _, data in plan.target.iter_small_files())
     return PlanSummary(
         source_format=" + ".join(dict.fromkeys(c.format for c in plan.sources)),
         target_format=target.format,
@@ -173,7 +173,7 @@ def summarize(
         read_bytes=_read_bytes(plan, volume),
         header_bytes=small + sum(len(data) for _, _, data in plan.target.fragments),
         source_files=_files_read(plan),
-        target_files=len(target.files) + sum(1 for _ in plan.target.all_small()),
+        target_files=len(target.files) + sum(1 for _ in plan.target.iter_small_files()),
         moved=len(used - derived),
         derived=len(derived),
         dropped=len({d.name for d in plan.dropped} & _tensor_names(plan)),
@@ -182,20 +182,20 @@ def summarize(
         threads=threads,
         peak_buffer_bytes=_peak(
             int(written[~kernel].max(initial=0)),
-            COMPUTED_BYTES if any(c.packed for c in plan.sources) else USUAL_BUFFER_BYTES,
+            COMPUTED_BYTES if any(c.packed for c in plan.sources) else DEFAULT_BUFFER_BYTES,
             threads=threads,
             memory_bytes=memory_bytes,
-            slots=SLOTS + bool(num_bytes.reduce),
+            slots=NUM_BUFFERS + bool(num_bytes.reduce),
         ),
         seconds=_seconds(num_bytes, threads, _reduced_bytes(plan)),
         fingerprint=plan.fingerprint,
     )
 
 
-def _tensor_names(plan: Plan) -> set[str]:
+def _tensor_names(plan: ReshardPlan) -> set[str]:
     """Names of the tensors that the sources store: what is dropped may be something else."""
     tensors = {t.name for c in plan.sources for t in c.tensors}
-    return tensors | {s.name for c in plan.sources for s in c.set_aside}
+    return tensors | {s.name for c in plan.sources for s in c.ignored}
 
 
 def _by_entry(values: Ints, first: Ints) -> Ints:
@@ -204,7 +204,7 @@ def _by_entry(values: Ints, first: Ints) -> Ints:
     return np.asarray(np.diff(total[first]))
 
 
-def _read_bytes(plan: Plan, volume: Ints) -> int:
+def _read_bytes(plan: ReshardPlan, volume: Ints) -> int:
     """Bytes read: whole elements, or of encoded tensors the part of their bytes that is used."""
     stored = [_stored_bytes(c) for c in plan.sources]
     total = 0
@@ -227,7 +227,7 @@ def _stored_bytes(catalogue: Catalogue) -> Ints:
     return out
 
 
-def _files_read(plan: Plan) -> int:
+def _files_read(plan: ReshardPlan) -> int:
     """Source files that a step reads from."""
     pieces, total = plan.source_pieces, 0
     read = np.zeros(len(pieces), bool)
@@ -239,7 +239,7 @@ def _files_read(plan: Plan) -> int:
     return total
 
 
-def _reduced_bytes(plan: Plan) -> int:
+def _reduced_bytes(plan: ReshardPlan) -> int:
     """What is added up, as bytes of the target for every source."""
     return sum(
         numel(e.shape) * plan.target_tensor(e).dtype.itemsize
@@ -249,13 +249,18 @@ def _reduced_bytes(plan: Plan) -> int:
 
 
 def _peak(
-    largest_bytes: int, usual_bytes: int, *, threads: int, memory_bytes: int, slots: int = SLOTS
+    largest_bytes: int,
+    default_bytes: int,
+    *,
+    threads: int,
+    memory_bytes: int,
+    slots: int = NUM_BUFFERS,
 ) -> int:
     """No buffer outgrows its share of the memory, or a usual buffer and the largest entry."""
     if not largest_bytes:
         return 0
-    share = max(memory_bytes // threads // slots, LEAST_BUFFER_BYTES)
-    return threads * slots * min(share, max(largest_bytes, usual_bytes))
+    share = max(memory_bytes // threads // slots, MIN_BUFFER_BYTES)
+    return threads * slots * min(share, max(largest_bytes, default_bytes))
 
 
 def _seconds(num_bytes: OpBytes, threads: int, reduced_bytes: int = 0) -> float:
@@ -267,7 +272,7 @@ def _seconds(num_bytes: OpBytes, threads: int, reduced_bytes: int = 0) -> float:
         + num_bytes.fill / FILL_RATE
         + reduced_bytes / REDUCE_RATE
     )
-    return alone / min(1 + THREAD_GAIN * (threads - 1), MOST_GAIN)
+    return alone / min(1 + THREAD_GAIN * (threads - 1), MAX_GAIN)
 
 
 def _count(n: int, noun: str) -> str:

@@ -12,36 +12,36 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Destination
-from megtool.checkpoint.computed_tensors import Feed
+from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.checkpoint.coverage import check_placements
 from megtool.checkpoint.plan import (
-    Dropped,
-    Entry,
+    CopySteps,
+    DroppedItem,
     Fill,
     Op,
-    Pieces,
-    Plan,
-    Source,
-    Steps,
+    PlanEntry,
+    PlanSource,
+    ReshardPlan,
+    ShardPieces,
 )
-from megtool.checkpoint.plan_entries import View, entries_of, view_of
+from megtool.checkpoint.plan_entries import View, build_entries, placement_view
 from megtool.errors import CoverageError
 from megtool.tensors.box import Boxes, Ints, concatenate, join, numel
 from megtool.tensors.placement import Placement, pieces
 
 
-def build(
-    sources: Sequence[Source],
+def build_plan(
+    sources: Sequence[PlanSource],
     target: Destination,
     placements: Mapping[str, Placement],
     *,
     fills: Sequence[Fill] = (),
-    dropped: Sequence[Dropped] = (),
+    dropped: Sequence[DroppedItem] = (),
     copies: Mapping[str, str] | None = None,
     shares: Sequence[float] = (),
-    feeds: Sequence[Feed] = (),
+    feeds: Sequence[TensorFeed] = (),
     options: str = "",
-) -> Plan:
+) -> ReshardPlan:
     """Plan the copies that fill `target` from `sources`, and prove that nothing is missing.
 
     `placements` say where each canonical tensor lies in the target; the first source that places
@@ -58,51 +58,53 @@ def build(
     """
     catalogues = tuple(s.catalogue for s in sources)
     copies = copies or {}
-    entries = entries_of(sources, target.catalogue, placements, fills, copies, shares)
+    entries = build_entries(sources, target.catalogue, placements, fills, copies, shares)
     width = max([len(e.shape) for e in entries], default=0)
-    source_pieces = _pieces(
+    source_pieces = _locate_pieces(
         [(e.source_index, e.source_tensor, e.source) for e in entries], catalogues, width
     )
-    target_pieces = _pieces(
+    target_pieces = _locate_pieces(
         [(0, e.target_tensor, e.target) for e in entries], [target.catalogue], width
     )
-    plan = Plan(
+    plan = ReshardPlan(
         sources=catalogues,
         target=target,
         entries=entries,
         source_pieces=source_pieces,
         target_pieces=target_pieces,
-        steps=_steps(entries, source_pieces, target_pieces),
+        steps=_join_pieces(entries, source_pieces, target_pieces),
         dropped=list(dropped),
         feeds=tuple(feeds),
     )
-    prove(plan, sources, placements, copies)
+    prove_coverage(plan, sources, placements, copies)
     plan.fingerprint = _fingerprint(plan, options)
     return plan
 
 
-def _pieces(
+def _locate_pieces(
     sides: Sequence[tuple[int, int, Placement | None]], catalogues: Sequence[Catalogue], width: int
-) -> Pieces:
+) -> ShardPieces:
     """What shards hold of each entry, given as `(catalogue, tensor, placement)`.
 
     Entries are many and shards are many, so they meet in one join of the boxes that placements
     span in their stored tensors with the boxes of shards. Placements that differ only in `base`
     (the experts of a layer, say) are then cut together, on shards shifted by it.
     """
-    held: dict[int, list[int]] = defaultdict(list)
+    numbers_by_source: dict[int, list[int]] = defaultdict(list)
     for number, (index, _, p) in enumerate(sides):
         if p is not None and 0 not in p.shape:
-            held[index].append(number)
-    found = [
-        _cut([(n, sides[n][1], p) for n in numbers if (p := sides[n][2])], catalogues[index], width)
-        for index, numbers in held.items()
+            numbers_by_source[index].append(number)
+    cut_pieces = [
+        _cut_pieces(
+            [(n, sides[n][1], p) for n in numbers if (p := sides[n][2])], catalogues[index], width
+        )
+        for index, numbers in numbers_by_source.items()
     ]
-    entry = np.concatenate([np.zeros(0, np.int64), *(f[0] for f in found)])
-    shard = np.concatenate([np.zeros(0, np.int64), *(f[1] for f in found)])
-    boxes = concatenate([f[2] for f in found], width)
+    entry = np.concatenate([np.zeros(0, np.int64), *(f[0] for f in cut_pieces)])
+    shard = np.concatenate([np.zeros(0, np.int64), *(f[1] for f in cut_pieces)])
+    boxes = concatenate([f[2] for f in cut_pieces], width)
     order = np.argsort(entry, kind="stable")
-    return Pieces(
+    return ShardPieces(
         entry[order].astype(np.int32),
         shard[order],
         boxes[order],
@@ -110,7 +112,7 @@ def _pieces(
     )
 
 
-def _cut(
+def _cut_pieces(
     entries: Sequence[tuple[int, int, Placement]], catalogue: Catalogue, width: int
 ) -> tuple[Ints, Ints, Boxes]:
     """Pieces of entries `(number, tensor, placement)`: their numbers, shards and view boxes."""
@@ -122,7 +124,7 @@ def _cut(
         [e[2].base + (0,) * (ndim - len(e[2].base)) for e in entries], np.int64
     ).reshape(len(entries), ndim)
     views: dict[View, int] = {}
-    view = np.array([views.setdefault(view_of(e[2]), len(views)) for e in entries], np.int64)
+    view = np.array([views.setdefault(placement_view(e[2]), len(views)) for e in entries], np.int64)
     reach = np.ones((len(views), ndim), np.int64)
     for (shape, dims, mults), row in views.items():
         for n, d, m in zip(shape, dims, mults, strict=True):
@@ -139,8 +141,8 @@ def _cut(
             canonical="", stored="", shape=shape, dims=dims, mults=mults, base=(0,) * ndim
         )
         boxes, shift = shards.boxes[shard[rows]], base[i[rows]]
-        at, cut = pieces(p, Boxes(boxes.lo - shift, boxes.hi - shift))
-        out.append((number[i[rows[at]]], shard[rows[at]], _padded(cut, width)))
+        index, cut = pieces(p, Boxes(boxes.lo - shift, boxes.hi - shift))
+        out.append((number[i[rows[index]]], shard[rows[index]], _pad_boxes(cut, width)))
     return (
         np.concatenate([o[0] for o in out]),
         np.concatenate([o[1] for o in out]),
@@ -148,7 +150,7 @@ def _cut(
     )
 
 
-def _padded(boxes: Boxes, width: int) -> Boxes:
+def _pad_boxes(boxes: Boxes, width: int) -> Boxes:
     if boxes.ndim == width:
         return boxes
     n, more = len(boxes), width - boxes.ndim
@@ -158,17 +160,25 @@ def _padded(boxes: Boxes, width: int) -> Boxes:
     )
 
 
-def _steps(entries: Sequence[Entry], got: Pieces, want: Pieces) -> Steps:
+def _join_pieces(
+    entries: Sequence[PlanEntry], source: ShardPieces, target: ShardPieces
+) -> CopySteps:
     """Join source and target pieces of each entry; fills, which come last, take their target
     pieces as they are."""
     fills = sum(e.op is Op.FILL for e in entries)
-    filled = np.arange(want.first[len(entries) - fills], len(want), dtype=np.int64)
-    i, j = join(got.boxes, want.boxes, got.entry.astype(np.int64), want.entry.astype(np.int64))
-    lo = np.concatenate([np.maximum(got.boxes.lo[i], want.boxes.lo[j]), want.boxes.lo[filled]])
-    hi = np.concatenate([np.minimum(got.boxes.hi[i], want.boxes.hi[j]), want.boxes.hi[filled]])
+    filled = np.arange(target.first[len(entries) - fills], len(target), dtype=np.int64)
+    i, j = join(
+        source.boxes, target.boxes, source.entry.astype(np.int64), target.entry.astype(np.int64)
+    )
+    lo = np.concatenate(
+        [np.maximum(source.boxes.lo[i], target.boxes.lo[j]), target.boxes.lo[filled]]
+    )
+    hi = np.concatenate(
+        [np.minimum(source.boxes.hi[i], target.boxes.hi[j]), target.boxes.hi[filled]]
+    )
     target_piece = np.concatenate([j, filled])
-    entry = want.entry[target_piece]
-    return Steps(
+    entry = target.entry[target_piece]
+    return CopySteps(
         entry,
         np.concatenate([i, np.full(len(filled), -1, np.int64)]),
         target_piece,
@@ -177,9 +187,9 @@ def _steps(entries: Sequence[Entry], got: Pieces, want: Pieces) -> Steps:
     )
 
 
-def prove(
-    plan: Plan,
-    sources: Sequence[Source],
+def prove_coverage(
+    plan: ReshardPlan,
+    sources: Sequence[PlanSource],
     placements: Mapping[str, Placement],
     copies: Mapping[str, str],
 ) -> None:
@@ -195,9 +205,11 @@ def prove(
         MappingError: a placement does not fit its stored tensor.
     """
     plan.target.catalogue.check()
-    at = list(placements.values()) + [e.target for e in plan.entries if e.op is Op.FILL]
-    at += [region.placement for feed in plan.feeds for region in feed.writes]
-    check_placements(plan.target.catalogue.tensors, at, whole=True)
+    target_placements = list(placements.values()) + [
+        e.target for e in plan.entries if e.op is Op.FILL
+    ]
+    target_placements += [region.placement for feed in plan.feeds for region in feed.writes]
+    check_placements(plan.target.catalogue.tensors, target_placements, complete=True)
     written = np.concatenate([[0], np.cumsum(plan.steps.boxes.volume())])[plan.steps.first]
     for entry, n in zip(plan.entries, np.diff(written).tolist(), strict=True):
         if n != numel(entry.shape):
@@ -215,7 +227,7 @@ def prove(
     if used:
         used[0].update(p.canonical for feed in plan.feeds for p in feed.reads)
     for source, names in zip(sources, used, strict=True):
-        check_placements(source.catalogue.tensors, source.placements.values(), whole=False)
+        check_placements(source.catalogue.tensors, source.placements.values(), complete=False)
         placed = set()
         for name, p in source.placements.items():
             placed.add(p.stored)
@@ -232,7 +244,7 @@ def prove(
                 )
 
 
-def _fingerprint(plan: Plan, options: str) -> str:
+def _fingerprint(plan: ReshardPlan, options: str) -> str:
     """What must be equal for a killed run to be resumed: sources, target, entries and options."""
     h = hashlib.sha256()
 
@@ -245,7 +257,7 @@ def _fingerprint(plan: Plan, options: str) -> str:
         mix(str(c.root), c.format, c.files, c.extents.contained)
         mix([(t.name, t.shape, t.dtype.name, t.packing) for t in c.tensors])
         s, e = c.shards, c.extents
-        mix([(n, [p.facts() for p in parts]) for n, parts in c.packed.items()])
+        mix([(n, [p.to_plain() for p in parts]) for n, parts in c.packed.items()])
         for array in (s.tensor, s.boxes.lo, s.boxes.hi, e.file, e.offset, e.length):
             mix(array.shape)
             h.update(np.ascontiguousarray(array).data)
@@ -255,7 +267,7 @@ def _fingerprint(plan: Plan, options: str) -> str:
     h.update(np.array(places, np.int64).data)
     for start in range(0, len(fragments), 4096):  # few calls: a million headers are hashed here
         h.update(b"".join([data for _, _, data in fragments[start : start + 4096]]))
-    for path, data in plan.target.all_small():
+    for path, data in plan.target.iter_small_files():
         mix(path, len(data))
         h.update(data)
     for entry in plan.entries:
@@ -268,5 +280,5 @@ def _fingerprint(plan: Plan, options: str) -> str:
         )
     for feed in plan.feeds:
         mix([(p.canonical, p.stored, p.shape, p.base, p.dims, p.mults) for p in feed.reads])
-        mix([(r.stored, r.lo, r.hi) for r in feed.writes], feed.facts)
+        mix([(r.stored, r.lo, r.hi) for r in feed.writes], feed.identity)
     return h.hexdigest()

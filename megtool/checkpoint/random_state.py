@@ -12,33 +12,33 @@ import re
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.pickle_reader import Inert
-from megtool.checkpoint.megatron_metadata import args_of, object_value
+from megtool.checkpoint.megatron_metadata import read_object, saved_args
 from megtool.config import ParallelConfig
 
 RNG = "rng_state"
 RERUN = "rerun_state_machine"
-NO_RNG = "start with --no-load-rng, or the run seeds itself anew"
+NO_RNG_HINT = "start with --no-load-rng, or the run seeds itself anew"
 
 _RNG = re.compile(r"(?:.*\.)?rng_state/shard_(\d+(?:\.\d+)+)_(\d+(?:\.\d+)+)")
 _RERUN = re.compile(r"rerun_state_machine_state/shard_(\d+)_(\d+)")
 
 
-def rng_name(pp: int, tp: int, parallel: ParallelConfig) -> str:
+def rng_object_name(pp: int, tp: int, parallel: ParallelConfig) -> str:
     """What the random state of a pipeline and tensor rank is called."""
     return f"{RNG}/shard_{pp}.{tp}_{parallel.pp}.{parallel.tp}"
 
 
-def is_rng(name: str) -> bool:
+def is_rng_object(name: str) -> bool:
     """The object is random state."""
     return _RNG.fullmatch(name) is not None
 
 
-def is_rerun(name: str) -> bool:
+def is_rerun_object(name: str) -> bool:
     """The object is a rank's part of the rerun state machine."""
     return _RERUN.fullmatch(name) is not None
 
 
-def rng_obstacle(catalogue: Catalogue, name: str, want: ParallelConfig) -> str | None:
+def find_rng_obstacle(catalogue: Catalogue, name: str, parallel: ParallelConfig) -> str | None:
     """Why an object of random state cannot go to a layout; None where it can.
 
     Ranks of the new layout take the state of their pipeline and tensor rank, so these two axes have
@@ -46,49 +46,45 @@ def rng_obstacle(catalogue: Catalogue, name: str, want: ParallelConfig) -> str |
     """
     match = _RNG.fullmatch(name)
     sizes = [int(n) for n in match[2].split(".")] if match else []
-    found, new = sizes[:2], [want.pp, want.tp]
-    if found != new:
-        return (
-            f"random state of {_many(found)} ranks (pp, tp) in a layout of {_many(new)}: {NO_RNG}"
-        )
-    replicas = want.dp * want.cp
-    for have in sizes[2:]:
-        if have not in (replicas, want.dp):
-            return f"random state of {have} data-parallel ranks in a layout of {want.dp}: {NO_RNG}"
-    entries = object_value(catalogue, catalogue.objects[name])
-    if isinstance(entries, list) and len(entries) not in (1, want.dp):
-        return (
-            f"random state of {len(entries)} data-parallel ranks in a layout of {want.dp}: {NO_RNG}"
-        )
+    saved, expected = sizes[:2], [parallel.pp, parallel.tp]
+    if saved != expected:
+        return f"random state of {_format_sizes(saved)} ranks (pp, tp) in a layout of {_format_sizes(expected)}: {NO_RNG_HINT}"
+    replicas = parallel.dp * parallel.cp
+    for count in sizes[2:]:
+        if count not in (replicas, parallel.dp):
+            return f"random state of {count} data-parallel ranks in a layout of {parallel.dp}: {NO_RNG_HINT}"
+    entries = read_object(catalogue, catalogue.objects[name])
+    if isinstance(entries, list) and len(entries) not in (1, parallel.dp):
+        return f"random state of {len(entries)} data-parallel ranks in a layout of {parallel.dp}: {NO_RNG_HINT}"
     return None
 
 
-def rerun_obstacle(catalogue: Catalogue, name: str, want: ParallelConfig) -> str | None:
+def find_rerun_obstacle(catalogue: Catalogue, name: str, parallel: ParallelConfig) -> str | None:
     """Why a rank's rerun state cannot go to a layout; None where it can.
 
     Megatron loads it in the same world of the same layout alone.
     """
     match = _RERUN.fullmatch(name)
-    have = int(match[2]) if match else 0
-    said = args_of(catalogue)
+    count = int(match[2]) if match else 0
+    args = saved_args(catalogue)
     axes = {
-        "tensor_model_parallel_size": want.tp,
-        "pipeline_model_parallel_size": want.pp,
-        "context_parallel_size": want.cp,
-        "data_parallel_size": want.dp,
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "context_parallel_size": parallel.cp,
+        "data_parallel_size": parallel.dp,
     }
-    if have != want.world_size or any(said.get(k, n) != n for k, n in axes.items()):
-        return f"rerun state of a world of {have} ranks, in another layout"
+    if count != parallel.world_size or any(args.get(k, n) != n for k, n in axes.items()):
+        return f"rerun state of a world of {count} ranks, in another layout"
     return None
 
 
 def is_rerun_idle(catalogue: Catalogue) -> bool:
     """No step waits to be run again, so that the rerun state says nothing."""
     common = catalogue.metadata.get("common")
-    held = common.get(RERUN) if isinstance(common, dict) else None
-    state = held.get("state") if isinstance(held, dict) else None
+    rerun = common.get(RERUN) if isinstance(common, dict) else None
+    state = rerun.get("state") if isinstance(rerun, dict) else None
     return isinstance(state, Inert) and bool(state.args) and state.args[-1] == 0
 
 
-def _many(sizes: list[int]) -> str:
+def _format_sizes(sizes: list[int]) -> str:
     return " x ".join(map(str, sizes))

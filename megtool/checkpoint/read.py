@@ -9,42 +9,42 @@ import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.encoded_chunks import Readers
-from megtool.checkpoint.transport.quantized_decode import take_in
-from megtool.checkpoint.transport.shard_locator import Locator
+from megtool.checkpoint.transport.encoded_chunks import SourceFiles
+from megtool.checkpoint.transport.quantized_decode import open_tile_reader
+from megtool.checkpoint.transport.shard_locator import ShardLocator
 from megtool.checkpoint.transport.strided import Array, Buffers
-from megtool.checkpoint.transport.tile import tile_bytes
+from megtool.checkpoint.transport.tile import choose_tile_bytes
 from megtool.dtypes import DType
 from megtool.tensors.box import numel, strides
 from megtool.tensors.placement import Placement, pieces
 
-GROWN_TILES = 16
+MAX_TILE_GROWTH = 16
 """Where a tensor lies in short runs, tiles may grow to this many times the size asked for."""
 
 
-class Reader:
+class CheckpointReader:
     """Opens the files of a checkpoint as they are needed, and reads its tensors. Use in `with`."""
 
     def __init__(self, catalogue: Catalogue, files: Files) -> None:
         self.catalogue = catalogue
         self.files = files
-        self.opened = Readers(files, [catalogue])
-        self.locator = Locator(catalogue)
+        self.open_files = SourceFiles(files, [catalogue])
+        self.locator = ShardLocator(catalogue)
 
-    def stored(self, name: str) -> TensorView:
+    def open_stored(self, name: str) -> TensorView:
         """A tensor as the checkpoint holds it."""
         tensor = self.catalogue[name]
         return TensorView(self, Placement.identity(name, tensor.shape))
 
-    def canonical(self, placement: Placement) -> TensorView:
+    def open_canonical(self, placement: Placement) -> TensorView:
         """The canonical tensor that lies in a stored one at `placement`."""
         return TensorView(self, placement)
 
     def close(self) -> None:
         """Close all files."""
-        self.opened.close()
+        self.open_files.close()
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -59,7 +59,7 @@ class TensorView:
     catalogue gives them. Not for several threads at once.
     """
 
-    def __init__(self, reader: Reader, placement: Placement) -> None:
+    def __init__(self, reader: CheckpointReader, placement: Placement) -> None:
         self._reader = reader
         self._placement = placement
         self._number = reader.catalogue.index[placement.stored]
@@ -75,18 +75,20 @@ class TensorView:
         """
         if not numel(self.shape):
             return
-        catalogue, opened = self._reader.catalogue, self._reader.opened
+        catalogue, opened = self._reader.catalogue, self._reader.open_files
         stored = catalogue.tensors[self._number]
-        of = catalogue.shards.of(self._number)
-        rows, boxes = pieces(self._placement, catalogue.shards.boxes[of])
-        side = self._reader.locator.side(
-            self._placement, self._number, rows.astype(np.int64) + of.start, boxes
+        shards = catalogue.shards.of(self._number)
+        rows, boxes = pieces(self._placement, catalogue.shards.boxes[shards])
+        file_view = self._reader.locator.locate(
+            self._placement, self._number, rows.astype(np.int64) + shards.start, boxes
         )
         lo = (0,) * len(self.shape)
         item = max(self.dtype.itemsize, stored.dtype.itemsize)
-        size = tile_bytes([side], lo, self.shape, item, max_bytes, GROWN_TILES * max_bytes)
-        intake = take_in(
-            side,
+        size = choose_tile_bytes(
+            [file_view], lo, self.shape, item, max_bytes, MAX_TILE_GROWTH * max_bytes
+        )
+        reader = open_tile_reader(
+            file_view,
             self._reader.files,
             opened,
             self._buffers,
@@ -95,15 +97,15 @@ class TensorView:
             tile_bytes=size,
         )
         step = strides(self.shape)
-        with closing(intake.tiles(lo, self.shape)) as found:
-            for at, tile in found:
-                flat = sum(i * s for i, s in zip(at, step, strict=True))
+        with closing(reader.tiles(lo, self.shape)) as stream:
+            for index, tile in stream:
+                flat = sum(i * s for i, s in zip(index, step, strict=True))
                 yield flat, tile.reshape(-1).view(self.dtype.view)
 
     def read(self) -> Array:
         """All elements, in `shape`."""
         out = np.empty(self.shape, self.dtype.view)
         flat = out.reshape(-1)
-        for at, tile in self.tiles():
-            flat[at : at + tile.size] = tile
+        for offset, tile in self.tiles():
+            flat[offset : offset + tile.size] = tile
         return out

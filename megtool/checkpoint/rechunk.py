@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue, Cells, Extents, Located, Replica
-from megtool.checkpoint.replicas import as_pair
+from megtool.checkpoint.catalogue import Catalogue, EncodedChunks, Extents, Replica, ShardOffsets
+from megtool.checkpoint.replicas import pair_replicas
 from megtool.tensors.box import Boxes, Ints
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 
 @dataclass(frozen=True, slots=True)
-class Regrouping:
+class Rechunking:
     """New tensors, and the pieces of old shards that they are made of.
 
     Piece `i` is the box `boxes[i]` (padded to the widest tensor with `[0, 1)`) of `tensors[
@@ -37,7 +37,7 @@ class Regrouping:
     copies: NDArray[np.bool_]
 
 
-def regroup(catalogue: Catalogue, keep: Callable[[str], bool], regrouping: Regrouping) -> Catalogue:
+def rechunk(catalogue: Catalogue, keep: Callable[[str], bool], rechunking: Rechunking) -> Catalogue:
     """The catalogue of the old tensors that `keep` names, and of the new ones, over the same bytes.
 
     Headers of the shards concerned are read where offsets depend on them.
@@ -48,16 +48,16 @@ def regroup(catalogue: Catalogue, keep: Callable[[str], bool], regrouping: Regro
     chosen = np.array([keep(t.name) for t in catalogue.tensors], bool)
     s = catalogue.shards
     old = np.flatnonzero(chosen[s.tensor]) if len(s) else np.zeros(0, np.int64)
-    first, second = _pieces(regrouping, ~regrouping.copies), _pieces(regrouping, regrouping.copies)
+    first, second = _pieces(rechunking, ~rechunking.copies), _pieces(rechunking, rechunking.copies)
     rows = np.concatenate([old, first.shard])
     located = _locate(catalogue, rows)
     tensors = [t for t, c in zip(catalogue.tensors, chosen, strict=True) if c]
-    every = [*tensors, *regrouping.tensors]
+    every = [*tensors, *rechunking.tensors]
     ndim = widest(every)
     number = np.concatenate([(np.cumsum(chosen) - 1)[s.tensor[old]], len(tensors) + first.tensor])
     boxes = Boxes(
-        np.concatenate([_wide(s.boxes.lo[old], ndim, 0), _wide(first.boxes.lo, ndim, 0)]),
-        np.concatenate([_wide(s.boxes.hi[old], ndim, 1), _wide(first.boxes.hi, ndim, 1)]),
+        np.concatenate([_widen(s.boxes.lo[old], ndim, 0), _widen(first.boxes.lo, ndim, 0)]),
+        np.concatenate([_widen(s.boxes.hi[old], ndim, 1), _widen(first.boxes.hi, ndim, 1)]),
     )
     item = np.array([t.dtype.itemsize for t in every], np.int64)[number]
     start = np.concatenate([np.zeros(len(old), np.int64), first.start])
@@ -71,7 +71,7 @@ def regroup(catalogue: Catalogue, keep: Callable[[str], bool], regrouping: Regro
         length=length[order],
         contained=bool(strides),
     )
-    cells = catalogue.cells
+    cells = catalogue.encoded_chunks
     return replace(
         catalogue,
         tensors=every,
@@ -82,79 +82,81 @@ def regroup(catalogue: Catalogue, keep: Callable[[str], bool], regrouping: Regro
         replicas=[]
         if strides or cells
         else [
-            *_kept_replicas(catalogue, old, order),
-            *_replicas(catalogue, regrouping, first, second, order, len(old)),
+            *_keep_replicas(catalogue, old, order),
+            *_replicas(catalogue, rechunking, first, second, order, len(old)),
         ],
-        locate_contained=_known(extents, strides, order) if strides else None,
-        cells=Cells(cells.held[rows][order], lambda i: cells.read(int(rows[order[i]])))
+        locate_contained=_make_locator(extents, strides, order) if strides else None,
+        encoded_chunks=EncodedChunks(
+            cells.mask[rows][order], lambda i: cells.read(int(rows[order[i]]))
+        )
         if cells
         else None,
         _index={},
     )
 
 
-def _pieces(r: Regrouping, chosen: NDArray[np.bool_]) -> Regrouping:
+def _pieces(r: Rechunking, chosen: NDArray[np.bool_]) -> Rechunking:
     rows = np.flatnonzero(chosen)
-    return Regrouping(
+    return Rechunking(
         r.tensors, r.tensor[rows], r.boxes[rows], r.shard[rows], r.start[rows], r.copies[rows]
     )
 
 
-def _locate(catalogue: Catalogue, rows: Ints) -> Located:
+def _locate(catalogue: Catalogue, rows: Ints) -> ShardOffsets:
     """Offsets of many shards, each asked for once."""
     if not catalogue.extents.contained:
-        return Located(offset=catalogue.extents.offset[rows])
-    distinct, which = np.unique(rows, return_inverse=True)
-    found = catalogue.locate(distinct)
+        return ShardOffsets(offset=catalogue.extents.offset[rows])
+    distinct, inverse = np.unique(rows, return_inverse=True)
+    offsets = catalogue.locate(distinct)
     strides = {}
-    if found.strides:
+    if offsets.strides:
         strides = {
-            k: found.strides[w]
-            for k, w in enumerate(which.reshape(-1).tolist())
-            if w in found.strides
+            k: offsets.strides[w]
+            for k, w in enumerate(inverse.reshape(-1).tolist())
+            if w in offsets.strides
         }
-    return Located(offset=found.offset[which.reshape(-1)], strides=strides)
+    return ShardOffsets(offset=offsets.offset[inverse.reshape(-1)], strides=strides)
 
 
-def _known(
+def _make_locator(
     extents: Extents, strides: dict[int, tuple[int, ...]], order: Ints
-) -> Callable[[NDArray[np.int64]], Located]:
+) -> Callable[[NDArray[np.int64]], ShardOffsets]:
     """A way to locate shards of which some are not row-major."""
     place = np.argsort(order)
     by_row = {int(place[k]): v for k, v in strides.items()}
 
-    def locate(shards: NDArray[np.int64]) -> Located:
-        found = {k: by_row[r] for k, r in enumerate(shards.tolist()) if r in by_row}
-        return Located(offset=extents.offset[shards], strides=found)
+    def locate(shards: NDArray[np.int64]) -> ShardOffsets:
+        shard_strides = {k: by_row[r] for k, r in enumerate(shards.tolist()) if r in by_row}
+        return ShardOffsets(offset=extents.offset[shards], strides=shard_strides)
 
     return locate
 
 
-def _kept_replicas(catalogue: Catalogue, old: Ints, order: Ints) -> list[Replica]:
+def _keep_replicas(catalogue: Catalogue, old: Ints, order: Ints) -> list[Replica]:
     """Copies of the old shards that stay, by their new rows."""
     row = {
         int(s): int(k)
         for s, k in zip(old.tolist(), np.argsort(order)[: len(old)].tolist(), strict=True)
     }
-    held = [r for r in catalogue.replicas if r.shard in row]
-    if not held:
+    kept_replicas = [r for r in catalogue.replicas if r.shard in row]
+    if not kept_replicas:
         return []
-    copies = as_pair(replace(catalogue, replicas=held))[1]
-    found = copies.locate(np.arange(len(held)))
+    copies = pair_replicas(replace(catalogue, replicas=kept_replicas))[1]
+    offsets = copies.locate(np.arange(len(kept_replicas)))
     return [
         replace(
-            r, shard=row[r.shard], offset=int(found.offset[k]), length=copies.tensors[k].num_bytes
+            r, shard=row[r.shard], offset=int(offsets.offset[k]), length=copies.tensors[k].num_bytes
         )
-        for k, r in enumerate(held)
-        if k not in found.strides
+        for k, r in enumerate(kept_replicas)
+        if k not in offsets.strides
     ]
 
 
 def _replicas(
     catalogue: Catalogue,
-    regrouping: Regrouping,
-    first: Regrouping,
-    second: Regrouping,
+    rechunking: Rechunking,
+    first: Rechunking,
+    second: Rechunking,
     order: Ints,
     num_old: int,
 ) -> list[Replica]:
@@ -162,13 +164,13 @@ def _replicas(
     if not len(second.tensor):
         return []
     place = np.argsort(order)
-    at = {key: int(place[num_old + k]) for k, key in enumerate(_places(first))}
+    row_by_key = {key: int(place[num_old + k]) for k, key in enumerate(_iter_keys(first))}
     offset = _locate(catalogue, second.shard).offset
-    item = np.array([t.dtype.itemsize for t in regrouping.tensors], np.int64)[second.tensor]
+    item = np.array([t.dtype.itemsize for t in rechunking.tensors], np.int64)[second.tensor]
     offset, length = offset + second.start * item, second.boxes.volume() * item
     out = []
-    for k, key in enumerate(_places(second)):
-        row = at.get(key)
+    for k, key in enumerate(_iter_keys(second)):
+        row = row_by_key.get(key)
         if row is not None:
             out.append(
                 Replica(
@@ -181,14 +183,14 @@ def _replicas(
     return out
 
 
-def _places(pieces: Regrouping) -> Iterator[tuple[int, ...]]:
+def _iter_keys(pieces: Rechunking) -> Iterator[tuple[int, ...]]:
     """Tensor and box of every piece."""
     boxes = zip(pieces.boxes.lo.tolist(), pieces.boxes.hi.tolist(), strict=True)
     for tensor, (lo, hi) in zip(pieces.tensor.tolist(), boxes, strict=True):
         yield (tensor, *lo, *hi)
 
 
-def _wide(array: Ints, ndim: int, value: int) -> Ints:
+def _widen(array: Ints, ndim: int, value: int) -> Ints:
     """Columns padded to `ndim` with `value`, or cut to it (what is cut is padding)."""
     if array.shape[1] >= ndim:
         return array[:, :ndim]

@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue, Extents, Located
-from megtool.checkpoint.containers.zip_tensor import Views, locate_tensor_item
+from megtool.checkpoint.catalogue import Catalogue, Extents, ShardOffsets
+from megtool.checkpoint.containers.zip_tensor import StorageViews, locate_tensor_item
 from megtool.errors import FormatError
 from megtool.tensors.box import Boxes
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes
 
 
-def as_pair(catalogue: Catalogue) -> tuple[Catalogue, Catalogue]:
+def pair_replicas(catalogue: Catalogue) -> tuple[Catalogue, Catalogue]:
     """The shards that have replicas, and those replicas, under the same names.
 
     Each replica is a tensor of its own in both: `<tensor> [<box>] in <file>`.
@@ -46,7 +46,7 @@ def as_pair(catalogue: Catalogue) -> tuple[Catalogue, Catalogue]:
         contained=e.contained,
     )
 
-    def alike(extents: Extents) -> Catalogue:
+    def make_catalogue(extents: Extents) -> Catalogue:
         return Catalogue(
             format=catalogue.format,
             root=catalogue.root,
@@ -56,39 +56,39 @@ def as_pair(catalogue: Catalogue) -> tuple[Catalogue, Catalogue]:
             extents=extents,
         )
 
-    one, other = alike(first), alike(second)
-    one.locate_contained = lambda ids: catalogue.locate(rows[ids])
-    other.locate_contained = lambda ids: _locate(other, ids)
-    return one, other
+    originals, copies = make_catalogue(first), make_catalogue(second)
+    originals.locate_contained = lambda ids: catalogue.locate(rows[ids])
+    copies.locate_contained = lambda ids: _locate(copies, ids)
+    return originals, copies
 
 
-def _locate(copies: Catalogue, ids: NDArray[np.int64]) -> Located:
+def _locate(copies: Catalogue, ids: NDArray[np.int64]) -> ShardOffsets:
     """Where the copies' raw bytes lie inside their items."""
     offset, strides = np.zeros(len(ids), np.int64), {}
-    known: Views = {}
+    views: StorageViews = {}
     for k, row in enumerate(ids.tolist()):
         tensor: GlobalTensor = copies.tensors[row]
         path = copies.path(int(copies.extents.file[row]))
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            at = locate_tensor_item(
+            location = locate_tensor_item(
                 fd,
                 int(copies.extents.offset[row]),
                 int(copies.extents.length[row]),
                 file=path,
                 tensor=tensor.name,
-                known=known,
+                views=views,
             )
         finally:
             os.close(fd)
-        if at.dtype is not tensor.dtype or at.shape != tensor.shape:
+        if location.dtype is not tensor.dtype or location.shape != tensor.shape:
             raise FormatError(
-                f"a replica holds {list(at.shape)} {at.dtype}, not {list(tensor.shape)} "
+                f"a replica holds {list(location.shape)} {location.dtype}, not {list(tensor.shape)} "
                 f"{tensor.dtype}",
                 file=path,
                 tensor=tensor.name,
             )
-        offset[k] = at.offset
-        if at.strides is not None:
-            strides[k] = at.strides
-    return Located(offset=offset, strides=strides)
+        offset[k] = location.offset
+        if location.strides is not None:
+            strides[k] = location.strides
+    return ShardOffsets(offset=offset, strides=strides)

@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.parallel_scan import TILE_BYTES, each, parts, whole_rows
-from megtool.checkpoint.read import Reader
-from megtool.checkpoint.transport.cast import numbers
+from megtool.checkpoint.parallel_scan import TILE_BYTES, packed_row_depth, run_jobs, split_placement
+from megtool.checkpoint.read import CheckpointReader
+from megtool.checkpoint.transport.cast import numeric_values
 from megtool.checkpoint.transport.strided import Array
 from megtool.dtypes import DType
 from megtool.tensors.placement import Placement, narrow
 
-_AT_A_TIME = 1 << 16  # elements; as float64 they stay in the second cache
+_CHUNK_ELEMENTS = 1 << 16  # elements; as float64 they stay in the second cache
 
 
 @dataclass(slots=True)
-class Statistics:
+class TensorStatistics:
     """What the numbers of one tensor are like.
 
     `min`, `max`, `mean` and `std` (of the population, summed in float64) are those of the finite
@@ -46,26 +46,36 @@ class Statistics:
 
     def add(self, array: Array, kind: DType) -> None:
         """Take in some elements, as they lie in a file."""
-        for start in range(0, array.size, _AT_A_TIME):
-            self.merge(_of(array[start : start + _AT_A_TIME], kind))
+        for start in range(0, array.size, _CHUNK_ELEMENTS):
+            self.merge(_measure_chunk(array[start : start + _CHUNK_ELEMENTS], kind))
 
-    def merge(self, other: Statistics) -> None:
+    def merge(self, statistics: TensorStatistics) -> None:
         """Take in what is known of other elements."""
-        here = self.count - self.nan - self.inf
-        there = other.count - other.nan - other.inf
-        self.count += other.count
-        self.zeros += other.zeros
-        self.nan += other.nan
-        self.inf += other.inf
-        if not there or other.mean is None or other.min is None or other.max is None:
+        num_finite = self.count - self.nan - self.inf
+        num_added = statistics.count - statistics.nan - statistics.inf
+        self.count += statistics.count
+        self.zeros += statistics.zeros
+        self.nan += statistics.nan
+        self.inf += statistics.inf
+        if (
+            not num_added
+            or statistics.mean is None
+            or statistics.min is None
+            or statistics.max is None
+        ):
             return
         if self.mean is None or self.min is None or self.max is None:
-            self.min, self.max, self.mean, self._m2 = other.min, other.max, other.mean, other._m2
+            self.min, self.max, self.mean, self._m2 = (
+                statistics.min,
+                statistics.max,
+                statistics.mean,
+                statistics._m2,
+            )
             return
-        self.min, self.max = min(self.min, other.min), max(self.max, other.max)
-        apart, share = other.mean - self.mean, there / (here + there)
-        self.mean += apart * share
-        self._m2 += other._m2 + apart * apart * share * here
+        self.min, self.max = min(self.min, statistics.min), max(self.max, statistics.max)
+        distance, share = statistics.mean - self.mean, num_added / (num_finite + num_added)
+        self.mean += distance * share
+        self._m2 += statistics._m2 + distance * distance * share * num_finite
 
     def to_json(self) -> dict[str, Any]:
         """The numbers by name."""
@@ -73,13 +83,13 @@ class Statistics:
         return {name: getattr(self, name) for name in names}
 
 
-def _of(array: Array, kind: DType) -> Statistics:
-    x = numbers(array, kind)
+def _measure_chunk(array: Array, kind: DType) -> TensorStatistics:
+    x = numeric_values(array, kind)
     if kind.name == "complex64":
         x = x.view("<f4")
     if kind.name == "bool":
         x = x.view(np.uint8)
-    out = Statistics(count=x.size, zeros=x.size - int(np.count_nonzero(x)))
+    out = TensorStatistics(count=x.size, zeros=x.size - int(np.count_nonzero(x)))
     if x.dtype.kind == "f":
         finite = np.isfinite(x)
         if not finite.all():
@@ -97,36 +107,38 @@ def _of(array: Array, kind: DType) -> Statistics:
     return out
 
 
-def measure(
-    reader: Reader,
+def measure_tensors(
+    reader: CheckpointReader,
     names: Sequence[str],
     *,
     threads: int = 1,
     progress: Callable[[int], None] | None = None,
-) -> dict[str, Statistics]:
+) -> dict[str, TensorStatistics]:
     """Statistics of stored tensors, all elements of which are read once.
 
     `progress` is told of bytes, from any thread.
     """
-    out = {name: Statistics() for name in names}
+    out = {name: TensorStatistics() for name in names}
     jobs: list[tuple[str, Placement]] = []
     for name in names:
         stored = reader.catalogue[name]
-        whole = Placement.identity(name, stored.shape)
-        cuts = parts(whole, stored.dtype.itemsize, whole_rows(whole, stored))
-        jobs += [(name, narrow(whole, lo, hi)) for _, lo, hi in cuts]
+        full_placement = Placement.identity(name, stored.shape)
+        cuts = split_placement(
+            full_placement, stored.dtype.itemsize, packed_row_depth(full_placement, stored)
+        )
+        jobs += [(name, narrow(full_placement, lo, hi)) for _, lo, hi in cuts]
     lock = threading.Lock()
 
     def work(job: tuple[str, Placement]) -> None:
         name, placement = job
-        found, view = Statistics(), reader.canonical(placement)
+        statistics, view = TensorStatistics(), reader.open_canonical(placement)
         with closing(view.tiles(TILE_BYTES)) as tiles:
             for _, tile in tiles:
-                found.add(tile, view.dtype)
+                statistics.add(tile, view.dtype)
                 if progress is not None:
                     progress(tile.nbytes)
         with lock:
-            out[name].merge(found)
+            out[name].merge(statistics)
 
-    each(jobs, work, threads=threads)
+    run_jobs(jobs, work, threads=threads)
     return out

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.containers import pickle_reader
-from megtool.checkpoint.containers.pickle_reader import Inert, Persistent, inert_global
+from megtool.checkpoint.containers.pickle_reader import Inert, PersistentRef, inert_global
 from megtool.checkpoint.containers.pickle_writer import encode
 from megtool.dtypes import DType, from_storage
 from megtool.errors import FormatError
@@ -34,7 +34,7 @@ _HEAD = (
     b"X\x03\x00\x00\x00intq\x06K\x04X\x04\x00\x00\x00longq\x07K\x04uu."
 )
 _MAGIC = _HEAD[:15]
-_USUAL = re.compile(
+_TORCH_PICKLES = re.compile(
     rb"\x80\x02\(X\x07\0\0\0storageq\0ctorch\n(\w+Storage)\nq\x01X[\x01-\x14]\0\0\0\d+q\x02"
     rb"X.\0\0\0(?:cpu|cuda:\d+)q\x03(?:K.|M..|J....)Ntq\x04Q(?:q\x05)?\."
     rb"\x80\x02\]q\0\(?X[\x01-\x14]\0\0\0\d+q\x01[ae]\.",
@@ -44,7 +44,7 @@ _USUAL = re.compile(
 _KEY = "0"
 
 
-def array_of(node: Any, file: str | Path = "") -> NDArray[np.float32] | None:
+def read_array(node: Any, file: str | Path = "") -> NDArray[np.float32] | None:
     """The float32 array of an inert tensor; None of any other node.
 
     Its storage is a stream of its own (`LOAD`), or a reference with bytes attached.
@@ -54,55 +54,55 @@ def array_of(node: Any, file: str | Path = "") -> NDArray[np.float32] | None:
     """
     if not (isinstance(node, Inert) and node.name == REBUILD and len(node.args) >= 4):
         return None
-    storage, start, shape, steps = node.args[:4]
-    shape, steps = _sizes(shape), _sizes(steps)
-    if isinstance(storage, Persistent):
+    storage, offset, shape, strides = node.args[:4]
+    shape, strides = _parse_sizes(shape), _parse_sizes(strides)
+    if isinstance(storage, PersistentRef):
         pid = storage.id
         fits = isinstance(pid, tuple) and len(pid) > 1 and pickle_reader.is_global(pid[1])
         if not fits or storage.data is None:
             raise FormatError("a tensor in an extra state has no storage", file=file)
-        flat = _array(storage.data, _kind(pid[1].qualname, file), file)
+        flat = _to_numpy(storage.data, _parse_dtype(pid[1].qualname, file), file)
     elif isinstance(storage, Inert) and storage.name == LOAD and storage.args:
-        flat = _storage(pickle_reader.as_bytes(storage.args[0]) or b"", file)
+        flat = _read_storage(pickle_reader.as_bytes(storage.args[0]) or b"", file)
     else:
         raise FormatError("a tensor in an extra state has no storage", file=file)
-    if shape is None or steps is None or len(shape) != len(steps) or type(start) is not int:
+    if shape is None or strides is None or len(shape) != len(strides) or type(offset) is not int:
         raise FormatError("a tensor in an extra state makes no sense", file=file)
-    last = sum((n - 1) * s for n, s in zip(shape, steps, strict=True)) + start
-    if start < 0 or (0 not in shape and max(last + 1, math.prod(shape)) > flat.size):
+    last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + offset
+    if offset < 0 or (0 not in shape and max(last + 1, math.prod(shape)) > flat.size):
         raise FormatError("a tensor in an extra state is larger than its storage", file=file)
     if 0 in shape:
         return np.zeros(shape, np.float32)
     item = flat.itemsize
-    view = np.lib.stride_tricks.as_strided(flat[start:], shape, [s * item for s in steps])
+    view = np.lib.stride_tricks.as_strided(flat[offset:], shape, [s * item for s in strides])
     return np.array(view, np.float32)
 
 
-def inner_tensor(array: NDArray[np.float32]) -> Inert:
+def make_nested_tensor(array: NDArray[np.float32]) -> Inert:
     """A float32 tensor as torch pickles it."""
     data = np.ascontiguousarray(array, "<f4").tobytes()
-    storage = Persistent(("storage", _float_storage(), _KEY, "cpu", array.size, None))
+    storage = PersistentRef(("storage", _float_storage(), _KEY, "cpu", array.size, None))
     stream = b"".join(
         (
             _HEAD,
-            encode(storage, stand_for=_id),
+            encode(storage, replace=_persistent_id),
             encode([_KEY]),
             struct.pack("<q", array.size),
             data,
         )
     )
     load = inert_global("torch.storage", "_load_from_bytes")(stream)
-    return _rebuilt(load, array.shape)
+    return _make_rebuild(load, array.shape)
 
 
-def stored_tensor(array: NDArray[np.float32], key: str) -> Inert:
+def make_stored_tensor(array: NDArray[np.float32], key: str) -> Inert:
     """A float32 tensor in the storage `key` of a container."""
-    storage = Persistent(("storage", _float_storage(), key, "cpu", array.size))
+    storage = PersistentRef(("storage", _float_storage(), key, "cpu", array.size))
     storage.data = np.ascontiguousarray(array, "<f4").tobytes()
-    return _rebuilt(storage, array.shape)
+    return _make_rebuild(storage, array.shape)
 
 
-def _rebuilt(storage: Any, shape: tuple[int, ...]) -> Inert:
+def _make_rebuild(storage: Any, shape: tuple[int, ...]) -> Inert:
     steps, step = list[int](), 1
     for n in reversed(shape):
         steps.insert(0, step)
@@ -116,16 +116,16 @@ def _float_storage() -> type[Inert]:
     return inert_global("torch", "FloatStorage")
 
 
-def _id(node: Any) -> Any:
+def _persistent_id(node: Any) -> Any:
     return node.id
 
 
-def _storage(data: bytes, file: str | Path) -> NDArray[Any]:
+def _read_storage(data: bytes, file: str | Path) -> NDArray[Any]:
     """The elements of a storage's own stream."""
     if not data.startswith(_MAGIC):
         raise FormatError("a tensor in an extra state has a storage of no known form", file=file)
-    if data.startswith(_HEAD) and (usual := _USUAL.match(data, len(_HEAD))):
-        return _elements(data, usual.end(), _kind(usual[1].decode(), file), file)
+    if data.startswith(_HEAD) and (match := _TORCH_PICKLES.match(data, len(_HEAD))):
+        return _read_elements(data, match.end(), _parse_dtype(match[1].decode(), file), file)
     stream = io.BytesIO(data)
     parts: list[bytes] = []
     try:
@@ -137,33 +137,33 @@ def _storage(data: bytes, file: str | Path) -> NDArray[Any]:
     except (ValueError, LookupError) as e:
         raise FormatError(f"a storage in an extra state is damaged: {e}", file=file) from e
     node = pickle_reader.decode(parts[-2], file=file)
-    pid = node.id if isinstance(node, Persistent) else None
+    pid = node.id if isinstance(node, PersistentRef) else None
     if not (isinstance(pid, tuple) and len(pid) > 4 and pickle_reader.is_global(pid[1])):
         raise FormatError("a storage in an extra state is of no known form", file=file)
-    return _elements(data, stream.tell(), _kind(pid[1].qualname, file), file)
+    return _read_elements(data, stream.tell(), _parse_dtype(pid[1].qualname, file), file)
 
 
-def _elements(data: bytes, at: int, kind: DType, file: str | Path) -> NDArray[Any]:
+def _read_elements(data: bytes, offset: int, kind: DType, file: str | Path) -> NDArray[Any]:
     """The elements of a stream whose pickles end at `at`: their number, and their bytes."""
-    at += 8
-    count = int.from_bytes(data[at - 8 : at], "little")
-    if len(data) != at + count * kind.itemsize:
+    offset += 8
+    count = int.from_bytes(data[offset - 8 : offset], "little")
+    if len(data) != offset + count * kind.itemsize:
         raise FormatError(
-            f"a storage in an extra state claims {count} elements in {max(len(data) - at, 0)} "
+            f"a storage in an extra state claims {count} elements in {max(len(data) - offset, 0)} "
             "bytes",
             file=file,
         )
-    return _array(data[at:], kind, file)
+    return _to_numpy(data[offset:], kind, file)
 
 
-def _kind(name: str, file: str | Path) -> DType:
+def _parse_dtype(name: str, file: str | Path) -> DType:
     kind = from_storage(name)
     if not kind.is_float:
         raise FormatError(f"a tensor in an extra state is of {kind.name}", file=file)
     return kind
 
 
-def _array(data: bytes, kind: DType, file: str | Path) -> NDArray[Any]:
+def _to_numpy(data: bytes, kind: DType, file: str | Path) -> NDArray[Any]:
     if len(data) % kind.itemsize:
         raise FormatError("a storage in an extra state is cut short", file=file)
     flat = np.frombuffer(data, kind.view)
@@ -172,7 +172,7 @@ def _array(data: bytes, kind: DType, file: str | Path) -> NDArray[Any]:
     return flat
 
 
-def _sizes(values: Any) -> tuple[int, ...] | None:
+def _parse_sizes(values: Any) -> tuple[int, ...] | None:
     if isinstance(values, Inert) and values.name == "torch.Size" and values.args:
         values = values.args[0]
     if not isinstance(values, tuple | list) or len(values) > 4:

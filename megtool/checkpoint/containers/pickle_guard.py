@@ -60,7 +60,7 @@ T = TypeVar("T")
 _memory_limit = threading.Lock()
 
 
-def check(data: bytes, *, file: str | Path) -> None:
+def check_pickle(data: bytes, *, file: str | Path) -> None:
     """Walk the opcodes of a pickle, keeping of every value only what hashing it would cost.
 
     A tuple is hashed by hashing all it holds, again and again: a few dozen pairs nested in pairs,
@@ -72,36 +72,38 @@ def check(data: bytes, *, file: str | Path) -> None:
             hash, or bytes after the end.
     """
     walk = _Walk(data, file)
-    at, end = 0, len(data)
-    while at < end:
-        code = data[at]
+    position, end = 0, len(data)
+    while position < end:
+        code = data[position]
         kind = _ARGUMENT[code]
         if kind is None:
-            raise FormatError(f"pickle opcode {bytes([code])!r} at byte {at} is refused", file=file)
-        start = at + 1
+            raise FormatError(
+                f"pickle opcode {bytes([code])!r} at byte {position} is refused", file=file
+            )
+        start = position + 1
         if kind >= 0:
-            at = start + kind
+            position = start + kind
         elif kind > _LENGTH:
-            at = start
+            position = start
             for _ in range(-kind):
-                at = data.find(b"\n", at) + 1
-                if not at:
+                position = data.find(b"\n", position) + 1
+                if not position:
                     raise FormatError("pickle ends inside a line of text", file=file)
         else:
             width = _LENGTH - kind
-            at = start + width + int.from_bytes(data[start : start + width], "little")
-        if at > end:
+            position = start + width + int.from_bytes(data[start : start + width], "little")
+        if position > end:
             raise FormatError(f"pickle argument at byte {start} goes past the end", file=file)
         pops = _SIMPLE[code]
         if pops == 0:
             walk.stack.append(1)
         elif code == _STOP:
-            if at != end:
-                raise FormatError(f"{end - at} bytes follow the end of a pickle", file=file)
+            if position != end:
+                raise FormatError(f"{end - position} bytes follow the end of a pickle", file=file)
             return
         else:
             try:
-                walk.step(code, pops, start, at)
+                walk.step(code, pops, start, position)
             except LookupError as e:
                 raise FormatError(f"pickle is damaged at byte {start - 1}", file=file) from e
     raise FormatError("pickle has no end", file=file)
@@ -190,7 +192,7 @@ class _Walk:
         return index
 
 
-def guarded(load: Callable[[], T], data: bytes, *, file: str | Path) -> T:
+def load_guarded(load: Callable[[], T], data: bytes, *, file: str | Path) -> T:
     """Call `load`, which decodes `data`, so that a bad pickle fails with an exception.
 
     Small pickles are walked first. For large ones address space is limited, while `load` runs, to
@@ -199,7 +201,7 @@ def guarded(load: Callable[[], T], data: bytes, *, file: str | Path) -> T:
     pickle with many tuples is decoded on a stack that is deep enough for all of them nested.
     """
     if len(data) <= SMALL_BYTES or not _can_limit():
-        check(data, file=file)
+        check_pickle(data, file=file)
         return load()
     num_tuples = sum(data.count(code) for code in (b"t", b"\x85", b"\x86", b"\x87"))
     stack = num_tuples * _STACK_BYTES_PER_TUPLE if num_tuples > _SHALLOW_TUPLES else 0

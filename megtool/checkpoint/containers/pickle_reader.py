@@ -10,12 +10,12 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
-from megtool.checkpoint.containers.pickle_guard import guarded
+from megtool.checkpoint.containers.pickle_guard import load_guarded
 from megtool.errors import FormatError
 
 _MAX_GLOBALS = 4096
@@ -31,13 +31,13 @@ class Inert:
     tells None from nothing), `items` what it appends or adds, `pairs` what it sets by key.
     """
 
-    __slots__ = ("args", "has_state", "items", "kwargs", "made", "pairs", "state")
+    __slots__ = ("args", "built_by", "has_state", "items", "kwargs", "pairs", "state")
     module: ClassVar[str] = ""
     qualname: ClassVar[str] = ""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    made: str
+    built_by: str
     state: Any
     has_state: bool
     items: list[Any]
@@ -46,13 +46,13 @@ class Inert:
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
         """Keep the arguments; pickles call this for objects restored without a constructor."""
         self = object.__new__(cls)
-        self.args, self.kwargs, self.made = args, kwargs, "new"
+        self.args, self.kwargs, self.built_by = args, kwargs, "new"
         self.state, self.has_state = None, False
         self.items, self.pairs = [], []
         return self
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        self.made = "reduce"
+        self.built_by = "reduce"
 
     def __setstate__(self, state: Any) -> None:
         if self.has_state:
@@ -83,7 +83,7 @@ class Inert:
         return f"<inert {self.name}>"
 
 
-class Persistent:
+class PersistentRef:
     """A reference out of the pickle: `id` as written, and the bytes it stands for once attached.
 
     torch.save keeps tensor data this way: `("storage", class, key, device, numel)`.
@@ -136,15 +136,15 @@ class _Unpickler(pickle.Unpickler):
         self,
         data: bytes,
         file: str | Path,
-        stand_ins: Mapping[tuple[str, str], Any],
-        named: set[str] | None,
+        stub_classes: Mapping[tuple[str, str], Any],
+        global_names: set[str] | None,
     ) -> None:
         # Buffered, because the C unpickler reads ahead only from what can peek.
         super().__init__(io.BufferedReader(io.BytesIO(data), 1 << 16))
         self._file = file
-        self._stand_ins = stand_ins
+        self._stub_classes = stub_classes
         self._num_globals = 0
-        self._named = named
+        self._global_names = global_names
 
     def find_class(self, module: str, name: str) -> Any:
         self._num_globals += 1
@@ -162,21 +162,21 @@ class _Unpickler(pickle.Unpickler):
                 file=self._file,
                 hint="nothing was executed; do not load this file with other tools",
             )
-        if self._named is not None:
-            self._named.add(f"{module}.{name}")
-        found = self._stand_ins.get((module, name))
-        return inert_global(module, name) if found is None else found
+        if self._global_names is not None:
+            self._global_names.add(f"{module}.{name}")
+        stub = self._stub_classes.get((module, name))
+        return inert_global(module, name) if stub is None else stub
 
     def persistent_load(self, pid: Any) -> Any:
-        return Persistent(pid)
+        return PersistentRef(pid)
 
 
 def decode(
     data: bytes,
     *,
     file: str | Path,
-    stand_ins: Mapping[tuple[str, str], Any] | None = None,
-    named: set[str] | None = None,
+    stub_classes: Mapping[tuple[str, str], Any] | None = None,
+    global_names: set[str] | None = None,
 ) -> Any:
     """The tree in a pickle: plain Python values, `Inert` and `Persistent` nodes.
 
@@ -186,9 +186,9 @@ def decode(
     Raises:
         FormatError: the pickle is damaged, absurd, or names something hostile.
     """
-    unpickler = _Unpickler(data, file, stand_ins or {}, named)
+    unpickler = _Unpickler(data, file, stub_classes or {}, global_names)
     try:
-        return guarded(unpickler.load, data, file=file)
+        return load_guarded(unpickler.load, data, file=file)
     except FormatError:
         raise
     except (
@@ -213,7 +213,7 @@ _DICTS = frozenset({"collections.OrderedDict", "collections.defaultdict"})
 _SETS = frozenset(f"{m}.{s}" for m in _BUILTINS for s in ("set", "frozenset"))
 
 
-def plain(tree: Any, *, file: str | Path = "") -> Any:
+def to_plain(tree: Any, *, file: str | Path = "") -> Any:
     """The tree with well-known nodes as plain values.
 
     Namespaces and ordered dicts become dicts, `torch.Size` a tuple, dtypes and other bare globals
@@ -224,13 +224,13 @@ def plain(tree: Any, *, file: str | Path = "") -> Any:
         FormatError: the tree contains itself or is absurdly deep.
     """
     try:
-        return _plain(tree, {})
+        return _convert(tree, {})
     except (RecursionError, TypeError) as e:
         raise FormatError(f"pickled tree has no plain form: {e}", file=file) from e
 
 
-def _plain(node: Any, done: dict[int, Any]) -> Any:
-    if node is None or isinstance(node, str | bytes | int | float | Persistent):
+def _convert(node: Any, done: dict[int, Any]) -> Any:
+    if node is None or isinstance(node, str | bytes | int | float | PersistentRef):
         return node
     if is_global(node):
         return f"{node.module}.{node.qualname}"
@@ -239,30 +239,30 @@ def _plain(node: Any, done: dict[int, Any]) -> Any:
         return done[key]
     out: Any
     if isinstance(node, dict):
-        out = {_plain(k, done): _plain(v, done) for k, v in node.items()}
+        out = {_convert(k, done): _convert(v, done) for k, v in node.items()}
     elif isinstance(node, list | set | frozenset):
-        out = [_plain(x, done) for x in node]
+        out = [_convert(x, done) for x in node]
     elif isinstance(node, tuple):
-        out = tuple(_plain(x, done) for x in node)
+        out = tuple(_convert(x, done) for x in node)
     elif isinstance(node, Inert):
-        out = _plain_inert(node, done)
+        out = _convert_inert(node, done)
     else:
         out = node
     done[key] = out
     return out
 
 
-def _plain_inert(node: Inert, done: dict[int, Any]) -> Any:
+def _convert_inert(node: Inert, done: dict[int, Any]) -> Any:
     if node.name in _NAMESPACES:
-        return _plain(node.state if isinstance(node.state, dict) else {}, done)
+        return _convert(node.state if isinstance(node.state, dict) else {}, done)
     if node.name in _DICTS:
         first = node.args[-1] if node.args and isinstance(node.args[-1], list | dict) else []
         pairs = list(first.items()) if isinstance(first, dict) else [tuple(p) for p in first]
-        return {_plain(k, done): _plain(v, done) for k, v in [*pairs, *node.pairs]}
+        return {_convert(k, done): _convert(v, done) for k, v in [*pairs, *node.pairs]}
     if node.name == "torch.Size" and len(node.args) == 1:
-        return tuple(_plain(node.args[0], done))
+        return tuple(_convert(node.args[0], done))
     if node.name in _SETS:
-        return [_plain(x, done) for x in (*(node.args[0] if node.args else ()), *node.items)]
+        return [_convert(x, done) for x in (*(node.args[0] if node.args else ()), *node.items)]
     if node.module in ("pathlib", "pathlib._local") and all(isinstance(a, str) for a in node.args):
         return str(PurePosixPath(*node.args))
     encoded = as_bytes(node)
@@ -282,18 +282,18 @@ def as_bytes(node: Any) -> bytes | None:
         return None
 
 
-def references(tree: Any) -> list[Persistent]:
+def find_references(tree: Any) -> list[PersistentRef]:
     """Every reference out of the pickle, each once, in order of appearance."""
-    found: list[Persistent] = []
-    seen: set[int] = set()
+    references: list[PersistentRef] = []
+    visited: set[int] = set()
     stack = [tree]
     while stack:
         node = stack.pop()
-        if isinstance(node, str | bytes | int | float) or node is None or id(node) in seen:
+        if isinstance(node, str | bytes | int | float) or node is None or id(node) in visited:
             continue
-        seen.add(id(node))
-        if isinstance(node, Persistent):
-            found.append(node)
+        visited.add(id(node))
+        if isinstance(node, PersistentRef):
+            references.append(node)
         elif isinstance(node, dict):
             stack.extend(x for pair in reversed(node.items()) for x in reversed(pair))
         elif isinstance(node, list | tuple):
@@ -304,4 +304,35 @@ def references(tree: Any) -> list[Persistent]:
             inner = [*node.args, *node.kwargs.values(), *node.items]
             inner += [x for pair in node.pairs for x in pair]
             stack.extend(reversed([*inner, node.state]))
-    return found
+    return references
+
+
+def dict_items(node: Any) -> list[tuple[Any, Any]] | None:
+    """Keys and values of a dict, an inert `OrderedDict` or `defaultdict`; None for anything else."""
+    if isinstance(node, dict):
+        return list(node.items())
+    if not isinstance(node, Inert) or node.name not in _DICTS:
+        return None
+    first = node.args[-1] if node.args else None
+    if isinstance(first, dict):
+        return [*first.items(), *node.pairs]
+    if isinstance(first, list) and all(isinstance(p, tuple | list) and len(p) == 2 for p in first):
+        return [*((k, v) for k, v in first), *node.pairs]
+    return list(node.pairs)
+
+
+def string_items(node: Any) -> dict[str, Any]:
+    """The entries of a dictionary whose keys are strings; empty if `node` is no dictionary."""
+    return {k: v for k, v in dict_items(node) or () if isinstance(k, str)}
+
+
+def rebuild_dict(node: Any, pairs: Iterable[tuple[Any, Any]]) -> Any:
+    """A dictionary of the same class as `node` with the entries `pairs`."""
+    if not isinstance(node, Inert):
+        return dict(pairs)
+    args = node.args[:-1] if node.args and isinstance(node.args[-1], dict | list) else node.args
+    out = type(node).__new__(type(node), *args, **node.kwargs)
+    out.built_by, out.pairs = node.built_by, list(pairs)
+    if node.has_state:
+        out.__setstate__(node.state)
+    return out

@@ -10,12 +10,17 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from megtool.checkpoint.containers.pickle_reader import Inert, Persistent, inert_global, is_global
+from megtool.checkpoint.containers.pickle_reader import (
+    Inert,
+    PersistentRef,
+    inert_global,
+    is_global,
+)
 
 _BATCH = 1000
 
 
-def encode(tree: Any, *, stand_for: Callable[[Any], Any] | None = None, protocol: int = 2) -> bytes:
+def encode(tree: Any, *, replace: Callable[[Any], Any] | None = None, protocol: int = 2) -> bytes:
     """The pickle of a tree of dicts, lists, tuples, sets, scalars, bytes and inert nodes.
 
     Objects that occur twice are written once. `stand_for` is asked for the id under which each
@@ -26,7 +31,7 @@ def encode(tree: Any, *, stand_for: Callable[[Any], Any] | None = None, protocol
         TypeError: a value of any other type.
         ValueError: a tuple that contains itself, or a tree too deep to write.
     """
-    writer = _Writer(stand_for or _nothing_else, protocol)
+    writer = _Writer(replace or _replace_none, protocol)
     try:
         writer.write(tree)
     except RecursionError as e:
@@ -34,14 +39,14 @@ def encode(tree: Any, *, stand_for: Callable[[Any], Any] | None = None, protocol
     return b"\x80" + bytes((protocol,)) + b"".join(writer.out) + b"."
 
 
-def namespace(values: dict[str, Any]) -> Inert:
+def make_namespace(values: dict[str, Any]) -> Inert:
     """An `argparse.Namespace` with the given attributes, as Megatron keeps its arguments."""
     node = inert_global("argparse", "Namespace").__new__(inert_global("argparse", "Namespace"))
     node.__setstate__(values)
     return node
 
 
-def integer(value: int) -> bytes:
+def encode_int(value: int) -> bytes:
     """The opcode of one integer."""
     if 0 <= value < 256:
         return b"K" + bytes((value,))
@@ -55,21 +60,21 @@ def integer(value: int) -> bytes:
     return b"\x8b" + len(raw).to_bytes(4, "little") + raw
 
 
-def text(value: str) -> bytes:
+def encode_text(value: str) -> bytes:
     """The opcode of one string."""
     raw = value.encode("utf-8", "surrogatepass")
     return b"X" + len(raw).to_bytes(4, "little") + raw
 
 
-def _nothing_else(node: Any) -> Any:
-    if isinstance(node, Persistent):
+def _replace_none(node: Any) -> Any:
+    if isinstance(node, PersistentRef):
         return node.id
     raise TypeError(f"cannot pickle a {type(node).__name__}: {node!r:.60}")
 
 
 class _Writer:
-    def __init__(self, stand_for: Callable[[Any], Any], protocol: int) -> None:
-        self._stand_for = stand_for
+    def __init__(self, replace: Callable[[Any], Any], protocol: int) -> None:
+        self._replace = replace
         self._has_bytes = protocol >= 3
         self.out: list[bytes] = []
         self._memo: dict[Any, int] = {}
@@ -83,12 +88,12 @@ class _Writer:
         elif node is True or node is False:
             out.append(b"\x88" if node else b"\x89")
         elif type(node) is int:
-            out.append(integer(node))
+            out.append(encode_int(node))
         elif type(node) is float:
             out.append(b"G" + struct.pack(">d", node))
         elif type(node) is str:
             if not self._recall(node):
-                out.append(text(node))
+                out.append(encode_text(node))
                 self._remember(node)
         elif self._recall(key := id(node)):
             pass
@@ -106,8 +111,8 @@ class _Writer:
             self._global(node.module, node.qualname)
         elif isinstance(node, Inert):
             self._inert(node)
-        elif isinstance(node, Persistent):
-            self.write(self._stand_for(node))
+        elif isinstance(node, PersistentRef):
+            self.write(self._replace(node))
             out.append(b"Q")
             self._remember(key, node)
         elif self._has_bytes and isinstance(node, bytes | bytearray):
@@ -124,11 +129,11 @@ class _Writer:
             out.append(b"R")
             self._remember(key, node)
         else:
-            other = self._stand_for(node)
-            self.write(other)
-            self._alive += (node, other)
-            if id(other) in self._memo:
-                self._memo[key] = self._memo[id(other)]
+            replacement = self._replace(node)
+            self.write(replacement)
+            self._alive += (node, replacement)
+            if id(replacement) in self._memo:
+                self._memo[key] = self._memo[id(replacement)]
 
     def _recall(self, key: Any) -> bool:
         index = self._memo.get(key)
@@ -176,12 +181,12 @@ class _Writer:
             raise ValueError(f"{node.name} is an argument of itself")
         self._open.add(id(node))
         self._global(node.module, node.qualname)
-        self._tuple_again(node.args)
+        self._arguments(node.args)
         if node.kwargs:
             self.write(node.kwargs)
         self._open.discard(id(node))
         new = b"\x92" if node.kwargs else b"\x81"
-        self.out.append(b"R" if node.made == "reduce" else new)
+        self.out.append(b"R" if node.built_by == "reduce" else new)
         self._remember(id(node), node)
         self._items(node.items)
         self._pairs(node.pairs)
@@ -189,7 +194,7 @@ class _Writer:
             self.write(node.state)
             self.out.append(b"b")
 
-    def _tuple_again(self, args: tuple[Any, ...]) -> None:
+    def _arguments(self, args: tuple[Any, ...]) -> None:
         """Arguments: like a tuple, recalled where the same tuple was written before."""
         if not args or not self._recall(id(args)):
             self._tuple(args)

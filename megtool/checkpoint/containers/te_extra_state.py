@@ -19,11 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from megtool.checkpoint.containers import pickle_reader
-from megtool.checkpoint.containers.nested_tensors import array_of, inner_tensor, stored_tensor
-from megtool.checkpoint.containers.pickle_reader import Inert, Persistent, inert_global
+from megtool.checkpoint.containers.nested_tensors import (
+    make_nested_tensor,
+    make_stored_tensor,
+    read_array,
+)
+from megtool.checkpoint.containers.pickle_reader import Inert, PersistentRef, inert_global
 from megtool.checkpoint.containers.pickle_writer import encode
-from megtool.checkpoint.containers.zip_reader import load_bytes
-from megtool.checkpoint.containers.zip_writer import object_item
+from megtool.checkpoint.containers.zip_reader import load_object_bytes
+from megtool.checkpoint.containers.zip_writer import encode_object
 from megtool.errors import FormatError
 from megtool.number_formats import delayed_scaling
 from megtool.number_formats.delayed_scaling import Array, Columns, HistoryReduction, ScalingRule
@@ -33,11 +37,11 @@ RECIPES = "transformer_engine.common.recipe"
 DELAYED = "DelayedScaling"
 
 NUM_GEMMS = "num_gemms"
-MORE = "extra_fp8_variables"
+EXTRA_VARIABLES = "extra_fp8_variables"
 _RECIPE = "recipe"
 _ZIP, _PICKLE = b"PK\3\4", b"\x80"
 _MARKS = (b"amax_history", b"scale_fwd", b"extra_fp8_variables", b"transformer_engine")
-_MOST_OF_NOTHING = {1: 4096, 2: 64}
+_MAX_NONE_BYTES = {1: 4096, 2: 64}
 """Bytes that a None takes at most, saved as releases do."""
 
 _BYTES_IO = ("io.BytesIO", "_io.BytesIO")
@@ -91,14 +95,14 @@ class ExtraState:
     @property
     def num_gemms(self) -> int:
         """Matrix products of the module."""
-        said = self._more.get(NUM_GEMMS)
-        return said if isinstance(said, int) and said > 0 else 1
+        count = self._variables.get(NUM_GEMMS)
+        return count if isinstance(count, int) and count > 0 else 1
 
     @property
     def history_length(self) -> int:
         """Steps of the longest history, the one under way included."""
-        past = [len(t) for n, t in self.tensors.items() if n.startswith("amax_history_")]
-        return max(past, default=0)
+        lengths = [len(t) for n, t in self.tensors.items() if n.startswith("amax_history_")]
+        return max(lengths, default=0)
 
     @property
     def recipe_name(self) -> str | None:
@@ -110,20 +114,20 @@ class ExtraState:
     def recipe(self) -> dict[str, Any]:
         """The fields of its recipe, inert."""
         node = self.facts.get(_RECIPE)
-        held = node.state if isinstance(node, Inert) else None
-        if isinstance(held, tuple) and len(held) == 2 and isinstance(held[0], dict):
-            held = held[0]  # a class with slots gives (fields, slots)
-        return held if isinstance(held, dict) else {}
+        fields = node.state if isinstance(node, Inert) else None
+        if isinstance(fields, tuple) and len(fields) == 2 and isinstance(fields[0], dict):
+            fields = fields[0]  # a class with slots gives (fields, slots)
+        return fields if isinstance(fields, dict) else {}
 
     @property
-    def columns(self) -> Columns | None:
+    def column_order(self) -> Columns | None:
         """How the columns of a grouped linear layer lie in it; None where nothing tells.
 
         Columns that are not used tell, else the release: up to 1.x `blocked`; recipes pickled in
         2.x name it by the fields they have, in few releases.
         """
-        if (told := columns_of(self.tensors)) is not None:
-            return told
+        if (order := columns_of(self.tensors)) is not None:
+            return order
         fields = self.recipe
         if self.release == 1 or "interval" in fields:
             return "blocked"
@@ -131,43 +135,45 @@ class ExtraState:
         return "interleaved" if is_newer else None
 
     @property
-    def rule(self) -> ScalingRule:
+    def scaling_rule(self) -> ScalingRule:
         """How its scales come of its histories, as the recipe says; else as the scales show it."""
-        recipe, more = self.recipe, self._more
-        fwd, bwd = _largest(recipe.get("fp8_format")) or (448.0, 57344.0)
-        largest = ScalingRule(
-            max_fwd=_positive(more.get("fp8_max_fwd")) or fwd,
-            max_bwd=_positive(more.get("fp8_max_bwd")) or bwd,
+        recipe, variables = self.recipe, self._variables
+        fwd, bwd = _format_maxima(recipe.get("fp8_format")) or (448.0, 57344.0)
+        base_rule = ScalingRule(
+            max_fwd=_parse_positive(variables.get("fp8_max_fwd")) or fwd,
+            max_bwd=_parse_positive(variables.get("fp8_max_bwd")) or bwd,
         )
         if not recipe:
-            return replace(largest, margin=delayed_scaling.margin_of(self.tensors, largest))
+            return replace(base_rule, margin=delayed_scaling.margin_of(self.tensors, base_rule))
         margin, algorithm = recipe.get("margin", 0), recipe.get("amax_compute_algo", "max")
-        own = recipe.get("scaling_factor_compute_algo") is not None
-        known = algorithm if algorithm in ("max", "most_recent") and not own else None
+        has_custom_scaling = recipe.get("scaling_factor_compute_algo") is not None
+        named_algorithm = (
+            algorithm if algorithm in ("max", "most_recent") and not has_custom_scaling else None
+        )
         return replace(
-            largest,
+            base_rule,
             margin=margin if isinstance(margin, int | float) and abs(margin) < 64 else 0,
-            algorithm=known,
+            algorithm=named_algorithm,
         )
 
     @property
-    def _more(self) -> Mapping[Any, Any]:
-        more = self.facts.get(MORE)
-        return more if isinstance(more, dict) else {}
+    def _variables(self) -> Mapping[Any, Any]:
+        variables = self.facts.get(EXTRA_VARIABLES)
+        return variables if isinstance(variables, dict) else {}
 
 
-def _largest(node: Any) -> tuple[float, float] | None:
+def _format_maxima(node: Any) -> tuple[float, float] | None:
     """The largest values, forward and backward, of a pickled format: `Format((448, 57344))`."""
     while isinstance(node, Inert) and node.args:
         node = node.args if len(node.args) == 2 else node.args[0]
-    if isinstance(node, tuple) and len(node) == 2 and all(map(_positive, node)):
+    if isinstance(node, tuple) and len(node) == 2 and all(map(_parse_positive, node)):
         return float(node[0]), float(node[1])
     return None
 
 
-def _positive(value: Any) -> float | None:
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if known and 0 < value < 1e9 else None
+def _parse_positive(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 < value < 1e9 else None
 
 
 def decode(value: Any, *, file: str | Path = "") -> ExtraState | None:
@@ -178,11 +184,13 @@ def decode(value: Any, *, file: str | Path = "") -> ExtraState | None:
     Raises:
         FormatError: it is damaged, or names something hostile.
     """
-    tree, release = _held(value, file)
-    if not isinstance(tree, dict) or not any(map(tree.__contains__, (*_ARRAYS, _RECIPE, MORE))):
+    tree, release = _decode_value(value, file)
+    if not isinstance(tree, dict) or not any(
+        map(tree.__contains__, (*_ARRAYS, _RECIPE, EXTRA_VARIABLES))
+    ):
         return None
     tensors = {
-        k: t for k, v in tree.items() if k in _ARRAYS and (t := array_of(v, file)) is not None
+        k: t for k, v in tree.items() if k in _ARRAYS and (t := read_array(v, file)) is not None
     }
     for name, t in tensors.items():
         if t.ndim != (2 if name.startswith("amax_history_") else 1):
@@ -199,33 +207,33 @@ def is_empty(value: Any, *, file: str | Path = "") -> bool:
     """
     if value is None:
         return True
-    data, release = _data(value)
-    if release == 0 or len(data) > _MOST_OF_NOTHING[release]:
+    data, release = _extract_bytes(value)
+    if release == 0 or len(data) > _MAX_NONE_BYTES[release]:
         return False
-    tree, release = _held(value, file)
+    tree, release = _decode_value(value, file)
     return release != 0 and tree is None
 
 
 def raw_bytes(value: Any) -> bytes:
     """The bytes an extra state is kept in; none of None and what is not Transformer Engine's."""
-    return _data(value)[0]
+    return _extract_bytes(value)[0]
 
 
-def release_of(value: Any) -> int | None:
+def detect_release(value: Any) -> int | None:
     """The release, 1 or 2, in whose form an extra state is; None of None and what is neither."""
-    return _data(value)[1] or None
+    return _extract_bytes(value)[1] or None
 
 
-def _held(value: Any, file: str | Path) -> tuple[Any, int]:
+def _decode_value(value: Any, file: str | Path) -> tuple[Any, int]:
     """What an extra state holds, None where it is nothing, and its release; 0 if it is not TE's."""
-    data, release = _data(value)
+    data, release = _extract_bytes(value)
     if not data or not release:
         return None, release
     if not data.startswith(_ZIP if release == 1 else _PICKLE):
         return None, 0
     try:
         if release == 1:
-            return load_bytes(data, file=file), 1
+            return load_object_bytes(data, file=file), 1
         return pickle_reader.decode(data, file=file), 2
     except FormatError as e:
         if e.hint or any(mark in data for mark in _MARKS):  # the hint is that it is hostile
@@ -241,20 +249,23 @@ def to_tree(state: ExtraState | None, *, release: int | None = None) -> Any:
     """
     release = release or (state.release if state else 2)
     if state is None:
-        return _bytes_io(object_item(None)) if release == 1 else bytes_tensor(b"")
+        return _make_bytes_io(encode_object(None)) if release == 1 else make_bytes_tensor(b"")
     if release != state.release:
         raise ValueError(f"a state of release {state.release} asked for in that of {release}")
-    held = {**state.facts, **state.tensors}
-    names = [n for n in _ORDER if n in held] + [n for n in held if n not in _ORDER]
+    values = {**state.facts, **state.tensors}
+    names = [n for n in _ORDER if n in values] + [n for n in values if n not in _ORDER]
     if release == 1:
         numbers = {name: str(k) for k, name in enumerate(state.tensors)}
-        tree = {n: stored_tensor(held[n], numbers[n]) if n in numbers else held[n] for n in names}
-        return _bytes_io(object_item(tree))
-    tree = {n: inner_tensor(held[n]) if n in state.tensors else held[n] for n in names}
-    return bytes_tensor(encode(tree, protocol=3))
+        tree = {
+            n: make_stored_tensor(values[n], numbers[n]) if n in numbers else values[n]
+            for n in names
+        }
+        return _make_bytes_io(encode_object(tree))
+    tree = {n: make_nested_tensor(values[n]) if n in state.tensors else values[n] for n in names}
+    return make_bytes_tensor(encode(tree, protocol=3))
 
 
-def at_release(state: ExtraState, release: int) -> ExtraState | None:
+def convert_release(state: ExtraState, release: int) -> ExtraState | None:
     """A state in the form of another release; None where that has no form for it.
 
     Releases 1.x keep inverses of scales and no recipe, and know no other than delayed scaling.
@@ -266,12 +277,12 @@ def at_release(state: ExtraState, release: int) -> ExtraState | None:
         return None
     if release == 1:
         return ExtraState(tensors=delayed_scaling.inverses(state.tensors), facts=facts, release=1)
-    recipe = state.facts.get(_RECIPE) or delayed_recipe(state.rule, state.history_length)
+    node = state.facts.get(_RECIPE) or make_delayed_recipe(state.scaling_rule, state.history_length)
     tensors = delayed_scaling.without_inverses(state.tensors)
-    return ExtraState(tensors=tensors, facts={_RECIPE: recipe, **facts}, release=2)
+    return ExtraState(tensors=tensors, facts={_RECIPE: node, **facts}, release=2)
 
 
-def delayed_recipe(rule: ScalingRule, history_length: int) -> Inert:
+def make_delayed_recipe(rule: ScalingRule, history_length: int) -> Inert:
     """The recipe of delayed scaling as releases 2.x pickle it."""
     helper = inert_global(RECIPES, "_FormatHelper")
     numbers = tuple(int(n) if n == int(n) else n for n in (rule.max_fwd, rule.max_bwd))
@@ -292,23 +303,25 @@ def delayed_recipe(rule: ScalingRule, history_length: int) -> Inert:
     return node
 
 
-def bytes_tensor(data: bytes) -> Inert:
+def make_bytes_tensor(data: bytes) -> Inert:
     """A tensor of bytes, as an inert tree that a `torch.save` file is written of."""
-    storage = Persistent(("storage", inert_global("torch", "ByteStorage"), "0", "cpu", len(data)))
+    storage = PersistentRef(
+        ("storage", inert_global("torch", "ByteStorage"), "0", "cpu", len(data))
+    )
     storage.data = data
     hooks = inert_global("collections", "OrderedDict")()
     rebuild = inert_global("torch._utils", "_rebuild_tensor_v2")
     return rebuild(storage, 0, (len(data),), (1,), False, hooks)
 
 
-def _bytes_io(data: bytes) -> Inert:
+def _make_bytes_io(data: bytes) -> Inert:
     kind = inert_global("_io", "BytesIO")
     node = kind.__new__(kind)
     node.__setstate__((data, 0, None))
     return node
 
 
-def with_tensors(state: ExtraState, tensors: Mapping[str, Array]) -> ExtraState:
+def replace_tensors(state: ExtraState, tensors: Mapping[str, Array]) -> ExtraState:
     """The state with other tensors; the recipe's length of the history follows them."""
     out = replace(state, tensors=dict(tensors))
     length, recipe = out.history_length, out.facts.get(_RECIPE)
@@ -317,32 +330,40 @@ def with_tensors(state: ExtraState, tensors: Mapping[str, Array]) -> ExtraState:
     if out.recipe["amax_history_len"] == length:
         return out
     new = type(recipe).__new__(type(recipe), *recipe.args, **recipe.kwargs)
-    new.made, new.items, new.pairs = recipe.made, recipe.items, recipe.pairs
+    new.built_by, new.items, new.pairs = recipe.built_by, recipe.items, recipe.pairs
     fields = {**out.recipe, "amax_history_len": length}
     new.__setstate__((fields, recipe.state[1]) if isinstance(recipe.state, tuple) else fields)
     return replace(out, facts={**out.facts, _RECIPE: new})
 
 
-def with_length(state: ExtraState, length: int) -> ExtraState:
+def resize_history(state: ExtraState, length: int) -> ExtraState:
     """The state with histories of `length` steps."""
-    return with_tensors(state, delayed_scaling.with_length(state.tensors, length, state.rule))
+    return replace_tensors(
+        state, delayed_scaling.with_length(state.tensors, length, state.scaling_rule)
+    )
 
 
-def merge(states: Sequence[ExtraState], *, how: HistoryReduction = "max") -> ExtraState | None:
+def merge(
+    states: Sequence[ExtraState], *, reduction: HistoryReduction = "max"
+) -> ExtraState | None:
     """One state of the states of several ranks; None where they do not fit together.
 
     States of other releases are brought to the first's, and the first's facts stand for all.
     """
     first = states[0]
-    alike = [at_release(s, first.release) for s in states]
-    fit = [s for s in alike if s is not None and s.is_delayed == first.is_delayed]
-    if len(fit) != len(states) or not delayed_scaling.same_shapes([s.tensors for s in fit]):
+    converted = [convert_release(s, first.release) for s in states]
+    matching = [s for s in converted if s is not None and s.is_delayed == first.is_delayed]
+    if len(matching) != len(states) or not delayed_scaling.same_shapes(
+        [s.tensors for s in matching]
+    ):
         return None
-    merged = delayed_scaling.merge([s.tensors for s in fit], first.rule, reduction=how)
-    return with_tensors(first, merged)
+    merged = delayed_scaling.merge(
+        [s.tensors for s in matching], first.scaling_rule, reduction=reduction
+    )
+    return replace_tensors(first, merged)
 
 
-def _data(value: Any) -> tuple[bytes, int]:
+def _extract_bytes(value: Any) -> tuple[bytes, int]:
     """The bytes of an extra state, and the release (0: neither) whose form it is."""
     if (raw := pickle_reader.as_bytes(value)) is not None:
         return raw, 2
@@ -351,12 +372,12 @@ def _data(value: Any) -> tuple[bytes, int]:
     if value.name in _BYTES_IO:
         parts = [*value.args, *(value.state if isinstance(value.state, tuple) else ())]
         return next(filter(None, map(pickle_reader.as_bytes, parts)), b""), 1
-    if value.name != _TENSOR or len(value.args) < 3 or not isinstance(value.args[0], Persistent):
+    if value.name != _TENSOR or len(value.args) < 3 or not isinstance(value.args[0], PersistentRef):
         return b"", 0
     start, shape = value.args[1], value.args[2]
-    held = value.args[0].data or b""
+    data = value.args[0].data or b""
     if isinstance(shape, Inert) and shape.name == "torch.Size" and shape.args:
         shape = shape.args[0]
     if not isinstance(start, int) or not isinstance(shape, tuple) or len(shape) != 1:
         return b"", 0
-    return held[start : start + shape[0]], 2
+    return data[start : start + shape[0]], 2

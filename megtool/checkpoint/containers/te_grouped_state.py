@@ -15,42 +15,44 @@ from dataclasses import replace
 from typing import Any
 
 from megtool.checkpoint.containers.te_extra_state import (
-    MORE,
+    EXTRA_VARIABLES,
     NUM_GEMMS,
     ExtraState,
-    at_release,
-    with_tensors,
+    convert_release,
+    replace_tensors,
 )
 from megtool.number_formats import delayed_scaling, grouped_delayed_scaling
 from megtool.number_formats.delayed_scaling import Columns
 
 
-def split(state: ExtraState, parts: int, columns: Columns | None = None) -> list[ExtraState] | None:
+def split_gemms(
+    state: ExtraState, parts: int, default_order: Columns | None = None
+) -> list[ExtraState] | None:
     """The state of each of `parts` products of a module.
 
     `columns` stand in where the state does not tell how its own lie. None where it is not of so
     many products, or where nothing tells and it matters.
     """
-    if not fits(state, parts):
+    if not has_gemms(state, parts):
         return None
-    known = state.columns or columns
-    if known is None:
+    order = state.column_order or default_order
+    if order is None:
         if not grouped_delayed_scaling.is_same_in_both(state.tensors):
             return None
-        known = "blocked"
-    found = grouped_delayed_scaling.split(state.tensors, parts, known) or []
-    facts = _with_gemms(state.facts, 1)
-    return [replace(state, tensors=tensors, facts=facts) for tensors in found]
+        order = "blocked"
+    tensors_by_gemm = grouped_delayed_scaling.split(state.tensors, parts, order) or []
+    facts = _set_num_gemms(state.facts, 1)
+    return [replace(state, tensors=tensors, facts=facts) for tensors in tensors_by_gemm]
 
 
-def fits(state: ExtraState, parts: int) -> bool:
+def has_gemms(state: ExtraState, parts: int) -> bool:
     """The state is of so many products."""
     if not state.is_delayed:
         return state.num_gemms == parts
     return delayed_scaling.num_gemms(state.tensors) == parts
 
 
-def join(states: Sequence[ExtraState | None], columns: Columns) -> ExtraState | None:
+def join_gemms(states: Sequence[ExtraState | None], column_order: Columns) -> ExtraState | None:
     """The state of one module whose products had these; None where they do not fit together.
 
     A product without a state (None) gets one that has seen nothing.
@@ -58,22 +60,22 @@ def join(states: Sequence[ExtraState | None], columns: Columns) -> ExtraState | 
     first = next((s for s in states if s is not None), None)
     if first is None:
         return None
-    alike = [
-        with_tensors(first, delayed_scaling.unseen(first.tensors))
+    converted = [
+        replace_tensors(first, delayed_scaling.unseen(first.tensors))
         if s is None
-        else at_release(s, first.release)
+        else convert_release(s, first.release)
         for s in states
     ]
-    fit = [s for s in alike if s is not None and s.num_gemms == 1]
-    if len(fit) != len(states):
+    matching = [s for s in converted if s is not None and s.num_gemms == 1]
+    if len(matching) != len(states):
         return None
-    tensors = grouped_delayed_scaling.join([s.tensors for s in fit], columns)
+    tensors = grouped_delayed_scaling.join([s.tensors for s in matching], column_order)
     if tensors is None:
         return None
-    return with_tensors(replace(first, facts=_with_gemms(first.facts, len(states))), tensors)
+    return replace_tensors(replace(first, facts=_set_num_gemms(first.facts, len(states))), tensors)
 
 
-def unmixed(
+def unmix_expert_states(
     states: Sequence[ExtraState | None],
 ) -> tuple[list[ExtraState | None], Columns | None] | None:
     """Each expert's own state, of those that Megatron-Core saved for the experts of one rank.
@@ -81,35 +83,37 @@ def unmixed(
     The second value is how the columns lay before it split them, None where it makes no difference.
     None where they do not fit together, or nothing tells.
     """
-    whole = join(states, "blocked")
-    if whole is None:
+    joined = join_gemms(states, "blocked")
+    if joined is None:
         return None
-    columns = whole.columns
-    if columns is None:
+    order = joined.column_order
+    if order is None:
         return (
-            (list(states), None) if grouped_delayed_scaling.is_same_in_both(whole.tensors) else None
+            (list(states), None)
+            if grouped_delayed_scaling.is_same_in_both(joined.tensors)
+            else None
         )
-    if columns == "blocked":
-        return list(states), columns
-    found = split(whole, len(states), "interleaved")
-    return None if found is None else (list(found), "interleaved")
+    if order == "blocked":
+        return list(states), order
+    separate = split_gemms(joined, len(states), "interleaved")
+    return None if separate is None else (list(separate), "interleaved")
 
 
-def mixed(states: Sequence[ExtraState]) -> list[ExtraState] | None:
+def mix_expert_states(states: Sequence[ExtraState]) -> list[ExtraState] | None:
     """What Megatron-Core joins to the interleaved state of one rank whose experts have these.
 
     None where they do not fit together.
     """
-    whole = join(states, "interleaved")
-    if whole is None:
+    joined = join_gemms(states, "interleaved")
+    if joined is None:
         return None
-    parts = grouped_delayed_scaling.split(whole.tensors, len(states), "blocked") or []
-    alike = [at_release(s, whole.release) or whole for s in states]
-    return [with_tensors(s, t) for s, t in zip(alike, parts, strict=True)]
+    parts = grouped_delayed_scaling.split(joined.tensors, len(states), "blocked") or []
+    converted = [convert_release(s, joined.release) or joined for s in states]
+    return [replace_tensors(s, t) for s, t in zip(converted, parts, strict=True)]
 
 
-def _with_gemms(facts: dict[Any, Any], number: int) -> dict[Any, Any]:
-    more = facts.get(MORE)
-    if not isinstance(more, dict) or NUM_GEMMS not in more:
+def _set_num_gemms(facts: dict[Any, Any], num_gemms: int) -> dict[Any, Any]:
+    variables = facts.get(EXTRA_VARIABLES)
+    if not isinstance(variables, dict) or NUM_GEMMS not in variables:
         return facts
-    return {**facts, MORE: {**more, NUM_GEMMS: number}}
+    return {**facts, EXTRA_VARIABLES: {**variables, NUM_GEMMS: num_gemms}}

@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from megtool.checkpoint.containers import pickle_reader
-from megtool.checkpoint.containers.pickle_reader import Inert, Persistent, inert_global
+from megtool.checkpoint.containers.pickle_reader import Inert, PersistentRef, inert_global
 from megtool.checkpoint.containers.pickle_writer import encode
-from megtool.checkpoint.containers.zip_reader import Archive
-from megtool.checkpoint.containers.zip_tensor import TensorView, locate_view
+from megtool.checkpoint.containers.zip_reader import ZipArchive
+from megtool.checkpoint.containers.zip_tensor import StorageView, locate_view
 from megtool.checkpoint.containers.zip_writer import (
     LARGE_ALIGNMENT,
     LARGE_BYTES,
     SMALL_ALIGNMENT,
+    alignment_padding,
     central_entry,
     directory,
     local_header,
-    padding_at,
 )
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError, UsageError
@@ -39,7 +39,7 @@ _OLD_HINT = "load it with torch and save it again: torch.save(torch.load(path), 
 _DAMAGED_HINT = "the file is truncated or damaged: copy it again"
 
 
-class Budget:
+class StorageBudget:
     """How many bytes of small storages may still be read; shared by threads."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -67,13 +67,15 @@ class TorchFile:
 
     def __init__(self, fd: int, size: int, *, file: Path) -> None:
         self.file = file
-        self._archive = Archive(fd, 0, size, file=file)
-        self.named: set[str] = set()
-        self.tree = pickle_reader.decode(self._archive.pickle_bytes(), file=file, named=self.named)
+        self._archive = ZipArchive(fd, 0, size, file=file)
+        self.global_names: set[str] = set()
+        self.tree = pickle_reader.decode(
+            self._archive.read_pickle(), file=file, global_names=self.global_names
+        )
         self._first: dict[str, tuple[int, int]] = {}
         self._small: dict[str, bytes] = {}
 
-    def place(self, view: TensorView, *, tensor: str) -> int:
+    def locate(self, view: StorageView, *, tensor: str) -> int:
         """Absolute offset of a view's first element; each storage is looked for once.
 
         Raises:
@@ -82,18 +84,18 @@ class TorchFile:
         first, size = self._first.get(view.storage, (-1, -1))
         if size < view.span_bytes or size != view.storage_bytes:
             # Also the way to the words of the error.
-            at = locate_view(self._archive, view, tensor=tensor)
-            first = at - view.start * view.dtype.itemsize
+            offset = locate_view(self._archive, view, tensor=tensor)
+            first = offset - view.start * view.dtype.itemsize
             self._first[view.storage] = first, view.storage_bytes
         return first + view.start * view.dtype.itemsize
 
-    def attach(self, tree: Any, budget: Budget) -> None:
+    def attach_storages(self, tree: Any, budget: StorageBudget) -> None:
         """Read the bytes of every storage that a part of the tree refers to.
 
         Raises:
             FormatError: a storage is missing, or the budget does not allow it.
         """
-        for node in pickle_reader.references(tree):
+        for node in pickle_reader.find_references(tree):
             key = _storage(node)
             if key is None:
                 raise FormatError(f"{node!r} refers to no storage", file=self.file)
@@ -104,7 +106,7 @@ class TorchFile:
             node.data = self._small[key]
 
 
-def _storage(node: Persistent) -> str | None:
+def _storage(node: PersistentRef) -> str | None:
     """The storage that a reference stands for: `("storage", class, key, device, numel)`."""
     pid = node.id
     if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
@@ -130,7 +132,7 @@ def open_torch_file(path: Path, size: int) -> Iterator[TorchFile]:
         start = bytearray(min(size, 512))
         files.pread_into(fd, memoryview(start), 0)
         if not start.startswith(_ZIP):
-            raise _no_zip(bytes(start), path)
+            raise _not_a_zip(bytes(start), path)
         try:
             yield TorchFile(fd, size, file=path)
         except FormatError as e:
@@ -141,7 +143,7 @@ def open_torch_file(path: Path, size: int) -> Iterator[TorchFile]:
         files.close(fd)
 
 
-def _no_zip(start: bytes, path: Path) -> FormatError:
+def _not_a_zip(start: bytes, path: Path) -> FormatError:
     if not start:
         return FormatError("an empty file", file=path, hint=_DAMAGED_HINT)
     if start[:1] == b"\x80" or start[_TAR_AT : _TAR_AT + 5] == b"ustar":
@@ -164,7 +166,7 @@ class TorchFileLayout:
     offsets: list[int]
 
 
-def lay_out_torch_file(tree: Any) -> TorchFileLayout:
+def plan_torch_file(tree: Any) -> TorchFileLayout:
     """Lay out the file torch.save would write for a tree whose tensors are `GlobalTensor` leaves.
 
     Each becomes a row-major tensor in a storage of its own; one that occurs twice is written once,
@@ -176,8 +178,8 @@ def lay_out_torch_file(tree: Any) -> TorchFileLayout:
         TypeError: a value in the tree cannot be pickled.
     """
     storages = _Storages()
-    growing = _Growing()
-    growing.add_bytes("data.pkl", encode(tree, stand_for=storages.stand_for))
+    growing = _FileBuilder()
+    growing.add_bytes("data.pkl", encode(tree, replace=storages.replace))
     growing.add_bytes("byteorder", b"little")
     tensors: list[GlobalTensor] = []
     offsets: list[int] = []
@@ -192,7 +194,7 @@ def lay_out_torch_file(tree: Any) -> TorchFileLayout:
     return TorchFileLayout(size=size, fragments=growing.fragments, tensors=tensors, offsets=offsets)
 
 
-class _Growing:
+class _FileBuilder:
     """A container as it grows: where it ends, and the bytes around its data.
 
     What lies between the data of two tensors is one fragment, so that each is one write.
@@ -214,16 +216,16 @@ class _Growing:
         """Append a member whose bytes come later: the offset where they belong."""
         large = num_bytes >= LARGE_BYTES
         self._add(name, 0, num_bytes, LARGE_ALIGNMENT if large else SMALL_ALIGNMENT)
-        at = self._end
+        offset = self._end
         if num_bytes:
             self.fragments.append((self._since, bytes(self._pending)))
             self._pending.clear()
-            self._since = self._end = at + num_bytes
-        return at
+            self._since = self._end = offset + num_bytes
+        return offset
 
     def _add(self, name: str, crc: int, size: int, alignment: int) -> None:
         bare = len(local_header(name, crc, size, 0))
-        padding = padding_at(self._end + bare, alignment)
+        padding = alignment_padding(self._end + bare, alignment)
         self._pending += bytes(self._end - self._since - len(self._pending))
         self._pending += local_header(name, crc, size, padding)
         self._entries.append(central_entry(name, crc, size, self._end))
@@ -243,13 +245,13 @@ class _Storages:
     def __init__(self) -> None:
         self.members: list[GlobalTensor | bytes] = []
         self._number: dict[Any, int] = {}
-        self._ready: dict[int, Persistent] = {}
+        self._ready: dict[int, PersistentRef] = {}
 
-    def stand_for(self, node: Any) -> Any:
+    def replace(self, node: Any) -> Any:
         """The id of a reference under its new number, or the node that rebuilds a tensor."""
         if isinstance(node, GlobalTensor):
-            return self._rebuilt(node)
-        if not isinstance(node, Persistent):
+            return self._rebuild_node(node)
+        if not isinstance(node, PersistentRef):
             raise TypeError(f"cannot pickle a {type(node).__name__}: {node!r:.60}")
         if id(node) in self._ready:
             return node.id
@@ -265,7 +267,7 @@ class _Storages:
             self.members.append(member)
         return number
 
-    def _rebuilt(self, tensor: GlobalTensor) -> Inert:
+    def _rebuild_node(self, tensor: GlobalTensor) -> Inert:
         if tensor.packing:
             raise UsageError(
                 f"elements packed as {tensor.packing!r} cannot be stored so", tensor=tensor.name
@@ -275,15 +277,15 @@ class _Storages:
             raise UsageError("two tensors have this name", tensor=tensor.name)
         kind = tensor.dtype
         if kind.storage:
-            what, storage, count = "_rebuild_tensor_v2", ("torch", kind.storage), tensor.numel
+            function, storage, count = "_rebuild_tensor_v2", ("torch", kind.storage), tensor.numel
         else:
-            what, storage = "_rebuild_tensor_v3", ("torch.storage", "UntypedStorage")
+            function, storage = "_rebuild_tensor_v3", ("torch.storage", "UntypedStorage")
             count = tensor.num_bytes
-        reference = Persistent(("storage", inert_global(*storage), str(number), "cpu", count))
+        reference = PersistentRef(("storage", inert_global(*storage), str(number), "cpu", count))
         self._ready[id(reference)] = reference
-        steps = row_major([max(n, 1) for n in tensor.shape])
+        strides = row_major([max(n, 1) for n in tensor.shape])
         hooks = inert_global("collections", "OrderedDict")()
-        more = () if kind.storage else (inert_global("torch", kind.name),)
-        return inert_global("torch._utils", what)(
-            reference, 0, tensor.shape, steps, False, hooks, *more
+        extra_args = () if kind.storage else (inert_global("torch", kind.name),)
+        return inert_global("torch._utils", function)(
+            reference, 0, tensor.shape, strides, False, hooks, *extra_args
         )

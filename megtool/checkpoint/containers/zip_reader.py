@@ -31,7 +31,7 @@ _UNIX_SYMLINK = 0o120000
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ZipMember:
     """One stored file of a container: where its local header starts, and its size."""
 
     name: str
@@ -39,7 +39,7 @@ class Member:
     size: int
 
 
-class Archive:
+class ZipArchive:
     """A container in `length` bytes of a file, from `offset`; offsets given out are absolute.
 
     Opening reads the tail with the central directory and the first kilobyte: two small reads.
@@ -65,7 +65,7 @@ class Archive:
     def __init__(self, fd: int, offset: int, length: int, *, file: str | Path) -> None:
         self._fd, self.offset, self.length, self.file = fd, offset, length, file
         if length < _END.size:
-            raise self._bad(f"{length} bytes are too few for a zip container")
+            raise self._error(f"{length} bytes are too few for a zip container")
         tail_at = max(0, length - _TAIL_BYTES)
         tail = self._read(tail_at, length - tail_at)
         self._head = b"" if tail_at else tail
@@ -80,98 +80,98 @@ class Archive:
         if not self._head:
             self._head = self._read(0, min(length, _HEAD_BYTES))
 
-    def _bad(self, what: str) -> FormatError:
-        return FormatError(f"not a torch.save container: {what}", file=self.file)
+    def _error(self, message: str) -> FormatError:
+        return FormatError(f"not a torch.save container: {message}", file=self.file)
 
-    def _read(self, at: int, size: int) -> bytes:
-        if at < 0 or size < 0 or at + size > self.length:
-            raise self._bad(f"bytes {at}+{size} lie outside its {self.length} bytes")
-        parts, end = [], self.offset + at + size
-        at += self.offset
-        while at < end:
-            part = os.pread(self._fd, end - at, at)
+    def _read(self, position: int, size: int) -> bytes:
+        if position < 0 or size < 0 or position + size > self.length:
+            raise self._error(f"bytes {position}+{size} lie outside its {self.length} bytes")
+        parts, end = [], self.offset + position + size
+        position += self.offset
+        while position < end:
+            part = os.pread(self._fd, end - position, position)
             if not part:
-                raise self._bad("the file ends inside it")
+                raise self._error("the file ends inside it")
             parts.append(part)
-            at += len(part)
+            position += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _end(self, tail: bytes, tail_at: int) -> tuple[int, int, int]:
         """Offset, size and number of entries of the central directory."""
-        at = len(tail) - _END.size
-        sign, disk, disk_cd, on_disk, count, size, start, comment = _END.unpack_from(tail, at)
+        position = len(tail) - _END.size
+        sign, disk, disk_cd, on_disk, count, size, start, comment = _END.unpack_from(tail, position)
         if sign != b"PK\5\6" or comment or disk or disk_cd or on_disk != count:
-            raise self._bad("no end record in its last 22 bytes (truncated, or bytes follow it)")
-        end = tail_at + at
-        at -= _LOCATOR.size
-        if at >= 0 and tail[at : at + 4] == b"PK\6\7":
-            _, disk, record, disks = _LOCATOR.unpack_from(tail, at)
-            at -= _END64.size
-            if disk or disks != 1 or at < 0 or record != tail_at + at:
-                raise self._bad(f"zip64 end record claimed at {record}")
+            raise self._error("no end record in its last 22 bytes (truncated, or bytes follow it)")
+        end = tail_at + position
+        position -= _LOCATOR.size
+        if position >= 0 and tail[position : position + 4] == b"PK\6\7":
+            _, disk, record, disks = _LOCATOR.unpack_from(tail, position)
+            position -= _END64.size
+            if disk or disks != 1 or position < 0 or record != tail_at + position:
+                raise self._error(f"zip64 end record claimed at {record}")
             sign, length, _, _, disk, disk_cd, on_disk, count64, size64, start64 = (
-                _END64.unpack_from(tail, at)
+                _END64.unpack_from(tail, position)
             )
             if sign != b"PK\6\6" or length != _END64.size - 12 or disk or disk_cd:
-                raise self._bad("damaged zip64 end record")
+                raise self._error("damaged zip64 end record")
             for short, long, full in (
                 (count, count64, 0xFFFF),
                 (size, size64, 0xFFFFFFFF),
                 (start, start64, 0xFFFFFFFF),
             ):
                 if short not in (long, full):
-                    raise self._bad(f"end records disagree: {short} and {long}")
+                    raise self._error(f"end records disagree: {short} and {long}")
             if on_disk != count64:
-                raise self._bad(f"end record counts {on_disk} and {count64} entries")
+                raise self._error(f"end record counts {on_disk} and {count64} entries")
             count, size, start, end = count64, size64, start64, record
         if start + size != end or count * _CENTRAL.size > size or count > _MAX_MEMBERS:
-            raise self._bad(f"directory of {count} entries claimed at {start}+{size}")
+            raise self._error(f"directory of {count} entries claimed at {start}+{size}")
         return start, size, count
 
-    def _list(self, directory: bytes, count: int) -> tuple[dict[str, Member], str]:
-        members: dict[str, Member] = {}
-        at, prefix = 0, ""
+    def _list(self, directory: bytes, count: int) -> tuple[dict[str, ZipMember], str]:
+        members: dict[str, ZipMember] = {}
+        position, prefix = 0, ""
         for _ in range(count):
-            if at + _CENTRAL.size > len(directory):
-                raise self._bad("directory ends early")
-            (sign, made, _, flags, method, _, _, _, packed, size, n_name, n_extra, n_comment, _,
-             _, mode, header) = _CENTRAL.unpack_from(directory, at)  # fmt: skip
-            at += _CENTRAL.size
-            raw = directory[at : at + n_name]
-            extra = directory[at + n_name : at + n_name + n_extra]
-            at += n_name + n_extra + n_comment
-            if sign != b"PK\1\2" or at > len(directory):
-                raise self._bad("damaged directory entry")
+            if position + _CENTRAL.size > len(directory):
+                raise self._error("directory ends early")
+            (sign, made_by, _, flags, method, _, _, _, packed, size, n_name, n_extra, n_comment, _,
+             _, mode, header) = _CENTRAL.unpack_from(directory, position)  # fmt: skip
+            position += _CENTRAL.size
+            raw = directory[position : position + n_name]
+            extra = directory[position + n_name : position + n_name + n_extra]
+            position += n_name + n_extra + n_comment
+            if sign != b"PK\1\2" or position > len(directory):
+                raise self._error("damaged directory entry")
             if packed == 0xFFFFFFFF or size == 0xFFFFFFFF or header == 0xFFFFFFFF:
                 size, packed, header = self._wide(extra, size, packed, header)
             if method or packed != size:
-                raise self._bad(f"member {raw!r} is compressed")
+                raise self._error(f"member {raw!r} is compressed")
             if flags & _ENCRYPTED:
-                raise self._bad(f"member {raw!r} is encrypted")
-            if made >> 8 == 3 and (mode >> 16) & 0o170000 == _UNIX_SYMLINK:
-                raise self._bad(f"member {raw!r} is a link")
+                raise self._error(f"member {raw!r} is encrypted")
+            if made_by >> 8 == 3 and (mode >> 16) & 0o170000 == _UNIX_SYMLINK:
+                raise self._error(f"member {raw!r} is a link")
             try:
                 folder, _, name = raw.decode().partition("/")
             except UnicodeDecodeError as e:
-                raise self._bad(f"member name {raw!r}") from e
+                raise self._error(f"member name {raw!r}") from e
             if not name or "\0" in name or (members and folder != prefix):
-                raise self._bad(f"member name {raw!r}")
+                raise self._error(f"member name {raw!r}")
             if name in members:
-                raise self._bad(f"two members are called {name!r}")
+                raise self._error(f"two members are called {name!r}")
             prefix = folder
-            members[name] = Member(name, header, size)
-        if at != len(directory):
-            raise self._bad("directory holds more than its entries")
+            members[name] = ZipMember(name, header, size)
+        if position != len(directory):
+            raise self._error("directory holds more than its entries")
         self._check_disjoint(members, len(prefix) + 1)
         return members, prefix
 
     def _wide(self, extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
         """Sizes and offset of an entry that keeps some of them in its zip64 field."""
-        at = 0
-        while at + 4 <= len(extra):
-            tag, length = struct.unpack_from("<HH", extra, at)
-            body = extra[at + 4 : at + 4 + length]
-            at += 4 + length
+        position = 0
+        while position + 4 <= len(extra):
+            tag, length = struct.unpack_from("<HH", extra, position)
+            body = extra[position + 4 : position + 4 + length]
+            position += 4 + length
             if tag != 1:
                 continue
             values = [v for (v,) in struct.iter_unpack("<Q", body[: len(body) // 8 * 8])]
@@ -185,17 +185,17 @@ class Archive:
                     out.append(short)
             if len(out) == 3:
                 return out[0], out[1], out[2]
-        raise self._bad("an entry claims zip64 sizes that it does not hold")
+        raise self._error("an entry claims zip64 sizes that it does not hold")
 
-    def _check_disjoint(self, members: dict[str, Member], n_prefix: int) -> None:
+    def _check_disjoint(self, members: dict[str, ZipMember], n_prefix: int) -> None:
         end, last = 0, ""
         for member in sorted(members.values(), key=lambda m: m.header):
             if member.header < end:
-                raise self._bad(f"members {last!r} and {member.name!r} overlap")
+                raise self._error(f"members {last!r} and {member.name!r} overlap")
             end = member.header + _LOCAL.size + n_prefix + len(member.name) + member.size
             last = member.name
         if end > self._directory:
-            raise self._bad(f"member {last!r} overlaps the directory")
+            raise self._error(f"member {last!r} overlaps the directory")
 
     def locate(self, name: str) -> tuple[int, int]:
         """Absolute offset of a member's bytes, and their number.
@@ -205,7 +205,7 @@ class Archive:
         """
         member = self.members.get(name)
         if member is None:
-            raise self._bad(f"it has no member {name!r}")
+            raise self._error(f"it has no member {name!r}")
         full = f"{self.prefix}/{name}".encode()
         need = _LOCAL.size + len(full)
         if member.header + need <= len(self._head):
@@ -214,32 +214,32 @@ class Archive:
             local = self._read(member.header, need)
         sign, _, flags, method, _, _, _, packed, size, n_name, n_extra = _LOCAL.unpack_from(local)
         if sign != b"PK\3\4" or method or flags & _ENCRYPTED or local[_LOCAL.size :] != full:
-            raise self._bad(f"local header of {name!r} disagrees with the directory")
-        known = (member.size, 0xFFFFFFFF) if not flags & _DESCRIPTOR else None
-        if n_name != len(full) or (known and (packed not in known or size not in known)):
-            raise self._bad(f"local header of {name!r} disagrees with the directory")
+            raise self._error(f"local header of {name!r} disagrees with the directory")
+        allowed = (member.size, 0xFFFFFFFF) if not flags & _DESCRIPTOR else None
+        if n_name != len(full) or (allowed and (packed not in allowed or size not in allowed)):
+            raise self._error(f"local header of {name!r} disagrees with the directory")
         start = member.header + need + n_extra
         follows = bisect_right(self._headers, member.header)
         after = self._headers[follows] if follows < len(self._headers) else self._directory
         if start + member.size > after:
-            raise self._bad(f"member {name!r} overlaps what follows it")
+            raise self._error(f"member {name!r} overlaps what follows it")
         return self.offset + start, member.size
 
     def read(self, name: str) -> bytes:
         """All bytes of a member."""
-        at, size = self.locate(name)
-        at -= self.offset
-        if at + size <= len(self._head):
-            return self._head[at : at + size]
-        return self._read(at, size)
+        position, size = self.locate(name)
+        position -= self.offset
+        if position + size <= len(self._head):
+            return self._head[position : position + size]
+        return self._read(position, size)
 
-    def pickle_bytes(self) -> bytes:
+    def read_pickle(self) -> bytes:
         """The pickle of the saved value, once the byte order is known to be ours."""
         if "byteorder" in self.members and (order := self.read("byteorder")) != b"little":
-            raise self._bad(f"byte order {order!r}")
+            raise self._error(f"byte order {order!r}")
         member = self.members.get("data.pkl")
         if member is not None and member.size > _MAX_PICKLE_BYTES:
-            raise self._bad(f"a pickle of {member.size} bytes")
+            raise self._error(f"a pickle of {member.size} bytes")
         return self.read("data.pkl")
 
 
@@ -248,10 +248,10 @@ def load_object(fd: int, offset: int, length: int, *, file: str | Path) -> Any:
 
     For small things: everything is read.
     """
-    return _tree(Archive(fd, offset, length, file=file), file)
+    return _load_tree(ZipArchive(fd, offset, length, file=file), file)
 
 
-class _InMemory(Archive):
+class _MemoryArchive(ZipArchive):
     """A container that is no file."""
 
     __slots__ = ("_data",)
@@ -260,20 +260,20 @@ class _InMemory(Archive):
         self._data = data
         super().__init__(-1, 0, len(data), file=file)
 
-    def _read(self, at: int, size: int) -> bytes:
-        if at < 0 or size < 0 or at + size > len(self._data):
-            raise self._bad(f"bytes {at}+{size} lie outside its {self.length} bytes")
-        return self._data[at : at + size]
+    def _read(self, position: int, size: int) -> bytes:
+        if position < 0 or size < 0 or position + size > len(self._data):
+            raise self._error(f"bytes {position}+{size} lie outside its {self.length} bytes")
+        return self._data[position : position + size]
 
 
-def load_bytes(data: bytes, *, file: str | Path) -> Any:
+def load_object_bytes(data: bytes, *, file: str | Path) -> Any:
     """The inert tree of a saved value that lies in memory, as `load_object` gives it."""
-    return _tree(_InMemory(data, file=file), file)
+    return _load_tree(_MemoryArchive(data, file=file), file)
 
 
-def _tree(archive: Archive, file: str | Path) -> Any:
-    tree = pickle_reader.decode(archive.pickle_bytes(), file=file)
-    for node in pickle_reader.references(tree):
+def _load_tree(archive: ZipArchive, file: str | Path) -> Any:
+    tree = pickle_reader.decode(archive.read_pickle(), file=file)
+    for node in pickle_reader.find_references(tree):
         if isinstance(node.id, tuple) and len(node.id) > 2 and node.id[0] == "storage":
             node.data = archive.read(f"data/{node.id[2]}")
     return tree

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from megtool.checkpoint.containers import pickle_reader
-from megtool.checkpoint.containers.zip_reader import Archive
+from megtool.checkpoint.containers.zip_reader import ZipArchive
 from megtool.dtypes import DType, dtype, from_storage
 from megtool.errors import FormatError
 from megtool.tensors.box import strides as row_major
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorView:
+class StorageView:
     """A tensor as a container's pickle describes it: a strided view of a storage member.
 
     `start` and `strides` are in elements.
@@ -36,15 +36,17 @@ class TensorView:
         return (self.start + last + 1) * self.dtype.itemsize
 
     @property
-    def row_major(self) -> bool:
+    def is_row_major(self) -> bool:
         """Whether the elements lie in row-major order without gaps."""
         if 0 in self.shape:
             return True
-        want = row_major(self.shape)
-        return all(n == 1 or s == w for n, s, w in zip(self.shape, self.strides, want, strict=True))
+        expected = row_major(self.shape)
+        return all(
+            n == 1 or s == w for n, s, w in zip(self.shape, self.strides, expected, strict=True)
+        )
 
 
-def tensor_view(node: Any, *, file: str | Path) -> TensorView | None:
+def parse_storage_view(node: Any, *, file: str | Path) -> StorageView | None:
     """The view an inert node rebuilds; None where the node is no tensor.
 
     Raises:
@@ -57,34 +59,34 @@ def tensor_view(node: Any, *, file: str | Path) -> TensorView | None:
         return None
     args = node.args
     if node.qualname in ("_rebuild_parameter", "_rebuild_parameter_with_state") and args:
-        return tensor_view(args[0], file=file)
+        return parse_storage_view(args[0], file=file)
     if node.qualname == "_rebuild_from_type_v2" and len(args) >= 3:
         if not pickle_reader.is_global(args[1]) or not isinstance(args[2], tuple):
             raise FormatError("damaged tensor subclass in a pickle", file=file)
         inner = pickle_reader.inert_global("torch._utils", getattr(args[0], "qualname", ""))(
             *args[2]
         )
-        return tensor_view(inner, file=file)
-    known = {"_rebuild_tensor": 4, "_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}
-    if node.qualname not in known:
+        return parse_storage_view(inner, file=file)
+    num_args = {"_rebuild_tensor": 4, "_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}
+    if node.qualname not in num_args:
         if node.qualname.startswith("_rebuild"):
             raise FormatError(f"tensor kind {node.name} is not supported", file=file)
         return None
-    if len(args) < known[node.qualname]:
+    if len(args) < num_args[node.qualname]:
         raise FormatError(f"{node.name} with {len(args)} arguments", file=file)
-    storage, start, shape, steps = args[:4]
-    shape, steps = _numbers(shape), _numbers(steps)
-    pid = storage.id if isinstance(storage, pickle_reader.Persistent) else None
+    storage, offset, shape, strides = args[:4]
+    shape, strides = _parse_sizes(shape), _parse_sizes(strides)
+    pid = storage.id if isinstance(storage, pickle_reader.PersistentRef) else None
     if (
         shape is None
-        or steps is None
-        or len(shape) != len(steps)
-        or _numbers((start,)) is None
+        or strides is None
+        or len(shape) != len(strides)
+        or _parse_sizes((offset,)) is None
         or not isinstance(pid, tuple)
         or len(pid) < 5
         or pid[0] != "storage"
         or not isinstance(pid[2], str)
-        or _numbers((pid[4],)) is None
+        or _parse_sizes((pid[4],)) is None
         or not pickle_reader.is_global(pid[1])
     ):
         raise FormatError("damaged tensor in a pickle", file=file)
@@ -99,17 +101,17 @@ def tensor_view(node: Any, *, file: str | Path) -> TensorView | None:
     else:
         kind = from_storage(pid[1].qualname)
         stored_size = kind.itemsize
-    return TensorView(
+    return StorageView(
         storage=pid[2],
         dtype=kind,
         shape=shape,
-        strides=steps,
-        start=start,
+        strides=strides,
+        start=offset,
         storage_bytes=pid[4] * stored_size,
     )
 
 
-def _numbers(values: Any) -> tuple[int, ...] | None:
+def _parse_sizes(values: Any) -> tuple[int, ...] | None:
     """A tuple of plausible sizes, or None."""
     if isinstance(values, pickle_reader.Inert) and values.name == "torch.Size" and values.args:
         values = values.args[0]
@@ -121,7 +123,7 @@ def _numbers(values: Any) -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocatedTensor:
+class TensorLocation:
     """Where a tensor's bytes start in the file; `strides` (elements) unless row-major."""
 
     offset: int
@@ -130,13 +132,13 @@ class LocatedTensor:
     strides: tuple[int, ...] | None
 
 
-Views = dict[bytes, TensorView]
+StorageViews = dict[bytes, StorageView]
 """Views by the pickle that describes them: shards of one shape share theirs."""
 
 
 def locate_tensor_item(
-    fd: int, offset: int, length: int, *, file: str | Path, tensor: str, known: Views
-) -> LocatedTensor:
+    fd: int, offset: int, length: int, *, file: str | Path, tensor: str, views: StorageViews
+) -> TensorLocation:
     """Find the tensor in a container that holds nothing else, reading about 2 KiB.
 
     `known` remembers parsed pickles from call to call; threads may share it.
@@ -144,29 +146,29 @@ def locate_tensor_item(
     Raises:
         FormatError: the container is damaged, or holds something else than one tensor.
     """
-    archive = Archive(fd, offset, length, file=file)
-    data = archive.pickle_bytes()
-    view = known.get(data)
+    archive = ZipArchive(fd, offset, length, file=file)
+    data = archive.read_pickle()
+    view = views.get(data)
     if view is None:
-        view = tensor_view(pickle_reader.decode(data, file=file), file=file)
+        view = parse_storage_view(pickle_reader.decode(data, file=file), file=file)
         if view is None:
             raise FormatError(
                 "an item that should hold a tensor does not", file=file, tensor=tensor
             )
-        if len(known) < 1 << 16:
-            known[data] = view
-    at = locate_view(archive, view, tensor=tensor)
-    return LocatedTensor(
-        offset=at,
+        if len(views) < 1 << 16:
+            views[data] = view
+    offset_in_file = locate_view(archive, view, tensor=tensor)
+    return TensorLocation(
+        offset=offset_in_file,
         dtype=view.dtype,
         shape=view.shape,
-        strides=None if view.row_major else view.strides,
+        strides=None if view.is_row_major else view.strides,
     )
 
 
-def locate_view(archive: Archive, view: TensorView, *, tensor: str) -> int:
+def locate_view(archive: ZipArchive, view: StorageView, *, tensor: str) -> int:
     """Absolute offset of a view's first element, once it is known to lie inside its storage."""
-    at, size = archive.locate(f"data/{view.storage}")
+    offset, size = archive.locate(f"data/{view.storage}")
     if size != view.storage_bytes or view.span_bytes > size:
         raise FormatError(
             f"a view of {list(view.shape)} {view.dtype} ends at byte {view.span_bytes} of a "
@@ -174,4 +176,4 @@ def locate_view(archive: Archive, view: TensorView, *, tensor: str) -> int:
             file=archive.file,
             tensor=tensor,
         )
-    return at + view.start * view.dtype.itemsize
+    return offset + view.start * view.dtype.itemsize

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megtool.checkpoint.containers import pickle_reader
-from megtool.checkpoint.containers.pickle_writer import encode, integer, text
+from megtool.checkpoint.containers.pickle_writer import encode, encode_int, encode_text
 from megtool.dtypes import DType
 from megtool.tensors.box import strides
 
@@ -62,36 +62,40 @@ class TensorFrame:
         self.alignment = LARGE_ALIGNMENT if self.num_bytes >= LARGE_BYTES else SMALL_ALIGNMENT
         parts: list[bytes] = []
         entries: list[bytes] = []
-        at = 0
-        small = {"data.pkl": tensor_pickle(kind, shape), "byteorder": b"little", "version": b"3\n"}
+        offset = 0
+        small = {
+            "data.pkl": encode_tensor_pickle(kind, shape),
+            "byteorder": b"little",
+            "version": b"3\n",
+        }
         for name, data in small.items():
             crc = zlib.crc32(data)
-            entries.append(central_entry(name, crc, len(data), at))
+            entries.append(central_entry(name, crc, len(data), offset))
             parts += [local_header(name, crc, len(data), 0), data]
-            at += len(parts[-2]) + len(data)
-        entries.append(central_entry("data/0", 0, self.num_bytes, at))
+            offset += len(parts[-2]) + len(data)
+        entries.append(central_entry("data/0", 0, self.num_bytes, offset))
         self._head, self._central = b"".join(parts), entries
-        self.head_bytes = at + len(local_header("data/0", 0, self.num_bytes, 0))
+        self.head_bytes = offset + len(local_header("data/0", 0, self.num_bytes, 0))
         self.tail_bytes = len(directory(entries, 0))
         self._items: dict[int, TensorItem] = {}
 
-    def padding(self, at: int) -> int:
+    def padding(self, offset: int) -> int:
         """Bytes of padding of a container that starts at byte `at` of its file."""
-        return padding_at(at + self.head_bytes, self.alignment)
+        return alignment_padding(offset + self.head_bytes, self.alignment)
 
     def item(self, padding: int) -> TensorItem:
         """The container with so much padding; the same object each time."""
-        found = self._items.get(padding)
-        if found is None:
+        cached = self._items.get(padding)
+        if cached is None:
             offset = self.head_bytes + padding
             end = offset + self.num_bytes
-            found = self._items[padding] = TensorItem(
+            cached = self._items[padding] = TensorItem(
                 self._head + local_header("data/0", 0, self.num_bytes, padding),
                 offset,
                 directory(self._central, end),
                 end + self.tail_bytes,
             )
-        return found
+        return cached
 
 
 @lru_cache(maxsize=4096)
@@ -100,13 +104,13 @@ def tensor_frame(kind: DType, shape: tuple[int, ...]) -> TensorFrame:
     return TensorFrame(kind, shape)
 
 
-def tensor_item(kind: DType, shape: Sequence[int], *, at: int = 0) -> TensorItem:
+def plan_tensor_item(kind: DType, shape: Sequence[int], *, offset: int = 0) -> TensorItem:
     """Lay out a container that starts at byte `at` of its file and holds one row-major tensor."""
     frame = tensor_frame(kind, tuple(shape))
-    return frame.item(frame.padding(at))
+    return frame.item(frame.padding(offset))
 
 
-def tensor_pickle(kind: DType, shape: Sequence[int]) -> bytes:
+def encode_tensor_pickle(kind: DType, shape: Sequence[int]) -> bytes:
     """The pickle torch.save writes for one row-major tensor in storage `0`."""
     size = tuple(shape)
     numel = 1
@@ -115,38 +119,38 @@ def tensor_pickle(kind: DType, shape: Sequence[int]) -> bytes:
     zero_or_row_major = strides([max(n, 1) for n in size])
     tail = b"\x89ccollections\nOrderedDict\n)R"
     if kind.storage:
-        what, storage, count = "_rebuild_tensor_v2", f"torch\n{kind.storage}", numel
+        function, storage, count = "_rebuild_tensor_v2", f"torch\n{kind.storage}", numel
     else:
-        what, storage = "_rebuild_tensor_v3", "torch.storage\nUntypedStorage"
+        function, storage = "_rebuild_tensor_v3", "torch.storage\nUntypedStorage"
         count = numel * kind.itemsize
         tail += f"ctorch\n{kind.name}\n".encode()
     return b"".join(
         (
             b"\x80\x02ctorch._utils\n",
-            what.encode(),
+            function.encode(),
             b"\n((",
-            text("storage"),
+            encode_text("storage"),
             f"c{storage}\n".encode(),
-            text("0"),
-            text("cpu"),
-            integer(count),
+            encode_text("0"),
+            encode_text("cpu"),
+            encode_int(count),
             b"tQ",
-            integer(0),
-            _numbers(size),
-            _numbers(zero_or_row_major),
+            encode_int(0),
+            _encode_tuple(size),
+            _encode_tuple(zero_or_row_major),
             tail,
             b"tR.",
         )
     )
 
 
-def _numbers(values: tuple[int, ...]) -> bytes:
+def _encode_tuple(values: tuple[int, ...]) -> bytes:
     if not values:
         return b")"
-    return b"(" + b"".join(integer(v) for v in values) + b"t"
+    return b"(" + b"".join(encode_int(v) for v in values) + b"t"
 
 
-def object_item(tree: Any) -> bytes:
+def encode_object(tree: Any) -> bytes:
     """A whole container that holds a tree of plain values and inert nodes.
 
     Storages that the tree refers to must have their bytes attached, as `zipped.load_object` does.
@@ -155,33 +159,35 @@ def object_item(tree: Any) -> bytes:
         ValueError: a reference without bytes.
     """
     members: dict[str, bytes] = {"data.pkl": encode(tree), "byteorder": b"little"}
-    for node in pickle_reader.references(tree):
+    for node in pickle_reader.find_references(tree):
         if node.data is None:
             raise ValueError(f"{node!r} has no bytes attached")
         members[f"data/{node.id[2]}"] = node.data
-    return archive(members | {"version": b"3\n"})
+    return write_archive(members | {"version": b"3\n"})
 
 
-def archive(members: Mapping[str, bytes]) -> bytes:
+def write_archive(members: Mapping[str, bytes]) -> bytes:
     """A whole container of the given members, with checksums."""
     parts: list[bytes] = []
     entries: list[bytes] = []
-    at = 0
+    offset = 0
     for name, data in members.items():
         crc = zlib.crc32(data)
         bare = len(local_header(name, crc, len(data), 0))
-        padding = padding_at(at + bare, SMALL_ALIGNMENT) if name.startswith("data/") else 0
+        padding = (
+            alignment_padding(offset + bare, SMALL_ALIGNMENT) if name.startswith("data/") else 0
+        )
         header = local_header(name, crc, len(data), padding)
         header += bytes(bare + padding - len(header))
-        entries.append(central_entry(name, crc, len(data), at))
+        entries.append(central_entry(name, crc, len(data), offset))
         parts += [header, data]
-        at += len(header) + len(data)
-    return b"".join([*parts, directory(entries, at)])
+        offset += len(header) + len(data)
+    return b"".join([*parts, directory(entries, offset)])
 
 
-def padding_at(at: int, alignment: int) -> int:
+def alignment_padding(offset: int, alignment: int) -> int:
     """Bytes to put at `at` so that a multiple of `alignment` follows: none, or at least four."""
-    short = -at % alignment
+    short = -offset % alignment
     return short + alignment if 0 < short < 4 else short
 
 
@@ -215,12 +221,14 @@ def central_entry(name: str, crc: int, size: int, header: int) -> bytes:
     return head + raw + wide
 
 
-def directory(entries: list[bytes], at: int) -> bytes:
+def directory(entries: list[bytes], offset: int) -> bytes:
     """The central directory at offset `at`, and the end records, zip64 first as torch has them."""
     body = b"".join(entries)
     count, size = len(entries), len(body)
-    end64 = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, at)
-    locator = struct.pack("<4sIQI", b"PK\6\7", 0, at + size, 1)
+    end64 = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, offset)
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, offset + size, 1)
     few = min(count, 0xFFFF)
-    end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, few, few, min(size, _WIDE), min(at, _WIDE), 0)
+    end = struct.pack(
+        "<4s4H2IH", b"PK\5\6", 0, 0, few, few, min(size, _WIDE), min(offset, _WIDE), 0
+    )
     return body + end64 + locator + end

@@ -26,7 +26,7 @@ class FormatModule(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
+class CheckpointFormat:
     """One format, or two that share a module: `names` are what `--to` and `Catalogue.format` say.
 
     `marks` says what a path of this format shows, for the message when none does. A folder can only
@@ -36,37 +36,37 @@ class Format:
 
     names: tuple[str, ...]
     module: str
-    marks: str
-    inside: tuple[str, ...] = ()
+    description: str
+    name_patterns: tuple[str, ...] = ()
     is_file: bool = False
     writable: bool = True
 
-    def may_be(self, names: Sequence[str] | None) -> bool:
+    def may_match(self, names: Sequence[str] | None) -> bool:
         """Whether the module has to be asked about a folder with these names, or (None) a file."""
         if names is None:
             return self.is_file
-        return any(fnmatchcase(n, p) for p in self.inside for n in names)
+        return any(fnmatchcase(n, p) for p in self.name_patterns for n in names)
 
     def load(self) -> FormatModule:
         """The module that reads (and writes) the format; imported at first use."""
         return cast(FormatModule, importlib.import_module(self.module))
 
 
-CUT_BY_RANKS = ("torch_dist", "dcp", "megatron")
+RANK_SHARDED_FORMATS = ("torch_dist", "dcp", "megatron")
 """Formats whose files hold what each rank has; the others hold whole tensors."""
 
-ARRAYS = ("zarr", "tensorstore", "ocdbt")
+ARRAY_FORMATS = ("zarr", "tensorstore", "ocdbt")
 """Formats that keep one array per tensor: in folders, or all in one database."""
 
-WITH_HF_FOLDER = (*CUT_BY_RANKS, *ARRAYS)
+HF_SUBFOLDER_FORMATS = (*RANK_SHARDED_FORMATS, *ARRAY_FORMATS)
 """Formats beside whose data the small files of Hugging Face lie in `hf/`."""
 
-FORMATS: tuple[Format, ...] = (
-    Format(
-        names=ARRAYS,
+FORMATS: tuple[CheckpointFormat, ...] = (
+    CheckpointFormat(
+        names=ARRAY_FORMATS,
         module="megtool.checkpoint.formats.zarr",
-        marks="a folder of zarr arrays",
-        inside=(
+        description="a folder of zarr arrays",
+        name_patterns=(
             "zarr.json",
             ".zgroup",
             ".zarray",
@@ -79,37 +79,37 @@ FORMATS: tuple[Format, ...] = (
             "weights",
         ),
     ),
-    Format(
+    CheckpointFormat(
         names=("torch_dist", "dcp"),
         module="megtool.checkpoint.formats.torch_dist",
-        marks="a Megatron save folder or a folder with .metadata",
-        inside=(".metadata", "metadata.json", "*.distcp", "iter_*", "release", "weights"),
+        description="a Megatron save folder or a folder with .metadata",
+        name_patterns=(".metadata", "metadata.json", "*.distcp", "iter_*", "release", "weights"),
     ),
-    Format(
+    CheckpointFormat(
         names=("megatron",),
         module="megtool.checkpoint.formats.megatron_legacy",
-        marks="a folder with mp_rank_* folders",
-        inside=("mp_rank_*", "iter_*", "release"),
+        description="a folder with mp_rank_* folders",
+        name_patterns=("mp_rank_*", "iter_*", "release"),
     ),
-    Format(
+    CheckpointFormat(
         names=("gguf",),
         module="megtool.checkpoint.formats.gguf",
-        marks="a .gguf file",
+        description="a .gguf file",
         is_file=True,
         writable=False,
     ),
-    Format(
+    CheckpointFormat(
         names=("deepspeed",),
         module="megtool.checkpoint.formats.deepspeed",
-        marks="a DeepSpeed folder global_step*",
-        inside=("global_step*", "*_model_states.pt", "zero"),
+        description="a DeepSpeed folder global_step*",
+        name_patterns=("global_step*", "*_model_states.pt", "zero"),
         writable=False,
     ),
-    Format(
+    CheckpointFormat(
         names=("hf", "safetensors"),
         module="megtool.checkpoint.formats.safetensors",
-        marks="a folder with config.json or *.safetensors, or one .safetensors file",
-        inside=("config.json", "*.safetensors*"),
+        description="a folder with config.json or *.safetensors, or one .safetensors file",
+        name_patterns=("config.json", "*.safetensors*"),
         is_file=True,
     ),
 )
@@ -122,45 +122,45 @@ def open_checkpoint(path: str | Path, *, iteration: int | str | None = None) -> 
         FormatError: there is no checkpoint that megtool knows, or it is broken.
     """
     path = Path(path)
-    found = detect_format(path)
-    if iteration is not None and "iter_*" in found.inside:
+    checkpoint_format = detect_format(path)
+    if iteration is not None and "iter_*" in checkpoint_format.name_patterns:
         # Iterations of one save folder may be of different formats.
         from megtool.checkpoint.formats.save_folder import find_iteration
 
         path = find_iteration(path, iteration) or path
-        found = detect_format(path)
-    return found.load().open_checkpoint(path, iteration=iteration)
+        checkpoint_format = detect_format(path)
+    return checkpoint_format.load().open_checkpoint(path, iteration=iteration)
 
 
-def detect_format(path: Path) -> Format:
+def detect_format(path: Path) -> CheckpointFormat:
     """The first of `FORMATS` that recognizes `path`.
 
     Raises:
         FormatError: none does, or nothing is there.
     """
-    found = Files().stat(path)
-    if found is None:
+    status = Files().stat(path)
+    if status is None:
         raise FormatError("does not exist", file=path, hint="check the path")
-    names = Files().names(path) if stat.S_ISDIR(found.st_mode) else None
-    for one in FORMATS:
-        if one.may_be(names) and one.load().detect(path):
-            return one
+    names = Files().names(path) if stat.S_ISDIR(status.st_mode) else None
+    for checkpoint_format in FORMATS:
+        if checkpoint_format.may_match(names) and checkpoint_format.load().detect(path):
+            return checkpoint_format
     files = [n for n in names or () if n.endswith(".gguf")]
     raise FormatError(
-        "not a checkpoint: looked for " + "; ".join(f.marks for f in FORMATS),
+        "not a checkpoint: looked for " + "; ".join(f.description for f in FORMATS),
         file=path,
         hint=f"name the file: {path / files[0]}" if files else "give the folder that holds it",
     )
 
 
-def named(name: str) -> Format:
+def find_format(name: str) -> CheckpointFormat:
     """The format called `name`.
 
     Raises:
         UsageError: there is none.
     """
-    for one in FORMATS:
-        if name in one.names:
-            return one
-    known = ", ".join(n for f in FORMATS for n in f.names if f.writable)
-    raise UsageError(f"unknown format {name!r}", hint=f"known: {known}")
+    for checkpoint_format in FORMATS:
+        if name in checkpoint_format.names:
+            return checkpoint_format
+    writable = ", ".join(n for f in FORMATS for n in f.names if f.writable)
+    raise UsageError(f"unknown format {name!r}", hint=f"known: {writable}")

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from megtool.checkpoint.digest import SIDECAR
-from megtool.checkpoint.formats.header_reader import names_in, stays_inside
+from megtool.checkpoint.formats.header_reader import list_names, stays_inside
 
-MAX_ATTACHMENT_BYTES = 64 << 20
+MAX_AUXILIARY_BYTES = 64 << 20
 MODELOPT_FOLDER = "modelopt_state"
 """A checkpoint of its own, in which ModelOpt keeps what it did to the model."""
 
 _FOLDERS = ("additional_chat_templates",)
-_CARRIED_FOLDERS = ("hf", "tokenizer", "context", MODELOPT_FOLDER)
-_CARRIED_FILES = ("run_config.yaml", "train_state.pt")
-_NOT_SMALL = (
+_MEGATRON_FOLDERS = ("hf", "tokenizer", "context", MODELOPT_FOLDER)
+_MEGATRON_FILES = ("run_config.yaml", "train_state.pt")
+_EXCLUDED_SUFFIXES = (
     ".safetensors",
     ".index.json",
     ".bin",
@@ -30,7 +30,7 @@ _NOT_SMALL = (
 )
 
 
-def find_attachments(folder: Path, warnings: list[str]) -> dict[str, Path]:
+def find_auxiliary_files(folder: Path, warnings: list[str]) -> dict[str, Path]:
     """Files to carry along, by path relative to `folder`; what should go but cannot is warned of.
 
     Left out in silence: dot files, our own digests, subfolders (but for chat templates), and files
@@ -38,42 +38,42 @@ def find_attachments(folder: Path, warnings: list[str]) -> dict[str, Path]:
     and links that leave the folder.
     """
     out: dict[str, Path] = {}
-    names = names_in(folder)
+    names = list_names(folder)
     for place in [n for n in _FOLDERS if (folder / n).is_dir()]:
-        names += [f"{place}/{n}" for n in names_in(folder / place)]
+        names += [f"{place}/{n}" for n in list_names(folder / place)]
     for name in sorted(names):
         path = folder / name
         if (
             path.name.startswith(".")
             or path.name == SIDECAR
-            or name.endswith(_NOT_SMALL)
+            or name.endswith(_EXCLUDED_SUFFIXES)
             or not path.is_file()
         ):
             continue
-        if travels(folder, name, warnings):
+        if can_copy(folder, name, warnings):
             out[name] = path
     return out
 
 
-def find_carried(folder: Path, warnings: list[str]) -> dict[str, Path]:
+def find_megatron_auxiliary_files(folder: Path, warnings: list[str]) -> dict[str, Path]:
     """What one iteration of a Megatron checkpoint carries along, by path relative to `folder`."""
     out: dict[str, Path] = {}
-    places = [p for name in _CARRIED_FOLDERS for p in sorted((folder / name).rglob("*"))]
-    for path in [*places, *(folder / name for name in _CARRIED_FILES)]:
+    places = [p for name in _MEGATRON_FOLDERS for p in sorted((folder / name).rglob("*"))]
+    for path in [*places, *(folder / name for name in _MEGATRON_FILES)]:
         if not path.is_file():
             continue
         name = path.relative_to(folder).as_posix()
-        if travels(folder, name, warnings):
+        if can_copy(folder, name, warnings):
             out[name] = path
     return out
 
 
-def travels(folder: Path, name: str, warnings: list[str]) -> bool:
+def can_copy(folder: Path, name: str, warnings: list[str]) -> bool:
     """Whether a file may be carried along: it is small, and no link out; a warning says if not."""
     if not stays_inside(folder, name):
         warnings.append(f"{name} is left out: a link that leaves the folder")
-    elif (folder / name).stat().st_size > MAX_ATTACHMENT_BYTES:
-        warnings.append(f"{name} is left out: larger than {MAX_ATTACHMENT_BYTES >> 20} MiB")
+    elif (folder / name).stat().st_size > MAX_AUXILIARY_BYTES:
+        warnings.append(f"{name} is left out: larger than {MAX_AUXILIARY_BYTES >> 20} MiB")
     else:
         return True
     return False

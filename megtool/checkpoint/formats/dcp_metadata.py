@@ -23,7 +23,7 @@ _MAX_NUMBER = 1 << 62
 
 
 @dataclass(slots=True, kw_only=True)
-class Items:
+class DcpItems:
     """Stored items in columns: which file (a row of `paths`), and its bytes there."""
 
     file: NDArray[np.int32]
@@ -43,10 +43,10 @@ class DcpMetadata:
     tensors: list[GlobalTensor]
     tensor: NDArray[np.int32]
     boxes: Boxes
-    items: Items
+    items: DcpItems
     paths: list[str]
     objects: dict[str, tuple[int, int, int]]
-    copies: list[tuple[int, int, int, int]] = field(default_factory=list)
+    duplicates: list[tuple[int, int, int, int]] = field(default_factory=list)
     planner_data: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -58,7 +58,7 @@ def read_metadata(data: bytes, *, file: str | Path) -> DcpMetadata:
         FormatError: no metadata of torch.distributed.checkpoint, or one that contradicts itself:
             absurd numbers, unknown dtypes, chunks without items or items without chunks.
     """
-    root = pickle_reader.decode(data, file=file, stand_ins=STAND_INS)
+    root = pickle_reader.decode(data, file=file, stub_classes=STUB_CLASSES)
     del data
     try:
         return _Reader(file).read(root)
@@ -70,17 +70,17 @@ class _Reader:
     def __init__(self, file: str | Path) -> None:
         self._file = file
 
-    def _bad(self, what: str, tensor: Any = None) -> FormatError:
-        return FormatError(what, file=self._file, tensor=None if tensor is None else str(tensor))
+    def _error(self, message: str, tensor: Any = None) -> FormatError:
+        return FormatError(message, file=self._file, tensor=None if tensor is None else str(tensor))
 
     def read(self, root: Any) -> DcpMetadata:
-        state = getattr(root, "state", None) if isinstance(root, Metadata) else None
+        state = getattr(root, "state", None) if isinstance(root, MetadataStub) else None
         if not isinstance(state, dict):
-            raise self._bad("not the metadata of a torch.distributed checkpoint")
+            raise self._error("not the metadata of a torch.distributed checkpoint")
         described, stored = state.get("state_dict_metadata"), state.get("storage_data")
         if not isinstance(described, dict) or not isinstance(stored, dict):
-            raise self._bad("metadata without state_dict_metadata or storage_data")
-        tensors, chunks, counts, byte_names = self._described(described)
+            raise self._error("metadata without state_dict_metadata or storage_data")
+        tensors, chunks, counts, byte_names = self._read_tensors(described)
         ndim = max((len(t.shape) for t in tensors), default=0)
         tensor = np.repeat(np.arange(len(tensors), dtype=np.int32), counts)
         lo = self._table([c.offsets for c in chunks], tensor, tensors, ndim, 0)
@@ -90,7 +90,7 @@ class _Reader:
             tensors=tensors,
             tensor=tensor,
             boxes=Boxes(lo, lo + size),
-            items=Items(
+            items=DcpItems(
                 file=np.zeros(0, np.int32),
                 offset=np.zeros(0, np.int64),
                 length=np.zeros(0, np.int64),
@@ -104,47 +104,47 @@ class _Reader:
                 if k not in ("state_dict_metadata", "storage_data", "planner_data")
             },
         )
-        self._stored(stored, byte_names, out)
+        self._read_items(stored, byte_names, out)
         return out
 
-    def _described(
+    def _read_tensors(
         self, described: dict[Any, Any]
-    ) -> tuple[list[GlobalTensor], list[Chunk], list[int], set[str]]:
+    ) -> tuple[list[GlobalTensor], list[ChunkStub], list[int], set[str]]:
         tensors: list[GlobalTensor] = []
-        chunks: list[Chunk] = []
+        chunks: list[ChunkStub] = []
         counts: list[int] = []
         byte_names: set[str] = set()
         for name, entry in described.items():
             if not isinstance(name, str):
-                raise self._bad(f"a key that is no name: {name!r:.60}")
-            if isinstance(entry, BytesEntry):
+                raise self._error(f"a key that is no name: {name!r:.60}")
+            if isinstance(entry, BytesStub):
                 byte_names.add(name)
                 continue
             try:
                 shape, kind, layout = entry.size, entry.properties.dtype, entry.properties.layout
-                own = entry.chunks
+                tensor_chunks = entry.chunks
             except AttributeError as e:
-                raise self._bad(f"damaged entry {entry!r:.60}", name) from e
+                raise self._error(f"damaged entry {entry!r:.60}", name) from e
             if not pickle_reader.is_global(kind) or kind.module != "torch":
-                raise self._bad(f"unknown dtype {kind!r:.60}", name)
+                raise self._error(f"unknown dtype {kind!r:.60}", name)
             if isinstance(layout, pickle_reader.Inert) and layout.args != ("torch.strided",):
-                raise self._bad(f"layout {layout.args!r:.60} is not supported", name)
-            if not isinstance(own, list) or set(map(type, own)) - {Chunk}:
-                raise self._bad("damaged list of chunks", name)
+                raise self._error(f"layout {layout.args!r:.60} is not supported", name)
+            if not isinstance(tensor_chunks, list) or set(map(type, tensor_chunks)) - {ChunkStub}:
+                raise self._error("damaged list of chunks", name)
             if (
                 type(shape) is not tuple
                 or len(shape) > MAX_NDIM
                 or any(type(n) is not int or not 0 <= n < _MAX_NUMBER for n in shape)
             ):
-                raise self._bad(f"absurd shape {shape!r:.60}", name)
+                raise self._error(f"absurd shape {shape!r:.60}", name)
             try:
                 tensors.append(GlobalTensor(name=name, shape=shape, dtype=dtype(kind.qualname)))
             except FormatError as e:
                 raise FormatError(e.message, file=self._file, tensor=name, hint=e.hint) from e
             if tensors[-1].num_bytes >= _MAX_NUMBER:
-                raise self._bad(f"absurd shape {list(shape)}", name)
-            chunks += own
-            counts.append(len(own))
+                raise self._error(f"absurd shape {list(shape)}", name)
+            chunks += tensor_chunks
+            counts.append(len(tensor_chunks))
         return tensors, chunks, counts, byte_names
 
     def _table(
@@ -186,40 +186,44 @@ class _Reader:
                 or any(type(v) is not int or not 0 <= v < _MAX_NUMBER for v in values)
             ):
                 name = tensors[tensor[row]].name
-                return self._bad(f"absurd offsets or sizes {values!r:.80}", name)
-        return self._bad("absurd offsets or sizes")
+                return self._error(f"absurd offsets or sizes {values!r:.80}", name)
+        return self._error("absurd offsets or sizes")
 
-    def _stored(self, stored: dict[Any, Any], byte_names: set[str], out: DcpMetadata) -> None:
+    def _read_items(self, stored: dict[Any, Any], byte_names: set[str], out: DcpMetadata) -> None:
         """Match items with chunks: by their number where it fits, else by name and offset."""
-        if set(map(type, stored)) - {Index} or set(map(type, stored.values())) - {Info}:
-            raise self._bad("damaged storage_data")
+        if set(map(type, stored)) - {IndexStub} or set(map(type, stored.values())) - {
+            StorageInfoStub
+        }:
+            raise self._error("damaged storage_data")
         file = self._files(stored, out)
         try:
             offset = np.fromiter((i.offset for i in stored.values()), np.int64, len(stored))
             length = np.fromiter((i.length for i in stored.values()), np.int64, len(stored))
         except (TypeError, ValueError, OverflowError) as e:
-            raise self._bad(f"an item's offset or length is absurd: {e}") from e
+            raise self._error(f"an item's offset or length is absurd: {e}") from e
         wrong = np.flatnonzero(
             (offset < 0) | (length <= 0) | (offset >= _MAX_NUMBER) | (length >= _MAX_NUMBER)
         )
         if len(wrong):
             name = list(stored)[int(wrong[0])].fqn
-            raise self._bad(f"an item at {offset[wrong[0]]}+{length[wrong[0]]}", name)
+            raise self._error(f"an item at {offset[wrong[0]]}+{length[wrong[0]]}", name)
         number = {t.name: i for i, t in enumerate(out.tensors)}
         try:
             tensor = np.fromiter((number.get(k.fqn, -1) for k in stored), np.int64, len(stored))
         except TypeError as e:
-            raise self._bad("an item whose name is no name") from e
+            raise self._error("an item whose name is no name") from e
         keys = list(stored)
         for row in np.flatnonzero(tensor < 0).tolist():
             name = keys[row].fqn
             if name not in byte_names or name in out.objects:
-                raise self._bad("an item that the metadata does not describe, or twice", name)
+                raise self._error("an item that the metadata does not describe, or twice", name)
             out.objects[name] = (int(file[row]), int(offset[row]), int(length[row]))
         if missing := byte_names - out.objects.keys():
-            raise self._bad("an object without an item", sorted(missing)[0])
+            raise self._error("an object without an item", sorted(missing)[0])
         rows = np.flatnonzero(tensor >= 0)
-        self._match([keys[r] for r in rows.tolist()], tensor[rows], rows, out, file, offset, length)
+        self._match_items(
+            [keys[r] for r in rows.tolist()], tensor[rows], rows, out, file, offset, length
+        )
 
     def _files(self, stored: dict[Any, Any], out: DcpMetadata) -> NDArray[np.int32]:
         numbers: dict[Any, int] = {}
@@ -230,21 +234,21 @@ class _Reader:
                 len(stored),
             )
         except TypeError as e:
-            raise self._bad("an item whose file has no name") from e
+            raise self._error("an item whose file has no name") from e
         for info in stored.values():
             if info.transforms:
-                raise self._bad(
+                raise self._error(
                     f"items are stored through {info.transforms!r:.60}, which is not supported"
                 )
         for path in numbers:
             if not isinstance(path, str):
-                raise self._bad(f"a file name that is no name: {path!r:.60}")
+                raise self._error(f"a file name that is no name: {path!r:.60}")
         out.paths = list(numbers)
         return file
 
-    def _match(
+    def _match_items(
         self,
-        keys: list[Index],
+        keys: list[IndexStub],
         tensor: Ints,
         rows: Ints,
         out: DcpMetadata,
@@ -260,7 +264,7 @@ class _Reader:
             len(keys),
         )
         ndim = out.boxes.ndim
-        where = self._table(
+        item_offset = self._table(
             [k.offset if k.offset is not None else () for k in keys],
             tensor.astype(np.int32),
             out.tensors,
@@ -270,20 +274,28 @@ class _Reader:
         fits = (hint >= 0) & (hint < count[tensor])
         chunk = np.where(fits, first[tensor] + np.maximum(hint, 0), 0)
         if len(out.tensor):
-            fits &= (out.boxes.lo[np.minimum(chunk, len(out.tensor) - 1)] == where).all(axis=1)
+            fits &= (out.boxes.lo[np.minimum(chunk, len(out.tensor) - 1)] == item_offset).all(
+                axis=1
+            )
         chunk = np.where(fits, chunk, -1)
         if not fits.all():
-            self._match_by_offset(np.flatnonzero(~fits), tensor, where, chunk, first, out)
+            self._match_by_offset(np.flatnonzero(~fits), tensor, item_offset, chunk, first, out)
         item = np.full(len(out.tensor), -1, np.int64)
         item[chunk[::-1]] = np.arange(len(chunk), dtype=np.int64)[::-1]
         again = np.flatnonzero(item[chunk] != np.arange(len(chunk)))
         for k in again.tolist():
             r = rows[k]
-            out.copies.append((int(chunk[k]), int(file[r]), int(offset[r]), int(length[r])))
+            out.duplicates.append((int(chunk[k]), int(file[r]), int(offset[r]), int(length[r])))
         self._drop_repeated(item, rows, out, file, offset, length)
 
     def _match_by_offset(
-        self, rows: Ints, tensor: Ints, where: Ints, chunk: Ints, first: Ints, out: DcpMetadata
+        self,
+        rows: Ints,
+        tensor: Ints,
+        item_offset: Ints,
+        chunk: Ints,
+        first: Ints,
+        out: DcpMetadata,
     ) -> None:
         key = {
             (int(t), *lo): i
@@ -292,12 +304,12 @@ class _Reader:
             )
         }
         for row in rows.tolist():
-            found = key.get((int(tensor[row]), *where[row].tolist()))
-            if found is None:
+            match = key.get((int(tensor[row]), *item_offset[row].tolist()))
+            if match is None:
                 t = out.tensors[int(tensor[row])]
-                at = where[row, : len(t.shape)].tolist()
-                raise self._bad(f"an item at {at}, where no chunk starts", t.name)
-            chunk[row] = found
+                start = item_offset[row, : len(t.shape)].tolist()
+                raise self._error(f"an item at {start}, where no chunk starts", t.name)
+            chunk[row] = match
 
     def _drop_repeated(
         self,
@@ -320,20 +332,20 @@ class _Reader:
                 box = (int(out.tensor[i]), out.boxes.lo[i].tobytes(), out.boxes.hi[i].tobytes())
                 if box not in have:
                     t = out.tensors[int(out.tensor[i])]
-                    at = out.boxes.lo[i, : len(t.shape)].tolist()
-                    raise self._bad(f"no item holds the chunk at {at}", t.name)
+                    start = out.boxes.lo[i, : len(t.shape)].tolist()
+                    raise self._error(f"no item holds the chunk at {start}", t.name)
             keep[lacking] = False
             place = np.cumsum(keep) - 1
-            out.copies = [(int(place[c]), *rest) for c, *rest in out.copies]  # type: ignore[misc]
+            out.duplicates = [(int(place[c]), *item_place) for c, *item_place in out.duplicates]  # type: ignore[misc]
         out.tensor, out.boxes = out.tensor[keep], out.boxes[keep]
         chosen = rows[item[keep]]
-        out.items = Items(file=file[chosen], offset=offset[chosen], length=length[chosen])
+        out.items = DcpItems(file=file[chosen], offset=offset[chosen], length=length[chosen])
 
 
 MAX_NDIM = 16
 
 
-class Size(tuple[int, ...]):
+class SizeStub(tuple[int, ...]):
     """`torch.Size`, which becomes the tuple it is made from."""
 
     __slots__ = ()
@@ -348,7 +360,7 @@ class Size(tuple[int, ...]):
         raise ValueError("a size with a state")
 
 
-class Chunk:
+class ChunkStub:
     """A chunk: where it starts in its tensor, and its size."""
 
     __slots__ = ("offsets", "sizes")
@@ -360,7 +372,7 @@ class Chunk:
         state.clear()
 
 
-class Index:
+class IndexStub:
     """The key of an item: its name, where it starts, and its number among the chunks."""
 
     __slots__ = ("fqn", "index", "offset")
@@ -375,7 +387,7 @@ class Index:
         state.clear()
 
 
-class Info:
+class StorageInfoStub:
     """Where an item is stored."""
 
     __slots__ = ("length", "offset", "path", "transforms")
@@ -391,7 +403,7 @@ class Info:
         state.clear()
 
 
-class Properties:
+class PropertiesStub:
     """The dtype and layout of a tensor."""
 
     __slots__ = ("dtype", "layout")
@@ -405,7 +417,7 @@ class Properties:
             self.dtype, self.layout = state[0], state[1]
 
 
-class TensorEntry:
+class TensorStub:
     """What a tensor is: its size, and its chunks."""
 
     __slots__ = ("chunks", "properties", "size")
@@ -418,7 +430,7 @@ class TensorEntry:
         self.properties = state["properties"]
 
 
-class BytesEntry:
+class BytesStub:
     """An object that is no tensor."""
 
     __slots__ = ()
@@ -427,12 +439,12 @@ class BytesEntry:
         """Nothing to keep."""
 
 
-class Dropped:
+class DiscardedStub:
     """A part of the saver's own plan: larger than all the rest, and of no use to a reader."""
 
     __slots__ = ()
 
-    def __new__(cls, *_args: object) -> Dropped:
+    def __new__(cls, *_args: object) -> DiscardedStub:
         """Whatever it is made of."""
         return object.__new__(cls)
 
@@ -441,7 +453,7 @@ class Dropped:
             state.clear()
 
 
-class Metadata:
+class MetadataStub:
     """All of it."""
 
     __slots__ = ("state",)
@@ -454,19 +466,19 @@ class Metadata:
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-STAND_INS: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): Size,
-    (_METADATA, "Metadata"): Metadata,
-    (_MEGATRON, "MCoreMetadata"): Metadata,
-    (_METADATA, "TensorStorageMetadata"): TensorEntry,
-    (_METADATA, "BytesStorageMetadata"): BytesEntry,
-    (_METADATA, "ChunkStorageMetadata"): Chunk,
-    (_METADATA, "TensorProperties"): Properties,
-    (_METADATA, "MetadataIndex"): Index,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Info,
-    (_PLANNER, "SavePlan"): Dropped,
-    (_PLANNER, "WriteItem"): Dropped,
-    (_PLANNER, "TensorWriteData"): Dropped,
-    (_PLANNER, "BytesIOWriteData"): Dropped,
-    (_MEGATRON, "MCoreSavePlan"): Dropped,
+STUB_CLASSES: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): SizeStub,
+    (_METADATA, "Metadata"): MetadataStub,
+    (_MEGATRON, "MCoreMetadata"): MetadataStub,
+    (_METADATA, "TensorStorageMetadata"): TensorStub,
+    (_METADATA, "BytesStorageMetadata"): BytesStub,
+    (_METADATA, "ChunkStorageMetadata"): ChunkStub,
+    (_METADATA, "TensorProperties"): PropertiesStub,
+    (_METADATA, "MetadataIndex"): IndexStub,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfoStub,
+    (_PLANNER, "SavePlan"): DiscardedStub,
+    (_PLANNER, "WriteItem"): DiscardedStub,
+    (_PLANNER, "TensorWriteData"): DiscardedStub,
+    (_PLANNER, "BytesIOWriteData"): DiscardedStub,
+    (_MEGATRON, "MCoreSavePlan"): DiscardedStub,
 }

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.containers.pickle_writer import integer, text
+from megtool.checkpoint.containers.pickle_writer import encode_int, encode_text
 from megtool.tensors.box import Ints
 from megtool.tensors.sharded import GlobalTensor, Shards
 
@@ -85,9 +85,9 @@ class _Writer:
         for kind in dict.fromkeys(t.dtype.name for t in tensors):
             self._keep(("dtype", kind), f"ctorch\n{kind}\n".encode())
         for key in _KEYS:
-            self._keep(("key", key), text(key))
+            self._keep(("key", key), encode_text(key))
         for path in paths:
-            self._keep(("path", path), text(path))
+            self._keep(("path", path), encode_text(path))
 
     def _keep(self, key: tuple[str, str], code: bytes) -> None:
         """Push a value, put it into the memo, and pop it: from here on it is a reference."""
@@ -113,24 +113,30 @@ class _Writer:
     ) -> list[bytes]:
         out = self._out
         for name in (*self._objects, *(t.name for t in self._tensors)):
-            self._keep(("name", name), text(name))
-        out += [self._new("Metadata"), text("state_dict_metadata"), b"}"]
+            self._keep(("name", name), encode_text(name))
+        out += [self._new("Metadata"), encode_text("state_dict_metadata"), b"}"]
         self._describe()
-        out.append(text("planner_data"))
+        out.append(encode_text("planner_data"))
         if key_paths is None:
             out.append(b"N")
         else:
             out.append(b"}")
             for kind, name in [k for k in self._memo if k[0] == "name"]:
                 parts = key_paths.get(name, (name,))
-                codes = [integer(p) if isinstance(p, int) else text(p) for p in parts]
+                codes = [encode_int(p) if isinstance(p, int) else encode_text(p) for p in parts]
                 out += [self._memo[kind, name], b"(", *codes, b"ts"]
-        out += [text("storage_data"), b"}"]
+        out += [encode_text("storage_data"), b"}"]
         self._store(file, offset, length)
-        out += [text("storage_meta"), self._new("StorageMeta")]
+        out += [encode_text("storage_meta"), self._new("StorageMeta")]
         for key in ("checkpoint_id", "save_id", "load_id"):
-            out += [text(key), b"N"]
-        out += [text("modules"), b"]ub", text("version"), text("1.0.0"), b"ub."]
+            out += [encode_text(key), b"N"]
+        out += [
+            encode_text("modules"),
+            b"]ub",
+            encode_text("version"),
+            encode_text("1.0.0"),
+            b"ub.",
+        ]
         return out
 
     def _describe(self) -> None:
@@ -139,13 +145,13 @@ class _Writer:
             out += [self._memo["name", name], self._memo["class", "BytesStorageMetadata"]]
             out.append(b")\x81s")
         layout = self._memo["class", "_get_layout"] + self._key("torch.strided") + b"\x85R"
-        memory = self._memo["class", "_MEM_FORMAT_ENCODING"] + integer(0) + b"\x85R"
+        memory = self._memo["class", "_MEM_FORMAT_ENCODING"] + encode_int(0) + b"\x85R"
         size = self._memo["class", "Size"]
         for i, t in enumerate(self._tensors):
             out += [self._memo["name", t.name], self._new("TensorStorageMetadata")]
             out += [self._key("properties"), self._memo["class", "TensorProperties"], b")\x81("]
             out += [self._memo["dtype", t.dtype.name], layout, b"\x89", memory, b"\x89tb"]
-            out += [self._key("size"), size, b"(", *map(integer, t.shape), b"t\x85R"]
+            out += [self._key("size"), size, b"(", *map(encode_int, t.shape), b"t\x85R"]
             out += [self._key("chunks"), b"]("]
             rows = self._shards.of(i)
             lo = self._shards.boxes.lo[rows, : len(t.shape)]
@@ -157,11 +163,17 @@ class _Writer:
 
     def _store(self, file: NDArray[np.int32], offset: Ints, length: Ints) -> None:
         out = self._out
-        for name, (number, at, size) in self._objects.items():
+        for name, (number, start, size) in self._objects.items():
             out += [self._new("MetadataIndex"), self._key("fqn"), self._memo["name", name]]
             out += [self._key("index"), b"Nub", self._new("_StorageInfo")]
             out += [self._key("relative_path"), self._memo["path", self._paths[number]]]
-            out += [self._key("offset"), integer(at), self._key("length"), integer(size), b"ubs"]
+            out += [
+                self._key("offset"),
+                encode_int(start),
+                self._key("length"),
+                encode_int(size),
+                b"ubs",
+            ]
         codes = [self._memo["path", p] for p in self._paths]
         path = np.array([int.from_bytes(c[1:], "little") for c in codes], np.int64)
         for i, t in enumerate(self._tensors):
@@ -199,14 +211,14 @@ def _records(parts: Sequence[bytes | Ints], count: int) -> bytes:
             continue
         width = 4
         if not isinstance(part, _Reference):
-            most = int(part.max())
-            code, width = next((code, width) for limit, code, width in _WIDTHS if most < limit)
+            largest = int(part.max())
+            code, width = next((code, width) for limit, code, width in _WIDTHS if largest < limit)
             template += code
         columns.append((len(template), width, part))
         template += bytes(width)
     table = np.empty((count, len(template)), np.uint8)
     table[:] = np.frombuffer(template, np.uint8)
-    for at, width, column in columns:
+    for position, width, column in columns:
         raw = np.ascontiguousarray(column, dtype="<i8").view(np.uint8).reshape(count, 8)
-        table[:, at : at + width] = raw[:, :width]
+        table[:, position : position + width] = raw[:, :width]
     return table.tobytes()

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from megtool.checkpoint.catalogue import Catalogue, StoredObject
-from megtool.checkpoint.formats.auxiliary_files import find_attachments
+from megtool.checkpoint.formats.auxiliary_files import find_auxiliary_files
 from megtool.checkpoint.formats.deepspeed_files import (
-    Held,
+    DeepSpeedTensor,
     ModelStates,
     OptimizerStates,
     read_model_states,
@@ -25,14 +25,19 @@ from megtool.checkpoint.formats.deepspeed_files import (
     read_parameter,
 )
 from megtool.checkpoint.formats.deepspeed_partitions import (
-    Gathered,
-    Run,
+    FlatRun,
     Shape,
+    ZeroTensors,
     check_slices,
-    runs_of_group,
-    runs_of_parameters,
+    split_group,
+    split_parameters,
 )
-from megtool.checkpoint.formats.header_reader import check_inside, names_in, parse_json, read_exact
+from megtool.checkpoint.formats.header_reader import (
+    check_inside,
+    list_names,
+    parse_json,
+    read_exact,
+)
 from megtool.errors import FormatError
 from megtool.tensors.box import numel
 
@@ -83,9 +88,9 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     Raises:
         FormatError: files are missing, damaged, or of a layout that is not supported.
     """
-    folder = _chosen(path, iteration)
-    gathered = Gathered()
-    states = _model_states(folder)
+    folder = _choose_step(path, iteration)
+    gathered = ZeroTensors()
+    states = _read_all_model_states(folder)
     optimizers: list[OptimizerStates] = []
     warnings: list[str] = []
     if (folder / "zero").is_dir():
@@ -106,31 +111,31 @@ _STATE = "optimizer.state."
 _MASTER = _STATE + "param."
 
 
-def _chosen(path: Path, iteration: int | str | None) -> Path:
+def _choose_step(path: Path, iteration: int | str | None) -> Path:
     if iteration is None and _is_checkpoint(path):
         return path
     steps = _steps(path)
     if iteration is not None:
-        wanted = [n for n in steps if n.split("_universal")[0] == f"global_step{iteration}"]
+        candidates = [n for n in steps if n.split("_universal")[0] == f"global_step{iteration}"]
     else:
-        told = [_read_tracker(path / t) for t in _TRACKERS if (path / t).is_file()]
-        wanted = [t for t in told if t in steps] or sorted(steps, key=_number)[-1:]
-    if not wanted or not _is_checkpoint(steps[wanted[0]]):
+        tracked = [_read_tracker(path / t) for t in _TRACKERS if (path / t).is_file()]
+        candidates = [t for t in tracked if t in steps] or sorted(steps, key=_step_number)[-1:]
+    if not candidates or not _is_checkpoint(steps[candidates[0]]):
         raise FormatError(
             f"no checkpoint of step {iteration}" if iteration is not None else "no checkpoint",
             file=path,
             hint=f"there are {', '.join(steps)}" if steps else "give the folder that holds it",
         )
-    return steps[wanted[0]]
+    return steps[candidates[0]]
 
 
 def _read_tracker(path: Path) -> str:
     return path.read_bytes()[:256].decode(errors="replace").strip()
 
 
-def _number(name: str) -> int:
-    found = _STEP.fullmatch(name)
-    return int(found[1]) if found else -1
+def _step_number(name: str) -> int:
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else -1
 
 
 T = TypeVar("T")
@@ -148,24 +153,24 @@ def _in_threads(work: Callable[[str], T], names: Iterable[str]) -> list[T]:
                 f.cancel()
 
 
-def _ranked(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], str]:
+def _find_rank_files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], str]:
     """Files by `(model-parallel rank, data-parallel rank)`, in order."""
-    found = {}
-    for name in names_in(folder):
+    files = {}
+    for name in list_names(folder):
         if match := pattern.fullmatch(name):
             check_inside(folder, name)
-            found[int(match[2]), int(match[1] or 0)] = name
-    return dict(sorted(found.items()))
+            files[int(match[2]), int(match[1] or 0)] = name
+    return dict(sorted(files.items()))
 
 
-def _model_states(folder: Path) -> list[ModelStates]:
-    names = _ranked(folder, _MODEL)
+def _read_all_model_states(folder: Path) -> list[ModelStates]:
+    names = _find_rank_files(folder, _MODEL)
     return _in_threads(lambda name: read_model_states(folder, name), names.values())
 
 
-def _gather_universal(folder: Path, states: Sequence[ModelStates], out: Gathered) -> None:
+def _gather_universal(folder: Path, states: Sequence[ModelStates], out: ZeroTensors) -> None:
     """Each parameter's files; those made of stage 3 are flat, padded at the end."""
-    shapes = {n: s for one in states for group in one.shapes for n, s in group.items()}
+    shapes = {n: s for state in states for group in state.shapes for n, s in group.items()}
     root = folder / "zero"
     names = sorted(p.parent.name for p in root.glob("*/fp32.pt"))
     paths = [
@@ -176,35 +181,35 @@ def _gather_universal(folder: Path, states: Sequence[ModelStates], out: Gathered
     ]
     for path in paths:
         check_inside(folder, path)
-    for path, (_, held) in zip(
+    for path, (_, tensor) in zip(
         paths, _in_threads(lambda p: read_parameter(folder, p), paths), strict=True
     ):
         _, name, file = path.split("/")
-        stored, shape = f"{_STATE}{_UNIVERSAL[file]}.{name}", shapes.get(name, held.shape)
-        if len(held.shape) == 1 and len(shape) != 1 and held.numel >= numel(shape) > 0:
-            out.add_runs(stored, shape, [Run(name, 0, numel(shape), held, 0)])
+        stored, shape = f"{_STATE}{_UNIVERSAL[file]}.{name}", shapes.get(name, tensor.shape)
+        if len(tensor.shape) == 1 and len(shape) != 1 and tensor.numel >= numel(shape) > 0:
+            out.add_runs(stored, shape, [FlatRun(name, 0, numel(shape), tensor, 0)])
         else:
-            out.add_whole(stored, held)
+            out.add_whole(stored, tensor)
     if len(states) == 1:
-        for name, held in states[0].weights.items():
+        for name, tensor in states[0].weights.items():
             master = out.tensors.get(_MASTER + name)
-            if master.shape == held.shape if master is not None else name not in shapes:
-                out.add_whole(name, held)
+            if master.shape == tensor.shape if master is not None else name not in shapes:
+                out.add_whole(name, tensor)
 
 
 def _gather_zero(
-    folder: Path, states: list[ModelStates], out: Gathered, warnings: list[str]
+    folder: Path, states: list[ModelStates], out: ZeroTensors, warnings: list[str]
 ) -> list[OptimizerStates]:
     """Weights as the files hold them, then the optimizer's flat parts of each rank."""
     by_mp: dict[int, list[ModelStates]] = {}
-    for (mp, _), one in zip(_ranked(folder, _MODEL), states, strict=True):
-        by_mp.setdefault(mp, []).append(one)
-    names = _ranked(folder, _OPTIMIZER)
+    for (mp, _), state in zip(_find_rank_files(folder, _MODEL), states, strict=True):
+        by_mp.setdefault(mp, []).append(state)
+    names = _find_rank_files(folder, _OPTIMIZER)
     read = _in_threads(lambda name: read_optimizer_states(folder, name), names.values())
     parts: dict[int, list[OptimizerStates]] = {}
     for (mp, dp), optimizer in zip(names, read, strict=True):
         if dp != len(parts.setdefault(mp, [])):
-            raise _missing(f"of data-parallel rank {len(parts[mp])}", folder)
+            raise _missing_files_error(f"of data-parallel rank {len(parts[mp])}", folder)
         parts[mp].append(optimizer)
     for mp, models in by_mp.items():
         _add_weights(models[0], out)
@@ -214,85 +219,89 @@ def _gather_zero(
     if not read:
         warnings.append("no *_optim_states.pt: the checkpoint has weights alone")
     elif parts.keys() != by_mp.keys():
-        raise _missing("of some model-parallel ranks", folder)
+        raise _missing_files_error("of some model-parallel ranks", folder)
     return read
 
 
-def _missing(which: str, folder: Path) -> FormatError:
+def _missing_files_error(description: str, folder: Path) -> FormatError:
     return FormatError(
-        f"*_optim_states.pt {which} are missing", file=folder, hint="copy the whole folder"
+        f"*_optim_states.pt {description} are missing", file=folder, hint="copy the whole folder"
     )
 
 
-def _add_weights(model: ModelStates, out: Gathered) -> None:
+def _add_weights(model: ModelStates, out: ZeroTensors) -> None:
     """Weights that are there as tensors; stage 3 leaves empty ones in their place."""
     shapes = {n: s for group in model.shapes for n, s in group.items()} | model.frozen_shapes
-    for name, held in model.weights.items():
-        if name in shapes and held.shape != shapes[name]:
+    for name, tensor in model.weights.items():
+        if name in shapes and tensor.shape != shapes[name]:
             continue
         if name in out.tensors:
             raise FormatError(
                 "two model-parallel ranks hold parts of it",
-                file=held.stored.path,
+                file=tensor.stored.path,
                 tensor=name,
                 hint=_TO_UNIVERSAL,
             )
-        out.add_whole(name, held)
+        out.add_whole(name, tensor)
 
 
-def _add_frozen(models: Sequence[ModelStates], out: Gathered, folder: Path) -> None:
+def _add_frozen(models: Sequence[ModelStates], out: ZeroTensors, folder: Path) -> None:
     """Parameters that are not trained, where every rank holds a part of them."""
     for name, shape in models[0].frozen_shapes.items():
         if name in out.tensors or not all(name in m.frozen for m in models):
             continue
         parts = [[m.frozen[name]] for m in models]
-        out.add_runs(name, shape, list(runs_of_parameters({name: shape}, parts, root=folder)))
+        out.add_runs(name, shape, list(split_parameters({name: shape}, parts, root=folder)))
 
 
 def _add_optimizer(
-    model: ModelStates, files: Sequence[OptimizerStates], out: Gathered, folder: Path
+    model: ModelStates, files: Sequence[OptimizerStates], out: ZeroTensors, folder: Path
 ) -> None:
     first = files[0]
     if any(n != len(files) for n in first.ranks):
-        few = "some of them are missing" if len(files) < max(first.ranks) else "experts are apart"
+        cause = "some of them are missing" if len(files) < max(first.ranks) else "experts are apart"
         raise FormatError(
             f"{len(files)} files of the optimizer, which was cut into {sorted(set(first.ranks))}: "
-            f"{few}",
+            f"{cause}",
             file=folder,
-            hint="copy the whole folder" if "missing" in few else _TO_UNIVERSAL,
+            hint="copy the whole folder" if "missing" in cause else _TO_UNIVERSAL,
         )
     if any(len(f.groups) != len(first.groups) for f in files):
         raise FormatError("ranks have different groups", file=folder, hint="copy the whole folder")
-    if not first.by_parameter and len(first.groups) != len(model.shapes):
+    if not first.is_stage_3 and len(first.groups) != len(model.shapes):
         raise FormatError(
             f"{len(first.groups)} groups of the optimizer, {len(model.shapes)} of parameters",
             file=folder,
             hint="the files belong to different saves: copy the whole folder",
         )
     for state in dict.fromkeys(s for g in first.groups for s in g):
-        if first.by_parameter:
+        if first.is_stage_3:
             shapes = {n: s for group in model.shapes for n, s in group.items()}
-            parts = [_parts([g.get(state) for g in f.groups], state, folder) for f in files]
-            _add_runs(state, shapes, list(runs_of_parameters(shapes, parts, root=folder)), out)
+            parts = [_require_all([g.get(state) for g in f.groups], state, folder) for f in files]
+            _add_runs(state, shapes, list(split_parameters(shapes, parts, root=folder)), out)
             continue
         for number, shapes in enumerate(model.shapes):
             if state not in first.groups[number]:
                 continue
-            flat = _parts([f.groups[number].get(state) for f in files], state, folder)
-            runs = list(runs_of_group(shapes, flat, root=folder))
+            flat = _require_all([f.groups[number].get(state) for f in files], state, folder)
+            runs = list(split_group(shapes, flat, root=folder))
             if state == "param":
                 check_slices(files, runs, number)
             _add_runs(state, shapes, runs, out)
 
 
-def _parts(held: Sequence[Held | None], state: str, folder: Path) -> list[Held]:
-    if None in held:
+def _require_all(
+    tensors: Sequence[DeepSpeedTensor | None], state: str, folder: Path
+) -> list[DeepSpeedTensor]:
+    if None in tensors:
         raise FormatError(f"some groups or ranks lack {state!r}", file=folder)
-    return [h for h in held if h is not None]
+    return [h for h in tensors if h is not None]
 
 
-def _add_runs(state: str, shapes: dict[str, Shape], runs: Sequence[Run], out: Gathered) -> None:
-    by_name: dict[str, list[Run]] = {}
+def _add_runs(
+    state: str, shapes: dict[str, Shape], runs: Sequence[FlatRun], out: ZeroTensors
+) -> None:
+    by_name: dict[str, list[FlatRun]] = {}
     for run in runs:
         by_name.setdefault(run.name, []).append(run)
     for name, shape in shapes.items():
@@ -306,7 +315,7 @@ def _add_runs(state: str, shapes: dict[str, Shape], runs: Sequence[Run], out: Ga
         out.add_runs(stored, shape, by_name[name])
 
 
-_SAID = (
+_REPORTED_KEYS = (
     "checkpoint_parallel_dimensions",
     "dp_world_size",
     "ds_version",
@@ -323,27 +332,27 @@ def _add_metadata(
     optimizers: Sequence[OptimizerStates],
 ) -> None:
     match = _STEP.fullmatch(folder.name)
-    steps = states[0].rest.get("global_steps") if states else None
+    steps = states[0].other_values.get("global_steps") if states else None
     if isinstance(steps, int):
         out.metadata["iteration"] = steps
     elif match:
         out.metadata["iteration"] = int(match[1])
     if states and states[0].args:
         out.metadata["args"] = states[0].args
-    rest = dict(states[0].rest) if states else {}
+    values = dict(states[0].other_values) if states else {}
     if optimizers and optimizers[0].param_groups is not None:
-        rest["optimizer.param_groups"] = optimizers[0].param_groups
-    for name, value in rest.items():
-        if value not in (None, [], {}) and name not in _SAID:
+        values["optimizer.param_groups"] = optimizers[0].param_groups
+    for name, value in values.items():
+        if value not in (None, [], {}) and name not in _REPORTED_KEYS:
             out.objects[name] = StoredObject(name=name, kind="value", value=value)
-    around = [p for p in (folder, folder.parent) if (p / "config.json").is_file()]
-    if around:
-        check_inside(around[0], "config.json")
-        size = (around[0] / "config.json").stat().st_size
-        data = read_exact(around[0] / "config.json", 0, min(size, _MAX_CONFIG_BYTES))
-        out.metadata["config"] = parse_json(data, around[0] / "config.json")
-        out.attachments = {
+    config_folders = [p for p in (folder, folder.parent) if (p / "config.json").is_file()]
+    if config_folders:
+        check_inside(config_folders[0], "config.json")
+        size = (config_folders[0] / "config.json").stat().st_size
+        data = read_exact(config_folders[0] / "config.json", 0, min(size, _MAX_CONFIG_BYTES))
+        out.metadata["config"] = parse_json(data, config_folders[0] / "config.json")
+        out.auxiliary_files = {
             name: path
-            for name, path in find_attachments(around[0], out.warnings).items()
+            for name, path in find_auxiliary_files(config_folders[0], out.warnings).items()
             if name not in _TRACKERS and not name.endswith(".py")
         }

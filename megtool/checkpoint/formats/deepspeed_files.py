@@ -13,14 +13,16 @@ from typing import Any
 
 from megtool.checkpoint.catalogue import StoredFile
 from megtool.checkpoint.containers import pickle_reader
+from megtool.checkpoint.containers.pickle_reader import dict_items, string_items
 from megtool.checkpoint.containers.torch_file import TorchFile, open_torch_file
-from megtool.checkpoint.containers.zip_tensor import TensorView, tensor_view
-from megtool.checkpoint.formats.megatron_legacy_file import entries, named
+from megtool.checkpoint.containers.zip_tensor import StorageView, parse_storage_view
 from megtool.dtypes import DType
 from megtool.errors import FormatError
 
-_STRANGE = "something else than DeepSpeed wrote it, or another version: convert it with DeepSpeed"
-_OWN = frozenset(
+_UNKNOWN_WRITER_HINT = (
+    "something else than DeepSpeed wrote it, or another version: convert it with DeepSpeed"
+)
+_MODEL_KEYS = frozenset(
     {
         "module",
         "buffer_names",
@@ -36,7 +38,7 @@ _MAX_DEPTH = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class DeepSpeedTensor:
     """A tensor of a file: where its first element lies, and how its elements do."""
 
     stored: StoredFile
@@ -65,12 +67,12 @@ class ModelStates:
     """
 
     stored: StoredFile
-    weights: dict[str, Held] = field(default_factory=dict)
+    weights: dict[str, DeepSpeedTensor] = field(default_factory=dict)
     shapes: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
-    frozen: dict[str, Held] = field(default_factory=dict)
+    frozen: dict[str, DeepSpeedTensor] = field(default_factory=dict)
     frozen_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     args: dict[str, Any] = field(default_factory=dict)
-    rest: dict[str, Any] = field(default_factory=dict)
+    other_values: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,9 +85,9 @@ class OptimizerStates:
     """
 
     stored: StoredFile
-    by_parameter: bool
+    is_stage_3: bool
     ranks: list[int]
-    groups: list[dict[str, Held]] = field(default_factory=list)
+    groups: list[dict[str, DeepSpeedTensor]] = field(default_factory=list)
     slices: list[dict[str, tuple[int, int]]] = field(default_factory=list)
     param_groups: Any = None
 
@@ -98,19 +100,21 @@ def read_model_states(root: Path, path: str) -> ModelStates:
     """
     stored = StoredFile.stat(root, path)
     out = ModelStates(stored=stored)
-    with open_torch_file(root / path, stored.size) as opened:
-        top = _top(opened, "param_shapes")
-        _take_weights(top.get("module"), opened, out)
-        shapes = top["param_shapes"]
+    with open_torch_file(root / path, stored.size) as torch_file:
+        root_dict = _read_root(torch_file, "param_shapes")
+        _take_weights(root_dict.get("module"), torch_file, out)
+        shapes = root_dict["param_shapes"]
         for group in shapes if isinstance(shapes, list | tuple) else [shapes]:
-            out.shapes.append(_shapes(group, opened.file))
-        out.frozen_shapes = _shapes(top.get("frozen_param_shapes") or {}, opened.file)
-        for name, node in entries(top.get("frozen_param_fragments")) or ():
-            if (held := _held(node, opened, stored, str(name))) is not None:
-                out.frozen[str(name)] = held
-        args = pickle_reader.plain(top.get("args"), file=opened.file)
+            out.shapes.append(_read_shapes(group, torch_file.file))
+        out.frozen_shapes = _read_shapes(
+            root_dict.get("frozen_param_shapes") or {}, torch_file.file
+        )
+        for name, node in dict_items(root_dict.get("frozen_param_fragments")) or ():
+            if (tensor := _read_tensor(node, torch_file, stored, str(name))) is not None:
+                out.frozen[str(name)] = tensor
+        args = pickle_reader.to_plain(root_dict.get("args"), file=torch_file.file)
         out.args = args if isinstance(args, dict) else {}
-        out.rest = {k: v for k, v in top.items() if k not in _OWN}
+        out.other_values = {k: v for k, v in root_dict.items() if k not in _MODEL_KEYS}
     return out
 
 
@@ -121,94 +125,100 @@ def read_optimizer_states(root: Path, path: str) -> OptimizerStates:
         FormatError: it is damaged, hostile, or holds something else.
     """
     stored = StoredFile.stat(root, path)
-    with open_torch_file(root / path, stored.size) as opened:
-        inner = named(_top(opened, "optimizer_state_dict")["optimizer_state_dict"])
-        third = "fp32_flat_groups" in inner
-        masters = inner.get("fp32_flat_groups" if third else "single_partition_of_fp32_groups")
+    with open_torch_file(root / path, stored.size) as torch_file:
+        inner = string_items(_read_root(torch_file, "optimizer_state_dict")["optimizer_state_dict"])
+        is_stage_3 = "fp32_flat_groups" in inner
+        masters = inner.get("fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups")
         if masters is None:
             raise FormatError(
                 f"no ZeRO optimizer: it holds {', '.join(map(str, sorted(inner)))[:120]}",
-                file=opened.file,
-                hint=_STRANGE,
+                file=torch_file.file,
+                hint=_UNKNOWN_WRITER_HINT,
             )
-        ranks = pickle_reader.plain(inner.get("partition_count"), file=opened.file)
+        ranks = pickle_reader.to_plain(inner.get("partition_count"), file=torch_file.file)
         out = OptimizerStates(
             stored=stored,
-            by_parameter=third,
+            is_stage_3=is_stage_3,
             ranks=[n for n in (ranks if isinstance(ranks, list | tuple) else [ranks]) if n],
         )
         listed = masters if isinstance(masters, list | tuple) else [masters]
         for number, node in enumerate(listed):
-            out.groups.append({"param": _flat(node, opened, stored, f"group {number}")})
-        base = inner.get("optimizer_state_dict" if third else "base_optimizer_state")
-        _take_moments(base, opened, out)
-        out.slices = _slices(inner.get("param_slice_mappings"))
+            out.groups.append({"param": _read_flat(node, torch_file, stored, f"group {number}")})
+        base = inner.get("optimizer_state_dict" if is_stage_3 else "base_optimizer_state")
+        _take_moments(base, torch_file, out)
+        out.slices = _read_slices(inner.get("param_slice_mappings"))
     return out
 
 
-def read_parameter(root: Path, path: str) -> tuple[StoredFile, Held]:
+def read_parameter(root: Path, path: str) -> tuple[StoredFile, DeepSpeedTensor]:
     """Read one file of a universal checkpoint: a dict whose `param` is the tensor.
 
     Raises:
         FormatError: it is damaged, hostile, or holds something else.
     """
     stored = StoredFile.stat(root, path)
-    with open_torch_file(root / path, stored.size) as opened:
-        found = named(opened.tree)
-        node = found.get("param") if found else opened.tree
-        held = _held(node, opened, stored, Path(path).parent.name)
-        if held is None:
-            raise FormatError("holds no parameter", file=opened.file, hint=_STRANGE)
-    return stored, held
+    with open_torch_file(root / path, stored.size) as torch_file:
+        values = string_items(torch_file.tree)
+        node = values.get("param") if values else torch_file.tree
+        tensor = _read_tensor(node, torch_file, stored, Path(path).parent.name)
+        if tensor is None:
+            raise FormatError("holds no parameter", file=torch_file.file, hint=_UNKNOWN_WRITER_HINT)
+    return stored, tensor
 
 
-def _top(opened: TorchFile, key: str) -> dict[str, Any]:
-    top = named(opened.tree)
-    if key not in top:
-        raise FormatError(f"has no {key!r}", file=opened.file, hint=_STRANGE)
-    return top
+def _read_root(torch_file: TorchFile, key: str) -> dict[str, Any]:
+    root_dict = string_items(torch_file.tree)
+    if key not in root_dict:
+        raise FormatError(f"has no {key!r}", file=torch_file.file, hint=_UNKNOWN_WRITER_HINT)
+    return root_dict
 
 
-def _held(node: Any, opened: TorchFile, stored: StoredFile, name: str) -> Held | None:
+def _read_tensor(
+    node: Any, torch_file: TorchFile, stored: StoredFile, name: str
+) -> DeepSpeedTensor | None:
     """The tensor that a node of the tree is; None where it is none."""
-    view = tensor_view(node, file=opened.file)
-    return None if view is None else _place(view, opened, stored, name)
+    view = parse_storage_view(node, file=torch_file.file)
+    return None if view is None else _make_tensor(view, torch_file, stored, name)
 
 
-def _place(view: TensorView, opened: TorchFile, stored: StoredFile, name: str) -> Held:
-    return Held(
+def _make_tensor(
+    view: StorageView, torch_file: TorchFile, stored: StoredFile, name: str
+) -> DeepSpeedTensor:
+    return DeepSpeedTensor(
         stored=stored,
-        offset=opened.place(view, tensor=name),
+        offset=torch_file.locate(view, tensor=name),
         shape=view.shape,
         strides=view.strides,
         dtype=view.dtype,
-        row_major=view.row_major,
+        row_major=view.is_row_major,
     )
 
 
-def _flat(node: Any, opened: TorchFile, stored: StoredFile, name: str) -> Held:
-    held = _held(node, opened, stored, name)
-    if held is None or len(held.shape) != 1 or not held.row_major:
+def _read_flat(node: Any, torch_file: TorchFile, stored: StoredFile, name: str) -> DeepSpeedTensor:
+    tensor = _read_tensor(node, torch_file, stored, name)
+    if tensor is None or len(tensor.shape) != 1 or not tensor.row_major:
         raise FormatError(
-            f"{name} of the optimizer is no flat tensor", file=opened.file, hint=_STRANGE
+            f"{name} of the optimizer is no flat tensor",
+            file=torch_file.file,
+            hint=_UNKNOWN_WRITER_HINT,
         )
-    return held
+    return tensor
 
 
-def _take_weights(module: Any, opened: TorchFile, out: ModelStates) -> None:
+def _take_weights(module: Any, torch_file: TorchFile, out: ModelStates) -> None:
     """Every tensor of the model once; a second name of the same view is a tied one."""
-    seen = set[TensorView]()
+    views = set[StorageView]()
     for name, node in _leaves(module, "", 0):
-        view = tensor_view(node, file=opened.file)
-        if view is None or (view in seen and view.span_bytes):
+        view = parse_storage_view(node, file=torch_file.file)
+        if view is None or (view in views and view.span_bytes):
             continue
-        seen.add(view)
-        out.weights[name] = _place(view, opened, out.stored, name)
+        views.add(view)
+        out.weights[name] = _make_tensor(view, torch_file, out.stored, name)
 
 
 def _leaves(node: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     """Leaves of nested dicts, by their keys joined with dots."""
-    pairs = entries(node)
+    pairs = dict_items(node)
     if pairs is None or depth > _MAX_DEPTH:
         if path:
             yield path, node
@@ -217,40 +227,40 @@ def _leaves(node: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
         yield from _leaves(value, f"{path}.{key}" if path else str(key), depth + 1)
 
 
-def _shapes(group: Any, file: Path) -> dict[str, tuple[int, ...]]:
+def _read_shapes(group: Any, file: Path) -> dict[str, tuple[int, ...]]:
     out: dict[str, tuple[int, ...]] = {}
-    for name, node in entries(group) or ():
-        shape = pickle_reader.plain(node, file=file)
+    for name, node in dict_items(group) or ():
+        shape = pickle_reader.to_plain(node, file=file)
         if not isinstance(shape, tuple | list) or any(type(n) is not int or n < 0 for n in shape):
             raise FormatError(f"its shape is {shape!r:.60}", file=file, tensor=str(name))
         out[str(name)] = tuple(shape)
     return out
 
 
-def _take_moments(base: Any, opened: TorchFile, out: OptimizerStates) -> None:
+def _take_moments(base: Any, torch_file: TorchFile, out: OptimizerStates) -> None:
     """Flat moments of every group; the elastic form is a list of them without a state dict."""
-    whole = named(base)
-    out.param_groups = whole.get("param_groups")
+    optimizer = string_items(base)
+    out.param_groups = optimizer.get("param_groups")
     if isinstance(base, list):
         states: Mapping[Any, Any] = dict(enumerate(base))
     else:
-        states = dict(entries(whole.get("state")) or ())
+        states = dict(dict_items(optimizer.get("state")) or ())
     for number, group in enumerate(out.groups):
-        for state, node in entries(states.get(number)) or ():
-            view = tensor_view(node, file=opened.file)
+        for state, node in dict_items(states.get(number)) or ():
+            view = parse_storage_view(node, file=torch_file.file)
             if view is not None and len(view.shape) == 1 and state != "step":
                 name = f"{state} of group {number}"
-                group[str(state)] = _flat(node, opened, out.stored, name)
+                group[str(state)] = _read_flat(node, torch_file, out.stored, name)
 
 
-def _slices(mappings: Any) -> list[dict[str, tuple[int, int]]]:
+def _read_slices(mappings: Any) -> list[dict[str, tuple[int, int]]]:
     """`(start, numel)` by name for each group; empty where the file does not say."""
     out = []
     for group in mappings if isinstance(mappings, list) else []:
-        found = {}
-        for name, address in entries(group) or ():
+        ranges = {}
+        for name, address in dict_items(group) or ():
             state = address.state if isinstance(address, pickle_reader.Inert) else None
             if isinstance(state, dict) and {"start", "numel"} <= state.keys():
-                found[str(name)] = (int(state["start"]), int(state["numel"]))
-        out.append(found)
+                ranges[str(name)] = (int(state["start"]), int(state["numel"]))
+        out.append(ranges)
     return out

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue, Extents, Located, StoredFile
-from megtool.checkpoint.formats.deepspeed_files import Held, OptimizerStates
+from megtool.checkpoint.catalogue import Catalogue, Extents, ShardOffsets, StoredFile
+from megtool.checkpoint.formats.deepspeed_files import DeepSpeedTensor, OptimizerStates
 from megtool.dtypes import DType
 from megtool.errors import FormatError
 from megtool.tensors.box import from_flat, numel
@@ -27,17 +27,19 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class FlatRun:
     """Elements `[start, stop)` of a parameter, at element `at` of a stored tensor."""
 
     name: str
     start: int
     stop: int
-    held: Held
-    at: int
+    tensor: DeepSpeedTensor
+    offset: int
 
 
-def runs_of_group(shapes: dict[str, Shape], parts: Sequence[Held], *, root: Path) -> Iterator[Run]:
+def split_group(
+    shapes: dict[str, Shape], parts: Sequence[DeepSpeedTensor], *, root: Path
+) -> Iterator[FlatRun]:
     """Stages 1 and 2: where a group's parameters lie in the ranks' parts of it.
 
     Padding is at the end, and the last parts may lack it.
@@ -48,39 +50,39 @@ def runs_of_group(shapes: dict[str, Shape], parts: Sequence[Held], *, root: Path
     size = max((p.numel for p in parts), default=0)
     begin = 0
     for name, shape in shapes.items():
-        total, at = numel(shape), 0
-        while at < total:
-            rank, inside = divmod(begin + at, size) if size else (len(parts), 0)
-            take = min(total - at, parts[rank].numel - inside) if rank < len(parts) else 0
-            if take <= 0:
+        total, position = numel(shape), 0
+        while position < total:
+            rank, offset = divmod(begin + position, size) if size else (len(parts), 0)
+            count = min(total - position, parts[rank].numel - offset) if rank < len(parts) else 0
+            if count <= 0:
                 raise FormatError(
-                    f"{len(parts)} parts of {size} elements end before element {at} of {total}",
+                    f"{len(parts)} parts of {size} elements end before element {position} of {total}",
                     file=root,
                     tensor=name,
                     hint=_HINT,
                 )
-            yield Run(name, at, at + take, parts[rank], inside)
-            at += take
+            yield FlatRun(name, position, position + count, parts[rank], offset)
+            position += count
         begin += total
 
 
-def runs_of_parameters(
-    shapes: dict[str, Shape], parts: Sequence[Sequence[Held]], *, root: Path
-) -> Iterator[Run]:
+def split_parameters(
+    shapes: dict[str, Shape], parts: Sequence[Sequence[DeepSpeedTensor]], *, root: Path
+) -> Iterator[FlatRun]:
     """Stage 3: where parameters lie in `parts[rank]`, the flat tensors of a rank one after another.
 
     Raises:
         FormatError: ranks hold more or fewer elements than their runs of the parameters.
     """
     ranks = len(parts)
-    each = {name: -(-numel(shape) // ranks) for name, shape in shapes.items()}
+    run_lengths = {name: -(-numel(shape) // ranks) for name, shape in shapes.items()}
     ends = [list(accumulate(p.numel for p in flat)) for flat in parts]
     for rank, end in enumerate(ends):
-        have = end[-1] if end else 0
-        if have != sum(each.values()):
+        available = end[-1] if end else 0
+        if available != sum(run_lengths.values()):
             raise FormatError(
-                f"rank {rank} of {ranks} holds {have} elements, its runs of the parameters "
-                f"{sum(each.values())}",
+                f"rank {rank} of {ranks} holds {available} elements, its runs of the parameters "
+                f"{sum(run_lengths.values())}",
                 file=root,
                 hint=_HINT,
             )
@@ -88,33 +90,35 @@ def runs_of_parameters(
     for name, shape in shapes.items():
         total = numel(shape)
         for rank, flat in enumerate(parts):
-            start = rank * each[name]
-            stop = min(start + each[name], total)
-            which = int(np.searchsorted(ends[rank], begin, side="right"))
-            at = begin
+            start = rank * run_lengths[name]
+            stop = min(start + run_lengths[name], total)
+            part = int(np.searchsorted(ends[rank], begin, side="right"))
+            position = begin
             while start < stop:
-                inside = at - (ends[rank][which] - flat[which].numel)
-                take = min(stop - start, flat[which].numel - inside)
-                if take:
-                    yield Run(name, start, start + take, flat[which], inside)
-                start, at, which = start + take, at + take, which + 1
-        begin += each[name]
+                offset = position - (ends[rank][part] - flat[part].numel)
+                count = min(stop - start, flat[part].numel - offset)
+                if count:
+                    yield FlatRun(name, start, start + count, flat[part], offset)
+                start, position, part = start + count, position + count, part + 1
+        begin += run_lengths[name]
 
 
-def check_slices(files: Sequence[OptimizerStates], runs: Sequence[Run], group: int) -> None:
+def check_slices(files: Sequence[OptimizerStates], runs: Sequence[FlatRun], group: int) -> None:
     """Compare runs of a group with what each file says of its own.
 
     Raises:
         FormatError: they differ.
     """
     for file in files:
-        told = file.slices[group] if group < len(file.slices) else {}
-        found = {r.name: (r.at, r.stop - r.start) for r in runs if r.held.stored == file.stored}
-        wrong = [n for n in told if told[n] != found.get(n) and told[n][1]]
+        declared = file.slices[group] if group < len(file.slices) else {}
+        computed = {
+            r.name: (r.offset, r.stop - r.start) for r in runs if r.tensor.stored == file.stored
+        }
+        wrong = [n for n in declared if declared[n] != computed.get(n) and declared[n][1]]
         if wrong:
             raise FormatError(
-                f"the file says elements {told[wrong[0]]}, its place in the group is "
-                f"{found.get(wrong[0])} (start, count)",
+                f"the file says elements {declared[wrong[0]]}, its place in the group is "
+                f"{computed.get(wrong[0])} (start, count)",
                 file=Path(file.stored.path),
                 tensor=wrong[0],
                 hint=_HINT,
@@ -125,7 +129,7 @@ _Row = tuple[int, list[int], list[int], int, int, int]
 
 
 @dataclass(slots=True)
-class Gathered:
+class ZeroTensors:
     """Tensors as they are found, to become a catalogue."""
 
     files: dict[str, StoredFile] = field(default_factory=dict)
@@ -134,26 +138,26 @@ class Gathered:
     _rows: list[_Row] = field(default_factory=list)
     _strides: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
-    def add_whole(self, name: str, held: Held) -> None:
+    def add_whole(self, name: str, tensor: DeepSpeedTensor) -> None:
         """A tensor that one file holds whole."""
-        number, file = self._new(name, held.shape, held.dtype), self._file(held.stored)
-        span = 1 + sum((n - 1) * s for n, s in zip(held.shape, held.strides, strict=True))
-        length = (span if held.numel else 0) * held.dtype.itemsize
-        if not held.row_major:
-            self._strides[file, held.offset] = held.strides
+        number, file = self._new(name, tensor.shape, tensor.dtype), self._file(tensor.stored)
+        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
+        length = (span if tensor.numel else 0) * tensor.dtype.itemsize
+        if not tensor.row_major:
+            self._strides[file, tensor.offset] = tensor.strides
         self._rows.append(
-            (number, [0] * len(held.shape), list(held.shape), file, held.offset, length)
+            (number, [0] * len(tensor.shape), list(tensor.shape), file, tensor.offset, length)
         )
 
-    def add_runs(self, name: str, shape: Shape, runs: Sequence[Run]) -> None:
+    def add_runs(self, name: str, shape: Shape, runs: Sequence[FlatRun]) -> None:
         """A tensor out of flat runs."""
-        number = self._new(name, shape, runs[0].held.dtype)
+        number = self._new(name, shape, runs[0].tensor.dtype)
         for run in runs:
-            file, item = self._file(run.held.stored), run.held.dtype.itemsize
-            if run.held.dtype != runs[0].held.dtype:
+            file, item = self._file(run.tensor.stored), run.tensor.dtype.itemsize
+            if run.tensor.dtype != runs[0].tensor.dtype:
                 raise FormatError("its parts have several dtypes", tensor=name, hint=_HINT)
             boxes = from_flat(shape, run.start, run.stop)
-            offset = run.held.offset + run.at * item
+            offset = run.tensor.offset + run.offset * item
             for lo, hi, volume in zip(
                 boxes.lo.tolist(), boxes.hi.tolist(), boxes.volume().tolist(), strict=True
             ):
@@ -168,8 +172,8 @@ class Gathered:
             rows.setdefault(row[0], []).append(row)
         for new, old in names.items():
             tensor = self.tensors[old]
-            made = self._new(new, tensor.shape, tensor.dtype)
-            self._rows += [(made, *row[1:]) for row in rows.get(number[old], ())]
+            new_number = self._new(new, tensor.shape, tensor.dtype)
+            self._rows += [(new_number, *row[1:]) for row in rows.get(number[old], ())]
 
     def _new(self, name: str, shape: Shape, dtype: DType) -> int:
         if name in self.tensors:
@@ -185,7 +189,7 @@ class Gathered:
         """All of it, unchecked."""
         tensors = list(self.tensors.values())
         rows = sorted(self._rows, key=lambda r: r[0])
-        strides = {
+        strides_by_row = {
             k: self._strides[r[3], r[4]]
             for k, r in enumerate(rows)
             if (r[3], r[4]) in self._strides
@@ -194,12 +198,16 @@ class Gathered:
             file=np.array([r[3] for r in rows], np.int32),
             offset=np.array([r[4] for r in rows], np.int64),
             length=np.array([r[5] for r in rows], np.int64),
-            contained=bool(strides),
+            contained=bool(strides_by_row),
         )
 
-        def locate(shards: NDArray[np.int64]) -> Located:
-            found = {k: strides[row] for k, row in enumerate(shards.tolist()) if row in strides}
-            return Located(offset=extents.offset[shards], strides=found)
+        def locate(shards: NDArray[np.int64]) -> ShardOffsets:
+            shard_strides = {
+                k: strides_by_row[row]
+                for k, row in enumerate(shards.tolist())
+                if row in strides_by_row
+            }
+            return ShardOffsets(offset=extents.offset[shards], strides=shard_strides)
 
         return Catalogue(
             format="deepspeed",
@@ -208,5 +216,5 @@ class Gathered:
             tensors=tensors,
             shards=Shards.build([r[:4] for r in rows], max(widest(tensors), 1)),
             extents=extents,
-            locate_contained=locate if strides else None,
+            locate_contained=locate if strides_by_row else None,
         )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Extents, StoredFile
-from megtool.checkpoint.formats.gguf_header import GgufEntry, Header, read_header
+from megtool.checkpoint.formats.gguf_header import GgufEntry, GgufHeader, read_header
 from megtool.checkpoint.formats.header_reader import check_inside, read_start
 from megtool.errors import FormatError, UsageError
 from megtool.tensors.box import Boxes
@@ -60,25 +60,25 @@ def _open_parts(path: Path, count: int) -> Catalogue:
         files.append(StoredFile.stat(path.parent, name))
         headers.append(read_header(path.parent / name, files[-1].size))
         values = headers[-1].values
-        said = (values.get("split.no"), values.get("split.count"))
-        if said != (part, count):
+        declared = (values.get("split.no"), values.get("split.count"))
+        if declared != (part, count):
             raise FormatError(
-                f"says that it is part {said[0]} of {said[1]} (counted from 0)",
+                f"says that it is part {declared[0]} of {declared[1]} (counted from 0)",
                 file=path.parent / name,
                 hint="parts are swapped, or belong to different models",
             )
     total = headers[0].values.get("split.tensors.count")
-    held = sum(len(h.entries) for h in headers)
-    if total is not None and total != held:
+    count_in_files = sum(len(h.entries) for h in headers)
+    if total is not None and total != count_in_files:
         raise FormatError(
-            f"{total} tensors are due over all parts, {held} are there",
+            f"{total} tensors are due over all parts, {count_in_files} are there",
             file=path,
             hint="a part belongs to another model",
         )
     return _catalogue(path.parent, files, headers)
 
 
-def _catalogue(root: Path, files: list[StoredFile], headers: list[Header]) -> Catalogue:
+def _catalogue(root: Path, files: list[StoredFile], headers: list[GgufHeader]) -> Catalogue:
     entries: list[tuple[int, int, GgufEntry]] = [
         (row, h.start + e.offset, e)
         for row, h in enumerate(headers)
@@ -101,7 +101,7 @@ def _catalogue(root: Path, files: list[StoredFile], headers: list[Header]) -> Ca
         ),
         extents=Extents(
             file=file,
-            offset=np.array([at for _, at, _ in entries], np.int64),
+            offset=np.array([offset for _, offset, _ in entries], np.int64),
             length=np.array([e.num_bytes for _, _, e in entries], np.int64),
         ),
         metadata={"gguf": values, "architecture": values.get("general.architecture")},

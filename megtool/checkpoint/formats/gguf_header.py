@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.formats.header_reader import read_exact, shown
+from megtool.checkpoint.formats.header_reader import read_exact, short_repr
 from megtool.dtypes import DType, dtype
 from megtool.errors import FormatError
 from megtool.number_formats.gguf import block, type_names
@@ -65,7 +65,7 @@ class GgufEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GgufHeader:
     """A header proved sound: key-values, tensors in the file's order, and where data starts."""
 
     values: dict[str, Any]
@@ -73,13 +73,13 @@ class Header:
     start: int
 
 
-def read_header(path: Path, size: int) -> Header:
+def read_header(path: Path, size: int) -> GgufHeader:
     """The header of the GGUF file `path` of `size` bytes.
 
     Raises:
         FormatError: not GGUF version 2 or 3, little-endian; truncated; or any field absurd.
     """
-    scan = _Scan(path, size)
+    scan = _Scanner(path, size)
     if scan.take(4) != b"GGUF":
         raise scan.fault("does not begin with GGUF", hint="is this a GGUF file?")
     version = scan.u32()
@@ -94,20 +94,20 @@ def read_header(path: Path, size: int) -> Header:
     for _ in range(num_values):
         key = scan.string()
         if key in values:
-            raise scan.fault(f"key {shown(key)} stands twice")
+            raise scan.fault(f"key {short_repr(key)} stands twice")
         values[key] = scan.value(scan.u32())
     alignment = values.get("general.alignment", 32)
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
-        raise scan.fault(f"alignment {shown(alignment)} is not a power of two")
+        raise scan.fault(f"alignment {short_repr(alignment)} is not a power of two")
     entries: list[GgufEntry] = []
-    seen: set[str] = set()
+    names: set[str] = set()
     for _ in range(num_tensors):
         entry = _read_entry(scan, alignment)
-        if entry.name in seen:
+        if entry.name in names:
             raise scan.fault("two tensors of one name", tensor=entry.name)
-        seen.add(entry.name)
+        names.add(entry.name)
         entries.append(entry)
-    start = scan.at + -scan.at % alignment
+    start = scan.position + -scan.position % alignment
     for e in entries:
         if e.offset + e.num_bytes > size - start:
             raise scan.fault(
@@ -115,10 +115,10 @@ def read_header(path: Path, size: int) -> Header:
                 tensor=e.name,
                 hint="the file is truncated: fetch it again",
             )
-    return Header(values, entries, start)
+    return GgufHeader(values, entries, start)
 
 
-def _read_entry(scan: _Scan, alignment: int) -> GgufEntry:
+def _read_entry(scan: _Scanner, alignment: int) -> GgufEntry:
     name = scan.string()
     num_dims = scan.u32()
     if num_dims > _MAX_DIMS:
@@ -149,14 +149,14 @@ def _read_entry(scan: _Scan, alignment: int) -> GgufEntry:
     return GgufEntry(name, dtype("float32"), f"gguf:{kind}", shape, offset, packed)
 
 
-class _Scan:
+class _Scanner:
     """Reads a file forward through a window, and believes no length before it has compared it."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
         self.end = min(size, MAX_HEADER_BYTES)
-        self.cut = size <= MAX_HEADER_BYTES
-        self.at = 0
+        self.is_whole_file = size <= MAX_HEADER_BYTES
+        self.position = 0
         self._window = b""
         self._base = 0
 
@@ -164,37 +164,37 @@ class _Scan:
         self, message: str, *, tensor: str | None = None, hint: str | None = None
     ) -> FormatError:
         if tensor is not None and len(tensor) > 200:
-            tensor = shown(tensor)
+            tensor = short_repr(tensor)
         return FormatError(message, file=self.path, tensor=tensor, hint=hint)
 
-    def need(self, length: int) -> int:
+    def require(self, length: int) -> int:
         """Position in the window of the next `length` bytes, which are read if they exist."""
-        if length > self.end - self.at:
-            if self.cut:
+        if length > self.end - self.position:
+            if self.is_whole_file:
                 raise self.fault(
-                    f"{length} more bytes are due at byte {self.at} of {self.end}",
+                    f"{length} more bytes are due at byte {self.position} of {self.end}",
                     hint="the file is truncated, or no GGUF file: fetch it again",
                 )
             raise self.fault(f"a header of more than {MAX_HEADER_BYTES} bytes")
-        if self.at + length > self._base + len(self._window):
-            ahead = min(max(length, _WINDOW), self.end - self.at)
-            self._window = read_exact(self.path, self.at, ahead)
-            self._base = self.at
-        return self.at - self._base
+        if self.position + length > self._base + len(self._window):
+            ahead = min(max(length, _WINDOW), self.end - self.position)
+            self._window = read_exact(self.path, self.position, ahead)
+            self._base = self.position
+        return self.position - self._base
 
     def take(self, length: int) -> bytes:
-        begin = self.need(length)
-        self.at += length
+        begin = self.require(length)
+        self.position += length
         return self._window[begin : begin + length]
 
     def u32(self) -> int:
-        begin = self.need(4)
-        self.at += 4
+        begin = self.require(4)
+        self.position += 4
         return int.from_bytes(self._window[begin : begin + 4], "little")
 
     def u64(self) -> int:
-        begin = self.need(8)
-        self.at += 8
+        begin = self.require(8)
+        self.position += 8
         return int.from_bytes(self._window[begin : begin + 8], "little")
 
     def string(self) -> str:
@@ -202,7 +202,7 @@ class _Scan:
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as e:
-            raise self.fault(f"text before byte {self.at} is not UTF-8") from e
+            raise self.fault(f"text before byte {self.position} is not UTF-8") from e
 
     def value(self, kind: int, nesting: int = 0) -> Any:
         """The value of type `kind` that follows: a number, a bool, a string, or a list."""
@@ -219,13 +219,13 @@ class _Scan:
             item = np.dtype(_SCALARS[kind])
             raw = self.take(count * item.itemsize)
             if kind == _BOOL and raw.strip(b"\0\1"):
-                raise self.fault(f"a bool before byte {self.at} is neither 0 nor 1")
+                raise self.fault(f"a bool before byte {self.position} is neither 0 nor 1")
             return list(np.frombuffer(raw, item).tolist())
         if kind not in (_STRING, _ARRAY):
-            raise self.fault(f"unknown type {kind} of a value at byte {self.at}")
-        if count > self.end - self.at:
+            raise self.fault(f"unknown type {kind} of a value at byte {self.position}")
+        if count > self.end - self.position:
             raise self.fault(
-                f"an array of {count} items is due at byte {self.at} of {self.end}",
+                f"an array of {count} items is due at byte {self.position} of {self.end}",
                 hint="the file is truncated, or no GGUF file: fetch it again",
             )
         if kind == _STRING:

@@ -16,7 +16,7 @@ _DIGIT_SPLIT = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 _ROLES = ("bos", "eos", "unknown", "padding")
 
 
-def tokenizer_files(path: Path, *, warnings: list[str] | None = None) -> dict[str, bytes]:
+def convert_gguf_tokenizer(path: Path, *, warnings: list[str] | None = None) -> dict[str, bytes]:
     """`tokenizer.json`, `tokenizer_config.json`, the chat template: file names to bytes.
 
     The conversion is transformers', mended where it is known to lose something: single digits
@@ -31,7 +31,7 @@ def tokenizer_files(path: Path, *, warnings: list[str] | None = None) -> dict[st
     if "tokenizer.ggml.tokens" not in values:
         raise FormatError("holds no tokenizer", file=path, hint="give one: --like HF_FOLDER")
     tokenizer = _load(path)
-    _mend(tokenizer, values, [] if warnings is None else warnings)
+    _fix_tokenizer(tokenizer, values, [] if warnings is None else warnings)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = {p.name: p.read_bytes() for p in sorted(Path(folder).iterdir()) if p.is_file()}
@@ -52,7 +52,7 @@ def _load(path: Path) -> Any:
     except ModuleNotFoundError as e:
         raise MissingPackageError(
             f"converting a GGUF tokenizer needs the {e.name} package",
-            hint="pip install transformers torch gguf; or give a tokenizer: --like HF_FOLDER",
+            hint="pip install 'megtool[gguf,hf]'; or give a tokenizer: --like HF_FOLDER",
         ) from e
     try:
         return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
@@ -65,7 +65,7 @@ def _load(path: Path) -> Any:
         ) from e
 
 
-def _mend(tokenizer: Any, values: dict[str, Any], warnings: list[str]) -> None:
+def _fix_tokenizer(tokenizer: Any, values: dict[str, Any], warnings: list[str]) -> None:
     """Set right what transformers' conversion loses; say what stays doubtful."""
     architecture = values.get("general.architecture")
     context = values.get(f"{architecture}.context_length")

@@ -21,7 +21,7 @@ DAMAGED = "the file is damaged, or a faulty tool wrote it: fetch or write it aga
 """The hint where bytes make no sense and nothing says what they should be."""
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """`repr(value)`, cut to a length that fits a message."""
     return reprlib.repr(value)
 
@@ -44,11 +44,11 @@ def read_exact(path: Path, offset: int, length: int) -> bytes:
 
 def read_start(path: Path, length: int) -> bytes:
     """The first `length` bytes of a file, or all of them if it has fewer."""
-    found = _FILES.stat(path)
-    return read_exact(path, 0, min(length, found.st_size if found else 0))
+    status = _FILES.stat(path)
+    return read_exact(path, 0, min(length, status.st_size if status else 0))
 
 
-def names_in(folder: Path, *suffixes: str) -> list[str]:
+def list_names(folder: Path, *suffixes: str) -> list[str]:
     """Sorted names in `folder` that end with one of `suffixes` (all, without).
 
     Raises:
@@ -77,7 +77,9 @@ def parse_json(data: bytes, path: Path, *, hook: Callable[[Pairs], Any] | None =
     if text.startswith("\ufeff"):
         raise FormatError("text begins with a byte order mark", file=path, hint=DAMAGED)
     try:
-        value = json.loads(text, object_pairs_hook=hook or unique, parse_constant=_refuse)
+        value = json.loads(
+            text, object_pairs_hook=hook or unique_keys, parse_constant=_reject_constant
+        )
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError as e:
@@ -91,7 +93,7 @@ def parse_json(data: bytes, path: Path, *, hook: Callable[[Pairs], Any] | None =
     return value
 
 
-def unique(pairs: Pairs) -> dict[str, Any]:
+def unique_keys(pairs: Pairs) -> dict[str, Any]:
     """The dictionary of an object's pairs.
 
     Raises:
@@ -99,15 +101,15 @@ def unique(pairs: Pairs) -> dict[str, Any]:
     """
     out = dict(pairs)
     if len(out) != len(pairs):
-        seen: set[str] = set()
+        names: set[str] = set()
         for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"key {shown(key)} stands twice in one object")
-            seen.add(key)
+            if key in names:
+                raise ValueError(f"key {short_repr(key)} stands twice in one object")
+            names.add(key)
     return out
 
 
-def _refuse(constant: str) -> NoReturn:
+def _reject_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON number")
 
 
@@ -118,10 +120,10 @@ def check_plain_name(name: object, path: Path) -> str:
         FormatError: it climbs out of the folder, is absolute, or is no name at all.
     """
     if type(name) is not str:
-        raise FormatError(f"{shown(name)} is no file name", file=path, hint=_PLAIN_HINT)
+        raise FormatError(f"{short_repr(name)} is no file name", file=path, hint=_PLAIN_HINT)
     drive = len(name) > 1 and name[1] == ":"
     if name in ("", ".", "..") or drive or any(c in name for c in "/\\\0"):
-        raise FormatError(f"{shown(name)} leaves the folder", file=path, hint=_PLAIN_HINT)
+        raise FormatError(f"{short_repr(name)} leaves the folder", file=path, hint=_PLAIN_HINT)
     return name
 
 

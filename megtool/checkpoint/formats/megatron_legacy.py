@@ -15,28 +15,27 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, Located, StoredFile
+from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, ShardOffsets, StoredFile
 from megtool.checkpoint.containers import pickle_reader
-from megtool.checkpoint.containers.pickle_reader import Inert
-from megtool.checkpoint.containers.torch_file import Budget, lay_out_torch_file
-from megtool.checkpoint.formats.auxiliary_files import find_carried
-from megtool.checkpoint.formats.header_reader import check_inside, names_in
+from megtool.checkpoint.containers.pickle_reader import Inert, string_items
+from megtool.checkpoint.containers.torch_file import StorageBudget, plan_torch_file
+from megtool.checkpoint.formats.auxiliary_files import find_megatron_auxiliary_files
+from megtool.checkpoint.formats.header_reader import check_inside, list_names
 from megtool.checkpoint.formats.megatron_legacy_file import (
     MODEL_FILE,
     MODEL_KEY,
     OPTIMIZER_FILE,
-    RankFile,
-    named,
+    LegacyRankFile,
     read_rank_file,
-    without_tensors,
+    remove_tensors,
 )
 from megtool.checkpoint.formats.megatron_legacy_ranks import (
     RankId,
     check_agreement,
     check_iterations,
-    parts_of,
-    ranks_of,
-    sizes_of,
+    identify_ranks,
+    parse_rank_folder,
+    parse_rank_sizes,
 )
 from megtool.checkpoint.formats.save_folder import (
     RELEASE,
@@ -49,13 +48,13 @@ from megtool.checkpoint.formats.save_folder import (
 from megtool.errors import FormatError, UsageError
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
-__all__ = ["NAMES", "detect", "lay_out", "open_checkpoint"]
+__all__ = ["NAMES", "detect", "open_checkpoint", "plan_megatron_legacy_layout"]
 
 NAMES = ("megatron",)
 
 _MAX_SMALL_BYTES = 1 << 30
 _THREADS = 8
-_OWN_STATE = frozenset(
+_RANDOM_STATE_KEYS = frozenset(
     {
         "rng_state",
         "random_rng_state",
@@ -65,7 +64,7 @@ _OWN_STATE = frozenset(
         "rng_tracker_states",
     }
 )
-_STRANGE_HINT = "something else than Megatron wrote it: load it with torch, and put it right"
+_UNKNOWN_WRITER_HINT = "something else than Megatron wrote it: load it with torch, and put it right"
 _KNOWN = re.compile(
     r"(argparse|types|collections|torch|numpy|pathlib|_codecs|builtins|__builtin__|copyreg|copy_reg|"
     r"signal|io|_io|enum|datetime|megatron|transformer_engine)\..*"
@@ -98,13 +97,13 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     Raises:
         FormatError: ranks or files are missing, do not belong together, or are damaged.
     """
-    here = is_ranked(path) and iteration is None
-    folder = path if here else find_iteration(path, iteration)
+    is_iteration = is_ranked(path) and iteration is None
+    folder = path if is_iteration else find_iteration(path, iteration)
     if folder is None or not is_ranked(folder):
         raise FormatError("no folders of Megatron ranks here", file=path)
-    folders, warnings = _folders(folder)
+    folders, warnings = _find_rank_folders(folder)
     _check_files(folder, folders, warnings)
-    budget = Budget(_MAX_SMALL_BYTES)
+    budget = StorageBudget(_MAX_SMALL_BYTES)
     jobs = [
         (f"{name}/{file}", budget)
         for name in folders
@@ -112,35 +111,35 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
         if (folder / name / file).is_file()
     ]
     read = _in_threads(lambda job: read_rank_file(folder, *job), jobs)
-    catalogue = _catalogue(folder, read, warnings)
+    catalogue = _build_catalogue(folder, read, warnings)
     _add_metadata(catalogue, folders, {r.stored.path: r for r in read})
     return catalogue
 
 
-def _folders(root: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+def _find_rank_folders(root: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
     """Rank folders in ascending order, and warnings about what looks like one and is none."""
-    found: list[tuple[tuple[int, ...], str]] = []
+    folders: list[tuple[tuple[int, ...], str]] = []
     warnings: list[str] = []
     for path in root.glob("mp_rank_*"):
-        parts = parts_of(path.name)
+        parts = parse_rank_folder(path.name)
         if parts is None or not path.is_dir():
             warnings.append(f"{path.name} is left out: no folder of a rank")
         else:
-            found.append((parts, path.name))
-    return {name: parts for parts, name in sorted(found)}, warnings
+            folders.append((parts, path.name))
+    return {name: parts for parts, name in sorted(folders)}, warnings
 
 
 def _check_files(root: Path, folders: Iterable[str], warnings: list[str]) -> None:
     for name in folders:
         check_inside(root, name)
-        there = names_in(root / name)
-        if MODEL_FILE not in there:
+        names = list_names(root / name)
+        if MODEL_FILE not in names:
             raise FormatError(
                 f"{MODEL_FILE} is missing, which every rank has",
                 file=root / name,
                 hint="copy the whole folder, or take another iteration",
             )
-        for file in there:
+        for file in names:
             if file in (MODEL_FILE, OPTIMIZER_FILE):
                 check_inside(root, f"{name}/{file}")
             elif file.endswith(".pt"):
@@ -162,7 +161,7 @@ def _in_threads(work: Callable[[T], R], jobs: list[T]) -> list[R]:
                 f.cancel()
 
 
-def _catalogue(root: Path, read: list[RankFile], warnings: list[str]) -> Catalogue:
+def _build_catalogue(root: Path, read: list[LegacyRankFile], warnings: list[str]) -> Catalogue:
     tensors = [t for r in read for t in r.tensors]
     count = [len(r.tensors) for r in read]
     file = np.repeat(np.arange(len(read), dtype=np.int32), count)
@@ -187,81 +186,85 @@ def _catalogue(root: Path, read: list[RankFile], warnings: list[str]) -> Catalog
         tensors=tensors,
         shards=Shards.build(rows, widest(tensors)),
         extents=extents,
-        attachments=find_carried(root, warnings),
+        auxiliary_files=find_megatron_auxiliary_files(root, warnings),
         warnings=warnings,
     )
     catalogue.check()
     if strides:
-        catalogue.locate_contained = _located(extents, strides)
+        catalogue.locate_contained = _make_locator(extents, strides)
     return catalogue
 
 
-def _located(
+def _make_locator(
     extents: Extents, strides: dict[int, tuple[int, ...]]
-) -> Callable[[NDArray[np.int64]], Located]:
+) -> Callable[[NDArray[np.int64]], ShardOffsets]:
     """A way to locate shards of which some are not row-major."""
 
-    def locate(shards: NDArray[np.int64]) -> Located:
-        found = {k: strides[row] for k, row in enumerate(shards.tolist()) if row in strides}
-        return Located(offset=extents.offset[shards], strides=found)
+    def locate(shards: NDArray[np.int64]) -> ShardOffsets:
+        rank_strides = {k: strides[row] for k, row in enumerate(shards.tolist()) if row in strides}
+        return ShardOffsets(offset=extents.offset[shards], strides=rank_strides)
 
     return locate
 
 
 def _add_metadata(
-    catalogue: Catalogue, folders: dict[str, tuple[int, ...]], read: dict[str, RankFile]
+    catalogue: Catalogue, folders: dict[str, tuple[int, ...]], read: dict[str, LegacyRankFile]
 ) -> None:
     root, out = catalogue.root, catalogue.metadata
     models = {name: read[f"{name}/{MODEL_FILE}"] for name in folders}
-    tops = {name: named(r.tree) for name, r in models.items()}
-    args = {name: _args(top, root / name / MODEL_FILE) for name, top in tops.items()}
+    tops = {name: string_items(r.tree) for name, r in models.items()}
+    args = {name: _read_args(top, root / name / MODEL_FILE) for name, top in tops.items()}
     check_agreement(args, root=root)
     first = next(iter(folders))
-    sizes = sizes_of(args[first], file=root / first / MODEL_FILE)
+    sizes = parse_rank_sizes(args[first], file=root / first / MODEL_FILE)
     names = {
         name: [t.name.removeprefix(name) for t in r.tensors if _is_model(t.name)]
         for name, r in models.items()
     }
-    out["ranks"] = ranks = ranks_of(folders, sizes, names, root=root)
-    _check_optimizers(root, ranks, sizes.ranks() if sizes else None, read, names)
-    found = {name: _iteration(top, root / name / MODEL_FILE) for name, top in tops.items()}
-    _add_iteration(catalogue, check_iterations(found, root=root))
+    out["ranks"] = ranks = identify_ranks(folders, sizes, names, root=root)
+    _check_optimizers(root, ranks, sizes.writing_ranks() if sizes else None, read, names)
+    iterations = {
+        name: _read_iteration(top, root / name / MODEL_FILE) for name, top in tops.items()
+    }
+    _add_iteration(catalogue, check_iterations(iterations, root=root))
     if args[first]:
-        out["args"] = pickle_reader.plain(args[first], file=root / first / MODEL_FILE)
+        out["args"] = pickle_reader.to_plain(args[first], file=root / first / MODEL_FILE)
     else:
         catalogue.warnings.append("no args: sizes are guessed from the folders")
     out["checkpoint_version"] = tops[first].get("checkpoint_version", 0)
-    out["rank_trees"] = trees = {n: without_tensors(r.tree) for n, r in models.items()}
+    out["rank_trees"] = trees = {n: remove_tensors(r.tree) for n, r in models.items()}
     out["common"] = {
         k: v
-        for k, v in named(trees[first]).items()
-        if k not in _OWN_STATE and not MODEL_KEY.fullmatch(k)
+        for k, v in string_items(trees[first]).items()
+        if k not in _RANDOM_STATE_KEYS and not MODEL_KEY.fullmatch(k)
     }
     out["trees"] = {path: r.tree for path, r in read.items()}
     out["aliases"] = {a: b for r in read.values() for a, b in r.aliases.items()}
-    apart = args[first].get("use_distributed_optimizer") and "optimizer" in tops[first]
-    if apart and len(read) == len(models):
+    is_separate = args[first].get("use_distributed_optimizer") and "optimizer" in tops[first]
+    if is_separate and len(read) == len(models):
         catalogue.warnings.append(f"no {OPTIMIZER_FILE}: the optimizer has lost its moments")
-    strange = {n for r in read.values() for n in r.named if not _KNOWN.fullmatch(n)}
+    unknown = {n for r in read.values() for n in r.global_names if not _KNOWN.fullmatch(n)}
     catalogue.warnings += [
-        f"{name} is a class that megtool does not know: kept as it is" for name in sorted(strange)
+        f"{name} is a class that megtool does not know: kept as it is" for name in sorted(unknown)
     ]
 
 
-def _args(top: dict[str, Any], file: Path) -> dict[str, Any]:
+def _read_args(top: dict[str, Any], file: Path) -> dict[str, Any]:
     """The attributes of a rank's args, inert; empty where it has none."""
     args = top.get("args")
     if isinstance(args, Inert) and args.name in ("argparse.Namespace", "types.SimpleNamespace"):
         args = args.state
     if args is not None and not isinstance(args, dict):
-        raise FormatError(f"its args are {args!r:.60}, no namespace", file=file, hint=_STRANGE_HINT)
+        raise FormatError(
+            f"its args are {args!r:.60}, no namespace", file=file, hint=_UNKNOWN_WRITER_HINT
+        )
     return args or {}
 
 
-def _iteration(top: dict[str, Any], file: Path) -> int | None:
+def _read_iteration(top: dict[str, Any], file: Path) -> int | None:
     value = top.get("iteration", top.get("total_iters"))
     if value is not None and (type(value) is not int or value < 0):
-        raise FormatError(f"its iteration is {value!r:.60}", file=file, hint=_STRANGE_HINT)
+        raise FormatError(f"its iteration is {value!r:.60}", file=file, hint=_UNKNOWN_WRITER_HINT)
     return value
 
 
@@ -270,10 +273,10 @@ def _add_iteration(catalogue: Catalogue, iteration: int | None) -> None:
     if name == RELEASE:
         return  # files say 0 there, which stands for none
     number = name.removeprefix("iter_")
-    said = int(number) if name.startswith("iter_") and number.isdecimal() else None
-    if None not in (said, iteration) and said != iteration:
+    folder_iteration = int(number) if name.startswith("iter_") and number.isdecimal() else None
+    if None not in (folder_iteration, iteration) and folder_iteration != iteration:
         catalogue.warnings.append(f"the files in {name} are of iteration {iteration}")
-    if (value := iteration if iteration is not None else said) is not None:
+    if (value := iteration if iteration is not None else folder_iteration) is not None:
         catalogue.metadata["iteration"] = value
 
 
@@ -286,7 +289,7 @@ def _check_optimizers(
     root: Path,
     ranks: dict[str, RankId],
     writers: dict[RankId, bool] | None,
-    read: dict[str, RankFile],
+    read: dict[str, LegacyRankFile],
     names: dict[str, list[str]],
 ) -> None:
     """All ranks have an optimizer file, or none has.
@@ -314,11 +317,11 @@ def _check_optimizers(
         )
 
 
-def lay_out(
+def plan_megatron_legacy_layout(
     files: Mapping[str, Any],
     *,
     iteration: int | None,
-    small: Mapping[str, bytes] | None = None,
+    small_files: Mapping[str, bytes] | None = None,
 ) -> Destination:
     """Lay out `.pt` files given by their path in the folder of the iteration, and by their trees.
 
@@ -339,16 +342,16 @@ def lay_out(
     fragments: list[tuple[int, int, bytes]] = []
     names = set[str]()
     for number, (path, tree) in enumerate(files.items()):
-        laid = lay_out_torch_file(tree)
-        for tensor in laid.tensors:
+        layout = plan_torch_file(tree)
+        for tensor in layout.tensors:
             if tensor.name in names:
                 raise UsageError("two files hold a tensor of this name", tensor=tensor.name)
             names.add(tensor.name)
-        stored.append(StoredFile(path=folder + path, size=laid.size))
-        tensors += laid.tensors
-        offsets += laid.offsets
-        owners += [number] * len(laid.tensors)
-        fragments += [(number, at, data) for at, data in laid.fragments]
+        stored.append(StoredFile(path=folder + path, size=layout.size))
+        tensors += layout.tensors
+        offsets += layout.offsets
+        owners += [number] * len(layout.tensors)
+        fragments += [(number, offset, data) for offset, data in layout.fragments]
     rows = [
         (i, [0] * len(t.shape), t.shape, owner)
         for i, (t, owner) in enumerate(zip(tensors, owners, strict=True))
@@ -369,6 +372,8 @@ def lay_out(
     return Destination(
         catalogue=catalogue,
         fragments=fragments,
-        small={folder + name: data for name, data in (small or {}).items()},
-        last={TRACKER: (folder_name(None) if iteration is None else str(iteration)).encode()},
+        small_files={folder + name: data for name, data in (small_files or {}).items()},
+        final_files={
+            TRACKER: (folder_name(None) if iteration is None else str(iteration)).encode()
+        },
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -11,20 +11,20 @@ from typing import Any
 
 from megtool.checkpoint.catalogue import StoredFile
 from megtool.checkpoint.containers import pickle_reader
-from megtool.checkpoint.containers.pickle_reader import Inert
-from megtool.checkpoint.containers.torch_file import Budget, TorchFile, open_torch_file
-from megtool.checkpoint.containers.zip_tensor import TensorView, tensor_view
+from megtool.checkpoint.containers.pickle_reader import Inert, dict_items, rebuild_dict
+from megtool.checkpoint.containers.torch_file import StorageBudget, TorchFile, open_torch_file
+from megtool.checkpoint.containers.zip_tensor import StorageView, parse_storage_view
 from megtool.errors import FormatError
 from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(slots=True, kw_only=True)
-class RankFile:
+class LegacyRankFile:
     """What one file says: its tree with `GlobalTensor` leaves, and where each of these lies."""
 
     stored: StoredFile
     tree: Any = None
-    named: set[str] = field(default_factory=set)
+    global_names: set[str] = field(default_factory=set)
     tensors: list[GlobalTensor] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
@@ -32,52 +32,54 @@ class RankFile:
     aliases: dict[str, str] = field(default_factory=dict)
 
 
-def read_rank_file(root: Path, path: str, budget: Budget) -> RankFile:
+def read_rank_file(root: Path, path: str, budget: StorageBudget) -> LegacyRankFile:
     """Open the file at `path` below `root`; its small storages are read, as the budget allows.
 
     Raises:
         FormatError: it is missing, damaged, hostile, or no file of a Megatron rank.
     """
     stored = StoredFile.stat(root, path)
-    out = RankFile(stored=stored)
-    with open_torch_file(root / path, stored.size) as opened:
-        taker = _Taker(opened, path.removesuffix(".pt"), out)
-        out.tree = take_tensors(opened.tree, Path(path).name, taker.take, file=opened.file)
-        taker.check_apart()
-        opened.attach(out.tree, budget)
-        out.named = opened.named
+    out = LegacyRankFile(stored=stored)
+    with open_torch_file(root / path, stored.size) as torch_file:
+        collector = _TensorCollector(torch_file, path.removesuffix(".pt"), out)
+        out.tree = extract_tensors(
+            torch_file.tree, Path(path).name, collector.take, file=torch_file.file
+        )
+        collector.check_disjoint()
+        torch_file.attach_storages(out.tree, budget)
+        out.global_names = torch_file.global_names
     return out
 
 
-class _Taker:
+class _TensorCollector:
     """Puts the tensors of one file into its `RankFile`, each view once."""
 
-    def __init__(self, opened: TorchFile, prefix: str, out: RankFile) -> None:
-        self._opened, self._prefix, self._out = opened, prefix, out
-        self._known: dict[TensorView, GlobalTensor] = {}
+    def __init__(self, torch_file: TorchFile, prefix: str, out: LegacyRankFile) -> None:
+        self._torch_file, self._prefix, self._out = torch_file, prefix, out
+        self._tensors_by_view: dict[StorageView, GlobalTensor] = {}
 
-    def take(self, path: str, view: TensorView) -> GlobalTensor:
+    def take(self, path: str, view: StorageView) -> GlobalTensor:
         """The tensor at this path of the tree: one seen before where it is the same view."""
         out, name = self._out, f"{self._prefix}/{path}"
-        known = self._known.get(view)
-        if known is not None:
-            out.aliases[name] = known.name
-            return known
+        tied = self._tensors_by_view.get(view)
+        if tied is not None:
+            out.aliases[name] = tied.name
+            return tied
         tensor = GlobalTensor(name=name, shape=view.shape, dtype=view.dtype)
-        offset = self._opened.place(view, tensor=name)
+        offset = self._torch_file.locate(view, tensor=name)
         length = view.span_bytes - view.start * view.dtype.itemsize if tensor.numel else 0
         if length < tensor.num_bytes:
-            raise self._shared(name, f"its own elements, with strides {list(view.strides)}")
-        if not view.row_major:
+            raise self._overlap_error(name, f"its own elements, with strides {list(view.strides)}")
+        if not view.is_row_major:
             out.strides[len(out.tensors)] = view.strides
         if tensor.numel:
-            self._known[view] = tensor
+            self._tensors_by_view[view] = tensor
         out.tensors.append(tensor)
         out.offsets.append(offset)
         out.lengths.append(length)
         return tensor
 
-    def check_apart(self) -> None:
+    def check_disjoint(self) -> None:
         """Prove that no two views that differ overlap.
 
         Raises:
@@ -85,16 +87,18 @@ class _Taker:
         """
         out = self._out
         used = sorted(
-            (at, n, i) for i, (at, n) in enumerate(zip(out.offsets, out.lengths, strict=True)) if n
+            (offset, n, i)
+            for i, (offset, n) in enumerate(zip(out.offsets, out.lengths, strict=True))
+            if n
         )
-        for (at, n, one), (after, _, other) in pairwise(used):
-            if after < at + n:
-                raise self._shared(out.tensors[other].name, repr(out.tensors[one].name))
+        for (offset, n, first), (after, _, second) in pairwise(used):
+            if after < offset + n:
+                raise self._overlap_error(out.tensors[second].name, repr(out.tensors[first].name))
 
-    def _shared(self, name: str, other: str) -> FormatError:
+    def _overlap_error(self, name: str, description: str) -> FormatError:
         return FormatError(
-            f"shares bytes with {other}",
-            file=self._opened.file,
+            f"shares bytes with {description}",
+            file=self._torch_file.file,
             tensor=name,
             hint="load the file with torch, clone the tensor, and save it again",
         )
@@ -106,16 +110,15 @@ EXTRA_STATE = "_extra_state"
 _NUMBERED = re.compile(r"_extra_state\d+")  # of the further experts of a grouped linear layer
 
 _SMALL_IN_OPTIMIZER = frozenset({"param_groups", "grad_scaler", "step"})
-_DICTS = frozenset({"collections.OrderedDict", "collections.defaultdict"})
 _MAX_DEPTH = 64
 _MAX_TIMES = 16
 _FEW_NODES = 10_000
 _UNSUPPORTED_HINT = "load it with what wrote it, and save plain tensors of high precision"
 
-Take = Callable[[str, TensorView], GlobalTensor]
+TakeTensor = Callable[[str, StorageView], GlobalTensor]
 
 
-def take_tensors(tree: Any, name: str, take: Take, *, file: Path) -> Any:
+def extract_tensors(tree: Any, name: str, take: TakeTensor, *, file: Path) -> Any:
     """The tree of the file called `name` with each of its tensors replaced by what `take` gives.
 
     `take` gets the tensor's path in the tree, joined by `/`, and its view. The tree itself is left
@@ -125,12 +128,12 @@ def take_tensors(tree: Any, name: str, take: Take, *, file: Path) -> Any:
         FormatError: the file holds no dict, a kind of tensor that is not supported, or the tree is
             absurdly deep or large.
     """
-    if entries(tree) is None and not (name == OPTIMIZER_FILE and isinstance(tree, list)):
+    if dict_items(tree) is None and not (name == OPTIMIZER_FILE and isinstance(tree, list)):
         raise FormatError(f"holds {tree!r:.60}, no dict of a Megatron rank", file=file)
     walk = _Walk(take, file)
     if name == OPTIMIZER_FILE:
         return walk.descend(tree, (), frozenset())
-    return rebuilt(
+    return rebuild_dict(
         tree,
         (
             (key, walk.descend(value, (key,), _SMALL_IN_OPTIMIZER))
@@ -138,13 +141,13 @@ def take_tensors(tree: Any, name: str, take: Take, *, file: Path) -> Any:
             else (key, walk.descend(value, (key,), frozenset({EXTRA_STATE})))
             if isinstance(key, str) and MODEL_KEY.fullmatch(key)
             else (key, value)
-            for key, value in entries(tree) or ()
+            for key, value in dict_items(tree) or ()
         ),
     )
 
 
 class _Walk:
-    def __init__(self, take: Take, file: Path) -> None:
+    def __init__(self, take: TakeTensor, file: Path) -> None:
         self._take, self._file = take, file
         self._num_nodes = 0
         self._nodes = set[int]()
@@ -159,20 +162,20 @@ class _Walk:
             return [self.descend(x, (*path, i), small) for i, x in enumerate(node)]
         if isinstance(node, tuple):
             return tuple(self.descend(x, (*path, i), small) for i, x in enumerate(node))
-        if (pairs := entries(node)) is not None:
-            return rebuilt(node, ((k, self.descend(v, (*path, k), small)) for k, v in pairs))
+        if (pairs := dict_items(node)) is not None:
+            return rebuild_dict(node, ((k, self.descend(v, (*path, k), small)) for k, v in pairs))
         if not isinstance(node, Inert):
             return node
-        name = "/".join(map(spelled, path))
+        name = "/".join(map(spell_key, path))
         try:
-            view = tensor_view(node, file=self._file)
+            view = parse_storage_view(node, file=self._file)
         except FormatError as e:
             raise FormatError(
                 e.message, file=e.file, tensor=name, hint=e.hint or _UNSUPPORTED_HINT
             ) from e
         if view is not None:
             return self._take(name, view)
-        if pickle_reader.references(node):
+        if pickle_reader.find_references(node):
             raise FormatError(
                 f"a {node.name} holds its numbers in a way that is not supported",
                 file=self._file,
@@ -193,57 +196,26 @@ def _is_small(key: str, small: frozenset[str]) -> bool:
     return last in small or (EXTRA_STATE in small and _NUMBERED.fullmatch(last) is not None)
 
 
-def spelled(key: Any) -> str:
+def spell_key(key: Any) -> str:
     """A key of a dict as part of a name: `torch.bfloat16,torch.bfloat16` for a pair of dtypes."""
     if pickle_reader.is_global(key):
         return f"{key.module}.{key.qualname}"
-    return ",".join(map(spelled, key)) if isinstance(key, tuple) else str(key)
+    return ",".join(map(spell_key, key)) if isinstance(key, tuple) else str(key)
 
 
-def entries(node: Any) -> list[tuple[Any, Any]] | None:
-    """Keys and values of a dict or of an inert dict with an order or a default; None of others."""
-    if isinstance(node, dict):
-        return list(node.items())
-    if not isinstance(node, Inert) or node.name not in _DICTS:
-        return None
-    first = node.args[-1] if node.args else None
-    if isinstance(first, dict):
-        return [*first.items(), *node.pairs]
-    if isinstance(first, list) and all(isinstance(p, tuple | list) and len(p) == 2 for p in first):
-        return [*((k, v) for k, v in first), *node.pairs]
-    return list(node.pairs)
-
-
-def named(node: Any) -> dict[str, Any]:
-    """The entries of a node under their names; none where it is no dictionary."""
-    return {k: v for k, v in entries(node) or () if isinstance(k, str)}
-
-
-def rebuilt(node: Any, pairs: Iterable[tuple[Any, Any]]) -> Any:
-    """A dict of the same kind as `node` with other entries."""
-    if not isinstance(node, Inert):
-        return dict(pairs)
-    args = node.args[:-1] if node.args and isinstance(node.args[-1], dict | list) else node.args
-    out = type(node).__new__(type(node), *args, **node.kwargs)
-    out.made, out.pairs = node.made, list(pairs)
-    if node.has_state:
-        out.__setstate__(node.state)
-    return out
-
-
-def without_tensors(tree: Any) -> Any:
+def remove_tensors(tree: Any) -> Any:
     """The tree without its `GlobalTensor` leaves, and without what held nothing else."""
-    kept = _kept(tree, 0, {})
-    return {} if kept is _NOTHING else kept
+    stripped = _remove_tensors(tree, 0, {})
+    return {} if stripped is _REMOVED else stripped
 
 
-_NOTHING = object()
+_REMOVED = object()
 
 
-def _kept(node: Any, depth: int, done: dict[int, Any]) -> Any:
+def _remove_tensors(node: Any, depth: int, done: dict[int, Any]) -> Any:
     if isinstance(node, GlobalTensor):
-        return _NOTHING
-    pairs = entries(node)
+        return _REMOVED
+    pairs = dict_items(node)
     if depth > _MAX_DEPTH or (pairs is None and not isinstance(node, list | tuple)):
         return node  # no tensor lies deeper: see `_Walk`
     if id(node) in done:
@@ -251,12 +223,12 @@ def _kept(node: Any, depth: int, done: dict[int, Any]) -> Any:
     done[id(node)] = node  # where a part contains itself
     out: Any
     if pairs is None:
-        items = [_kept(x, depth + 1, done) for x in node]
-        items = [x for x in items if x is not _NOTHING]
-        out = type(node)(items) if items or not node else _NOTHING
+        items = [_remove_tensors(x, depth + 1, done) for x in node]
+        items = [x for x in items if x is not _REMOVED]
+        out = type(node)(items) if items or not node else _REMOVED
     else:
-        kept = [(k, _kept(v, depth + 1, done)) for k, v in pairs]
-        kept = [(k, v) for k, v in kept if v is not _NOTHING]
-        out = rebuilt(node, kept) if kept or not pairs else _NOTHING
+        pairs_left = [(k, _remove_tensors(v, depth + 1, done)) for k, v in pairs]
+        pairs_left = [(k, v) for k, v in pairs_left if v is not _REMOVED]
+        out = rebuild_dict(node, pairs_left) if pairs_left or not pairs else _REMOVED
     done[id(node)] = out
     return out

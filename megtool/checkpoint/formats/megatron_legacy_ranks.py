@@ -19,12 +19,12 @@ _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _COPY_HINT = "copy the whole folder, from every node that wrote to it"
 _ARGS_HINT = "load it with the Megatron that wrote it and save it again, with its args"
 
-_MOST_RANKS = 1 << 20
+_MAX_RANKS = 1 << 20
 
 RankId = tuple[int, int | None, int | None]
 """Ranks of tensors, pipeline and experts; None where the folder's name has none."""
 
-AGREED = (
+SHARED_ARGS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
@@ -55,7 +55,7 @@ AGREED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class RankSizes:
     """How many ranks there are: of tensors, pipeline, experts, and tensors inside experts."""
 
     tp: int
@@ -63,7 +63,7 @@ class Sizes:
     ep: int
     etp: int
 
-    def ranks(self) -> dict[RankId, bool]:
+    def writing_ranks(self) -> dict[RankId, bool]:
         """Every rank that writes a folder; true where it is also the first of its data ranks.
 
         A rank writes if it is the first that holds its part of the dense layers, or of the experts
@@ -82,18 +82,18 @@ class Sizes:
         return out
 
 
-def rank_folder(rank: RankId) -> str:
+def rank_folder_name(rank: RankId) -> str:
     """The folder of a rank."""
     return f"mp_rank_{rank[0]:02d}" + "".join(f"_{n:03d}" for n in rank[1:] if n is not None)
 
 
-def parts_of(folder: str) -> tuple[int, ...] | None:
+def parse_rank_folder(folder: str) -> tuple[int, ...] | None:
     """The numbers in the name of a rank's folder; None where the name is none."""
     match = _FOLDER.fullmatch(folder)
     return tuple(int(g) for g in match.groups() if g is not None) if match else None
 
 
-def sizes_of(args: Mapping[str, Any], *, file: Path) -> Sizes | None:
+def parse_rank_sizes(args: Mapping[str, Any], *, file: Path) -> RankSizes | None:
     """The sizes that args give; None where they give none, as in the oldest checkpoints.
 
     Raises:
@@ -112,20 +112,20 @@ def sizes_of(args: Mapping[str, Any], *, file: Path) -> Sizes | None:
     tp = size(0, "tensor_model_parallel_size", "model_parallel_size")
     if not tp:
         return None
-    out = Sizes(
+    out = RankSizes(
         tp=tp,
         pp=size(1, "pipeline_model_parallel_size"),
         ep=size(1, "expert_model_parallel_size"),
         etp=size(tp, "expert_tensor_parallel_size"),
     )
-    if out.pp * max(out.tp, out.etp * out.ep) > _MOST_RANKS:
+    if out.pp * max(out.tp, out.etp * out.ep) > _MAX_RANKS:
         raise FormatError(f"args say that there are {out}", file=file, hint=_ARGS_HINT)
     return out
 
 
-def ranks_of(
+def identify_ranks(
     folders: Mapping[str, tuple[int, ...]],
-    sizes: Sizes | None,
+    sizes: RankSizes | None,
     names: Mapping[str, Iterable[str]],
     *,
     root: Path,
@@ -140,23 +140,23 @@ def ranks_of(
     """
     counts = {len(parts) for parts in folders.values()}
     if len(counts) > 1:
-        odd = next(f for f, parts in folders.items() if len(parts) != max(counts))
+        outlier = next(f for f, parts in folders.items() if len(parts) != max(counts))
         raise FormatError(
-            f"{odd} is named like a rank of another layout than {max(folders, key=len)}",
+            f"{outlier} is named like a rank of another layout than {max(folders, key=len)}",
             file=root,
             hint="folders of two checkpoints are mixed: keep those of one",
         )
     count = counts.pop()
     if sizes is None:
         return _ranks_without_args(folders, names, count, root)
-    expected = {rank_folder(rank): rank for rank in sizes.ranks()}
+    expected = {rank_folder_name(rank): rank for rank in sizes.writing_ranks()}
     # Ranks of a pipeline or of experts of one were numbered too by some versions.
-    one = {f"{f}_000": r for f, r in expected.items()} if sizes.pp == sizes.ep == 1 else {}
-    if count == 2 and one:
-        expected = one
+    numbered = {f"{f}_000": r for f, r in expected.items()} if sizes.pp == sizes.ep == 1 else {}
+    if count == 2 and numbered:
+        expected = numbered
     missing = [f for f in expected if f not in folders]
     if missing:
-        raise _missing(missing, len(missing), len(expected), root)
+        raise _missing_ranks_error(missing, len(missing), len(expected), root)
     extra = [f for f in folders if f not in expected]
     if extra:
         raise FormatError(
@@ -197,18 +197,20 @@ def _ranks_without_args(
     tp, pp = max(t for t, _ in dense) + 1, max(p or 0 for _, p in dense) + 1
     if len(dense) < tp * pp:
         stages = range(pp) if count > 1 and not experts else (None,)
-        wanted = ((t, p, None) for t in range(tp) for p in stages if (t, p) not in dense)
-        missing = [rank_folder(rank) for rank in islice(wanted, _SHOWN)]
-        raise _missing(missing, tp * pp - len(dense), tp * pp, root)
+        absent = ((t, p, None) for t in range(tp) for p in stages if (t, p) not in dense)
+        missing = [rank_folder_name(rank) for rank in islice(absent, _MAX_LISTED)]
+        raise _missing_ranks_error(missing, tp * pp - len(dense), tp * pp, root)
     return out
 
 
-_SHOWN = 8
+_MAX_LISTED = 8
 
 
-def _missing(folders: list[str], count: int, of: int, root: Path) -> FormatError:
-    some = ", ".join(folders[:_SHOWN]) + (", ..." if count > _SHOWN else "")
-    return FormatError(f"{count} of {of} ranks are missing: {some}", file=root, hint=_COPY_HINT)
+def _missing_ranks_error(folders: list[str], count: int, total: int, root: Path) -> FormatError:
+    listed = ", ".join(folders[:_MAX_LISTED]) + (", ..." if count > _MAX_LISTED else "")
+    return FormatError(
+        f"{count} of {total} ranks are missing: {listed}", file=root, hint=_COPY_HINT
+    )
 
 
 def check_agreement(args: Mapping[str, Mapping[str, Any]], *, root: Path) -> None:
@@ -218,12 +220,16 @@ def check_agreement(args: Mapping[str, Mapping[str, Any]], *, root: Path) -> Non
         FormatError: they differ where ranks of one checkpoint cannot.
     """
     first = next(iter(args), "")
-    for folder, found in args.items():
-        for key in AGREED:
-            here, there = found.get(key), args[first].get(key)
-            if isinstance(here, _COMPARED) and isinstance(there, _COMPARED) and here != there:
+    for folder, rank_args in args.items():
+        for key in SHARED_ARGS:
+            value, first_value = rank_args.get(key), args[first].get(key)
+            if (
+                isinstance(value, _COMPARED)
+                and isinstance(first_value, _COMPARED)
+                and value != first_value
+            ):
                 raise FormatError(
-                    f"args say {key} {here!r:.60} here and {there!r:.60} in {first}",
+                    f"args say {key} {value!r:.60} here and {first_value!r:.60} in {first}",
                     file=root / folder,
                     hint="folders of two checkpoints are mixed: keep those of one",
                 )
@@ -232,18 +238,18 @@ def check_agreement(args: Mapping[str, Mapping[str, Any]], *, root: Path) -> Non
 _COMPARED = (int, float, str, type(None))
 
 
-def check_iterations(found: Mapping[str, int | None], *, root: Path) -> int | None:
+def check_iterations(iterations: Mapping[str, int | None], *, root: Path) -> int | None:
     """The iteration of all ranks; None where none says.
 
     Raises:
         FormatError: they are of different iterations.
     """
-    first = next(iter(found), "")
-    for folder, iteration in found.items():
-        if iteration != found[first]:
+    first = next(iter(iterations), "")
+    for folder, iteration in iterations.items():
+        if iteration != iterations[first]:
             raise FormatError(
-                f"is of iteration {iteration}, and {first} of iteration {found[first]}",
+                f"is of iteration {iteration}, and {first} of iteration {iterations[first]}",
                 file=root / folder,
                 hint="a save was interrupted, or two are mixed: take another iteration",
             )
-    return found.get(first)
+    return iterations.get(first)

@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Catalogue, Extents, SetAside, StoredPart
-from megtool.checkpoint.formats.header_reader import shown
+from megtool.checkpoint.catalogue import Catalogue, Extents, IgnoredTensor, StoredPart
+from megtool.checkpoint.formats.header_reader import short_repr
 from megtool.checkpoint.formats.quantized_parts import (
-    AS_IT_IS,
-    Folded,
-    Stored,
-    codes_in_bytes,
-    codes_in_row_pairs,
-    codes_in_words,
-    one_byte_codes,
-    transposed_blocks,
+    AS_STORED_HINT,
+    PackedWeight,
+    PartFinder,
+    QuantGranularity,
+    find_byte_codes,
+    find_one_byte_codes,
+    find_row_pair_codes,
+    find_transposed_blocks,
+    find_word_codes,
 )
 from megtool.dtypes import DType, dtype
 from megtool.errors import FormatError
@@ -51,7 +52,7 @@ _ORPHANS = re.compile(
 _SCALES = re.compile(r"_(?:scale(?:_inv|_2)?|scales|blocks|packed|global_scale|zero_point|shape)$")
 
 
-def fold(catalogue: Catalogue) -> Catalogue:
+def combine_packed_weights(catalogue: Catalogue) -> Catalogue:
     """The catalogue with every quantized weight as one packed tensor.
 
     A catalogue whose config names no quantization is returned as it is. Headers, and the few bytes
@@ -60,11 +61,17 @@ def fold(catalogue: Catalogue) -> Catalogue:
     Raises:
         FormatError: see `packed_weights`.
     """
-    config = quantization(catalogue.metadata)
-    return catalogue if config is None else _with(catalogue, *packed_weights(catalogue, config))
+    config = quantization_config(catalogue.metadata)
+    return (
+        catalogue
+        if config is None
+        else _combine(catalogue, *find_packed_weights(catalogue, config))
+    )
 
 
-def packed_weights(catalogue: Catalogue, config: Mapping[str, Any]) -> tuple[list[Folded], Stored]:
+def find_packed_weights(
+    catalogue: Catalogue, config: Mapping[str, Any]
+) -> tuple[list[PackedWeight], PartFinder]:
     """Every quantized weight as the stored tensors it lies in, and which of these were used.
 
     `config` is what `quantization` found. Nothing is decoded.
@@ -74,94 +81,47 @@ def packed_weights(catalogue: Catalogue, config: Mapping[str, Any]) -> tuple[lis
             weight, or shapes do not belong together.
     """
     method = str(config.get("quant_method", "")).lower()
-    finder = next((f for name, f in _METHODS if re.fullmatch(name, method)), None)
+    finder = next((f for name, f in _FINDERS if re.fullmatch(name, method)), None)
     if finder is None:
         raise FormatError(
-            f"quantized by {shown(config.get('quant_method'))}, which is not decoded",
+            f"quantized by {short_repr(config.get('quant_method'))}, which is not decoded",
             file=catalogue.root,
-            hint=f"known: fp8, fbgemm_fp8, mxfp4, compressed-tensors, modelopt; {AS_IT_IS}",
+            hint=f"known: fp8, fbgemm_fp8, mxfp4, compressed-tensors, modelopt; {AS_STORED_HINT}",
         )
     for key in ("sparsity_config", "transform_config"):
-        more = config.get(key)
-        if isinstance(more, dict) and more and more.get("format") != "dense":
+        section = config.get(key)
+        if isinstance(section, dict) and section and section.get("format") != "dense":
             raise FormatError(
-                f"its {key} {shown(more)} is not decoded", file=catalogue.root, hint=AS_IT_IS
+                f"its {key} {short_repr(section)} is not decoded",
+                file=catalogue.root,
+                hint=AS_STORED_HINT,
             )
-    stored = Stored(catalogue, Facts.of(config))
-    found: list[Folded] = []
+    stored = PartFinder(catalogue, QuantGranularity.from_config(config))
+    weights: list[PackedWeight] = []
     for t in catalogue.tensors:
-        if t.name not in stored.used and (folded := finder(stored, t)) is not None:
-            found.append(folded)
-    known = stored.used | {f.codes for f in found}
+        if t.name not in stored.used and (weight := finder(stored, t)) is not None:
+            weights.append(weight)
+    used_names = stored.used | {f.codes for f in weights}
     for t in catalogue.tensors:
-        if t.name not in known and not _ACTIVATIONS.search(t.name):
-            _check_alone(catalogue, t)
-    return found, stored
+        if t.name not in used_names and not _ACTIVATIONS.search(t.name):
+            _check_not_orphan(catalogue, t)
+    return weights, stored
 
 
-def quantization(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+def quantization_config(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     """What a folder says about its quantization, as one dictionary with a `quant_method`."""
     config = metadata.get("config")
     config = config if isinstance(config, dict) else {}
     text = config.get("text_config")
-    for place in (config, text if isinstance(text, dict) else {}):
+    for candidate in (config, text if isinstance(text, dict) else {}):
         for key in QUANT_KEYS:
-            found = place.get(key)
-            if isinstance(found, dict):
-                return found
-    beside = metadata.get("hf_quant_config")
-    if isinstance(beside, dict) and isinstance(beside.get("quantization"), dict):
-        return {"quant_method": "modelopt", **beside["quantization"]}
+            section = candidate.get(key)
+            if isinstance(section, dict):
+                return section
+    modelopt_config = metadata.get("hf_quant_config")
+    if isinstance(modelopt_config, dict) and isinstance(modelopt_config.get("quantization"), dict):
+        return {"quant_method": "modelopt", **modelopt_config["quantization"]}
     return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What a config says: sizes of groups along columns, of blocks, and bits, any of which one
-    weight or another may have. `stated`: it names groups or blocks, so that no others are."""
-
-    groups: tuple[int, ...]
-    blocks: tuple[tuple[int, int], ...]
-    stated: bool
-    bits: tuple[int, ...]
-    scales: tuple[str, str] = ("_scale", "_scale_inv")
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Facts:
-        """Collected from the whole config, wherever they stand in it."""
-        method = str(config.get("quant_method", "")).lower()
-        groups: list[int] = []
-        blocks: list[tuple[int, int]] = []
-        bits: list[int] = []
-        waiting: list[Any] = [config]
-        while waiting:
-            value = waiting.pop()
-            if isinstance(value, list):
-                waiting += value
-            if not isinstance(value, dict):
-                continue
-            for key, inner in value.items():
-                if key == "group_size" and type(inner) is int and inner > 0:
-                    groups.append(inner)
-                elif key == "num_bits" and type(inner) is int:
-                    bits.append(inner)
-                elif key in ("weight_block_size", "block_structure") and _is_block(inner):
-                    blocks.append((inner[0], inner[1]))
-                else:
-                    waiting.append(inner)
-        return cls(
-            groups=tuple(dict.fromkeys(groups)),
-            blocks=tuple(dict.fromkeys([*blocks, (128, 128)])),
-            stated=bool(groups or blocks),
-            bits=tuple(dict.fromkeys(bits)),
-            scales=("_scale_inv", "_scale") if method == "fp8" else ("_scale", "_scale_inv"),
-        )
-
-
-def _is_block(value: Any) -> bool:
-    return (
-        isinstance(value, list) and len(value) == 2 and all(type(x) is int and x > 0 for x in value)
-    )
 
 
 # ---- methods: each takes a stored tensor, and gives what it is the codes of, if of anything
@@ -169,58 +129,58 @@ def _is_block(value: Any) -> bool:
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
-def _float8(stored: Stored, t: GlobalTensor) -> Folded | None:
+def _float8(stored: PartFinder, t: GlobalTensor) -> PackedWeight | None:
     """`fp8`, `fbgemm_fp8`: eight-bit floats, with `_scale_inv` or `_scale` beside the name; among
     them FP4 codes in int8, as transformers reads them."""
     if _SCALES.search(t.name) or not t.shape:
         return None
     if t.dtype.name in _FP8:
-        return one_byte_codes(stored, t, "fp8")
+        return find_one_byte_codes(stored, t, "fp8")
     if t.dtype.name in ("int8", "uint8") and stored.find(t.name, "_scale_inv", "_scale"):
-        return codes_in_bytes(stored, t, t.name)
+        return find_byte_codes(stored, t, t.name)
     return None
 
 
-def _gpt_oss(stored: Stored, t: GlobalTensor) -> Folded | None:
+def _gpt_oss(stored: PartFinder, t: GlobalTensor) -> PackedWeight | None:
     """`mxfp4`: `NAME_blocks` and `NAME_scales`."""
     if t.name.endswith("_blocks") and t.dtype.name == "uint8":
-        return transposed_blocks(stored, t)
+        return find_transposed_blocks(stored, t)
     return None
 
 
-def _compressed(stored: Stored, t: GlobalTensor) -> Folded | None:
+def _compressed(stored: PartFinder, t: GlobalTensor) -> PackedWeight | None:
     """`compressed-tensors`: `weight` of one byte, or `weight_packed`."""
     if t.name.endswith("_packed"):
         if t.dtype.name == "int32":
-            return codes_in_words(stored, t)
-        return codes_in_bytes(stored, t, t.name.removesuffix("_packed"))
+            return find_word_codes(stored, t)
+        return find_byte_codes(stored, t, t.name.removesuffix("_packed"))
     return _one_byte(stored, t)
 
 
-def _one_byte(stored: Stored, t: GlobalTensor) -> Folded | None:
+def _one_byte(stored: PartFinder, t: GlobalTensor) -> PackedWeight | None:
     if not t.shape or _SCALES.search(t.name):
         return None
     if t.dtype.name in _FP8:
-        return one_byte_codes(stored, t, "fp8")
+        return find_one_byte_codes(stored, t, "fp8")
     if t.dtype.name == "int8":
-        return one_byte_codes(stored, t, "int8")
+        return find_one_byte_codes(stored, t, "int8")
     return None
 
 
-def _modelopt(stored: Stored, t: GlobalTensor) -> Folded | None:
+def _modelopt(stored: PartFinder, t: GlobalTensor) -> PackedWeight | None:
     """`modelopt`: `weight` of one byte; its shape beside the scale's tells how it is packed."""
     if t.dtype.name != "uint8" or _SCALES.search(t.name) or len(t.shape) < 2:
         return _one_byte(stored, t)
     scale = stored.find(t.name, "_scale")
     if scale is None and not t.name.endswith("weight"):
         return None
-    scale = stored.need(t, "_scale")
+    scale = stored.require(t, "_scale")
     if len(scale.shape) == len(t.shape) and scale.shape[-2] == 2 * t.shape[-2]:
-        return codes_in_row_pairs(stored, t)
-    return codes_in_bytes(stored, t, t.name)
+        return find_row_pair_codes(stored, t)
+    return find_byte_codes(stored, t, t.name)
 
 
-_METHODS: tuple[tuple[str, Callable[[Stored, GlobalTensor], Folded | None]], ...] = (
+_FINDERS: tuple[tuple[str, Callable[[PartFinder, GlobalTensor], PackedWeight | None]], ...] = (
     ("fp8|fbgemm_fp8", _float8),
     ("mxfp4", _gpt_oss),
     ("compressed-tensors|compressed_tensors", _compressed),
@@ -231,28 +191,28 @@ _METHODS: tuple[tuple[str, Callable[[Stored, GlobalTensor], Folded | None]], ...
 # ---- the catalogue that comes of it
 
 
-def _with(catalogue: Catalogue, found: list[Folded], stored: Stored) -> Catalogue:
+def _combine(catalogue: Catalogue, weights: list[PackedWeight], stored: PartFinder) -> Catalogue:
     """The catalogue in which packed tensors stand where their codes stood."""
     kind = _plain_dtype(catalogue)
-    folded = {f.codes: f for f in found}
-    aside: list[SetAside] = []
+    by_codes = {f.codes: f for f in weights}
+    ignored: list[IgnoredTensor] = []
     tensors: list[GlobalTensor] = []
     rows: list[int] = []
     for row, t in enumerate(catalogue.tensors):
-        if f := folded.get(t.name):
+        if f := by_codes.get(t.name):
             tensors.append(GlobalTensor(name=f.name, shape=f.shape, dtype=kind, packing=f.packing))
-        elif t.name in stored.second:
-            aside.append(SetAside(name=t.name, reason=_WHY_SECOND, num_bytes=t.num_bytes))
+        elif t.name in stored.requantization_scales:
+            ignored.append(IgnoredTensor(name=t.name, reason=_WHY_SECOND, num_bytes=t.num_bytes))
             continue
         elif t.name in stored.used:
             continue
         elif _ACTIVATIONS.search(t.name):
-            aside.append(SetAside(name=t.name, reason=_WHY_ASIDE, num_bytes=t.num_bytes))
+            ignored.append(IgnoredTensor(name=t.name, reason=_WHY_ASIDE, num_bytes=t.num_bytes))
             continue
         else:
             tensors.append(t)
         rows.append(row)
-    e, at = catalogue.extents, np.array(rows, np.int64)
+    e, positions = catalogue.extents, np.array(rows, np.int64)
     shapes = padded_shapes(tensors, widest(tensors))
     out = replace(
         catalogue,
@@ -260,18 +220,20 @@ def _with(catalogue: Catalogue, found: list[Folded], stored: Stored) -> Catalogu
         shards=Shards(
             np.arange(len(tensors), dtype=np.int32),
             Boxes(np.zeros_like(shapes), shapes),
-            catalogue.shards.owner[at],
+            catalogue.shards.owner[positions],
         ),
-        extents=Extents(file=e.file[at], offset=e.offset[at], length=e.length[at]),
-        packed={f.name: tuple(_place(catalogue, f)) for f in found},
-        set_aside=aside,
+        extents=Extents(
+            file=e.file[positions], offset=e.offset[positions], length=e.length[positions]
+        ),
+        packed={f.name: tuple(_locate_parts(catalogue, f)) for f in weights},
+        ignored=ignored,
         _index={},
     )
     out.check()
     return out
 
 
-def _place(catalogue: Catalogue, f: Folded) -> list[StoredPart]:
+def _locate_parts(catalogue: Catalogue, f: PackedWeight) -> list[StoredPart]:
     e = catalogue.extents
     return [
         StoredPart(part=part, file=int(e.file[row]), offset=int(e.offset[row]))
@@ -279,14 +241,14 @@ def _place(catalogue: Catalogue, f: Folded) -> list[StoredPart]:
     ]
 
 
-def _check_alone(catalogue: Catalogue, t: GlobalTensor) -> None:
+def _check_not_orphan(catalogue: Catalogue, t: GlobalTensor) -> None:
     """A left-over scale, or what it scaled: its partner is missing, so nothing can be decoded."""
     if _ORPHANS.search(t.name):
         raise FormatError(
             "belongs to a quantized weight that is not here",
             file=catalogue.path(int(catalogue.extents.file[catalogue.index[t.name]])),
             tensor=t.name,
-            hint=f"is the download complete? {AS_IT_IS}",
+            hint=f"is the download complete? {AS_STORED_HINT}",
         )
 
 
@@ -295,8 +257,8 @@ def _plain_dtype(catalogue: Catalogue) -> DType:
     config = catalogue.metadata.get("config")
     config = config if isinstance(config, dict) else {}
     text = config.get("text_config")
-    for place in (config, text if isinstance(text, dict) else {}):
-        said = place.get("dtype", place.get("torch_dtype"))
-        if isinstance(said, str) and said in ("bfloat16", "float16", "float32"):
-            return dtype(said)
+    for candidate in (config, text if isinstance(text, dict) else {}):
+        name = candidate.get("dtype", candidate.get("torch_dtype"))
+        if isinstance(name, str) and name in ("bfloat16", "float16", "float32"):
+            return dtype(name)
     return dtype("bfloat16")

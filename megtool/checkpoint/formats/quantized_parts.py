@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats.header_reader import read_exact
@@ -15,37 +15,70 @@ from megtool.tensors.sharded import GlobalTensor
 
 Shape = tuple[int, ...]
 
-AS_IT_IS = "name one .safetensors file instead of the folder to have its tensors as they are stored"
+AS_STORED_HINT = (
+    "name one .safetensors file instead of the folder to have its tensors as they are stored"
+)
 _MX_BLOCK = 32
 _NV_BLOCK = 16
 
 
-class Sizes(Protocol):
-    """What a config says about any of its weights, see `quantized.Facts`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantGranularity:
+    """The granularity a quantization config declares; any value may apply to any weight.
 
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """Columns that may share a scale."""
+    `groups` are numbers of columns that share a scale, `blocks` are (rows, columns) that share one,
+    `bits` are widths of an element. `is_stated`: the config names groups or blocks, so sizes are
+    not guessed. `scale_suffixes` follow a weight's name in the name of its scale, the usual first.
+    """
 
-    @property
-    def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Rows and columns that may share one."""
+    groups: tuple[int, ...]
+    blocks: tuple[tuple[int, int], ...]
+    is_stated: bool
+    bits: tuple[int, ...]
+    scale_suffixes: tuple[str, str] = ("_scale", "_scale_inv")
 
-    @property
-    def stated(self) -> bool:
-        """Groups or blocks were named, and are not to be guessed."""
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> QuantGranularity:
+        """Collect the sizes from all levels of the config."""
+        method = str(config.get("quant_method", "")).lower()
+        groups: list[int] = []
+        blocks: list[tuple[int, int]] = []
+        bits: list[int] = []
+        pending: list[Any] = [config]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, list):
+                pending += value
+            if not isinstance(value, dict):
+                continue
+            for key, inner in value.items():
+                if key == "group_size" and type(inner) is int and inner > 0:
+                    groups.append(inner)
+                elif key == "num_bits" and type(inner) is int:
+                    bits.append(inner)
+                elif key in ("weight_block_size", "block_structure") and _is_block(inner):
+                    blocks.append((inner[0], inner[1]))
+                else:
+                    pending.append(inner)
+        return cls(
+            groups=tuple(dict.fromkeys(groups)),
+            blocks=tuple(dict.fromkeys([*blocks, (128, 128)])),
+            is_stated=bool(groups or blocks),
+            bits=tuple(dict.fromkeys(bits)),
+            scale_suffixes=("_scale_inv", "_scale")
+            if method == "fp8"
+            else ("_scale", "_scale_inv"),
+        )
 
-    @property
-    def bits(self) -> tuple[int, ...]:
-        """Bits an element may have."""
 
-    @property
-    def scales(self) -> tuple[str, str]:
-        """What follows the name of a weight in that of its scale, the usual one first."""
+def _is_block(value: Any) -> bool:
+    return (
+        isinstance(value, list) and len(value) == 2 and all(type(x) is int and x > 0 for x in value)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folded:
+class PackedWeight:
     """A packed tensor: its plain name, the name of its codes, and its parts (codes first) with
     the names of the tensors that hold them."""
 
@@ -57,14 +90,14 @@ class Folded:
 
 
 @dataclass(slots=True)
-class Stored:
+class PartFinder:
     """The stored tensors of a folder, which of them belong to packed ones (`used`), and those
     among them that are not needed to decode (`second`)."""
 
     catalogue: Catalogue
-    facts: Sizes
+    granularity: QuantGranularity
     used: set[str] = field(default_factory=set)
-    second: set[str] = field(default_factory=set)
+    requantization_scales: set[str] = field(default_factory=set)
 
     def find(self, base: str, *suffixes: str) -> GlobalTensor | None:
         """The companion of a weight `base` that has one of `suffixes`, counted as used.
@@ -83,84 +116,99 @@ class Stored:
                     return self.catalogue[name]
         return None
 
-    def need(self, codes: GlobalTensor, *suffixes: str, base: str | None = None) -> GlobalTensor:
+    def require(self, codes: GlobalTensor, *suffixes: str, base: str | None = None) -> GlobalTensor:
         """The same, which must be there.
 
         Raises:
             FormatError: it is not.
         """
         base = codes.name if base is None else base
-        found = self.find(base, *suffixes)
-        if found is None:
-            raise self.fault(
+        tensor = self.find(base, *suffixes)
+        if tensor is None:
+            raise self.error(
                 codes,
                 f"its scale {base + suffixes[0]!r} is missing",
                 hint="is the download complete?",
             )
-        return found
+        return tensor
 
-    def fault(self, t: GlobalTensor, message: str, hint: str | None = None) -> FormatError:
+    def error(self, t: GlobalTensor, message: str, hint: str | None = None) -> FormatError:
         """An error about a stored tensor."""
         row = self.catalogue.index[t.name]
         file = self.catalogue.path(int(self.catalogue.extents.file[row]))
-        hint = f"{hint} {AS_IT_IS}" if hint else AS_IT_IS
+        hint = f"{hint} {AS_STORED_HINT}" if hint else AS_STORED_HINT
         return FormatError(message, file=file, tensor=t.name, hint=hint)
 
-    def scale_spans(self, scale: GlobalTensor, shape: Shape, t: GlobalTensor) -> tuple[PartSpan, ...]:
+    def scale_spans(
+        self, scale: GlobalTensor, shape: Shape, t: GlobalTensor
+    ) -> tuple[PartSpan, ...]:
         """What a scale (or zero point) of `t`, whose elements have `shape`, serves.
 
         Raises:
             FormatError: the two shapes do not belong together.
         """
         # FP4 is stored two a byte, beside weights of other blocks: its groups are checked there.
-        guess = not self.facts.stated or shape != t.shape
-        found = spans(scale.shape, shape, self.facts, guess=guess)
-        if found is None:
-            said = [*self.facts.groups, *(f"{r} x {c}" for r, c in self.facts.blocks)]
-            raise self.fault(
+        guess = not self.granularity.is_stated or shape != t.shape
+        spans = match_spans(scale.shape, shape, self.granularity, guess=guess)
+        if spans is None:
+            sizes = [*self.granularity.groups, *(f"{r} x {c}" for r, c in self.granularity.blocks)]
+            raise self.error(
                 t,
                 f"{scale.name!r} of shape {list(scale.shape)} cannot scale a tensor of shape "
-                f"{list(shape)} in blocks of {' or '.join(map(str, said))}",
+                f"{list(shape)} in blocks of {' or '.join(map(str, sizes))}",
                 hint="do the files belong together?",
             )
-        return found
+        return spans
 
-    def part(self, role: str, t: GlobalTensor, shape: Shape, codes: GlobalTensor) -> PackedPart:
+    def make_part(
+        self, role: str, t: GlobalTensor, shape: Shape, codes: GlobalTensor
+    ) -> PackedPart:
         """A companion as a part."""
         kind = "float8_e8m0fnu" if role == SCALE and t.dtype.name == "uint8" else t.dtype.name
         spans = self.scale_spans(t, shape, codes)
         return PackedPart(role=role, dtype=kind, shape=t.shape, spans=spans)
 
-    def common(
-        self, codes: GlobalTensor, base: str, shape: Shape, *, before: Sequence[tuple[PackedPart, str]]
+    def find_parts(
+        self,
+        codes: GlobalTensor,
+        base: str,
+        shape: Shape,
+        *,
+        codes_parts: Sequence[tuple[PackedPart, str]],
     ) -> tuple[tuple[PackedPart, str], ...]:
         """The parts of a weight: those given, its scale, and what else may stand beside it."""
-        out = list(before)
-        scale = self.need(codes, *self.facts.scales, base=base)
-        out.append((self.part(SCALE, scale, shape, codes), scale.name))
+        out = list(codes_parts)
+        scale = self.require(codes, *self.granularity.scale_suffixes, base=base)
+        out.append((self.make_part(SCALE, scale, shape, codes), scale.name))
         for role, suffix in ((SCALE_2, "_scale_2"), (DIVISOR, "_global_scale")):
-            if more := self.find(base, suffix):
-                out.append((self.part(role, more, shape, codes), more.name))
-        if columns := self.find(base, "pre_quant_scale"):
-            if columns.shape not in ((shape[-1],), (1,), ()):
-                raise self.fault(codes, f"{columns.name!r} has shape {list(columns.shape)}")
-            span = (PartSpan(len(shape) - 1),) if columns.shape == (shape[-1],) else (PartSpan(WHOLE),)
+            if second_scale := self.find(base, suffix):
+                out.append((self.make_part(role, second_scale, shape, codes), second_scale.name))
+        if smoothing := self.find(base, "pre_quant_scale"):
+            if smoothing.shape not in ((shape[-1],), (1,), ()):
+                raise self.error(codes, f"{smoothing.name!r} has shape {list(smoothing.shape)}")
+            span = (
+                (PartSpan(len(shape) - 1),)
+                if smoothing.shape == (shape[-1],)
+                else (PartSpan(WHOLE),)
+            )
             part = PackedPart(
                 role=COLUMNS,
-                dtype=columns.dtype.name,
-                shape=columns.shape,
-                spans=span if columns.shape else (),
+                dtype=smoothing.dtype.name,
+                shape=smoothing.shape,
+                spans=span if smoothing.shape else (),
             )
-            out.append((part, columns.name))
+            out.append((part, smoothing.name))
         for suffix in ("_g_idx", "svdquant_lora_a", "svdquant_lora_b"):
-            if odd := self.find(base, suffix):
-                what = "activation order" if suffix == "_g_idx" else "a low-rank branch"
-                raise self.fault(codes, f"is quantized with {what} ({odd.name!r}), not decoded")
+            if unsupported := self.find(base, suffix):
+                feature = "activation order" if suffix == "_g_idx" else "a low-rank branch"
+                raise self.error(
+                    codes, f"is quantized with {feature} ({unsupported.name!r}), not decoded"
+                )
         return tuple(out)
 
 
-def spans(
-    scale: Shape, shape: Shape, facts: Sizes, *, guess: bool = True
+def match_spans(
+    scale: Shape, shape: Shape, granularity: QuantGranularity, *, guess: bool = True
 ) -> tuple[PartSpan, ...] | None:
     """Which elements of a tensor of `shape` each dimension of a scale serves; None if they do not
     correspond. A single value serves all, a missing last dimension means one value a row.
@@ -171,8 +219,8 @@ def spans(
     if all(n == 1 for n in scale):
         return tuple(PartSpan(WHOLE) for _ in scale)
     if len(scale) == 4 and len(shape) == 2 and scale[1] == scale[3] == 1:  # modelopt's blocks
-        found = spans((scale[0], scale[2]), shape, facts, guess=guess)
-        return None if found is None else (found[0], PartSpan(WHOLE), found[1], PartSpan(WHOLE))
+        inner = match_spans((scale[0], scale[2]), shape, granularity, guess=guess)
+        return None if inner is None else (inner[0], PartSpan(WHOLE), inner[1], PartSpan(WHOLE))
     if 0 < len(scale) < len(shape) and scale == shape[: len(scale)]:
         return tuple(PartSpan(d) for d in range(len(scale)))
     if len(scale) != len(shape):
@@ -180,9 +228,17 @@ def spans(
     out: list[PartSpan] = []
     for d, (n, size) in enumerate(zip(scale, shape, strict=True)):
         last = len(shape) - 1
-        asked = [b[1] for b in facts.blocks] if d == last else [b[0] for b in facts.blocks]
-        asked = [*facts.groups, *asked] if d == last else asked if d == last - 1 else []
-        per = next((p for p in asked if -(-size // p) == n), None)
+        block_sizes = (
+            [b[1] for b in granularity.blocks] if d == last else [b[0] for b in granularity.blocks]
+        )
+        block_sizes = (
+            [*granularity.groups, *block_sizes]
+            if d == last
+            else block_sizes
+            if d == last - 1
+            else []
+        )
+        per = next((p for p in block_sizes if -(-size // p) == n), None)
         if n == size:
             out.append(PartSpan(d))
         elif n == 1 and (guess or per is not None or _is_plain(scale, shape)):
@@ -201,7 +257,7 @@ def _is_plain(scale: Shape, shape: Shape) -> bool:
     return all(n in (1, size) for n, size in zip(scale, shape, strict=True))
 
 
-def one_byte_codes(stored: Stored, t: GlobalTensor, kind: str) -> Folded:
+def find_one_byte_codes(stored: PartFinder, t: GlobalTensor, kind: str) -> PackedWeight:
     """A weight of one byte an element: FP8, INT8, and MXFP8 (whose scale is in uint8)."""
     codes = PackedPart(
         role=CODES,
@@ -209,104 +265,108 @@ def one_byte_codes(stored: Stored, t: GlobalTensor, kind: str) -> Folded:
         shape=t.shape,
         spans=tuple(PartSpan(d) for d in range(len(t.shape))),
     )
-    parts = stored.common(t, t.name, t.shape, before=[(codes, t.name)])
+    parts = stored.find_parts(t, t.name, t.shape, codes_parts=[(codes, t.name)])
     if zeros := stored.find(t.name, "_zero_point"):
-        parts += ((stored.part(ZEROS, zeros, t.shape, t), zeros.name),)
-    return _folded(t, t.name, t.shape, kind, parts)
+        parts += ((stored.make_part(ZEROS, zeros, t.shape, t), zeros.name),)
+    return _make_weight(t, t.name, t.shape, kind, parts)
 
 
-def codes_in_bytes(stored: Stored, t: GlobalTensor, base: str) -> Folded:
+def find_byte_codes(stored: PartFinder, t: GlobalTensor, base: str) -> PackedWeight:
     """FP4 codes, two a byte along the columns: NVFP4 (E4M3 scales) or MXFP4 (powers of two)."""
     if t.dtype.itemsize != 1 or not t.shape:
-        raise stored.fault(t, f"codes of {t.dtype} {list(t.shape)} are not known")
+        raise stored.error(t, f"codes of {t.dtype} {list(t.shape)} are not known")
     shape = (*t.shape[:-1], t.shape[-1] * 2)
     last = len(shape) - 1
     spans = (*(PartSpan(d) for d in range(last)), PartSpan(last, 2))
     codes = PackedPart(role=CODES, dtype="uint8", shape=t.shape, spans=spans)
-    parts = stored.common(t, base, shape, before=[(codes, t.name)])
+    parts = stored.find_parts(t, base, shape, codes_parts=[(codes, t.name)])
     scale = parts[1][0]
     if scale.dtype not in ("float8_e4m3fn", "float8_e8m0fnu"):
-        raise stored.fault(t, f"FP4 scales of {scale.dtype} are not known")
+        raise stored.error(t, f"FP4 scales of {scale.dtype} are not known")
     per = next((s.per for s in scale.spans if s.dim == last), shape[last])
-    known = (_MX_BLOCK,) if scale.dtype == "float8_e8m0fnu" else (_NV_BLOCK, _MX_BLOCK)
-    if per not in known:
-        raise stored.fault(t, f"FP4 scales for every {per} columns are not known")
+    block_sizes = (_MX_BLOCK,) if scale.dtype == "float8_e8m0fnu" else (_NV_BLOCK, _MX_BLOCK)
+    if per not in block_sizes:
+        raise stored.error(t, f"FP4 scales for every {per} columns are not known")
     kind = "mxfp4" if scale.dtype == "float8_e8m0fnu" else "nvfp4"
     if kind == "nvfp4" and not any(p.role in (SCALE_2, DIVISOR) for p, _ in parts):
-        raise stored.fault(
+        raise stored.error(
             t,
             "its second scale (weight_scale_2 or weight_global_scale) is missing",
             hint="is the download complete?",
         )
-    return _folded(t, base, shape, kind, parts)
+    return _make_weight(t, base, shape, kind, parts)
 
 
-def codes_in_words(stored: Stored, t: GlobalTensor) -> Folded:
+def find_word_codes(stored: PartFinder, t: GlobalTensor) -> PackedWeight:
     """compressed-tensors' `pack-quantized`: 4 or 8 bits an element in int32 words."""
     base = t.name.removesuffix("_packed")
-    said = stored.find(base, "_shape")
-    if said is None or len(t.shape) != 2:
-        raise stored.fault(t, "its shape is missing" if said is None else "is no matrix")
-    shape = _read_shape(stored, said)
+    shape_tensor = stored.find(base, "_shape")
+    if shape_tensor is None or len(t.shape) != 2:
+        raise stored.error(t, "its shape is missing" if shape_tensor is None else "is no matrix")
+    shape = _read_shape(stored, shape_tensor)
     bits = next(
         (
             b
-            for b in (*stored.facts.bits, 4, 8)
+            for b in (*stored.granularity.bits, 4, 8)
             if len(shape) == 2 and (shape[0], -(-shape[1] * b // 32)) == t.shape
         ),
         None,
     )
     if bits not in (4, 8):
-        why = f"{bits} bits an element" if bits else f"that its shape is {list(shape)}"
-        raise stored.fault(t, f"{list(t.shape)} words, of which is said {why}, are not decoded")
+        reason = f"{bits} bits an element" if bits else f"that its shape is {list(shape)}"
+        raise stored.error(t, f"{list(t.shape)} words, of which is said {reason}, are not decoded")
     per = 32 // bits
-    codes = PackedPart(role=CODES, dtype="int32", shape=t.shape, spans=(PartSpan(0), PartSpan(1, per)))
-    parts = stored.common(t, base, shape, before=[(codes, t.name)])
+    codes = PackedPart(
+        role=CODES, dtype="int32", shape=t.shape, spans=(PartSpan(0), PartSpan(1, per))
+    )
+    parts = stored.find_parts(t, base, shape, codes_parts=[(codes, t.name)])
     if zeros := stored.find(base, "_zero_point"):
         columns = parts[1][0].spans[-1] if len(parts[1][0].shape) == 2 else PartSpan(WHOLE)
         packed = -(-shape[0] // per)
         groups = parts[1][0].shape[-1] if len(parts[1][0].shape) == 2 else 1
         if zeros.dtype.name == "int32" and zeros.shape == (packed, groups):
-            part = PackedPart(role=ZEROS, dtype="int32", shape=zeros.shape, spans=(PartSpan(0, per), columns))
+            part = PackedPart(
+                role=ZEROS, dtype="int32", shape=zeros.shape, spans=(PartSpan(0, per), columns)
+            )
         else:
-            part = stored.part(ZEROS, zeros, shape, t)
+            part = stored.make_part(ZEROS, zeros, shape, t)
         parts += ((part, zeros.name),)
-    return _folded(t, base, shape, "int4" if bits == 4 else "int8words", parts)
+    return _make_weight(t, base, shape, "int4" if bits == 4 else "int8words", parts)
 
 
-def codes_in_row_pairs(stored: Stored, t: GlobalTensor) -> Folded:
+def find_row_pair_codes(stored: PartFinder, t: GlobalTensor) -> PackedWeight:
     """modelopt's INT4: two rows a byte; a second scale is of what comes after (W4A8)."""
     shape = (*t.shape[:-2], t.shape[-2] * 2, t.shape[-1])
     last = len(shape) - 1
     spans = (*(PartSpan(d) for d in range(last - 1)), PartSpan(last - 1, 2), PartSpan(last))
     codes = PackedPart(role=CODES, dtype="uint8", shape=t.shape, spans=spans)
-    parts = stored.common(t, t.name, shape, before=[(codes, t.name)])
-    stored.second |= {name for p, name in parts if p.role == SCALE_2}
-    kept = tuple((p, name) for p, name in parts if p.role != SCALE_2)
-    return _folded(t, t.name, shape, "int4rows", kept)
+    parts = stored.find_parts(t, t.name, shape, codes_parts=[(codes, t.name)])
+    stored.requantization_scales |= {name for p, name in parts if p.role == SCALE_2}
+    decoded_parts = tuple((p, name) for p, name in parts if p.role != SCALE_2)
+    return _make_weight(t, t.name, shape, "int4rows", decoded_parts)
 
 
-def transposed_blocks(stored: Stored, t: GlobalTensor) -> Folded:
+def find_transposed_blocks(stored: PartFinder, t: GlobalTensor) -> PackedWeight:
     """gpt-oss: blocks `[experts, rows, groups, 16]`, decoded `[experts, groups * 32, rows]`."""
     base = t.name.removesuffix("_blocks")
-    scale = stored.need(t, "_scales", base=base)
+    scale = stored.require(t, "_scales", base=base)
     if len(t.shape) != 4 or t.shape[-1] != _MX_BLOCK // 2 or scale.shape != t.shape[:-1]:
-        raise stored.fault(
+        raise stored.error(
             t,
             f"blocks {list(t.shape)} and scales {list(scale.shape)} do not belong together",
             hint="do the files belong together?",
         )
     experts, rows, groups, _ = t.shape
-    lie = (PartSpan(0), PartSpan(2), PartSpan(1, _MX_BLOCK))
-    codes = PackedPart(role=CODES, dtype="uint8", shape=t.shape, spans=(*lie, PartSpan(WHOLE)))
-    by = PackedPart(role=SCALE, dtype="float8_e8m0fnu", shape=scale.shape, spans=lie)
+    spans = (PartSpan(0), PartSpan(2), PartSpan(1, _MX_BLOCK))
+    codes = PackedPart(role=CODES, dtype="uint8", shape=t.shape, spans=(*spans, PartSpan(WHOLE)))
+    scales = PackedPart(role=SCALE, dtype="float8_e8m0fnu", shape=scale.shape, spans=spans)
     shape = (experts, groups * _MX_BLOCK, rows)
-    return _folded(t, base, shape, "mxfp4", ((codes, t.name), (by, scale.name)))
+    return _make_weight(t, base, shape, "mxfp4", ((codes, t.name), (scales, scale.name)))
 
 
-def _folded(
+def _make_weight(
     t: GlobalTensor, name: str, shape: Shape, kind: str, parts: tuple[tuple[PackedPart, str], ...]
-) -> Folded:
+) -> PackedWeight:
     scale = next(p for p, _ in parts if p.role == SCALE)
     per = {s.dim: s.per for s in scale.spans if s.dim != WHOLE}
     size = [per.get(d, n) for d, n in enumerate(shape)]
@@ -323,15 +383,15 @@ def _folded(
         text = f"{size[-2]}x{size[-1]}"
     if t.name.endswith("_blocks"):
         text = str(_MX_BLOCK)
-    return Folded(name=name, codes=t.name, shape=shape, packing=f"{kind}:{text}", parts=parts)
+    return PackedWeight(name=name, codes=t.name, shape=shape, packing=f"{kind}:{text}", parts=parts)
 
 
-def _read_shape(stored: Stored, t: GlobalTensor) -> Shape:
+def _read_shape(stored: PartFinder, t: GlobalTensor) -> Shape:
     """The few integers of a `weight_shape` tensor."""
     catalogue, row = stored.catalogue, stored.catalogue.index[t.name]
     width = t.dtype.itemsize
     if t.dtype.name not in ("int64", "int32") or len(t.shape) != 1 or not 0 < t.shape[0] <= 8:
-        raise stored.fault(t, f"{t.dtype} {list(t.shape)} is no shape")
+        raise stored.error(t, f"{t.dtype} {list(t.shape)} is no shape")
     e = catalogue.extents
     raw = read_exact(catalogue.path(int(e.file[row])), int(e.offset[row]), width * t.shape[0])
     return tuple(

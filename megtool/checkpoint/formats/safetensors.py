@@ -12,24 +12,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
-from megtool.checkpoint.formats.auxiliary_files import find_attachments
+from megtool.checkpoint.formats.auxiliary_files import find_auxiliary_files
 from megtool.checkpoint.formats.header_reader import (
     DAMAGED,
     check_inside,
     check_plain_name,
-    names_in,
+    list_names,
     parse_json,
     read_exact,
     read_start,
-    shown,
+    short_repr,
 )
-from megtool.checkpoint.formats.quantized import QUANT_FILE, fold
+from megtool.checkpoint.formats.quantized import QUANT_FILE, combine_packed_weights
 from megtool.checkpoint.formats.safetensors_header import (
     ALIGNMENT,
     MAX_HEADER_BYTES,
     MAX_NDIM,
-    Header,
     SafetensorsEntry,
+    SafetensorsHeader,
     encode_header,
     read_header,
 )
@@ -48,7 +48,7 @@ _NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 def detect(path: Path) -> bool:
     """Whether this is a folder of safetensors (or one that only lacks them), or such a file."""
     if path.is_dir():
-        return any(n == "config.json" or _MARK in n for n in names_in(path))
+        return any(n == "config.json" or _MARK in n for n in list_names(path))
     if not path.is_file() or path.name.endswith((_MARK, f"{_MARK}.index.json")):
         return path.is_file()
     head = read_start(path, 9)
@@ -72,8 +72,8 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
             hint="leave out --iteration",
         )
     if path.name.endswith(f"{_MARK}.index.json"):
-        return fold(_open_folder(path.parent, index=path))
-    return fold(_open_folder(path)) if path.is_dir() else _open_file(path)
+        return combine_packed_weights(_open_folder(path.parent, index=path))
+    return combine_packed_weights(_open_folder(path)) if path.is_dir() else _open_file(path)
 
 
 def open_as_stored(path: Path) -> Catalogue:
@@ -101,15 +101,15 @@ def _open_file(path: Path) -> Catalogue:
 
 
 def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
-    present = names_in(folder, _MARK)
-    refuse_legacy(folder, present)
-    index = index or _index_of(folder, present)
+    present = list_names(folder, _MARK)
+    refuse_trtllm_legacy(folder, present)
+    index = index or _find_index(folder, present)
     weight_map, metadata = _read_index(index) if index else (None, {})
     warnings: list[str] = []
     if weight_map is not None:
         names = sorted(set(weight_map.values()))
     else:
-        names = _shards_without_index(folder, present)
+        names = _find_shards(folder, present)
     if OPTIMIZER in present and OPTIMIZER not in names:
         names = [*names, OPTIMIZER]
     for name in [n for n in present if n not in names]:
@@ -129,7 +129,7 @@ def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
         check_inside(folder, QUANT_FILE)
         metadata["hf_quant_config"] = _read_json(folder / QUANT_FILE)
     metadata["header"] = headers[0].metadata
-    attachments = find_attachments(folder, warnings)
+    attachments = find_auxiliary_files(folder, warnings)
     out = _catalogue("hf", folder, files, headers, metadata, attachments, warnings)
     total = metadata.get("index", {}).get("total_size")
     if total is not None and total != out.num_bytes:
@@ -141,7 +141,7 @@ def _catalogue(
     name: str,
     root: Path,
     files: list[StoredFile],
-    headers: list[Header],
+    headers: list[SafetensorsHeader],
     metadata: dict[str, Any],
     attachments: dict[str, Path],
     warnings: list[str],
@@ -159,21 +159,21 @@ def _catalogue(
         tensors=tensors,
         shards=whole_shards(tensors, file),
         extents=Extents(file=file, offset=offset, length=length),
-        attachments=attachments,
+        auxiliary_files=attachments,
         metadata=metadata,
         warnings=warnings,
     )
     if len(out.index) != len(tensors):
-        seen: dict[str, int] = {}
+        rows: dict[str, int] = {}
         for row, t in enumerate(tensors):
-            if t.name in seen:
+            if t.name in rows:
                 raise FormatError(
-                    f"is also in {files[file[seen[t.name]]].path!r}",
+                    f"is also in {files[file[rows[t.name]]].path!r}",
                     file=out.path(int(file[row])),
                     tensor=t.name,
                     hint=f"two checkpoints share this folder: keep one, or add {INDEX}",
                 )
-            seen[t.name] = row
+            rows[t.name] = row
     out.check()
     return out
 
@@ -191,17 +191,17 @@ def whole_shards(tensors: Sequence[GlobalTensor], file: NDArray[np.int32]) -> Sh
 # -- the index and the folder ----------------------------------------------------------------------
 
 
-def _index_of(folder: Path, present: list[str]) -> Path | None:
-    found = [folder / n for n in names_in(folder, f"{_MARK}.index.json")]
-    index = folder / INDEX if folder / INDEX in found else None
+def _find_index(folder: Path, present: list[str]) -> Path | None:
+    indexes = [folder / n for n in list_names(folder, f"{_MARK}.index.json")]
+    index = folder / INDEX if folder / INDEX in indexes else None
     if index is None:
-        if len(found) > 1 and SINGLE not in present:
+        if len(indexes) > 1 and SINGLE not in present:
             raise FormatError(
-                f"{len(found)} indexes: {', '.join(p.name for p in found)}",
+                f"{len(indexes)} indexes: {', '.join(p.name for p in indexes)}",
                 file=folder,
-                hint=f"name the one to open, for example {found[0]}",
+                hint=f"name the one to open, for example {indexes[0]}",
             )
-        return found[0] if found and SINGLE not in present else None
+        return indexes[0] if indexes and SINGLE not in present else None
     if SINGLE in present and SINGLE not in (_read_index(index)[0] or {}).values():
         raise FormatError(
             f"both {SINGLE} and {INDEX} are here, and they do not belong together",
@@ -218,7 +218,7 @@ def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
     weight_map = value.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(
-            f"weight_map {shown(weight_map)} names no tensors", file=index, hint=DAMAGED
+            f"weight_map {short_repr(weight_map)} names no tensors", file=index, hint=DAMAGED
         )
     plain: set[str] = set()
     for name in weight_map.values():
@@ -229,21 +229,23 @@ def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _check_index(
-    index: Path, weight_map: dict[str, str], names: list[str], headers: list[Header]
+    index: Path, weight_map: dict[str, str], names: list[str], headers: list[SafetensorsHeader]
 ) -> None:
     """Prove that index and headers say the same, in both directions."""
     hint = "shard files are swapped, stale or from another checkpoint"
-    held = {name: {e.name for e in h.entries} for name, h in zip(names, headers, strict=True)}
+    names_by_file = {
+        name: {e.name for e in h.entries} for name, h in zip(names, headers, strict=True)
+    }
     for tensor, name in weight_map.items():
-        if tensor not in held[name]:
-            where = [n for n, h in held.items() if tensor in h]
+        if tensor not in names_by_file[name]:
+            holders = [n for n, h in names_by_file.items() if tensor in h]
             raise FormatError(
-                f"{name!r} does not hold it" + (f", {where[0]!r} does" if where else ""),
+                f"{name!r} does not hold it" + (f", {holders[0]!r} does" if holders else ""),
                 file=index,
                 tensor=tensor,
                 hint=hint,
             )
-    for name, tensors in held.items():
+    for name, tensors in names_by_file.items():
         for tensor in sorted(t for t in tensors if weight_map.get(t) != name):
             raise FormatError(
                 f"is in {name!r}, but the index does not say so",
@@ -253,21 +255,21 @@ def _check_index(
             )
 
 
-def _shards_without_index(folder: Path, present: list[str]) -> list[str]:
+def _find_shards(folder: Path, present: list[str]) -> list[str]:
     if SINGLE in present:
         return [SINGLE]
     if not present:
-        other = names_in(folder, ".bin") + names_in(folder, ".gguf")
+        other_files = list_names(folder, ".bin") + list_names(folder, ".gguf")
         hint = "is the download complete?"
-        if other and other[0].endswith(".bin"):
+        if other_files and other_files[0].endswith(".bin"):
             hint = (
                 "convert it once: transformers' from_pretrained, then save_pretrained, "
                 "writes safetensors"
             )
-        elif other:
-            hint = f"name the file: {folder / other[0]}"
+        elif other_files:
+            hint = f"name the file: {folder / other_files[0]}"
         raise FormatError(
-            "no .safetensors file here" + (f", only {other[0]!r}" if other else ""),
+            "no .safetensors file here" + (f", only {other_files[0]!r}" if other_files else ""),
             file=folder,
             hint=hint,
         )
@@ -293,18 +295,18 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise FormatError(f"{size} bytes are too many for a JSON file", file=path, hint=DAMAGED)
     value = parse_json(read_exact(path, 0, size), path)
     if not isinstance(value, dict):
-        raise FormatError(f"holds {shown(value)}, not a JSON object", file=path, hint=DAMAGED)
+        raise FormatError(f"holds {short_repr(value)}, not a JSON object", file=path, hint=DAMAGED)
     return value
 
 
 # -- laying out ------------------------------------------------------------------------------------
 
 
-def lay_out(
+def plan_safetensors_layout(
     tensors: Sequence[GlobalTensor],
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    small: Mapping[str, bytes] | None = None,
+    small_files: Mapping[str, bytes] | None = None,
     single_file: str | None = None,
     header_metadata: Mapping[str, str] | None = None,
 ) -> Destination:
@@ -329,28 +331,28 @@ def lay_out(
     metadata = {"format": "pt"} if header_metadata is None else dict(header_metadata)
     files, fragments, headers = [], [], []
     for row, (name, group) in enumerate(zip(names, groups, strict=True)):
-        entries = place(group)
+        entries = place_tensors(group)
         head = encode_header(entries, metadata, name)
         end = entries[-1].end if entries else 0
         files.append(StoredFile(path=name, size=len(head) + end))
         fragments.append((row, 0, head))
-        headers.append(Header(entries, metadata, len(head)))
-    out = dict(small or {})
+        headers.append(SafetensorsHeader(entries, metadata, len(head)))
+    out = dict(small_files or {})
     if clash := sorted(set(out) & {*names, INDEX}):
         raise DestinationError(f"{clash[0]!r} is both a shard and a file to carry along")
     if len(groups) > 1:
         out[INDEX] = _encode_index(names, headers)
     kind = "safetensors" if single_file else "hf"
     catalogue = _catalogue(kind, Path(), files, headers, {"header": metadata}, {}, [])
-    return Destination(catalogue=catalogue, fragments=fragments, small=out)
+    return Destination(catalogue=catalogue, fragments=fragments, small_files=out)
 
 
 def _check_writable(tensors: Sequence[GlobalTensor]) -> None:
-    seen: set[str] = set()
+    names: set[str] = set()
     for t in tensors:
-        if t.name in seen or t.name == "__metadata__":
+        if t.name in names or t.name == "__metadata__":
             raise FormatError("two tensors of one name", tensor=t.name)
-        seen.add(t.name)
+        names.add(t.name)
         if t.packing or not t.dtype.safetensors:
             raise FormatError(
                 f"safetensors cannot hold {t.packing or t.dtype}",
@@ -379,29 +381,29 @@ def _file_names(count: int, single_file: str | None) -> list[str]:
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def place(group: Sequence[GlobalTensor]) -> list[SafetensorsEntry]:
+def place_tensors(group: Sequence[GlobalTensor]) -> list[SafetensorsEntry]:
     """Where the tensors of one file lie in its data: see `lay_out`."""
     pages = [t for t in group if t.num_bytes % ALIGNMENT == 0]
     ragged = [t for t in group if t.num_bytes % ALIGNMENT]
-    at = 0
+    offset = 0
     out = []
     for t in [*pages, *sorted(ragged, key=lambda t: -t.dtype.itemsize)]:
-        out.append(SafetensorsEntry(t.name, t.dtype, t.shape, at, at + t.num_bytes))
-        at += t.num_bytes
+        out.append(SafetensorsEntry(t.name, t.dtype, t.shape, offset, offset + t.num_bytes))
+        offset += t.num_bytes
     return sorted(out, key=lambda e: (e.begin, e.end))
 
 
-def _encode_index(names: Sequence[str], headers: Sequence[Header]) -> bytes:
+def _encode_index(names: Sequence[str], headers: Sequence[SafetensorsHeader]) -> bytes:
     weight_map = {e.name: n for n, h in zip(names, headers, strict=True) for e in h.entries}
     total = sum(e.end - e.begin for h in headers for e in h.entries)
     value = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-FIRST = "rank0.safetensors"
+_TRTLLM_LEGACY_FILE = "rank0.safetensors"
 
 
-def refuse_legacy(folder: Path, present: Collection[str]) -> None:
+def refuse_trtllm_legacy(folder: Path, present: Collection[str]) -> None:
     """Say what the folder is, if it is one of these; `present` are its files.
 
     Files of several ranks call their tensors alike, so that it would look like several checkpoints.
@@ -409,7 +411,7 @@ def refuse_legacy(folder: Path, present: Collection[str]) -> None:
     Raises:
         UsageError: it is.
     """
-    if FIRST not in present:
+    if _TRTLLM_LEGACY_FILE not in present:
         return
     try:
         config = json.loads((folder / "config.json").read_bytes())
@@ -422,5 +424,5 @@ def refuse_legacy(folder: Path, present: Collection[str]) -> None:
         "not read",
         file=folder,
         hint="trtllm-build reads it; give the folder it was exported from, or one of its files "
-        f"({FIRST})",
+        f"({_TRTLLM_LEGACY_FILE})",
     )

@@ -14,8 +14,8 @@ from megtool.checkpoint.formats.header_reader import (
     Pairs,
     parse_json,
     read_exact,
-    shown,
-    unique,
+    short_repr,
+    unique_keys,
 )
 from megtool.dtypes import DTYPES, DType
 from megtool.errors import FormatError
@@ -40,7 +40,7 @@ class SafetensorsEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class SafetensorsHeader:
     """A header proved sound: entries in the order of their data, which starts at `start`."""
 
     entries: list[SafetensorsEntry]
@@ -48,7 +48,7 @@ class Header:
     start: int
 
 
-def read_header(path: Path, size: int) -> Header:
+def read_header(path: Path, size: int) -> SafetensorsHeader:
     """The header of the safetensors file `path` of `size` bytes, checked against that size.
 
     Raises:
@@ -77,10 +77,10 @@ def _entry_or_dict(pairs: Pairs) -> Any:
         (a, x), (b, y), (c, z) = pairs
         if (a, b, c) == _KEYS:
             return x, y, z
-    return unique(pairs)
+    return unique_keys(pairs)
 
 
-def _check_header(parsed: Any, path: Path, start: int, size: int) -> Header:
+def _check_header(parsed: Any, path: Path, start: int, size: int) -> SafetensorsHeader:
     metadata: dict[str, str] = {}
     entries: list[SafetensorsEntry] = []
     if not isinstance(parsed, dict):  # the whole header happens to have a tensor's three keys
@@ -91,24 +91,24 @@ def _check_header(parsed: Any, path: Path, start: int, size: int) -> Header:
         else:
             entries.append(_check_entry(name, value, path))
     entries.sort(key=lambda e: (e.begin, e.end))
-    at = 0
+    position = 0
     for e in entries:
-        if e.begin != at:
-            kind = "a hole" if e.begin > at else "an overlap"
+        if e.begin != position:
+            kind = "a hole" if e.begin > position else "an overlap"
             raise FormatError(
-                f"data begins at byte {shown(e.begin)} where {at} is due ({kind})",
+                f"data begins at byte {short_repr(e.begin)} where {position} is due ({kind})",
                 file=path,
                 tensor=_label(e.name),
                 hint=DAMAGED,
             )
-        at = e.end
-    if at != size - start:
+        position = e.end
+    if position != size - start:
         raise FormatError(
-            f"the header describes {shown(at)} bytes of data, the file holds {size - start}",
+            f"the header describes {short_repr(position)} bytes of data, the file holds {size - start}",
             file=path,
             hint="the file is truncated or has bytes appended: fetch it again",
         )
-    return Header(entries, metadata, start)
+    return SafetensorsHeader(entries, metadata, start)
 
 
 def _check_metadata(value: object, path: Path) -> dict[str, str]:
@@ -116,7 +116,7 @@ def _check_metadata(value: object, path: Path) -> dict[str, str]:
         value = dict(zip(_KEYS, value, strict=True))
     if not isinstance(value, dict) or any(type(v) is not str for v in value.values()):
         raise FormatError(
-            f"__metadata__ {shown(value)} maps no strings to strings", file=path, hint=DAMAGED
+            f"__metadata__ {short_repr(value)} maps no strings to strings", file=path, hint=DAMAGED
         )
     return value
 
@@ -126,7 +126,7 @@ def _check_entry(name: str, value: object, path: Path) -> SafetensorsEntry:
         value = (value["dtype"], value["shape"], value["data_offsets"])
     if not isinstance(value, tuple):
         raise FormatError(
-            f"{shown(value)} is not an object of dtype, shape and data_offsets",
+            f"{short_repr(value)} is not an object of dtype, shape and data_offsets",
             file=path,
             tensor=_label(name),
             hint=DAMAGED,
@@ -135,21 +135,21 @@ def _check_entry(name: str, value: object, path: Path) -> SafetensorsEntry:
     dtype = _TAGS.get(tag) if type(tag) is str else None
     if dtype is None:
         raise FormatError(
-            f"unknown dtype {shown(tag)}",
+            f"unknown dtype {short_repr(tag)}",
             file=path,
             tensor=_label(name),
             hint=f"known: {', '.join(str(t) for t in _TAGS)}",
         )
     if not _are_sizes(shape) or len(shape) > MAX_NDIM:
         raise FormatError(
-            f"shape {shown(shape)} is not a list of at most {MAX_NDIM} sizes",
+            f"shape {short_repr(shape)} is not a list of at most {MAX_NDIM} sizes",
             file=path,
             tensor=_label(name),
             hint=DAMAGED,
         )
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
         raise FormatError(
-            f"data_offsets {shown(offsets)} are not a begin and an end",
+            f"data_offsets {short_repr(offsets)} are not a begin and an end",
             file=path,
             tensor=_label(name),
             hint=DAMAGED,
@@ -159,7 +159,7 @@ def _check_entry(name: str, value: object, path: Path) -> SafetensorsEntry:
         numel *= n
     if numel * dtype.itemsize != offsets[1] - offsets[0]:
         raise FormatError(
-            f"shape {shown(shape)} of {dtype} does not take {shown(offsets[1] - offsets[0])} bytes",
+            f"shape {short_repr(shape)} of {dtype} does not take {short_repr(offsets[1] - offsets[0])} bytes",
             file=path,
             tensor=_label(name),
             hint=DAMAGED,
@@ -175,7 +175,7 @@ def _are_sizes(value: object) -> bool:
 
 
 def _label(name: str) -> str:
-    return name if len(name) <= 200 else shown(name)
+    return name if len(name) <= 200 else short_repr(name)
 
 
 def encode_header(

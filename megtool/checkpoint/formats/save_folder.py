@@ -50,34 +50,34 @@ def find_iteration(path: Path, iteration: int | str | None) -> Path | None:
     Raises:
         FormatError: `path` is one, but has no such iteration, or its tracker makes no sense.
     """
-    there = _iterations(path)
-    if iteration is None and not there:
+    iterations = _iterations(path)
+    if iteration is None and not iterations:
         return None
     chosen = str(iteration) if iteration is not None else _tracked(path)
     if chosen is None:
-        return there[max(there, key=lambda k: -1 if k == RELEASE else int(k))]
+        return iterations[max(iterations, key=lambda k: -1 if k == RELEASE else int(k))]
     chosen = str(int(chosen)) if chosen.isdecimal() else chosen
-    if chosen not in there:
+    if chosen not in iterations:
         if path.name in (folder_name(int(chosen)) if chosen.isdecimal() else RELEASE,):
             return path if is_iteration(path) else None
-        said = "asked for" if iteration is not None else f"named by {TRACKER}"
+        origin = "asked for" if iteration is not None else f"named by {TRACKER}"
         raise FormatError(
-            f"iteration {chosen}, {said}, is not here",
+            f"iteration {chosen}, {origin}, is not here",
             file=path,
-            hint=f"there are: {', '.join(there) or 'none'}",
+            hint=f"there are: {', '.join(iterations) or 'none'}",
         )
-    return there[chosen]
+    return iterations[chosen]
 
 
 def _iterations(path: Path) -> dict[str, Path]:
     """Folders of checkpoints by iteration, ascending; the release last."""
-    found: list[tuple[int, str, Path]] = []
+    folders: list[tuple[int, str, Path]] = []
     for folder in path.iterdir() if path.is_dir() else ():
         match = _ITERATION.fullmatch(folder.name)
         if (match or folder.name == RELEASE) and folder.is_dir() and is_iteration(folder):
             number = int(match[1]) if match else 1 << 62
-            found.append((number, str(number) if match else RELEASE, folder))
-    return {name: folder for _, name, folder in sorted(found)}
+            folders.append((number, str(number) if match else RELEASE, folder))
+    return {name: folder for _, name, folder in sorted(folders)}
 
 
 def _tracked(path: Path) -> str | None:

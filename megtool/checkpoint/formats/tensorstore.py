@@ -14,12 +14,12 @@ from typing import Any
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, StoredFile
-from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.formats.header_reader import check_inside, parse_json
-from megtool.checkpoint.formats.zarr_chunks import Array, Chunks
+from megtool.checkpoint.formats.zarr_chunks import ZarrArray, ZarrChunks
 from megtool.checkpoint.formats.zarr_decoding import (
-    FAULTS,
-    Decoder,
+    LIBRARY_ERRORS,
+    ChunkDecoder,
     open_tensorstore,
     tensorstore_package,
 )
@@ -48,10 +48,10 @@ def open_database(folder: Path) -> Catalogue:
         FormatError: the database is damaged, or holds no array.
         MissingPackageError: tensorstore is not installed.
     """
-    files = _files(folder)
+    files = _list_files(folder)
     manifest = next(i for i, f in enumerate(files) if f.path == MANIFEST)
     arrays = [
-        Array(
+        ZarrArray(
             name=key or folder.name,
             folder=key,
             metadata=read(parse_json(data, folder / MANIFEST), file=folder / MANIFEST / key),
@@ -63,7 +63,7 @@ def open_database(folder: Path) -> Catalogue:
     ]
     if not arrays:
         raise FormatError("the database holds no zarr array", file=folder)
-    chunks = Chunks(folder, files, arrays, _DatabaseDecoder(folder))
+    chunks = ZarrChunks(folder, files, arrays, _DatabaseDecoder(folder))
     catalogue = Catalogue(
         format="ocdbt",
         root=folder,
@@ -75,13 +75,13 @@ def open_database(folder: Path) -> Catalogue:
         shards=chunks.shards,
         extents=chunks.extents,
         locate_contained=chunks.locate,
-        cells=chunks.cells,
+        encoded_chunks=chunks.encoded_chunks,
     )
     catalogue.check()
     return catalogue
 
 
-def gather(destination: Destination, stage: Stage) -> None:
+def write_database(destination: Destination, stage: StagingFolder) -> None:
     """Put the arrays of a staged zarr v3 folder into a database in the same folder.
 
     Every file of an array becomes the value under its path, and is removed once it is there. A run
@@ -95,21 +95,23 @@ def gather(destination: Destination, stage: Stage) -> None:
     ts, files = tensorstore_package(), stage.files
     for name in (MANIFEST, _DATA):
         files.remove(stage.tree / name)
-    small = [n for n, _ in destination.all_small() if n.rpartition("/")[2] == V3_NAME]
-    waiting: list[tuple[Path, Any]] = []
-    held = 0
+    metadata_files = [
+        n for n, _ in destination.iter_small_files() if n.rpartition("/")[2] == V3_NAME
+    ]
+    pending: list[tuple[Path, Any]] = []
+    pending_bytes = 0
     try:
         store = ts.KvStore.open(_database(stage.tree)).result()
-        for name in [*small, *(f.path for f in destination.catalogue.files)]:
+        for name in [*metadata_files, *(f.path for f in destination.catalogue.files)]:
             path = stage.path(name)
             value = path.read_bytes()
-            waiting.append((path, store.write(name, value)))
-            held += len(value)
-            if held >= _BATCH_BYTES:
-                _settle(files, waiting)
-                held = 0
-        _settle(files, waiting)
-    except FAULTS as e:
+            pending.append((path, store.write(name, value)))
+            pending_bytes += len(value)
+            if pending_bytes >= _BATCH_BYTES:
+                _flush(files, pending)
+                pending_bytes = 0
+        _flush(files, pending)
+    except LIBRARY_ERRORS as e:
         raise StorageError(
             f"the database could not be written: {str(e)[:200]}", file=stage.tree / MANIFEST
         ) from e
@@ -118,21 +120,21 @@ def gather(destination: Destination, stage: Stage) -> None:
             files.remove_empty(folder)
 
 
-def _settle(files: Files, waiting: list[tuple[Path, Any]]) -> None:
+def _flush(files: Files, pending: list[tuple[Path, Any]]) -> None:
     """Wait until values are in the database, and remove the files they came from."""
-    for path, written in waiting:
-        written.result()
+    for path, write in pending:
+        write.result()
         files.remove(path)
-    waiting.clear()
+    pending.clear()
 
 
-def _files(folder: Path) -> list[StoredFile]:
+def _list_files(folder: Path) -> list[StoredFile]:
     """All files of the database; which of them hold what is for the library to know."""
-    found = [p.relative_to(folder).as_posix() for p in Files().tree(folder)[0]]
-    kept = [p for p in sorted(found) if p == MANIFEST or _IS_DATA.fullmatch(p)]
-    for path in kept:
+    paths = [p.relative_to(folder).as_posix() for p in Files().tree(folder)[0]]
+    database_files = [p for p in sorted(paths) if p == MANIFEST or _IS_DATA.fullmatch(p)]
+    for path in database_files:
         check_inside(folder, path)
-    return [StoredFile.stat(folder, path) for path in kept]
+    return [StoredFile.stat(folder, path) for path in database_files]
 
 
 def _stored_metadata(folder: Path) -> list[tuple[str, Callable[..., Any], bytes]]:
@@ -149,11 +151,11 @@ def _stored_metadata(folder: Path) -> list[tuple[str, Callable[..., Any], bytes]
             if len(data) > _MAX_JSON_BYTES:
                 raise ValueError(f"metadata of {len(data):,} bytes")
             if last == V3_NAME and b'"group"' in data:
-                held = parse_json(data, folder / MANIFEST)
-                if isinstance(held, dict) and held.get("node_type") == "group":
+                node = parse_json(data, folder / MANIFEST)
+                if isinstance(node, dict) and node.get("node_type") == "group":
                     continue
             out.append((key, read_v2 if last == V2_NAME else read_v3, data))
-    except FAULTS as e:
+    except LIBRARY_ERRORS as e:
         raise FormatError(
             f"the database cannot be read: {str(e)[:200]}",
             file=folder / MANIFEST,
@@ -167,9 +169,9 @@ def _database(folder: Path, key: str = "") -> dict[str, Any]:
     return {"driver": "ocdbt", "base": base, "path": f"{key}/" if key else ""}
 
 
-class _DatabaseDecoder(Decoder):
+class _DatabaseDecoder(ChunkDecoder):
     """Reads boxes of the arrays of a database."""
 
-    def _open(self, array: Array) -> Callable[[tuple[slice, ...]], NDArray[Any]]:
+    def _open(self, array: ZarrArray) -> Callable[[tuple[slice, ...]], NDArray[Any]]:
         driver = "zarr" if array.metadata.version == 2 else "zarr3"
         return open_tensorstore({"driver": driver, "kvstore": _database(self._root, array.folder)})

@@ -17,22 +17,22 @@ from numpy.typing import NDArray
 from megtool.checkpoint.catalogue import (
     Catalogue,
     Extents,
-    Located,
     Replica,
+    ShardOffsets,
     StoredFile,
     StoredObject,
 )
 from megtool.checkpoint.containers import pickle_reader, zip_reader, zip_tensor
-from megtool.checkpoint.formats.auxiliary_files import find_carried
+from megtool.checkpoint.formats.auxiliary_files import find_megatron_auxiliary_files
 from megtool.checkpoint.formats.dcp_metadata import DcpMetadata, read_metadata
 from megtool.checkpoint.formats.header_reader import check_inside, parse_json, read_exact
 from megtool.checkpoint.formats.save_folder import RELEASE, find_iteration, is_distributed
-from megtool.checkpoint.formats.torch_dist_gathered import with_gathered
-from megtool.checkpoint.formats.torch_dist_layout import COMMON_OBJECT, lay_out
+from megtool.checkpoint.formats.torch_dist_gathered import add_gathered_tensors
+from megtool.checkpoint.formats.torch_dist_layout import COMMON_OBJECT, plan_torch_dist_layout
 from megtool.errors import FormatError
 from megtool.tensors.sharded import Shards
 
-__all__ = ["NAMES", "detect", "lay_out", "open_checkpoint"]
+__all__ = ["NAMES", "detect", "open_checkpoint", "plan_torch_dist_layout"]
 
 NAMES = ("torch_dist", "dcp")
 WEIGHTS = "weights"
@@ -64,9 +64,9 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
         FormatError: the save is unfinished, files are missing, or what they say cannot be true.
         CoverageError: chunks do not tile their tensors.
     """
-    here = is_distributed(path) and iteration is None
-    if here or not is_distributed(path / WEIGHTS):
-        folder = path if here else find_iteration(path, iteration)
+    is_iteration = is_distributed(path) and iteration is None
+    if is_iteration or not is_distributed(path / WEIGHTS):
+        folder = path if is_iteration else find_iteration(path, iteration)
     else:
         folder = path / WEIGHTS
     if folder is None:
@@ -77,39 +77,42 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     files = [StoredFile.stat(folder, name)]
     if files[0].size > MAX_METADATA_BYTES:
         raise FormatError(f"metadata of {files[0].size:,} bytes", file=folder / name)
-    found = read_metadata(read_exact(folder / name, 0, files[0].size), file=folder / name)
-    if not megatron and COMMON_OBJECT in found.objects:
-        raise _unfinished("metadata.json", folder, path)
-    data_files = _data_files(folder, found.paths)
-    warnings = _stale(folder, found.paths)
+    metadata = read_metadata(read_exact(folder / name, 0, files[0].size), file=folder / name)
+    if not megatron and COMMON_OBJECT in metadata.objects:
+        raise _unfinished_error("metadata.json", folder, path)
+    data_files = _data_files(folder, metadata.paths)
+    warnings = _warn_unlisted_files(folder, metadata.paths)
     catalogue = Catalogue(
         format="torch_dist" if megatron else "dcp",
         root=folder,
         files=data_files + files,
-        tensors=found.tensors,
-        shards=Shards(found.tensor, found.boxes, found.items.file),
+        tensors=metadata.tensors,
+        shards=Shards(metadata.tensor, metadata.boxes, metadata.items.file),
         extents=Extents(
-            file=found.items.file,
-            offset=found.items.offset,
-            length=found.items.length,
+            file=metadata.items.file,
+            offset=metadata.items.offset,
+            length=metadata.items.length,
             contained=True,
         ),
         objects={
             name: StoredObject(name=name, kind="bytes", extent=extent)
-            for name, extent in found.objects.items()
+            for name, extent in metadata.objects.items()
         },
-        attachments=find_carried(folder, warnings) | _beside_weights(folder, warnings),
-        replicas=[Replica(shard=c, file=f, offset=o, length=n) for c, f, o, n in found.copies],
+        auxiliary_files=find_megatron_auxiliary_files(folder, warnings)
+        | _find_nemo_auxiliary_files(folder, warnings),
+        replicas=[
+            Replica(shard=c, file=f, offset=o, length=n) for c, f, o, n in metadata.duplicates
+        ],
         warnings=warnings,
     )
     _check_items(catalogue)
     catalogue.check()
     catalogue.locate_contained = _Locator(catalogue).locate
-    _add_metadata(catalogue, found, megatron)
-    return with_gathered(catalogue) if megatron else catalogue
+    _add_metadata(catalogue, metadata, megatron)
+    return add_gathered_tensors(catalogue) if megatron else catalogue
 
 
-def _check_finished(folder: Path, asked: Path) -> bool:
+def _check_finished(folder: Path, requested: Path) -> bool:
     """Whether the save is Megatron's; an error unless it is complete."""
     save = folder.absolute().parent
     marker = save.parent / (save.name + _UNFINISHED)
@@ -142,26 +145,30 @@ def _check_finished(folder: Path, asked: Path) -> bool:
             )
         return True
     if not (folder / ".metadata").exists():
-        raise _unfinished(".metadata", folder, asked)
+        raise _unfinished_error(".metadata", folder, requested)
     if (folder / "common.pt").exists():
-        raise _unfinished("metadata.json", folder, asked)
+        raise _unfinished_error("metadata.json", folder, requested)
     return False
 
 
-def _unfinished(lacks: str, folder: Path, asked: Path) -> FormatError:
+def _unfinished_error(missing: str, folder: Path, requested: Path) -> FormatError:
     return FormatError(
-        f"an unfinished save: {lacks} is missing, which is written last",
+        f"an unfinished save: {missing} is missing, which is written last",
         file=folder,
-        hint=_complete_hint(folder, asked),
+        hint=_complete_hint(folder, requested),
     )
 
 
-def _complete_hint(folder: Path, asked: Path) -> str:
-    around = folder.parent if folder == asked else asked
-    there = sorted(around.glob("iter_*"), key=lambda p: (len(p.name), p.name))
-    there.append(around / RELEASE)
-    done = [p.name for p in there if (p / "metadata.json").exists() and p != folder]
-    return f"the last complete one is {around / done[-1]}" if done else "no complete one is beside"
+def _complete_hint(folder: Path, requested: Path) -> str:
+    save_folder = folder.parent if folder == requested else requested
+    iterations = sorted(save_folder.glob("iter_*"), key=lambda p: (len(p.name), p.name))
+    iterations.append(save_folder / RELEASE)
+    complete = [p.name for p in iterations if (p / "metadata.json").exists() and p != folder]
+    return (
+        f"the last complete one is {save_folder / complete[-1]}"
+        if complete
+        else "no complete one is beside"
+    )
 
 
 def _data_files(folder: Path, paths: list[str]) -> list[StoredFile]:
@@ -185,14 +192,14 @@ def _data_files(folder: Path, paths: list[str]) -> list[StoredFile]:
     return [StoredFile.stat(folder, path) for path in paths]
 
 
-def _beside_weights(folder: Path, warnings: list[str]) -> dict[str, Path]:
+def _find_nemo_auxiliary_files(folder: Path, warnings: list[str]) -> dict[str, Path]:
     """What travels with NeMo's data, which lies in a folder of its own."""
-    return find_carried(folder.parent, warnings) if folder.name == WEIGHTS else {}
+    return find_megatron_auxiliary_files(folder.parent, warnings) if folder.name == WEIGHTS else {}
 
 
-def _stale(folder: Path, paths: list[str]) -> list[str]:
-    known = set(paths)
-    extra = sorted(p.name for p in folder.glob("*.distcp") if p.name not in known)
+def _warn_unlisted_files(folder: Path, paths: list[str]) -> list[str]:
+    listed = set(paths)
+    extra = sorted(p.name for p in folder.glob("*.distcp") if p.name not in listed)
     if not extra:
         return []
     return [f"{len(extra)} data files that .metadata does not name, such as {extra[0]}"]
@@ -223,22 +230,24 @@ def _check_items(catalogue: Catalogue) -> None:
             )
 
 
-def _add_metadata(catalogue: Catalogue, found: DcpMetadata, megatron: bool) -> None:
+def _add_metadata(catalogue: Catalogue, metadata: DcpMetadata, megatron: bool) -> None:
     out, folder = catalogue.metadata, catalogue.root
-    if found.planner_data is not None:
-        out["planner_data"] = pickle_reader.plain(found.planner_data, file=folder / ".metadata")
-    if "mcore_data" in found.extra:
-        out["mcore_data"] = pickle_reader.plain(
-            found.extra["mcore_data"], file=folder / ".metadata"
+    if metadata.planner_data is not None:
+        out["planner_data"] = pickle_reader.to_plain(
+            metadata.planner_data, file=folder / ".metadata"
         )
-    if megatron and (common := _common(catalogue)) is not None:
+    if "mcore_data" in metadata.extra:
+        out["mcore_data"] = pickle_reader.to_plain(
+            metadata.extra["mcore_data"], file=folder / ".metadata"
+        )
+    if megatron and (common := _read_common_state(catalogue)) is not None:
         out["common"] = common
-        shown = {k: common.get(k) for k in _SHOWN if k in common}
-        out.update(pickle_reader.plain(shown, file=folder / "common.pt"))
-    elif parts := _flattened(catalogue):
+        selected = {k: common.get(k) for k in _METADATA_KEYS if k in common}
+        out.update(pickle_reader.to_plain(selected, file=folder / "common.pt"))
+    elif parts := _read_flattened_state(catalogue):
         out["common"] = parts
-        shown = {k: parts.get(k) for k in _SHOWN if k in parts}
-        out.update(pickle_reader.plain(shown, file=folder / ".metadata"))
+        selected = {k: parts.get(k) for k in _METADATA_KEYS if k in parts}
+        out.update(pickle_reader.to_plain(selected, file=folder / ".metadata"))
     if folder.name == RELEASE:
         out.pop("iteration", None)  # it says 0 there, and stands for none
     elif folder.name == WEIGHTS and isinstance(step := out.get("global_step"), int):
@@ -248,23 +257,23 @@ def _add_metadata(catalogue: Catalogue, found: DcpMetadata, megatron: bool) -> N
         out["iteration"] = int(folder.name.removeprefix("iter_"))
 
 
-_SHOWN = ("args", "iteration", "checkpoint_version", "content_metadata", "global_step")
+_METADATA_KEYS = ("args", "iteration", "checkpoint_version", "content_metadata", "global_step")
 _FLATTENED = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 _SCHEDULER = "opt_param_scheduler"
 
 
-def _flattened(catalogue: Catalogue) -> dict[str, Any]:
+def _read_flattened_state(catalogue: Catalogue) -> dict[str, Any]:
     """The common state as Megatron's `fsdp_dtensor` and `torch_dcp` save it: an object for each
     leaf of the state dict. Empty where no args are among them."""
     out: dict[str, Any] = {}
     if "args" not in catalogue.objects:
         return out
-    for name, held in catalogue.objects.items():
+    for name, stored in catalogue.objects.items():
         top, _, leaf = name.partition(".")
-        if held.extent is None or (name not in _FLATTENED and (top != _SCHEDULER or not leaf)):
+        if stored.extent is None or (name not in _FLATTENED and (top != _SCHEDULER or not leaf)):
             continue
-        number, offset, length = held.extent
-        value = _load(catalogue.path(number), offset, length)
+        number, offset, length = stored.extent
+        value = _load_object(catalogue.path(number), offset, length)
         if leaf:
             out.setdefault(top, {})[leaf] = value
         else:
@@ -275,18 +284,18 @@ def _flattened(catalogue: Catalogue) -> dict[str, Any]:
 _DAMAGED = "the file is damaged, or of something else: --iteration N takes another iteration"
 
 
-def _common(catalogue: Catalogue) -> dict[Any, Any] | None:
+def _read_common_state(catalogue: Catalogue) -> dict[Any, Any] | None:
     """The common state: `common.pt`, or the object that newer cores keep instead."""
     path = catalogue.root / "common.pt"
     if path.exists():
         check_inside(catalogue.root, path.name)
         catalogue.files.append(StoredFile.stat(catalogue.root, path.name))
-        tree = _load(path, 0, catalogue.files[-1].size)
+        tree = _load_object(path, 0, catalogue.files[-1].size)
         catalogue.objects.pop(COMMON_OBJECT, None)
-    elif held := catalogue.objects.pop(COMMON_OBJECT, None):
-        number, offset, length = held.extent or (0, 0, 0)
+    elif stored := catalogue.objects.pop(COMMON_OBJECT, None):
+        number, offset, length = stored.extent or (0, 0, 0)
         path = catalogue.path(number)
-        tree = _load(path, offset, length)
+        tree = _load_object(path, offset, length)
         tree = tree[0] if isinstance(tree, list) and len(tree) == 1 else tree
     else:
         catalogue.warnings.append("no common state: neither common.pt nor an object for it")
@@ -296,7 +305,7 @@ def _common(catalogue: Catalogue) -> dict[Any, Any] | None:
     return tree
 
 
-def _load(path: Path, offset: int, length: int) -> Any:
+def _load_object(path: Path, offset: int, length: int) -> Any:
     if length > _MAX_SMALL_BYTES:
         raise FormatError(f"a common state of {length:,} bytes", file=path, hint=_DAMAGED)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -313,13 +322,13 @@ class _Locator:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
-        self._known: zip_tensor.Views = {}
+        self._views: zip_tensor.StorageViews = {}
         count = len(catalogue.shards)
         self._offset = np.full(count, -1, np.int64)
         self._strides: dict[int, tuple[int, ...]] = {}
         self._lock = threading.Lock()
 
-    def locate(self, shards: NDArray[np.int64]) -> Located:
+    def locate(self, shards: NDArray[np.int64]) -> ShardOffsets:
         """Absolute offsets of the given shards' bytes; each item is looked into once.
 
         Raises:
@@ -342,7 +351,7 @@ class _Locator:
                 for k, row in enumerate(shards.tolist())
                 if (s := self._strides.get(row)) is not None
             }
-        return Located(offset=offsets, strides=strides)
+        return ShardOffsets(offset=offsets, strides=strides)
 
     def _look_into(self, rows: NDArray[np.int64]) -> None:
         """Items of one file."""
@@ -354,26 +363,26 @@ class _Locator:
         try:
             for row, size in zip(rows.tolist(), sizes, strict=True):
                 tensor = catalogue.tensors[s.tensor[row]]
-                at = zip_tensor.locate_tensor_item(
+                location = zip_tensor.locate_tensor_item(
                     fd,
                     int(e.offset[row]),
                     int(e.length[row]),
                     file=path,
                     tensor=tensor.name,
-                    known=self._known,
+                    views=self._views,
                 )
                 shape = tuple(size[: len(tensor.shape)])
-                if at.dtype is not tensor.dtype or at.shape != shape:
+                if location.dtype is not tensor.dtype or location.shape != shape:
                     raise FormatError(
-                        f"an item holds {list(at.shape)} {at.dtype} where .metadata says "
+                        f"an item holds {list(location.shape)} {location.dtype} where .metadata says "
                         f"{list(shape)} {tensor.dtype}",
                         file=path,
                         tensor=tensor.name,
                         hint="the file is stale, or belongs to another checkpoint",
                     )
-                if at.strides is not None:
+                if location.strides is not None:
                     with self._lock:
-                        self._strides[row] = at.strides
-                self._offset[row] = at.offset
+                        self._strides[row] = location.strides
+                self._offset[row] = location.offset
         finally:
             os.close(fd)

@@ -34,7 +34,7 @@ class Integrity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unsound:
+class FileMismatch:
     """A file that is not what integrity.json says, and why."""
 
     file: str
@@ -70,7 +70,7 @@ def read_integrity(folder: Path) -> Integrity | None:
     return Integrity(algorithm=algorithm.lower(), files={n: c.lower() for n, c in files.items()})
 
 
-def check_integrity(folder: Path, *, threads: int = 2) -> list[Unsound] | None:
+def check_integrity(folder: Path, *, threads: int = 2) -> list[FileMismatch] | None:
     """Read every listed file and compare: those that differ; None where there is no such list.
 
     All bytes are read, each once, through a buffer of one MiB a thread.
@@ -79,37 +79,37 @@ def check_integrity(folder: Path, *, threads: int = 2) -> list[Unsound] | None:
         FormatError: integrity.json makes no sense.
         StorageError: the operating system refuses.
     """
-    said = read_integrity(folder)
-    if said is None:
+    integrity = read_integrity(folder)
+    if integrity is None:
         return None
 
-    def check(item: tuple[str, str]) -> Unsound | None:
-        name, wanted = item
+    def check(item: tuple[str, str]) -> FileMismatch | None:
+        name, expected = item
         if not (folder / name).is_file():
-            return Unsound(file=name, reason="listed in integrity.json, but missing")
+            return FileMismatch(file=name, reason="listed in integrity.json, but missing")
         check_inside(folder, name)
-        found = _checksum(folder / name, said.algorithm)
-        if found == wanted:
+        actual = _checksum(folder / name, integrity.algorithm)
+        if actual == expected:
             return None
-        return Unsound(
-            file=name, reason=f"{said.algorithm} is {found[:12]}..., not {wanted[:12]}..."
+        return FileMismatch(
+            file=name, reason=f"{integrity.algorithm} is {actual[:12]}..., not {expected[:12]}..."
         )
 
     with ThreadPoolExecutor(threads) as pool:
-        return [u for u in pool.map(check, sorted(said.files.items())) if u is not None]
+        return [u for u in pool.map(check, sorted(integrity.files.items())) if u is not None]
 
 
 def _checksum(path: Path, algorithm: str) -> str:
-    files, sum_so_far = Files(), hashlib.new(algorithm, usedforsecurity=False)
+    files, checksum = Files(), hashlib.new(algorithm, usedforsecurity=False)
     fd = files.open_read(path)
     try:
-        left, at = path.stat().st_size, 0
-        buffer = bytearray(min(left, _PART_BYTES))
-        while left:
-            part = memoryview(buffer)[: min(left, _PART_BYTES)]
-            files.pread_into(fd, part, at)
-            sum_so_far.update(part)
-            at, left = at + len(part), left - len(part)
+        remaining, offset = path.stat().st_size, 0
+        buffer = bytearray(min(remaining, _PART_BYTES))
+        while remaining:
+            part = memoryview(buffer)[: min(remaining, _PART_BYTES)]
+            files.pread_into(fd, part, offset)
+            checksum.update(part)
+            offset, remaining = offset + len(part), remaining - len(part)
     finally:
         files.close(fd)
-    return sum_so_far.hexdigest()
+    return checksum.hexdigest()

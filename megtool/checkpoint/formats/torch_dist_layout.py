@@ -20,7 +20,7 @@ from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, Stored
 from megtool.checkpoint.containers.zip_writer import (
     TensorFrame,
     TensorItem,
-    object_item,
+    encode_object,
     tensor_frame,
 )
 from megtool.checkpoint.formats.dcp_metadata_writer import KeyPaths, write_metadata
@@ -32,17 +32,17 @@ from megtool.tensors.sharded import GlobalTensor, Shards
 
 COMMON_OBJECT = "common_state/shard_0_1"
 COMMON_FILE, CONFIG_FILE, TRAIN_STATE = "common.pt", "metadata.json", "train_state.pt"
-COMMON_INSIDE = (0, 19)
+COMMON_OBJECT_SINCE = (0, 19)
 """The first core version that keeps the common state as an object, and no longer in a file."""
 
-LEAST_CORE = (0, 13)
+OLDEST_CORE = (0, 13)
 """The oldest core version whose format is known."""
 
 _CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _COMMON_CONFIG = {"common_backend": "torch", "common_backend_version": 1}
 
 
-def lay_out(
+def plan_torch_dist_layout(
     tensors: Sequence[GlobalTensor],
     shards: Shards,
     *,
@@ -50,7 +50,7 @@ def lay_out(
     objects: Mapping[str, Any] | None = None,
     common: Any = None,
     iteration: int | None = None,
-    small: Mapping[str, bytes] | None = None,
+    small_files: Mapping[str, bytes] | None = None,
     key_paths: KeyPaths | None = None,
     megatron: bool,
     core_version: str | None = None,
@@ -68,29 +68,33 @@ def lay_out(
         UsageError: an owner is no rank, names repeat, a common state is missing or too much, or a
             core version is none.
     """
-    _check(tensors, shards, num_files, objects or {}, common, megatron)
-    is_inside = megatron and core_version is not None and _version(core_version) >= COMMON_INSIDE
+    _check_request(tensors, shards, num_files, objects or {}, common, megatron)
+    keeps_common_object = (
+        megatron
+        and core_version is not None
+        and _parse_version(core_version) >= COMMON_OBJECT_SINCE
+    )
     folder = f"{folder_name(iteration)}/" if megatron else ""
-    writer = _Files(shards.owner, has_objects=bool(objects) or is_inside)
-    held: dict[str, tuple[int, int, int]] = {}
-    inside = {COMMON_OBJECT: common} if is_inside else {}
+    writer = _Files(shards.owner, has_objects=bool(objects) or keeps_common_object)
+    object_extents: dict[str, tuple[int, int, int]] = {}
+    common_objects = {COMMON_OBJECT: common} if keeps_common_object else {}
     items: dict[int, bytes] = {}  # a large model has one empty object thousands of times
-    for name, value in {**(objects or {}), **inside}.items():
+    for name, value in {**(objects or {}), **common_objects}.items():
         if isinstance(value, bytes):
             item = value
         elif (item := items.get(id(value), b"")) == b"":
-            item = items[id(value)] = object_item([value] if megatron else value)
-        held[name] = writer.add_object(item)
-    laid = writer.add_tensors(tensors, shards)
+            item = items[id(value)] = encode_object([value] if megatron else value)
+        object_extents[name] = writer.add_object(item)
+    items_laid = writer.add_tensors(tensors, shards)
     names = [f"__{rank}_0.distcp" for rank in writer.ranks]
     metadata = write_metadata(
         tensors,
         shards,
         names,
-        laid.file,
-        laid.item_offset,
-        laid.item_length,
-        held,
+        items_laid.file,
+        items_laid.item_offset,
+        items_laid.item_length,
+        object_extents,
         key_paths=None if megatron else key_paths or {},
     )
     catalogue = Catalogue(
@@ -102,46 +106,48 @@ def lay_out(
         ],
         tensors=list(tensors),
         shards=shards,
-        extents=Extents(file=laid.file, offset=laid.offset, length=laid.length),
+        extents=Extents(file=items_laid.file, offset=items_laid.offset, length=items_laid.length),
         objects={
             name: StoredObject(name=name, kind="bytes", extent=extent)
-            for name, extent in held.items()
-            if name not in inside
+            for name, extent in object_extents.items()
+            if name not in common_objects
         },
         metadata={} if common is None else {"common": common, "iteration": iteration},
     )
-    others = {folder + name: data for name, data in (small or {}).items()}
+    other_files = {folder + name: data for name, data in (small_files or {}).items()}
     if not megatron:
         last = {".metadata": metadata}
     else:
-        others |= {f"{folder}.metadata": metadata}
-        if not is_inside:
-            others[f"{folder}{COMMON_FILE}"] = object_item(common)
-        if TRAIN_STATE in (small or {}):
-            others[f"latest_{TRAIN_STATE}"] = others[folder + TRAIN_STATE]
-        config = _CONFIG if is_inside else _CONFIG | _COMMON_CONFIG
+        other_files |= {f"{folder}.metadata": metadata}
+        if not keeps_common_object:
+            other_files[f"{folder}{COMMON_FILE}"] = encode_object(common)
+        if TRAIN_STATE in (small_files or {}):
+            other_files[f"latest_{TRAIN_STATE}"] = other_files[folder + TRAIN_STATE]
+        config = _CONFIG if keeps_common_object else _CONFIG | _COMMON_CONFIG
         last = {
             f"{folder}{CONFIG_FILE}": json.dumps(config).encode(),
             TRACKER: (folder_name(None) if iteration is None else str(iteration)).encode(),
         }
-    return Destination(catalogue=catalogue, fragments=writer.fragments, small=others, last=last)
+    return Destination(
+        catalogue=catalogue, fragments=writer.fragments, small_files=other_files, final_files=last
+    )
 
 
-def _version(text: str) -> tuple[int, ...]:
+def _parse_version(text: str) -> tuple[int, ...]:
     match = re.match(r"(\d+)\.(\d+)(?:\D|$)", text)
     if match is None:
         raise UsageError(f"core version {text!r}", hint="for example 0.16 or 0.19")
-    found = int(match[1]), int(match[2])
-    if found < LEAST_CORE:
-        least = ".".join(map(str, LEAST_CORE))
+    version = int(match[1]), int(match[2])
+    if version < OLDEST_CORE:
+        least = ".".join(map(str, OLDEST_CORE))
         raise UsageError(
             f"core version {text!r} is older than {least}",
             hint=f"{least} and later are known: 0.19 and later keep the common state elsewhere",
         )
-    return found
+    return version
 
 
-def _check(
+def _check_request(
     tensors: Sequence[GlobalTensor],
     shards: Shards,
     num_files: int,
@@ -164,7 +170,7 @@ def _check(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Laid:
+class _ItemColumns:
     """Where each shard's item lies, and the raw bytes in it."""
 
     file: NDArray[np.int32]
@@ -193,50 +199,50 @@ class _Files:
 
     def add_object(self, item: bytes) -> tuple[int, int, int]:
         """Append a whole item to the first file, before all tensors: `(file, offset, length)`."""
-        at = self.end[0]
+        offset = self.end[0]
         self._objects.append(item)
         self.end[0] += len(item)
-        return 0, at, len(item)
+        return 0, offset, len(item)
 
-    def add_tensors(self, tensors: Sequence[GlobalTensor], shards: Shards) -> _Laid:
+    def add_tensors(self, tensors: Sequence[GlobalTensor], shards: Shards) -> _ItemColumns:
         """Append the items of all shards, each to its owner's file."""
         file = self.number[shards.owner].astype(np.int32)
-        frames, which = _frames(tensors, shards)
+        frames, frame_index = _frames(tensors, shards)
         end, fragments = self.end, self.fragments
         tail, tail_at = self._tail, self._tail_at
         if self._objects:
             tail[0] = b"".join(self._objects)
         joined: dict[tuple[int, int], tuple[bytes, bytes, bytes]] = {}
         item_offset, paddings = [0] * len(shards), [0] * len(shards)
-        for row, (number, kind) in enumerate(zip(file.tolist(), which.tolist(), strict=True)):
+        for row, (number, kind) in enumerate(zip(file.tolist(), frame_index.tolist(), strict=True)):
             frame = frames[kind]
-            item_offset[row] = at = end[number]
-            paddings[row] = padding = frame.padding(at)
+            item_offset[row] = start = end[number]
+            paddings[row] = padding = frame.padding(start)
             item: TensorItem = frame.item(padding)
-            end[number] = at + item.length
+            end[number] = start + item.length
             if not frame.num_bytes:
                 # Padding of an item without data is not at the end of a fragment: write it.
                 zeros = bytes(item.offset - len(item.prefix))
                 tail[number] += item.prefix + zeros + item.suffix
                 continue
             key = id(tail[number]), id(item.prefix)
-            whole = joined.get(key)
-            if whole is None:
-                whole = tail[number], item.prefix, tail[number] + item.prefix
-                joined[key] = whole
-            fragments.append((number, tail_at[number], whole[2]))
+            fragment = joined.get(key)
+            if fragment is None:
+                fragment = tail[number], item.prefix, tail[number] + item.prefix
+                joined[key] = fragment
+            fragments.append((number, tail_at[number], fragment[2]))
             tail[number] = item.suffix
-            tail_at[number] = at + item.offset + frame.num_bytes
+            tail_at[number] = start + item.offset + frame.num_bytes
         fragments += [(k, tail_at[k], data) for k, data in enumerate(tail) if data]
-        head = np.array([f.head_bytes for f in frames], np.int64)[which]
-        length = np.array([f.num_bytes for f in frames], np.int64)[which]
-        around = np.array([f.tail_bytes for f in frames], np.int64)[which]
-        start, padded = np.array(item_offset, np.int64), head + np.array(paddings, np.int64)
-        return _Laid(
+        head = np.array([f.head_bytes for f in frames], np.int64)[frame_index]
+        length = np.array([f.num_bytes for f in frames], np.int64)[frame_index]
+        suffix_bytes = np.array([f.tail_bytes for f in frames], np.int64)[frame_index]
+        item_start, padded = np.array(item_offset, np.int64), head + np.array(paddings, np.int64)
+        return _ItemColumns(
             file=file,
-            item_offset=start,
-            item_length=padded + length + around,
-            offset=start + padded,
+            item_offset=item_start,
+            item_length=padded + length + suffix_bytes,
+            offset=item_start + padded,
             length=length,
         )
 
@@ -251,13 +257,13 @@ def _frames(
     order = {name: i for i, name in enumerate(kinds)}
     kind = np.array([order[t.dtype.name] for t in tensors], np.int64)[shards.tensor]
     ndim = np.array([len(t.shape) for t in tensors], np.int64)[shards.tensor]
-    which = np.zeros(len(shards), np.int64)
+    frame_index = np.zeros(len(shards), np.int64)
     for column in (kind, ndim, *shards.boxes.shape.T):  # many times faster than rows at once
         values, place = grouped(column)
-        first, which = grouped(which * len(values) + place)
+        first, frame_index = grouped(frame_index * len(values) + place)
     dtypes, shape = list(kinds.values()), shards.boxes.shape[first].tolist()
     frames = [
         tensor_frame(dtypes[k], tuple(size[:n]))
         for k, n, size in zip(kind[first].tolist(), ndim[first].tolist(), shape, strict=True)
     ]
-    return frames, which
+    return frames, frame_index

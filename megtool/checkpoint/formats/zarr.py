@@ -18,12 +18,17 @@ from typing import Any
 from megtool.checkpoint.catalogue import Catalogue, StoredFile, StoredObject
 from megtool.checkpoint.containers import pickle_reader, zip_reader
 from megtool.checkpoint.formats import tensorstore
-from megtool.checkpoint.formats.auxiliary_files import travels
-from megtool.checkpoint.formats.header_reader import check_inside, parse_json, read_exact, shown
+from megtool.checkpoint.formats.auxiliary_files import can_copy
+from megtool.checkpoint.formats.header_reader import (
+    check_inside,
+    parse_json,
+    read_exact,
+    short_repr,
+)
 from megtool.checkpoint.formats.save_folder import RELEASE, find_iteration
-from megtool.checkpoint.formats.zarr_chunks import Array, Chunks
-from megtool.checkpoint.formats.zarr_decoding import Decoder
-from megtool.checkpoint.formats.zarr_layout import BACKEND, COMMON, OBJECTS, lay_out
+from megtool.checkpoint.formats.zarr_chunks import ZarrArray, ZarrChunks
+from megtool.checkpoint.formats.zarr_decoding import ChunkDecoder
+from megtool.checkpoint.formats.zarr_layout import BACKEND, COMMON, OBJECTS, plan_zarr_layout
 from megtool.checkpoint.formats.zarr_metadata import (
     ONLY_TENSORSTORE,
     V2_NAME,
@@ -35,25 +40,25 @@ from megtool.checkpoint.formats.zarr_metadata import (
 from megtool.errors import FormatError
 from megtool.tensors.sharded import GlobalTensor
 
-__all__ = ["NAMES", "detect", "lay_out", "open_checkpoint"]
+__all__ = ["NAMES", "detect", "open_checkpoint", "plan_zarr_layout"]
 
 NAMES = ("zarr", "tensorstore", "ocdbt")
 
-MOST_DEPTH = 16
+MAX_DEPTH = 16
 _MAX_JSON_BYTES = 1 << 30
 _MAX_COMMON_BYTES = 1 << 30
 _GROUPS = (V3_NAME, V2_NAME, ".zgroup", ".zmetadata")
-_ATTACHMENT_FOLDERS = ("hf", "tokenizer")
-_ATTACHMENT_FILES = ("run_config.yaml",)
+_AUXILIARY_FOLDERS = ("hf", "tokenizer")
+_AUXILIARY_FILES = ("run_config.yaml",)
 _ITERATIONS = ("weights",)
-_SHOWN = ("args", "iteration", "checkpoint_version", "content_metadata")
+_METADATA_KEYS = ("args", "iteration", "checkpoint_version", "content_metadata")
 
 
 def detect(path: Path) -> bool:
     """Whether `path` is such a folder, or a save folder whose chosen iteration is one."""
     if not path.is_dir():
         return False
-    folder = _folder(path, None)
+    folder = _find_array_folder(path, None)
     return (
         _backend(folder) in ("zarr", BACKEND)
         or _is_unfinished(folder)
@@ -73,13 +78,13 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
         FormatError: metadata or chunk files are missing or make no sense, or a name leads out.
         CoverageError: chunks do not tile their tensors.
     """
-    folder = _folder(path, iteration)
+    folder = _find_array_folder(path, iteration)
     if tensorstore.is_database(folder):
         catalogue = tensorstore.open_database(folder)
-        beside = _Found(folder, void_is_bfloat16=False, files=catalogue.files)
-        beside.walk("", 0)
-        catalogue.objects = {o.name: o for o in beside.objects}
-        catalogue.attachments, catalogue.warnings = beside.attachments, beside.warnings
+        scan = _FolderScan(folder, void_is_bfloat16=False, files=catalogue.files)
+        scan.walk("", 0)
+        catalogue.objects = {o.name: o for o in scan.objects}
+        catalogue.auxiliary_files, catalogue.warnings = scan.auxiliary_files, scan.warnings
         _add_common(catalogue)
         return catalogue
     if _is_unfinished(folder):
@@ -89,40 +94,40 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
             hint="take another iteration, or save again",
         )
     backend = _backend(folder)
-    found = _Found(folder, void_is_bfloat16=backend == "zarr")
-    found.walk("", 0)
-    if not found.arrays:
+    scan_result = _FolderScan(folder, void_is_bfloat16=backend == "zarr")
+    scan_result.walk("", 0)
+    if not scan_result.arrays:
         raise FormatError("no zarr array is in this folder", file=folder)
-    arrays = sorted(found.arrays, key=lambda a: a.name)
-    chunks = Chunks(folder, found.files, arrays, Decoder(folder))
+    arrays = sorted(scan_result.arrays, key=lambda a: a.name)
+    chunks = ZarrChunks(folder, scan_result.files, arrays, ChunkDecoder(folder))
     _check_complete(folder, arrays, chunks, megatron=backend == "zarr")
     native = any(
         a.metadata.version == 3 and a.metadata.dtype.name in ONLY_TENSORSTORE
         for a in arrays
-        if not a.metadata.known
+        if not a.metadata.is_zarr_python_dtype
     )
     catalogue = Catalogue(
         format="tensorstore" if native else "zarr",
         root=folder,
-        files=found.files,
+        files=scan_result.files,
         tensors=[
             GlobalTensor(name=a.name, shape=a.metadata.shape, dtype=a.metadata.dtype)
             for a in arrays
         ],
         shards=chunks.shards,
         extents=chunks.extents,
-        objects={o.name: o for o in found.objects},
-        attachments=found.attachments,
-        warnings=found.warnings,
+        objects={o.name: o for o in scan_result.objects},
+        auxiliary_files=scan_result.auxiliary_files,
+        warnings=scan_result.warnings,
         locate_contained=chunks.locate,
-        cells=chunks.cells,
+        encoded_chunks=chunks.encoded_chunks,
     )
     catalogue.check()
     _add_common(catalogue)
     return catalogue
 
 
-def _folder(path: Path, iteration: int | str | None) -> Path:
+def _find_array_folder(path: Path, iteration: int | str | None) -> Path:
     """The folder of arrays: `path`, an iteration below it, or NeMo's `weights`."""
     if iteration is None and (_backend(path) or any((path / n).is_file() for n in _GROUPS)):
         return path
@@ -148,21 +153,23 @@ def _backend(folder: Path) -> str | None:
     check_inside(folder, path.name)
     data = read_exact(path, 0, min(path.stat().st_size, 1 << 20))
     try:
-        held = parse_json(data, path)
+        config = parse_json(data, path)
     except FormatError:
         return None
-    found = held.get("sharded_backend") if isinstance(held, dict) else None
-    return found if isinstance(found, str) else None
+    backend = config.get("sharded_backend") if isinstance(config, dict) else None
+    return backend if isinstance(backend, str) else None
 
 
-def _check_complete(folder: Path, arrays: list[Array], chunks: Chunks, *, megatron: bool) -> None:
+def _check_complete(
+    folder: Path, arrays: list[ZarrArray], chunks: ZarrChunks, *, megatron: bool
+) -> None:
     """Megatron writes every chunk: one that is missing was lost."""
     if not megatron:
         return
-    lost = Counter(chunks.missing_tensors())
-    for number, num in lost.items():
+    missing = Counter(chunks.missing_tensors())
+    for number, count in missing.items():
         raise FormatError(
-            f"{num} chunk files are missing",
+            f"{count} chunk files are missing",
             file=folder / arrays[number].folder,
             tensor=arrays[number].name,
             hint="the save was not finished, or not all of it was copied",
@@ -170,20 +177,20 @@ def _check_complete(folder: Path, arrays: list[Array], chunks: Chunks, *, megatr
 
 
 @dataclass(slots=True)
-class _Found:
+class _FolderScan:
     """What a walk through a folder finds."""
 
     root: Path
     void_is_bfloat16: bool
     files: list[StoredFile] = field(default_factory=list)
-    arrays: list[Array] = field(default_factory=list)
+    arrays: list[ZarrArray] = field(default_factory=list)
     objects: list[StoredObject] = field(default_factory=list)
-    attachments: dict[str, Path] = field(default_factory=dict)
+    auxiliary_files: dict[str, Path] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def walk(self, folder: str, depth: int) -> None:
         """Take in a folder of the checkpoint, given by its path below the root, and all in it."""
-        if depth > MOST_DEPTH:
+        if depth > MAX_DEPTH:
             raise FormatError(f"folders are nested {depth} deep", file=self.root / folder)
         entries = {e.name: e for e in self._scan(folder)}
         metadata = self._metadata(folder, entries)
@@ -193,12 +200,12 @@ class _Found:
         for name, entry in sorted(entries.items()):
             path = f"{folder}/{name}" if folder else name
             if entry.is_dir():
-                if path in _ATTACHMENT_FOLDERS:
-                    self._attach(sorted((self.root / path).rglob("*")))
+                if path in _AUXILIARY_FOLDERS:
+                    self._add_auxiliary_files(sorted((self.root / path).rglob("*")))
                 elif not name.startswith("."):
                     self.walk(path, depth + 1)
-            elif path in _ATTACHMENT_FILES:
-                self._attach([self.root / path])
+            elif path in _AUXILIARY_FILES:
+                self._add_auxiliary_files([self.root / path])
             elif name.endswith(".pt") and folder:
                 number = self._file(path)
                 ours = path.startswith(f"{OBJECTS}/")
@@ -241,26 +248,26 @@ class _Found:
         if kind == "group":
             return None
         if kind != "array":
-            raise FormatError(f"node_type is {shown(kind)}", file=full)
+            raise FormatError(f"node_type is {short_repr(kind)}", file=full)
         return number, read_v3(data, file=full)
 
     def _add_array(self, folder: str, metadata_file: int, metadata: ArrayMetadata) -> None:
         files: dict[str, int] = {}
-        waiting = [("", folder)]
+        pending = [("", folder)]
         depth = len(metadata.shape) + 1
-        while waiting:
-            key, path = waiting.pop()
+        while pending:
+            key, path = pending.pop()
             for entry in self._scan(path):
                 if entry.name.startswith((".", "zarr.json")):
                     continue
                 name = f"{key}/{entry.name}" if key else entry.name
                 if entry.is_dir():
                     if name.count("/") < depth:
-                        waiting.append((name, f"{path}/{entry.name}" if path else entry.name))
+                        pending.append((name, f"{path}/{entry.name}" if path else entry.name))
                 elif entry.name[-1:].isdecimal() or entry.name == "c":
                     files[name] = self._file(f"{path}/{entry.name}" if path else entry.name)
         self.arrays.append(
-            Array(
+            ZarrArray(
                 name=folder or self.root.name,
                 folder=folder,
                 metadata=metadata,
@@ -269,11 +276,11 @@ class _Found:
             )
         )
 
-    def _attach(self, paths: Sequence[Path]) -> None:
+    def _add_auxiliary_files(self, paths: Sequence[Path]) -> None:
         for path in paths:
             name = path.relative_to(self.root).as_posix()
-            if path.is_file() and travels(self.root, name, self.warnings):
-                self.attachments[name] = path
+            if path.is_file() and can_copy(self.root, name, self.warnings):
+                self.auxiliary_files[name] = path
 
 
 def _add_common(catalogue: Catalogue) -> None:
@@ -292,10 +299,10 @@ def _add_common(catalogue: Catalogue) -> None:
         finally:
             os.close(fd)
         if not isinstance(tree, dict):
-            raise FormatError(f"the common state is {shown(tree)}, no dict", file=path)
+            raise FormatError(f"the common state is {short_repr(tree)}, no dict", file=path)
         out["common"] = tree
-        held = {k: tree.get(k) for k in _SHOWN if k in tree}
-        out.update(pickle_reader.plain(held, file=path))
+        selected = {k: tree.get(k) for k in _METADATA_KEYS if k in tree}
+        out.update(pickle_reader.to_plain(selected, file=path))
     if root.name == RELEASE:
         out.pop("iteration", None)
     elif "iteration" not in out and root.name.removeprefix("iter_").isdecimal():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Cells, Extents, Located, StoredFile
+from megtool.checkpoint.catalogue import EncodedChunks, Extents, ShardOffsets, StoredFile
 from megtool.checkpoint.digest import crc32c
 from megtool.checkpoint.formats.header_reader import read_exact
 from megtool.checkpoint.formats.zarr_metadata import ArrayMetadata
@@ -18,8 +18,8 @@ from megtool.errors import FormatError
 from megtool.tensors.box import Boxes, Ints, numel, row_major_strides, strides
 from megtool.tensors.sharded import Shards
 
-MOST_CHUNKS = 1 << 22
-MOST_CELL_BYTES = 4 << 30
+MAX_CHUNKS = 1 << 22
+MAX_DECODED_BYTES = 4 << 30
 """Chunks that have to be decoded are held in memory whole: larger ones are refused."""
 
 _MISSING = (1 << 64) - 1
@@ -27,7 +27,7 @@ _INCOMPLETE = "a chunk file is truncated or of another array: copy the whole fol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Array:
+class ZarrArray:
     """One array of a checkpoint: its name, its folder, and the files in it by chunk key.
 
     Where it is `in_database`, no file is a chunk: all are cells, the missing ones too.
@@ -51,12 +51,12 @@ class _Table:
     file: list[Ints] = field(default_factory=list)
     offset: list[Ints] = field(default_factory=list)
     length: list[Ints] = field(default_factory=list)
-    is_cell: list[NDArray[np.bool_]] = field(default_factory=list)
+    is_encoded: list[NDArray[np.bool_]] = field(default_factory=list)
     is_missing: list[NDArray[np.bool_]] = field(default_factory=list)
-    num: int = 0
+    num_chunks: int = 0
 
 
-class Chunks:
+class ZarrChunks:
     """All chunks of all arrays of a checkpoint, each a row of `shards`.
 
     Chunks of raw elements are extents. A chunk at the edge of its array is stored padded to full
@@ -69,7 +69,7 @@ class Chunks:
     """
 
     def __init__(
-        self, root: Path, files: Sequence[StoredFile], arrays: Sequence[Array], decode: Any
+        self, root: Path, files: Sequence[StoredFile], arrays: Sequence[ZarrArray], decode: Any
     ) -> None:
         self._root, self._files, self._arrays, self._decode = root, files, arrays, decode
         ndim = max((len(a.metadata.shape) for a in arrays), default=0)
@@ -81,43 +81,47 @@ class Chunks:
             m = array.metadata
             pitch = strides(m.inner[::-1])[::-1] if m.is_column_major else strides(m.inner)
             self._pitch[number, : len(pitch)] = pitch
-        one = np.zeros(0, np.int64)
-        wide = np.zeros((0, ndim), np.int64)
-        tensor = np.concatenate([one, *table.tensor])
+        empty = np.zeros(0, np.int64)
+        no_boxes = np.zeros((0, ndim), np.int64)
+        tensor = np.concatenate([empty, *table.tensor])
         self.shards = Shards(
             tensor.astype(np.int32),
-            Boxes(np.concatenate([wide, *table.lo]), np.concatenate([wide, *table.hi])),
+            Boxes(np.concatenate([no_boxes, *table.lo]), np.concatenate([no_boxes, *table.hi])),
             np.zeros(len(tensor), np.int32),
         )
         self.extents = Extents(
-            file=np.concatenate([one, *table.file]).astype(np.int32),
-            offset=np.concatenate([one, *table.offset]),
-            length=np.concatenate([one, *table.length]),
+            file=np.concatenate([empty, *table.file]).astype(np.int32),
+            offset=np.concatenate([empty, *table.offset]),
+            length=np.concatenate([empty, *table.length]),
             contained=True,
         )
-        none = np.zeros(0, bool)
-        self._missing = np.concatenate([none, *table.is_missing])
-        held = np.concatenate([none, *table.is_cell])
-        self.cells = Cells(held, self._read) if held.any() else None
+        no_rows = np.zeros(0, bool)
+        self._missing = np.concatenate([no_rows, *table.is_missing])
+        is_encoded = np.concatenate([no_rows, *table.is_encoded])
+        self.encoded_chunks = (
+            EncodedChunks(is_encoded, self._decode_chunk) if is_encoded.any() else None
+        )
 
-    def locate(self, rows: NDArray[np.int64]) -> Located:
+    def locate(self, rows: NDArray[np.int64]) -> ShardOffsets:
         """Where raw elements lie: in their file, or from the start of a cell."""
-        held = self.cells.held[rows] if self.cells else np.zeros(len(rows), bool)
-        raw = ~held
+        is_encoded = (
+            self.encoded_chunks.mask[rows] if self.encoded_chunks else np.zeros(len(rows), bool)
+        )
+        is_raw = ~is_encoded
         shape = self.shards.boxes.shape[rows]
         pitch = self._pitch[self.shards.tensor[rows]]
-        odd = raw & ((shape > 1) & (pitch != row_major_strides(shape))).any(axis=1)
-        return Located(
-            offset=np.where(raw, self.extents.offset[rows], 0),
-            strides={int(r): tuple(pitch[r].tolist()) for r in np.flatnonzero(odd)},
+        is_strided = is_raw & ((shape > 1) & (pitch != row_major_strides(shape))).any(axis=1)
+        return ShardOffsets(
+            offset=np.where(is_raw, self.extents.offset[rows], 0),
+            strides={int(r): tuple(pitch[r].tolist()) for r in np.flatnonzero(is_strided)},
         )
 
     def missing_tensors(self) -> list[int]:
         """The tensor of every chunk that is not stored."""
-        found: list[int] = self.shards.tensor[self._missing].tolist()
-        return found
+        numbers: list[int] = self.shards.tensor[self._missing].tolist()
+        return numbers
 
-    def _read(self, row: int) -> NDArray[np.uint8]:
+    def _decode_chunk(self, row: int) -> NDArray[np.uint8]:
         """The bytes of one cell."""
         number = int(self.shards.tensor[row])
         array = self._arrays[number]
@@ -126,35 +130,37 @@ class Chunks:
         lo, hi = self.shards.boxes.lo[row, :n].tolist(), self.shards.boxes.hi[row, :n].tolist()
         shape = tuple(b - a for a, b in zip(lo, hi, strict=True))
         missing = self._missing[row]
-        found = np.full(shape, m.fill[0]) if missing else self._decode(array, lo, hi)
-        return np.ascontiguousarray(found).reshape(-1).view(np.uint8)
+        elements = np.full(shape, m.fill[0]) if missing else self._decode(array, lo, hi)
+        return np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
 
-    def _add(self, number: int, array: Array, table: _Table, ndim: int) -> None:
+    def _add(self, number: int, array: ZarrArray, table: _Table, ndim: int) -> None:
         m = array.metadata
         n = len(m.shape)
         total = numel(m.grid)
-        if table.num + total > MOST_CHUNKS:
+        if table.num_chunks + total > MAX_CHUNKS:
             raise FormatError(
                 f"chunks of {list(m.inner)} cut the shape {list(m.shape)} into {total:,} parts",
                 file=self._root / self._files[array.metadata_file].path,
                 tensor=array.name,
-                hint=f"at most {MOST_CHUNKS:,} of a whole checkpoint are read",
+                hint=f"at most {MAX_CHUNKS:,} of a whole checkpoint are read",
             )
-        at = np.stack(np.unravel_index(np.arange(total), m.grid), axis=1) if n and total else None
-        at = np.zeros((total, n), np.int64) if at is None else at.astype(np.int64)
+        position = (
+            np.stack(np.unravel_index(np.arange(total), m.grid), axis=1) if n and total else None
+        )
+        position = np.zeros((total, n), np.int64) if position is None else position.astype(np.int64)
         inner = np.array(m.inner, np.int64)
-        lo = at * inner
+        lo = position * inner
         hi = np.minimum(lo + inner, np.array(m.shape, np.int64))
         per = np.array(m.chunk, np.int64) // inner
         if array.in_database:
             file = np.full(total, array.metadata_file, np.int64)
             offset = length = np.zeros(total, np.int64)
-            is_cell = np.ones(total, bool)
+            is_encoded = np.ones(total, bool)
         elif m.is_sharded:
-            file, offset, length, is_cell = self._sharded(array, at, per)
+            file, offset, length, is_encoded = self._locate_in_shards(array, position, per)
         else:
-            file, offset, length, is_cell = self._whole(array, at)
-        if is_cell.any() and m.inner_bytes > MOST_CELL_BYTES:
+            file, offset, length, is_encoded = self._locate_files(array, position)
+        if is_encoded.any() and m.inner_bytes > MAX_DECODED_BYTES:
             raise FormatError(
                 f"a chunk of {m.inner_bytes:,} bytes is too large to be decoded in memory",
                 file=self._root / array.folder,
@@ -170,83 +176,85 @@ class Chunks:
         table.file.append(file)
         table.offset.append(offset)
         table.length.append(length)
-        table.is_cell.append(is_cell)
-        table.num += total
+        table.is_encoded.append(is_encoded)
+        table.num_chunks += total
 
-    def _whole(self, array: Array, at: Ints) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
+    def _locate_files(
+        self, array: ZarrArray, position: Ints
+    ) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
         """Chunks of which each is a file."""
         m = array.metadata
-        file = np.array([array.files.get(m.key(tuple(p)), -1) for p in at.tolist()], np.int64)
+        file = np.array([array.files.get(m.key(tuple(p)), -1) for p in position.tolist()], np.int64)
         size = np.array([self._files[f].size if f >= 0 else 0 for f in file.tolist()], np.int64)
         if m.is_raw:
             for row in np.flatnonzero((file >= 0) & (size != m.inner_bytes))[:1].tolist():
                 self._refuse(array, int(file[row]), f"holds {int(size[row]):,} bytes", m)
-        is_cell = (file < 0) | np.full(len(file), not m.is_raw)
-        return file, np.zeros(len(file), np.int64), size, is_cell
+        is_encoded = (file < 0) | np.full(len(file), not m.is_raw)
+        return file, np.zeros(len(file), np.int64), size, is_encoded
 
-    def _sharded(
-        self, array: Array, at: Ints, per: Ints
+    def _locate_in_shards(
+        self, array: ZarrArray, positions: Ints, per: Ints
     ) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
         """Chunks of which many are in a file, at places that its index tells."""
         m = array.metadata
-        n = len(at)
+        n = len(positions)
         file, offset, length = (np.full(n, v, np.int64) for v in (-1, 0, 0))
-        inside = (at % per * np.array(strides(per.tolist()), np.int64)).sum(axis=1)
-        whole = [-(-g // p) for g, p in zip(m.grid, per.tolist(), strict=True)]
-        number = (at // per * np.array(strides(whole), np.int64)).sum(axis=1)
-        _, first, which = np.unique(number, return_index=True, return_inverse=True)
-        shards = (at // per)[first]
-        order = np.argsort(which.reshape(-1), kind="stable")
-        ends = np.searchsorted(which.reshape(-1)[order], np.arange(len(shards) + 1))
+        index_in_shard = (positions % per * np.array(strides(per.tolist()), np.int64)).sum(axis=1)
+        shard_grid = [-(-g // p) for g, p in zip(m.grid, per.tolist(), strict=True)]
+        number = (positions // per * np.array(strides(shard_grid), np.int64)).sum(axis=1)
+        _, first, shard_index = np.unique(number, return_index=True, return_inverse=True)
+        shards = (positions // per)[first]
+        order = np.argsort(shard_index.reshape(-1), kind="stable")
+        ends = np.searchsorted(shard_index.reshape(-1)[order], np.arange(len(shards) + 1))
         for k, position in enumerate(shards.tolist()):
             rows = order[ends[k] : ends[k + 1]]
-            found = array.files.get(m.key(tuple(position)), -1)
-            if found < 0:
+            shard_file = array.files.get(m.key(tuple(position)), -1)
+            if shard_file < 0:
                 continue
             if m.index is None:
                 # Where in the file they are is the library's business; the sum is what is read.
-                size = self._files[found].size
+                size = self._files[shard_file].size
                 share = np.arange(len(rows) + 1) * size // max(len(rows), 1)
-                file[rows], offset[rows], length[rows] = found, share[:-1], np.diff(share)
+                file[rows], offset[rows], length[rows] = shard_file, share[:-1], np.diff(share)
                 continue
-            index = self._index(array, found, int(per.prod()))
-            here = index[inside[rows]]
-            stored = (here != np.uint64(_MISSING)).any(axis=1)
-            rows, here = rows[stored], here[stored]
-            for start, num in here[here[:, 1] != m.inner_bytes][:1].tolist():
-                self._refuse(array, found, f"has a chunk of {num:,} bytes at {start:,}", m)
-            start_at, end_at = self._data(array, found, int(per.prod()))
-            outside = here[:, 0] < start_at
-            outside |= here[:, 0] > max(end_at - m.inner_bytes, 0)
-            for start, num in here[outside][:1].tolist():
-                self._refuse(array, found, f"has a chunk of {num:,} bytes at {start:,}", m)
-            file[rows], offset[rows], length[rows] = found, here[:, 0], here[:, 1]
+            index = self._read_index(array, shard_file, int(per.prod()))
+            entries = index[index_in_shard[rows]]
+            stored = (entries != np.uint64(_MISSING)).any(axis=1)
+            rows, entries = rows[stored], entries[stored]
+            for start, num in entries[entries[:, 1] != m.inner_bytes][:1].tolist():
+                self._refuse(array, shard_file, f"has a chunk of {num:,} bytes at {start:,}", m)
+            start_at, end_at = self._data_range(array, shard_file, int(per.prod()))
+            outside = entries[:, 0] < start_at
+            outside |= entries[:, 0] > max(end_at - m.inner_bytes, 0)
+            for start, num in entries[outside][:1].tolist():
+                self._refuse(array, shard_file, f"has a chunk of {num:,} bytes at {start:,}", m)
+            file[rows], offset[rows], length[rows] = shard_file, entries[:, 0], entries[:, 1]
         return file, offset, length, (file < 0) | np.full(n, m.index is None)
 
-    def _data(self, array: Array, file: int, num: int) -> tuple[int, int]:
+    def _data_range(self, array: ZarrArray, file: int, num_chunks: int) -> tuple[int, int]:
         """Where in a shard chunks may lie: not in its index."""
-        how, size = array.metadata.index, self._files[file].size
-        held = 16 * num + (4 if how and how.checksum else 0)
-        return (0, size - held) if how and how.at_end else (held, size)
+        index, size = array.metadata.index, self._files[file].size
+        index_bytes = 16 * num_chunks + (4 if index and index.checksum else 0)
+        return (0, size - index_bytes) if index and index.at_end else (index_bytes, size)
 
-    def _index(self, array: Array, file: int, num: int) -> NDArray[np.uint64]:
+    def _read_index(self, array: ZarrArray, file: int, num_chunks: int) -> NDArray[np.uint64]:
         """Offset and length of every inner chunk of a shard, uint64 `[num, 2]`."""
-        how = array.metadata.index
+        index = array.metadata.index
         stored = self._files[file]
-        first, end = self._data(array, file, num)
+        first, end = self._data_range(array, file, num_chunks)
         if end < first:
             self._refuse(array, file, f"of {stored.size:,} bytes lacks an index", array.metadata)
-        at, size = (end, stored.size - end) if how and how.at_end else (0, first)
-        data = read_exact(self._root / stored.path, at, size)
-        if how and how.checksum:
-            want = int.from_bytes(data[-4:], "little")
-            if crc32c(data[:-4]) != want:
+        offset, size = (end, stored.size - end) if index and index.at_end else (0, first)
+        data = read_exact(self._root / stored.path, offset, size)
+        if index and index.checksum:
+            expected = int.from_bytes(data[-4:], "little")
+            if crc32c(data[:-4]) != expected:
                 self._refuse(array, file, "has an index with a wrong checksum", array.metadata)
-        return np.frombuffer(data[: 16 * num], "<u8").reshape(num, 2)
+        return np.frombuffer(data[: 16 * num_chunks], "<u8").reshape(num_chunks, 2)
 
-    def _refuse(self, array: Array, file: int, what: str, m: ArrayMetadata) -> None:
+    def _refuse(self, array: ZarrArray, file: int, problem: str, m: ArrayMetadata) -> None:
         raise FormatError(
-            f"the chunk file {what}; chunks of {list(m.inner)} {m.dtype} have {m.inner_bytes:,}",
+            f"the chunk file {problem}; chunks of {list(m.inner)} {m.dtype} have {m.inner_bytes:,}",
             file=self._root / self._files[file].path,
             tensor=array.name,
             hint=_INCOMPLETE,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Destination
-from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.digest import crc32c
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import DType
@@ -23,23 +23,27 @@ _BLOSC = {"cname": "zstd", "clevel": 3}
 Encode = Callable[[NDArray[Any]], Any]
 
 
-def codec(how: str, dtype: DType) -> dict[str, Any]:
+def codec_metadata(compression: str, dtype: DType) -> dict[str, Any]:
     """The metadata of a codec.
 
     Raises:
         UsageError: there is none of this name.
     """
-    if how == "zstd":
+    if compression == "zstd":
         settings: dict[str, Any] = {"level": _ZSTD_LEVEL, "checksum": False}
-    elif how == "blosc":
-        more = {"shuffle": "shuffle", "typesize": dtype.itemsize, "blocksize": 0}
-        settings = _BLOSC | more
+    elif compression == "blosc":
+        shuffle = {"shuffle": "shuffle", "typesize": dtype.itemsize, "blocksize": 0}
+        settings = _BLOSC | shuffle
     else:
-        raise UsageError(f"unknown compression {how!r}", hint=f"known: {', '.join(COMPRESSIONS)}")
-    return {"name": how, "configuration": settings}
+        raise UsageError(
+            f"unknown compression {compression!r}", hint=f"known: {', '.join(COMPRESSIONS)}"
+        )
+    return {"name": compression, "configuration": settings}
 
 
-def compress(destination: Destination, stage: Stage, how: str, *, threads: int = 1) -> int:
+def compress(
+    destination: Destination, stage: StagingFolder, compression: str, *, threads: int = 1
+) -> int:
     """Compress all chunks of a checkpoint that `lay_out(compress=how)` laid out and whose raw bytes
     are in the stage; the number of bytes saved.
 
@@ -50,22 +54,26 @@ def compress(destination: Destination, stage: Stage, how: str, *, threads: int =
         MissingPackageError: numcodecs is not installed.
         StorageError: a read or a write failed.
     """
-    found = destination.catalogue
+    catalogue = destination.catalogue
     indexes = {file: (offset, data) for file, offset, data in destination.fragments}
-    owner = {int(f): int(t) for f, t in zip(found.extents.file, found.shards.tensor, strict=True)}
+    owner = {
+        int(f): int(t) for f, t in zip(catalogue.extents.file, catalogue.shards.tensor, strict=True)
+    }
 
-    def one(number: int) -> int:
-        file, dtype = found.files[number], found.tensors[owner[number]].dtype
+    def compress_file(number: int) -> int:
+        file, dtype = catalogue.files[number], catalogue.tensors[owner[number]].dtype
         fd = stage.files.open_write(stage.path(file.path))
         try:
-            end = _rewrite(stage.files, fd, file.size, indexes.get(number), _encoder(how, dtype))
+            end = _rewrite(
+                stage.files, fd, file.size, indexes.get(number), _encoder(compression, dtype)
+            )
             stage.files.truncate(fd, end)
         finally:
             stage.files.close(fd)
         return file.size - end
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
-        return sum(pool.map(one, range(len(found.files))))
+        return sum(pool.map(compress_file, range(len(catalogue.files))))
 
 
 def _rewrite(
@@ -75,14 +83,14 @@ def _rewrite(
 
     Nothing is overwritten before it is read: what has no room yet (chunks that grow) waits.
     """
-    places = [(0, size)]
+    extents = [(0, size)]
     table = np.zeros((1, 2), "<u8")
     if index is not None:
         table = np.frombuffer(index[1][:-4], "<u8").reshape(-1, 2).copy()
-        places = [(int(a), int(n)) for a, n in table.tolist()]
-    waiting = bytearray()
+        extents = [(int(a), int(n)) for a, n in table.tolist()]
+    pending = bytearray()
     written = end = 0
-    for k, (offset, length) in enumerate(places):
+    for k, (offset, length) in enumerate(extents):
         if offset >= 1 << 63:  # a chunk outside the array
             continue
         raw = np.empty(length, np.uint8)
@@ -90,26 +98,26 @@ def _rewrite(
         data = encode(raw)
         table[k] = end, len(data)
         end += len(data)
-        waiting += data
-        ready = min(len(waiting), offset + length - written)
-        files.pwrite_all(fd, bytes(waiting[:ready]), written)
-        written += ready
-        del waiting[:ready]
+        pending += data
+        writable = min(len(pending), offset + length - written)
+        files.pwrite_all(fd, bytes(pending[:writable]), written)
+        written += writable
+        del pending[:writable]
     if index is not None:
         entries = table.tobytes()
-        waiting += entries + crc32c(entries).to_bytes(4, "little")
-    files.pwrite_all(fd, bytes(waiting), written)
-    return written + len(waiting)
+        pending += entries + crc32c(entries).to_bytes(4, "little")
+    files.pwrite_all(fd, bytes(pending), written)
+    return written + len(pending)
 
 
-def _encoder(how: str, dtype: DType) -> Encode:
+def _encoder(compression: str, dtype: DType) -> Encode:
     try:
         import numcodecs
     except ModuleNotFoundError as e:
         raise MissingPackageError(
-            f"compression by {how} needs numcodecs", hint="pip install 'zarr>=3.1'"
+            f"compression by {compression} needs numcodecs", hint="pip install 'megtool[zarr]'"
         ) from e
-    if how == "zstd":
+    if compression == "zstd":
         encode: Encode = numcodecs.Zstd(level=_ZSTD_LEVEL).encode
         return encode
     blosc = numcodecs.Blosc(shuffle=numcodecs.Blosc.SHUFFLE, **_BLOSC)

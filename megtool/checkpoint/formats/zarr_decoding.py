@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.formats.zarr_chunks import Array
+from megtool.checkpoint.formats.zarr_chunks import ZarrArray
 from megtool.errors import FormatError, MissingPackageError
 
-FAULTS = (
+LIBRARY_ERRORS = (
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -26,7 +26,7 @@ FAULTS = (
 """What the libraries raise when bytes or metadata make no sense to them."""
 
 
-class Decoder:
+class ChunkDecoder:
     """Reads boxes of arrays: types that zarr-python knows through it, others by tensorstore.
 
     Arrays are opened once. Any thread may call.
@@ -37,7 +37,7 @@ class Decoder:
         self._opened: dict[str, Callable[[tuple[slice, ...]], NDArray[Any]]] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, array: Array, lo: Sequence[int], hi: Sequence[int]) -> NDArray[Any]:
+    def __call__(self, array: ZarrArray, lo: Sequence[int], hi: Sequence[int]) -> NDArray[Any]:
         """The elements of the box `lo:hi`, little-endian.
 
         Raises:
@@ -50,10 +50,10 @@ class Decoder:
                 read = self._opened.get(array.name)
                 if read is None:
                     read = self._opened[array.name] = self._open(array)
-            found = np.asarray(read(box))
-            if found.dtype.byteorder == ">":
-                found = found.astype(found.dtype.newbyteorder("<"))
-        except FAULTS as e:
+            elements = np.asarray(read(box))
+            if elements.dtype.byteorder == ">":
+                elements = elements.astype(elements.dtype.newbyteorder("<"))
+        except LIBRARY_ERRORS as e:
             raise FormatError(
                 f"elements {list(lo)} to {list(hi)} cannot be decoded: {str(e)[:200]}",
                 file=self._root / array.folder,
@@ -61,21 +61,23 @@ class Decoder:
                 hint="the chunk is damaged, or its codec is not installed",
             ) from e
         shape = tuple(b - a for a, b in zip(lo, hi, strict=True))
-        if found.shape != shape or found.dtype.itemsize != array.metadata.dtype.itemsize:
+        if elements.shape != shape or elements.dtype.itemsize != array.metadata.dtype.itemsize:
             raise FormatError(
-                f"decoded to {found.dtype} {list(found.shape)}, not {array.metadata.dtype} "
+                f"decoded to {elements.dtype} {list(elements.shape)}, not {array.metadata.dtype} "
                 f"{list(shape)}",
                 file=self._root / array.folder,
                 tensor=array.name,
             )
-        return found
+        return elements
 
-    def _open(self, array: Array) -> Callable[[tuple[slice, ...]], NDArray[Any]]:
+    def _open(self, array: ZarrArray) -> Callable[[tuple[slice, ...]], NDArray[Any]]:
         folder = self._root / array.folder
         version = array.metadata.version
-        if array.metadata.known:
-            held = zarr_package().open_array(store=str(folder), mode="r", zarr_format=version)
-            return lambda box: np.asarray(held[box])
+        if array.metadata.is_zarr_python_dtype:
+            stored_array = zarr_package().open_array(
+                store=str(folder), mode="r", zarr_format=version
+            )
+            return lambda box: np.asarray(stored_array[box])
         spec = {
             "driver": "zarr" if version == 2 else "zarr3",
             "kvstore": {"driver": "file", "path": str(folder)},
@@ -99,7 +101,7 @@ def zarr_package() -> Any:
         import zarr
     except ModuleNotFoundError as e:
         raise MissingPackageError(
-            "decoding compressed zarr chunks needs zarr", hint="pip install 'zarr>=3.1'"
+            "decoding compressed zarr chunks needs zarr", hint="pip install 'megtool[zarr]'"
         ) from e
     return zarr
 
@@ -114,6 +116,6 @@ def tensorstore_package() -> Any:
         import tensorstore
     except ModuleNotFoundError as e:
         raise MissingPackageError(
-            "decoding these chunks needs tensorstore", hint="pip install tensorstore"
+            "decoding these chunks needs tensorstore", hint="pip install 'megtool[zarr]'"
         ) from e
     return tensorstore

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
-from megtool.checkpoint.containers.zip_writer import object_item
+from megtool.checkpoint.containers.zip_writer import encode_object
 from megtool.checkpoint.digest import crc32c
-from megtool.checkpoint.formats.zarr_compression import codec
+from megtool.checkpoint.formats.zarr_compression import codec_metadata
 from megtool.checkpoint.formats.zarr_metadata import (
+    DTYPE_ATTRIBUTE,
     ONLY_TENSORSTORE,
-    TRUE_DTYPE,
     V3_NAME,
     ArrayMetadata,
-    Index,
+    ShardIndex,
 )
 from megtool.dtypes import DType
 from megtool.errors import UsageError
@@ -35,10 +35,10 @@ DEFAULT_SHARD_BYTES = 1 << 30
 
 _LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 _RESERVED = (OBJECTS, COMMON, "hf", "tokenizer", "metadata.json", V3_NAME)
-_MOST_NAME_BYTES = 255
+_MAX_NAME_BYTES = 255
 
 
-def lay_out(
+def plan_zarr_layout(
     tensors: Sequence[GlobalTensor],
     *,
     kind: str,
@@ -47,7 +47,7 @@ def lay_out(
     chunks: Mapping[str, Sequence[int]] | None = None,
     objects: Mapping[str, Any] | None = None,
     common: Any = None,
-    small: Mapping[str, bytes] | None = None,
+    small_files: Mapping[str, bytes] | None = None,
     compress: str | None = None,
 ) -> Destination:
     """Lay out one array per tensor, of raw chunks.
@@ -69,41 +69,41 @@ def lay_out(
     Raises:
         UsageError: a name cannot be one of a folder, names collide, or a chunk does not fit.
     """
-    others, last = dict(small or {}), dict[str, bytes]()
+    other_files, final_files = dict(small_files or {}), dict[str, bytes]()
     shard_bytes = None if kind == "ocdbt" else shard_bytes
-    _check([t.name for t in tensors], list(objects or {}))
+    _check_names([t.name for t in tensors], list(objects or {}))
     for name, value in (objects or {}).items():
-        data = value if isinstance(value, bytes) else object_item([value])
-        others[f"{OBJECTS}/{name}.pt"] = data
-    files = _Files(others)
+        data = value if isinstance(value, bytes) else encode_object([value])
+        other_files[f"{OBJECTS}/{name}.pt"] = data
+    files = _Files(other_files)
     nodes: dict[str, dict[str, Any]] = {}
     for number, t in enumerate(tensors):
-        wanted = (chunks or {}).get(t.name)
-        laid = _metadata(t, chunk_bytes, shard_bytes, wanted)
-        nodes[t.name] = _array_json(t, laid, kind, compress)
+        chunk_shape = (chunks or {}).get(t.name)
+        metadata = _metadata(t, chunk_bytes, shard_bytes, chunk_shape)
+        nodes[t.name] = _array_json(t, metadata, kind, compress)
         for group in Path(t.name).parents:
             if group.name:
                 nodes.setdefault(group.as_posix(), _group_json())
-        files.add(number, t, laid)
-    others |= {f"{name}/{V3_NAME}": _json(node) for name, node in nodes.items()}
+        files.add(number, t, metadata)
+    other_files |= {f"{name}/{V3_NAME}": _json(node) for name, node in nodes.items()}
     root = _group_json()
     if kind == "zarr":  # a type that zarr-python does not know would spoil the whole group for it
-        metadata = dict(sorted(nodes.items()))
+        consolidated = dict(sorted(nodes.items()))
         root["consolidated_metadata"] = {
             "kind": "inline",
             "must_understand": False,
-            "metadata": metadata,
+            "metadata": consolidated,
         }
     if common is not None:
-        others[COMMON] = object_item(common)
+        other_files[COMMON] = encode_object(common)
         config = {
             "sharded_backend": BACKEND,
             "sharded_backend_version": 1,
             "common_backend": "torch",
             "common_backend_version": 1,
         }
-        last["metadata.json"] = json.dumps(config).encode()
-    last[V3_NAME] = _json(root)
+        final_files["metadata.json"] = json.dumps(config).encode()
+    final_files[V3_NAME] = _json(root)
     catalogue = Catalogue(
         format=kind,
         root=Path(),
@@ -117,20 +117,25 @@ def lay_out(
         ),
         metadata={} if common is None else {"common": common},
     )
-    return Destination(catalogue=catalogue, fragments=files.fragments, small=others, last=last)
+    return Destination(
+        catalogue=catalogue,
+        fragments=files.fragments,
+        small_files=other_files,
+        final_files=final_files,
+    )
 
 
-def _check(names: list[str], objects: list[str]) -> None:
+def _check_names(names: list[str], objects: list[str]) -> None:
     """Names are paths that stay in the folder, no array lies in another, and nothing is taken."""
-    taken = set(names)
-    if len(taken) != len(names):
+    used = set(names)
+    if len(used) != len(names):
         raise UsageError(f"two tensors are called {next(n for n in names if names.count(n) > 1)!r}")
     for name in [*names, *objects]:
         parts = name.split("/")
         bad = any(
             p in ("", ".", "..")
             or p.startswith("__")
-            or len(p.encode(errors="replace")) > _MOST_NAME_BYTES - len(".pt")
+            or len(p.encode(errors="replace")) > _MAX_NAME_BYTES - len(".pt")
             for p in parts
         )
         if bad or any(c in name for c in "\0\\"):
@@ -142,7 +147,7 @@ def _check(names: list[str], objects: list[str]) -> None:
         if parts[0] in _RESERVED:
             raise UsageError(f"{parts[0]!r} is a name of megtool's own", tensor=name)
         for k in range(1, len(parts)):
-            if "/".join(parts[:k]) in taken:
+            if "/".join(parts[:k]) in used:
                 raise UsageError(f"lies inside the array {'/'.join(parts[:k])!r}", tensor=name)
 
 
@@ -153,26 +158,34 @@ def _metadata(
     t: GlobalTensor,
     chunk_bytes: int,
     shard_bytes: int | None,
-    wanted: Sequence[int] | None,
+    chunk_shape: Sequence[int] | None,
 ) -> ArrayMetadata:
     if t.packing is not None:
         raise UsageError(f"elements packed as {t.packing!r} cannot be stored so", tensor=t.name)
-    inner = rows_of(t.shape, t.dtype, chunk_bytes) if wanted is None else tuple(wanted)
-    if len(inner) != len(t.shape) or min(inner, default=1) < 1 or not is_one_run(t.shape, inner):
+    inner = (
+        choose_chunk_shape(t.shape, t.dtype, chunk_bytes)
+        if chunk_shape is None
+        else tuple(chunk_shape)
+    )
+    if (
+        len(inner) != len(t.shape)
+        or min(inner, default=1) < 1
+        or not is_contiguous_chunk(t.shape, inner)
+    ):
         raise UsageError(
             f"chunks of {list(inner)} do not fit the shape {list(t.shape)}",
             tensor=t.name,
             hint="all but the first dimension that is cut must be multiples of the chunk",
         )
-    room = max(1, (shard_bytes or 0) // (numel(inner) * t.dtype.itemsize))
-    num = [1] * len(inner)
+    budget = max(1, (shard_bytes or 0) // (numel(inner) * t.dtype.itemsize))
+    chunks_per_file = [1] * len(inner)
     for d in reversed(range(len(inner))):
-        whole = max(1, -(-t.shape[d] // inner[d]))
-        num[d] = min(whole, room)
-        room //= num[d]
-        if num[d] < whole:
+        num_chunks = max(1, -(-t.shape[d] // inner[d]))
+        chunks_per_file[d] = min(num_chunks, budget)
+        budget //= chunks_per_file[d]
+        if chunks_per_file[d] < num_chunks:
             break
-    chunk = tuple(i * n for i, n in zip(inner, num, strict=True))
+    chunk = tuple(i * n for i, n in zip(inner, chunks_per_file, strict=True))
     return ArrayMetadata(
         version=3,
         shape=t.shape,
@@ -183,12 +196,12 @@ def _metadata(
         fill=np.zeros(1, f"<u{t.dtype.itemsize}"),
         separator="/",
         prefix="c",
-        known=t.dtype.name not in ONLY_TENSORSTORE,
-        index=Index(at_end=True, checksum=True) if chunk != inner else None,
+        is_zarr_python_dtype=t.dtype.name not in ONLY_TENSORSTORE,
+        index=ShardIndex(at_end=True, checksum=True) if chunk != inner else None,
     )
 
 
-def rows_of(shape: Sequence[int], dtype: DType, num_bytes: int) -> tuple[int, ...]:
+def choose_chunk_shape(shape: Sequence[int], dtype: DType, num_bytes: int) -> tuple[int, ...]:
     """The shape of a chunk of about `num_bytes`: whole rows, or a part of one."""
     out = [max(n, 1) for n in shape]
     for d in range(len(out)):
@@ -200,7 +213,7 @@ def rows_of(shape: Sequence[int], dtype: DType, num_bytes: int) -> tuple[int, ..
     return tuple(out)
 
 
-def is_one_run(shape: Sequence[int], chunk: Sequence[int]) -> bool:
+def is_contiguous_chunk(shape: Sequence[int], chunk: Sequence[int]) -> bool:
     """Whether what an edge chunk holds is at its start: it is cut short in its first dimension."""
     first = next((d for d, c in enumerate(chunk) if c > 1), len(chunk))
     return not any(n % c for n, c in zip(shape[first + 1 :], chunk[first + 1 :], strict=True))
@@ -227,16 +240,16 @@ class _Files:
             end = 0
             index = np.full((numel(per), 2), (1 << 64) - 1, "<u8")
             for k, inside in enumerate(np.ndindex(*per)):
-                at = [p * n + i for p, n, i in zip(position, per, inside, strict=True)]
-                lo = [a * i for a, i in zip(at, m.inner, strict=True)]
+                coordinates = [p * n + i for p, n, i in zip(position, per, inside, strict=True)]
+                lo = [a * i for a, i in zip(coordinates, m.inner, strict=True)]
                 if any(x >= n for x, n in zip(lo, t.shape, strict=True)):
                     continue
                 hi = [min(x + i, n) for x, i, n in zip(lo, m.inner, t.shape, strict=True)]
-                num = numel([b - a for a, b in zip(lo, hi, strict=True)]) * t.dtype.itemsize
+                num_bytes = numel([b - a for a, b in zip(lo, hi, strict=True)]) * t.dtype.itemsize
                 self.rows.append((number, lo, hi, 0))
                 self.file.append(len(self.files))
                 self.offset.append(end)
-                self.length.append(num)
+                self.length.append(num_bytes)
                 index[k] = end, m.inner_bytes
                 end += m.inner_bytes
             if m.index is not None:
@@ -255,7 +268,7 @@ def _array_json(
 ) -> dict[str, Any]:
     codecs: list[dict[str, Any]] = [_LITTLE if t.dtype.itemsize > 1 else {"name": "bytes"}]
     if compress is not None:
-        codecs.append(codec(compress, t.dtype))
+        codecs.append(codec_metadata(compress, t.dtype))
     if m.index is not None:
         settings = {
             "chunk_shape": list(m.inner),
@@ -264,8 +277,8 @@ def _array_json(
             "index_location": "end",
         }
         codecs = [{"name": "sharding_indexed", "configuration": settings}]
-    carried = kind == "zarr" and not m.known
-    name = f"uint{8 * t.dtype.itemsize}" if carried else t.dtype.name
+    is_stored_as_uint = kind == "zarr" and not m.is_zarr_python_dtype
+    name = f"uint{8 * t.dtype.itemsize}" if is_stored_as_uint else t.dtype.name
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -273,14 +286,14 @@ def _array_json(
         "data_type": name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(m.chunk)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": _fill(name),
+        "fill_value": _fill_value(name),
         "codecs": codecs,
-        "attributes": {TRUE_DTYPE: t.dtype.name} if carried else {},
+        "attributes": {DTYPE_ATTRIBUTE: t.dtype.name} if is_stored_as_uint else {},
         "storage_transformers": [],
     }
 
 
-def _fill(name: str) -> Any:
+def _fill_value(name: str) -> Any:
     if name == "bool":
         return False
     if name.startswith("complex"):

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import MOST_DIMS
-from megtool.checkpoint.formats.header_reader import DAMAGED, shown
-from megtool.checkpoint.transport.cast import element
+from megtool.checkpoint.catalogue import MAX_DIMS
+from megtool.checkpoint.formats.header_reader import DAMAGED, short_repr
+from megtool.checkpoint.transport.cast import encode_element
 from megtool.dtypes import DTYPES, DType, dtype
 from megtool.errors import FormatError
 from megtool.tensors.box import numel
 
 V2_NAME, V3_NAME = ".zarray", "zarr.json"
-TRUE_DTYPE = "megtool_dtype"
+DTYPE_ATTRIBUTE = "megtool_dtype"
 """The attribute that names the type whose bits unsigned integers carry."""
 
 ONLY_TENSORSTORE = frozenset(
@@ -42,7 +42,7 @@ _COMPRESSIONS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Index:
+class ShardIndex:
     """How the index of a v3 shard is kept: at which end of the file, and if with a checksum."""
 
     at_end: bool
@@ -69,9 +69,9 @@ class ArrayMetadata:
     fill: NDArray[Any]
     separator: str
     prefix: str
-    known: bool = True
+    is_zarr_python_dtype: bool = True
     is_column_major: bool = False
-    index: Index | None = None
+    index: ShardIndex | None = None
 
     @property
     def is_sharded(self) -> bool:
@@ -101,51 +101,55 @@ class _Reader:
         self.file = file
         self.data = self.members(data, "the metadata")
 
-    def bad(self, message: str, hint: str = DAMAGED) -> FormatError:
+    def error(self, message: str, hint: str = DAMAGED) -> FormatError:
         return FormatError(message, file=self.file, hint=hint)
 
-    def members(self, value: Any, what: str) -> dict[str, Any]:
+    def members(self, value: Any, label: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise self.bad(f"{what} is {shown(value)}, no JSON object")
+            raise self.error(f"{label} is {short_repr(value)}, no JSON object")
         return value
 
-    def named(self, value: Any, what: str) -> tuple[str, dict[str, Any]]:
+    def named(self, value: Any, label: str) -> tuple[str, dict[str, Any]]:
         """An extension of v3: a name, and its configuration."""
         if isinstance(value, str):
             return value, {}
-        held = self.members(value, what)
-        if not isinstance(held.get("name"), str):
-            raise self.bad(f"{what} has the name {shown(held.get('name'))}")
-        return held["name"], self.members(held.get("configuration", {}), f"the {what}'s settings")
+        extension = self.members(value, label)
+        if not isinstance(extension.get("name"), str):
+            raise self.error(f"{label} has the name {short_repr(extension.get('name'))}")
+        return extension["name"], self.members(
+            extension.get("configuration", {}), f"the {label}'s settings"
+        )
 
-    def items(self, value: Any, what: str) -> list[Any]:
+    def items(self, value: Any, label: str) -> list[Any]:
         if not isinstance(value, list):
-            raise self.bad(f"{what} is {shown(value)}, no list")
+            raise self.error(f"{label} is {short_repr(value)}, no list")
         return value
 
-    def sizes(self, value: Any, what: str, least: int) -> tuple[int, ...]:
-        sizes = self.items(value, what)
-        if len(sizes) > MOST_DIMS or any(type(n) is not int or n < least for n in sizes):
-            raise self.bad(f"{what} is {shown(value)}")
+    def sizes(self, value: Any, label: str, least: int) -> tuple[int, ...]:
+        sizes = self.items(value, label)
+        if len(sizes) > MAX_DIMS or any(type(n) is not int or n < least for n in sizes):
+            raise self.error(f"{label} is {short_repr(value)}")
         if math.prod(sizes) >= 1 << 62:
-            raise self.bad(f"{what} {shown(value)} has more elements than any storage")
+            raise self.error(f"{label} {short_repr(value)} has more elements than any storage")
         return tuple(sizes)
 
-    def grid(self, shape: tuple[int, ...], value: Any, what: str) -> tuple[int, ...]:
-        chunk = self.sizes(value, what, 1)
+    def grid(self, shape: tuple[int, ...], value: Any, label: str) -> tuple[int, ...]:
+        chunk = self.sizes(value, label, 1)
         if len(chunk) != len(shape):
-            raise self.bad(f"{what} {list(chunk)} does not fit the shape {list(shape)}")
+            raise self.error(f"{label} {list(chunk)} does not fit the shape {list(shape)}")
         return chunk
 
-    def choice(self, value: Any, what: str, choices: tuple[Any, ...]) -> Any:
+    def choice(self, value: Any, label: str, choices: tuple[Any, ...]) -> Any:
         if value not in choices or isinstance(value, bool):
-            raise self.bad(f"{what} is {shown(value)}", f"known: {', '.join(map(str, choices))}")
+            raise self.error(
+                f"{label} is {short_repr(value)}", f"known: {', '.join(map(str, choices))}"
+            )
         return value
 
     def compression(self, name: object) -> None:
         plain = name.removeprefix("numcodecs.") if isinstance(name, str) else ""
         if plain not in _COMPRESSIONS.split():
-            raise self.bad(f"codec {shown(name)} is unknown", f"known: {_COMPRESSIONS}")
+            raise self.error(f"codec {short_repr(name)} is unknown", f"known: {_COMPRESSIONS}")
 
     def bits(self, value: Any) -> Any:
         """The fill value of untyped elements, base64, as v3 spells bits."""
@@ -154,7 +158,7 @@ class _Reader:
         try:
             return "0x" + base64.b64decode(value, validate=True)[::-1].hex()
         except ValueError as e:
-            raise self.bad(f"the fill value {shown(value)} is no base64") from e
+            raise self.error(f"the fill value {short_repr(value)} is no base64") from e
 
     def fill(self, value: Any, kind: DType) -> NDArray[Any]:
         width = f"<u{kind.itemsize}"
@@ -169,9 +173,9 @@ class _Reader:
                 value = float(value)
             elif not isinstance(value, int | float):
                 raise ValueError
-            return element(value, kind).view(width).reshape(1)
+            return encode_element(value, kind).view(width).reshape(1)
         except (ValueError, TypeError, OverflowError) as e:
-            raise self.bad(f"the fill value {shown(value)} is no {kind}") from e
+            raise self.error(f"the fill value {short_repr(value)} is no {kind}") from e
 
 
 def read_v2(data: Any, *, file: Path, void_is_bfloat16: bool = False) -> ArrayMetadata:
@@ -184,13 +188,13 @@ def read_v2(data: Any, *, file: Path, void_is_bfloat16: bool = False) -> ArrayMe
         FormatError: it is no such thing, or names something unknown.
     """
     r = _Reader(data, file)
-    held = r.data
-    r.choice(held.get("zarr_format"), "zarr_format", (2,))
-    shape = r.sizes(held.get("shape"), "the shape", 0)
-    chunk = r.grid(shape, held.get("chunks"), "the chunk shape")
-    name = held.get("dtype")
+    metadata = r.data
+    r.choice(metadata.get("zarr_format"), "zarr_format", (2,))
+    shape = r.sizes(metadata.get("shape"), "the shape", 0)
+    chunk = r.grid(shape, metadata.get("chunks"), "the chunk shape")
+    name = metadata.get("dtype")
     kind: DType | None = None
-    fill, swapped = held.get("fill_value"), False
+    fill, swapped = metadata.get("fill_value"), False
     if isinstance(name, str):
         if name in ONLY_TENSORSTORE:
             kind = _DTYPES[name]
@@ -201,12 +205,14 @@ def read_v2(data: Any, *, file: Path, void_is_bfloat16: bool = False) -> ArrayMe
             kind = _V2_DTYPES.get(name[1:])
             swapped = name[:1] == ">" and kind is not None and kind.itemsize > 1
     if kind is None:
-        raise r.bad(f"elements of type {shown(name)} are not supported", "convert them first")
-    codecs = [held.get("compressor"), *r.items(held.get("filters") or [], "the filters")]
+        raise r.error(
+            f"elements of type {short_repr(name)} are not supported", "convert them first"
+        )
+    codecs = [metadata.get("compressor"), *r.items(metadata.get("filters") or [], "the filters")]
     codecs = [r.members(c, "a codec") for c in codecs if c is not None]
     for codec in codecs:
         r.compression(codec.get("id"))
-    order = r.choice(held.get("order", "C"), "the order", ("C", "F"))
+    order = r.choice(metadata.get("order", "C"), "the order", ("C", "F"))
     return ArrayMetadata(
         version=2,
         shape=shape,
@@ -216,9 +222,9 @@ def read_v2(data: Any, *, file: Path, void_is_bfloat16: bool = False) -> ArrayMe
         is_raw=not codecs and not swapped,
         is_column_major=order == "F",
         fill=r.fill(fill, kind),
-        separator=r.choice(held.get("dimension_separator", "."), "the separator", (".", "/")),
+        separator=r.choice(metadata.get("dimension_separator", "."), "the separator", (".", "/")),
         prefix="",
-        known=kind.name not in ONLY_TENSORSTORE,
+        is_zarr_python_dtype=kind.name not in ONLY_TENSORSTORE,
     )
 
 
@@ -229,29 +235,33 @@ def read_v3(data: Any, *, file: Path) -> ArrayMetadata:
         FormatError: it is no such thing, or names something unknown.
     """
     r = _Reader(data, file)
-    held = r.data
-    r.choice(held.get("zarr_format"), "zarr_format", (3,))
-    shape = r.sizes(held.get("shape"), "the shape", 0)
-    grid, settings = r.named(held.get("chunk_grid"), "the chunk grid")
+    metadata = r.data
+    r.choice(metadata.get("zarr_format"), "zarr_format", (3,))
+    shape = r.sizes(metadata.get("shape"), "the shape", 0)
+    grid, settings = r.named(metadata.get("chunk_grid"), "the chunk grid")
     r.choice(grid, "the chunk grid", ("regular",))
     chunk = r.grid(shape, settings.get("chunk_shape"), "the chunk shape")
-    name, _ = r.named(held.get("data_type"), "the data type")
+    name, _ = r.named(metadata.get("data_type"), "the data type")
     kind = _DTYPES.get(name)
     if kind is None:
-        raise r.bad(f"elements of type {shown(name)} are not supported", "convert them first")
+        raise r.error(
+            f"elements of type {short_repr(name)} are not supported", "convert them first"
+        )
     stored = kind
-    true = r.members(held.get("attributes", {}), "the attributes").get(TRUE_DTYPE)
-    if true is not None:
-        kind = _DTYPES.get(true) if isinstance(true, str) else None
+    true_name = r.members(metadata.get("attributes", {}), "the attributes").get(DTYPE_ATTRIBUTE)
+    if true_name is not None:
+        kind = _DTYPES.get(true_name) if isinstance(true_name, str) else None
         if kind is None or stored.name != f"uint{8 * kind.itemsize}":
-            raise r.bad(f"elements of {stored} are said to be {shown(true)}")
-    encoding, settings = r.named(held.get("chunk_key_encoding"), "the chunk key encoding")
+            raise r.error(f"elements of {stored} are said to be {short_repr(true_name)}")
+    encoding, settings = r.named(metadata.get("chunk_key_encoding"), "the chunk key encoding")
     r.choice(encoding, "the chunk key encoding", ("default", "v2"))
     usual = "/" if encoding == "default" else "."
     separator = r.choice(settings.get("separator", usual), "the separator", (".", "/"))
-    for one in r.items(held.get("storage_transformers", []), "the storage transformers"):
-        raise r.bad(f"the storage transformer {shown(one)} is unknown")
-    codecs = [r.named(c, "a codec") for c in r.items(held.get("codecs"), "the codecs")]
+    for transformer in r.items(
+        metadata.get("storage_transformers", []), "the storage transformers"
+    ):
+        raise r.error(f"the storage transformer {short_repr(transformer)} is unknown")
+    codecs = [r.named(c, "a codec") for c in r.items(metadata.get("codecs"), "the codecs")]
     _check_codecs(r, codecs)
     inner, index = chunk, None
     is_raw = _is_raw(codecs, kind)
@@ -264,10 +274,10 @@ def read_v3(data: Any, *, file: Path) -> ArrayMetadata:
         chunk=chunk,
         inner=inner,
         is_raw=is_raw,
-        fill=r.fill(held.get("fill_value"), stored),
+        fill=r.fill(metadata.get("fill_value"), stored),
         separator=separator,
         prefix="c" if encoding == "default" else "",
-        known=stored.name not in ONLY_TENSORSTORE,
+        is_zarr_python_dtype=stored.name not in ONLY_TENSORSTORE,
         index=index,
     )
 
@@ -277,7 +287,7 @@ _Codecs = list[tuple[str, dict[str, Any]]]
 
 def _check_codecs(r: _Reader, codecs: _Codecs) -> None:
     if not codecs:
-        raise r.bad("no codec turns the elements into bytes")
+        raise r.error("no codec turns the elements into bytes")
     for name, _ in codecs:
         if name not in _SHAPING:
             r.compression(name)
@@ -292,19 +302,27 @@ def _is_raw(codecs: _Codecs, kind: DType) -> bool:
 
 def _sharding(
     r: _Reader, codecs: _Codecs, chunk: tuple[int, ...], kind: DType
-) -> tuple[tuple[int, ...], Index | None, bool]:
+) -> tuple[tuple[int, ...], ShardIndex | None, bool]:
     """The inner chunk of a shard, where its index is (if it is one we read), and if it is raw."""
     settings = codecs[0][1]
     inner = r.grid(chunk, settings.get("chunk_shape"), "the inner chunk shape")
     if any(c % i for c, i in zip(chunk, inner, strict=True)):
-        raise r.bad(f"inner chunks of {list(inner)} do not divide the shard {list(chunk)}")
-    inside = [r.named(c, "a codec") for c in r.items(settings.get("codecs"), "the inner codecs")]
-    _check_codecs(r, inside)
-    around = [r.named(c, "a codec") for c in r.items(settings.get("index_codecs"), "index codecs")]
-    _check_codecs(r, around)
-    at = r.choice(settings.get("index_location", "end"), "the index location", ("start", "end"))
-    names = [name for name, _ in around]
-    plain = names in (["bytes"], ["bytes", "crc32c"]) and around[0][1].get("endian") == "little"
-    is_raw = plain and len(codecs) == 1 and _is_raw(inside, kind)
-    index = Index(at_end=at == "end", checksum=len(names) == 2) if is_raw else None
+        raise r.error(f"inner chunks of {list(inner)} do not divide the shard {list(chunk)}")
+    inner_codecs = [
+        r.named(c, "a codec") for c in r.items(settings.get("codecs"), "the inner codecs")
+    ]
+    _check_codecs(r, inner_codecs)
+    index_codecs = [
+        r.named(c, "a codec") for c in r.items(settings.get("index_codecs"), "index codecs")
+    ]
+    _check_codecs(r, index_codecs)
+    location = r.choice(
+        settings.get("index_location", "end"), "the index location", ("start", "end")
+    )
+    names = [name for name, _ in index_codecs]
+    plain = (
+        names in (["bytes"], ["bytes", "crc32c"]) and index_codecs[0][1].get("endian") == "little"
+    )
+    is_raw = plain and len(codecs) == 1 and _is_raw(inner_codecs, kind)
+    index = ShardIndex(at_end=location == "end", checksum=len(names) == 2) if is_raw else None
     return inner, index, is_raw

@@ -10,11 +10,11 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from megtool.checkpoint.storage.transfer import Buffer, Transfer, in_words
+from megtool.checkpoint.storage.transfer import Buffer, FileTransfer, to_storage_error
 from megtool.errors import FormatError, StorageError
 
 
-class Files(Transfer):
+class Files(FileTransfer):
     """The operating system, as far as checkpoints need it: the one place that calls it."""
 
     # ---- open files
@@ -28,14 +28,14 @@ class Files(Transfer):
         return self._open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def _open(self, path: Path, *how: int) -> int:
-        fd = self.do(path, "open", os.open, path, *how)
+        fd = self.call(path, "open", os.open, path, *how)
         self._paths[fd] = path
         return fd
 
     def open_memory(self, path: Path, data: Buffer) -> int:
         """A file in memory alone that holds `data` and is gone once closed; `path` is its name in
         messages."""
-        fd = self.do(path, "find memory for", os.memfd_create, "megtool", os.MFD_CLOEXEC)
+        fd = self.call(path, "find memory for", os.memfd_create, "megtool", os.MFD_CLOEXEC)
         self._paths[fd] = path
         try:
             self.pwrite_all(fd, data, 0)
@@ -46,7 +46,7 @@ class Files(Transfer):
 
     def truncate(self, fd: int, num_bytes: int) -> None:
         """Give an open file its size; what is new reads as zeros."""
-        self.do(fd, "resize", os.ftruncate, fd, num_bytes)
+        self.call(fd, "resize", os.ftruncate, fd, num_bytes)
 
     def read_whole(self, path: Path, *, at_most: int | None = None) -> bytes | None:
         """All bytes of a small file, None where there is none.
@@ -54,14 +54,14 @@ class Files(Transfer):
         Raises:
             FormatError: it is longer than `at_most` bytes.
         """
-        found = self.stat(path)
-        if found is None:
+        status = self.stat(path)
+        if status is None:
             return None
-        if at_most is not None and found.st_size > at_most:
-            raise FormatError(f"{found.st_size:,} bytes, over the limit {at_most:,}", file=path)
+        if at_most is not None and status.st_size > at_most:
+            raise FormatError(f"{status.st_size:,} bytes, over the limit {at_most:,}", file=path)
         fd = self.open_read(path)
         try:
-            data = bytearray(found.st_size)
+            data = bytearray(status.st_size)
             self.pread_into(fd, memoryview(data), 0)
             return bytes(data)
         finally:
@@ -82,7 +82,7 @@ class Files(Transfer):
             except OSError as e:
                 if e.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
                     return None
-                raise in_words(e, fd, "lock") from e
+                raise to_storage_error(e, fd, "lock") from e
             return True
 
     # ---- durability
@@ -95,7 +95,7 @@ class Files(Transfer):
         """
         fd = self.open_read(path)
         try:
-            self.do(path, "flush", os.fsync, fd)
+            self.call(path, "flush", os.fsync, fd)
         finally:
             self.close(fd)
 
@@ -116,15 +116,15 @@ class Files(Transfer):
                 return
             if self.stat(target) is not None:
                 raise StorageError("exists", file=target)
-        self.do(target, "rename to", os.rename, source, target)
+        self.call(target, "rename to", os.rename, source, target)
 
-    def exchange(self, one: Path, two: Path) -> bool:
+    def exchange(self, first: Path, second: Path) -> bool:
         """Swap two names, atomically; False (and nothing done) where the system cannot."""
-        return self._renameat2(one, two, _EXCHANGE)
+        return self._renameat2(first, second, _EXCHANGE)
 
     def _renameat2(self, source: Path, target: Path, flags: int) -> bool:
         try:
-            self.do(target, "rename to", renameat2, source, target, flags)
+            self.call(target, "rename to", renameat2, source, target, flags)
         except StorageError as e:
             if isinstance(e.__cause__, OSError) and e.__cause__.errno in (
                 errno.ENOSYS,
@@ -138,7 +138,7 @@ class Files(Transfer):
     def mkdir(self, path: Path) -> bool:
         """Make a folder; False when there is one already."""
         try:
-            self.do(path, "make folder", os.mkdir, path)
+            self.call(path, "make folder", os.mkdir, path)
         except StorageError as e:
             if isinstance(e.__cause__, FileExistsError):
                 return False
@@ -147,20 +147,20 @@ class Files(Transfer):
 
     def remove(self, path: Path) -> None:
         """Remove a file, or a folder with all it holds; links are not followed. May be missing."""
-        found = self._stat(os.lstat, path)
-        if found is None:
+        status = self._stat(os.lstat, path)
+        if status is None:
             return
-        if not stat.S_ISDIR(found.st_mode):
-            self.do(path, "remove", os.unlink, path)
+        if not stat.S_ISDIR(status.st_mode):
+            self.call(path, "remove", os.unlink, path)
             return
         for name in self.names(path):
             self.remove(path / name)
-        self.do(path, "remove", os.rmdir, path)
+        self.call(path, "remove", os.rmdir, path)
 
     def remove_empty(self, path: Path) -> bool:
         """Remove a folder; False when it holds something or is missing."""
         try:
-            self.do(path, "remove", os.rmdir, path)
+            self.call(path, "remove", os.rmdir, path)
         except StorageError as e:
             codes = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
             if isinstance(e.__cause__, OSError) and e.__cause__.errno in codes:
@@ -182,7 +182,7 @@ class Files(Transfer):
         self, function: Callable[[Path], os.stat_result], path: Path
     ) -> os.stat_result | None:
         try:
-            return self.do(path, "look at", function, path)
+            return self.call(path, "look at", function, path)
         except StorageError as e:
             if isinstance(e.__cause__, FileNotFoundError | NotADirectoryError):
                 return None
@@ -190,11 +190,11 @@ class Files(Transfer):
 
     def fstat(self, fd: int) -> os.stat_result:
         """What an open file is."""
-        return self.do(fd, "look at", os.fstat, fd)
+        return self.call(fd, "look at", os.fstat, fd)
 
     def names(self, path: Path) -> list[str]:
         """Names in a folder, sorted."""
-        return sorted(self.do(path, "list", os.listdir, path))
+        return sorted(self.call(path, "list", os.listdir, path))
 
     def tree(self, path: Path) -> tuple[list[Path], list[Path]]:
         """Files below a folder, and folders from `path` downwards."""
@@ -202,15 +202,15 @@ class Files(Transfer):
         folders = [path]
         for folder in folders:  # grows while it runs
             for name in self.names(folder):
-                found = self.lstat(folder / name)
-                is_folder = found is not None and stat.S_ISDIR(found.st_mode)
+                status = self.lstat(folder / name)
+                is_folder = status is not None and stat.S_ISDIR(status.st_mode)
                 (folders if is_folder else files).append(folder / name)
         return files, folders
 
     def free_space(self, path: Path) -> int:
         """Bytes that may still be written to the file system of `path`; quotas are not seen."""
-        found = self.do(path, "look at", os.statvfs, path)
-        return found.f_bavail * found.f_frsize
+        status = self.call(path, "look at", os.statvfs, path)
+        return status.f_bavail * status.f_frsize
 
 
 _NOREPLACE, _EXCHANGE = 1, 2  # flags of renameat2(2)

@@ -13,7 +13,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError, StorageError
 
 
-class Lock:
+class LockFile:
     """Holds the lock file at `path`, naming process and host, until `release`.
 
     The system lets go of the lock when the process ends, however it ends, so a file left behind
@@ -21,7 +21,7 @@ class Lock:
     this host is then respected, others cannot be seen.
     """
 
-    certain = True
+    is_certain = True
 
     def __init__(self, files: Files, path: Path, make_folder: Callable[[], None]) -> None:
         """`make_folder` makes the folder of `path`; another run may remove it at any time.
@@ -57,12 +57,12 @@ class Lock:
 
     def _take(self) -> bool:
         """Lock the open file; False when it was removed meanwhile."""
-        held = self._files.lock(self._fd)
-        if held is not True:
-            self._check_holder(busy=held is False)
-            self.certain = False
-        there = self._files.stat(self._path)
-        if there is None or not os.path.samestat(there, self._files.fstat(self._fd)):
+        locked = self._files.lock(self._fd)
+        if locked is not True:
+            self._check_holder(busy=locked is False)
+            self.is_certain = False
+        status = self._files.stat(self._path)
+        if status is None or not os.path.samestat(status, self._files.fstat(self._fd)):
             return False
         try:
             self._files.truncate(self._fd, 0)
@@ -76,9 +76,9 @@ class Lock:
         text = (self._files.read_whole(self._path, at_most=1000) or b"").decode(errors="replace")
         match = re.match(r"(\d+) (\S+)", text)
         if busy or (match and match[2] == socket.gethostname() and _alive(int(match[1]))):
-            who = f"process {match[1]} on host {match[2]}" if match else "another process"
+            holder = f"process {match[1]} on host {match[2]}" if match else "another process"
             raise DestinationError(
-                f"{who} is writing this destination",
+                f"{holder} is writing this destination",
                 file=self._path.parent,
                 hint="wait until it has ended, or choose another destination",
             )

@@ -22,31 +22,31 @@ class OpenFiles:
         self._files = files
         self._open = files.open_write if writing else files.open_read
         self._limit = limit
-        self._held: OrderedDict[Path, list[int]] = OrderedDict()  # path -> [fd, users]
+        self._entries: OrderedDict[Path, list[int]] = OrderedDict()  # path -> [fd, users]
         self._lock = threading.Lock()
 
     def acquire(self, path: Path) -> int:
         """The descriptor of `path`, open until `release`."""
         with self._lock:
-            if held := self._held.get(path):
-                held[1] += 1
-                self._held.move_to_end(path)
-                return held[0]
+            if entry := self._entries.get(path):
+                entry[1] += 1
+                self._entries.move_to_end(path)
+                return entry[0]
         fd = self._open(path)  # not under the lock: it may take long
         with self._lock:
-            held = self._held.setdefault(path, [fd, 0])
-            held[1] += 1
+            entry = self._entries.setdefault(path, [fd, 0])
+            entry[1] += 1
             surplus = self._surplus()
-        if held[0] != fd:
+        if entry[0] != fd:
             surplus.append(fd)
         for old in surplus:
             self._files.close(old)
-        return held[0]
+        return entry[0]
 
     def release(self, path: Path) -> None:
         """Tell that one `acquire` of `path` is over."""
         with self._lock:
-            self._held[path][1] -= 1
+            self._entries[path][1] -= 1
             surplus = self._surplus()
         for old in surplus:
             self._files.close(old)
@@ -63,8 +63,8 @@ class OpenFiles:
     def close(self) -> None:
         """Close all; the first failure is raised once all are closed."""
         with self._lock:
-            fds = [fd for fd, _ in self._held.values()]
-            self._held.clear()
+            fds = [fd for fd, _ in self._entries.values()]
+            self._entries.clear()
         with contextlib.ExitStack() as stack:
             for fd in fds:
                 stack.callback(self._files.close, fd)
@@ -76,8 +76,8 @@ class OpenFiles:
         self.close()
 
     def _surplus(self) -> list[int]:
-        excess = len(self._held) - self._limit
+        excess = len(self._entries) - self._limit
         if excess <= 0:
             return []
-        idle = [p for p, (_, users) in self._held.items() if not users][:excess]
-        return [self._held.pop(path)[0] for path in idle]
+        idle = [p for p, (_, users) in self._entries.items() if not users][:excess]
+        return [self._entries.pop(path)[0] for path in idle]

@@ -17,7 +17,7 @@ from megtool.errors import FormatError, StorageError
 
 T = TypeVar("T")
 Buffer = memoryview | NDArray[Any]  # C-contiguous, of any element type
-Place = Path | int  # a path, or an open file descriptor
+FileRef = Path | int  # a path, or an open file descriptor
 
 IOV_MAX = 1024  # buffers one preadv may fill
 KERNEL_STEP = 64 << 20  # bytes per copy_file_range or sendfile: Ctrl-C waits for one at most
@@ -43,7 +43,7 @@ HINTS = {
 }
 
 
-class Transfer:
+class FileTransfer:
     """Reads, writes and copies at given offsets of open files. Thread-safe.
 
     Each method does its whole job (short reads and writes are continued, interrupted calls made
@@ -52,7 +52,9 @@ class Transfer:
     """
 
     def __init__(self) -> None:
-        self._ways: dict[tuple[int, int], int] = {}  # (device, device) -> first way that may work
+        self._methods: dict[
+            tuple[int, int], int
+        ] = {}  # (device, device) -> first way that may work
         self._scratch = threading.local()
         self._paths: dict[int, Path] = {}  # of open files: a failed close has no name any more
 
@@ -60,7 +62,7 @@ class Transfer:
         """Make one system call."""
         return function(*args)
 
-    def do(self, place: Place, verb: str, function: Callable[..., T], /, *args: Any) -> T:
+    def call(self, file: FileRef, verb: str, function: Callable[..., T], /, *args: Any) -> T:
         """Make one system call on `place` until it is not interrupted."""
         while True:
             try:
@@ -68,7 +70,7 @@ class Transfer:
             except InterruptedError:
                 continue
             except OSError as e:
-                raise in_words(e, place, verb) from e
+                raise to_storage_error(e, file, verb) from e
 
     def pread_into(self, fd: int, buffer: Buffer, offset: int) -> None:
         """Fill `buffer` with the bytes at `offset`.
@@ -83,67 +85,67 @@ class Transfer:
         """Fill the buffers, one after the other, with the consecutive bytes at `offset`."""
         for start in range(0, len(buffers), IOV_MAX):
             batch = buffers[start : start + IOV_MAX]
-            wanted = sum(b.nbytes for b in batch)
-            self._preadv(fd, batch, offset, wanted)
-            offset += wanted
+            num_bytes = sum(b.nbytes for b in batch)
+            self._preadv(fd, batch, offset, num_bytes)
+            offset += num_bytes
 
-    def _preadv(self, fd: int, buffers: Sequence[Buffer], offset: int, wanted: int) -> None:
-        got = self.do(fd, "read", os.preadv, fd, buffers, offset)
-        if got == wanted:
+    def _preadv(self, fd: int, buffers: Sequence[Buffer], offset: int, expected: int) -> None:
+        done = self.call(fd, "read", os.preadv, fd, buffers, offset)
+        if done == expected:
             return
-        skip = got
+        skip = done
         for buffer in buffers:
             if skip >= buffer.nbytes:
                 skip -= buffer.nbytes
                 continue
-            rest = np.frombuffer(buffer, np.uint8)[skip:]
+            remaining = np.frombuffer(buffer, np.uint8)[skip:]
             skip = 0
-            while rest.nbytes:
-                now = self.do(fd, "read", os.preadv, fd, (rest,), offset + got)
-                if now == 0:
+            while remaining.nbytes:
+                step = self.call(fd, "read", os.preadv, fd, (remaining,), offset + done)
+                if step == 0:
                     raise FormatError(
-                        f"truncated: ends at byte {offset + got:,}, {offset + wanted:,} expected",
-                        file=name_of(fd),
+                        f"truncated: ends at byte {offset + done:,}, {offset + expected:,} expected",
+                        file=find_path(fd),
                         hint="the file is incomplete, or was shortened while it was read",
                     )
-                got += now
-                rest = rest[now:]
+                done += step
+                remaining = remaining[step:]
 
     def pwrite_all(self, fd: int, data: bytes | Buffer, offset: int) -> None:
         """Write all of `data` at `offset`."""
-        wanted = len(data) if isinstance(data, bytes) else data.nbytes
-        done = self._write(fd, data, offset, wanted)
-        if done == wanted:
+        expected = len(data) if isinstance(data, bytes) else data.nbytes
+        done = self._write(fd, data, offset, expected)
+        if done == expected:
             return
-        rest = np.frombuffer(data, np.uint8)
-        while done < wanted:
-            done += self._write(fd, rest[done:], offset + done, wanted - done)
+        remaining = np.frombuffer(data, np.uint8)
+        while done < expected:
+            done += self._write(fd, remaining[done:], offset + done, expected - done)
 
     def pwrite_gather(self, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
         """Write the buffers, one after the other, to the consecutive bytes at `offset`."""
         for start in range(0, len(buffers), IOV_MAX):
             batch = buffers[start : start + IOV_MAX]
-            wanted = sum(b.nbytes for b in batch)
-            done = self.do(fd, "write", os.pwritev, fd, batch, offset)
-            if done != wanted:
+            expected = sum(b.nbytes for b in batch)
+            done = self.call(fd, "write", os.pwritev, fd, batch, offset)
+            if done != expected:
                 for buffer in batch:
                     if done < buffer.nbytes:
                         self.pwrite_all(fd, np.frombuffer(buffer, np.uint8)[done:], offset + done)
                     done = max(done - buffer.nbytes, 0)
                     offset += buffer.nbytes
             else:
-                offset += wanted
+                offset += expected
 
-    def _write(self, fd: int, data: bytes | Buffer, offset: int, wanted: int) -> int:
+    def _write(self, fd: int, data: bytes | Buffer, offset: int, expected: int) -> int:
         while True:
             try:
                 done = self.system(os.pwrite, fd, data, offset)
             except InterruptedError:
                 continue
             except OSError as e:
-                raise in_words(e, fd, "write", needed=wanted) from e
-            if done == 0 and wanted:
-                raise StorageError(f"wrote 0 of {wanted:,} bytes", file=name_of(fd))
+                raise to_storage_error(e, fd, "write", needed=expected) from e
+            if done == 0 and expected:
+                raise StorageError(f"wrote 0 of {expected:,} bytes", file=find_path(fd))
             return done
 
     def copy_range(
@@ -167,49 +169,67 @@ class Transfer:
         self._copy(source, source_offset + head, target, target_offset + head, num_bytes - head)
 
     def _devices(self, source: int, target: int) -> tuple[int, int]:
-        one, two = (self.do(fd, "look at", os.fstat, fd) for fd in (source, target))
-        return one.st_dev, two.st_dev
+        source_stat, target_stat = (
+            self.call(fd, "look at", os.fstat, fd) for fd in (source, target)
+        )
+        return source_stat.st_dev, target_stat.st_dev
 
-    def _copy(self, source: int, at: int, target: int, to: int, num_bytes: int) -> None:
-        first = self._ways.get(self._devices(source, target), 0) if self._ways else 0
+    def _copy(
+        self, source: int, source_offset: int, target: int, target_offset: int, num_bytes: int
+    ) -> None:
+        first = self._methods.get(self._devices(source, target), 0) if self._methods else 0
         done = 0
-        ways = (self._copy_in_kernel, self._copy_by_sendfile)
-        for number in range(first, len(ways)):
+        methods = (self._copy_in_kernel, self._copy_by_sendfile)
+        for number in range(first, len(methods)):
             try:
-                for now in ways[number](source, at, target, to, num_bytes):
-                    done += now
+                for copied in methods[number](
+                    source, source_offset, target, target_offset, num_bytes
+                ):
+                    done += copied
             except OSError as e:
                 if e.errno not in UNSUPPORTED:
-                    verb = f"copy from {name_of(source)}"
-                    raise in_words(e, target, verb, needed=num_bytes - done) from e
-                self._ways[self._devices(source, target)] = number + 1
+                    verb = f"copy from {find_path(source)}"
+                    raise to_storage_error(e, target, verb, needed=num_bytes - done) from e
+                self._methods[self._devices(source, target)] = number + 1
             if done == num_bytes:
                 return
-            at, to, num_bytes, done = at + done, to + done, num_bytes - done, 0
+            source_offset, target_offset, num_bytes, done = (
+                source_offset + done,
+                target_offset + done,
+                num_bytes - done,
+                0,
+            )
         if not hasattr(self._scratch, "buffer"):
             self._scratch.buffer = memoryview(bytearray(SCRATCH_BYTES))
         for start in range(0, num_bytes, SCRATCH_BYTES):
             part = self._scratch.buffer[: num_bytes - start]
-            self.pread_into(source, part, at + start)
-            self.pwrite_all(target, part, to + start)
+            self.pread_into(source, part, source_offset + start)
+            self.pwrite_all(target, part, target_offset + start)
 
     def _copy_in_kernel(
-        self, source: int, at: int, target: int, to: int, num_bytes: int
+        self, source: int, source_offset: int, target: int, target_offset: int, num_bytes: int
     ) -> Iterator[int]:
         done = 0
         while done < num_bytes:
             step = min(num_bytes - done, KERNEL_STEP)
             try:
-                now = self.system(os.copy_file_range, source, target, step, at + done, to + done)
+                copied = self.system(
+                    os.copy_file_range,
+                    source,
+                    target,
+                    step,
+                    source_offset + done,
+                    target_offset + done,
+                )
             except InterruptedError:
                 continue
-            if now == 0:  # the end of the file, or a file system that pretends it is
+            if copied == 0:  # the end of the file, or a file system that pretends it is
                 return
-            done += now
-            yield now
+            done += copied
+            yield copied
 
     def _copy_by_sendfile(
-        self, source: int, at: int, target: int, to: int, num_bytes: int
+        self, source: int, source_offset: int, target: int, target_offset: int, num_bytes: int
     ) -> Iterator[int]:
         """Sendfile writes where its descriptor stands: open one that no other thread moves."""
         if num_bytes < SENDFILE_FROM:
@@ -219,18 +239,18 @@ class Transfer:
         except OSError:  # no /proc, or no permission any more: the buffer will do
             return
         try:
-            self.system(os.lseek, private, to, os.SEEK_SET)
+            self.system(os.lseek, private, target_offset, os.SEEK_SET)
             done = 0
             while done < num_bytes:
                 step = min(num_bytes - done, KERNEL_STEP)
                 try:
-                    now = self.system(os.sendfile, private, source, at + done, step)
+                    copied = self.system(os.sendfile, private, source, source_offset + done, step)
                 except InterruptedError:
                     continue
-                if now == 0:
+                if copied == 0:
                     return
-                done += now
-                yield now
+                done += copied
+                yield copied
         finally:
             self.close(private)
 
@@ -242,27 +262,27 @@ class Transfer:
         except InterruptedError:
             return  # Linux has closed it all the same
         except OSError as e:
-            raise in_words(e, path or fd, "close") from e
+            raise to_storage_error(e, path or fd, "close") from e
 
 
-def name_of(place: Place) -> Path | None:
+def find_path(file: FileRef) -> Path | None:
     """The path behind a descriptor, looked up only when an error needs it."""
-    if isinstance(place, Path):
-        return place
+    if isinstance(file, Path):
+        return file
     try:
-        return Path(os.readlink(f"/proc/self/fd/{place}"))
+        return Path(os.readlink(f"/proc/self/fd/{file}"))
     except OSError:
         return None
 
 
-def in_words(error: OSError, place: Place, verb: str, *, needed: int = 0) -> StorageError:
+def to_storage_error(error: OSError, file: FileRef, verb: str, *, needed: int = 0) -> StorageError:
     """The system's refusal as a typed error; `needed` bytes are told beside those free."""
-    path = name_of(place)
+    path = find_path(file)
     message = f"cannot {verb}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and needed:
         message += f" ({needed:,} bytes needed"
         with contextlib.suppress(OSError):
-            found = os.statvfs(path or place)
-            message += f", {found.f_bavail * found.f_frsize:,} free"
+            status = os.statvfs(path or file)
+            message += f", {status.f_bavail * status.f_frsize:,} free"
         message += ")"
     return StorageError(message, file=path, hint=HINTS.get(error.errno or 0))

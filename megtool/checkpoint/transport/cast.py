@@ -30,7 +30,7 @@ Convert = Callable[[Array, Array], int]
 returns what `cast` does."""
 
 
-def converter(
+def make_converter(
     source: GlobalTensor, target: DType, window: tuple[int, int, int] | None = None
 ) -> Convert | None:
     """What turns tiles of a stored tensor into elements of `target`; None when they are equal.
@@ -53,7 +53,7 @@ def converter(
     return lambda raw, out: cast(raw, source.dtype, out, target)
 
 
-def cast(what: Array, source: DType, out: Array, target: DType) -> int:
+def cast(values: Array, source: DType, out: Array, target: DType) -> int:
     """Fill `out` with the elements of `what`, both contiguous and of the types' widths.
 
     The same bits as torch gives, on x86 also where an element is no number. Returns how many
@@ -63,12 +63,12 @@ def cast(what: Array, source: DType, out: Array, target: DType) -> int:
         FormatError: torch has no such cast.
     """
     if source == target:
-        np.copyto(out.view(target.view), what.view(target.view))
+        np.copyto(out.view(target.view), values.view(target.view))
         return 0
     if not needs_torch(source, target):
-        return _cast_by_numpy(what.reshape(-1), source.name, out.reshape(-1), target.name)
+        return _cast_by_numpy(values.reshape(-1), source.name, out.reshape(-1), target.name)
     try:
-        _tensor(out, target).copy_(_tensor(what, source))
+        _torch_view(out, target).copy_(_torch_view(values, source))
     except RuntimeError as e:  # torch's NotImplementedError is one
         raise FormatError(f"torch cannot cast {source} to {target}: {e}") from e
     if target.name != "float16":
@@ -76,8 +76,8 @@ def cast(what: Array, source: DType, out: Array, target: DType) -> int:
     infinite = (out.reshape(-1).view(np.uint16) & 0x7FFF) == 0x7C00
     if not infinite.any():
         return 0
-    given = _tensor(what, source).to(_type("float64"))
-    return int(np.isfinite(given.numpy()[infinite]).sum())
+    unrounded = _torch_view(values, source).to(_torch_dtype("float64"))
+    return int(np.isfinite(unrounded.numpy()[infinite]).sum())
 
 
 def needs_torch(source: DType, target: DType) -> bool:
@@ -85,7 +85,7 @@ def needs_torch(source: DType, target: DType) -> bool:
     return source != target and not (source.name in _NUMPY and target.name in _NUMPY)
 
 
-def element(value: float, kind: DType) -> Array:
+def encode_element(value: float, kind: DType) -> Array:
     """`value` as one element of a type, an array of one unsigned integer of its width."""
     if not value:
         return np.zeros(1, f"<u{kind.itemsize}")
@@ -97,7 +97,7 @@ def element(value: float, kind: DType) -> Array:
 
 
 @contextlib.contextmanager
-def one_torch_thread(needed: bool) -> Iterator[None]:
+def limit_torch_threads(needed: bool) -> Iterator[None]:
     """Have torch compute on the calling thread alone: the tiles themselves go to several threads.
 
     The setting is put back afterwards; torch is not imported when it is not `needed`.
@@ -105,7 +105,7 @@ def one_torch_thread(needed: bool) -> Iterator[None]:
     if not needed:
         yield
         return
-    torch = _torch()
+    torch = _import_torch()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -114,59 +114,59 @@ def one_torch_thread(needed: bool) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _cast_by_numpy(what: Array, source: str, out: Array, target: str) -> int:
+def _cast_by_numpy(values: Array, source: str, out: Array, target: str) -> int:
     """Cast by way of float32, which holds the other two types exactly, so nothing rounds twice."""
     overflowed = 0
-    middle, *buffers = np.empty((3, min(len(what), _CHUNK)), np.uint32)
-    for start in range(0, len(what), _CHUNK):
-        given, wanted = what[start : start + _CHUNK], out[start : start + _CHUNK]
-        single, scratch, more = (b[: len(given)] for b in (middle, *buffers))
+    middle, *buffers = np.empty((3, min(len(values), _CHUNK)), np.uint32)
+    for start in range(0, len(values), _CHUNK):
+        chunk, result = values[start : start + _CHUNK], out[start : start + _CHUNK]
+        single, scratch, more = (b[: len(chunk)] for b in (middle, *buffers))
         if source == "float32":
-            single = given.view(np.uint32)
+            single = chunk.view(np.uint32)
         elif target == "float32":
-            single = wanted.view(np.uint32)
+            single = result.view(np.uint32)
         if source == "bfloat16":
-            _single_from_brain(given.view(np.uint16), single)
+            _single_from_brain(chunk.view(np.uint16), single)
         elif source == "float16":
-            _single_from_half(given.view(np.uint16), single)
+            _single_from_half(chunk.view(np.uint16), single)
         if target == "bfloat16":
-            _brain_from_single(single, wanted.view(np.uint16), scratch)
+            _brain_from_single(single, result.view(np.uint16), scratch)
         elif target == "float16":
-            overflowed += _half_from_single(single, wanted.view(np.uint16), scratch, more)
+            overflowed += _half_from_single(single, result.view(np.uint16), scratch, more)
     return overflowed
 
 
-def _single_from_brain(what: Array, out: Array) -> None:
-    np.copyto(out, what)
+def _single_from_brain(values: Array, out: Array) -> None:
+    np.copyto(out, values)
     np.left_shift(out, 16, out=out)
 
 
-def _single_from_half(what: Array, out: Array) -> None:
-    np.copyto(out.view(np.float32), what.view(np.float16))
+def _single_from_half(values: Array, out: Array) -> None:
+    np.copyto(out.view(np.float32), values.view(np.float16))
     if (nan := np.isnan(out.view(np.float32))).any():
         out[nan] |= 1 << 22  # quiet, as processors make it
 
 
-def _brain_from_single(what: Array, out: Array, scratch: Array) -> None:
+def _brain_from_single(values: Array, out: Array, scratch: Array) -> None:
     """The upper half, plus one where the lower is more than half of it, or half and it is odd."""
-    np.right_shift(what, 16, out=scratch)
+    np.right_shift(values, 16, out=scratch)
     np.bitwise_and(scratch, 1, out=scratch)
     np.add(scratch, 0x7FFF, out=scratch)
-    np.add(scratch, what, out=scratch)
+    np.add(scratch, values, out=scratch)
     np.right_shift(scratch, 16, out=scratch)
     np.copyto(out, scratch, casting="unsafe")
-    if (nan := np.isnan(what.view(np.float32))).any():
+    if (nan := np.isnan(values.view(np.float32))).any():
         out[nan] = 0xFFFF  # what torch makes of them all
 
 
-def _half_from_single(what: Array, out: Array, scratch: Array, power: Array) -> int:
+def _half_from_single(values: Array, out: Array, scratch: Array, power: Array) -> int:
     """numpy's own cast does one element at a time, and far slower where it under- or overflows.
 
     A float that is 2^13 times as large as the power of two below an element has the last bit of the
     element's half for its own: added to it, the element is rounded, and what it adds to the bits is
     the half's significand. Returns how many numbers become infinite.
     """
-    np.bitwise_and(what, 0x7FFFFFFF, out=scratch)
+    np.bitwise_and(values, 0x7FFFFFFF, out=scratch)
     largest = int(scratch.max(initial=0))  # in place of a search for NaN, whose bits are larger yet
     overflowed = 0
     if largest >= _TOO_LARGE:
@@ -179,34 +179,34 @@ def _half_from_single(what: Array, out: Array, scratch: Array, power: Array) -> 
     np.subtract(scratch, power, out=scratch)
     np.right_shift(power, 13, out=power)
     np.add(scratch, power, out=scratch)
-    np.right_shift(what, 16, out=power)
+    np.right_shift(values, 16, out=power)
     np.bitwise_and(power, 0x8000, out=power)
     np.add(scratch, power, out=scratch)
     np.subtract(scratch, 126 << 10, out=scratch)
     np.copyto(out, scratch, casting="unsafe")
     if largest > _INFINITE:
-        nan = np.isnan(what.view(np.float32))
-        odd = what[nan]
-        out[nan] = odd >> 16 & 0x8000 | 0x7E00 | odd >> 13 & 0x3FF  # quiet, as processors make it
+        nan = np.isnan(values.view(np.float32))
+        bits = values[nan]
+        out[nan] = bits >> 16 & 0x8000 | 0x7E00 | bits >> 13 & 0x3FF  # quiet, as processors make it
     return overflowed
 
 
-def _tensor(array: Array, kind: DType) -> torch.Tensor:
+def _torch_view(array: Array, kind: DType) -> torch.Tensor:
     carrier = np.dtype(f"i{kind.itemsize}") if kind.itemsize > 1 else np.dtype(np.uint8)
-    found: torch.Tensor = _torch().from_numpy(array.reshape(-1).view(carrier))
-    return found.view(_type(kind.name))
+    tensor: torch.Tensor = _import_torch().from_numpy(array.reshape(-1).view(carrier))
+    return tensor.view(_torch_dtype(kind.name))
 
 
 @functools.cache
-def _type(name: str) -> torch.dtype:
-    found = getattr(_torch(), name, None)
-    if found is None:
+def _torch_dtype(name: str) -> torch.dtype:
+    value = getattr(_import_torch(), name, None)
+    if value is None:
         raise FormatError(f"this torch has no dtype {name!r}", hint="pip install -U torch")
-    kind: torch.dtype = found
+    kind: torch.dtype = value
     return kind
 
 
-def _torch() -> Any:
+def _import_torch() -> Any:
     try:
         import torch
     except ModuleNotFoundError as e:
@@ -214,7 +214,7 @@ def _torch() -> Any:
     return torch
 
 
-def numbers(array: Array, kind: DType) -> Array:
+def numeric_values(array: Array, kind: DType) -> Array:
     """What elements of type `kind`, as they lie in files, mean: no rounding, no torch.
 
     Numpy's own types stay as they are; bfloat16 and the 8-bit floats become float32.

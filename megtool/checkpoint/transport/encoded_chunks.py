@@ -9,11 +9,11 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
 
-CELL_BYTES = 256 << 20
+CACHE_BYTES = 256 << 20
 """Decoded cells that nobody reads are dropped, those used longest ago first, beyond this."""
 
 
-class Readers(OpenFiles):
+class SourceFiles(OpenFiles):
     """Descriptors to read sources from: of their files, and of their cells decoded into memory.
 
     A cell thus looks like any file of raw bytes, and everything that moves bytes moves it, the
@@ -22,11 +22,11 @@ class Readers(OpenFiles):
     """
 
     def __init__(
-        self, files: Files, sources: Sequence[Catalogue], *, cell_bytes: int | None = None
+        self, files: Files, sources: Sequence[Catalogue], *, cache_bytes: int | None = None
     ) -> None:
         super().__init__(files)
-        self._sources = [c for c in sources if c.cells is not None]
-        self._cell_bytes = CELL_BYTES if cell_bytes is None else cell_bytes
+        self._sources = [c for c in sources if c.encoded_chunks is not None]
+        self._cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
         self._sizes: dict[Path, int] = {}
         if self._sources:
             self._open = self._open_any
@@ -35,10 +35,10 @@ class Readers(OpenFiles):
         number = path.name.rpartition("#")[2]
         for c in self._sources if number.isdecimal() else ():
             shard = int(number)
-            if shard < len(c.shards) and c.cells and c.cells.held[shard]:
-                if c.cell_path(shard) != path:
+            if shard < len(c.shards) and c.encoded_chunks and c.encoded_chunks.mask[shard]:
+                if c.encoded_chunk_path(shard) != path:
                     continue
-                data = c.cells.read(shard)
+                data = c.encoded_chunks.read(shard)
                 fd = self._files.open_memory(path, data)
                 with self._lock:
                     self._sizes[path] = data.nbytes
@@ -47,12 +47,12 @@ class Readers(OpenFiles):
 
     def _surplus(self) -> list[int]:
         out = super()._surplus()
-        cells = [p for p in self._held if p in self._sizes] if self._sizes else []
-        total = sum(self._sizes[p] for p in cells)
-        for path in cells:
-            if total <= self._cell_bytes:
+        chunks = [p for p in self._entries if p in self._sizes] if self._sizes else []
+        total = sum(self._sizes[p] for p in chunks)
+        for path in chunks:
+            if total <= self._cache_bytes:
                 break
-            if not self._held[path][1]:
-                out.append(self._held.pop(path)[0])
+            if not self._entries[path][1]:
+                out.append(self._entries.pop(path)[0])
                 total -= self._sizes[path]
         return out

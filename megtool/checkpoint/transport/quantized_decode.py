@@ -11,46 +11,58 @@ from numpy.lib.stride_tricks import as_strided
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.checkpoint.transport.cast import cast
-from megtool.checkpoint.transport.shard_locator import PackedSide, Side
+from megtool.checkpoint.transport.shard_locator import FileView, PackedFileView
 from megtool.checkpoint.transport.strided import Array, Buffers
 from megtool.checkpoint.transport.tile import (
     COMPUTED_BYTES,
     Index,
-    Intake,
-    Traffic,
-    cut,
-    shaped,
+    TileIO,
+    TileReader,
+    shaped_buffer,
+    split_box,
 )
 from megtool.dtypes import DType, dtype
 from megtool.number_formats.decode import decode
 from megtool.number_formats.packed_parts import PackedPart, volume
 from megtool.tensors.sharded import GlobalTensor
 
-AT_A_TIME = COMPUTED_BYTES // 4
+DECODE_ELEMENTS = COMPUTED_BYTES // 4
 """Elements decoded at once, where memory allows: they are float32 then."""
 
 
-def take_in(
-    side: Side,
+def open_tile_reader(
+    file_view: FileView,
     files: Files,
-    opened: OpenFiles,
+    open_files: OpenFiles,
     buffers: Buffers,
     *,
     source: GlobalTensor,
     target: DType,
     tile_bytes: int,
-) -> Intake | PackedIntake:
+) -> TileReader | PackedTileReader:
     """What reads a tensor tile by tile, each converted to `target`, however it is stored."""
-    if side.packed is None:
-        return Intake(
-            side, files, opened, buffers, source=source, target=target, tile_bytes=tile_bytes
+    if file_view.packed is None:
+        return TileReader(
+            file_view,
+            files,
+            open_files,
+            buffers,
+            source=source,
+            target=target,
+            tile_bytes=tile_bytes,
         )
-    return PackedIntake(
-        side, side.packed, files, opened, buffers, target=target, tile_bytes=tile_bytes
+    return PackedTileReader(
+        file_view,
+        file_view.packed,
+        files,
+        open_files,
+        buffers,
+        target=target,
+        tile_bytes=tile_bytes,
     )
 
 
-class PackedIntake:
+class PackedTileReader:
     """Reads a tensor that lies in parts tile by tile, decoded to float32 and cast.
 
     A tile is filled by boxes of at most `AT_A_TIME` stored elements, cut where the codes' file
@@ -59,10 +71,10 @@ class PackedIntake:
 
     def __init__(
         self,
-        side: Side,
-        packed: PackedSide,
+        file_view: FileView,
+        packed: PackedFileView,
         files: Files,
-        opened: OpenFiles,
+        open_files: OpenFiles,
         buffers: Buffers,
         *,
         target: DType,
@@ -71,11 +83,11 @@ class PackedIntake:
         self._packed, self._buffers, self._target = packed, buffers, target
         self._tile_bytes = tile_bytes
         self._cell = max(target.itemsize, 4)
-        self._most = min(AT_A_TIME, max(tile_bytes // 4, 1024))
-        self._step: list[int] = side.step[0].tolist()
+        self._max_elements = min(DECODE_ELEMENTS, max(tile_bytes // 4, 1024))
+        self._step: list[int] = file_view.step[0].tolist()
         scratch = buffers.take("scratch", tile_bytes)
-        self._traffic = [
-            Traffic(s, files, opened, scratch, buffers, sieve=True) for s in packed.sides
+        self._io = [
+            TileIO(s, files, open_files, scratch, buffers, sieve=True) for s in packed.file_views
         ]
         self._windows: dict[str, Array] = {}
         self.overflowed = 0
@@ -83,7 +95,7 @@ class PackedIntake:
     def tiles(self, lo: Index, hi: Index) -> Generator[tuple[Index, Array], None, None]:
         """Tiles of the row-major-contiguous box `lo:hi`, as `Intake.tiles` gives them."""
         try:
-            for a, b in cut(lo, hi, self._cell, self._tile_bytes):
+            for a, b in split_box(lo, hi, self._cell, self._tile_bytes):
                 yield a, self.tile(a, b)
         finally:
             self.close()
@@ -91,13 +103,13 @@ class PackedIntake:
     def tile(self, lo: Index, hi: Index) -> Array:
         """The elements of one box, whatever its size; `close` lets go of the files."""
         shape = tuple(y - x for x, y in zip(lo, hi, strict=True))
-        out = shaped(self._buffers, "tile", shape, self._target.itemsize)
+        out = shaped_buffer(self._buffers, "tile", shape, self._target.itemsize)
         self._fill(lo, hi, out)
         return out
 
     def close(self) -> None:
         """Let go of the files."""
-        for traffic in self._traffic:
+        for traffic in self._io:
             traffic.close()
 
     def _fill(self, a: Index, b: Index, out: Array) -> None:
@@ -106,11 +118,11 @@ class PackedIntake:
         size = [y - x for x, y in zip(a, b, strict=True)]
         total = volume(lo, hi)
         wide = [d for d in range(len(size)) if size[d] > 1]
-        if total <= self._most or not wide:
+        if total <= self._max_elements or not wide:
             self._decode(lo, hi, out)
             return
         d = max(wide, key=lambda d: self._step[d])
-        rows = max(1, min(size[d] - 1, self._most * size[d] // total))
+        rows = max(1, min(size[d] - 1, self._max_elements * size[d] // total))
         grain = self._packed.grain[self._packed.dims[d]]
         if rows > grain:
             rows -= rows % grain
@@ -133,7 +145,7 @@ class PackedIntake:
     def _decode(self, lo: Index, hi: Index, out: Array) -> None:
         p = self._packed
         windows = {}
-        for part, traffic in zip(p.parts, self._traffic, strict=True):
+        for part, traffic in zip(p.parts, self._io, strict=True):
             first, end = part.window(lo, hi)
             raw = self._window(part, tuple(y - x for x, y in zip(first, end, strict=True)))
             traffic.read(first, raw)
@@ -149,8 +161,8 @@ class PackedIntake:
 
     def _window(self, part: PackedPart, shape: Index) -> Array:
         """Memory for a window; the same array again for the same shape, which `Traffic` likes."""
-        held = self._windows.get(part.role)
-        if held is None or held.shape != shape:
+        window = self._windows.get(part.role)
+        if window is None or window.shape != shape:
             item = dtype(part.dtype).itemsize
-            held = self._windows[part.role] = shaped(self._buffers, part.role, shape, item)
-        return held
+            window = self._windows[part.role] = shaped_buffer(self._buffers, part.role, shape, item)
+        return window

@@ -7,18 +7,18 @@ from collections.abc import Generator, Sequence
 import numpy as np
 
 from megtool.checkpoint.transport.cast import cast
-from megtool.checkpoint.transport.quantized_decode import PackedIntake
+from megtool.checkpoint.transport.quantized_decode import PackedTileReader
 from megtool.checkpoint.transport.strided import Array, Buffers
-from megtool.checkpoint.transport.tile import Index, Intake, cut, shaped
+from megtool.checkpoint.transport.tile import Index, TileReader, shaped_buffer, split_box
 from megtool.dtypes import DType, dtype
 
 
-def reduced_in(target: DType) -> DType:
+def sum_dtype(target: DType) -> DType:
     """The type in which sums are computed: float32, or float64 where that is the target's."""
     return dtype("float64" if target.name == "float64" else "float32")
 
 
-class Reduction:
+class WeightedSum:
     """Reads several tensors tile by tile, and gives the sum of all, each times its share.
 
     Every intake reads the same view and converts to `reduced_in(target)`. One tile of one intake
@@ -28,7 +28,7 @@ class Reduction:
 
     def __init__(
         self,
-        terms: Sequence[tuple[float, Intake | PackedIntake]],
+        terms: Sequence[tuple[float, TileReader | PackedTileReader]],
         buffers: Buffers,
         *,
         target: DType,
@@ -38,14 +38,14 @@ class Reduction:
     ) -> None:
         self._terms, self._buffers, self._target = terms, buffers, target
         self._tile_bytes, self._cell, self._depth = tile_bytes, cell_bytes, depth
-        self._kind = reduced_in(target)
-        self._held: tuple[Array, Array] | None = None
+        self._kind = sum_dtype(target)
+        self._cached_arrays: tuple[Array, Array] | None = None
         self.overflowed = 0
 
     def tiles(self, lo: Index, hi: Index) -> Generator[tuple[Index, Array], None, None]:
         """Tiles of the row-major-contiguous box `lo:hi`, as `Intake.tiles` gives them."""
         try:
-            for a, b in cut(lo, hi, self._cell, self._tile_bytes, depth=self._depth):
+            for a, b in split_box(lo, hi, self._cell, self._tile_bytes, depth=self._depth):
                 total, out = self._arrays(tuple(y - x for x, y in zip(a, b, strict=True)))
                 with np.errstate(all="ignore"):  # infinities and NaN are numbers of the model too
                     self._sum(a, b, total)
@@ -53,25 +53,25 @@ class Reduction:
                     self.overflowed += cast(total, self._kind, out, self._target)
                 yield a, out
         finally:
-            for _, intake in self._terms:
-                intake.close()
+            for _, reader in self._terms:
+                reader.close()
 
     def _sum(self, a: Index, b: Index, total: Array) -> None:
-        for number, (share, intake) in enumerate(self._terms):
+        for number, (share, reader) in enumerate(self._terms):
             factor = total.dtype.type(share)
-            found = intake.tile(a, b).view(total.dtype)
+            term = reader.tile(a, b).view(total.dtype)
             if number == 0:
-                np.multiply(found, factor, out=total)
+                np.multiply(term, factor, out=total)
             else:
-                np.multiply(found, factor, out=found)
-                np.add(total, found, out=total)
+                np.multiply(term, factor, out=term)
+                np.add(total, term, out=total)
 
     def _arrays(self, shape: Index) -> tuple[Array, Array]:
         """The sum, and what it is rounded to; the same arrays for the same shape."""
-        if self._held is None or self._held[0].shape != shape:
-            total = shaped(self._buffers, "sum", shape, self._kind.itemsize)
+        if self._cached_arrays is None or self._cached_arrays[0].shape != shape:
+            total = shaped_buffer(self._buffers, "sum", shape, self._kind.itemsize)
             out = total
             if self._kind != self._target:
-                out = shaped(self._buffers, "tile", shape, self._target.itemsize)
-            self._held = total.view(self._kind.view), out
-        return self._held
+                out = shaped_buffer(self._buffers, "tile", shape, self._target.itemsize)
+            self._cached_arrays = total.view(self._kind.view), out
+        return self._cached_arrays

@@ -22,7 +22,7 @@ from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedSide:
+class PackedFileView:
     """A view of a tensor that lies in parts: how view and tensor relate, and where the parts are.
 
     The element at view index `x` is stored element `base[d] + sum(x * mults)` in every dimension
@@ -35,12 +35,12 @@ class PackedSide:
     mults: tuple[int, ...]
     base: tuple[int, ...]
     parts: tuple[PackedPart, ...]
-    sides: tuple[Side, ...]
+    file_views: tuple[FileView, ...]
     grain: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class FileView:
     """Pieces of one view, in files: row `i` holds the elements `lo[i]:hi[i]`.
 
     The element at `lo[i] + x` lies at byte `start[i] + sum(x * step[i])` of `paths[i]`. An element
@@ -57,7 +57,7 @@ class Side:
     lo: Ints
     hi: Ints
     cell_bytes: int
-    packed: PackedSide | None = None
+    packed: PackedFileView | None = None
     window: tuple[int, int, int] | None = None
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class Side:
         return int(self.lo.shape[1])
 
 
-class Locator:
+class ShardLocator:
     """Sides of a catalogue's tensors; shards are located once, in batches, at first use."""
 
     def __init__(self, catalogue: Catalogue, paths: Sequence[Path] | None = None) -> None:
@@ -78,7 +78,7 @@ class Locator:
         self._offset = np.full(len(catalogue.shards), -1, np.int64)
         self._strides: dict[int, tuple[int, ...]] = {}
 
-    def side(self, placement: Placement, tensor: int, shards: Ints, boxes: Boxes) -> Side:
+    def locate(self, placement: Placement, tensor: int, shards: Ints, boxes: Boxes) -> FileView:
         """Where the view boxes lie that the given shards of a tensor hold.
 
         Raises:
@@ -86,7 +86,7 @@ class Locator:
         """
         stored, catalogue = self.catalogue.tensors[tensor], self.catalogue
         if stored.name in catalogue.packed:
-            return self._in_parts(placement, stored)
+            return self._locate_packed(placement, stored)
         n = len(placement.shape)
         lo, hi = boxes.lo[:, :n], boxes.hi[:, :n]
         shard = catalogue.shards.boxes[shards]
@@ -94,12 +94,12 @@ class Locator:
         offset = self.offsets(shards)
         for row in [r for r, s in enumerate(shards.tolist()) if s in self._strides]:
             actual = self._strides[int(shards[row])]
-            base[row], stride[row] = _permuted(placement, actual, shard.lo[row], lo[row])
+            base[row], stride[row] = _strided_lattice(placement, actual, shard.lo[row], lo[row])
         cell, depth, window = stored.dtype.itemsize, n, None
         if stored.packing is not None:
             columns = stored.shape[-1]
             cell = int(catalogue.extents.length[shards[0]]) // (int(shard.volume()[0]) // columns)
-            depth = row_dims(placement, stored)
+            depth = count_row_dims(placement, stored)
             if (stride[:, :depth] % columns).any():
                 raise FormatError("a piece begins inside a packed row", tensor=stored.name)
             start, first = offset + base // columns * cell, placement.base[-1]
@@ -113,7 +113,7 @@ class Locator:
             start, step = offset + base * cell, stride[:, :depth] * cell
         files = self.files(shards).tolist()
         paths = {f: self.path(f) for f in set(files)}
-        return Side(
+        return FileView(
             paths=[paths[f] for f in files],
             start=start,
             step=step,
@@ -125,24 +125,24 @@ class Locator:
 
     def files(self, shards: Ints) -> Ints:
         """The numbers of the files that hold the given shards; a cell is one of its own."""
-        found = self.catalogue.extents.file[shards].astype(np.int64)
-        if (cells := self.catalogue.cells) is not None:
-            found = np.where(cells.held[shards], shards + len(self.catalogue.files), found)
-        return found
+        numbers = self.catalogue.extents.file[shards].astype(np.int64)
+        if (cells := self.catalogue.encoded_chunks) is not None:
+            numbers = np.where(cells.mask[shards], shards + len(self.catalogue.files), numbers)
+        return numbers
 
-    def _in_parts(self, placement: Placement, stored: GlobalTensor) -> Side:
+    def _locate_packed(self, placement: Placement, stored: GlobalTensor) -> FileView:
         """The whole view: a tensor that lies in parts is one shard. An element counts as a byte."""
         parts = self.catalogue.packed[stored.name]
         codes = parts[0].part
         step = [0] * len(stored.shape)
         grain = [1] * len(stored.shape)
-        apart = 1
+        distance = 1
         for span in reversed(codes.spans):
             if span.dim != WHOLE:
-                step[span.dim], apart = apart, apart * stored.shape[span.dim]
+                step[span.dim], distance = distance, distance * stored.shape[span.dim]
                 grain[span.dim] = span.per
         shape = np.array([placement.shape], np.int64)
-        return Side(
+        return FileView(
             paths=[self.path(parts[0].file)],
             start=np.zeros(1, np.int64),
             step=np.array(
@@ -152,22 +152,22 @@ class Locator:
             lo=np.zeros_like(shape),
             hi=shape,
             cell_bytes=1,
-            packed=PackedSide(
+            packed=PackedFileView(
                 packing=stored.packing or "",
                 dims=placement.dims,
                 mults=placement.mults,
                 base=placement.base,
                 parts=tuple(p.part for p in parts),
-                sides=tuple(self._whole(p) for p in parts),
+                file_views=tuple(self._locate_part(p) for p in parts),
                 grain=tuple(grain),
             ),
         )
 
-    def _whole(self, stored: StoredPart) -> Side:
+    def _locate_part(self, stored: StoredPart) -> FileView:
         """A part, all of it, as it lies in its file."""
         item = dtype(stored.part.dtype).itemsize
         shape = np.array([stored.part.shape], np.int64).reshape(1, -1)
-        return Side(
+        return FileView(
             paths=[self.path(stored.file)],
             start=np.array([stored.offset], np.int64),
             step=np.array([strides(stored.part.shape)], np.int64).reshape(shape.shape) * item,
@@ -179,7 +179,7 @@ class Locator:
     def path(self, file: int) -> Path:
         """The full path of file number `file`: where it is written, for a target."""
         if file >= len(self.catalogue.files):
-            return self.catalogue.cell_path(file - len(self.catalogue.files))
+            return self.catalogue.encoded_chunk_path(file - len(self.catalogue.files))
         return self.catalogue.path(file) if self._paths is None else self._paths[file]
 
     def offsets(self, shards: Ints) -> Ints:
@@ -192,14 +192,14 @@ class Locator:
             self._offset[missing] = located.offset
         return self._offset[shards]
 
-    def permuted(self, shards: Ints) -> NDArray[np.bool_]:
+    def is_permuted(self, shards: Ints) -> NDArray[np.bool_]:
         """Which of the given (located) shards are not row-major."""
         if not self._strides:
             return np.zeros(len(shards), bool)
         return np.array([s in self._strides for s in shards.tolist()], bool)
 
 
-def _permuted(
+def _strided_lattice(
     p: Placement, actual: tuple[int, ...], shard_lo: Ints, view_lo: Ints
 ) -> tuple[int, list[int]]:
     """Position and strides of a view box in a shard whose elements have strides of their own."""
@@ -208,7 +208,7 @@ def _permuted(
     return base + sum(int(x) * s for x, s in zip(view_lo, stride, strict=True)), stride
 
 
-def cut_dims(placement: Placement, stored: GlobalTensor) -> int:
+def count_cuttable_dims(placement: Placement, stored: GlobalTensor) -> int:
     """How many leading view dimensions may be cut: all, but for those inside packed rows.
 
     Raises:
@@ -216,10 +216,10 @@ def cut_dims(placement: Placement, stored: GlobalTensor) -> int:
     """
     if stored.packing is None or not holds_rows(stored.packing):
         return len(placement.shape)
-    return row_dims(placement, stored)
+    return count_row_dims(placement, stored)
 
 
-def row_dims(placement: Placement, stored: GlobalTensor) -> int:
+def count_row_dims(placement: Placement, stored: GlobalTensor) -> int:
     """How many leading view dimensions enumerate the rows of a packed tensor.
 
     Raises:
@@ -228,14 +228,14 @@ def row_dims(placement: Placement, stored: GlobalTensor) -> int:
     columns, last = stored.shape[-1], len(stored.shape) - 1
     for depth in range(len(placement.shape) + 1):
         tail = placement.shape[depth:]
-        whole = all(
+        is_rows = all(
             n == 1 or (d == last and m == s)
             for n, d, m, s in zip(
                 tail, placement.dims[depth:], placement.mults[depth:], strides(tail), strict=True
             )
         )
         head = zip(placement.shape[:depth], placement.dims[:depth], strict=True)
-        if whole and not any(n > 1 and d == last for n, d in head):
+        if is_rows and not any(n > 1 and d == last for n, d in head):
             return depth
     raise FormatError(
         f"rows of {columns} packed elements are cut by the view {placement.shape}",

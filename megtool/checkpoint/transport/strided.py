@@ -31,22 +31,22 @@ _EDGE = 64  # elements; a transposed square of this edge stays in the first cach
 class Buffers:
     """Scratch memory of one thread, by slot; a slot grows to the largest size asked of it."""
 
-    def __init__(self, peak: Peak | None = None) -> None:
-        self._held: dict[str, NDArray[np.uint8]] = {}
+    def __init__(self, peak: PeakMemory | None = None) -> None:
+        self._slots: dict[str, NDArray[np.uint8]] = {}
         self._peak = peak
 
     def take(self, slot: str, num_bytes: int) -> NDArray[np.uint8]:
         """`num_bytes` of uninitialized memory, the same that the slot gave before."""
-        held = self._held.get(slot)
-        if held is None or held.nbytes < num_bytes:
+        slot_buffer = self._slots.get(slot)
+        if slot_buffer is None or slot_buffer.nbytes < num_bytes:
             if self._peak is not None:
-                self._peak.add(num_bytes - (0 if held is None else held.nbytes))
-            self._held.pop(slot, None)
-            held = self._held[slot] = np.empty(num_bytes, np.uint8)
-        return held[:num_bytes]
+                self._peak.add(num_bytes - (0 if slot_buffer is None else slot_buffer.nbytes))
+            self._slots.pop(slot, None)
+            slot_buffer = self._slots[slot] = np.empty(num_bytes, np.uint8)
+        return slot_buffer[:num_bytes]
 
 
-class Peak:
+class PeakMemory:
     """How much memory the buffers of all threads hold together; it never shrinks."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StridedBlock:
     """Runs of a file and the memory they fill.
 
     Run `i` is the bytes at `offsets[i]` and lies in `views[i]`. Where the memory is not contiguous
@@ -94,9 +94,9 @@ class Block:
         self._stage(files, fd, shift)
         differs = False
         for offset, view in zip(self.offsets, self.views, strict=True):
-            found = buffers.take("found", view.nbytes)
-            files.pread_into(fd, found, offset + shift)
-            if not np.array_equal(found, np.frombuffer(view, np.uint8)):
+            current = buffers.take("found", view.nbytes)
+            files.pread_into(fd, current, offset + shift)
+            if not np.array_equal(current, np.frombuffer(view, np.uint8)):
                 files.pwrite_all(fd, view, offset + shift)
                 differs = True
         return differs
@@ -111,7 +111,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StridedRows:
     """Runs of a file whose memory lies in rows: one call moves many of them without a copy.
 
     Call `i` moves the bytes at `offsets[i]` and the rows `views[i]`, one after the other.
@@ -134,90 +134,90 @@ class Rows:
         """Compare the file with what `write` would write; write what differs, and say so."""
         differs = False
         for offset, rows in zip(self.offsets, self.views, strict=True):
-            found = buffers.take("found", sum(r.nbytes for r in rows))
-            files.pread_into(fd, found, offset + shift)
-            if found.tobytes() != b"".join(rows):
+            current = buffers.take("found", sum(r.nbytes for r in rows))
+            files.pread_into(fd, current, offset + shift)
+            if current.tobytes() != b"".join(rows):
                 files.pwrite_gather(fd, rows, offset + shift)
                 differs = True
         return differs
 
 
-def way_to_assign(to: Array, what: Array) -> Callable[[Array, Array], None]:
+def choose_assign(target: Array, values: Array) -> Callable[[Array, Array], None]:
     """How `to[...] = what` is done fast: in squares where the two run in different orders."""
-    if to.ndim < 2 or to.size < 4 * _EDGE * _EDGE:
+    if target.ndim < 2 or target.size < 4 * _EDGE * _EDGE:
         return np.copyto
-    a, b = _fastest(to), _fastest(what)
-    return np.copyto if a == b or to.shape[a] < 8 or to.shape[b] < 8 else assign_in_squares
+    a, b = _fastest(target), _fastest(values)
+    return np.copyto if a == b or target.shape[a] < 8 or target.shape[b] < 8 else assign_in_squares
 
 
-def assign_in_squares(to: Array, what: Array) -> None:
+def assign_in_squares(target: Array, values: Array) -> None:
     """`to[...] = what` in parts small enough for the first cache to hold both orders."""
-    a, b = _fastest(to), _fastest(what)
-    to, what = np.moveaxis(to, (a, b), (-1, -2)), np.moveaxis(what, (a, b), (-1, -2))
-    for i in range(0, to.shape[-2], _EDGE):
-        for j in range(0, to.shape[-1], _EDGE * 4):
+    a, b = _fastest(target), _fastest(values)
+    target, values = np.moveaxis(target, (a, b), (-1, -2)), np.moveaxis(values, (a, b), (-1, -2))
+    for i in range(0, target.shape[-2], _EDGE):
+        for j in range(0, target.shape[-1], _EDGE * 4):
             square = (..., slice(i, i + _EDGE), slice(j, j + _EDGE * 4))
-            np.copyto(to[square], what[square])
+            np.copyto(target[square], values[square])
 
 
 def _fastest(array: Array) -> int:
     return min(range(array.ndim), key=lambda d: abs(array.strides[d]))
 
 
-def blocks(
+def split_blocks(
     memory: Array, start: int, step: Sequence[int], scratch: NDArray[np.uint8], *, sieve: bool
-) -> Iterator[Block | Rows]:
+) -> Iterator[StridedBlock | StridedRows]:
     """Cut an array into blocks, given the file's byte at its origin and per step of each dimension.
 
     All blocks use the same `scratch`, so they must be moved one after the other. With `sieve`,
     short runs that lie close together are moved with the gaps between them.
     """
-    kept = [d for d in range(memory.ndim) if memory.shape[d] > 1]
-    kept.sort(key=lambda d: -step[d])
+    dims = [d for d in range(memory.ndim) if memory.shape[d] > 1]
+    dims.sort(key=lambda d: -step[d])
     memory = memory[(*(slice(None) if n > 1 else 0 for n in memory.shape), ...)]
-    rank = {d: i for i, d in enumerate(sorted(kept))}
-    memory = memory.transpose([rank[d] for d in kept])
-    steps = [step[d] for d in kept]
-    if not kept:
+    rank = {d: i for i, d in enumerate(sorted(dims))}
+    memory = memory.transpose([rank[d] for d in dims])
+    steps = [step[d] for d in dims]
+    if not dims:
         memory, steps = memory.reshape(1), [memory.itemsize]
-    yield from _blocks(memory, start, steps, scratch, sieve)
+    yield from _split_ordered(memory, start, steps, scratch, sieve)
 
 
-def _blocks(
+def _split_ordered(
     memory: Array, start: int, steps: list[int], scratch: NDArray[np.uint8], sieve: bool
-) -> Iterator[Block | Rows]:
+) -> Iterator[StridedBlock | StridedRows]:
     shape = memory.shape
-    run, outer = grow(shape, steps, memory.itemsize)
-    span, spanned = sieved(shape, steps, run, outer) if sieve else (run, outer)
+    run, outer = contiguous_run(shape, steps, memory.itemsize)
+    span, spanned = sieve_run(shape, steps, run, outer) if sieve else (run, outer)
     count = 1
     for n in shape[:spanned]:
         count *= n
     direct = spanned == outer and memory.flags.c_contiguous
-    if not direct and spanned == outer and (rows := _rows(memory, start, steps, outer)):
+    if not direct and spanned == outer and (rows := _row_block(memory, start, steps, outer)):
         yield rows
         return
     if not direct and count * span > scratch.nbytes:
-        yield from _halves(memory, start, steps, scratch, sieve, count * span)
+        yield from _split_outermost(memory, start, steps, scratch, sieve, count * span)
         return
-    offsets = runs(start, shape[:spanned], steps[:spanned])
+    offsets = run_offsets(start, shape[:spanned], steps[:spanned])
     if span > CALL_BYTES:
         calls = range(0, span, CALL_BYTES)
-        offsets = [offset + at for offset in offsets for at in calls]
+        offsets = [offset + start_in_run for offset in offsets for start_in_run in calls]
     if direct:
         flat = memory.reshape(-1).view(np.uint8).data
-        yield Block(offsets, _views(flat, span))
+        yield StridedBlock(offsets, _views(flat, span))
         return
-    held, each = scratch[: count * span], span
+    staged, run_span = scratch[: count * span], span
     inside = steps[spanned:]
     for n in reversed(shape[:spanned]):
         inside = [span, *inside]
         span *= n
-    inner = np.ndarray(shape, memory.dtype, held.data, 0, tuple(inside))
-    views, way = _views(held.data, each), way_to_assign(memory, inner)
-    yield Block(offsets, views, memory, inner, spanned < outer, way)
+    inner = np.ndarray(shape, memory.dtype, staged.data, 0, tuple(inside))
+    views, assign = _views(staged.data, run_span), choose_assign(memory, inner)
+    yield StridedBlock(offsets, views, memory, inner, spanned < outer, assign)
 
 
-def _rows(memory: Array, start: int, steps: list[int], outer: int) -> Rows | None:
+def _row_block(memory: Array, start: int, steps: list[int], outer: int) -> StridedRows | None:
     """The block as rows of memory, if they are long and several make a run of the file."""
     row, depth = memory.itemsize, memory.ndim
     while depth > outer and memory.strides[depth - 1] == row:
@@ -225,38 +225,40 @@ def _rows(memory: Array, start: int, steps: list[int], outer: int) -> Rows | Non
         row *= memory.shape[depth]
     if row < ROW_BYTES or depth == outer or row > CALL_BYTES:
         return None
-    lines = [memory[at].reshape(-1).view(np.uint8).data for at in np.ndindex(memory.shape[:depth])]
-    a_run = math.prod(memory.shape[outer:depth])
-    a_call = min(a_run, CALL_BYTES // row)
+    lines = [
+        memory[index].reshape(-1).view(np.uint8).data for index in np.ndindex(memory.shape[:depth])
+    ]
+    rows_per_run = math.prod(memory.shape[outer:depth])
+    rows_per_call = min(rows_per_run, CALL_BYTES // row)
     offsets, views = [], []
-    for number, offset in enumerate(runs(start, memory.shape[:outer], steps[:outer])):
-        for at in range(0, a_run, a_call):
-            first = number * a_run + at
-            views.append(lines[first : first + min(a_call, a_run - at)])
-            offsets.append(offset + at * row)
-    return Rows(offsets, views)
+    for number, offset in enumerate(run_offsets(start, memory.shape[:outer], steps[:outer])):
+        for index in range(0, rows_per_run, rows_per_call):
+            first = number * rows_per_run + index
+            views.append(lines[first : first + min(rows_per_call, rows_per_run - index)])
+            offsets.append(offset + index * row)
+    return StridedRows(offsets, views)
 
 
-def _halves(
+def _split_outermost(
     memory: Array,
     start: int,
     steps: list[int],
     scratch: NDArray[np.uint8],
     sieve: bool,
     num_bytes: int,
-) -> Iterator[Block | Rows]:
+) -> Iterator[StridedBlock | StridedRows]:
     """Cut along the dimension that is outermost in the file, until scratch memory holds a part."""
     n = memory.shape[0]
     rows = max(1, min(n - 1, n * scratch.nbytes // num_bytes))
     for i in range(0, n, rows):
-        part, at = memory[i : i + rows], start + i * steps[0]
+        part, offset = memory[i : i + rows], start + i * steps[0]
         if part.shape[0] > 1 or part.ndim == 1:
-            yield from _blocks(part, at, steps, scratch, sieve)
+            yield from _split_ordered(part, offset, steps, scratch, sieve)
         else:
-            yield from _blocks(part[0], at, steps[1:], scratch, sieve)
+            yield from _split_ordered(part[0], offset, steps[1:], scratch, sieve)
 
 
-def grow(shape: Sequence[int], steps: Sequence[int], cell: int) -> tuple[int, int]:
+def contiguous_run(shape: Sequence[int], steps: Sequence[int], cell: int) -> tuple[int, int]:
     """Bytes of the contiguous runs, and how many leading dimensions enumerate them.
 
     Dimensions come in falling order of `steps`, the bytes per index.
@@ -268,7 +270,7 @@ def grow(shape: Sequence[int], steps: Sequence[int], cell: int) -> tuple[int, in
     return run, outer
 
 
-def sieved(shape: Sequence[int], steps: Sequence[int], run: int, outer: int) -> tuple[int, int]:
+def sieve_run(shape: Sequence[int], steps: Sequence[int], run: int, outer: int) -> tuple[int, int]:
     """The same once short runs are joined over their gaps; as `grow` gave it where not worth it."""
     span, payload = run, run
     while outer and run < SIEVE_RUN_BYTES:
@@ -280,19 +282,19 @@ def sieved(shape: Sequence[int], steps: Sequence[int], run: int, outer: int) -> 
     return span, outer
 
 
-def runs(start: int, shape: Sequence[int], steps: Sequence[int]) -> list[int]:
+def run_offsets(start: int, shape: Sequence[int], steps: Sequence[int]) -> list[int]:
     """Offsets of all runs, ascending where `steps` fall."""
-    at = np.array([start], np.int64)
+    offsets = np.array([start], np.int64)
     for n, step in zip(shape, steps, strict=True):
-        at = (at[:, None] + np.arange(n, dtype=np.int64) * step).reshape(-1)
-    return [int(x) for x in at] if len(at) < 4 else at.tolist()
+        offsets = (offsets[:, None] + np.arange(n, dtype=np.int64) * step).reshape(-1)
+    return [int(x) for x in offsets] if len(offsets) < 4 else offsets.tolist()
 
 
 def _views(flat: memoryview, length: int) -> list[memoryview]:
     """Memory for runs of `length` bytes that follow one another, as much as one call takes each."""
     step = min(length, CALL_BYTES)
     return [
-        flat[at : min(at + step, begin + length)]
+        flat[position : min(position + step, begin + length)]
         for begin in range(0, flat.nbytes, length)
-        for at in range(begin, begin + length, step)
+        for position in range(begin, begin + length, step)
     ]

@@ -11,9 +11,16 @@ import numpy as np
 
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
-from megtool.checkpoint.transport.cast import converter
-from megtool.checkpoint.transport.shard_locator import Side
-from megtool.checkpoint.transport.strided import Array, Block, Buffers, Rows, blocks, grow
+from megtool.checkpoint.transport.cast import make_converter
+from megtool.checkpoint.transport.shard_locator import FileView
+from megtool.checkpoint.transport.strided import (
+    Array,
+    Buffers,
+    StridedBlock,
+    StridedRows,
+    contiguous_run,
+    split_blocks,
+)
 from megtool.dtypes import DType
 from megtool.tensors.sharded import GlobalTensor
 
@@ -28,7 +35,7 @@ numpy, and between any two of these threads wait for one another in Python: that
 tiles, by more than it costs that they leave the second cache."""
 
 
-def cut(
+def split_box(
     lo: Index, hi: Index, cell_bytes: int, max_bytes: int, *, depth: int | None = None
 ) -> Iterator[tuple[Index, Index]]:
     """Cut a box that is contiguous in row-major order into such boxes of at most `max_bytes`.
@@ -50,21 +57,21 @@ def cut(
     for i in range(lo[d], hi[d], rows):
         part = (*lo[:d], i, *lo[d + 1 :]), (*hi[:d], min(i + rows, hi[d]), *hi[d + 1 :])
         if inner > max_bytes:
-            yield from cut(*part, cell_bytes, max_bytes, depth=depth)
+            yield from split_box(*part, cell_bytes, max_bytes, depth=depth)
         else:
             yield part
 
 
-def halved(lo: Index, hi: Index, most: int) -> Iterator[tuple[Index, Index]]:
+def halve_box(lo: Index, hi: Index, max_elements: int) -> Iterator[tuple[Index, Index]]:
     """Cut any box into boxes of at most `most` elements, along its longest dimensions."""
     size = [b - a for a, b in zip(lo, hi, strict=True)]
-    if math.prod(size) <= max(most, 1):
+    if math.prod(size) <= max(max_elements, 1):
         yield lo, hi
         return
     d = max(range(len(size)), key=lambda d: size[d])
     middle = lo[d] + size[d] // 2
-    yield from halved(lo, (*hi[:d], middle, *hi[d + 1 :]), most)
-    yield from halved((*lo[:d], middle, *lo[d + 1 :]), hi, most)
+    yield from halve_box(lo, (*hi[:d], middle, *hi[d + 1 :]), max_elements)
+    yield from halve_box((*lo[:d], middle, *lo[d + 1 :]), hi, max_elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +79,11 @@ class _Part:
     """What a tile shares with one piece: blocks, and where they go when the tile moves along."""
 
     fd: int
-    blocks: list[Block | Rows]
+    blocks: list[StridedBlock | StridedRows]
     step: list[int]
 
 
-class Traffic:
+class TileIO:
     """Moves the tiles of one tensor between memory and the files of one side.
 
     Consecutive tiles mostly meet the same pieces at other offsets, so the calls worked out for one
@@ -85,18 +92,18 @@ class Traffic:
 
     def __init__(
         self,
-        side: Side,
+        file_view: FileView,
         files: Files,
-        opened: OpenFiles,
+        open_files: OpenFiles,
         scratch: Array,
         buffers: Buffers,
         *,
         sieve: bool,
     ) -> None:
-        self._side, self._files, self._opened = side, files, opened
+        self._file_view, self._files, self._open_files = file_view, files, open_files
         self._scratch, self._buffers, self._sieve = scratch, buffers, sieve
         self._parts: list[_Part] = []
-        self._held: list[int] = []
+        self._acquired: list[int] = []
         self._memory: Array | None = None
         self._lo: Index = ()
         self._range: list[tuple[int, int]] = []
@@ -120,20 +127,22 @@ class Traffic:
 
     def close(self) -> None:
         """Let go of the files and of the memory."""
-        for row in self._held:
-            self._opened.release(self._side.paths[row])
-        self._held, self._parts, self._memory = [], [], None
+        for row in self._acquired:
+            self._open_files.release(self._file_view.paths[row])
+        self._acquired, self._parts, self._memory = [], [], None
 
-    def __enter__(self) -> Traffic:
+    def __enter__(self) -> TileIO:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _shifted(self, lo: Index, memory: Array) -> list[tuple[Block | Rows, int, int]]:
+    def _shifted(
+        self, lo: Index, memory: Array
+    ) -> list[tuple[StridedBlock | StridedRows, int, int]]:
         """The blocks under a tile, with their files and what to add to their offsets."""
-        if not self._is_held(memory) or not self._follows(lo, memory.shape):
-            self._work_out(lo, memory)
+        if not self._is_same_memory(memory) or not self._follows(lo, memory.shape):
+            self._plan_blocks(lo, memory)
         shifts = [0] * len(self._parts)
         for d, (a, b) in enumerate(zip(lo, self._lo, strict=True)):
             if a != b:
@@ -141,13 +150,15 @@ class Traffic:
         pairs = zip(self._parts, shifts, strict=True)
         return [(block, p.fd, shift) for p, shift in pairs for block in p.blocks]
 
-    def _is_held(self, memory: Array) -> bool:
+    def _is_same_memory(self, memory: Array) -> bool:
         """Whether an array is what the blocks were worked out for, or another view of just that."""
-        held = self._memory
-        if held is None or memory is held:
-            return held is not None
-        facts = memory.__array_interface__, held.__array_interface__
-        return all(facts[0][k] == facts[1][k] for k in ("data", "shape", "strides", "typestr"))
+        planned = self._memory
+        if planned is None or memory is planned:
+            return planned is not None
+        interfaces = memory.__array_interface__, planned.__array_interface__
+        return all(
+            interfaces[0][k] == interfaces[1][k] for k in ("data", "shape", "strides", "typestr")
+        )
 
     def _follows(self, lo: Index, shape: Index) -> bool:
         return all(
@@ -155,21 +166,21 @@ class Traffic:
             for a, b, n, (first, end) in zip(lo, self._lo, shape, self._range, strict=False)
         )
 
-    def _work_out(self, lo: Index, memory: Array) -> None:
+    def _plan_blocks(self, lo: Index, memory: Array) -> None:
         """Find the pieces under a tile, and how far it can move with all offsets just shifted.
 
         Where every piece spans the tile in a dimension, it may move there until one of them ends:
         pieces are disjoint, so no other piece can come in before.
         """
         self.close()
-        side, ndim = self._side, self._side.ndim
+        file_view, ndim = self._file_view, self._file_view.ndim
         a = np.array(lo, np.int64)
         b = a + np.array(memory.shape[:ndim], np.int64)
-        rows = np.flatnonzero(((side.lo < b) & (side.hi > a)).all(axis=1))
-        p_lo, p_hi = side.lo[rows], side.hi[rows]
+        rows = np.flatnonzero(((file_view.lo < b) & (file_view.hi > a)).all(axis=1))
+        p_lo, p_hi = file_view.lo[rows], file_view.hi[rows]
         spans = np.all((p_lo <= a) & (p_hi >= b), axis=0, keepdims=True)[0].tolist()
         first, end = np.maximum(p_lo, a), np.minimum(p_hi, b)
-        start = side.start[rows] + ((first - p_lo) * side.step[rows]).sum(axis=1)
+        start = file_view.start[rows] + ((first - p_lo) * file_view.step[rows]).sum(axis=1)
         self._range = [
             (int(p_lo[:, d].max()), int(p_hi[:, d].min())) if spans[d] and len(rows) else (0, -1)
             for d in range(ndim)
@@ -179,20 +190,22 @@ class Traffic:
             (first - a).tolist(),
             (end - a).tolist(),
             start.tolist(),
-            side.step[rows].tolist(),
+            file_view.step[rows].tolist(),
             strict=True,
         )
-        for row, x, y, at, step in table:
-            fd = self._opened.acquire(side.paths[row])
-            self._held.append(row)
+        for row, x, y, offset, step in table:
+            fd = self._open_files.acquire(file_view.paths[row])
+            self._acquired.append(row)
             index: tuple[Any, ...] = (*map(slice, x, y), ...)  # the dots keep it an array, if 0-d
             within = [*step, memory.itemsize] if memory.ndim > ndim else step
-            parts = list(blocks(memory[index], at, within, self._scratch, sieve=self._sieve))
+            parts = list(
+                split_blocks(memory[index], offset, within, self._scratch, sieve=self._sieve)
+            )
             self._parts.append(_Part(fd, parts, step))
         self._lo, self._memory = lo, memory
 
 
-class Intake:
+class TileReader:
     """Reads a tensor tile by tile in row-major order, each converted to the elements wanted.
 
     `overflowed` counts the numbers so far that became infinite.
@@ -200,22 +213,22 @@ class Intake:
 
     def __init__(
         self,
-        side: Side,
+        file_view: FileView,
         files: Files,
-        opened: OpenFiles,
+        open_files: OpenFiles,
         buffers: Buffers,
         *,
         source: GlobalTensor,
         target: DType,
         tile_bytes: int,
     ) -> None:
-        self._side, self._buffers, self._tile_bytes = side, buffers, tile_bytes
+        self._file_view, self._buffers, self._tile_bytes = file_view, buffers, tile_bytes
         self._item = target.itemsize
         self._packed = source.packing is not None
-        self._convert = converter(source, target, side.window)
+        self._convert = make_converter(source, target, file_view.window)
         self._cell = max(source.dtype.itemsize, target.itemsize, 4 if self._packed else 1)
-        self._traffic = Traffic(
-            side, files, opened, buffers.take("scratch", tile_bytes), buffers, sieve=True
+        self._io = TileIO(
+            file_view, files, open_files, buffers.take("scratch", tile_bytes), buffers, sieve=True
         )
         self._shaped: dict[Index, tuple[Array, Array]] = {}
         self.overflowed = 0
@@ -227,7 +240,7 @@ class Intake:
         is used again for the next one. Close the generator to let go of the files.
         """
         try:
-            for a, b in cut(lo, hi, self._cell, self._tile_bytes, depth=self._side.ndim):
+            for a, b in split_box(lo, hi, self._cell, self._tile_bytes, depth=self._file_view.ndim):
                 yield a, self.tile(a, b)
         finally:
             self.close()
@@ -235,61 +248,63 @@ class Intake:
     def tile(self, lo: Index, hi: Index) -> Array:
         """The elements of one box, whatever its size; `close` lets go of the files."""
         raw, out = self._arrays(tuple(y - x for x, y in zip(lo, hi, strict=True)))
-        self._traffic.read(lo[: self._side.ndim], raw)
+        self._io.read(lo[: self._file_view.ndim], raw)
         if self._convert is not None:
             self.overflowed += self._convert(raw, out)
         return out
 
     def close(self) -> None:
         """Let go of the files."""
-        self._traffic.close()
+        self._io.close()
 
     def _arrays(self, shape: Index) -> tuple[Array, Array]:
         if shape not in self._shaped:
             if len(self._shaped) > 8:
                 self._shaped.clear()
-            out = shaped(self._buffers, "tile", shape, self._item)
+            out = shaped_buffer(self._buffers, "tile", shape, self._item)
             raw = out
             if self._packed:
-                rows = (*shape[: self._side.ndim], self._side.cell_bytes)
-                raw = shaped(self._buffers, "raw", rows, 1)
+                rows = (*shape[: self._file_view.ndim], self._file_view.cell_bytes)
+                raw = shaped_buffer(self._buffers, "raw", rows, 1)
             elif self._convert is not None:
-                raw = shaped(self._buffers, "raw", shape, self._side.cell_bytes)
+                raw = shaped_buffer(self._buffers, "raw", shape, self._file_view.cell_bytes)
             self._shaped[shape] = raw, out
         return self._shaped[shape]
 
 
-def shaped(buffers: Buffers, slot: str, shape: Index, item_bytes: int) -> Array:
+def shaped_buffer(buffers: Buffers, slot: str, shape: Index, item_bytes: int) -> Array:
     """A buffer as an array of unsigned integers."""
     flat = buffers.take(slot, math.prod(shape) * item_bytes)
     return flat.view(f"<u{item_bytes}").reshape(shape)
 
 
-def tile_bytes(
-    sides: Sequence[Side], lo: Index, hi: Index, cell_bytes: int, usual: int, cap: int
+def choose_tile_bytes(
+    file_views: Sequence[FileView], lo: Index, hi: Index, cell_bytes: int, default: int, cap: int
 ) -> int:
     """The size of tile at which both sides have decent runs: `usual`, or more up to `cap`."""
-    best, best_run = usual, -1
-    size = usual
+    best, best_run = default, -1
+    size = default
     while True:
-        first = next(cut(lo, hi, cell_bytes, size), (lo, hi))
-        run = min((_run_bytes(s, *first) for s in sides), default=DECENT_RUN_BYTES)
+        first = next(split_box(lo, hi, cell_bytes, size), (lo, hi))
+        run = min((_run_bytes(s, *first) for s in file_views), default=DECENT_RUN_BYTES)
         if run > best_run:
             best, best_run = size, run
         if run >= DECENT_RUN_BYTES or size >= cap or first == (lo, hi):
-            return min(best, max(cap, usual))
+            return min(best, max(cap, default))
         size *= 2
 
 
-def _run_bytes(side: Side, lo: Index, hi: Index) -> int:
+def _run_bytes(file_view: FileView, lo: Index, hi: Index) -> int:
     """The mean length of the runs in which the largest piece under a box lies in its file."""
-    a, b = np.array(lo[: side.ndim], np.int64), np.array(hi[: side.ndim], np.int64)
-    first, end = np.maximum(side.lo, a), np.minimum(side.hi, b)
+    a, b = np.array(lo[: file_view.ndim], np.int64), np.array(hi[: file_view.ndim], np.int64)
+    first, end = np.maximum(file_view.lo, a), np.minimum(file_view.hi, b)
     volume = np.maximum(end - first, 0).prod(axis=1)
     if not len(volume) or not volume.max():
         return DECENT_RUN_BYTES
     row = int(volume.argmax())
-    shape, step = (end - first)[row].tolist(), side.step[row].tolist()
-    order = sorted((d for d in range(side.ndim) if shape[d] > 1), key=lambda d: -step[d])
-    run, outer = grow([shape[d] for d in order], [step[d] for d in order], side.cell_bytes)
+    shape, step = (end - first)[row].tolist(), file_view.step[row].tolist()
+    order = sorted((d for d in range(file_view.ndim) if shape[d] > 1), key=lambda d: -step[d])
+    run, outer = contiguous_run(
+        [shape[d] for d in order], [step[d] for d in order], file_view.cell_bytes
+    )
     return run if outer else DECENT_RUN_BYTES

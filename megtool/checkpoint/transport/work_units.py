@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megtool.checkpoint.plan import Entry, Plan
-from megtool.checkpoint.transport.shard_locator import Locator, cut_dims
-from megtool.checkpoint.transport.strided import SIEVE_RUN_BYTES, grow, sieved
-from megtool.checkpoint.transport.tile import Index, cut
+from megtool.checkpoint.plan import PlanEntry, ReshardPlan
+from megtool.checkpoint.transport.shard_locator import ShardLocator, count_cuttable_dims
+from megtool.checkpoint.transport.strided import SIEVE_RUN_BYTES, contiguous_run, sieve_run
+from megtool.checkpoint.transport.tile import Index, split_box
 from megtool.tensors.box import Ints
 from megtool.tensors.grouping import distinct
 from megtool.tensors.placement import lattice
 
 UNIT_BYTES = 64 << 20
-MOST_SLABS = 4096
+MAX_SLABS = 4096
 """Entries in one unit, however small they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plain:
+class KernelUnit:
     """Steps the kernel copies, all into one file; a long step is cut into `parts`."""
 
     steps: Ints
@@ -44,7 +44,7 @@ class Slab:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiled:
+class TiledUnit:
     """Slabs that go through memory.
 
     `woven` ones are written with gaps that belong to others, so nothing else may be writing.
@@ -54,11 +54,11 @@ class Tiled:
     files: tuple[int, ...]
     offset: int
     num_bytes: int
-    woven: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fed:
+class FeedUnit:
     """Feeds of a plan, by their numbers."""
 
     feeds: tuple[int, ...]
@@ -67,31 +67,31 @@ class Fed:
     num_bytes: int
 
 
-Unit = Plain | Tiled | Fed
+Unit = KernelUnit | TiledUnit | FeedUnit
 
 
-def units(plan: Plan, target: Locator, *, tiled_only: bool = False) -> list[Unit]:
+def plan_units(plan: ReshardPlan, target: ShardLocator, *, tiled_only: bool = False) -> list[Unit]:
     """Cut a plan into units; the same plan gives the same list, in order of destination.
 
     Entries of which all steps are plain (see `Plan.step_runs`) are copied by the kernel, all others
     go through tiles; with `tiled_only` all do. Woven units come last.
     """
     steps = plan.steps
-    _, plain = plan.step_runs()
-    rough = np.zeros(len(plan.entries), bool)
-    rough[steps.entry[~plain]] = True
+    _, is_plain = plan.step_runs()
+    is_tiled = np.zeros(len(plan.entries), bool)
+    is_tiled[steps.entry[~is_plain]] = True
     if tiled_only:
-        rough[:] = True
-    found: list[Unit] = list(_plain(plan, target, np.flatnonzero(~rough[steps.entry])))
-    found += _tiled(
-        plan, target, [n for n in np.flatnonzero(rough).tolist() if plan.entries[n].writes]
+        is_tiled[:] = True
+    planned: list[Unit] = list(_kernel_units(plan, target, np.flatnonzero(~is_tiled[steps.entry])))
+    planned += _tiled_units(
+        plan, target, [n for n in np.flatnonzero(is_tiled).tolist() if plan.entries[n].writes]
     )
-    found += _fed(plan, target)
-    found.sort(key=lambda u: (isinstance(u, Tiled) and u.woven, u.files[0], u.offset))
-    return found
+    planned += _feed_units(plan, target)
+    planned.sort(key=lambda u: (isinstance(u, TiledUnit) and u.interleaved, u.files[0], u.offset))
+    return planned
 
 
-def _plain(plan: Plan, target: Locator, rows: Ints) -> Iterator[Plain]:
+def _kernel_units(plan: ReshardPlan, target: ShardLocator, rows: Ints) -> Iterator[KernelUnit]:
     if not len(rows):
         return
     steps, catalogue = plan.steps, target.catalogue
@@ -106,16 +106,16 @@ def _plain(plan: Plan, target: Locator, rows: Ints) -> Iterator[Plain]:
     order = np.lexsort((offset, file))
     rows, offset, size, file = rows[order], offset[order], size[order], file[order]
     before = np.cumsum(size) - size
-    big = size > UNIT_BYTES
-    same = (file[1:] == file[:-1]) & ~big[1:] & ~big[:-1]
-    same &= before[1:] // UNIT_BYTES == before[:-1] // UNIT_BYTES
-    first = np.flatnonzero(np.concatenate([[True], ~same]))
+    is_large = size > UNIT_BYTES
+    is_same_unit = (file[1:] == file[:-1]) & ~is_large[1:] & ~is_large[:-1]
+    is_same_unit &= before[1:] // UNIT_BYTES == before[:-1] // UNIT_BYTES
+    first = np.flatnonzero(np.concatenate([[True], ~is_same_unit]))
     total = np.add.reduceat(size, first).tolist()
     last = [*first[1:].tolist(), len(rows)]
     for a, b, num_bytes in zip(first.tolist(), last, total, strict=True):
         parts = max(1, -(-num_bytes // UNIT_BYTES)) if b == a + 1 else 1
         for part in range(parts):
-            yield Plain(
+            yield KernelUnit(
                 steps=rows[a:b],
                 files=(int(file[a]),),
                 offset=int(offset[a]) + part * UNIT_BYTES,
@@ -125,39 +125,41 @@ def _plain(plan: Plan, target: Locator, rows: Ints) -> Iterator[Plain]:
             )
 
 
-def _tiled(plan: Plan, target: Locator, entries: Sequence[int]) -> Iterator[Tiled]:
+def _tiled_units(
+    plan: ReshardPlan, target: ShardLocator, entries: Sequence[int]
+) -> Iterator[TiledUnit]:
     """Slabs in order of destination, small entries of one file together."""
-    waiting: dict[tuple[int, bool], list[Tiled]] = defaultdict(list)
+    pending: dict[tuple[int, bool], list[TiledUnit]] = defaultdict(list)
     total: dict[tuple[int, bool], int] = defaultdict(int)
-    whole: list[Tiled] = []
+    slabs: list[TiledUnit] = []
     for number in entries:
-        whole += _slabs(plan, target, number)
-    whole.sort(key=lambda u: (u.files[0], u.offset))
-    for unit in whole:
+        slabs += _split_entry(plan, target, number)
+    slabs.sort(key=lambda u: (u.files[0], u.offset))
+    for unit in slabs:
         if unit.num_bytes >= UNIT_BYTES // 2:
             yield unit
             continue
-        key = unit.files[0], unit.woven
-        waiting[key].append(unit)
+        key = unit.files[0], unit.interleaved
+        pending[key].append(unit)
         total[key] += unit.num_bytes
-        if total[key] >= UNIT_BYTES or len(waiting[key]) >= MOST_SLABS:
-            yield _together(waiting.pop(key))
+        if total[key] >= UNIT_BYTES or len(pending[key]) >= MAX_SLABS:
+            yield _merge_tiled(pending.pop(key))
             del total[key]
-    for batch in waiting.values():
-        yield _together(batch)
+    for batch in pending.values():
+        yield _merge_tiled(batch)
 
 
-def _together(batch: Sequence[Tiled]) -> Tiled:
-    return Tiled(
+def _merge_tiled(batch: Sequence[TiledUnit]) -> TiledUnit:
+    return TiledUnit(
         slabs=tuple(s for u in batch for s in u.slabs),
         files=tuple(sorted({f for u in batch for f in u.files})),
         offset=batch[0].offset,
         num_bytes=sum(u.num_bytes for u in batch),
-        woven=batch[0].woven,
+        interleaved=batch[0].interleaved,
     )
 
 
-def _slabs(plan: Plan, target: Locator, number: int) -> Iterator[Tiled]:
+def _split_entry(plan: ReshardPlan, target: ShardLocator, number: int) -> Iterator[TiledUnit]:
     entry, pieces = plan.entries[number], plan.target_pieces
     of, n = pieces.of(number), len(entry.shape)
     lo, hi = pieces.boxes.lo[of, :n], pieces.boxes.hi[of, :n]
@@ -166,48 +168,48 @@ def _slabs(plan: Plan, target: Locator, number: int) -> Iterator[Tiled]:
         return
     file = target.catalogue.extents.file[shard]
     offset = target.offsets(shard)
-    woven = _is_woven(plan, entry, of, target)
+    interleaved = _is_interleaved(plan, entry, of, target)
     item = plan.target_tensor(entry).dtype.itemsize
-    for a, b in cut((0,) * n, entry.shape, item, UNIT_BYTES, depth=depth(plan, number)):
+    for a, b in split_box((0,) * n, entry.shape, item, UNIT_BYTES, depth=cut_depth(plan, number)):
         under = ((lo < np.array(b)) & (hi > np.array(a))).all(axis=1)
         files = distinct(file[under])
         volume = 1
         for x, y in zip(a, b, strict=True):
             volume *= y - x
-        yield Tiled(
+        yield TiledUnit(
             slabs=(Slab(entry=number, lo=a, hi=b),),
             files=tuple(files.tolist()),
             offset=int(offset[under & (file == files[0])].min()),
             num_bytes=volume * item,
-            woven=woven,
+            interleaved=interleaved,
         )
 
 
-def _fed(plan: Plan, target: Locator) -> Iterator[Fed]:
+def _feed_units(plan: ReshardPlan, target: ShardLocator) -> Iterator[FeedUnit]:
     """Feeds one after the other, small ones of one file together."""
     catalogue = target.catalogue
-    waiting: list[Fed] = []
+    pending: list[FeedUnit] = []
     for number, feed in enumerate(plan.feeds):
-        found = [catalogue.shards.of(catalogue.index[r.stored]) for r in feed.writes]
-        files = {int(f) for of in found for f in catalogue.extents.file[of].tolist()}
-        first = np.array([of.start for of in found], np.int64)
-        unit = Fed(
+        shard_ranges = [catalogue.shards.of(catalogue.index[r.stored]) for r in feed.writes]
+        files = {int(f) for of in shard_ranges for f in catalogue.extents.file[of].tolist()}
+        first = np.array([of.start for of in shard_ranges], np.int64)
+        unit = FeedUnit(
             feeds=(number,),
             files=tuple(sorted(files)),
             offset=int(target.offsets(first[:1])[0]),
             num_bytes=feed.num_bytes,
         )
-        full = sum(u.num_bytes for u in waiting) + unit.num_bytes > UNIT_BYTES
-        if waiting and (full or waiting[0].files != unit.files or len(waiting) >= MOST_SLABS):
-            yield _all_fed(waiting)
-            waiting = []
-        waiting.append(unit)
-    if waiting:
-        yield _all_fed(waiting)
+        is_full = sum(u.num_bytes for u in pending) + unit.num_bytes > UNIT_BYTES
+        if pending and (is_full or pending[0].files != unit.files or len(pending) >= MAX_SLABS):
+            yield _merge_feeds(pending)
+            pending = []
+        pending.append(unit)
+    if pending:
+        yield _merge_feeds(pending)
 
 
-def _all_fed(batch: Sequence[Fed]) -> Fed:
-    return Fed(
+def _merge_feeds(batch: Sequence[FeedUnit]) -> FeedUnit:
+    return FeedUnit(
         feeds=tuple(n for u in batch for n in u.feeds),
         files=batch[0].files,
         offset=batch[0].offset,
@@ -215,15 +217,15 @@ def _all_fed(batch: Sequence[Fed]) -> Fed:
     )
 
 
-def depth(plan: Plan, number: int) -> int:
+def cut_depth(plan: ReshardPlan, number: int) -> int:
     """How many leading view dimensions of an entry may be cut: not those inside packed rows."""
     return min(
-        len(e.shape) if e.source is None else cut_dims(e.source, plan.source_tensor(e))
+        len(e.shape) if e.source is None else count_cuttable_dims(e.source, plan.source_tensor(e))
         for e in (plan.entries[term] for term in plan.terms(number))
     )
 
 
-def _is_woven(plan: Plan, entry: Entry, of: slice, target: Locator) -> bool:
+def _is_interleaved(plan: ReshardPlan, entry: PlanEntry, of: slice, target: ShardLocator) -> bool:
     """Whether the largest piece is written in short runs, close together."""
     pieces, n = plan.target_pieces, len(entry.shape)
     row = of.start + int(pieces.boxes[of].volume().argmax())
@@ -232,13 +234,13 @@ def _is_woven(plan: Plan, entry: Entry, of: slice, target: Locator) -> bool:
     item = plan.target_tensor(entry).dtype.itemsize
     size = (pieces.boxes.hi[row, :n] - pieces.boxes.lo[row, :n]).tolist()
     step = (stride[0] * item).tolist()
-    kept = sorted((d for d in range(n) if size[d] > 1), key=lambda d: -step[d])
-    sizes, steps = [size[d] for d in kept], [step[d] for d in kept]
-    run, outer = grow(sizes, steps, item)
-    return run < SIEVE_RUN_BYTES and sieved(sizes, steps, run, outer)[1] < outer
+    dims = sorted((d for d in range(n) if size[d] > 1), key=lambda d: -step[d])
+    sizes, steps = [size[d] for d in dims], [step[d] for d in dims]
+    run, outer = contiguous_run(sizes, steps, item)
+    return run < SIEVE_RUN_BYTES and sieve_run(sizes, steps, run, outer)[1] < outer
 
 
-class Schedule:
+class UnitSchedule:
     """Hands units to threads so that two of them rarely write to one file. Thread-safe.
 
     File systems let one thread at a time write to a file, so what is parallel is different files;
@@ -271,7 +273,7 @@ class Schedule:
                 self._busy[f] += 1
             return number, unit
 
-    def finished(self, unit: Unit) -> None:
+    def release(self, unit: Unit) -> None:
         """Tell that a unit handed out is done."""
         with self._lock:
             for f in unit.files:
