@@ -6,6 +6,7 @@ its amaxes and factors are read back as treatments before it would export them.
 
 from __future__ import annotations
 
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,10 +17,10 @@ import numpy as np
 
 from megtool.console import Progress, silent
 from megtool.errors import CalibrationError, RecipeError, UsageError
-from megtool.quant.calibration.activation_sites import Point, readers_of
-from megtool.quant.modelopt_import import no_bars, packages, quiet
-from megtool.quant.qparams import INPUTS, Cache, Floats, Settlement, Treatment, packing_of
-from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.calibration.activation_sites import ActivationSite, map_norm_readers
+from megtool.quant.modelopt_import import import_modelopt, silence_output, without_progress_bars
+from megtool.quant.qparams import Floats, KVCacheQParams, QParams, WeightQParams
+from megtool.quant.recipes.formats import FORMATS, INPUT_PACKINGS, RecipeFormat, packing_of
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
 
@@ -46,13 +47,13 @@ def calibrate_with_modelopt(
     folder: Path,
     recipe: Recipe,
     decisions: Sequence[Decision],
-    points: Sequence[Point],
+    sites: Sequence[ActivationSite],
     batches: Sequence[Batch],
     *,
     dtype: str = "float32",
     device: torch.device | str = "cpu",
     progress: Progress = silent,
-) -> Settlement:
+) -> QParams:
     """What ModelOpt makes of the model in a Hugging Face folder, shown all batches.
 
     Raises:
@@ -61,12 +62,12 @@ def calibrate_with_modelopt(
         UsageError: it needs a GPU for it.
         CalibrationError: it found no amax where one is needed.
     """
-    config = modelopt_config(recipe, decisions, device=str(device))
-    model = quantized_model(folder, config, batches, dtype=dtype, device=device, progress=progress)
-    return read_settlement(model, decisions, points)
+    config = build_modelopt_config(recipe, decisions, device=str(device))
+    model = quantize_model(folder, config, batches, dtype=dtype, device=device, progress=progress)
+    return read_qparams(model, decisions, sites)
 
 
-def modelopt_config(
+def build_modelopt_config(
     recipe: Recipe, decisions: Sequence[Decision], *, device: str = "cpu"
 ) -> dict[str, Any]:
     """ModelOpt's configuration for decisions: everything off, then each module by its name.
@@ -82,7 +83,9 @@ def modelopt_config(
             f"the format of {undecided[0].module.name} is still to be chosen",
             hint="an automatic recipe is decided before it is calibrated",
         )
-    methods = dict.fromkeys((d.format.method if d.format else "") or recipe.method for d in quantized)
+    methods = dict.fromkeys(
+        (d.format.method if d.format else "") or recipe.method for d in quantized
+    )
     if len(methods) > 1:
         raise RecipeError(
             f"recipe {recipe.name} asks for {' and '.join(methods)}, and ModelOpt runs one "
@@ -128,7 +131,7 @@ def _algorithm(recipe: Recipe, method: str) -> dict[str, Any]:
             f"ModelOpt is not asked for {method!r}",
             hint=f"--backend megtool, or one of {names}",
         )
-    if recipe.folds:
+    if recipe.folds_scales:
         raise RecipeError(
             f"recipe {recipe.name} stores no factors of columns, and ModelOpt does",
             hint="--backend megtool, or `fold: false`",
@@ -156,12 +159,15 @@ def _entries(decision: Decision) -> Iterator[dict[str, Any]]:
     if format.algo == "W4A8_AWQ":
         weights = [weights, dict(_FP8)]
     yield {"quantizer_name": f"{name}.weight_quantizer", "cfg": weights}
-    if format.algo in INPUTS:
-        yield {"quantizer_name": f"{name}.input_quantizer", "cfg": _quantizer_config(INPUTS[format.algo])}
+    if format.algo in INPUT_PACKINGS:
+        yield {
+            "quantizer_name": f"{name}.input_quantizer",
+            "cfg": _quantizer_config(INPUT_PACKINGS[format.algo]),
+        }
 
 
 def _hf_name(decision: Decision) -> str:
-    names = decision.module.called("hf")
+    names = decision.module.names_in("hf")
     if not names:
         raise RecipeError(
             f"{decision.module.name} has no name in transformers",
@@ -195,7 +201,7 @@ def _quantizer_config(packing: str) -> dict[str, Any]:
     return {"num_bits": bits, "block_sizes": {-1: sizes[0], "type": "static"}}
 
 
-def quantized_model(
+def quantize_model(
     folder: Path,
     config: Mapping[str, Any],
     batches: Sequence[Batch],
@@ -209,10 +215,10 @@ def quantized_model(
     Raises:
         MissingPackageError: ModelOpt or transformers is not installed.
     """
-    mtq, transformers = packages()
+    mtq, transformers = import_modelopt()
     import torch
 
-    with quiet(), no_bars(transformers):
+    with silence_output(), without_progress_bars(transformers):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=getattr(torch, dtype),
@@ -231,7 +237,9 @@ def quantized_model(
         return mtq.quantize(model, {**config, "quant_cfg": list(config["quant_cfg"])}, run)
 
 
-def _transformers_inputs(batch: Batch, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
+def _transformers_inputs(
+    batch: Batch, dtype: torch.dtype, device: torch.device | str
+) -> dict[str, Any]:
     """A batch as transformers takes it; tokens attend within their documents alone."""
     import torch
 
@@ -253,9 +261,9 @@ def _transformers_inputs(batch: Batch, dtype: torch.dtype, device: torch.device 
     return out
 
 
-def read_settlement(
-    model: Any, decisions: Sequence[Decision], points: Sequence[Point]
-) -> Settlement:
+def read_qparams(
+    model: Any, decisions: Sequence[Decision], sites: Sequence[ActivationSite]
+) -> QParams:
     """Treatments, caches and norms of a model that `mtq.quantize` has calibrated.
 
     Siblings get one factor for each column as ModelOpt's export gives it to them (the mean, weights
@@ -267,28 +275,35 @@ def read_settlement(
     """
     by_name = {d.module.name: d for d in decisions if d.format is not None}
     modules = dict(model.named_modules())
-    qparams = Settlement()
-    readers = readers_of(points, [d.module for d in decisions])
-    for point in points:
+    qparams = QParams()
+    readers = map_norm_readers(sites, [d.module for d in decisions])
+    for point in sites:
         group = [by_name[m] for m in point.modules if m in by_name]
         if not group:
             continue
-        if point.what == "kv_cache":
-            qparams.caches[group[0].module.name] = _read_kv_cache(group[0], held_module(modules, group[0], "k_bmm"))
+        if point.kind == "kv_cache":
+            qparams.kv_caches[group[0].module.name] = _read_kv_cache(
+                group[0], find_quantizer_module(modules, group[0], "k_bmm")
+            )
             continue
         folds = bool(point.norm) and set(readers[point.norm]) <= set(point.modules)
-        _read_site(qparams, point, [(d, held_module(modules, d, "weight")) for d in group], folds=folds)
+        _read_site(
+            qparams,
+            point,
+            [(d, find_quantizer_module(modules, d, "weight")) for d in group],
+            folds=folds,
+        )
     return qparams
 
 
-def held_module(held: Mapping[str, Any], decision: Decision, what: str) -> Any:
+def find_quantizer_module(modules: Mapping[str, Any], decision: Decision, quantizer: str) -> Any:
     """The module of a decision among a model's, by name.
 
     Raises:
         RecipeError: it has no quantizer of `what` in ModelOpt.
     """
-    module = held.get(_hf_name(decision))
-    if module is None or not hasattr(module, f"{what}_quantizer"):
+    module = modules.get(_hf_name(decision))
+    if module is None or not hasattr(module, f"{quantizer}_quantizer"):
         raise RecipeError(
             f"ModelOpt has no quantizer for {_hf_name(decision)}, as transformers builds the model",
             hint="--backend megtool knows every module; or keep it by a rule",
@@ -297,29 +312,31 @@ def held_module(held: Mapping[str, Any], decision: Decision, what: str) -> Any:
 
 
 def _read_site(
-    qparams: Settlement, site: Point, group: Sequence[tuple[Decision, Any]], *, folds: bool
+    qparams: QParams, site: ActivationSite, group: Sequence[tuple[Decision, Any]], *, folds: bool
 ) -> None:
     """Take over what was found of one input. Its factors go into the norm before (`folds`) only if
     all that the norm feeds has the same ones; else each module stores its own."""
-    by_format: dict[tuple[Format | None, bool], list[tuple[Decision, Any]]] = defaultdict(list)
+    by_format: dict[tuple[RecipeFormat | None, bool], list[tuple[Decision, Any]]] = defaultdict(
+        list
+    )
     for d, m in group:
         by_format[d.format, m.input_quantizer.pre_quant_scale is not None].append((d, m))
-    groups: list[list[Treatment]] = []
+    groups: list[list[WeightQParams]] = []
     for (_, smoothed), members in by_format.items():
         scale = _read_smoothing_scale([m for _, m in members]) if smoothed else None
         into_norm = folds and len(members) == len(site.modules)
         if scale is not None and into_norm:
-            qparams.norms[site.norm] = scale
+            qparams.norm_scales[site.norm] = scale
         groups.append([_read_weight(d, m, scale, stores=not into_norm) for d, m in members])
     if not any(smoothed for _, smoothed in by_format):  # all of them multiply the same numbers
         groups = [[t for weights in groups for t in weights]]
     for weights in groups:
         input_amax = max(t.input_amax for t in weights)
-        global_amax = max(t.second_amax for t in weights)
+        global_amax = max(t.global_amax for t in weights)
         for t in weights:
             is_shared = packing_of(t.format).startswith("nvfp4")
-            qparams.treatments[t.module] = replace(
-                t, input_amax=input_amax, second_amax=global_amax if is_shared else t.second_amax
+            qparams.weights[t.module] = replace(
+                t, input_amax=input_amax, second_amax=global_amax if is_shared else t.global_amax
             )
 
 
@@ -328,15 +345,15 @@ def _read_smoothing_scale(modules: Sequence[Any]) -> Floats:
     if len(modules) > 1:
         from modelopt.torch.export.quant_utils import preprocess_linear_fusion
 
-        with quiet():
+        with silence_output():
             preprocess_linear_fusion(modules, resmooth_only=True)
     return np.float32(1) / _to_numpy(modules[0].input_quantizer.pre_quant_scale).reshape(-1)
 
 
 def _read_weight(
     decision: Decision, module: Any, scale: Floats | None, *, stores: bool
-) -> Treatment:
-    format = decision.format or Format(name="")
+) -> WeightQParams:
+    format = decision.format or RecipeFormat(name="")
     quantizer, global_amax, amax = module.weight_quantizer, 0.0, None
     packing = packing_of(format)
     if format.algo == "W4A8_AWQ":
@@ -349,28 +366,31 @@ def _read_weight(
             _amax_shape(packing, decision.module.shape)
         )
     input_amax = 0.0
-    if format.algo in INPUTS and FORMATS[format.algo].calibrates:
+    if format.algo in INPUT_PACKINGS and FORMATS[format.algo].calibrates:
         input_amax = float(_require_amax(module.input_quantizer.amax, decision).max())
-    return Treatment(
+    return WeightQParams(
         module=decision.module.name,
         format=format,
-        columns=scale,
-        stores_columns=scale is not None and stores,
+        smoothing_scale=scale,
+        stores_pre_quant_scale=scale is not None and stores,
         amax=amax,
-        second_amax=global_amax,
+        global_amax=global_amax,
         input_amax=input_amax,
     )
 
 
-def _read_kv_cache(decision: Decision, module: Any) -> Cache:
-    format = decision.format or Format(name="")
+def _read_kv_cache(decision: Decision, module: Any) -> KVCacheQParams:
+    format = decision.format or RecipeFormat(name="")
     if format.constant:
         top = 448.0 if format.kv_algo == "FP8" else 448.0 * 6
         amaxes = top, top
     else:
         keys, values = module.k_bmm_quantizer.amax, module.v_bmm_quantizer.amax
-        amaxes = float(_require_amax(keys, decision).max()), float(_require_amax(values, decision).max())
-    return Cache(
+        amaxes = (
+            float(_require_amax(keys, decision).max()),
+            float(_require_amax(values, decision).max()),
+        )
+    return KVCacheQParams(
         module=decision.module.name, format=format, key_amax=amaxes[0], value_amax=amaxes[1]
     )
 
@@ -398,3 +418,54 @@ def _require_amax(amax: Any, decision: Decision) -> Any:
 def _to_numpy(tensor: Any) -> Floats:
     out: Floats = np.array(tensor.detach().float().cpu().numpy(), np.float32)
     return out
+
+
+def check_quantizers(
+    hf_config: bytes,
+    config: Mapping[str, Any],
+    decisions: Sequence[Decision],
+    sites: Sequence[ActivationSite],
+) -> None:
+    """Refuse modules that ModelOpt could not quantize one by one, such as experts that transformers
+    has fused.
+
+    The model of `hf_config`, a config.json, is built on torch's meta device, and ModelOpt puts
+    quantizers into it by `config` (`backend_modelopt.modelopt_config`), as into the real one.
+
+    Raises:
+        MissingPackageError: ModelOpt or transformers is not installed.
+        RecipeError: a module has no quantizer; says which.
+        UsageError: transformers builds no such model.
+    """
+    mtq, transformers = import_modelopt()
+    import torch
+
+    with (
+        tempfile.TemporaryDirectory(prefix="megtool-") as folder,
+        silence_output(),
+        without_progress_bars(transformers),
+    ):
+        (Path(folder) / "config.json").write_bytes(hf_config)
+        try:
+            model_config = transformers.AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(
+                    model_config, trust_remote_code=False
+                )
+        except (ValueError, KeyError, OSError) as e:
+            first = next(iter(str(e).splitlines()), type(e).__name__)
+            raise UsageError(
+                f"--backend modelopt runs transformers' model, and that is none: {first}",
+                hint="--backend megtool runs megtool's own",
+            ) from e
+        entries = list(config["quant_cfg"])  # a copy: it changes what it is given
+        model = mtq.quantize(model, {**config, "quant_cfg": entries, "algorithm": None}, None)
+    modules = dict(model.named_modules())
+    by_name = {d.module.name: d for d in decisions if d.format is not None}
+    for site in sites:
+        for module in site.modules:
+            if module in by_name:
+                quantizer = "k_bmm" if site.kind == "kv_cache" else "weight"
+                find_quantizer_module(modules, by_name[module], quantizer)

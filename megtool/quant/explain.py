@@ -1,4 +1,4 @@
-"""Recipe report: rules and the modules they decide about, as data and as a person reads it."""
+"""The report of `recipe explain`: which format each rule gives to which modules, and their sizes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Any
 
 from megtool.console import format_bytes
 from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.recipe import Recipe
+from megtool.quant.resolve import ResolvedRecipe
 from megtool.reports import columns, count, fold_names, shown
 
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 _MOST_NOTES = 8
 
 
-def target_told(target: str, doubt: str) -> str:
-    """What is said of the engine that is to load the result."""
+def describe_target(target: str, doubt: str) -> str:
+    """Describe whether the target engine can load the result."""
     return f"{target} loads these formats, but {doubt}" if doubt else f"{target} loads it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleLine:
-    """One rule: how many modules it matches, and which of them it decides about."""
+    """One rule: how many modules it matches, and which modules it decides."""
 
     number: int
     label: str
@@ -34,10 +36,10 @@ class RuleLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleLine:
-    """Modules that differ in layer or expert alone and are decided alike.
+    """Modules with the same decision that differ only in layer or expert number.
 
-    `num_bytes` is that of all of them, `bits` are per weight with scales; `source_bytes` is what
-    they weigh now. `rules` are numbers from 1.
+    `num_bytes` is the total of all of them, `bits` are per weight including scales, `source_bytes`
+    is their present size. `rules` are numbered from 1.
     """
 
     name: str
@@ -51,12 +53,12 @@ class ModuleLine:
     num_bytes: int
     source_bytes: int
     rules: tuple[int, ...]
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatLine:
-    """All weights of one format: modules, elements and bytes with scales."""
+    """All weights of one format: modules, elements, and bytes including scales."""
 
     format: str
     modules: int
@@ -66,13 +68,12 @@ class FormatLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainReport:
-    """What a recipe makes of a model.
+    """The effect of a recipe on a model.
 
-    `source_bytes` is what all weights of the model take now, `other_bytes` those of biases and the
-    like, which no rule is about; `kv_bytes` and `kv_source_bytes` are of the KV cache of one token
-    (two bytes an element today). `doubt` is what speaks against the target's running the model,
-    though it loads the formats. `is_estimate` says that formats are still to be chosen within a
-    budget.
+    `source_bytes` is the present size of all weights, `other_bytes` that of biases and other
+    tensors that rules do not cover; `kv_bytes` and `kv_source_bytes` are the size of the KV cache
+    of one token (two bytes per element now). `doubt` says why the target may not run the model even
+    though it loads the formats. With `is_estimate`, formats are still to be chosen within a budget.
     """
 
     path: str
@@ -96,7 +97,7 @@ class ExplainReport:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all weights after it, with scales, biases and what is kept."""
+        """Bytes of all weights after quantization, with scales, biases and unquantized modules."""
         return sum(f.num_bytes for f in self.formats) + self.other_bytes
 
     @property
@@ -114,7 +115,7 @@ class ExplainReport:
         return out | {"num_bytes": self.num_bytes, "bits": self.bits}
 
     def lines(self) -> Iterator[str]:
-        """The report as a person reads it."""
+        """The human-readable report."""
         yield f"{self.path} ({self.format}) by recipe {self.recipe}"
         options = [f"{k} {v}" for k, v in self.algorithm.items() if k != "method"]
         yield f"  family      {self.family or 'unknown'}"
@@ -122,7 +123,7 @@ class ExplainReport:
         order = "first" if self.first_match_wins else "last"
         yield f"  dialect     {self.dialect}: the {order} rule that matches decides"
         if self.target:
-            yield f"  target      {target_told(self.target, self.doubt)}"
+            yield f"  target      {describe_target(self.target, self.doubt)}"
         yield from (f"  note        {note}" for note in self.notes[:_MOST_NOTES])
         if len(self.notes) > _MOST_NOTES:
             yield f"  note        and {len(self.notes) - _MOST_NOTES} more (--json lists them)"
@@ -145,7 +146,7 @@ class ExplainReport:
         for m in self.modules:
             rules = ", ".join(map(str, m.rules)) or "none"
             cache = m.kind == "kv_cache"
-            size = f"{format_bytes(m.num_bytes)}{' a token' if cache else ''}"
+            size = f"{format_bytes(m.num_bytes)}{' per token' if cache else ''}"
             rows.append((m.name, shown(m.shape), m.format, rules, f"{m.bits:.2f}", size))
         yield from columns(rows, left=4)
 
@@ -157,23 +158,23 @@ class ExplainReport:
                 (f.format, str(f.modules), count(f.weights), bits, format_bytes(f.num_bytes))
             )
         if self.other_bytes:
-            rows.append(("biases and the like", "", "", "", format_bytes(self.other_bytes)))
+            rows.append(("biases and other tensors", "", "", "", format_bytes(self.other_bytes)))
         yield from columns(rows, left=1)
         about = "about " if self.is_estimate else ""
         share = self.num_bytes / max(self.source_bytes, 1)
         yield (
-            f"in all {about}{format_bytes(self.num_bytes)} of {format_bytes(self.source_bytes)} "
+            f"total {about}{format_bytes(self.num_bytes)} of {format_bytes(self.source_bytes)} "
             f"({100 * share:.1f} %), {about}{self.bits:.2f} bits per weight"
         )
         if self.kv_bytes != self.kv_source_bytes:
             yield (
-                f"KV cache {format_bytes(self.kv_bytes)} a token, "
+                f"KV cache {format_bytes(self.kv_bytes)} per token, "
                 f"{format_bytes(self.kv_source_bytes)} in 16 bits"
             )
 
 
 def fold_decisions(decisions: Iterable[Decision]) -> Iterator[ModuleLine]:
-    """Decisions that differ in numbers alone as one line, in order of first appearance."""
+    """Group decisions that differ only in numbers, in order of first appearance."""
     groups: dict[tuple[object, ...], list[Decision]] = {}
     for d in decisions:
         pattern = _NUMBERS.sub("#", d.module.name)
@@ -195,5 +196,60 @@ def fold_decisions(decisions: Iterable[Decision]) -> Iterator[ModuleLine]:
             num_bytes=total,
             source_bytes=sum(d.module.num_bytes for d in members),
             rules=tuple(i + 1 for i in first.rules),
-            why=first.why,
+            reason=first.reason,
         )
+
+
+def explain(resolved: ResolvedRecipe) -> ExplainReport:
+    """Report what a recipe does to a checkpoint, by module and by rule."""
+    recipe, modules, matched = resolved.recipe, resolved.modules, resolved.matched
+    source, target = resolved.source, resolved.target
+    decisions = matched.decisions
+    weights = [d for d in decisions if d.module.kind != "kv_cache"]
+    caches = [d for d in decisions if d.module.kind == "kv_cache"]
+    by_format: dict[str, list[Decision]] = {}
+    for d in weights:
+        by_format.setdefault(d.label, []).append(d)
+    return ExplainReport(
+        path=str(source.path),
+        format=source.catalogue.format,
+        family=resolved.family,
+        recipe=recipe.name,
+        dialect=recipe.dialect,
+        first_match_wins=recipe.first_wins,
+        algorithm=dict(recipe.algorithm),
+        target=target.name if target else None,
+        doubt=resolved.doubt,
+        rules=tuple(
+            RuleLine(
+                number=i + 1,
+                label=f"{rule.label} ({rule.reason})" if rule.reason else rule.label,
+                format=_format_label(recipe, rule.format),
+                matches=matched.matches[i],
+                decides=matched.decides[i],
+                modules=tuple(d.module.name for d in decisions if i in d.rules),
+            )
+            for i, rule in enumerate(recipe.rules)
+        ),
+        modules=tuple(fold_decisions(decisions)),
+        formats=tuple(
+            FormatLine(
+                format=label,
+                modules=len(members),
+                weights=sum(d.module.numel for d in members),
+                num_bytes=sum(d.num_bytes for d in members),
+            )
+            for label, members in by_format.items()
+        ),
+        source_bytes=sum(d.module.num_bytes for d in weights) + modules.other_bytes,
+        other_bytes=modules.other_bytes,
+        kv_bytes=sum(d.num_bytes for d in caches),
+        kv_source_bytes=sum(d.module.num_bytes for d in caches),
+        is_estimate=any(d.choices for d in weights),
+        notes=matched.notes,
+    )
+
+
+def _format_label(recipe: Recipe, name: str) -> str:
+    format = recipe.formats.get(name)
+    return format.label if format else name

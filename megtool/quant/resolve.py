@@ -5,37 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from megtool.options.groups import SourceOptions
 from megtool.quant.recipes.dialects import load_recipe
 from megtool.quant.recipes.engine_models import UNLISTED, UNLISTED_HINT, is_unlisted
-from megtool.quant.recipes.engine_support import Target, check_target, read_target, suited_to
-from megtool.quant.recipes.match import Matched, match
+from megtool.quant.recipes.engine_support import (
+    EngineVersion,
+    adapt_to_engine,
+    check_engine,
+    parse_engine,
+)
+from megtool.quant.recipes.match import MatchResult, match_rules
 from megtool.quant.recipes.modules import Modules, list_modules
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.recipes.rules import Problems
-from megtool.reshard.fp8_state.modelopt_amax import is_buffer
+from megtool.quant.recipes.rules import RecipeProblems
+from megtool.reshard.fp8_state.modelopt_amax import is_amax_buffer
 from megtool.reshard.open_source import TensorFilter, open_source
-from megtool.reshard.source import CheckpointSource, SourceOptions
+from megtool.reshard.source import CheckpointSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
+class ResolvedRecipe:
     """What a recipe makes of a checkpoint, from headers alone."""
 
-    opened: CheckpointSource
+    source: CheckpointSource
     recipe: Recipe
     modules: Modules
-    matched: Matched
-    target: Target | None
+    matched: MatchResult
+    target: EngineVersion | None
 
     @property
     def family(self) -> str | None:
         """The model's family, where it has one."""
-        return self.opened.family_name
+        return self.source.family_name
 
     @property
     def architecture(self) -> str:
         """The model's class as config.json names it; "" where nothing does."""
-        return _find_architecture(self.opened)
+        return _find_architecture(self.source)
 
     @property
     def doubt(self) -> str:
@@ -46,8 +52,8 @@ class Decided:
         return f"{name} {UNLISTED} of {self.target.name}: {UNLISTED_HINT}"
 
 
-def decide(
-    source: str | Path,
+def resolve_recipe(
+    path: str | Path,
     recipe: str | Path,
     *,
     target: str | None = None,
@@ -55,7 +61,7 @@ def decide(
     iteration: str | None = None,
     family: str | None = None,
     like: str | Path | None = None,
-) -> Decided:
+) -> ResolvedRecipe:
     """Open `source` and let a recipe decide about every module of it.
 
     `target` is an engine, or `engine@version`, that is to load the result. `group_size` replaces
@@ -66,29 +72,31 @@ def decide(
         UsageError: no such engine.
         MegtoolError: the checkpoint cannot be read, or is of no known model.
     """
-    engine = read_target(target) if target else None
-    problems = Problems(str(recipe))
+    engine = parse_engine(target) if target else None
+    problems = RecipeProblems(str(recipe))
     parsed = load_recipe(recipe, problems)
     source_ = open_source(
-        Path(source),
+        Path(path),
         SourceOptions(
             iteration=iteration, family=family, like=None if like is None else Path(like)
         ),
         optimizer=False,
-        tensors=TensorFilter(ignore=is_buffer),
+        tensors=TensorFilter(ignore=is_amax_buffer),
     )
-    modules = list_modules(source_.side)
+    modules = list_modules(source_.view)
     _check_names(parsed, modules, problems)
-    matched = match(parsed, modules.modules, problems, group_size=group_size or 0)
+    matched = match_rules(parsed, modules.modules, problems, group_size=group_size or 0)
     if engine is not None:
-        suited = suited_to(engine, parsed, matched.decisions)
+        suited = adapt_to_engine(engine, parsed, matched.decisions)
         if suited is not parsed:
             parsed = suited
-            matched = match(parsed, modules.modules, problems, group_size=group_size or 0)
+            matched = match_rules(parsed, modules.modules, problems, group_size=group_size or 0)
         architecture = _find_architecture(source_)
-        check_target(engine, parsed, matched.decisions, problems, architecture=architecture)
+        check_engine(engine, parsed, matched.decisions, problems, architecture=architecture)
     problems.raise_all()
-    return Decided(opened=source_, recipe=parsed, modules=modules, matched=matched, target=engine)
+    return ResolvedRecipe(
+        source=source_, recipe=parsed, modules=modules, matched=matched, target=engine
+    )
 
 
 def _find_architecture(source: CheckpointSource) -> str:
@@ -103,7 +111,7 @@ def _find_architecture(source: CheckpointSource) -> str:
     return model.family.architectures[0] if model.family else ""
 
 
-def _check_names(recipe: Recipe, modules: Modules, problems: Problems) -> None:
+def _check_names(recipe: Recipe, modules: Modules, problems: RecipeProblems) -> None:
     """Patterns for others' names need a model that has such names."""
     if recipe.scheme not in modules.schemes:
         problems.add(

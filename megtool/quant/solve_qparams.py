@@ -15,41 +15,43 @@ from torch import Tensor
 from megtool.config import ModelConfig
 from megtool.console import Progress, silent
 from megtool.errors import CalibrationError
-from megtool.quant.algorithms.algorithm_config import method_of
-from megtool.quant.algorithms.fused_group import decide
-from megtool.quant.algorithms.pre_quant_scale import Norm
-from megtool.quant.algorithms.weight_grid import input_largest
-from megtool.quant.calibration.activation_sites import Point
-from megtool.quant.calibration.statistics import Statistics
-from megtool.quant.qparams import Cache, Settlement, Treatment
-from megtool.quant.recipes.formats import Format
+from megtool.quant.algorithms.algorithm_config import resolve_algorithm
+from megtool.quant.algorithms.fused_group import solve_fused_group
+from megtool.quant.algorithms.pre_quant_scale import NormWeights
+from megtool.quant.algorithms.weight_grid import max_input_code
+from megtool.quant.calibration.activation_sites import ActivationSite
+from megtool.quant.calibration.statistics import ActivationStatistics
+from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
+from megtool.quant.recipes.formats import RecipeFormat
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.requirements import Needs, is_two_level, needs
+from megtool.quant.requirements import CalibrationRequirements, derive_requirements, is_two_level
 
-Weights = Callable[[str], Tensor]
+ReadWeight = Callable[[str], Tensor]
 
-Norms = Callable[[str], Norm]
+ReadNorm = Callable[[str], NormWeights]
 
-LARGEST_CACHE: Mapping[str, float] = {"FP8": 448.0, "NVFP4": 448.0 * 6.0}
+KV_AMAX_OF_UNIT_SCALE: Mapping[str, float] = {"FP8": 448.0, "NVFP4": 448.0 * 6.0}
 """The amax under which the scale of a KV cache is 1."""
 
-FOLDED = "columns have factors only where a norm before takes them in, as the recipe asks (`fold`)"
+FOLD_NOTE = (
+    "columns have factors only where a norm before takes them in, as the recipe asks (`fold`)"
+)
 
 _ATTN_NORM_READERS = ("q", "k", "v", "gate", "q_down", "kv_down")
 
 
-def settle(
-    points: Iterable[Point],
-    statistics: Mapping[str, Statistics],
+def solve_qparams(
+    sites: Iterable[ActivationSite],
+    statistics: Mapping[str, ActivationStatistics],
     decisions: Mapping[str, Decision],
     recipe: Recipe,
-    weights: Weights,
+    read_weight: ReadWeight,
     *,
     config: ModelConfig,
-    norms: Norms | None = None,
+    read_norm: ReadNorm | None = None,
     progress: Progress = silent,
-) -> Settlement:
+) -> QParams:
     """Settle all modules of `points` for which `decisions` (by module) have a format.
 
     `statistics` are by the points' names. `weights` gives a canonical module's weight as float32
@@ -62,22 +64,22 @@ def settle(
         CalibrationError: a decision needs data and there is none at all.
         RecipeError: an algorithm is not known here.
     """
-    listed = tuple(points)
+    listed = tuple(sites)
     sites_per_norm = Counter(p.norm for p in listed if p.norm)
     solver = _Solver(
         statistics=statistics,
         decisions=decisions,
         recipe=recipe,
-        read_weight=weights,
+        read_weight=read_weight,
         config=config,
         sites=listed,
-        read_norm=norms,
+        read_norm=read_norm,
         shared_norms=frozenset(n for n, times in sites_per_norm.items() if times > 1),
     )
-    qparams = Settlement()
+    qparams = QParams()
     with _single_threaded() as threads, ThreadPoolExecutor(threads) as pool:
         for part in pool.map(solver.solve, listed):
-            qparams.add(part)
+            qparams.update(part)
             progress("settle", 1, len(listed))
     return qparams
 
@@ -97,17 +99,17 @@ def _single_threaded() -> Iterator[int]:
 class _Solver:
     """All that points are settled by; `shared` are norms before several of them."""
 
-    statistics: Mapping[str, Statistics]
+    statistics: Mapping[str, ActivationStatistics]
     decisions: Mapping[str, Decision]
     recipe: Recipe
-    read_weight: Weights
+    read_weight: ReadWeight
     config: ModelConfig
-    sites: tuple[Point, ...]
-    read_norm: Norms | None
+    sites: tuple[ActivationSite, ...]
+    read_norm: ReadNorm | None
     lock: threading.Lock = field(default_factory=threading.Lock)
     shared_norms: frozenset[str]
 
-    def solve(self, site: Point) -> Settlement:
+    def solve(self, site: ActivationSite) -> QParams:
         """What becomes of the modules of one point."""
         formats = {
             m: f
@@ -116,37 +118,39 @@ class _Solver:
         }
         statistics = self.statistics.get(site.name)
         statistics = statistics if statistics is not None and statistics.num_tokens else None
-        if site.what == "kv_cache":
+        if site.kind == "kv_cache":
             return self._solve_kv_cache(site, statistics, formats)
-        qparams = Settlement()
+        qparams = QParams()
         with torch.inference_mode():
             for format in dict.fromkeys(formats.values()):
                 group = [m for m, f in formats.items() if f == format]
-                self._solve_group(qparams, site, statistics, format, group, len(group) == len(site.modules))
-        input_amax = max((t.input_amax for t in qparams.treatments.values()), default=0.0)
-        for module, params in qparams.treatments.items():
+                self._solve_group(
+                    qparams, site, statistics, format, group, len(group) == len(site.modules)
+                )
+        input_amax = max((t.input_amax for t in qparams.weights.values()), default=0.0)
+        for module, params in qparams.weights.items():
             if params.input_amax:
-                qparams.treatments[module] = replace(params, input_amax=input_amax)
+                qparams.weights[module] = replace(params, input_amax=input_amax)
         return qparams
 
     def _solve_group(
         self,
-        qparams: Settlement,
-        site: Point,
-        statistics: Statistics | None,
-        format: Format,
+        qparams: QParams,
+        site: ActivationSite,
+        statistics: ActivationStatistics | None,
+        format: RecipeFormat,
         modules: list[str],
         is_whole: bool,
     ) -> None:
-        config = method_of(self.recipe, format)
+        config = resolve_algorithm(self.recipe, format)
         stores = not self._is_foldable(site)
-        if not is_whole and config.columns != "none":
+        if not is_whole and config.smoothing != "none":
             qparams.notes.append(f"{site.name}: no factors of columns, as its formats differ")
-            config = config.without_columns()
-        if stores and config.fold and config.columns != "none" and format.number.smooths:
-            qparams.notes.append(FOLDED)
-            config = config.without_columns()
-        requirements = [needs(self.recipe, self.decisions[m]) for m in modules]
+            config = config.without_smoothing()
+        if stores and config.fold and config.smoothing != "none" and format.number.smooths:
+            qparams.notes.append(FOLD_NOTE)
+            config = config.without_smoothing()
+        requirements = [derive_requirements(self.recipe, self.decisions[m]) for m in modules]
         if statistics is None and any(n.data for n in requirements) and site.expert is None:
             raise CalibrationError(
                 f"nothing was seen of the inputs of {site.name}",
@@ -154,48 +158,52 @@ class _Solver:
             )
         if statistics is not None:
             _check_second_moments(site, statistics, requirements)
-            smooths = config.columns != "none" and format.number.smooths
-            if not statistics.has_columns and (smooths or config.inputs != "max"):
+            smooths = config.smoothing != "none" and format.number.smooths
+            if not statistics.has_channels and (smooths or config.input_observer != "max"):
                 raise CalibrationError(
                     f"of the inputs of {site.name} nothing is known but the largest, and the "
-                    f"recipe asks for {'their columns' if smooths else config.inputs}",
+                    f"recipe asks for {'their columns' if smooths else config.input_observer}",
                     hint="a calibration derived from FP8 training serves recipes with plain static "
                     "scales, such as fp8; else calibrate with data",
                 )
         needs_weights = statistics is not None and any(n.gram or n.sample for n in requirements)
-        needs_weights |= statistics is not None and config.columns != "none" and format.number.smooths
+        needs_weights |= (
+            statistics is not None and config.smoothing != "none" and format.number.smooths
+        )
         needs_weights |= config.mse or (is_two_level(format) and len(modules) > 1)
         weights: dict[str, Tensor] = {}
         norm = None
         if needs_weights:
             with self.lock:
                 weights = {m: self.read_weight(m) for m in modules}
-                if self.read_norm is not None and config.columns != "none" and not stores:
+                if self.read_norm is not None and config.smoothing != "none" and not stores:
                     norm = self.read_norm(site.norm)
-        result = decide(weights, format, config, statistics, norm=norm, stores_columns=stores)
+        result = solve_fused_group(
+            weights, format, config, statistics, norm=norm, stores_pre_quant_scale=stores
+        )
         if format.input_amax:
             result.input_amax = format.input_amax
-        elif statistics is None and input_largest(format):
+        elif statistics is None and max_input_code(format):
             result.input_amax = self._fallback_input_amax(site)
             qparams.notes.append(f"{site.name} saw no token: its input scale is that of others")
         elif statistics is None and any(n.data for n in requirements):
             qparams.notes.append(f"{site.name} saw no token: its weights were rounded as they are")
-        if result.columns is not None and not stores:
-            qparams.norms[site.norm] = result.columns
+        if result.smoothing_scale is not None and not stores:
+            qparams.norm_scales[site.norm] = result.smoothing_scale
         for module in modules:
-            qparams.treatments[module] = Treatment(
+            qparams.weights[module] = WeightQParams(
                 module=module,
                 format=format,
-                columns=result.columns,
-                stores_columns=stores and result.columns is not None,
+                smoothing_scale=result.smoothing_scale,
+                stores_pre_quant_scale=stores and result.smoothing_scale is not None,
                 amax=result.amax.get(module),
-                second_amax=result.second_amax,
+                global_amax=result.global_amax,
                 codes=result.codes.get(module),
                 # Nothing but zeros was seen: any scale will do.
-                input_amax=result.input_amax or input_largest(format),
+                input_amax=result.input_amax or max_input_code(format),
             )
 
-    def _is_foldable(self, site: Point) -> bool:
+    def _is_foldable(self, site: ActivationSite) -> bool:
         """Whether the norm before the point feeds nothing but its modules."""
         if not site.norm or site.expert is not None or site.norm in self.shared_norms:
             return False
@@ -205,14 +213,14 @@ class _Solver:
             return readers <= set(site.modules)
         return True
 
-    def _fallback_input_amax(self, site: Point) -> float:
+    def _fallback_input_amax(self, site: ActivationSite) -> float:
         """The amax of inputs of an expert that saw none: that of the others of its layer, of the
         layer's other points, or of the whole model's."""
         last = site.name.rpartition(".")[2]
         measured = [
             (p, float(s.amax.max()))
             for p in self.sites
-            if p.what == "input" and (s := self.statistics.get(p.name)) is not None and s.num_tokens
+            if p.kind == "input" and (s := self.statistics.get(p.name)) is not None and s.num_tokens
         ]
         siblings = [
             a
@@ -229,11 +237,14 @@ class _Solver:
         return amax
 
     def _solve_kv_cache(
-        self, site: Point, statistics: Statistics | None, formats: Mapping[str, Format]
-    ) -> Settlement:
-        qparams = Settlement()
+        self,
+        site: ActivationSite,
+        statistics: ActivationStatistics | None,
+        formats: Mapping[str, RecipeFormat],
+    ) -> QParams:
+        qparams = QParams()
         for module, format in formats.items():
-            key = value = LARGEST_CACHE[format.kv_algo]
+            key = value = KV_AMAX_OF_UNIT_SCALE[format.kv_algo]
             if not format.constant:
                 if statistics is None:
                     raise CalibrationError(
@@ -242,12 +253,20 @@ class _Solver:
                 half = site.width // 2
                 latent = bool(self.config.kv_lora_rank)
                 key = float((statistics.amax if latent else statistics.amax[:half]).max()) or key
-                value = float((statistics.amax if latent else statistics.amax[half:]).max()) or value
-            qparams.caches[module] = Cache(module=module, format=format, key_amax=key, value_amax=value)
+                value = (
+                    float((statistics.amax if latent else statistics.amax[half:]).max()) or value
+                )
+            qparams.kv_caches[module] = KVCacheQParams(
+                module=module, format=format, key_amax=key, value_amax=value
+            )
         return qparams
 
 
-def _check_second_moments(site: Point, statistics: Statistics, requirements: Iterable[Needs]) -> None:
+def _check_second_moments(
+    site: ActivationSite,
+    statistics: ActivationStatistics,
+    requirements: Iterable[CalibrationRequirements],
+) -> None:
     """What is kept while a layer is settled, and in no artefact, is there where it is needed."""
     for n in requirements:
         if (n.gram and statistics.gram is None) or (n.sample and statistics.sample is None):

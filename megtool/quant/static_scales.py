@@ -11,10 +11,10 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,19 +22,25 @@ from megtool.checkpoint.containers.te_extra_state import ExtraState
 from megtool.convert.dialects import CanonicalView
 from megtool.errors import CalibrationError, DestinationError, MappingError
 from megtool.number_formats.delayed_scaling import INPUT
-from megtool.quant.static_scales_report import Derived, DeriveReport
-from megtool.reshard.fp8_state.checks import fits
-from megtool.reshard.fp8_state.collect import Scaling, require, require_told, scaling_of
-from megtool.reshard.fp8_state.modelopt_amax import Buffer, is_buffer
-from megtool.reshard.fp8_state.weight_amax import WEIGHT, sites_of
+from megtool.options.groups import SourceOptions
+from megtool.reports import columns, fold_names
+from megtool.reshard.fp8_state.checks import is_single_linear
+from megtool.reshard.fp8_state.collect import (
+    FP8ScalingState,
+    collect_fp8_state,
+    require_fp8_state,
+    require_known_experts,
+)
+from megtool.reshard.fp8_state.modelopt_amax import AmaxBuffer, is_amax_buffer
+from megtool.reshard.fp8_state.weight_amax import WEIGHT, find_sites
 from megtool.reshard.megatron.extra_state_names import Site
 from megtool.reshard.open_source import TensorFilter, open_source
-from megtool.reshard.source import CheckpointSource, SourceOptions
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:
-    from megtool.quant.calibration.activation_sites import Point
-    from megtool.quant.calibration.statistics import Statistics
+    from megtool.quant.calibration.activation_sites import ActivationSite
+    from megtool.quant.calibration.statistics import ActivationStatistics
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -43,28 +49,26 @@ _SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
+class InputAmaxes:
     """What is known about the inputs of modules: amaxes, and why there is none, by module.
 
     `caches` are the amaxes of keys and of values, by layer.
     """
 
     amax: dict[Site, float]
-    broken: dict[Site, str]
-    caches: dict[int, tuple[float, float]]
+    errors: dict[Site, str]
+    kv_caches: dict[int, tuple[float, float]]
 
 
 def derive_amax(
-    source: str | Path,
-    destination: str | Path,
+    path: Path,
+    destination: Path,
+    options: SourceOptions,
     *,
-    iteration: str | None = None,
-    family: str | None = None,
-    like: str | Path | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> DeriveReport:
-    """Write the calibration file `destination` from the FP8 scaling of the checkpoint `source`.
+    """Write the calibration file `destination` from the FP8 scaling of the checkpoint at `path`.
 
     `megtool quantize --calibration` takes it for recipes whose inputs have one static scale. Points
     of modules that trained without FP8 are left out of it: a recipe that needs them is refused.
@@ -76,26 +80,22 @@ def derive_amax(
         MappingError: the model is not known.
         DestinationError: there is a file already.
     """
-    from megtool.quant.calibration.activation_sites import list_points
+    from megtool.quant.calibration.activation_sites import list_activation_sites
     from megtool.quant.recipes.modules import list_modules
 
-    path, target = Path(source), Path(destination)
-    _check_destination(target, overwrite)
-    options = SourceOptions(
-        iteration=iteration, family=family, like=None if like is None else Path(like)
-    )
+    _check_destination(destination, overwrite)
     scaling_source = open_source(path, options, lenient=True, optimizer=False)
-    scaling = scaling_of(scaling_source)
-    require_told(scaling, scaling_source)
-    require(scaling, scaling_source)
-    model = open_source(path, options, tensors=TensorFilter(ignore=is_buffer), optimizer=False)
-    modules = list_modules(model.side)
-    config = model.side.config
+    scaling = collect_fp8_state(scaling_source)
+    require_known_experts(scaling, scaling_source)
+    require_fp8_state(scaling, scaling_source)
+    model = open_source(path, options, tensors=TensorFilter(ignore=is_amax_buffer), optimizer=False)
+    modules = list_modules(model.view)
+    config = model.view.config
     if config is None:
         raise MappingError("nothing says what model this is", hint="--like HF_FOLDER")
-    activation_sites = list_points(modules.modules, config)
-    inputs = inputs_of(scaling)
-    sites = modules_of(model.side, model.catalogue.tensors)
+    activation_sites = list_activation_sites(modules.modules, config)
+    inputs = read_input_amaxes(scaling)
+    sites = map_modules(model.view, model.catalogue.tensors)
     _check_complete(inputs, set(sites.values()), path)
     statistics, derived = _statistics(activation_sites, inputs, sites)
     if not statistics:
@@ -106,27 +106,27 @@ def derive_amax(
         )
     _check_experts(activation_sites, statistics, path)
     if not dry_run:
-        _save(model, inputs, statistics, target)
+        _save(model, inputs, statistics, destination)
     return DeriveReport(
-        source=str(source),
+        source=str(path),
         destination=str(destination),
         format=model.catalogue.format,
         origin=_origin(scaling),
         derived=tuple(derived),
-        without=tuple(
-            p.name for p in activation_sites if p.what == "input" and p.name not in statistics
+        missing=tuple(
+            p.name for p in activation_sites if p.kind == "input" and p.name not in statistics
             and not _is_rarely_quantized(p)
         ),
         dry_run=dry_run,
     )  # fmt: skip
 
 
-def inputs_of(scaling: Scaling) -> Inputs:
+def read_input_amaxes(scaling: FP8ScalingState) -> InputAmaxes:
     """What states and buffers say about inputs, ModelOpt's first where there are both."""
     amax: dict[Site, float] = {}
     broken: dict[Site, str] = {}
     for state in scaling.states:
-        if state.site is None or not fits(state.state):
+        if state.site is None or not is_single_linear(state.state):
             continue
         value, error = input_amax(state.state)
         if error:
@@ -147,10 +147,10 @@ def inputs_of(scaling: Scaling) -> Inputs:
             value, error = _buffer_amax(buffer)
             if not error:
                 caches.setdefault(layer, {})[buffer.quantizer[0]] = value
-    return Inputs(
+    return InputAmaxes(
         amax={site: a for site, a in amax.items() if site not in broken},
-        broken=broken,
-        caches={n: (c["k"], c["v"]) for n, c in caches.items() if c.keys() >= {"k", "v"}},
+        errors=broken,
+        kv_caches={n: (c["k"], c["v"]) for n, c in caches.items() if c.keys() >= {"k", "v"}},
     )
 
 
@@ -174,25 +174,25 @@ def input_amax(state: ExtraState) -> tuple[float, str]:
         return largest, ""
     if len(history) > 1 or scale is None:
         return 0.0, "nothing but zeros in the history of inputs"
-    rule, value = state.rule, float(scale[INPUT])
+    rule, value = state.scaling_rule, float(scale[INPUT])
     if not (math.isfinite(value) and value > 0) or value == 1:
         return 0.0, "a history of one step, which is empty, and a scale that says nothing"
     return rule.max_fwd / value / 2.0**rule.margin, ""
 
 
-def _buffer_amax(buffer: Buffer) -> tuple[float, str]:
-    if not (math.isfinite(buffer.top) and np.isfinite(buffer.values).all()):
+def _buffer_amax(buffer: AmaxBuffer) -> tuple[float, str]:
+    if not (math.isfinite(buffer.amax) and np.isfinite(buffer.values).all()):
         return 0.0, f"{buffer.quantizer} holds NaN or infinity"
-    if (buffer.values < 0).any() or buffer.top <= 0:
+    if (buffer.values < 0).any() or buffer.amax <= 0:
         return 0.0, f"{buffer.quantizer} holds no magnitude"
-    return buffer.top, ""
+    return buffer.amax, ""
 
 
-def modules_of(side: CanonicalView, tensors: Iterable[GlobalTensor]) -> dict[str, Site]:
+def map_modules(view: CanonicalView, tensors: Iterable[GlobalTensor]) -> dict[str, Site]:
     """Megatron's module (and expert) that holds each canonical module's weight."""
-    stored_sites: dict[str, list[Site]] = {t.name: list(sites_of(t, WEIGHT)) for t in tensors}
+    stored_sites: dict[str, list[Site]] = {t.name: list(find_sites(t, WEIGHT)) for t in tensors}
     out: dict[str, Site] = {}
-    for name, place in side.placements.items():
+    for name, place in view.placements.items():
         if ":" in name or not name.endswith(WEIGHT):
             continue
         layer, expert = _LAYER.match(name), _EXPERT.search(name)
@@ -206,18 +206,18 @@ def modules_of(side: CanonicalView, tensors: Iterable[GlobalTensor]) -> dict[str
 
 
 def _statistics(
-    activation_sites: Iterable[Point], inputs: Inputs, sites: Mapping[str, Site]
-) -> tuple[dict[str, Statistics], list[Derived]]:
+    activation_sites: Iterable[ActivationSite], inputs: InputAmaxes, sites: Mapping[str, Site]
+) -> tuple[dict[str, ActivationStatistics], list[DerivedAmax]]:
     """What is known at each point, and of which modules it is."""
-    from megtool.quant.calibration.expert_coverage import ENOUGH
-    from megtool.quant.calibration.statistics import Statistics
+    from megtool.quant.calibration.expert_coverage import MIN_EXPERT_TOKENS
+    from megtool.quant.calibration.statistics import ActivationStatistics
 
-    out: dict[str, Statistics] = {}
-    derived: list[Derived] = []
+    out: dict[str, ActivationStatistics] = {}
+    derived: list[DerivedAmax] = []
     for site in activation_sites:
         width = site.width
-        if site.what == "kv_cache":
-            pair = inputs.caches.get(-1 if site.layer is None else site.layer)
+        if site.kind == "kv_cache":
+            pair = inputs.kv_caches.get(-1 if site.layer is None else site.layer)
             if pair is None:
                 continue
             amax = np.repeat(np.array(pair, np.float32), [width // 2, width - width // 2])
@@ -228,14 +228,14 @@ def _statistics(
                 continue
             amax = np.full(width, max(inputs.amax[s] for s in fp8_sites), np.float32)
             source = ", ".join(sorted(s.module for s in fp8_sites))
-        out[site.name] = Statistics.of_tensor(amax, num_tokens=ENOUGH)
-        derived.append(Derived(point=site.name, module=source, amax=float(amax.max())))
+        out[site.name] = ActivationStatistics.from_amax(amax, num_tokens=MIN_EXPERT_TOKENS)
+        derived.append(DerivedAmax(site=site.name, module=source, amax=float(amax.max())))
     return out, derived
 
 
-def _check_complete(inputs: Inputs, model_sites: set[Site], path: Path) -> None:
+def _check_complete(inputs: InputAmaxes, model_sites: set[Site], path: Path) -> None:
     """Refuse where a module has a state that says nothing about its inputs."""
-    broken = {s: error for s, error in inputs.broken.items() if s in model_sites}
+    broken = {s: error for s, error in inputs.errors.items() if s in model_sites}
     if not broken:
         return
     first = [f"{_label(s)} ({error})" for s, error in list(broken.items())[:_SHOWN]]
@@ -250,7 +250,9 @@ def _check_complete(inputs: Inputs, model_sites: set[Site], path: Path) -> None:
 
 
 def _check_experts(
-    activation_sites: Iterable[Point], statistics: Mapping[str, Statistics], path: Path
+    activation_sites: Iterable[ActivationSite],
+    statistics: Mapping[str, ActivationStatistics],
+    path: Path,
 ) -> None:
     """Refuse where some experts of a layer are known and others are not."""
     layers: dict[str, list[tuple[str, bool]]] = {}
@@ -272,23 +274,26 @@ def _check_experts(
 
 
 def _save(
-    model: CheckpointSource, inputs: Inputs, statistics: dict[str, Statistics], target: Path
+    model: CheckpointSource,
+    inputs: InputAmaxes,
+    statistics: dict[str, ActivationStatistics],
+    target: Path,
 ) -> None:
-    from megtool.quant.calibration.calibration_file import Artefact
-    from megtool.quant.calibration.fingerprint import Fingerprint, of_model
+    from megtool.quant.calibration.calibration_file import CalibrationFile
+    from megtool.quant.calibration.fingerprint import Fingerprint, hash_model
 
     amaxes = {name: float(s.amax.max()) for name, s in statistics.items()}
-    description = json.dumps(["derived", amaxes, sorted(inputs.caches.items())], sort_keys=True)
-    Artefact(
+    description = json.dumps(["derived", amaxes, sorted(inputs.kv_caches.items())], sort_keys=True)
+    CalibrationFile(
         fingerprint=Fingerprint(
-            model=of_model(model.catalogue, model.side),
+            model=hash_model(model.catalogue, model.view),
             recipe="",
             data=hashlib.sha256(description.encode()).hexdigest(),
         ),
         num_samples=0,
         num_tokens=0,
         statistics=statistics,
-        needs_settling=True,
+        needs_solving=True,
     ).save(target)
 
 
@@ -307,7 +312,7 @@ def _check_destination(target: Path, overwrite: bool) -> None:
         )
 
 
-def _origin(scaling: Scaling) -> str:
+def _origin(scaling: FP8ScalingState) -> str:
     states = [s.state for s in scaling.states if s.state.is_delayed]
     origins = []
     if states:
@@ -318,10 +323,72 @@ def _origin(scaling: Scaling) -> str:
     return " and ".join(origins) or "weights alone"
 
 
-def _is_rarely_quantized(point: Point) -> bool:
+def _is_rarely_quantized(point: ActivationSite) -> bool:
     """No recipe asks for it by default: the head and routers."""
     return point.name == "head" or point.name.endswith(".router")
 
 
 def _label(site: Site) -> str:
     return site.module if site.expert is None else f"{site.module} of expert {site.expert}"
+
+
+_MOST = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DerivedAmax:
+    """The amax of the inputs at one point (the larger of keys' and values' for a cache), and the
+    modules of Megatron's that knew it."""
+
+    site: str
+    module: str
+    amax: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeriveReport:
+    """What `derive` found and wrote. `without` are the points of layers that trained without."""
+
+    source: str
+    destination: str
+    format: str
+    origin: str
+    derived: tuple[DerivedAmax, ...]
+    missing: tuple[str, ...]
+    dry_run: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """The report as a person reads it."""
+        yield f"{self.source} ({self.format}) -> {self.destination}"
+        yield f"  from        {self.origin}"
+        yield f"  derived     the amax of {len(self.derived):,} inputs, no data seen"
+        if self.missing:
+            named = ", ".join(n for n, _ in fold_names(self.missing)[:_MOST])
+            yield f"  without     {len(self.missing):,} that trained without FP8: {named}"
+        groups: dict[str, list[DerivedAmax]] = {}
+        for d in self.derived:
+            key = "".join(c for c in d.site if not c.isdigit())
+            groups.setdefault(key, []).append(d)
+        yield ""
+        rows = [["input of", "from", "smallest", "largest"]]
+        for some in groups.values():
+            rows.append(
+                [
+                    fold_names([d.site for d in some])[0][0],
+                    fold_names([d.module for d in some])[0][0],
+                    f"{min(d.amax for d in some):.4g}",
+                    f"{max(d.amax for d in some):.4g}",
+                ]
+            )
+        yield from columns(rows, left=2)
+        yield ""
+        if self.dry_run:
+            yield "nothing is written (--dry-run)"
+        else:
+            yield f"megtool quantize {self.source} DST --recipe fp8 --calibration " + (
+                self.destination
+            )

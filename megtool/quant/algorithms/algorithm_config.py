@@ -8,16 +8,16 @@ from typing import Any, Literal
 
 from megtool.errors import RecipeError
 from megtool.quant.recipes.algorithm import METHODS
-from megtool.quant.recipes.formats import Format
-from megtool.quant.recipes.modules import nearest
+from megtool.quant.recipes.formats import RecipeFormat
+from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.recipe import Recipe
 
-Inputs = Literal["max", "percentile", "mse", "entropy"]
-Columns = Literal["none", "smooth", "search"]
+InputObserver = Literal["max", "percentile", "mse", "entropy"]
+Smoothing = Literal["none", "smooth", "search"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Method:
+class AlgorithmConfig:
     """How columns, scales and codes are chosen.
 
     `columns`: none, by SmoothQuant's formula, or searched as AWQ does. `alpha` is the share of the
@@ -33,7 +33,7 @@ class Method:
     no better.
     """
 
-    columns: Columns = "none"
+    smoothing: Smoothing = "none"
     alpha: float | None = None
     alpha_step: float = 0.1
     robust: bool = False
@@ -42,25 +42,25 @@ class Method:
     gptq: bool = False
     damping: float = 0.01
     shrinkage: float = 0.0
-    even: bool = False
-    descending: bool = True
+    normalize_tokens: bool = False
+    desc_act: bool = True
     refinements: int = 2
     fold: bool = False
-    inputs: Inputs = "max"
+    input_observer: InputObserver = "max"
     percentile: float = 99.99
-    exact: bool = False
+    matches_modelopt: bool = False
 
     @property
     def clips_weights(self) -> bool:
         """Whether the scales of weights are searched by the error of outputs."""
-        return self.clip and self.columns != "smooth"
+        return self.clip and self.smoothing != "smooth"
 
     @property
     def clips_inputs(self) -> bool:
         """Whether the scale of inputs is searched by the error of outputs."""
-        return self.clip and not self.exact
+        return self.clip and not self.matches_modelopt
 
-    def without_columns(self) -> Method:
+    def without_smoothing(self) -> AlgorithmConfig:
         """The same, but with no factors of columns."""
         return replace(self, columns="none")
 
@@ -85,7 +85,7 @@ _MODELOPT_ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
 _MODELOPT_OPTIONS = {"alpha": "alpha", "alpha_step": "alpha_step", "perc_damp": "damping"}
 
 
-def method_of(recipe: Recipe, format: Format | None) -> Method:
+def resolve_algorithm(recipe: Recipe, format: RecipeFormat | None) -> AlgorithmConfig:
     """What is searched for a weight in `format`, by its own algorithm or else the recipe's.
 
     Raises:
@@ -98,21 +98,29 @@ def method_of(recipe: Recipe, format: Format | None) -> Method:
         if name not in _MODELOPT_ALGORITHMS:
             raise RecipeError(
                 f"algorithm {name!r} of recipe {recipe.name} is not carried out here",
-                hint=nearest(name, _MODELOPT_ALGORITHMS),
+                hint=suggest(name, _MODELOPT_ALGORITHMS),
             )
-        translated = {_MODELOPT_OPTIONS[k]: v for k, v in options.items() if k in _MODELOPT_OPTIONS and v is not None}
-        return Method(**{**_MODELOPT_ALGORITHMS[name], **translated}, fold=recipe.folds, exact=True)
+        translated = {
+            _MODELOPT_OPTIONS[k]: v
+            for k, v in options.items()
+            if k in _MODELOPT_OPTIONS and v is not None
+        }
+        return AlgorithmConfig(
+            **{**_MODELOPT_ALGORITHMS[name], **translated},
+            fold=recipe.folds_scales,
+            matches_modelopt=True,
+        )
     options = {k: v for k, v in options.items() if k in METHODS[name]}
     if name in ("smoothquant", "awq"):
-        options["fold"] = recipe.folds
+        options["fold"] = recipe.folds_scales
     if name == "smoothquant":
-        return Method(columns="smooth", **options)
+        return AlgorithmConfig(smoothing="smooth", **options)
     if name == "awq":
-        return Method(columns="search", **options)
+        return AlgorithmConfig(smoothing="search", **options)
     if name == "gptq":
-        return Method(gptq=True, **options)
+        return AlgorithmConfig(gptq=True, **options)
     if name == "mse":
-        return Method(mse=True, inputs="mse")
+        return AlgorithmConfig(mse=True, input_observer="mse")
     if name in ("percentile", "entropy"):
-        return Method(inputs=name, **options)  # type: ignore[arg-type]
-    return Method()
+        return AlgorithmConfig(input_observer=name, **options)  # type: ignore[arg-type]
+    return AlgorithmConfig()

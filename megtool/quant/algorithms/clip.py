@@ -15,16 +15,16 @@ from torch import Tensor
 
 from megtool.quant.algorithms.weight_grid import Grid
 
-SHRINKS = tuple(round(1.0 - 0.025 * i, 3) for i in range(21))
+CLIP_RATIOS = tuple(round(1.0 - 0.025 * i, 3) for i in range(21))
 """Shares of the largest magnitude that are tried, the whole of it first."""
 
 
-def by_output(
+def search_by_output(
     weight_OI: Tensor,
     gram_II: Tensor,
     grid: Grid,
-    second_amax: float | None = None,
-    shrinks: Sequence[float] = SHRINKS,
+    global_amax: float | None = None,
+    ratios: Sequence[float] = CLIP_RATIOS,
 ) -> Tensor:
     """The `amax` under which each scale's share of the output is nearest to what it was.
 
@@ -33,21 +33,23 @@ def by_output(
     """
     out, width = weight_OI.shape
     group_size = grid.columns or width
-    blocks = gram_II.reshape(width // group_size, group_size, width // group_size, group_size).diagonal(dim1=0, dim2=2)
+    blocks = gram_II.reshape(
+        width // group_size, group_size, width // group_size, group_size
+    ).diagonal(dim1=0, dim2=2)
     blocks_GPP = blocks.permute(2, 0, 1).contiguous()
 
     def errors(left_OI: Tensor) -> Tensor:
         left_GOP = left_OI.reshape(out, -1, group_size).transpose(0, 1)
         return (torch.bmm(left_GOP, blocks_GPP) * left_GOP).sum(dim=2).T
 
-    return _search(weight_OI, grid, second_amax, shrinks, errors)
+    return _search(weight_OI, grid, global_amax, ratios, errors)
 
 
-def by_weight(
+def search_by_weight(
     weight_OI: Tensor,
     grid: Grid,
-    second_amax: float | None = None,
-    shrinks: Sequence[float] = SHRINKS,
+    global_amax: float | None = None,
+    ratios: Sequence[float] = CLIP_RATIOS,
     weights_I: Tensor | None = None,
 ) -> Tensor:
     """The `amax` of least squared error of the weight itself, columns weighed by `weights_I`."""
@@ -60,7 +62,7 @@ def by_weight(
             size *= weights_I
         return size.reshape(out, -1, group_size).sum(dim=2)
 
-    return _search(weight_OI, grid, second_amax, shrinks, errors)
+    return _search(weight_OI, grid, global_amax, ratios, errors)
 
 
 def _search(
@@ -76,7 +78,7 @@ def _search(
     min_loss: Tensor | None = None
     for ratio in ratios:
         candidate = full_amax * ratio
-        error = grid.rounded(weight_OI, candidate, global_amax) - weight_OI
+        error = grid.fake_quantize(weight_OI, candidate, global_amax) - weight_OI
         loss = _sum_per_scale(errors(error), grid, full_amax)
         if min_loss is None:
             best, min_loss = candidate, loss

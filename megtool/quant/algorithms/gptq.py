@@ -22,7 +22,7 @@ from megtool.quant.algorithms.weight_grid import Grid
 BLOCK = 64
 
 
-def damped(gram_II: Tensor, damping: float, shrinkage: float = 0.0) -> Tensor:
+def damp_gram(gram_II: Tensor, damping: float, shrinkage: float = 0.0) -> Tensor:
     """`gram_II` with `damping` times the mean of its diagonal added to the diagonal, ones for
     columns that are never anything but zero, and `shrinkage` of all beside the diagonal taken off:
     correlations seen in a few thousand tokens of one kind are partly chance, and rounding that
@@ -36,24 +36,24 @@ def damped(gram_II: Tensor, damping: float, shrinkage: float = 0.0) -> Tensor:
     return out
 
 
-def order_of(gram_II: Tensor, *, descending: bool) -> Tensor:
+def order_columns(gram_II: Tensor, *, desc_act: bool) -> Tensor:
     """The order in which columns are rounded: as they stand, or largest inputs first."""
-    if not descending:
+    if not desc_act:
         return torch.arange(len(gram_II))
     return torch.argsort(gram_II.diagonal(), descending=True, stable=True)
 
 
-def rounded_columns(
+def quantize_columns(
     weight_OI: Tensor,
     upper_II: Tensor,
     order_I: Tensor,
     grid: Grid,
     amax: Tensor,
-    second_amax: float | None = None,
+    global_amax: float | None = None,
 ) -> Tensor:
     """The integers `[out, in]`, float32, under scales from `amax`, columns taken in `order_I`;
     `upper_II` is the `upper_factor` of the Gram matrix in that order."""
-    scale = grid.spread(grid.scale(amax, second_amax))
+    scale = grid.broadcast(grid.scale(amax, global_amax))
     scale = scale.expand_as(weight_OI)[:, order_I].T.contiguous()
     remaining = weight_OI[:, order_I].T.contiguous()
     codes = torch.empty_like(remaining)
@@ -61,9 +61,9 @@ def rounded_columns(
     for begin in range(0, len(remaining), BLOCK):
         end = min(begin + BLOCK, len(remaining))
         for i in range(begin, end):
-            code = grid.integers(remaining[i] / scale[i])
+            code = grid.nearest_codes(remaining[i] / scale[i])
             codes[i] = code
-            error = remaining[i] - grid.again(code * scale[i], second_amax)
+            error = remaining[i] - grid.requantize(code * scale[i], global_amax)
             error /= upper_II[i, i]
             errors[i - begin] = error
             remaining[i + 1 : end].addr_(upper_II[i, i + 1 : end], error, alpha=-1)
@@ -73,21 +73,21 @@ def rounded_columns(
     return out
 
 
-def improved(
+def refine_codes(
     weight_OI: Tensor,
     codes_OI: Tensor,
     gram_II: Tensor,
     grid: Grid,
     amax: Tensor,
-    second_amax: float | None = None,
+    global_amax: float | None = None,
     *,
     passes: int = 1,
 ) -> Tensor:
     """Integers of lower error: `passes` times over all columns, the best one for each in turn."""
-    scale = grid.spread(grid.scale(amax, second_amax))
+    scale = grid.broadcast(grid.scale(amax, global_amax))
     scale = scale.expand_as(weight_OI).T.contiguous()
     codes = codes_OI.T.contiguous()
-    values = grid.again(codes * scale, second_amax)
+    values = grid.requantize(codes * scale, global_amax)
     residual = gram_II @ (weight_OI.T - values)  # half the negative gradient, [in, out]
     steps = torch.empty(BLOCK, codes.shape[1])
     for _ in range(passes):
@@ -95,9 +95,9 @@ def improved(
             end = min(begin + BLOCK, len(codes))
             for i in range(begin, end):
                 target = values[i] + residual[i] / gram_II[i, i]
-                code = grid.integers(target / scale[i])
-                value = grid.again(code * scale[i], second_amax)
-                if grid.second:  # the nearest integer need not have the nearest value
+                code = grid.nearest_codes(target / scale[i])
+                value = grid.requantize(code * scale[i], global_amax)
+                if grid.has_global_scale:  # the nearest integer need not have the nearest value
                     worse = (value - target).abs() > (values[i] - target).abs()
                     code, value = (
                         torch.where(worse, codes[i], code),
@@ -112,7 +112,7 @@ def improved(
     return codes.T.contiguous()
 
 
-def rescaled(
+def refit_amax(
     weight_OI: Tensor, codes_OI: Tensor, gram_II: Tensor, grid: Grid, amax: Tensor
 ) -> Tensor:
     """The `amax` of least error for these integers, row by row by least squares; rows for which it
@@ -146,7 +146,7 @@ def row_errors(weight_OI: Tensor, codes_OI: Tensor, scales: Tensor, gram_II: Ten
     return ((error @ gram_II) * error).sum(dim=1)
 
 
-def upper_factor(gram_II: Tensor) -> Tensor:
+def compute_inverse_cholesky(gram_II: Tensor) -> Tensor:
     """The upper Cholesky factor of the inverse of what `damped` gives.
 
     Raises:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+LOW_PRECISION_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types of fewer bits than factors have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Norm:
+class NormWeights:
     """A norm before a point: its weights float32 `[in]`, the type they are stored in (torch's
     name), and whether a stored w stands for 1 + w."""
 
@@ -26,21 +26,21 @@ class Norm:
     zero_centered: bool
 
 
-def inverses_stored(columns: Tensor) -> Tensor:
+def round_to_pre_quant_scale(scale: Tensor) -> Tensor:
     """Factors whose inverses are bfloat16 numbers."""
-    return 1 / (1 / columns).bfloat16().float()
+    return 1 / (1 / scale).bfloat16().float()
 
 
-def folded(columns: Tensor, norm: Norm) -> Tensor:
+def round_to_folded_norm(scale: Tensor, norm: NormWeights) -> Tensor:
     """Factors that the weights of `norm`, divided by them and rounded, stand for.
 
     A factor under which a weight would vanish is given up (1).
     """
-    dtype = TYPES.get(norm.dtype)
+    dtype = LOW_PRECISION_DTYPES.get(norm.dtype)
     if dtype is None:
-        return columns
+        return scale
     offset = 1.0 if norm.zero_centered else 0.0
     before = norm.weight.float() + offset
-    after = (before / columns - offset).to(dtype).float() + offset
-    moved = torch.where(after == 0, torch.ones_like(columns), before / after)
-    return torch.where(before == 0, columns, moved)
+    after = (before / scale - offset).to(dtype).float() + offset
+    moved = torch.where(after == 0, torch.ones_like(scale), before / after)
+    return torch.where(before == 0, scale, moved)

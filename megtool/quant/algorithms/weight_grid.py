@@ -21,8 +21,7 @@ from megtool.quant.fake_quant.rounding_torch import (
     to_e4m3,
     to_integers,
 )
-from megtool.quant.qparams import INPUTS, packing_of
-from megtool.quant.recipes.formats import Format
+from megtool.quant.recipes.formats import INPUT_PACKINGS, RecipeFormat, packing_of
 
 _INTEGERS = {"int8": 127.0, "int4rows": 7.0}
 
@@ -37,7 +36,7 @@ class Grid:
     kind: str
     rows: int
     columns: int
-    second: bool = False
+    has_global_scale: bool = False
 
     @property
     def is_integer(self) -> bool:
@@ -62,7 +61,7 @@ class Grid:
             size = size.reshape(out // self.rows, self.rows, -1).amax(dim=1)
         return size
 
-    def spread(self, amax: Tensor) -> Tensor:
+    def broadcast(self, amax: Tensor) -> Tensor:
         """Numbers of groups, blocks, rows or the tensor, in a shape that its elements' fits."""
         if amax.dim() == 0:
             return amax
@@ -72,44 +71,44 @@ class Grid:
             amax = amax.repeat_interleave(self.rows, dim=0)
         return amax.repeat_interleave(self.columns, dim=1)
 
-    def scale(self, amax: Tensor, second_amax: float | None = None) -> Tensor:
+    def scale(self, amax: Tensor, global_amax: float | None = None) -> Tensor:
         """What weights are divided by, from largest magnitudes; 1 for zeros."""
         if self.kind.startswith("mx"):
             return power_scale(amax, self.largest)
         if self.kind == "nvfp4":
-            global_scale = float(second_scale(self.algo, second_amax or 0.0))
+            global_scale = float(second_scale(self.algo, global_amax or 0.0))
             return block_scale(amax, global_scale) * global_scale
         return plain_scale(amax, self.largest)
 
-    def rounded(
-        self, weight_OI: Tensor, amax: Tensor | None = None, second_amax: float | None = None
+    def fake_quantize(
+        self, weight_OI: Tensor, amax: Tensor | None = None, global_amax: float | None = None
     ) -> Tensor:
         """What a weight is after packing; both scales are its own where they are not given."""
         amax = self.amax(weight_OI) if amax is None else amax
-        if self.second and second_amax is None:
-            second_amax = float(weight_OI.abs().max())
-        scale = self.spread(self.scale(amax, second_amax))
+        if self.has_global_scale and global_amax is None:
+            global_amax = float(weight_OI.abs().max())
+        scale = self.broadcast(self.scale(amax, global_amax))
         values = weight_OI / scale
         if self.is_integer:
-            values = self.integers(values).mul_(scale)
-            return self.again(values, second_amax)
+            values = self.nearest_codes(values).mul_(scale)
+            return self.requantize(values, global_amax)
         if "fp4" in self.kind:
             return to_e2m1(values, half_down=self.kind == "mxfp4").mul_(scale)
         return to_e4m3(values).mul_(scale)
 
-    def integers(self, values: Tensor) -> Tensor:
+    def nearest_codes(self, values: Tensor) -> Tensor:
         """The nearest codes; overwrites `values`."""
         return to_integers(values, -int(self.largest) - 1, int(self.largest))
 
-    def again(self, values: Tensor, second_amax: float | None) -> Tensor:
+    def requantize(self, values: Tensor, global_amax: float | None) -> Tensor:
         """Scaled integers as an engine multiplies them: rounded to FP8 where it does so."""
-        if not self.second or second_amax is None or not self.is_integer:
+        if not self.has_global_scale or global_amax is None or not self.is_integer:
             return values
-        scale = plain_scale(torch.tensor(second_amax), E4M3_LARGEST)
+        scale = plain_scale(torch.tensor(global_amax), E4M3_LARGEST)
         return to_e4m3(values / scale).mul_(scale)
 
 
-def grid_of(format: Format) -> Grid:
+def make_grid(format: RecipeFormat) -> Grid:
     """The grid of a format's weights."""
     kind, _, granularity = packing_of(format).partition(":")
     if granularity == "tensor":
@@ -120,32 +119,40 @@ def grid_of(format: Format) -> Grid:
         rows, columns = map(int, granularity.split("x"))
         return Grid(algo=format.algo, kind=kind, rows=rows, columns=columns)
     has_global_scale = kind == "nvfp4" or format.algo == "W4A8_AWQ"
-    return Grid(algo=format.algo, kind=kind, rows=1, columns=int(granularity), second=has_global_scale)
+    return Grid(
+        algo=format.algo,
+        kind=kind,
+        rows=1,
+        columns=int(granularity),
+        has_global_scale=has_global_scale,
+    )
 
 
-def input_largest(format: Format) -> float:
+def max_input_code(format: RecipeFormat) -> float:
     """The largest code of a format's inputs under one calibrated scale (0: there is none)."""
-    kind = INPUTS.get(format.algo, "")
+    kind = INPUT_PACKINGS.get(format.algo, "")
     if not format.number.calibrates:
         return 0.0
     return {"fp8:tensor": E4M3_LARGEST, "int8:tensor": 127.0}.get(kind, E4M3_LARGEST * E2M1_LARGEST)
 
 
-def rounded_inputs(x_TI: Tensor, format: Format, amax: float = 0.0) -> Tensor:
+def fake_quantize_inputs(x_TI: Tensor, format: RecipeFormat, amax: float = 0.0) -> Tensor:
     """What inputs (after columns) are in an engine, with `amax` where they have a scale from it."""
-    kind, _, granularity = INPUTS.get(format.algo, "none:").partition(":")
+    kind, _, granularity = INPUT_PACKINGS.get(format.algo, "none:").partition(":")
     if kind == "none":
         return x_TI
     if kind == "nvfp4":
-        return Grid(algo=format.algo, kind=kind, rows=1, columns=16, second=True).rounded(
-            x_TI, None, amax or None
-        )
+        return Grid(
+            algo=format.algo, kind=kind, rows=1, columns=16, has_global_scale=True
+        ).fake_quantize(x_TI, None, amax or None)
     if granularity not in ("tensor", "token"):
-        return Grid(algo=format.algo, kind=kind, rows=1, columns=int(granularity)).rounded(x_TI)
+        return Grid(algo=format.algo, kind=kind, rows=1, columns=int(granularity)).fake_quantize(
+            x_TI
+        )
     if granularity == "tensor" and amax:
         amax_ = torch.tensor(amax)
         grid = Grid(algo=format.algo, kind=kind, rows=0, columns=0)
-        return grid.rounded(x_TI, amax_)
-    return Grid(algo=format.algo, kind=kind, rows=0 if granularity == "tensor" else 1, columns=0).rounded(
-        x_TI
-    )
+        return grid.fake_quantize(x_TI, amax_)
+    return Grid(
+        algo=format.algo, kind=kind, rows=0 if granularity == "tensor" else 1, columns=0
+    ).fake_quantize(x_TI)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megtool.config import ModelConfig
-from megtool.quant.recipes.modules import Module, fused_with
+from megtool.quant.recipes.modules import ModuleInfo, find_fused_name
 
-What = Literal["input", "kv_cache"]
+SiteKind = Literal["input", "kv_cache"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class ActivationSite:
     """The one input that `modules` (canonical names, in the model's order) all multiply.
 
     `name` is that of `fused_with` (`layers.3.attn.qkv`, `layers.3.mlp.down`; before latent
@@ -26,22 +26,24 @@ class Point:
     """
 
     name: str
-    what: What
+    kind: SiteKind
     layer: int | None
     modules: tuple[str, ...]
     width: int
     norm: str = ""
     expert: int | None = None
-    together: tuple[tuple[str, ...], ...] = ()
+    stored_groups: tuple[tuple[str, ...], ...] = ()
 
 
-def list_points(modules: Iterable[Module], config: ModelConfig) -> tuple[Point, ...]:
+def list_activation_sites(
+    modules: Iterable[ModuleInfo], config: ModelConfig
+) -> tuple[ActivationSite, ...]:
     """The points of a model's layers and head, in the model's order.
 
     Embeddings, norms and layers of multi-token prediction have none, and of mixtures the router has
     one of its own.
     """
-    groups: dict[str, list[Module]] = defaultdict(list)
+    groups: dict[str, list[ModuleInfo]] = defaultdict(list)
     for m in modules:
         if m.kind in ("linear", "kv_cache") and "mtp" not in m.roles:
             groups[_site_name(m, config)].append(m)
@@ -51,7 +53,9 @@ def list_points(modules: Iterable[Module], config: ModelConfig) -> tuple[Point, 
 ATTN_NORM_READERS = ("q", "k", "v", "gate", "q_down", "kv_down")
 
 
-def readers_of(points: Iterable[Point], modules: Iterable[Module]) -> dict[str, tuple[str, ...]]:
+def map_norm_readers(
+    sites: Iterable[ActivationSite], modules: Iterable[ModuleInfo]
+) -> dict[str, tuple[str, ...]]:
     """The linear modules that multiply what comes out of a norm, by norm.
 
     Those of points, and of a mixture also its router and its experts, whose point has no norm:
@@ -60,7 +64,7 @@ def readers_of(points: Iterable[Point], modules: Iterable[Module]) -> dict[str, 
     main_modules = [m for m in modules if "mtp" not in m.roles]
     names = {m.name for m in main_modules}
     out: dict[str, dict[str, None]] = defaultdict(dict)
-    for site in points:
+    for site in sites:
         if site.norm:
             out[site.norm].update(dict.fromkeys(site.modules))
     for m in main_modules:
@@ -75,7 +79,7 @@ def readers_of(points: Iterable[Point], modules: Iterable[Module]) -> dict[str, 
     return {norm: tuple(fed) for norm, fed in out.items()}
 
 
-def _site_name(module: Module, config: ModelConfig) -> str:
+def _site_name(module: ModuleInfo, config: ModelConfig) -> str:
     """The point whose numbers a module multiplies, or holds.
 
     Queries of latent attention that are projected directly read what keys and values are made of,
@@ -89,36 +93,36 @@ def _site_name(module: Module, config: ModelConfig) -> str:
             return f"{parent}.down"
         if last == "gate":
             return f"{parent}.qkv"
-    return fused_with(module)
+    return find_fused_name(module)
 
 
-def _make_site(name: str, readers: list[Module], config: ModelConfig) -> Point:
+def _make_site(name: str, readers: list[ModuleInfo], config: ModelConfig) -> ActivationSite:
     first = readers[0]
     _, _, suffix = name.partition(".experts.")
     expert = int(suffix.split(".")[0]) if suffix else None
     is_cache = first.kind == "kv_cache"
-    return Point(
+    return ActivationSite(
         name=name,
-        what="kv_cache" if is_cache else "input",
+        kind="kv_cache" if is_cache else "input",
         layer=first.layer,
         modules=tuple(m.name for m in readers),
         width=first.shape[0] if is_cache else first.shape[1],
         norm="" if is_cache else _foldable_norm(name, first, config),
         expert=expert,
-        together=() if is_cache else _stored_groups(readers),
+        stored_groups=() if is_cache else _stored_groups(readers),
     )
 
 
-def _stored_groups(readers: Iterable[Module]) -> tuple[tuple[str, ...], ...]:
+def _stored_groups(readers: Iterable[ModuleInfo]) -> tuple[tuple[str, ...], ...]:
     """Modules by the tensor they are stored in, where that holds several."""
     groups: dict[str, list[str]] = defaultdict(list)
     for m in readers:
-        for stored in m.called("hf")[:1]:
+        for stored in m.names_in("hf")[:1]:
             groups[stored].append(m.name)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
-def _foldable_norm(name: str, module: Module, config: ModelConfig) -> str:
+def _foldable_norm(name: str, module: ModuleInfo, config: ModelConfig) -> str:
     """The norm before a module that feeds nothing else."""
     parent, _, last = name.rpartition(".")
     if module.layer is None:

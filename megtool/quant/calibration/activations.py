@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError, StorageError
-from megtool.quant.calibration.calibration_file_io import crc_of
+from megtool.quant.calibration.calibration_file_io import array_crc32c
 
 _DEVICE_MEMORY_DIVISOR = 2
 """Of free device memory, the share (one in so many) that activations may take."""
@@ -74,7 +74,7 @@ class Activations:
         if self._target_fd >= 0:
             data = _bytes(x_TH)
             self._files.pwrite_all(self._target_fd, data, int(self._starts[number]))
-            self._digests[number] = crc_of(data)
+            self._digests[number] = array_crc32c(data)
         if not self._spilled:
             self._resident[number] = x_TH.to(self._store)
 
@@ -92,7 +92,7 @@ class Activations:
             return
         fd, place = self._target_fd, self._target
         self._files.pwrite_all(fd, self._digests.view(np.uint8), self.num_bytes)
-        self._files.do(fd, "flush", os.fsync, fd)
+        self._files.call(fd, "flush", os.fsync, fd)
         self._files.close(fd)
         self._target_fd, self._target = -1, None
         self._files.rename(place, path)
@@ -148,7 +148,7 @@ class Activations:
         x_TH = torch.empty(self._rows[number], self._width, dtype=self._dtype)
         data = _bytes(x_TH)
         self._files.pread_into(fd, data, int(self._starts[number]))
-        return x_TH, crc_of(data)
+        return x_TH, array_crc32c(data)
 
     def _fits_on_device(self) -> bool:
         """There is room for all batches where they are computed."""

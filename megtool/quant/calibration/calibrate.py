@@ -19,31 +19,31 @@ from megtool.console import Progress, silent
 from megtool.errors import CalibrationError, UsageError
 from megtool.model.batch import Batch
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.quant.calibration.activation_sites import Point
-from megtool.quant.calibration.calibration_file import Artefact
+from megtool.quant.calibration.activation_sites import ActivationSite
+from megtool.quant.calibration.calibration_file import CalibrationFile
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
-from megtool.quant.calibration.expert_coverage import filled
+from megtool.quant.calibration.expert_coverage import fill_missing_statistics
 from megtool.quant.calibration.fingerprint import Fingerprint
-from megtool.quant.calibration.micro_batches import cut, num_valid, share
-from megtool.quant.calibration.rank_sync import Ranks
-from megtool.quant.calibration.resume_folder import Work
-from megtool.quant.calibration.sequential import Run
-from megtool.quant.calibration.statistics import Statistics
-from megtool.quant.qparams import Settlement
+from megtool.quant.calibration.micro_batches import num_valid, shard_micro_batches, split_batches
+from megtool.quant.calibration.rank_sync import RankSync
+from megtool.quant.calibration.resume_folder import ResumeFolder
+from megtool.quant.calibration.sequential import CalibrationRun
+from megtool.quant.calibration.statistics import ActivationStatistics
+from megtool.quant.qparams import QParams
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.requirements import needs
-from megtool.quant.solve_qparams import settle
+from megtool.quant.requirements import derive_requirements
+from megtool.quant.solve_qparams import solve_qparams
 from megtool.reshard.source import CheckpointSource
 
-Found = tuple[dict[str, Statistics], Settlement]
+LayerResult = tuple[dict[str, ActivationStatistics], QParams]
 
 
 def calibrate(
     source: CheckpointSource,
     decisions: Sequence[Decision],
     recipe: Recipe,
-    points: Sequence[Point],
+    sites: Sequence[ActivationSite],
     batches: Sequence[Batch],
     *,
     groups: ProcessGroups | None = None,
@@ -53,13 +53,13 @@ def calibrate(
     sequential: bool | None = None,
     policy: str = "share",
     route_all: bool = False,
-    work: Path | None = None,
+    resume_folder: Path | None = None,
     fingerprint: Fingerprint,
-    spill: bool = False,
+    spills: bool = False,
     threads: int | None = None,
     progress: Progress = silent,
-    rehearsed: bool = False,
-) -> Artefact:
+    emulate_graphs: bool = False,
+) -> CalibrationFile:
     """Statistics of all points, and what becomes of all modules that have one.
 
     Every rank is given the same batches; data-parallel ranks share them out. With `resident` the
@@ -74,51 +74,51 @@ def calibrate(
         UsageError: `spill` without `work`; weights that do not fit.
         CheckpointError: the weights cannot be read; the disk is full.
     """
-    if spill and work is None:
+    if spills and resume_folder is None:
         raise UsageError(
-            "activations have nowhere to go", hint="--work FOLDER says where they are spilled to"
+            "activations have nowhere to go", hint="--work-dir FOLDER says where they are spilled to"
         )
     groups = ProcessGroups.alone(device) if groups is None else groups
     if source.config is None:
         raise CalibrationError("nothing says what model this is", hint="--like HF_FOLDER")
     by_module = {d.module.name: d for d in decisions}
     if sequential is None:
-        sequential = any(needs(recipe, d).sequential for d in decisions)
-    micro_batches = cut(batches, source.config)
-    ranks = Ranks(groups=groups)
+        sequential = any(derive_requirements(recipe, d).sequential for d in decisions)
+    micro_batches = split_batches(batches, source.config)
+    ranks = RankSync(groups=groups)
     resume = None
-    if work is not None:
-        resume = Work(
-            work,
+    if resume_folder is not None:
+        resume = ResumeFolder(
+            resume_folder,
             fingerprint=fingerprint,
-            leads=groups.rank == 0,
+            is_leader=groups.rank == 0,
             settings={
                 "dtype": str(dtype),
                 "device": groups.device.type,
                 "sequential": sequential,
                 "policy": policy,
-                "route_all": route_all,
+                "calibrate_all_experts": route_all,
                 "layout": f"tp={groups.tp.size} pp={groups.pp.size} dp={groups.dp.size} "
                 f"ep={groups.ep.size} etp={groups.etp.size}",
                 "pieces": [list(p.batch.shape) for p in micro_batches],
             },
         )
-    run = Run(
+    run = CalibrationRun(
         source=source,
         config=source.config,
         decisions=by_module,
         recipe=recipe,
-        points=tuple(points),
+        sites=tuple(sites),
         ranks=ranks,
-        pieces=share(micro_batches, groups.dp),
+        micro_batches=shard_micro_batches(micro_batches, groups.dp),
         sequential=sequential,
         policy=policy,
         route_all=route_all,
-        work=resume,
-        spill=spill,
-        rehearsed=rehearsed,
+        resume=resume,
+        spills=spills,
+        emulate_graphs=emulate_graphs,
         progress=progress,
-        how={
+        load_options={
             "groups": groups,
             "dtype": dtype,
             "device": groups.device,
@@ -127,16 +127,16 @@ def calibrate(
         },
     )
     with contextlib.ExitStack() as stack:
-        with ranks.together():
+        with ranks.raise_together():
             if resume is not None:
                 stack.enter_context(resume.claim())
-        results = run.all()
-    statistics: dict[str, Statistics] = {}
-    qparams = Settlement()
+        results = run.run()
+    statistics: dict[str, ActivationStatistics] = {}
+    qparams = QParams()
     for unit in sorted(results):
         statistics |= results[unit][0]
-        qparams.add(results[unit][1])
-    return Artefact(
+        qparams.update(results[unit][1])
+    return CalibrationFile(
         fingerprint=fingerprint,
         num_samples=sum(p.batch.shape[0] for p in micro_batches),
         num_tokens=num_valid(micro_batches),
@@ -144,21 +144,21 @@ def calibrate(
         policy=policy,
         route_all=route_all,
         statistics=statistics,
-        settlement=qparams,
+        qparams=qparams,
     )
 
 
-def settled_anew(
-    artefact: Artefact,
+def resolve_calibration(
+    calibration: CalibrationFile,
     source: CheckpointSource,
     decisions: Sequence[Decision],
     recipe: Recipe,
-    points: Sequence[Point],
+    sites: Sequence[ActivationSite],
     *,
     fingerprint: Fingerprint | None = None,
-    written: str = "",
+    stored_recipe: str = "",
     policy: str | None = None,
-) -> Artefact:
+) -> CalibrationFile:
     """The artefact as if it had been made with these decisions, which statistics suffice for.
 
     `artefact.check_fits` comes first. `fingerprint` is that of the recipe at hand, `written` the
@@ -170,38 +170,38 @@ def settled_anew(
     """
     if source.config is None:
         raise CalibrationError("nothing says what model this is", hint="--like HF_FOLDER")
-    policy = artefact.policy if policy is None else policy
+    policy = calibration.policy if policy is None else policy
     by_module = {d.module.name: d for d in decisions}
-    qparams = Settlement()
-    by_layer: dict[int | None, list[Point]] = {}
-    for p in points:
+    qparams = QParams()
+    by_layer: dict[int | None, list[ActivationSite]] = {}
+    for p in sites:
         by_layer.setdefault(p.layer, []).append(p)
     with CanonicalWeights(source) as weights:
         for layer_sites in by_layer.values():
             measured = {
-                p.name: artefact.statistics[p.name]
+                p.name: calibration.statistics[p.name]
                 for p in layer_sites
-                if p.name in artefact.statistics
+                if p.name in calibration.statistics
             }
-            full, notes = filled(layer_sites, measured, policy)
-            qparams.add(
-                settle(
+            full, notes = fill_missing_statistics(layer_sites, measured, policy)
+            qparams.update(
+                solve_qparams(
                     layer_sites,
                     full,
                     by_module,
                     recipe,
                     weights,
                     config=source.config,
-                    norms=weights.norm,
+                    read_norm=weights.norm,
                 )
             )
-            qparams.add(Settlement(notes=list(notes)))
-    solved_recipe = artefact.settled_for if fingerprint is None else fingerprint.recipe
-    if fingerprint is None and not written:
-        written = artefact.fingerprint.recipe
+            qparams.update(QParams(notes=list(notes)))
+    solved_recipe = calibration.solved_recipe if fingerprint is None else fingerprint.recipe
+    if fingerprint is None and not stored_recipe:
+        stored_recipe = calibration.fingerprint.recipe
     return replace(
-        artefact,
-        fingerprint=replace(artefact.fingerprint, recipe=written or solved_recipe),
+        calibration,
+        fingerprint=replace(calibration.fingerprint, recipe=stored_recipe or solved_recipe),
         settled_for=solved_recipe,
         policy=policy,
         settlement=qparams,

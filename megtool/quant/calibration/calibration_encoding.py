@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from megtool.quant.calibration.calibration_file_io import Array, Arrays
-from megtool.quant.calibration.statistics import BINS, Statistics
-from megtool.quant.qparams import Cache, Settlement, Treatment
-from megtool.quant.recipes.formats import FORMATS, KV_BITS, Format
+from megtool.quant.calibration.statistics import BINS, ActivationStatistics
+from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
+from megtool.quant.recipes.formats import FORMATS, KV_BITS, RecipeFormat
 
 _SUMS = (("amax", "float32"), ("abs_sum", "float64"), ("square_sum", "float64"))
 
 
-def statistics_facts(
-    statistics: Mapping[str, Statistics], arrays: dict[str, Array]
+def encode_statistics(
+    statistics: Mapping[str, ActivationStatistics], arrays: dict[str, Array]
 ) -> dict[str, Any]:
     """Facts of statistics by point; their arrays go into `arrays`.
 
@@ -36,7 +36,7 @@ def statistics_facts(
     return out
 
 
-def statistics_of(facts: Mapping[str, Any], arrays: Arrays) -> dict[str, Statistics]:
+def decode_statistics(facts: Mapping[str, Any], arrays: Arrays) -> dict[str, ActivationStatistics]:
     """The statistics that facts and arrays say.
 
     Raises:
@@ -57,51 +57,51 @@ def statistics_of(facts: Mapping[str, Any], arrays: Arrays) -> dict[str, Statist
         histogram = np.zeros(BINS, np.int64)
         histogram[0], histogram[low : low + len(part)] = _count(entry["zeros"]), part
         # Small, and to be computed with: not left in the file.
-        out[name] = Statistics(
+        out[name] = ActivationStatistics(
             num_tokens=tokens, histogram=histogram, **{k: np.array(a) for k, a in sums.items()}
         )
     return out
 
 
-def settlement_facts(settlement: Settlement, arrays: dict[str, Array]) -> dict[str, Any]:
+def encode_qparams(qparams: QParams, arrays: dict[str, Array]) -> dict[str, Any]:
     """Facts of a settlement; its arrays go into `arrays`."""
-    formats: dict[Format, int] = {}
+    formats: dict[RecipeFormat, int] = {}
     weights, kv_caches = {}, {}
-    for name, t in settlement.treatments.items():
+    for name, t in qparams.weights.items():
         for key in ("columns", "amax", "codes"):
             if (array := getattr(t, key)) is not None:
                 arrays[f"treatments/{name}/{key}"] = array
         weights[name] = {
             "format": formats.setdefault(t.format, len(formats)),
-            "stores_columns": bool(t.stores_columns),
-            "second_amax": float(t.second_amax),
+            "stores_columns": bool(t.stores_pre_quant_scale),
+            "second_amax": float(t.global_amax),
             "input_amax": float(t.input_amax),
         }
-    for name, c in settlement.caches.items():
+    for name, c in qparams.kv_caches.items():
         kv_caches[name] = {
             "format": formats.setdefault(c.format, len(formats)),
             "key_amax": float(c.key_amax),
             "value_amax": float(c.value_amax),
         }
-    for name, factors in settlement.norms.items():
+    for name, factors in qparams.norm_scales.items():
         arrays[f"norms/{name}"] = factors
     return {
         "formats": [_encode_format(f) for f in formats],
         "treatments": weights,
         "caches": kv_caches,
-        "norms": sorted(settlement.norms),
-        "notes": list(settlement.notes),
+        "norms": sorted(qparams.norm_scales),
+        "notes": list(qparams.notes),
     }
 
 
-def settlement_of(facts: Mapping[str, Any], arrays: Arrays) -> Settlement:
+def decode_qparams(facts: Mapping[str, Any], arrays: Arrays) -> QParams:
     """The settlement that facts and arrays say.
 
     Raises:
         KeyError, TypeError, ValueError, IndexError: they cannot be.
     """
     formats = [_decode_format(f) for f in facts["formats"]]
-    out = Settlement(notes=[str(n) for n in facts["notes"]])
+    out = QParams(notes=[str(n) for n in facts["notes"]])
     for name, entry in facts["treatments"].items():
         prefix = f"treatments/{name}"
         codes = _array(arrays, f"{prefix}/codes", "int8", minimum=None)
@@ -110,18 +110,18 @@ def settlement_of(facts: Mapping[str, Any], arrays: Arrays) -> Settlement:
             raise ValueError(f"columns of {name!r} are no factors")
         if codes is not None and codes.ndim != 2:
             raise ValueError(f"codes of {name!r} have shape {list(codes.shape)}")
-        out.treatments[name] = Treatment(
+        out.weights[name] = WeightQParams(
             module=name,
             format=formats[_count(entry["format"])],
-            columns=scale,
-            stores_columns=entry["stores_columns"] is True,
+            smoothing_scale=scale,
+            stores_pre_quant_scale=entry["stores_columns"] is True,
             amax=_array(arrays, f"{prefix}/amax", "float32"),
-            second_amax=_magnitude(entry["second_amax"]),
+            global_amax=_magnitude(entry["second_amax"]),
             codes=codes,
             input_amax=_magnitude(entry["input_amax"]),
         )
     for name, entry in facts["caches"].items():
-        out.caches[name] = Cache(
+        out.kv_caches[name] = KVCacheQParams(
             module=name,
             format=formats[_count(entry["format"])],
             key_amax=_magnitude(entry["key_amax"]),
@@ -131,16 +131,16 @@ def settlement_of(facts: Mapping[str, Any], arrays: Arrays) -> Settlement:
         scales = arrays[f"norms/{name}"]
         if scales.ndim != 1 or not (np.isfinite(scales).all() and (scales > 0).all()):
             raise ValueError(f"factors of {name!r} are none")
-        out.norms[name] = np.array(scales, np.float32)
+        out.norm_scales[name] = np.array(scales, np.float32)
     return out
 
 
-def _encode_format(format: Format) -> dict[str, Any]:
-    values = {f.name: getattr(format, f.name) for f in fields(Format)}
+def _encode_format(format: RecipeFormat) -> dict[str, Any]:
+    values = {f.name: getattr(format, f.name) for f in fields(RecipeFormat)}
     return values | {"choose": list(format.choose)}
 
 
-def _decode_format(entry: Mapping[str, Any]) -> Format:
+def _decode_format(entry: Mapping[str, Any]) -> RecipeFormat:
     for key, kind in (("name", str), ("algo", str), ("kv_algo", str), ("method", str)):
         if not isinstance(entry[key], kind):
             raise TypeError(f"{key} of a format is {entry[key]!r}")
@@ -148,7 +148,7 @@ def _decode_format(entry: Mapping[str, Any]) -> Format:
         raise ValueError("a format is for modules or for the KV cache")
     if entry["algo"] not in {"", *FORMATS} or entry["kv_algo"] not in {"", *KV_BITS}:
         raise ValueError(f"unknown format {entry['algo'] or entry['kv_algo']!r}")
-    return Format(
+    return RecipeFormat(
         name=entry["name"],
         algo=entry["algo"],
         kv_algo=entry["kv_algo"],

@@ -11,20 +11,20 @@ from typing import Any
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import CalibrationError, FormatError
 from megtool.quant.calibration import calibration_file_io, sensitivities
-from megtool.quant.calibration.activation_sites import Point
-from megtool.quant.calibration.calibration_file_parts import (
-    settlement_facts,
-    settlement_of,
-    statistics_facts,
-    statistics_of,
+from megtool.quant.calibration.activation_sites import ActivationSite
+from megtool.quant.calibration.calibration_encoding import (
+    decode_qparams,
+    decode_statistics,
+    encode_qparams,
+    encode_statistics,
 )
 from megtool.quant.calibration.fingerprint import Fingerprint
 from megtool.quant.calibration.sensitivities import Sensitivities
-from megtool.quant.calibration.statistics import Statistics
-from megtool.quant.qparams import Settlement
+from megtool.quant.calibration.statistics import ActivationStatistics
+from megtool.quant.qparams import QParams
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.requirements import needs
+from megtool.quant.requirements import derive_requirements
 
 _VERSION = 3
 _READABLE_VERSIONS = (2, 3)
@@ -34,7 +34,7 @@ _RECALIBRATE_HINT = "calibrate with this recipe: leave out --calibration, and gi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Artefact:
+class CalibrationFile:
     """What calibration has found: statistics by point, and what became of every module.
 
     `num_samples` are rows of tokens, `num_tokens` those of them that are no padding. Statistics are
@@ -53,20 +53,20 @@ class Artefact:
     fingerprint: Fingerprint
     num_samples: int
     num_tokens: int
-    seen: tuple[str, ...] = ()
+    data_hashes: tuple[str, ...] = ()
     sequential: bool = False
     policy: str = "share"
     route_all: bool = False
-    statistics: dict[str, Statistics] = field(default_factory=dict)
-    settlement: Settlement = field(default_factory=Settlement)
-    needs_settling: bool = False
+    statistics: dict[str, ActivationStatistics] = field(default_factory=dict)
+    qparams: QParams = field(default_factory=QParams)
+    needs_solving: bool = False
     sensitivities: Sensitivities | None = None
-    settled_for: str = ""
+    solved_recipe: str = ""
 
     def __post_init__(self) -> None:
-        if not self.settled_for:
+        if not self.solved_recipe:
             object.__setattr__(self, "settled_for", self.fingerprint.recipe)
-        if not self.seen:
+        if not self.data_hashes:
             object.__setattr__(self, "seen", (self.fingerprint.data,))
 
     def save(self, path: Path, files: Files | None = None) -> None:
@@ -87,20 +87,20 @@ class Artefact:
             },
             "num_samples": self.num_samples,
             "num_tokens": self.num_tokens,
-            "seen": list(self.seen),
+            "seen": list(self.data_hashes),
             "sequential": self.sequential,
             "policy": self.policy,
-            "route_all": self.route_all,
-            "needs_settling": self.needs_settling,
-            "settled_for": self.settled_for,
+            "calibrate_all_experts": self.route_all,
+            "needs_settling": self.needs_solving,
+            "settled_for": self.solved_recipe,
             "sensitivities": None if self.sensitivities is None else self.sensitivities.to_json(),
-            "statistics": statistics_facts(self.statistics, arrays),
-            "settlement": settlement_facts(self.settlement, arrays),
+            "statistics": encode_statistics(self.statistics, arrays),
+            "settlement": encode_qparams(self.qparams, arrays),
         }
         calibration_file_io.write(path, arrays, facts, files)
 
     @classmethod
-    def load(cls, path: Path) -> Artefact:
+    def load(cls, path: Path) -> CalibrationFile:
         """Read a file; large arrays stay on disk until they are looked at.
 
         Raises:
@@ -125,8 +125,8 @@ class Artefact:
                 sequential=_flag(facts["sequential"]),
                 policy=_text(facts["policy"]),
                 route_all=_flag(facts["route_all"]),
-                statistics=statistics_of(facts["statistics"], arrays),
-                settlement=settlement_of(facts["settlement"], arrays),
+                statistics=decode_statistics(facts["statistics"], arrays),
+                settlement=decode_qparams(facts["settlement"], arrays),
                 needs_settling=_flag(facts["needs_settling"]),
                 settled_for=_text(facts.get("settled_for", "")),
                 sensitivities=None if losses is None else Sensitivities.from_json(losses),
@@ -139,7 +139,7 @@ class Artefact:
             ) from e
 
 
-def merged(artefacts: Sequence[Artefact]) -> Artefact:
+def merge_calibrations(calibrations: Sequence[CalibrationFile]) -> CalibrationFile:
     """One of several machines' artefacts, as if one had seen all of their data.
 
     The result needs settling: statistics add up, and what follows from them does not. It has
@@ -149,11 +149,13 @@ def merged(artefacts: Sequence[Artefact]) -> Artefact:
         CalibrationError: there is none, or they are of different models or recipes, or two have
             seen the same data, or experts in different ways.
     """
-    if not artefacts:
+    if not calibrations:
         raise CalibrationError("no calibrations to merge", hint="name at least one file")
-    first = artefacts[0]
-    for number, calibration in enumerate(artefacts[1:], 2):
-        differences = {"model", "recipe"} & set(first.fingerprint.differences(calibration.fingerprint))
+    first = calibrations[0]
+    for number, calibration in enumerate(calibrations[1:], 2):
+        differences = {"model", "recipe"} & set(
+            first.fingerprint.differences(calibration.fingerprint)
+        )
         if differences:
             raise CalibrationError(
                 f"the first calibration and number {number} are of different "
@@ -169,47 +171,49 @@ def merged(artefacts: Sequence[Artefact]) -> Artefact:
             )
         if first.route_all != calibration.route_all:
             raise CalibrationError(
-                f"the first calibration and number {number}: one was made with --route-all, and "
+                f"the first calibration and number {number}: one was made with --calibrate-all-experts, and "
                 "the other without",
                 hint="calibrate all parts in the same way",
             )
-    data_hashes = sorted(data for a in artefacts for data in a.seen)
+    data_hashes = sorted(data for a in calibrations for data in a.data_hashes)
     if len(set(data_hashes)) < len(data_hashes):
         raise CalibrationError(
             "two calibrations have seen the same data, which would count twice",
             hint="name each file once, and none beside another that it was added to",
         )
-    if len(artefacts) == 1:
+    if len(calibrations) == 1:
         return first
     statistics = dict(first.statistics)
-    for calibration in artefacts[1:]:
-        statistics = {n: s.merged(calibration.statistics[n]) for n, s in statistics.items()}
+    for calibration in calibrations[1:]:
+        statistics = {n: s.merge(calibration.statistics[n]) for n, s in statistics.items()}
     data = hashlib.sha256("\n".join(data_hashes).encode()).hexdigest()
-    seeds = {a.fingerprint.seed for a in artefacts}
-    policies = {a.policy for a in artefacts}
-    losses = [a.sensitivities for a in artefacts if a.sensitivities is not None]
-    return Artefact(
+    seeds = {a.fingerprint.seed for a in calibrations}
+    policies = {a.policy for a in calibrations}
+    losses = [a.sensitivities for a in calibrations if a.sensitivities is not None]
+    return CalibrationFile(
         fingerprint=replace(
             first.fingerprint, data=data, seed=seeds.pop() if len(seeds) == 1 else 0
         ),
-        num_samples=sum(a.num_samples for a in artefacts),
-        num_tokens=sum(a.num_tokens for a in artefacts),
-        seen=tuple(data_hashes),
-        sequential=any(a.sequential for a in artefacts),
+        num_samples=sum(a.num_samples for a in calibrations),
+        num_tokens=sum(a.num_tokens for a in calibrations),
+        data_hashes=tuple(data_hashes),
+        sequential=any(a.sequential for a in calibrations),
         policy=policies.pop() if len(policies) == 1 else "share",
         route_all=first.route_all,
         statistics=statistics,
-        needs_settling=True,
-        sensitivities=sensitivities.merged(losses) if len(losses) == len(artefacts) else None,
+        needs_solving=True,
+        sensitivities=sensitivities.merge_sensitivities(losses)
+        if len(losses) == len(calibrations)
+        else None,
     )
 
 
 def check_fits(
-    artefact: Artefact,
+    calibration: CalibrationFile,
     fingerprint: Fingerprint,
     recipe: Recipe,
     decisions: Iterable[Decision],
-    points: Iterable[Point],
+    sites: Iterable[ActivationSite],
     *,
     policy: str | None = None,
     route_all: bool = False,
@@ -226,32 +230,32 @@ def check_fits(
             runs, and an algorithm needs more than statistics; says which. Or its statistics are
             those of layers behind others that were rounded by another recipe.
     """
-    check_model(artefact, fingerprint)
-    listed = tuple(points)
+    check_model(calibration, fingerprint)
+    listed = tuple(sites)
     experts = any(p.expert is not None for p in listed)
-    if route_all and experts and not artefact.route_all:
+    if route_all and experts and not calibration.route_all:
         raise CalibrationError(
-            "--route-all, and in the calibration experts saw the tokens that were routed to them",
+            "--calibrate-all-experts, and in the calibration experts saw the tokens that were routed to them",
             hint=_RECALIBRATE_HINT,
         )
-    reason = "several runs" if artefact.needs_settling else ""
-    if artefact.settled_for != fingerprint.recipe:
+    reason = "several runs" if calibration.needs_solving else ""
+    if calibration.solved_recipe != fingerprint.recipe:
         reason = "another recipe"
-    elif experts and policy not in (None, artefact.policy) and not artefact.needs_settling:
-        reason = f"--unseen-experts {artefact.policy}"
+    elif experts and policy not in (None, calibration.policy) and not calibration.needs_solving:
+        reason = f"--uncalibrated-experts {calibration.policy}"
     if not reason:
         return True
-    if artefact.sequential and reason == "another recipe":
+    if calibration.sequential and reason == "another recipe":
         raise CalibrationError(
             "the calibration is of another recipe, whose algorithm showed each layer what rounding "
             "had made of those before it: its statistics are of no use here",
             hint=_RECALIBRATE_HINT,
         )
-    measured = {module for p in listed if p.name in artefact.statistics for module in p.modules}
+    measured = {module for p in listed if p.name in calibration.statistics for module in p.modules}
     for d in decisions:
         if d.format is None:
             continue
-        requirements = needs(recipe, d)
+        requirements = derive_requirements(recipe, d)
         if requirements.data and d.module.name not in measured:
             raise CalibrationError(
                 f"the calibration knows nothing about the inputs of {d.module.name}",
@@ -269,15 +273,15 @@ def check_fits(
     return False
 
 
-def check_model(artefact: Artefact, fingerprint: Fingerprint) -> None:
+def check_model(calibration: CalibrationFile, fingerprint: Fingerprint) -> None:
     """Refuse an artefact of another model than `fingerprint` is of.
 
     Raises:
         CalibrationError: it is.
     """
-    if artefact.fingerprint.model != fingerprint.model:
+    if calibration.fingerprint.model != fingerprint.model:
         raise CalibrationError(
-            f"the calibration is of another model ({artefact.fingerprint.model[:12]}, and this one "
+            f"the calibration is of another model ({calibration.fingerprint.model[:12]}, and this one "
             f"is {fingerprint.model[:12]})",
             hint="calibrate this model: leave out --calibration, and give --data",
         )

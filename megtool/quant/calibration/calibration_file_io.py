@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.digest import crc32c, refuse_constant
+from megtool.checkpoint.digest import crc32c, reject_constant
 from megtool.checkpoint.formats.safetensors_header import (
     SafetensorsEntry,
     encode_header,
@@ -44,7 +44,7 @@ def write(path: Path, arrays: Arrays, facts: Mapping[str, Any], files: Files | N
         kind = named(array.dtype.name)
         entries.append(SafetensorsEntry(name, kind, array.shape, offset, offset + array.nbytes))
         offset += array.nbytes
-    metadata = {"crc32c": [crc_of(array) for array in flat.values()], "facts": facts}
+    metadata = {"crc32c": [array_crc32c(array) for array in flat.values()], "facts": facts}
     metadata = json.loads(_to_json(metadata))  # as it comes back
     text = _to_json({**metadata, "sealed": _seal(entries, metadata)})
     header = encode_header(entries, {_KEY: text}, str(path))
@@ -58,7 +58,7 @@ def write(path: Path, arrays: Arrays, facts: Mapping[str, Any], files: Files | N
             if array.nbytes:
                 files.pwrite_all(fd, array.reshape(-1).view(np.uint8), offset)
             offset += array.nbytes
-        files.do(fd, "flush", os.fsync, fd)
+        files.call(fd, "flush", os.fsync, fd)
     except BaseException:
         files.close(fd)
         files.remove(temporary)
@@ -78,7 +78,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     try:
         size = path.stat().st_size
         header = read_header(path, size)
-        metadata = json.loads(header.metadata[_KEY], parse_constant=refuse_constant)
+        metadata = json.loads(header.metadata[_KEY], parse_constant=reject_constant)
         digests, facts = metadata["crc32c"], metadata["facts"]
         if not isinstance(facts, dict) or len(digests) != len(header.entries):
             raise ValueError("facts are missing")
@@ -90,7 +90,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
             part = data[header.start + entry.begin : header.start + entry.end]
             if entry.dtype.name not in ("float32", "float64", "int64", "int8"):
                 raise ValueError(f"{entry.name!r} is of {entry.dtype.name}")
-            if crc_of(part) != digest:
+            if array_crc32c(part) != digest:
                 raise ValueError(f"{entry.name!r} is not what was written")
             arrays[entry.name] = part.view(entry.dtype.view).reshape(entry.shape)
     except OSError as e:
@@ -113,7 +113,7 @@ def _to_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":"))
 
 
-def crc_of(array: Array) -> int:
+def array_crc32c(array: Array) -> int:
     """The CRC-32C of an array's bytes, a part at a time."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     if flat.nbytes <= _CHUNK_BYTES:

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.cast import numbers
+from megtool.checkpoint.transport.cast import numeric_values
 from megtool.errors import CalibrationError
-from megtool.quant.algorithms.pre_quant_scale import Norm
+from megtool.quant.algorithms.pre_quant_scale import NormWeights
 from megtool.reshard.source import CheckpointSource
 
 _TILE = 1 << 20
@@ -24,8 +24,8 @@ class CanonicalWeights:
     """
 
     def __init__(self, source: CheckpointSource) -> None:
-        self._side = source.side
-        self._reader = Reader(source.catalogue, Files())
+        self._side = source.view
+        self._reader = CheckpointReader(source.catalogue, Files())
 
     def __call__(self, module: str) -> Tensor:
         """A weight.
@@ -35,13 +35,13 @@ class CanonicalWeights:
             StorageError: it cannot be read.
         """
         name = f"{module}.weight"
-        view = self._reader.canonical(self._side.placements[name])
+        view = self._reader.open_canonical(self._side.placements[name])
         shape = self._side.canonical[name].shape  # a view may cut dimensions into finer ones
         out = np.empty(shape, np.float32)
         flat = out.reshape(-1)
         for offset, tile in view.tiles(_TILE):
             values = flat[offset : offset + tile.size]
-            values[:] = numbers(tile, view.dtype)
+            values[:] = numeric_values(tile, view.dtype)
             if not np.isfinite(values).all():
                 position = offset + int(np.argmin(np.isfinite(values)))
                 index = [int(i) for i in np.unravel_index(position, shape)]
@@ -53,14 +53,14 @@ class CanonicalWeights:
                 )
         return torch.from_numpy(out)
 
-    def norm(self, module: str) -> Norm:
+    def norm(self, module: str) -> NormWeights:
         """A norm's weights, and how they are stored.
 
         Raises:
             CalibrationError: see above.
         """
         config, name = self._side.config, f"{module}.weight"
-        return Norm(
+        return NormWeights(
             weight=self(module),
             dtype=self._side.canonical[name].dtype.name,
             zero_centered=config is not None and config.zero_centered_norm,

@@ -9,23 +9,23 @@ from functools import reduce
 from typing import Literal, get_args
 
 from megtool.errors import CalibrationError
-from megtool.quant.calibration.activation_sites import Point
-from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.calibration.activation_sites import ActivationSite
+from megtool.quant.calibration.statistics import ActivationStatistics
 
-Policy = Literal["share", "weights", "none"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
-ENOUGH = 16
+UnseenExpertPolicy = Literal["share", "weights", "none"]
+POLICIES: tuple[UnseenExpertPolicy, ...] = get_args(UnseenExpertPolicy)
+MIN_EXPERT_TOKENS = 16
 """Tokens from which on an expert's own statistics are used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coverage:
+class ExpertCoverage:
     """The experts of one layer (`mixture` is `layers.3.mlp`) and the tokens that each saw."""
 
     mixture: str
     layer: int
     tokens: tuple[int, ...]
-    enough: int = ENOUGH
+    min_tokens: int = MIN_EXPERT_TOKENS
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -41,19 +41,22 @@ class Coverage:
     @property
     def uncovered(self) -> tuple[int, ...]:
         """Experts with fewer tokens than are enough, or none."""
-        return tuple(e for e, n in enumerate(self.tokens) if n < self.enough)
+        return tuple(e for e, n in enumerate(self.tokens) if n < self.min_tokens)
 
 
-def coverage(
-    points: Iterable[Point], statistics: Mapping[str, Statistics], *, enough: int = ENOUGH
-) -> list[Coverage]:
+def measure_coverage(
+    sites: Iterable[ActivationSite],
+    statistics: Mapping[str, ActivationStatistics],
+    *,
+    min_tokens: int = MIN_EXPERT_TOKENS,
+) -> list[ExpertCoverage]:
     """The coverage of every mixture with points among these, in their order.
 
     An expert's number is the most that any of its points saw.
     """
     tokens_of: dict[str, dict[int, int]] = defaultdict(dict)
     layers: dict[str, int] = {}
-    for p in points:
+    for p in sites:
         if p.expert is None or p.layer is None:
             continue
         mixture = p.name.partition(".experts.")[0]
@@ -61,23 +64,23 @@ def coverage(
         tokens = statistics[p.name].num_tokens if p.name in statistics else 0
         tokens_of[mixture][p.expert] = max(tokens, tokens_of[mixture].get(p.expert, 0))
     return [
-        Coverage(
+        ExpertCoverage(
             mixture=mixture,
             layer=layers[mixture],
             tokens=tuple(n for _, n in sorted(by_expert.items())),
-            enough=enough,
+            min_tokens=min_tokens,
         )
         for mixture, by_expert in tokens_of.items()
     ]
 
 
-def filled(
-    points: Iterable[Point],
-    statistics: Mapping[str, Statistics],
+def fill_missing_statistics(
+    sites: Iterable[ActivationSite],
+    statistics: Mapping[str, ActivationStatistics],
     policy: str = "share",
     *,
-    enough: int = ENOUGH,
-) -> tuple[dict[str, Statistics], list[str]]:
+    min_tokens: int = MIN_EXPERT_TOKENS,
+) -> tuple[dict[str, ActivationStatistics], list[str]]:
     """Statistics with which no expert is left with too few tokens, and notes on what was done.
 
     - `share`: such an expert gets what all experts of its layer saw at the same place, together.
@@ -95,21 +98,23 @@ def filled(
             hint=f"known: {', '.join(POLICIES)}",
         )
     out = dict(statistics)
-    sibling_groups: dict[tuple[str, str], list[Point]] = defaultdict(list)
-    for p in points:
+    sibling_groups: dict[tuple[str, str], list[ActivationSite]] = defaultdict(list)
+    for p in sites:
         if p.expert is not None and p.name in statistics:
             before, _, behind = p.name.partition(".experts.")
             sibling_groups[before, behind.partition(".")[2]].append(p)
     notes: dict[str, None] = {}
     for (mixture, _), siblings in sibling_groups.items():
-        uncovered = [p for p in siblings if statistics[p.name].num_tokens < enough]
+        uncovered = [p for p in siblings if statistics[p.name].num_tokens < min_tokens]
         if policy == "none":
             uncovered = [p for p in uncovered if not statistics[p.name].num_tokens]
         if not uncovered:
             continue
         numbers = _format_experts([p.expert for p in uncovered if p.expert is not None])
         measured = [s for p in siblings if (s := statistics[p.name]).num_tokens]
-        shared = reduce(Statistics.merged, measured) if policy == "share" and measured else None
+        shared = (
+            reduce(ActivationStatistics.merge, measured) if policy == "share" and measured else None
+        )
         for p in uncovered:
             if shared is None:
                 del out[p.name]
@@ -118,7 +123,7 @@ def filled(
         action = "their weights alone decide"
         if shared is not None:
             action = f"they share what all {len(siblings)} saw"
-        shortage = "no token" if policy == "none" else f"fewer than {enough} tokens"
+        shortage = "no token" if policy == "none" else f"fewer than {min_tokens} tokens"
         notes[f"{mixture}: {numbers} saw {shortage}; {action}"] = None
     return out, list(notes)
 

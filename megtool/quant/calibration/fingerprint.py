@@ -13,9 +13,9 @@ import numpy as np
 
 from megtool import __version__
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.shard_locator import cut_dims
+from megtool.checkpoint.transport.shard_locator import count_cuttable_dims
 from megtool.config import ModelConfig
 from megtool.convert.dialects import CanonicalView
 from megtool.errors import FormatError
@@ -26,7 +26,7 @@ from megtool.tensors.placement import Placement, narrow
 if TYPE_CHECKING:
     from megtool.model.batch import Batch
 
-PROBES, PROBE = 8, 2048
+NUM_PROBES, PROBE_ELEMENTS = 8, 2048
 """Of every tensor so many places are looked at, of so many elements: training changes all."""
 
 _UNUSED_FIELDS = frozenset(
@@ -55,7 +55,7 @@ class Fingerprint:
         return [n for n in names if getattr(self, n) != getattr(other, n)]
 
 
-def fingerprint_of(
+def compute_fingerprint(
     catalogue: Catalogue,
     side: CanonicalView,
     recipe: Recipe,
@@ -66,14 +66,14 @@ def fingerprint_of(
 ) -> Fingerprint:
     """The fingerprint of a run."""
     return Fingerprint(
-        model=of_model(catalogue, side),
-        recipe=of_recipe(recipe, decisions),
-        data=of_batches(batches),
+        model=hash_model(catalogue, side),
+        recipe=hash_recipe(recipe, decisions),
+        data=hash_batches(batches),
         seed=seed,
     )
 
 
-def of_model(catalogue: Catalogue, side: CanonicalView) -> str:
+def hash_model(catalogue: Catalogue, side: CanonicalView) -> str:
     """Of how the model computes, and of names, shapes, types and bytes of all canonical tensors,
     optimizer state left out.
 
@@ -86,12 +86,12 @@ def of_model(catalogue: Catalogue, side: CanonicalView) -> str:
     digest = hashlib.sha256()
     if side.config is not None:
         digest.update(_line(_forward_config(side.config)))
-    with Reader(catalogue, Files()) as reader:
+    with CheckpointReader(catalogue, Files()) as reader:
         for name, tensor in sorted(side.canonical.items()):
             if ":" in name:
                 continue
             placement = side.placements[name]
-            dtype = reader.canonical(placement).dtype.name
+            dtype = reader.open_canonical(placement).dtype.name
             digest.update(_line([name, list(tensor.shape), dtype]))
             if 0 not in tensor.shape:
                 for part in _probe_tensor(reader, placement, tensor.shape):
@@ -101,7 +101,9 @@ def of_model(catalogue: Catalogue, side: CanonicalView) -> str:
 
 def _forward_config(config: ModelConfig) -> dict[str, Any]:
     """What of a configuration changes the numbers of a forward pass, the same for every format."""
-    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _UNUSED_FIELDS}
+    values = {
+        f.name: getattr(config, f.name) for f in fields(config) if f.name not in _UNUSED_FIELDS
+    }
     if config.rope_scaling is not None:  # nothing else looks at how long a text may be
         values["max_positions"] = config.max_positions
         values["rope_scaling"] = {k: v for k, v in config.rope_scaling.items() if v is not None}
@@ -122,25 +124,27 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _probe_tensor(reader: Reader, placement: Placement, shape: Sequence[int]) -> Iterator[bytes]:
+def _probe_tensor(
+    reader: CheckpointReader, placement: Placement, shape: Sequence[int]
+) -> Iterator[bytes]:
     """The bytes of a tensor at places in rows from the first to the last, and in columns all over.
 
     They do not depend on how the tensor is stored: `place` may have more dimensions than `shape`.
     """
     rows, columns = math.prod(shape[:-1]), math.prod(shape[-1:])
-    width, last = min(PROBE, columns), PROBES - 1
+    width, last = min(PROBE_ELEMENTS, columns), NUM_PROBES - 1
     probes = [
-        (i * (rows - 1) // last, (3 * i % PROBES) * (columns - width) // last)
-        for i in range(PROBES)
+        (i * (rows - 1) // last, (3 * i % NUM_PROBES) * (columns - width) // last)
+        for i in range(NUM_PROBES)
     ]
     sizes = [math.prod(placement.shape[:k]) for k in range(len(placement.shape) + 1)]
     outer = sizes.index(rows) if rows in sizes else len(sizes)
     try:
-        depth = cut_dims(placement, reader.catalogue[placement.stored])
+        depth = count_cuttable_dims(placement, reader.catalogue[placement.stored])
     except FormatError:
         depth = -1
     if depth < outer:  # its rows cannot be read alone
-        tensor = reader.canonical(placement).read().reshape(rows, columns)
+        tensor = reader.open_canonical(placement).read().reshape(rows, columns)
         for row, start in dict.fromkeys(probes):
             yield tensor[row, start : start + width].tobytes()
         return
@@ -151,11 +155,11 @@ def _probe_tensor(reader: Reader, placement: Placement, shape: Sequence[int]) ->
         cut = depth == len(placement.shape) == outer + 1  # else the row is read whole
         if cut:
             lo[-1], hi[-1] = start, start + width
-        part = reader.canonical(narrow(placement, lo, hi)).read().reshape(-1)
+        part = reader.open_canonical(narrow(placement, lo, hi)).read().reshape(-1)
         yield (part if cut else part[start : start + width]).tobytes()
 
 
-def of_recipe(recipe: Recipe, decisions: Iterable[Decision]) -> str:
+def hash_recipe(recipe: Recipe, decisions: Iterable[Decision]) -> str:
     """Of what every module becomes, and of the algorithm with its options."""
     digest = hashlib.sha256(_line({k: recipe.algorithm[k] for k in sorted(recipe.algorithm)}))
     for d in sorted(decisions, key=lambda d: d.module.name):
@@ -174,7 +178,7 @@ def of_recipe(recipe: Recipe, decisions: Iterable[Decision]) -> str:
     return digest.hexdigest()
 
 
-def of_batches(batches: Sequence[Batch]) -> str:
+def hash_batches(batches: Sequence[Batch]) -> str:
     """Of tokens and what is said about them; how rows are put into batches does not count."""
     digest = hashlib.sha256()
     for batch in batches:

@@ -11,30 +11,32 @@ from torch import Tensor
 
 from megtool.errors import GraphRuleError
 from megtool.inference.layer_streaming import on_demand_of
-from megtool.kernels.cuda_graphs import CudaGraphs, Function, graphed
-from megtool.model.batch import Batch, ForwardContext
+from megtool.kernels.cuda_graphs import CudaGraphs, Function
+from megtool.kernels.graph_rule_checker import graphed
+from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
+from megtool.model.forward_context import ForwardContext
 from megtool.model.moe import MoeMlp
-from megtool.quant.calibration.micro_batches import Piece, moved
+from megtool.quant.calibration.micro_batches import MicroBatch, move_to_device
 
 _LOG = logging.getLogger(__name__)
 
-AHEAD_BYTES = 256 << 20
+MAX_PREFETCH_BYTES = 256 << 20
 """Units of weights up to this size are read while the one before is used; larger ones are not,
 since they are used for longer than reading takes, and two of them in memory are too many."""
 
-FEWEST_REPEATS = 8
+MIN_GRAPH_REPEATS = 8
 """A graph is worth its capture, for which a layer runs four times, from so many pieces on."""
 
 
-class Layers:
+class LayerRunner:
     """Runs the layers of a stage. With `rehearsed` graphs are rehearsed on a CPU, for tests."""
 
     def __init__(
-        self, decoder: Decoder, pieces: Sequence[Piece], *, rehearsed: bool = False
+        self, decoder: Decoder, pieces: Sequence[MicroBatch], *, rehearsed: bool = False
     ) -> None:
         self.decoder, self.device = decoder, decoder.groups.device
-        self.pieces = [moved(p, self.device) for p in pieces]
+        self.micro_batches = [move_to_device(p, self.device) for p in pieces]
         self.num_replays = 0
         self._frames: dict[tuple[int, int], ForwardContext] = {}
         self._allows_graphs = self.device.type == "cuda" or rehearsed
@@ -46,12 +48,14 @@ class Layers:
                 sum(weights[n].numel() * weights[n].element_size() for n in names)
                 for names in self._streamer.units.values()
             ]
-            self._streamer.reads_ahead = max(sizes) <= AHEAD_BYTES or self.device.type == "cuda"
+            self._streamer.reads_ahead = (
+                max(sizes) <= MAX_PREFETCH_BYTES or self.device.type == "cuda"
+            )
 
     @torch.no_grad()
     def embed(self) -> Iterator[Tensor]:
         """What enters the first layer, piece by piece."""
-        for piece in self.pieces:
+        for piece in self.micro_batches:
             yield self.decoder.embed(piece.batch, self._frame(piece))
         self.release()
 
@@ -59,7 +63,7 @@ class Layers:
     def run(self, layer: int, number: int, x_TH: Tensor) -> Tensor:
         """What a layer makes of a piece."""
         out: Tensor = self.decoder.decoder.layers[str(layer)](
-            x_TH, self._frame(self.pieces[number])
+            x_TH, self._frame(self.micro_batches[number])
         )
         return out
 
@@ -69,12 +73,14 @@ class Layers:
         return self.decoder.finish(x_TH)
 
     @contextlib.contextmanager
-    def norm_alone(self) -> Iterator[None]:
+    def only_final_norm(self) -> Iterator[None]:
         """Within it, `finish` loads no more than it needs."""
         if self._streamer is None:
             yield
             return
-        names = [n for n in self._streamer.units["head"] if n.startswith("decoder.final_layernorm.")]
+        names = [
+            n for n in self._streamer.units["head"] if n.startswith("decoder.final_layernorm.")
+        ]
         with self._streamer.holding(names):
             yield
 
@@ -89,7 +95,9 @@ class Layers:
         if self._streamer is not None:
             self._streamer.close()
 
-    def replayed(self, layer: int, state: Sequence[Tensor], *, graphable: bool) -> Replayed | None:
+    def capture_layer(
+        self, layer: int, state: Sequence[Tensor], *, graphable: bool
+    ) -> GraphedLayer | None:
         """The layer as graphs, one for each shape of which there are enough pieces.
 
         None where there are none to be: on a CPU, or where a pass waits for the host.
@@ -100,11 +108,11 @@ class Layers:
         if not all(m.is_graphable for m in module.modules() if isinstance(m, MoeMlp)):
             return None
         shapes: dict[tuple[int, int], int] = {}
-        for p in self.pieces:
+        for p in self.micro_batches:
             if p.is_plain:
                 shapes[p.batch.shape] = shapes.get(p.batch.shape, 0) + 1
-        often = {s for s, n in shapes.items() if n >= FEWEST_REPEATS}
-        return Replayed(self, layer, often, state) if often else None
+        often = {s for s, n in shapes.items() if n >= MIN_GRAPH_REPEATS}
+        return GraphedLayer(self, layer, often, state) if often else None
 
     def graphs(self, function: Function, state: Sequence[Tensor]) -> CudaGraphs:
         """Graphs of a function; all of them take turns in one pool of memory."""
@@ -114,7 +122,7 @@ class Layers:
             self._pool = captured.pool
         return captured
 
-    def _frame(self, piece: Piece) -> ForwardContext:
+    def _frame(self, piece: MicroBatch) -> ForwardContext:
         """Positions and masks of a piece: the same ones for all plain pieces of a shape."""
         if not piece.is_plain:
             return self.decoder.frame(piece.batch)
@@ -124,12 +132,12 @@ class Layers:
         return self._frames[shape]
 
 
-class Replayed:
+class GraphedLayer:
     """One layer, captured once a shape and replayed; as it is once a capture has failed."""
 
     def __init__(
         self,
-        layers: Layers,
+        layers: LayerRunner,
         layer: int,
         shapes: set[tuple[int, int]],
         state: Sequence[Tensor],
@@ -140,7 +148,7 @@ class Replayed:
 
     def __call__(self, number: int, x_TH: Tensor) -> Tensor:
         """What the layer makes of a piece."""
-        layers, piece = self._layers, self._layers.pieces[number]
+        layers, piece = self._layers, self._layers.micro_batches[number]
         shape = piece.batch.shape
         if not piece.is_plain or shape not in self._shapes:
             return layers.run(self._layer, number, x_TH)
@@ -167,10 +175,10 @@ class Replayed:
         return out
 
 
-def one_batch(piece: Piece) -> Batch:
+def mask_uncounted(micro_batch: MicroBatch) -> Batch:
     """What is to be seen of a piece: of one that does not count, no token."""
-    valid_T = piece.valid_T
-    if valid_T is None or piece.counts:
-        return piece.batch
-    b = piece.batch
+    valid_T = micro_batch.valid_T
+    if valid_T is None or micro_batch.is_counted:
+        return micro_batch.batch
+    b = micro_batch.batch
     return Batch(tokens_BS=b.tokens_BS, valid_BS=valid_T.view(b.shape))

@@ -13,21 +13,21 @@ from megtool.errors import CalibrationError
 from megtool.model.batch import Batch
 from megtool.parallel.process_groups import Group
 
-MOST_TOKENS = 4096
-MOST_BYTES = 160 << 20
+MAX_TOKENS = 4096
+MAX_INTERMEDIATE_BYTES = 160 << 20
 """Of what a layer makes of a piece on its way, in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class MicroBatch:
     """Some rows of a batch, the first of which is the data's row `first`.
 
     One that does not `count` is run for the sake of other ranks, which wait for each other.
     """
 
     batch: Batch
-    first: int
-    counts: bool = True
+    first_row: int
+    is_counted: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -37,7 +37,7 @@ class Piece:
     @property
     def valid_T(self) -> Tensor | None:
         """What is to be seen of the piece; None for all of it."""
-        if not self.counts:
+        if not self.is_counted:
             return torch.zeros(
                 self.num_tokens, dtype=torch.bool, device=self.batch.tokens_BS.device
             )
@@ -50,7 +50,7 @@ class Piece:
         return b.positions_BS is None and b.valid_BS is None and b.documents_BS is None
 
 
-def cut(batches: Sequence[Batch], config: ModelConfig) -> list[Piece]:
+def split_batches(batches: Sequence[Batch], config: ModelConfig) -> list[MicroBatch]:
     """Batches in pieces of whole rows, of about as many tokens as a layer can hold the middle of.
 
     The same for every layout, so that sums are.
@@ -58,13 +58,13 @@ def cut(batches: Sequence[Batch], config: ModelConfig) -> list[Piece]:
     Raises:
         CalibrationError: there is nothing to see.
     """
-    max_tokens, out, first = tokens_at_once(config), [], 0
+    max_tokens, out, first = compute_micro_batch_tokens(config), [], 0
     for batch in batches:
         rows, width = batch.shape
         step = max(1, max_tokens // width)
         for start in range(0, rows, step):
             some = slice(start, start + step)
-            out.append(Piece(batch=rows_of(batch, some, rows), first=first + start))
+            out.append(MicroBatch(batch=slice_rows(batch, some, rows), first_row=first + start))
         first += rows
     if not any(_num_valid(p.batch) for p in out):
         raise CalibrationError(
@@ -74,44 +74,44 @@ def cut(batches: Sequence[Batch], config: ModelConfig) -> list[Piece]:
     return out
 
 
-def share(pieces: Sequence[Piece], dp: Group) -> list[Piece]:
+def shard_micro_batches(micro_batches: Sequence[MicroBatch], dp: Group) -> list[MicroBatch]:
     """The pieces of a data-parallel rank: as many on each, some of them for the others' sake."""
-    local = list(pieces[dp.rank :: dp.size])
-    if len(local) < -(-len(pieces) // dp.size):
-        local.append(replace(pieces[-1], counts=False))
+    local = list(micro_batches[dp.rank :: dp.size])
+    if len(local) < -(-len(micro_batches) // dp.size):
+        local.append(replace(micro_batches[-1], counts=False))
     return local
 
 
-def tokens_at_once(config: ModelConfig) -> int:
+def compute_micro_batch_tokens(config: ModelConfig) -> int:
     """How many tokens a layer takes: a power of two, so that rows of usual lengths fill it."""
     halves = 1 + config.gated
     inner = config.ffn_hidden_size * (halves + 1)
     if config.num_experts:
         inner = max(inner, config.moe_ffn_hidden_size * config.num_experts_per_token * (halves + 1))
-    fits = MOST_BYTES // (4 * (inner + 4 * config.hidden_size))
-    return max(1, min(MOST_TOKENS, 1 << max(fits, 1).bit_length() - 1))
+    fits = MAX_INTERMEDIATE_BYTES // (4 * (inner + 4 * config.hidden_size))
+    return max(1, min(MAX_TOKENS, 1 << max(fits, 1).bit_length() - 1))
 
 
-def num_valid(pieces: Sequence[Piece]) -> int:
+def num_valid(micro_batches: Sequence[MicroBatch]) -> int:
     """Tokens that are no padding."""
-    return sum(_num_valid(p.batch) for p in pieces if p.counts)
+    return sum(_num_valid(p.batch) for p in micro_batches if p.is_counted)
 
 
-def moved(piece: Piece, device: torch.device) -> Piece:
+def move_to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
     """The piece where it is computed."""
-    b = piece.batch
+    b = micro_batch.batch
     values = {
         n: None if (t := getattr(b, n)) is None else t.to(device)
         for n in ("tokens_BS", "positions_BS", "valid_BS", "documents_BS")
     }
-    return replace(piece, batch=Batch(**values))  # type: ignore[arg-type]
+    return replace(micro_batch, batch=Batch(**values))  # type: ignore[arg-type]
 
 
 def _num_valid(batch: Batch) -> int:
     return batch.tokens_BS.numel() if batch.valid_BS is None else int(batch.valid_BS.sum())
 
 
-def rows_of(batch: Batch, some: slice, rows: int) -> Batch:
+def slice_rows(batch: Batch, some: slice, rows: int) -> Batch:
     """Some of the `rows` of a batch."""
 
     def part(t: Tensor | None) -> Tensor | None:

@@ -11,12 +11,17 @@ from numpy.typing import NDArray
 
 from megtool.errors import CalibrationError
 from megtool.number_formats.small_floats import FP4
-from megtool.quant.calibration.statistics import BINS, BINS_AN_OCTAVE, OCTAVES, Statistics
+from megtool.quant.calibration.statistics import (
+    BINS,
+    BINS_PER_OCTAVE,
+    OCTAVES,
+    ActivationStatistics,
+)
 
 Doubles = NDArray[np.float64]
 Floats = NDArray[np.float32]
-How = Literal["max", "percentile", "mse", "entropy"]
-HOWS: tuple[How, ...] = get_args(How)
+ObserverName = Literal["max", "percentile", "mse", "entropy"]
+OBSERVERS: tuple[ObserverName, ...] = get_args(ObserverName)
 
 _SAMPLES_PER_BIN = 8  # magnitudes tried for each bin of a histogram: codes may be closer than bins
 _COARSE, _FINE = 96, 32  # clips tried for the least error: over all, then around the best
@@ -24,14 +29,14 @@ _LOWEST_CLIP = 2.0**-7  # of amax
 _LINEAR_BINS, _FIRST_BINS, _STRIDE = 2048, 128, 4  # of the search by entropy: TensorRT's
 
 
-def amax_of(
-    statistics: Statistics,
-    how: str = "max",
+def observe_amax(
+    statistics: ActivationStatistics,
+    observer: str = "max",
     *,
     percentile: float = 99.99,
     largest: float = 448.0,
     kind: str = "fp8:tensor",
-    columns: Floats | None = None,
+    smoothing_scale: Floats | None = None,
 ) -> float:
     """The magnitude that becomes the largest code of a tensor's inputs; never above the true one.
 
@@ -48,8 +53,10 @@ def amax_of(
     Raises:
         CalibrationError: no token was seen, or `how` is unknown.
     """
-    if how not in HOWS:
-        raise CalibrationError(f"no observer is called {how!r}", hint=f"known: {', '.join(HOWS)}")
+    if observer not in OBSERVERS:
+        raise CalibrationError(
+            f"no observer is called {observer!r}", hint=f"known: {', '.join(OBSERVERS)}"
+        )
     if not 0 < percentile <= 100:
         raise CalibrationError(f"percentile {percentile}", hint="above 0, at most 100")
     if not statistics.num_tokens:
@@ -57,30 +64,36 @@ def amax_of(
             "an amax of no tokens", hint="quant.coverage.filled says what to take instead"
         )
     largest_input = float(statistics.amax.max())
-    amax = largest_input if columns is None else float((statistics.amax / columns).max())
-    if how == "max" or not largest_input:
+    amax = (
+        largest_input
+        if smoothing_scale is None
+        else float((statistics.amax / smoothing_scale).max())
+    )
+    if observer == "max" or not largest_input:
         return amax
-    if how == "percentile":
+    if observer == "percentile":
         clip = _percentile(statistics, percentile)
     elif kind.partition(":")[2] != "tensor":
         return amax
-    elif how == "mse":
+    elif observer == "mse":
         clip = _min_error_clip(statistics, _round_function(kind, largest))
     else:
-        counts = linear_counts(statistics, _LINEAR_BINS)
-        bins = least_divergence(counts, _levels(kind, largest), stride=_STRIDE)
+        counts = rebin_linearly(statistics, _LINEAR_BINS)
+        bins = find_min_divergence_bins(counts, _levels(kind, largest), stride=_STRIDE)
         clip = largest_input * bins / _LINEAR_BINS
     return amax * min(clip / largest_input, 1.0)
 
 
-def channel_amax(statistics: Statistics, columns: Floats | None = None) -> Floats:
+def channel_amax(statistics: ActivationStatistics, smoothing_scale: Floats | None = None) -> Floats:
     """The largest magnitude of each column, after a division by `columns`."""
-    return statistics.amax if columns is None else statistics.amax / columns
+    return statistics.amax if smoothing_scale is None else statistics.amax / smoothing_scale
 
 
-def group_amax(statistics: Statistics, group: int, columns: Floats | None = None) -> Floats:
+def group_amax(
+    statistics: ActivationStatistics, group: int, smoothing_scale: Floats | None = None
+) -> Floats:
     """The largest magnitude in each `group` columns next to each other; the last may be fewer."""
-    by_column = channel_amax(statistics, columns)
+    by_column = channel_amax(statistics, smoothing_scale)
     return np.maximum.reduceat(by_column, np.arange(0, len(by_column), group))
 
 
@@ -88,14 +101,14 @@ def group_amax(statistics: Statistics, group: int, columns: Floats | None = None
 def bin_edges() -> Doubles:
     """Where the bins of a histogram begin, and where the last one ends: `[BINS + 1]`."""
     place = np.arange(BINS)
-    octave, part = np.divmod(place, BINS_AN_OCTAVE)
-    begins = np.ldexp(1 + part / BINS_AN_OCTAVE, OCTAVES[0] + octave)
+    octave, part = np.divmod(place, BINS_PER_OCTAVE)
+    begins = np.ldexp(1 + part / BINS_PER_OCTAVE, OCTAVES[0] + octave)
     edges = np.concatenate(([0.0], begins))
     edges.flags.writeable = False
     return edges
 
 
-def _edges(statistics: Statistics) -> Doubles:
+def _edges(statistics: ActivationStatistics) -> Doubles:
     """Those of the bins, no further than the largest magnitude that there is."""
     amax = float(statistics.amax.max())
     edges = np.minimum(bin_edges(), amax)
@@ -103,7 +116,7 @@ def _edges(statistics: Statistics) -> Doubles:
     return edges
 
 
-def _percentile(statistics: Statistics, percentile: float) -> float:
+def _percentile(statistics: ActivationStatistics, percentile: float) -> float:
     """As NumPy's, of all elements, were those of a bin spread evenly over it."""
     counts, edges = statistics.histogram, _edges(statistics)
     cumulative = np.cumsum(counts)
@@ -121,7 +134,9 @@ def _percentile(statistics: Statistics, percentile: float) -> float:
     return element(low) + (rank - low) * (element(low + 1) - element(low))
 
 
-def _min_error_clip(statistics: Statistics, rounded: Callable[[Doubles], Doubles]) -> float:
+def _min_error_clip(
+    statistics: ActivationStatistics, rounded: Callable[[Doubles], Doubles]
+) -> float:
     """The clip with the least squared error over the histogram; the largest of equal ones."""
     used = np.flatnonzero(statistics.histogram)
     edges = _edges(statistics)
@@ -193,7 +208,7 @@ def _levels(kind: str, largest: float) -> Doubles:
     return levels
 
 
-def linear_counts(statistics: Statistics, num: int) -> NDArray[np.int64]:
+def rebin_linearly(statistics: ActivationStatistics, num: int) -> NDArray[np.int64]:
     """The histogram over equal bins from 0 to the largest magnitude, its bins spread evenly."""
     edges = _edges(statistics)
     cumulative = np.concatenate(([0], np.cumsum(statistics.histogram)))
@@ -203,7 +218,7 @@ def linear_counts(statistics: Statistics, num: int) -> NDArray[np.int64]:
     return out
 
 
-def least_divergence(
+def find_min_divergence_bins(
     counts: NDArray[np.int64], levels: Doubles, *, first: int = _FIRST_BINS, stride: int = 1
 ) -> int:
     """How many bins of a linear histogram to keep so that rounding changes it least.

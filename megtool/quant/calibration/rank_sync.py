@@ -14,12 +14,12 @@ from megtool.parallel.process_groups import ProcessGroups
 
 
 @dataclass(slots=True, kw_only=True)
-class Ranks:
+class RankSync:
     """What the ranks of a calibration tell each other."""
 
     groups: ProcessGroups
 
-    def gathered(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value."""
         world = self.groups.world
         if world.size == 1:
@@ -29,7 +29,7 @@ class Ranks:
         return out
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_together(self) -> Iterator[None]:
         """Every rank has done this without an error, or every rank has the first of the errors.
 
         It is also where ranks wait for each other, so that none waits long at once.
@@ -41,11 +41,11 @@ class Ranks:
             if self.groups.world.size == 1:
                 raise
             fault = error
-        for error_ in self.gathered(fault):
+        for error_ in self.all_gather(fault):
             if error_ is not None:
                 raise error_
 
-    def of_stage(self, value: Any) -> list[Any]:
+    def gather_stage(self, value: Any) -> list[Any]:
         """The values of the ranks that have the same layers, in one order on all of them."""
         out = [value]
         for group in (self.groups.tp, self.groups.dp):

@@ -13,26 +13,26 @@ from torch import Tensor
 from megtool.errors import CalibrationError, UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.model.hooks import HookLocation, places
+from megtool.model.hook_locations import HookLocation, places
 from megtool.model.moe import MoeMlp
 from megtool.parallel.collectives import all_max, gather_columns
 from megtool.parallel.process_groups import Group, ProcessGroups
-from megtool.quant.calibration.activation_sites import Point
-from megtool.quant.calibration.reduce_statistics import reduced
-from megtool.quant.calibration.running_statistics import NO_FAULT, Tally
-from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.calibration.activation_sites import ActivationSite
+from megtool.quant.calibration.reduce_statistics import reduce_statistics
+from megtool.quant.calibration.running_statistics import NO_BAD_ROW, RunningStatistics
+from megtool.quant.calibration.statistics import ActivationStatistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WatchedSite:
     """A point, where it is, and what was seen there so far (None: others hold the expert)."""
 
-    site: Point
+    site: ActivationSite
     place: HookLocation
-    statistics: Tally | None
+    statistics: RunningStatistics | None
 
 
-class Recorder:
+class ActivationRecorder:
     """Keeps statistics of the inputs of one layer after the other while a decoder runs.
 
     `start` a layer, run its batches, each told to `see` before, and `take` its statistics. Points
@@ -47,20 +47,20 @@ class Recorder:
     def __init__(
         self,
         decoder: Decoder,
-        points: Iterable[Point],
+        sites: Iterable[ActivationSite],
         *,
         groups: ProcessGroups | None = None,
         gram: Collection[str] = (),
-        even: Collection[str] = (),
+        normalize_tokens: Collection[str] = (),
         sample: Collection[str] = (),
         route_all: bool = False,
     ) -> None:
         self.decoder = decoder
         self.groups = decoder.groups if groups is None else groups
-        self._sites: dict[int | None, list[Point]] = defaultdict(list)
-        for point in points:
+        self._sites: dict[int | None, list[ActivationSite]] = defaultdict(list)
+        for point in sites:
             self._sites[point.layer].append(point)
-        self._gram, self._normalize_tokens = frozenset(gram), frozenset(even)
+        self._gram, self._normalize_tokens = frozenset(gram), frozenset(normalize_tokens)
         self._sample, self._route_all = frozenset(sample), route_all
         self._watched: list[_WatchedSite] = []
         self._moe: MoeMlp | None = None
@@ -77,7 +77,7 @@ class Recorder:
     def is_graphable(self) -> bool:
         """A pass over the layer neither waits for the device nor keeps rows of it."""
         tallies = [w.statistics for w in self._watched if w.statistics is not None]
-        return self._moe is None and all(t.rows is None for t in tallies)
+        return self._moe is None and all(t.sample_rows is None for t in tallies)
 
     def start(self, layer: int | None) -> None:
         """Watch a layer (None: the head), and no other.
@@ -102,7 +102,7 @@ class Recorder:
             self._moe = mlp
             mlp.shows_all = self._route_all
 
-    def see(self, batch: Batch, *, first_sample: int = 0) -> None:
+    def set_batch(self, batch: Batch, *, first_sample: int = 0) -> None:
         """What the next pass is over: padding does not count, and rows have numbers in errors."""
         rows, tokens = batch.shape
         samples_B = torch.arange(first_sample, first_sample + rows)
@@ -117,7 +117,7 @@ class Recorder:
         if self._moe is not None:
             self._moe.labels_T = self._local_labels(buffer)
 
-    def take(self) -> dict[str, Statistics]:
+    def collect(self) -> dict[str, ActivationStatistics]:
         """The statistics of the layer by point, which is watched no longer.
 
         Raises:
@@ -127,7 +127,7 @@ class Recorder:
         self.stop()
         self._raise_nonfinite(watched)
         return {
-            w.site.name: reduced(
+            w.site.name: reduce_statistics(
                 w.statistics,
                 w.place,
                 w.site.width,
@@ -148,14 +148,14 @@ class Recorder:
             self._moe.labels_R = None
             self._moe = None
 
-    def _make_statistics(self, point: Point, place: HookLocation) -> Tally:
+    def _make_statistics(self, point: ActivationSite, place: HookLocation) -> RunningStatistics:
         columns = place.columns.size
-        return Tally(
+        return RunningStatistics(
             point.width * place.repeats // columns,
             self.groups.device,
             gram_width=point.width if point.name in self._gram else 0,
-            even=point.name in self._normalize_tokens,
-            samples=point.name in self._sample,
+            normalize_tokens=point.name in self._normalize_tokens,
+            keep_sample=point.name in self._sample,
         )
 
     def _install_hook(self, entries: Sequence[_WatchedSite]) -> None:
@@ -206,7 +206,9 @@ class Recorder:
         tp = self.groups.tp
         return labels_T.view(tp.size, -1)[tp.rank]
 
-    def _add_experts(self, entries: Sequence[_WatchedSite], rows_RW: Tensor, counts_E: Tensor) -> None:
+    def _add_experts(
+        self, entries: Sequence[_WatchedSite], rows_RW: Tensor, counts_E: Tensor
+    ) -> None:
         moe = self._moe
         if moe is None:
             return
@@ -224,43 +226,51 @@ class Recorder:
         if statistics is None:
             return
         if not self._on_host:
-            full = gather_columns(x_TW, columns) if self._needs_all_columns(statistics, columns) else None
+            full = (
+                gather_columns(x_TW, columns)
+                if self._needs_all_columns(statistics, columns)
+                else None
+            )
             statistics.add_labeled(x_TW, labels_T, full)
             return
         if padded:
             is_real_T = labels_T >= 0
             x_TW, labels_T = x_TW[is_real_T], labels_T[is_real_T]
-        full = gather_columns(x_TW, columns) if self._needs_all_columns(statistics, columns) else None
+        full = (
+            gather_columns(x_TW, columns) if self._needs_all_columns(statistics, columns) else None
+        )
         bad = statistics.add(x_TW, full)
         if bad is not None:
             sample = int(labels_T[bad])
             if self.groups.world.size == 1:
                 self.stop()
                 _raise_at(w.site, sample)
-            statistics.fault.fill_(min(sample, int(statistics.fault)))
+            statistics.bad_row.fill_(min(sample, int(statistics.bad_row)))
 
     def _is_padded(self, labels_T: Tensor) -> bool:
         """Some rows do not count; looked up on a CPU alone."""
         return self._on_host and bool((labels_T < 0).any())
 
     @staticmethod
-    def _needs_all_columns(statistics: Tally, columns: Group) -> bool:
+    def _needs_all_columns(statistics: RunningStatistics, columns: Group) -> bool:
         return statistics.gram is not None and columns.size > 1
 
     def _raise_nonfinite(self, watched: Sequence[_WatchedSite]) -> None:
         """Raise the first fault that any rank of the stage has found, on all of them."""
         if not watched:
             return
-        none = torch.tensor(NO_FAULT, device=self.groups.device)
-        faults = torch.stack([none if w.statistics is None else w.statistics.fault for w in watched])
+        none = torch.tensor(NO_BAD_ROW, device=self.groups.device)
+        faults = torch.stack(
+            [none if w.statistics is None else w.statistics.bad_row for w in watched]
+        )
         for group in (self.groups.tp, self.groups.replicas):
             faults = -all_max(-faults, group)
         for w, sample in zip(watched, faults.tolist(), strict=True):
-            if sample != NO_FAULT:
+            if sample != NO_BAD_ROW:
                 _raise_at(w.site, sample)
 
 
-def _raise_at(point: Point, sample: int) -> NoReturn:
+def _raise_at(point: ActivationSite, sample: int) -> NoReturn:
     location = "the head" if point.layer is None else f"layer {point.layer}"
     raise CalibrationError(
         f"an activation at {point.name} ({location}) is NaN or infinite, in sample {sample}",

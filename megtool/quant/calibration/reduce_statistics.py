@@ -6,31 +6,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megtool.model.hooks import HookLocation
+from megtool.model.hook_locations import HookLocation
 from megtool.parallel.collectives import all_max, all_sum, gather_columns, gather_rows
 from megtool.parallel.process_groups import Group, ProcessGroups
-from megtool.quant.calibration.running_statistics import Tally
-from megtool.quant.calibration.statistics import BINS, SAMPLE, Statistics, thinned
+from megtool.quant.calibration.running_statistics import RunningStatistics
+from megtool.quant.calibration.statistics import (
+    BINS,
+    MAX_SAMPLE_ROWS,
+    ActivationStatistics,
+    merge_samples,
+)
 
 
-def reduced(
-    tally: Tally | None,
+def reduce_statistics(
+    local: RunningStatistics | None,
     place: HookLocation,
     width: int,
     groups: ProcessGroups,
     *,
     gram: bool = False,
     sample: bool = False,
-) -> Statistics:
+) -> ActivationStatistics:
     """The statistics of `[all rows, width]`, the same on every rank of the stage.
 
     Columns of ranks are put side by side, rows add up, and experts come from the rank that has
     them; `tally` is None on the others.
     """
     device = groups.device
-    sums = _local_sums(tally, place, width, device)
-    product = _gram(tally, place, width, device) if gram else None
-    rows = _rows(tally, place, width, device) if sample else None
+    sums = _local_sums(local, place, width, device)
+    product = _gram(local, place, width, device) if gram else None
+    rows = _rows(local, place, width, device) if sample else None
     is_expert = place.expert is not None
     for group in (place.rows, groups.expert_dp if is_expert else groups.replicas):
         if rows is not None:
@@ -41,7 +46,7 @@ def reduced(
         sums = sums.all_reduce(groups.ep)
         product = None if product is None else all_sum(product, groups.ep)
         if rows is not None:
-            padded = rows.new_zeros(SAMPLE, width)
+            padded = rows.new_zeros(MAX_SAMPLE_ROWS, width)
             padded[: len(rows)] = rows
             num_rows = int(all_sum(torch.tensor(len(rows), device=device), groups.ep))
             rows = all_sum(padded, groups.ep)[:num_rows]
@@ -63,11 +68,11 @@ class _Sums:
         """Rows."""
         return int(self.sums[-1])
 
-    def to_host(self, gram: Tensor | None, sample: Tensor | None) -> Statistics:
+    def to_host(self, gram: Tensor | None, sample: Tensor | None) -> ActivationStatistics:
         """On the host."""
         width = len(self.amax)
         sums = self.sums.cpu().numpy()
-        return Statistics(
+        return ActivationStatistics(
             num_tokens=int(sums[-1]),
             amax=_array(self.amax),
             abs_sum=sums[:width].copy(),
@@ -78,7 +83,9 @@ class _Sums:
         )
 
 
-def _local_sums(local: Tally | None, place: HookLocation, width: int, device: torch.device) -> _Sums:
+def _local_sums(
+    local: RunningStatistics | None, place: HookLocation, width: int, device: torch.device
+) -> _Sums:
     """This rank's rows, all columns. Counts below 2^53 are whole in float64."""
     if local is None:
         sums = torch.zeros(2 * width + BINS + 1, dtype=torch.float64, device=device)
@@ -100,15 +107,19 @@ def _gather_columns(x: Tensor, place: HookLocation) -> Tensor:
     return every[..., :: place.repeats, :, :].transpose(-3, -2).flatten(-3)
 
 
-def _gram(local: Tally | None, place: HookLocation, width: int, device: torch.device) -> Tensor:
+def _gram(
+    local: RunningStatistics | None, place: HookLocation, width: int, device: torch.device
+) -> Tensor:
     if local is None or local.gram is None:
         return torch.zeros(width, width, device=device)
     return gather_rows(local.gram, place.columns)
 
 
-def _rows(local: Tally | None, place: HookLocation, width: int, device: torch.device) -> Tensor:
+def _rows(
+    local: RunningStatistics | None, place: HookLocation, width: int, device: torch.device
+) -> Tensor:
     """All columns of the rows this rank has kept, the same of which other columns' ranks have."""
-    sampled = None if local is None else local.sampled
+    sampled = None if local is None else local.sample
     if sampled is None:
         return torch.zeros(0, width, device=device)
     return _gather_columns(sampled, place)
@@ -120,10 +131,12 @@ def _gather_sample(rows: Tensor, sums: _Sums, group: Group) -> Tensor:
         return rows
     sizes = torch.tensor([[len(rows), sums.num_tokens]], device=rows.device)
     sizes = gather_rows(sizes, group)
-    padded = rows.new_zeros(1, SAMPLE, rows.shape[1])
+    padded = rows.new_zeros(1, MAX_SAMPLE_ROWS, rows.shape[1])
     padded[0, : len(rows)] = rows
     every = gather_rows(padded, group).cpu().numpy()
-    merged = thinned([(every[i, :num_rows], tokens) for i, (num_rows, tokens) in enumerate(sizes.tolist())])
+    merged = merge_samples(
+        [(every[i, :num_rows], tokens) for i, (num_rows, tokens) in enumerate(sizes.tolist())]
+    )
     return rows[:0] if merged is None else torch.from_numpy(merged).to(rows.device)
 
 

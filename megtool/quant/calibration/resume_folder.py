@@ -17,29 +17,29 @@ from pathlib import Path
 from typing import Any
 
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.lock import Lock
+from megtool.checkpoint.storage.lock import LockFile
 from megtool.errors import CalibrationError
 from megtool.quant.calibration import calibration_file_io
-from megtool.quant.calibration.calibration_file_parts import (
-    settlement_facts,
-    settlement_of,
-    statistics_facts,
-    statistics_of,
+from megtool.quant.calibration.calibration_encoding import (
+    decode_qparams,
+    decode_statistics,
+    encode_qparams,
+    encode_statistics,
 )
 from megtool.quant.calibration.fingerprint import Fingerprint
-from megtool.quant.calibration.statistics import Statistics
-from megtool.quant.qparams import Settlement
+from megtool.quant.calibration.statistics import ActivationStatistics
+from megtool.quant.qparams import QParams
 
 _LOG = logging.getLogger(__name__)
 
-CHOOSING = "choosing"
+SENSITIVITY_FOLDER = "choosing"
 """The folder in it of what was measured before, to choose formats by."""
 
 _METADATA_FILE = "calibration.json"
 _MAX_METADATA_BYTES = 1 << 20
 
 
-class Work:
+class ResumeFolder:
     """The folder of one calibration. `settings` are those that change its numbers.
 
     `leads` is the process that locks the folder and says whose it is; every process reads it. Use
@@ -52,10 +52,10 @@ class Work:
         *,
         fingerprint: Fingerprint,
         settings: Mapping[str, Any],
-        leads: bool = True,
+        is_leader: bool = True,
         files: Files | None = None,
     ) -> None:
-        self.folder, self.leads = folder, leads
+        self.folder, self.is_leader = folder, is_leader
         self.files = Files() if files is None else files
         self._metadata = {"fingerprint": asdict(fingerprint), "settings": dict(settings)}
 
@@ -68,7 +68,7 @@ class Work:
             DestinationError: another run works in it, or it cannot be written.
             StorageError: the system refuses.
         """
-        if not self.leads:
+        if not self.is_leader:
             yield
             return
 
@@ -77,7 +77,7 @@ class Work:
             for path in reversed(missing):
                 self.files.mkdir(path)
 
-        lock = Lock(self.files, self.folder / "lock", make)
+        lock = LockFile(self.files, self.folder / "lock", make)
         try:
             self._check()
             yield
@@ -88,12 +88,14 @@ class Work:
         path = self.folder / _METADATA_FILE
         data = self.files.read_whole(path, at_most=_MAX_METADATA_BYTES)
         if data is None:
-            unknown = [n for n in self.files.names(self.folder) if n not in ("lock", CHOOSING)]
+            unknown = [
+                n for n in self.files.names(self.folder) if n not in ("lock", SENSITIVITY_FOLDER)
+            ]
             if unknown:
                 raise CalibrationError(
                     f"the folder for work holds {unknown[0]!r}, which no calibration made",
                     file=self.folder,
-                    hint="--work NAME: an empty folder, or one that does not exist yet",
+                    hint="--work-dir NAME: an empty folder, or one that does not exist yet",
                 )
             place = path.with_name(f".{_METADATA_FILE}.tmp")
             text = json.dumps(self._metadata, indent=1, sort_keys=True).encode()
@@ -121,13 +123,13 @@ class Work:
                 "the folder for work belongs to another calibration: not the same "
                 + " and ".join(differences),
                 file=self.folder,
-                hint="remove the folder, or choose another (--work NAME)",
+                hint="remove the folder, or choose another (--work-dir NAME)",
             )
 
     # ---- units
 
-    def record(
-        self, unit: int, statistics: Mapping[str, Statistics], settlement: Settlement
+    def write_unit(
+        self, unit: int, statistics: Mapping[str, ActivationStatistics], qparams: QParams
     ) -> None:
         """Keep what came of a unit.
 
@@ -137,12 +139,12 @@ class Work:
         arrays: dict[str, calibration_file_io.Array] = {}
         facts = {
             "unit": unit,
-            "statistics": statistics_facts(statistics, arrays),
-            "settlement": settlement_facts(settlement, arrays),
+            "statistics": encode_statistics(statistics, arrays),
+            "settlement": encode_qparams(qparams, arrays),
         }
         calibration_file_io.write(self._unit_file(unit), arrays, facts, self.files)
 
-    def recorded(self, unit: int) -> tuple[dict[str, Statistics], Settlement] | None:
+    def read_unit(self, unit: int) -> tuple[dict[str, ActivationStatistics], QParams] | None:
         """What came of a unit; None where it is not finished, or its file is damaged."""
         path = self._unit_file(unit)
         if self.files.stat(path) is None:
@@ -151,8 +153,8 @@ class Work:
             facts, arrays = calibration_file_io.read(path)
             if facts["unit"] != unit:
                 raise ValueError(f"it is of unit {facts['unit']}")
-            statistics = statistics_of(facts["statistics"], arrays)
-            return statistics, settlement_of(facts["settlement"], arrays)
+            statistics = decode_statistics(facts["statistics"], arrays)
+            return statistics, decode_qparams(facts["settlement"], arrays)
         except (CalibrationError, KeyError, TypeError, ValueError, IndexError) as e:
             _LOG.warning("%s is damaged, and is made again: %s", path, e)
             return None
@@ -160,19 +162,19 @@ class Work:
     def num_finished(self, num_units: int) -> int:
         """How many units are finished, from the first on."""
         for unit in range(num_units):
-            if self.recorded(unit) is None:
+            if self.read_unit(unit) is None:
                 return unit
         return num_units
 
     # ---- activations
 
-    def entering(self, unit: int, part: int) -> Path:
+    def activations_file(self, unit: int, part: int) -> Path:
         """The file of what enters a unit on a data-parallel rank."""
         return self.folder / f"into-{unit:05d}-{part:04d}.bin"
 
-    def forget(self, unit: int, part: int) -> None:
+    def remove_activations(self, unit: int, part: int) -> None:
         """Remove what entered a unit."""
-        self.files.remove(self.entering(unit, part))
+        self.files.remove(self.activations_file(unit, part))
 
     def _unit_file(self, unit: int) -> Path:
         return self.folder / f"unit-{unit:05d}.safetensors"

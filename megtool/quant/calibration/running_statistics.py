@@ -9,18 +9,20 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megtool.quant.calibration.statistics import BINS, BINS_AN_OCTAVE, OCTAVES, SAMPLE
+from megtool.quant.calibration.statistics import BINS, BINS_PER_OCTAVE, MAX_SAMPLE_ROWS, OCTAVES
 
 _TILE = (1 << 15) - 1  # elements worked on at a time: a cache's worth, and less than torch cuts
-_SHIFT = 23 - BINS_AN_OCTAVE.bit_length() + 1  # bits of a float32 below those that tell the bin
+_SHIFT = 23 - BINS_PER_OCTAVE.bit_length() + 1  # bits of a float32 below those that tell the bin
 _ALL_BINS = 1 << (31 - _SHIFT)
-_FIRST_BIN = (127 + OCTAVES[0]) * BINS_AN_OCTAVE  # the pattern of the smallest magnitude with a bin
+_FIRST_BIN = (
+    127 + OCTAVES[0]
+) * BINS_PER_OCTAVE  # the pattern of the smallest magnitude with a bin
 _COPIES = 32  # of the counts on a GPU, so that few of its threads add to one at a time
 _TINY = torch.finfo(torch.float32).tiny
-NO_FAULT = torch.iinfo(torch.int64).max
+NO_BAD_ROW = torch.iinfo(torch.int64).max
 
 
-class Tally:
+class RunningStatistics:
     """What was seen of `[rows, width]`, in tensors on one device.
 
     `gram_width` is that of the rows that the gram's columns come from (0: no gram), which is more
@@ -37,8 +39,8 @@ class Tally:
         device: torch.device,
         *,
         gram_width: int = 0,
-        even: bool = False,
-        samples: bool = False,
+        normalize_tokens: bool = False,
+        keep_sample: bool = False,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -49,16 +51,23 @@ class Tally:
         self.square_sum = zeros(width, dtype=torch.float64)
         copies = 1 if device.type == "cpu" else _COPIES
         self.counts = zeros(copies, _ALL_BINS, dtype=torch.int64)
-        self.fault = zeros(dtype=torch.int64).fill_(NO_FAULT)
+        self.bad_row = zeros(dtype=torch.int64).fill_(NO_BAD_ROW)
         self.gram = zeros(width, gram_width, dtype=torch.float32) if gram_width else None
-        self.rows: list[Tensor] | None = [] if samples else None
-        self._normalize_tokens = even
+        self.sample_rows: list[Tensor] | None = [] if keep_sample else None
+        self._normalize_tokens = normalize_tokens
         self._num_rows, self._stride = 0, 1
 
     @property
     def state(self) -> tuple[Tensor, ...]:
         """All tensors that `add` changes."""
-        state = (self.num_tokens, self.amax, self.abs_sum, self.square_sum, self.counts, self.fault)
+        state = (
+            self.num_tokens,
+            self.amax,
+            self.abs_sum,
+            self.square_sum,
+            self.counts,
+            self.bad_row,
+        )
         return state if self.gram is None else (*state, self.gram)
 
     def add(self, x_TW: Tensor, full_TV: Tensor | None = None) -> int | None:
@@ -87,8 +96,8 @@ class Tally:
         x_TW = x_TW.detach().float().masked_fill(~is_real_T.unsqueeze(1), 0.0)
         size = x_TW.abs()
         bad_T = ~(size.amax(1) < torch.inf)
-        first = torch.where(bad_T, labels_T, NO_FAULT).min()
-        torch.minimum(self.fault, first, out=self.fault)
+        first = torch.where(bad_T, labels_T, NO_BAD_ROW).min()
+        torch.minimum(self.bad_row, first, out=self.bad_row)
         torch.maximum(self.amax, size.amax(0), out=self.amax)
         self.abs_sum += size.sum(0, dtype=torch.float64)
         bins = _bins(size)
@@ -103,7 +112,7 @@ class Tally:
         if full_TV is not None:
             full_TV = full_TV.float().masked_fill(~is_real_T.unsqueeze(1), 0.0)
         self._multiply(x_TW, full_TV)
-        if self.rows is not None:
+        if self.sample_rows is not None:
             self._sample(x_TW[is_real_T])
 
     def _multiply(self, x_TW: Tensor, full_TV: Tensor | None) -> None:
@@ -116,26 +125,30 @@ class Tally:
 
     def _sample(self, x_TW: Tensor) -> None:
         """Keep every n-th of all rows there ever were, n doubling as they become too many."""
-        if self.rows is None:
+        if self.sample_rows is None:
             return
         start = -self._num_rows % self._stride
         self._num_rows += x_TW.shape[0]
-        self.rows.append(x_TW[start :: self._stride].float().clone())
-        while sum(len(r) for r in self.rows) > SAMPLE:
-            self.rows = [torch.cat(self.rows)[::2].clone()]
+        self.sample_rows.append(x_TW[start :: self._stride].float().clone())
+        while sum(len(r) for r in self.sample_rows) > MAX_SAMPLE_ROWS:
+            self.sample_rows = [torch.cat(self.sample_rows)[::2].clone()]
             self._stride *= 2
 
     @property
-    def sampled(self) -> Tensor | None:
+    def sample(self) -> Tensor | None:
         """The rows kept."""
-        if self.rows is None:
+        if self.sample_rows is None:
             return None
-        return torch.cat(self.rows) if self.rows else self.amax.new_zeros(0, len(self.amax))
+        return (
+            torch.cat(self.sample_rows)
+            if self.sample_rows
+            else self.amax.new_zeros(0, len(self.amax))
+        )
 
     @property
     def histogram(self) -> Tensor:
         """The counts in the bins of `Statistics.histogram`."""
-        return folded(self.counts.sum(0))
+        return fold_bins(self.counts.sum(0))
 
 
 def _sums(x_TW: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -164,7 +177,9 @@ def _sums(x_TW: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if threads < 2:
         counts = sum_tiles(range(len(tiles)))
     else:
-        parts = _pool(threads).map(sum_tiles, (range(k, len(tiles), threads) for k in range(threads)))
+        parts = _pool(threads).map(
+            sum_tiles, (range(k, len(tiles), threads) for k in range(threads))
+        )
         counts = torch.stack(list(parts)).sum(0)
     if len(tiles) == 1:
         return largest[0], sums[0].double(), squares[0].double(), counts
@@ -182,7 +197,7 @@ def _bins(size: Tensor) -> Tensor:
     return size.view(torch.int32) >> _SHIFT
 
 
-def folded(counts: Tensor) -> Tensor:
+def fold_bins(counts: Tensor) -> Tensor:
     """Counts of all bit patterns, `[2^13]`, as those of `BINS`: outer ones take what is beyond."""
     end = _FIRST_BIN + BINS - 1
     out = counts.new_zeros(BINS)

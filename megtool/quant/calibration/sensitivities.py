@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megtool.errors import FormatError
 
-How = Literal["kl_div", "gradient"]
+SensitivityMethod = Literal["kl_div", "gradient"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Sensitivities:
     estimates the same from one backward pass, to within a factor that is alike for all.
     """
 
-    method: How
+    method: SensitivityMethod
     num_tokens: int
     losses: Mapping[str, Mapping[str, float]]
 
@@ -55,7 +55,7 @@ class Sensitivities:
         return cls(method=method, num_tokens=count, losses=parsed)
 
 
-def merged(parts: Sequence[Sensitivities]) -> Sensitivities | None:
+def merge_sensitivities(parts: Sequence[Sensitivities]) -> Sensitivities | None:
     """Of several machines' sensitivities the mean over all of their tokens, of what every one knows
     about; None where they were measured in different ways, or there are none."""
     methods = {part.method for part in parts}

@@ -18,47 +18,47 @@ from megtool.inference.load import load
 from megtool.model.decoder import Decoder
 from megtool.parallel.pipeline_split import Pipeline
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.quant.calibration.activation_sites import Point
+from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.calibration.activations import Activations
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
-from megtool.quant.calibration.expert_coverage import filled
-from megtool.quant.calibration.layer_runner import Layers, one_batch
-from megtool.quant.calibration.micro_batches import Piece
-from megtool.quant.calibration.rank_sync import Ranks
-from megtool.quant.calibration.recorder import Recorder
-from megtool.quant.calibration.resume_folder import Work
-from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.calibration.expert_coverage import fill_missing_statistics
+from megtool.quant.calibration.layer_runner import LayerRunner, mask_uncounted
+from megtool.quant.calibration.micro_batches import MicroBatch
+from megtool.quant.calibration.rank_sync import RankSync
+from megtool.quant.calibration.recorder import ActivationRecorder
+from megtool.quant.calibration.resume_folder import ResumeFolder
+from megtool.quant.calibration.statistics import ActivationStatistics
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
-from megtool.quant.qparams import Settlement
+from megtool.quant.qparams import QParams
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.requirements import needs
-from megtool.quant.solve_qparams import settle
+from megtool.quant.requirements import derive_requirements
+from megtool.quant.solve_qparams import solve_qparams
 from megtool.reshard.source import CheckpointSource
 
-Found = tuple[dict[str, Statistics], Settlement]
+LayerResult = tuple[dict[str, ActivationStatistics], QParams]
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class CalibrationRun:
     """One calibration on one rank. Units are layers by number, then the head."""
 
     source: CheckpointSource
     config: ModelConfig
     decisions: Mapping[str, Decision]
     recipe: Recipe
-    points: tuple[Point, ...]
-    ranks: Ranks
-    pieces: list[Piece]
+    sites: tuple[ActivationSite, ...]
+    ranks: RankSync
+    micro_batches: list[MicroBatch]
     sequential: bool
     policy: str
     route_all: bool
-    work: Work | None
-    spill: bool
-    rehearsed: bool
+    resume: ResumeFolder | None
+    spills: bool
+    emulate_graphs: bool
     progress: Progress
-    how: dict[str, Any]
-    found: dict[int, Found] = field(default_factory=dict)
+    load_options: dict[str, Any]
+    results: dict[int, LayerResult] = field(default_factory=dict)
 
     @property
     def num_units(self) -> int:
@@ -68,23 +68,23 @@ class Run:
     @property
     def num_tokens(self) -> int:
         """What this rank runs, padding included."""
-        return sum(p.num_tokens for p in self.pieces)
+        return sum(p.num_tokens for p in self.micro_batches)
 
-    def all(self) -> dict[int, Found]:
+    def run(self) -> dict[int, LayerResult]:
         """What came of every unit."""
         begin = self._load_finished()
         total = self.num_tokens * self.num_units
         self.progress("calibrate", begin * self.num_tokens, total)
         if begin == self.num_units:
-            return self.found
-        decoder = load(self.source, **self.how)
-        layers = Layers(decoder, self.pieces, rehearsed=self.rehearsed)
+            return self.results
+        decoder = load(self.source, **self.load_options)
+        layers = LayerRunner(decoder, self.micro_batches, rehearsed=self.emulate_graphs)
         activations = Activations(
-            [p.num_tokens for p in self.pieces],
+            [p.num_tokens for p in self.micro_batches],
             self.config.hidden_size,
             dtype=decoder.dtype,
             device=decoder.groups.device,
-            spilled=self.spill,
+            spilled=self.spills,
         )
         try:
             with CanonicalWeights(self.source) as weights:
@@ -103,36 +103,36 @@ class Run:
             layers.close()
         return self._gather_results()
 
-    def points_of(self, unit: int) -> list[Point]:
+    def sites_of(self, unit: int) -> list[ActivationSite]:
         """The points of a unit."""
         layer = None if unit == self.config.num_layers else unit
-        return [p for p in self.points if p.layer == layer]
+        return [p for p in self.sites if p.layer == layer]
 
     def _load_finished(self) -> int:
         """The unit to begin with: behind all that is finished, and sound, on every rank."""
-        if self.work is None:
+        if self.resume is None:
             return 0
-        num_finished: int = min(self.ranks.gathered(self.work.num_finished(self.num_units)))
+        num_finished: int = min(self.ranks.all_gather(self.resume.num_finished(self.num_units)))
         for unit in range(num_finished):
-            if (result := self.work.recorded(unit)) is not None:
-                self.found[unit] = result
+            if (result := self.resume.read_unit(unit)) is not None:
+                self.results[unit] = result
         return num_finished
 
-    def _gather_results(self) -> dict[int, Found]:
+    def _gather_results(self) -> dict[int, LayerResult]:
         """All units on all ranks."""
         if self.ranks.groups.pp.size > 1:
-            for results in self.ranks.gathered(self.found):
-                self.found |= {u: f for u, f in results.items() if u not in self.found}
-        return self.found
+            for results in self.ranks.all_gather(self.results):
+                self.results |= {u: f for u, f in results.items() if u not in self.results}
+        return self.results
 
 
 @dataclass(slots=True, kw_only=True)
 class _UnitRunner:
     """One unit after the other, on the ranks of the stage that has it."""
 
-    run: Run
+    run: CalibrationRun
     decoder: Decoder
-    layers: Layers
+    layers: LayerRunner
     activations: Activations
     weights: CanonicalWeights
     stages: list[int] = field(default_factory=list)
@@ -153,8 +153,8 @@ class _UnitRunner:
 
     def activations_file(self, unit: int) -> Path | None:
         """Where what enters a unit is kept."""
-        work = self.run.work
-        return None if work is None else work.entering(unit, self.groups.dp.rank)
+        work = self.run.resume
+        return None if work is None else work.activations_file(unit, self.groups.dp.rank)
 
     def prepare_input(self, unit: int) -> None:
         """Have what enters a unit: what an earlier run has left, or what becomes of the tokens."""
@@ -163,7 +163,7 @@ class _UnitRunner:
                 for previous in range(place, unit):
                     self.run_unit(previous)
                 return
-        with self.run.ranks.together():
+        with self.run.ranks.raise_together():
             if self.has(-1):
                 self._begin(0)
                 for number, x_TH in enumerate(self.layers.embed()):
@@ -176,15 +176,15 @@ class _UnitRunner:
     def run_unit(self, unit: int) -> None:
         """One layer, or the head."""
         run = self.run
-        with run.ranks.together():
+        with run.ranks.raise_together():
             if self.has(unit):
                 self._run_local_unit(unit)
         self._send_output(unit)
-        work, part = run.work, self.groups.dp.rank
+        work, part = run.resume, self.groups.dp.rank
         if work is not None and self._writes and self.has(unit):
-            work.forget(unit - 1, part)  # of the unit itself it may still be wanted
+            work.remove_activations(unit - 1, part)  # of the unit itself it may still be wanted
             if unit == run.config.num_layers:
-                work.forget(unit, part)
+                work.remove_activations(unit, part)
         run.progress("calibrate", run.num_tokens, run.num_tokens * run.num_units)
 
     def _stage(self, unit: int) -> int:
@@ -194,7 +194,7 @@ class _UnitRunner:
         """All ranks that have the unit have found what enters it."""
         path = self.activations_file(unit)
         sound = path is not None and (not self.has(unit) or self.activations.load(path))
-        return all(self.run.ranks.gathered(sound))
+        return all(self.run.ranks.all_gather(sound))
 
     @property
     def _writes(self) -> bool:
@@ -204,16 +204,18 @@ class _UnitRunner:
     def _run_local_unit(self, unit: int) -> None:
         run = self.run
         is_last = unit == run.config.num_layers
-        sites = run.points_of(unit)
-        requirements = [(p, needs(run.recipe, d)) for p in sites for d in self._decisions(p)]
+        sites = run.sites_of(unit)
+        requirements = [
+            (p, derive_requirements(run.recipe, d)) for p in sites for d in self._decisions(p)
+        ]
         reruns = not is_last and run.sequential and self._is_changed(sites)
-        recorder = Recorder(
+        recorder = ActivationRecorder(
             self.decoder,
             sites,
             groups=self.groups,
             gram={p.name for p, n in requirements if n.gram},
-            even={p.name for p, n in requirements if n.even}
-            - {p.name for p, n in requirements if n.gram and not n.even},
+            normalize_tokens={p.name for p, n in requirements if n.normalized_gram}
+            - {p.name for p, n in requirements if n.gram and not n.normalized_gram},
             sample={p.name for p, n in requirements if n.sample},
             route_all=run.route_all,
         )
@@ -226,7 +228,7 @@ class _UnitRunner:
                 self._run_head(recorder)
             else:
                 self._run_layer(unit, recorder, stores_output=stores_output)
-            statistics = recorder.take()
+            statistics = recorder.collect()
         except CalibrationError as error:
             raise self._locate_nonfinite(unit, error) from error
         finally:
@@ -243,20 +245,22 @@ class _UnitRunner:
                 self._run_layer(unit, None, stores_output=True)
             self._end(unit + 1)
             self.layers.release()
-        run.found[unit] = stored, qparams
-        if run.work is not None and self.groups.tp.is_first and self.groups.dp.is_first:
-            run.work.record(unit, stored, qparams)
-            if (result := run.work.recorded(unit)) is not None:
-                run.found[unit] = result  # large arrays stay on disk
+        run.results[unit] = stored, qparams
+        if run.resume is not None and self.groups.tp.is_first and self.groups.dp.is_first:
+            run.resume.write_unit(unit, stored, qparams)
+            if (result := run.resume.read_unit(unit)) is not None:
+                run.results[unit] = result  # large arrays stay on disk
 
-    def _run_layer(self, unit: int, recorder: Recorder | None, *, stores_output: bool) -> None:
+    def _run_layer(
+        self, unit: int, recorder: ActivationRecorder | None, *, stores_output: bool
+    ) -> None:
         """Run a layer over everything, watched or as it will be."""
         state = [] if recorder is None else recorder.state
         graphable = recorder is not None and recorder.is_graphable
-        replayed = self.layers.replayed(unit, state, graphable=graphable)
-        for number, piece in enumerate(self.layers.pieces):
+        replayed = self.layers.capture_layer(unit, state, graphable=graphable)
+        for number, piece in enumerate(self.layers.micro_batches):
             if recorder is not None:
-                recorder.see(one_batch(piece), first_sample=piece.first)
+                recorder.set_batch(mask_uncounted(piece), first_sample=piece.first_row)
             x_TH = self.activations.get(number)
             if replayed is not None:
                 y_TH = replayed(number, x_TH)
@@ -266,13 +270,13 @@ class _UnitRunner:
             if stores_output:
                 self.activations.put(number, y_TH)
 
-    def _run_head(self, recorder: Recorder) -> None:
-        with self.layers.norm_alone():
-            for number, piece in enumerate(self.layers.pieces):
-                recorder.see(one_batch(piece), first_sample=piece.first)
+    def _run_head(self, recorder: ActivationRecorder) -> None:
+        with self.layers.only_final_norm():
+            for number, piece in enumerate(self.layers.micro_batches):
+                recorder.set_batch(mask_uncounted(piece), first_sample=piece.first_row)
                 self.layers.finish(self.activations.get(number))
 
-    def _check_finite(self, unit: int, piece: Piece, y_TH: Tensor) -> None:
+    def _check_finite(self, unit: int, piece: MicroBatch, y_TH: Tensor) -> None:
         """What leaves a layer are numbers; with several ranks a later layer's input tells.
 
         Raises:
@@ -287,7 +291,7 @@ class _UnitRunner:
             return
         row, token = divmod(int((~is_finite_T).int().argmax()), piece.batch.shape[1])
         raise CalibrationError(
-            f"layer {unit} makes NaN or infinity of token {token} of sample {piece.first + row}",
+            f"layer {unit} makes NaN or infinity of token {token} of sample {piece.first_row + row}",
             hint="`megtool inspect SRC --stats` counts NaN in weights; where there are none, "
             "--dtype float32",
         )
@@ -305,48 +309,50 @@ class _UnitRunner:
                     )
         return error
 
-    def _decisions(self, site: Point) -> list[Decision]:
+    def _decisions(self, site: ActivationSite) -> list[Decision]:
         decisions = (self.run.decisions.get(m) for m in site.modules)
         return [d for d in decisions if d is not None]
 
-    def _is_changed(self, sites: list[Point]) -> bool:
+    def _is_changed(self, sites: list[ActivationSite]) -> bool:
         """Something of the unit is quantized."""
         return any(d.format is not None for p in sites for d in self._decisions(p))
 
-    def _solve(self, sites: list[Point], statistics: Mapping[str, Statistics]) -> Settlement:
+    def _solve(
+        self, sites: list[ActivationSite], statistics: Mapping[str, ActivationStatistics]
+    ) -> QParams:
         """The unit's settlement, each rank of the stage having settled some of the points."""
         run, ranks = self.run, self.run.ranks
-        full, notes = filled(sites, statistics, run.policy)
-        stage_ranks = ranks.of_stage(self.groups.rank)
+        full, notes = fill_missing_statistics(sites, statistics, run.policy)
+        stage_ranks = ranks.gather_stage(self.groups.rank)
         local_sites = sites[stage_ranks.index(self.groups.rank) :: len(stage_ranks)]
-        part, local_error = Settlement(), None
+        part, local_error = QParams(), None
         try:
-            part = settle(
+            part = solve_qparams(
                 local_sites,
                 full,
                 run.decisions,
                 run.recipe,
                 self.weights,
                 config=run.config,
-                norms=self.weights.norm,
+                read_norm=self.weights.norm,
             )
         except MegtoolError as error:
             local_error = error  # the others wait for what this rank was to settle
-        parts = ranks.of_stage((part, local_error))
-        out = Settlement(notes=list(notes))
+        parts = ranks.gather_stage((part, local_error))
+        out = QParams(notes=list(notes))
         for part_, error_ in parts:
             if error_ is not None:
                 raise error_
-            out.add(part_)
+            out.update(part_)
         order = {m: i for i, p in enumerate(sites) for m in (p.norm, *p.modules)}
 
         def sort_entries(entries: dict[str, Any]) -> dict[str, Any]:
             return {n: entries[n] for n in sorted(entries, key=lambda n: (order.get(n, -1), n))}
 
-        return Settlement(
-            treatments=sort_entries(out.treatments),
-            caches=sort_entries(out.caches),
-            norms=sort_entries(out.norms),
+        return QParams(
+            weights=sort_entries(out.weights),
+            kv_caches=sort_entries(out.kv_caches),
+            norm_scales=sort_entries(out.norm_scales),
             notes=out.notes,
         )
 
@@ -364,7 +370,7 @@ class _UnitRunner:
         if unit + 1 == len(self.stages):
             return
         sender, receiver = self._stage(unit), self._stage(unit + 1)
-        spilled = self.run.spill and not self._writes
+        spilled = self.run.spills and not self._writes
         if sender == receiver and not spilled:
             return
         path = self.activations_file(unit + 1)
@@ -377,7 +383,7 @@ class _UnitRunner:
                 )
             return
         pp = self.groups.pp
-        for number, piece in enumerate(self.layers.pieces):
+        for number, piece in enumerate(self.layers.micro_batches):
             if pp.rank == sender:
                 dist.send(
                     self.activations.get(number).contiguous(),

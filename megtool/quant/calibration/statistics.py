@@ -16,17 +16,17 @@ Floats = NDArray[np.float32]
 OCTAVES = (-40, 24)
 """Magnitudes between these powers of two have bins of their own; others go to the outer ones."""
 
-BINS_AN_OCTAVE = 32
-SAMPLE = 512
+BINS_PER_OCTAVE = 32
+MAX_SAMPLE_ROWS = 512
 """Rows of a sample at most."""
 
-BINS = (OCTAVES[1] - OCTAVES[0]) * BINS_AN_OCTAVE + 1
+BINS = (OCTAVES[1] - OCTAVES[0]) * BINS_PER_OCTAVE + 1
 """Bin 0 is for zeros and what is below; bin `1 + i` holds magnitudes whose exponent and first five
 bits of mantissa are the i-th. Bins never move, so histograms of any parts add up exactly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
+class ActivationStatistics:
     """What was seen at one point, over `num_tokens` rows of `width` columns.
 
     `amax` `[width]` are largest magnitudes, `abs_sum` and `square_sum` float64 `[width]` sums of
@@ -45,7 +45,7 @@ class Statistics:
     sample: Floats | None = None
 
     @classmethod
-    def empty(cls, width: int, *, gram: bool = False) -> Statistics:
+    def empty(cls, width: int, *, gram: bool = False) -> ActivationStatistics:
         """Of no tokens."""
         return cls(
             num_tokens=0,
@@ -57,7 +57,7 @@ class Statistics:
         )
 
     @classmethod
-    def of_tensor(cls, amax: Floats, *, num_tokens: int) -> Statistics:
+    def from_amax(cls, amax: Floats, *, num_tokens: int) -> ActivationStatistics:
         """Of inputs of which nothing but the largest magnitude is known, the same in all columns.
 
         `amax` `[width]` is that; sums and histogram are empty.
@@ -65,30 +65,30 @@ class Statistics:
         return replace(cls.empty(len(amax)), num_tokens=num_tokens, amax=amax)
 
     @property
-    def has_columns(self) -> bool:
+    def has_channels(self) -> bool:
         """Columns were looked at one by one, and their magnitudes counted."""
         return not self.num_tokens or bool(self.histogram.any())
 
-    def merged(self, other: Statistics) -> Statistics:
+    def merge(self, part: ActivationStatistics) -> ActivationStatistics:
         """Of the tokens of both.
 
         Raises:
             CalibrationError: they are not of the same number of columns.
         """
-        if self.amax.shape != other.amax.shape:
+        if self.amax.shape != part.amax.shape:
             raise CalibrationError(
-                f"statistics of {len(self.amax)} and of {len(other.amax)} columns do not add up",
+                f"statistics of {len(self.amax)} and of {len(part.amax)} columns do not add up",
                 hint="they are of different models",
             )
-        has_gram = self.gram is not None and other.gram is not None
-        return Statistics(
-            num_tokens=self.num_tokens + other.num_tokens,
-            amax=np.maximum(self.amax, other.amax),
-            abs_sum=self.abs_sum + other.abs_sum,
-            square_sum=self.square_sum + other.square_sum,
-            histogram=self.histogram + other.histogram,
-            gram=self.gram + other.gram if has_gram else None,  # type: ignore[operator]
-            sample=thinned([(s.sample, s.num_tokens) for s in (self, other)]),
+        has_gram = self.gram is not None and part.gram is not None
+        return ActivationStatistics(
+            num_tokens=self.num_tokens + part.num_tokens,
+            amax=np.maximum(self.amax, part.amax),
+            abs_sum=self.abs_sum + part.abs_sum,
+            square_sum=self.square_sum + part.square_sum,
+            histogram=self.histogram + part.histogram,
+            gram=self.gram + part.gram if has_gram else None,  # type: ignore[operator]
+            sample=merge_samples([(s.sample, s.num_tokens) for s in (self, part)]),
         )
 
     @property
@@ -97,7 +97,7 @@ class Statistics:
         return (self.abs_sum / max(self.num_tokens, 1)).astype(np.float32)
 
 
-def thinned(parts: Sequence[tuple[Floats | None, int]]) -> Floats | None:
+def merge_samples(parts: Sequence[tuple[Floats | None, int]]) -> Floats | None:
     """One sample of all parts, given those of each and its number of tokens.
 
     Each part has as large a share of it as of the tokens, evenly spaced.
@@ -106,7 +106,7 @@ def thinned(parts: Sequence[tuple[Floats | None, int]]) -> Floats | None:
     if not samples:
         return next((rows for rows, _ in parts if rows is not None), None)
     total = sum(tokens for _, tokens in samples)
-    share = min(SAMPLE / total, *(len(rows) / tokens for rows, tokens in samples))
+    share = min(MAX_SAMPLE_ROWS / total, *(len(rows) / tokens for rows, tokens in samples))
     selected = []
     for rows, tokens in samples:
         count = min(len(rows), math.floor(share * tokens + 1e-9))

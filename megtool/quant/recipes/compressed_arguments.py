@@ -11,7 +11,7 @@ from typing import Any
 
 from megtool.quant.recipes.located_yaml import Node, as_key
 from megtool.quant.recipes.recipe import check_keys
-from megtool.quant.recipes.rules import Problems
+from megtool.quant.recipes.rules import RecipeProblems
 
 _ARGUMENTS = (
     "num_bits",
@@ -46,16 +46,18 @@ PRESETS: Mapping[str, tuple[str, int]] = {
 """Schemes by name, with the format and group size each means."""
 
 
-def check_values(node: Node, plain: Mapping[str, tuple[Any, ...]], problems: Problems) -> None:
+def check_values(
+    node: Node, allowed: Mapping[str, tuple[Any, ...]], problems: RecipeProblems
+) -> None:
     """Keys of a mapping that are understood, but carried out with a few values alone."""
-    for key, values in plain.items():
+    for key, values in allowed.items():
         if (value := node.get(key)) is not None and value.plain() not in values:
             line = (node.keys or {}).get(key, value.line)
             shown = str(value.plain())[:60]
             problems.add(line, f"{key} {shown} is not carried out", "leave it out, or empty")
 
 
-def check_arguments(node: Node, part: str, problems: Problems) -> str:
+def check_arguments(node: Node, part: str, problems: RecipeProblems) -> str:
     """Settings of `part` (weights, input_activations, kv_cache_scheme) are known and carried out.
 
     Returns the algorithm that they ask for, or the empty text.
@@ -64,10 +66,10 @@ def check_arguments(node: Node, part: str, problems: Problems) -> str:
         return ""
     values = {k: v.plain() for k, v in node.value.items()}
 
-    def refuse(key: str, why: str = "leave it out") -> None:
+    def refuse(key: str, hint: str = "leave it out") -> None:
         line = (node.keys or {}).get(key, node.line)
         shown = str(values.get(key))[:60]
-        problems.add(line, f"{key} {shown} of {part} is not carried out", why)
+        problems.add(line, f"{key} {shown} of {part} is not carried out", hint)
 
     observer, dynamic = values.get("observer"), values.get("dynamic")
     if values.get("actorder") not in _ORDERS:
@@ -94,7 +96,7 @@ def check_arguments(node: Node, part: str, problems: Problems) -> str:
     return ""
 
 
-def algo_of(weights: Any, inputs: Any) -> tuple[str, int]:
+def find_algo(weights: Any, inputs: Any) -> tuple[str, int]:
     """The format that settings of weights and of inputs are together, and its group size; the
     empty text where there is none."""
     scheme = _weights(weights) if isinstance(weights, Mapping) else None
@@ -104,7 +106,7 @@ def algo_of(weights: Any, inputs: Any) -> tuple[str, int]:
     return _BY_SETTINGS.get((word, _inputs(inputs)), ""), size
 
 
-def told(args: Any) -> str:
+def describe_arguments(args: Any) -> str:
     """Settings for people."""
     if not isinstance(args, dict):
         return "as they are"

@@ -12,26 +12,26 @@ from typing import Any
 
 from megtool.quant.recipes.compressed_arguments import (
     PRESETS,
-    algo_of,
     check_arguments,
     check_values,
-    told,
+    describe_arguments,
+    find_algo,
 )
 from megtool.quant.recipes.compressed_targets import EXPRESSION
-from megtool.quant.recipes.formats import Format
+from megtool.quant.recipes.formats import RecipeFormat
 from megtool.quant.recipes.located_yaml import Node
-from megtool.quant.recipes.modules import nearest
+from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.recipe import Recipe, check_keys
 from megtool.quant.recipes.rules import (
     KEEP,
     Condition,
     Exact,
     OfKind,
-    Problems,
+    RecipeProblems,
+    RecipeRule,
     Regex,
-    Rule,
-    compiled,
-    texts,
+    compile_patterns,
+    read_texts,
 )
 
 _TOP = (
@@ -57,17 +57,17 @@ _GROUP = ("targets", "weights", "input_activations", "output_activations", "form
 _CLASSES = {"Linear": "linear", "Embedding": "embedding"}
 
 
-def read_compressed(node: Node, name: str, problems: Problems) -> Recipe:
+def read_compressed(node: Node, name: str, problems: RecipeProblems) -> Recipe:
     """A `quantization_config` of compressed-tensors, or a config.json that holds one."""
     node = node.get("quantization_config") or node
     if check_keys(node, _TOP, "compressed-tensors configuration", problems):
         check_values(node, _PLAIN_TOP, problems)
-    formats: dict[str, Format] = {}
-    rules: list[Rule] = []
+    formats: dict[str, RecipeFormat] = {}
+    rules: list[RecipeRule] = []
     ignored = node.get("ignore")
     if ignored is not None and ignored.value:
         rules += _targets(ignored, KEEP, "ignore", problems)
-    ranked: list[tuple[int, Rule]] = []
+    ranked: list[tuple[int, RecipeRule]] = []
     groups = node.get("config_groups")
     if groups is None or not isinstance(groups.value, dict):
         problems.add(node.line, "no config_groups")
@@ -84,8 +84,10 @@ def read_compressed(node: Node, name: str, problems: Problems) -> Recipe:
             problems.add(cache.line, f"KV cache as {plain!r}", "only FP8 has a format")
         elif isinstance(plain, dict):
             check_arguments(cache, "kv_cache_scheme", problems)
-        formats["kv_cache_scheme"] = Format(name="kv_cache_scheme", kv_algo="FP8", line=cache.line)
-        cached = Rule(
+        formats["kv_cache_scheme"] = RecipeFormat(
+            name="kv_cache_scheme", kv_algo="FP8", line=cache.line
+        )
+        cached = RecipeRule(
             condition=OfKind(("kv_cache",)),
             format="kv_cache_scheme",
             label="kv_cache_scheme",
@@ -105,14 +107,14 @@ def read_compressed(node: Node, name: str, problems: Problems) -> Recipe:
 
 
 def _group(
-    key: str, node: Node, formats: dict[str, Format], problems: Problems
-) -> list[tuple[int, Rule]]:
+    key: str, node: Node, formats: dict[str, RecipeFormat], problems: RecipeProblems
+) -> list[tuple[int, RecipeRule]]:
     """The rules of a group, each with how exact its target is."""
     targets: Node | None = node
     method = ""
     if isinstance(node.value, list):  # {"W4A16": ["Linear"]}
         if key not in PRESETS:
-            problems.add(node.line, f"unknown scheme {key!r}", nearest(key, PRESETS))
+            problems.add(node.line, f"unknown scheme {key!r}", suggest(key, PRESETS))
             return []
         algo, size = PRESETS[key]
     elif check_keys(node, _GROUP, "group", problems):
@@ -128,28 +130,28 @@ def _group(
         if targets is None:
             problems.add(node.line, f"group {key!r} has no targets")
         return []
-    formats[key] = Format(name=key, algo=algo, group_size=size, method=method, line=node.line)
+    formats[key] = RecipeFormat(name=key, algo=algo, group_size=size, method=method, line=node.line)
     return [(_target_rank(r), r) for r in _targets(targets, key, key, problems)]
 
 
-def _target_rank(rule: Rule) -> int:
+def _target_rank(rule: RecipeRule) -> int:
     condition = rule.condition
     return 0 if isinstance(condition, Exact) else 1 if isinstance(condition, Regex) else 2
 
 
-def _targets(node: Node, format_: str, label: str, problems: Problems) -> list[Rule]:
+def _targets(node: Node, format_: str, label: str, problems: RecipeProblems) -> list[RecipeRule]:
     out = []
-    for text in texts(node, label, problems):
+    for text in read_texts(node, label, problems):
         condition: Condition
         if text.startswith(EXPRESSION):
-            patterns = compiled([text.removeprefix(EXPRESSION)], node.line, problems)
+            patterns = compile_patterns([text.removeprefix(EXPRESSION)], node.line, problems)
             condition = Regex(patterns, "hf", prefix=True)
         elif text in _CLASSES:
             condition = OfKind((_CLASSES[text],))
         else:
             condition = Exact((text,), "hf")
         out.append(
-            Rule(
+            RecipeRule(
                 condition=condition,
                 format=format_,
                 label=f"{label}: {text}",
@@ -160,15 +162,15 @@ def _targets(node: Node, format_: str, label: str, problems: Problems) -> list[R
     return out
 
 
-def _algo(node: Node, key: str, problems: Problems) -> tuple[str, int]:
+def _algo(node: Node, key: str, problems: RecipeProblems) -> tuple[str, int]:
     """The format of a group's settings; the empty text where there is none."""
     weights, inputs = (n.plain() if (n := node.get(k)) else None for k in _GROUP[1:3])
-    algo, size = algo_of(weights, inputs)
+    algo, size = find_algo(weights, inputs)
     if not algo:
         problems.add(
             node.line,
-            f"group {key!r} has no engine format of ours: weights {told(weights)}, "
-            f"inputs {told(inputs)}",
+            f"group {key!r} has no engine format of ours: weights {describe_arguments(weights)}, "
+            f"inputs {describe_arguments(inputs)}",
             "known: " + ", ".join(PRESETS),
         )
     return algo, size

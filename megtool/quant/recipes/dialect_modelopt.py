@@ -11,13 +11,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megtool.quant.recipes.algorithm import CHOOSING
+from megtool.quant.recipes.algorithm import SENSITIVITY_METHODS
 from megtool.quant.recipes.located_yaml import Node
-from megtool.quant.recipes.modelopt_imports import Imports
-from megtool.quant.recipes.modelopt_quantizers import Quantizers, Setting
-from megtool.quant.recipes.modelopt_settings import check_settings, kind_of, read_method
+from megtool.quant.recipes.modelopt_imports import ImportResolver
+from megtool.quant.recipes.modelopt_quantizers import QuantizerPattern, QuantizerSetting
+from megtool.quant.recipes.modelopt_settings import check_settings, classify_quantizer, read_method
 from megtool.quant.recipes.recipe import Recipe, check_keys
-from megtool.quant.recipes.rules import KEEP, Problems, Rule
+from megtool.quant.recipes.rules import KEEP, RecipeProblems, RecipeRule
 
 _ENTRY = ("quantizer_name", "parent_class", "cfg", "enable")
 _TOP = ("imports", "metadata", "quantize", "auto_quantize", "quant_cfg", "algorithm", "kv_cache")
@@ -34,18 +34,20 @@ _AUTO = (
 )
 
 
-def read_modelopt(node: Node, name: str, problems: Problems, *, root: Path | None = None) -> Recipe:
+def read_modelopt(
+    node: Node, name: str, problems: RecipeProblems, *, root: Path | None = None
+) -> Recipe:
     """A recipe file or a `quant_cfg` of ModelOpt's.
 
     `root` is the folder of the file: imports are looked for in it, in the folders above, and in the
     installed package `modelopt_recipes`, without running any of it.
     """
-    node = Imports(root, problems).resolved(node)
+    node = ImportResolver(root, problems).resolve(node)
     check_keys(node, _TOP, "ModelOpt recipe", problems)
     metadata = node.get("metadata")
     described = metadata.get("description") if metadata else None
-    rules: list[Rule] = []
-    spaces: list[tuple[Setting, ...]] = []
+    rules: list[RecipeRule] = []
+    spaces: list[tuple[QuantizerSetting, ...]] = []
     body = node.get("quantize") or node
     if body is not node:
         check_keys(body, _BODY, "quantize section", problems)
@@ -83,11 +85,13 @@ def read_modelopt(node: Node, name: str, problems: Problems, *, root: Path | Non
     )
 
 
-def _begins_disabled(space: tuple[Setting, ...]) -> bool:
+def _begins_disabled(space: tuple[QuantizerSetting, ...]) -> bool:
     return bool(space) and space[0].quantizers.pattern == "*" and not space[0].enable
 
 
-def _entries(node: Node, rules: list[Rule], problems: Problems) -> tuple[Setting, ...]:
+def _entries(
+    node: Node, rules: list[RecipeRule], problems: RecipeProblems
+) -> tuple[QuantizerSetting, ...]:
     """The entries of a list, in today's form or in one of the older ones."""
     raw = node.value
     if isinstance(raw, dict):
@@ -115,17 +119,17 @@ def _entries(node: Node, rules: list[Rule], problems: Problems) -> tuple[Setting
             continue
         on = bool(enable.value) if enable is not None and enable.value is not None else True
         parent = entry.get("parent_class")
-        condition = Quantizers(
+        condition = QuantizerPattern(
             pattern=name.value, parent_class=parent.text if parent and parent.value else ""
         )
-        out.append(Setting(quantizers=condition, cfg=plain, enable=on, rule=len(rules)))
-        kind = kind_of(plain, [])[0] if plain else ""
+        out.append(QuantizerSetting(quantizers=condition, cfg=plain, enable=on, rule=len(rules)))
+        kind = classify_quantizer(plain, [])[0] if plain else ""
         action = (kind or "settings of its own") if plain else ("on" if on else "off")
         rules.append(
-            Rule(
+            RecipeRule(
                 condition=condition,
                 format=action if on else KEEP,
-                label=condition.words(),
+                label=condition.describe(),
                 line=entry.line,
                 optional=True,
             )
@@ -163,7 +167,10 @@ def _node_at(node: Node, value: Any) -> Node:
 
 
 def _auto(
-    node: Node, rules: list[Rule], spaces: list[tuple[Setting, ...]], problems: Problems
+    node: Node,
+    rules: list[RecipeRule],
+    spaces: list[tuple[QuantizerSetting, ...]],
+    problems: RecipeProblems,
 ) -> float:
     """Formats to choose among, as one list of settings each; returns the bits allowed."""
     check_keys(node, _AUTO, "auto_quantize section", problems)
@@ -197,12 +204,12 @@ def _auto(
     return float(bits.value)
 
 
-def _auto_method(node: Node, problems: Problems) -> str:
+def _auto_method(node: Node, problems: RecipeProblems) -> str:
     method = node.get("auto_quantize_method")
     if method is None:
         return "gradient"
-    if method.text not in CHOOSING:
-        hint = "one of " + ", ".join(CHOOSING)
+    if method.text not in SENSITIVITY_METHODS:
+        hint = "one of " + ", ".join(SENSITIVITY_METHODS)
         problems.add(method.line, f"unknown auto_quantize_method {method.plain()!r}", hint)
         return "gradient"
     return method.text
@@ -212,8 +219,10 @@ def _auto_notes(node: Node) -> list[str]:
     """What is decided otherwise here than ModelOpt would."""
     out = []
     formats = node.get("candidate_formats")
-    for candidate in formats.value if formats is not None and isinstance(formats.value, list) else ():
-        method = read_method(candidate.get("algorithm"), Problems(""), [])["method"]
+    for candidate in (
+        formats.value if formats is not None and isinstance(formats.value, list) else ()
+    ):
+        method = read_method(candidate.get("algorithm"), RecipeProblems(""), [])["method"]
         if method not in ("max", "none"):
             out.append(f"candidate formats are chosen and scaled with max, not with {method}")
     limits = node.get("constraints")

@@ -17,11 +17,11 @@ from megtool.errors import RecipeError
 from megtool.quant.recipes.compressed_arguments import check_values
 from megtool.quant.recipes.dialect_compressed import read_compressed
 from megtool.quant.recipes.dialect_modelopt import read_modelopt
-from megtool.quant.recipes.formats import FORMATS, Format
-from megtool.quant.recipes.located_yaml import MOST_BYTES, Node, from_plain, read_documents
-from megtool.quant.recipes.modules import nearest
+from megtool.quant.recipes.formats import FORMATS, RecipeFormat
+from megtool.quant.recipes.located_yaml import MAX_BYTES, Node, from_plain, read_documents
+from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.recipe import Recipe, check_keys, read_recipe
-from megtool.quant.recipes.rules import KEEP, All, Glob, Problems, Role, Rule
+from megtool.quant.recipes.rules import KEEP, AllOf, Glob, RecipeProblems, RecipeRule, Role
 
 _PACKAGE = "megtool.quant_recipes"
 _QUANTIZED_ROLES = Role(("qkv", "proj", "fc1", "fc2"))
@@ -61,7 +61,7 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml")))
 
 
-def recipe_text(recipe: str | Path) -> tuple[str, bytes]:
+def read_recipe_text(recipe: str | Path) -> tuple[str, bytes]:
     """Where a recipe is and what it says: a file, or one that is shipped, by its name.
 
     Raises:
@@ -72,21 +72,21 @@ def recipe_text(recipe: str | Path) -> tuple[str, bytes]:
     if name in recipe_names():
         return name, (importlib.resources.files(_PACKAGE) / f"{name}.yaml").read_bytes()
     try:
-        if path.stat().st_size > MOST_BYTES:
+        if path.stat().st_size > MAX_BYTES:
             raise RecipeError(
                 f"a recipe of {path.stat().st_size:,} bytes",
                 file=path,
-                hint=f"at most {MOST_BYTES:,}",
+                hint=f"at most {MAX_BYTES:,}",
             )
         return name, path.read_bytes()
     except OSError as e:
         raise RecipeError(
             f"there is no recipe {name!r}: {e.strerror}",
-            hint=nearest(name, recipe_names()) + " (or the path of a file)",
+            hint=suggest(name, recipe_names()) + " (or the path of a file)",
         ) from e
 
 
-def load_recipe(recipe: str | Path, problems: Problems | None = None) -> Recipe:
+def load_recipe(recipe: str | Path, problems: RecipeProblems | None = None) -> Recipe:
     """A shipped recipe by its name, or a file in any dialect.
 
     What is wrong with it is added to `problems`, or raised where there are none given.
@@ -94,13 +94,13 @@ def load_recipe(recipe: str | Path, problems: Problems | None = None) -> Recipe:
     Raises:
         RecipeError: with all that is wrong, each with its line.
     """
-    file, text = recipe_text(recipe)
+    file, text = read_recipe_text(recipe)
     documents = read_documents(text, file=file)
     if len(documents) != 1:
         raise RecipeError(f"{len(documents)} YAML documents, not one", file=file)
     path = Path(recipe)
     root = path.resolve().parent if path.is_file() else None
-    return translate(documents[0], name=path.stem, problems=problems, file=file, root=root)
+    return parse_recipe(documents[0], name=path.stem, problems=problems, file=file, root=root)
 
 
 def recipe_from(data: Mapping[str, Any], *, name: str = "given") -> Recipe:
@@ -109,19 +109,19 @@ def recipe_from(data: Mapping[str, Any], *, name: str = "given") -> Recipe:
     Raises:
         RecipeError: with all that is wrong.
     """
-    return translate(from_plain(dict(data)), name=name, file=name)
+    return parse_recipe(from_plain(dict(data)), name=name, file=name)
 
 
-def translate(
+def parse_recipe(
     node: Node,
     *,
     name: str,
     file: str,
-    problems: Problems | None = None,
+    problems: RecipeProblems | None = None,
     root: Path | None = None,
 ) -> Recipe:
     """A parsed file as a recipe, in whatever dialect it is."""
-    collected = problems or Problems(file)
+    collected = problems or RecipeProblems(file)
     dialect = _detect_dialect(node, collected)
     if dialect == "megatron":
         recipe = _read_megatron(node, name, collected)
@@ -136,7 +136,7 @@ def translate(
     return recipe
 
 
-def _detect_dialect(node: Node, problems: Problems) -> str:
+def _detect_dialect(node: Node, problems: RecipeProblems) -> str:
     if not isinstance(node.value, dict):
         raise RecipeError(
             f"line {node.line}: a recipe is a mapping", file=problems.file, hint="rules: [...]"
@@ -147,18 +147,18 @@ def _detect_dialect(node: Node, problems: Problems) -> str:
     keys = [sign for dialect_keys in _DIALECT_KEYS.values() for sign in dialect_keys]
     for key in node.value:
         for dialect, dialect_keys in _DIALECT_KEYS.items():
-            if nearest(key, keys).startswith("did you mean") and any(
-                repr(s) in nearest(key, keys) for s in dialect_keys
+            if suggest(key, keys).startswith("did you mean") and any(
+                repr(s) in suggest(key, keys) for s in dialect_keys
             ):
                 return dialect
     return "megtool"
 
 
-def _read_megatron(node: Node, name: str, problems: Problems) -> Recipe:
+def _read_megatron(node: Node, name: str, problems: RecipeProblems) -> Recipe:
     """Megatron's `configs` and `matchers`, unchanged."""
     check_keys(node, ("configs", "matchers"), "Megatron recipe", problems)
     configs, matchers = node.get("configs"), node.get("matchers")
-    formats: dict[str, Format | None] = {}
+    formats: dict[str, RecipeFormat | None] = {}
     if configs is not None and not isinstance(configs.value, dict):
         problems.add(configs.line, f"configs is {configs.plain()!r}", "a mapping")
     for key, payload in configs.value.items() if _is_mapping(configs) else ():
@@ -195,8 +195,8 @@ def _is_mapping(node: Node | None) -> TypeGuard[Node]:
 
 
 def _matcher(
-    key: str, node: Node, formats: Mapping[str, Format | None], problems: Problems
-) -> Rule | None:
+    key: str, node: Node, formats: Mapping[str, RecipeFormat | None], problems: RecipeProblems
+) -> RecipeRule | None:
     config, kind, pattern = (node.get(k) for k in ("config", "type", "pattern"))
     if config is None or kind is None or pattern is None or not isinstance(pattern.value, str):
         problems.add(node.line, f"matcher {key!r} needs type, pattern and config")
@@ -204,11 +204,11 @@ def _matcher(
     if kind.value != "glob":
         problems.add(kind.line, f"matcher {key!r} is of type {kind.plain()!r}", "Megatron has glob")
     if config.text not in formats:
-        hint = nearest(config.text, formats)
+        hint = suggest(config.text, formats)
         problems.add(config.line, f"matcher {key!r} names no config: {config.plain()!r}", hint)
     format = formats.get(config.text)
-    return Rule(
-        condition=All((Glob((pattern.value,), "megatron"), _QUANTIZED_ROLES)),
+    return RecipeRule(
+        condition=AllOf((Glob((pattern.value,), "megatron"), _QUANTIZED_ROLES)),
         format=format.name if format else KEEP,
         label=key,
         line=node.line,
@@ -216,7 +216,7 @@ def _matcher(
     )
 
 
-def _config_format(key: str, node: Node, problems: Problems) -> Format | None:
+def _config_format(key: str, node: Node, problems: RecipeProblems) -> RecipeFormat | None:
     """What Transformer Engine would train in, as the format nearest to it; None keeps a module."""
     training = node.get("training_recipe")
     if not isinstance(node.value, dict) or training is None:
@@ -248,7 +248,7 @@ def _config_format(key: str, node: Node, problems: Problems) -> Format | None:
         )
         return None
     groups = FORMATS[algo].groups
-    return Format(name=key, algo=algo, group_size=groups[0] if groups else 0, line=node.line)
+    return RecipeFormat(name=key, algo=algo, group_size=groups[0] if groups else 0, line=node.line)
 
 
 def _names(recipe: Node) -> list[str | None]:
@@ -258,7 +258,7 @@ def _names(recipe: Node) -> list[str | None]:
 
 
 def _check_evaluation(
-    key: str, training: Node, evaluation: Node | None, problems: Problems
+    key: str, training: Node, evaluation: Node | None, problems: RecipeProblems
 ) -> None:
     """What a module is evaluated in is what it is trained in: a file has one format for both."""
     if evaluation is None or evaluation.value is None:

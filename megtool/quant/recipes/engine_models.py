@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from megtool.quant.recipes.match import Decision
-from megtool.quant.recipes.modules import is_turned
-from megtool.quant.recipes.rules import Problems
+from megtool.quant.recipes.modules import is_rotary
+from megtool.quant.recipes.rules import RecipeProblems
 
 ROTARY_SOURCES: Mapping[str, str] = {
     "vllm": "https://github.com/vllm-project/vllm/pull/34243",
@@ -23,7 +23,7 @@ ROTARY_HINT = "keep q, k and v of attention, or take fp8"
 _SCALES_TURNED = "0.16.0"
 """The first release of vLLM that turns scales with the rows they are of (pull request 34243)."""
 
-CACHE_ALONE: Mapping[str, str] = {
+KV_CACHE_ONLY_ERRORS: Mapping[str, str] = {
     "vllm": "Missing 'quant_algo' in quantization config (vllm modelopt.py at 00155cde)",
     "sglang": "Cannot find 'quant_algo' (sglang modelopt_quant.py at faeb9685)",
     "trtllm": "Pre-quantized checkpoint must have quant_algo (llmapi/llm_utils.py at 0066b2a5)",
@@ -39,7 +39,7 @@ _OWN_CACHE: Mapping[str, str] = {
 }
 """How an engine is told to keep the cache of an unquantized model in FP8, with a scale of 1."""
 
-LISTED: Mapping[str, tuple[str, ...]] = {
+SUPPORTED_ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
     "trtllm": (
         "BertForSequenceClassification",
         "DeciLMForCausalLM",
@@ -87,12 +87,12 @@ class Release(Protocol):
         """Whether this is version `since` or a later one."""
 
 
-def turns_rows(release: Release, architecture: str) -> bool:
+def permutes_rotary_rows(release: Release, architecture: str) -> bool:
     """The engine turns rows of q and k of such a model while it loads them."""
     return release.engine in ROTARY_SOURCES and architecture.startswith("Llama4")
 
 
-def rotary_fault(release: Release, algo: str) -> str:
+def rotary_conflict(release: Release, algo: str) -> str:
     """Why codes of a format do not stand it that rows are turned ("": they do)."""
     if algo == "FP8":  # one scale a tensor
         return ""
@@ -110,34 +110,34 @@ def check_family(
     architecture: str,
     decisions: Sequence[Decision],
     used: Mapping[str, Sequence[Decision]],
-    problems: Problems,
+    problems: RecipeProblems,
 ) -> None:
     """Add to `problems` what the engine makes of this model, or of its KV cache alone.
 
     `used` are the decisions about weights by the format they get.
     """
-    if reason := cache_alone(release.engine, decisions):
+    if reason := reject_kv_cache_only(release.engine, decisions):
         line = next((d.format.line for d in decisions if d.format), 0)
-        problems.add(line, f"{release.name} {reason}", cache_alone_hint(release.engine))
-    for algo, group in used.items() if turns_rows(release, architecture) else ():
-        rotary = [d for d in group if is_turned(d.module)]
-        if rotary and (fault := rotary_fault(release, algo)):
+        problems.add(line, f"{release.name} {reason}", kv_cache_only_hint(release.engine))
+    for algo, group in used.items() if permutes_rotary_rows(release, architecture) else ():
+        rotary = [d for d in group if is_rotary(d.module)]
+        if rotary and (fault := rotary_conflict(release, algo)):
             reason = f"{rotary[0].module.name} ({algo}) {fault} while {release.name} turns the rows"
             hint = f"{ROTARY_HINT}; see {ROTARY_SOURCES[release.engine]}"
             line = rotary[0].format.line if rotary[0].format else 0
             problems.add(line, f"{reason} of {architecture}: the output would be wrong", hint)
 
 
-def cache_alone(engine: str, decisions: Sequence[Decision]) -> str:
+def reject_kv_cache_only(engine: str, decisions: Sequence[Decision]) -> str:
     """What an engine makes of a model of which only the KV cache is quantized ("": more is)."""
     formats = [d.format for d in decisions if d.format]
     if not formats or not all(f.kv_algo for f in formats):
         return ""
     message = "loads no folder in which nothing but the KV cache is quantized"
-    return f"{message}: {CACHE_ALONE[engine]}"
+    return f"{message}: {KV_CACHE_ONLY_ERRORS[engine]}"
 
 
-def cache_alone_hint(engine: str) -> str:
+def kv_cache_only_hint(engine: str) -> str:
     """What to do instead of quantizing the KV cache alone, for an engine."""
     return (
         "give weights a format too (fp8_kv_fp8), or leave all as it is and tell the engine "
@@ -147,7 +147,7 @@ def cache_alone_hint(engine: str) -> str:
 
 def is_unlisted(engine: str, architectures: Collection[str]) -> bool:
     """The engine has a list of models it supports, and none of these is on it."""
-    listed = LISTED.get(engine)
+    listed = SUPPORTED_ARCHITECTURES.get(engine)
     return listed is not None and bool(architectures) and not set(architectures) & set(listed)
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megtool.errors import UsageError
-from megtool.quant.recipes.engine_models import check_family, rotary_fault, turns_rows
-from megtool.quant.recipes.formats import FORMATS, SMOOTHED, SMOOTHING, Format
+from megtool.quant.recipes.engine_models import check_family, permutes_rotary_rows, rotary_conflict
+from megtool.quant.recipes.formats import FORMATS, SMOOTHED_ALGOS, SMOOTHING_METHODS, RecipeFormat
 from megtool.quant.recipes.match import Decision
-from megtool.quant.recipes.modules import fused_with, in_blocks
+from megtool.quant.recipes.modules import find_fused_name, is_in_expert_blocks
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.recipes.rules import Problems
+from megtool.quant.recipes.rules import RecipeProblems
 
 _NEWEST = (9999,)
 
@@ -31,7 +31,7 @@ class Support:
 
     engine: str
     since: str
-    what: str
+    part: str
     algos: tuple[str, ...]
     source: str
     dense: bool = False
@@ -47,22 +47,22 @@ TABLE: tuple[Support, ...] = (
     Support(
         engine="vllm",
         since="0.9.0",
-        what="linear",
+        part="linear",
         algos=("FP8", "NVFP4"),
         source=_VLLM.format("0.9.0"),
     ),
-    Support(engine="vllm", since="0.9.0", what="kv", algos=("FP8",), source=_VLLM.format("0.9.0")),
+    Support(engine="vllm", since="0.9.0", part="kv", algos=("FP8",), source=_VLLM.format("0.9.0")),
     Support(
         engine="vllm",
         since="0.15.0",
-        what="linear",
+        part="linear",
         algos=("FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"),
         source=_VLLM.format("0.15.0") + ", vllm-project/vllm pull request 30957",
     ),
     Support(
         engine="vllm",
         since="0.16.0",
-        what="linear",
+        part="linear",
         algos=("MXFP8",),
         source=_VLLM.format("0.16.0") + ", vllm-project/vllm pull request 33786 (no experts yet)",
         dense=True,
@@ -70,29 +70,29 @@ TABLE: tuple[Support, ...] = (
     Support(
         engine="vllm",
         since="main",
-        what="linear",
+        part="linear",
         algos=("MXFP8", "W4A16_NVFP4"),
         source=_MODELOPT_PY,
     ),
-    Support(engine="vllm", since="main", what="kv", algos=("NVFP4",), source=_MODELOPT_PY),
+    Support(engine="vllm", since="main", part="kv", algos=("NVFP4",), source=_MODELOPT_PY),
     Support(
         engine="vllm",
         since="0.11.0",
-        what="blocks",
+        part="blocks",
         algos=("MXFP4",),
         source=f"vllm mxfp4.py and models/gpt_oss.py; {_BLOCKS}",
     ),
     Support(
         engine="vllm",
         since="main",
-        what="mixed",
+        part="mixed",
         algos=("FP8", "NVFP4", "W4A16_NVFP4"),
         source=_MODELOPT_PY + ", vllm-project/vllm pull request 35047",
     ),
     Support(
         engine="trtllm",
         since="1.0.0",
-        what="linear",
+        part="linear",
         algos=(
             "FP8",
             "FP8_PB_WO",
@@ -104,35 +104,35 @@ TABLE: tuple[Support, ...] = (
         source=_TRTLLM.format("1.0.0"),
     ),
     Support(
-        engine="trtllm", since="1.0.0", what="kv", algos=("FP8",), source=_TRTLLM.format("1.0.0")
+        engine="trtllm", since="1.0.0", part="kv", algos=("FP8",), source=_TRTLLM.format("1.0.0")
     ),
     Support(
         engine="trtllm",
         since="1.3.0",
-        what="kv",
+        part="kv",
         algos=("NVFP4",),
         source=_TRTLLM.format("1.3.0rc27"),
     ),
     Support(
         engine="trtllm",
         since="main",
-        what="mixed",
+        part="mixed",
         algos=("FP8", "FP8_PB_WO", "NVFP4", "W4A16_AWQ", "W4A8_AWQ"),
         source="TensorRT-LLM quantization/modelopt_config.py at 2edf354d",
     ),
     Support(
         engine="trtllm",
         since="main",
-        what="blocks",
+        part="blocks",
         algos=("MXFP4",),
         source=f"TensorRT-LLM _torch/model_config.py; {_BLOCKS}",
     ),
-    Support(engine="sglang", since="0.5", what="linear", algos=("FP8", "NVFP4"), source=_SGLANG),
-    Support(engine="sglang", since="0.5", what="kv", algos=("FP8",), source=_SGLANG),
+    Support(engine="sglang", since="0.5", part="linear", algos=("FP8", "NVFP4"), source=_SGLANG),
+    Support(engine="sglang", since="0.5", part="kv", algos=("FP8",), source=_SGLANG),
     Support(
         engine="sglang",
         since="0.5",
-        what="blocks",
+        part="blocks",
         algos=("MXFP4",),
         source=f"sglang srt/layers/quantization/mxfp4.py; {_BLOCKS}",
     ),
@@ -142,7 +142,7 @@ ENGINES = tuple(dict.fromkeys(s.engine for s in TABLE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class EngineVersion:
     """An engine, and a version of it; the newest sources the table knows where none is given."""
 
     engine: str
@@ -173,14 +173,14 @@ class Target:
         newest = _newest(self.engine)
         return next(s.source for s in TABLE if (s.engine, s.since) == (self.engine, newest))
 
-    def lines(self, what: str) -> list[Support]:
+    def supported(self, part: str) -> list[Support]:
         """The lines of the table that hold for this version."""
         return [
-            s for s in TABLE if s.engine == self.engine and s.what == what and self.has(s.since)
+            s for s in TABLE if s.engine == self.engine and s.part == part and self.has(s.since)
         ]
 
 
-def read_target(text: str) -> Target:
+def parse_engine(text: str) -> EngineVersion:
     """`vllm`, or `vllm@0.16.0`.
 
     Raises:
@@ -202,7 +202,7 @@ def read_target(text: str) -> Target:
             f"nothing is known about {engine} {version}",
             hint=f"{newest} is the last version that is known; {engine}@main is newest",
         )
-    return Target(engine=engine, version=version)
+    return EngineVersion(engine=engine, version=version)
 
 
 _VERSION = r"\d+(\.\d+)*((a|b|rc|\.?post|\.?dev)\d+)?(\+[\w.]+)?"
@@ -221,21 +221,21 @@ def _order(version: str) -> tuple[int, ...]:
     return tuple([*numbers, 0, 0, 0][:3])
 
 
-def suited_to(target: Target, recipe: Recipe, decisions: Sequence[Decision]) -> Recipe:
+def adapt_to_engine(engine: EngineVersion, recipe: Recipe, decisions: Sequence[Decision]) -> Recipe:
     """The recipe as it has to be carried out for an engine, with a note where that differs.
 
     Formats that have another name once factors of columns are stored beside them (NVFP4_AWQ) are
     refused by engines that know the plain name alone: then only what a norm takes in has factors.
     """
-    if recipe.folds:
+    if recipe.folds_scales:
         return recipe
-    loads = {a for s in target.lines("linear") for a in s.algos}
+    loads = {a for s in engine.supported("linear") for a in s.algos}
     for d in decisions:
         for method, algo in _methods(d, recipe) if d.format else ():
-            smoothed = SMOOTHED.get(algo, algo)
-            if method in SMOOTHING and algo in loads and smoothed not in loads:
+            smoothed = SMOOTHED_ALGOS.get(algo, algo)
+            if method in SMOOTHING_METHODS and algo in loads and smoothed not in loads:
                 note = (
-                    f"{target.name} loads {algo} and not {smoothed}: factors of columns are only where "
+                    f"{engine.name} loads {algo} and not {smoothed}: factors of columns are only where "
                     "a norm before takes them in (`fold: true`)"
                 )
                 algorithm = {**recipe.algorithm, "fold": True}
@@ -252,11 +252,11 @@ def _methods(decision: Decision, recipe: Recipe) -> list[tuple[str, str]]:
     return [(f.method or recipe.method, f.algo) for f in listed if f.algo]
 
 
-def check_target(
-    target: Target,
+def check_engine(
+    engine: EngineVersion,
     recipe: Recipe,
     decisions: Sequence[Decision],
-    problems: Problems,
+    problems: RecipeProblems,
     *,
     architecture: str = "",
 ) -> None:
@@ -272,51 +272,53 @@ def check_target(
                 caches[d.format.kv_algo if d.format else ""].append(d)
         elif d.format is not None:
             algos = _algos(d.format, recipe.formats)
-            turned = turns_rows(target, architecture)
-            if d.format.choose and any(permitted(target, (), algos, turned=turned)):
+            turned = permutes_rotary_rows(engine, architecture)
+            if d.format.choose and any(list_permitted_sets(engine, (), algos, rotary=turned)):
                 continue  # what does not suit is not chosen
             for algo in algos:
                 used[algo].append(d)
     for algo, group in used.items():
-        part = "blocks" if all(in_blocks(d.module) for d in group) else "linear"
-        lines = [s for s in target.lines(part) if algo in s.algos]
+        part = "blocks" if all(is_in_expert_blocks(d.module) for d in group) else "linear"
+        lines = [s for s in engine.supported(part) if algo in s.algos]
         if not lines:
-            problems.add(_line(group), f"{target.name} does not load {algo}", _support_hint(target, algo))
+            problems.add(
+                _line(group), f"{engine.name} does not load {algo}", _support_hint(engine, algo)
+            )
         elif all(s.dense for s in lines) and any("expert" in d.module.roles for d in group):
             problems.add(
-                _line(group), f"{target.name} has no {algo} for experts", f"see {lines[0].source}"
+                _line(group), f"{engine.name} has no {algo} for experts", f"see {lines[0].source}"
             )
     if len(used) > 1:
-        mixed = {a for s in target.lines("mixed") for a in s.algos}
+        mixed = {a for s in engine.supported("mixed") for a in s.algos}
         for algo in used:
             if algo not in mixed:
-                message = f"{target.name} does not load {algo} beside {_other_algos(used, algo)}"
+                message = f"{engine.name} does not load {algo} beside {_other_algos(used, algo)}"
                 hint = f"it mixes {', '.join(sorted(mixed))}" if mixed else "it mixes no formats"
                 problems.add(_line(used[algo]), message, hint)
     for algo in caches:
-        if algo and not any(algo in s.algos for s in target.lines("kv")):
-            algos_ = sorted({a for s in target.lines("kv") for a in s.algos})
+        if algo and not any(algo in s.algos for s in engine.supported("kv")):
+            algos_ = sorted({a for s in engine.supported("kv") for a in s.algos})
             problems.add(
                 _line(caches[algo]),
-                f"{target.name} has no KV cache in {algo}",
+                f"{engine.name} has no KV cache in {algo}",
                 f"known: {', '.join(algos_)}",
             )
     if len(caches) > 1:
         message = " and ".join(a or "as it is" for a in caches)
         problems.add(
-            0, f"{target.name} keeps the KV cache of all layers alike", f"here it is {message}"
+            0, f"{engine.name} keeps the KV cache of all layers alike", f"here it is {message}"
         )
-    check_family(target, architecture, decisions, used, problems)
-    _check_siblings(target, decisions, problems)
+    check_family(engine, architecture, decisions, used, problems)
+    _check_siblings(engine, decisions, problems)
 
 
-def permitted(
-    target: Target,
+def list_permitted_sets(
+    engine: EngineVersion,
     fixed: Collection[str],
     algos: Collection[str],
     *,
     experts: bool = False,
-    turned: bool = False,
+    rotary: bool = False,
 ) -> list[frozenset[str]]:
     """Sets of `algos`, none within another, any of which a model may use beside the `fixed` ones.
 
@@ -324,9 +326,9 @@ def permitted(
     would, of a model whose rows the engine turns. At least one set, which is empty where the engine
     loads none of them.
     """
-    loads = {a for s in target.lines("linear") if not (s.dense and experts) for a in s.algos}
-    loads -= {a for a in loads if turned and rotary_fault(target, a)}
-    mixes = {a for s in target.lines("mixed") for a in s.algos}
+    loads = {a for s in engine.supported("linear") if not (s.dense and experts) for a in s.algos}
+    loads -= {a for a in loads if rotary and rotary_conflict(engine, a)}
+    mixes = {a for s in engine.supported("mixed") for a in s.algos}
     sets = [{a} for a in algos if a in loads and set(fixed) <= {a}]
     if set(fixed) <= mixes:
         sets.append({a for a in algos if a in loads and a in mixes})
@@ -334,12 +336,14 @@ def permitted(
     return [frozenset(s) for s in maximal] or [frozenset()]
 
 
-def _check_siblings(engine: Target, decisions: Sequence[Decision], problems: Problems) -> None:
+def _check_siblings(
+    engine: EngineVersion, decisions: Sequence[Decision], problems: RecipeProblems
+) -> None:
     """What an engine runs as one has one format: q, k and v, gate and up, experts of a layer."""
     groups: dict[str, list[Decision]] = defaultdict(list)
     for d in decisions:
         if d.module.kind == "linear":
-            name = fused_with(d.module)
+            name = find_fused_name(d.module)
             if "expert" in d.module.roles:
                 name = name.partition(".experts.")[0] + ".experts"
             groups[name].append(d)
@@ -347,7 +351,9 @@ def _check_siblings(engine: Target, decisions: Sequence[Decision], problems: Pro
     if not wrong:
         return
     name, siblings = wrong[0]
-    formats = ", ".join(f"{d.module.name.rpartition('.')[2]} {d.label}" for d in _distinct_formats(siblings))
+    formats = ", ".join(
+        f"{d.module.name.rpartition('.')[2]} {d.label}" for d in _distinct_formats(siblings)
+    )
     more = f"; so do {len(wrong) - 1} more" if len(wrong) > 1 else ""
     problems.add(
         _line([d for d in siblings if d.format] or siblings),
@@ -364,7 +370,7 @@ def _format_key(d: Decision) -> Any:
     return (d.label, d.format.group_size if d.format else 0)
 
 
-def _algos(format: Format, formats: Mapping[str, Format]) -> tuple[str, ...]:
+def _algos(format: RecipeFormat, formats: Mapping[str, RecipeFormat]) -> tuple[str, ...]:
     """The format a module gets, or all those that it may get by a choice."""
     if not format.choose:
         return (format.algo,)
@@ -381,9 +387,9 @@ def _other_algos(used: dict[str, list[Decision]], algo: str) -> str:
     return ", ".join(a for a in used if a != algo)
 
 
-def _support_hint(engine: Target, algo: str) -> str:
+def _support_hint(engine: EngineVersion, algo: str) -> str:
     later = [s for s in TABLE if s.engine == engine.engine and algo in s.algos]
-    if later and later[0].what == "linear":
+    if later and later[0].part == "linear":
         return f"{later[0].since} does, by {later[0].source}"
-    algos = dict.fromkeys(a for s in engine.lines("linear") for a in s.algos)
+    algos = dict.fromkeys(a for s in engine.supported("linear") for a in s.algos)
     return "known: " + ", ".join(algos)

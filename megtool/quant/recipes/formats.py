@@ -184,26 +184,57 @@ _LIST = (
 FORMATS: Mapping[str, NumberFormat] = MappingProxyType({f.algo: f for f in _LIST})
 """By `quant_algo`; MXFP4 is `mxfp4` and FP8_PB_WO `fp8_pb_wo` in files ModelOpt writes."""
 
-SPELLED: Mapping[str, str] = MappingProxyType({"FP8_PB_WO": "fp8_pb_wo"})
+ALGO_SPELLING: Mapping[str, str] = MappingProxyType({"FP8_PB_WO": "fp8_pb_wo"})
 """Algorithms that files call otherwise than in capitals: TensorRT-LLM compares these bytes, and
 vLLM folds them."""
 
-SMOOTHED: Mapping[str, str] = MappingProxyType({"NVFP4": "NVFP4_AWQ"})
+SMOOTHED_ALGOS: Mapping[str, str] = MappingProxyType({"NVFP4": "NVFP4_AWQ"})
 """Algorithms that have another name where inputs are to be divided by columns' factors first: a
 loader that does not know it must not load the rest."""
 
-UNSMOOTHED: Mapping[str, str] = MappingProxyType({s: plain for plain, s in SMOOTHED.items()})
+PLAIN_ALGOS: Mapping[str, str] = MappingProxyType({s: plain for plain, s in SMOOTHED_ALGOS.items()})
 """The plain formats of those names."""
 
 KV_BITS: Mapping[str, float] = MappingProxyType({"FP8": 8.0, "NVFP4": 4.5})
 """Bits an element of the KV cache, by `kv_cache_quant_algo`; NVFP4 has a byte for every 16."""
 
-SMOOTHING = ("smoothquant", "awq", "awq_lite", "awq_full")
+PACKINGS: Mapping[str, str] = {
+    "FP8": "fp8:tensor",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8:channel",
+    "FP8_PB_WO": "fp8:128x128",
+    "W8A8_SQ_PER_CHANNEL": "int8:channel",
+    "W8A16": "int8:channel",
+    "W4A16_AWQ": "int4rows:{group}",
+    "W4A8_AWQ": "int4rows:{group}",
+    "MXFP8": "mxfp8:32",
+    "MXFP4": "mxfp4:32",
+    "W4A8_MXFP4_FP8": "mxfp4:32",
+    "NVFP4": "nvfp4:{group}",
+    "W4A16_NVFP4": "nvfp4:{group}",
+    "W4A8_NVFP4_FP8": "nvfp4:{group}",
+}
+"""The packing of the codes of each format, as `megtool.number_formats.layout` names it."""
+
+INPUT_PACKINGS: Mapping[str, str] = {
+    "FP8": "fp8:tensor",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8:token",
+    "W8A8_SQ_PER_CHANNEL": "int8:tensor",
+    "W4A8_AWQ": "fp8:tensor",
+    "MXFP8": "mxfp8:32",
+    "MXFP4": "mxfp4:32",
+    "W4A8_MXFP4_FP8": "fp8:token",
+    "NVFP4": "nvfp4:16",
+    "W4A8_NVFP4_FP8": "fp8:tensor",
+}
+"""How engines quantize the inputs of a format, if they do: with a calibrated scale (`tensor`), or
+dynamically (`token` and groups; NVFP4's block scales only)."""
+
+SMOOTHING_METHODS = ("smoothquant", "awq", "awq_lite", "awq_full")
 """Algorithms that leave a factor for each input column where no norm before it can take it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
+class RecipeFormat:
     """A format as a recipe names it: for linear modules, for the KV cache, or to be chosen.
 
     Exactly one of `algo` (of `FORMATS`), `kv_algo` (of `KV_BITS`) and `choose` (names of formats of
@@ -238,6 +269,11 @@ class Format:
     def number(self) -> NumberFormat:
         """The entry of `FORMATS`."""
         return FORMATS[self.algo]
+
+
+def packing_of(format: RecipeFormat) -> str:
+    """The packing of a format's codes, as `int4rows:128`."""
+    return PACKINGS[format.algo].format(group=format.group_size)
 
 
 def largest_group(columns: Sequence[int], most: int) -> int:

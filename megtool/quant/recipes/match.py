@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megtool.errors import listed
-from megtool.quant.recipes.algorithm import CHOOSING, idle
-from megtool.quant.recipes.formats import FORMATS, KV_BITS, SMOOTHING, Format, largest_group
+from megtool.quant.recipes.algorithm import SENSITIVITY_METHODS, is_no_op
+from megtool.quant.recipes.formats import (
+    FORMATS,
+    KV_BITS,
+    SMOOTHING_METHODS,
+    RecipeFormat,
+    largest_group,
+)
 from megtool.quant.recipes.modelopt_quantizers import decide_by_quantizers
-from megtool.quant.recipes.modules import Module
+from megtool.quant.recipes.modules import ModuleInfo
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.recipes.rules import KEEP, Problems, Rule, dangling
+from megtool.quant.recipes.rules import KEEP, RecipeProblems, RecipeRule, find_unmatched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +31,10 @@ class Decision:
     search may choose from: `num_bytes` is then what its budget allows.
     """
 
-    module: Module
-    format: Format | None
+    module: ModuleInfo
+    format: RecipeFormat | None
     rules: tuple[int, ...]
-    why: str
+    reason: str
     num_bytes: int
     choices: tuple[str, ...] = ()
 
@@ -44,7 +50,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Matched:
+class MatchResult:
     """The decisions about all modules, and how many modules each rule matches and decides."""
 
     decisions: tuple[Decision, ...]
@@ -53,9 +59,9 @@ class Matched:
     notes: tuple[str, ...]
 
 
-def match(
-    recipe: Recipe, modules: Sequence[Module], problems: Problems, *, group_size: int = 0
-) -> Matched:
+def match_rules(
+    recipe: Recipe, modules: Sequence[ModuleInfo], problems: RecipeProblems, *, group_size: int = 0
+) -> MatchResult:
     """Decide about every module.
 
     `group_size` replaces that of all formats that have several to choose from (0: their own).
@@ -63,7 +69,7 @@ def match(
     Adds to `problems` rules without effect, groups that do not divide, and formats that do not suit
     a module.
     """
-    holding = [[rule.condition.holds(m) for rule in recipe.rules] for m in modules]
+    holding = [[rule.condition.matches(m) for rule in recipe.rules] for m in modules]
     decisions = []
     for module, holds in zip(modules, holding, strict=True):
         if recipe.spaces:
@@ -77,11 +83,15 @@ def match(
     unknown = False
     if group_size:
         decisions = [_with_group_size(recipe, d, group_size) for d in decisions]
-        candidates = [f for names in {d.choices for d in decisions} for f in _choice_formats(recipe, names)]
+        candidates = [
+            f for names in {d.choices for d in decisions} for f in _choice_formats(recipe, names)
+        ]
         sizes_ = {d.format.group_size for d in decisions if d.format}
         unknown = group_size not in sizes_.union(*(f.number.groups for f in candidates))
         if unknown:
-            sizes = {g for f in (*(d.format for d in decisions), *candidates) for g in _group_sizes(f)}
+            sizes = {
+                g for f in (*(d.format for d in decisions), *candidates) for g in _group_sizes(f)
+            }
             hint_ = "one of " + ", ".join(map(str, sorted(sizes))) if sizes else "none has a choice"
             problems.add(0, f"no format of this recipe takes groups of {group_size}", hint_)
     matches = [sum(h[i] for h in holding) for i in range(len(recipe.rules))]
@@ -90,10 +100,10 @@ def match(
         for i in d.rules:
             decides[i] += 1
     notes = list(recipe.notes)
-    faulty = {line for line, _, _ in problems.found}
+    faulty = {line for line, _, _ in problems.problems}
     for i, rule in enumerate(recipe.rules):
         if recipe.strict and matches[i] and not rule.optional and rule.line not in faulty:
-            for name, hint in dangling(rule.condition, modules):
+            for name, hint in find_unmatched(rule.condition, modules):
                 rule_text = f" of {rule.label!r}" if rule.label != name else ""
                 problems.add(rule.line, f"{name}{rule_text} matches nothing in this model", hint)
         if problem := _explain_no_effect(recipe, i, matches[i], decides[i], holding):
@@ -107,8 +117,8 @@ def match(
     _check_group_sizes(decisions, problems, unknown=unknown)
     if not recipe.strict:
         notes += _no_op_notes(recipe, decisions)
-        notes += (f"kept: {d.why}" for d in decisions if "does not suit" in d.why)
-    return Matched(
+        notes += (f"kept: {d.reason}" for d in decisions if "does not suit" in d.reason)
+    return MatchResult(
         decisions=tuple(decisions),
         matches=tuple(matches),
         decides=tuple(decides),
@@ -123,21 +133,21 @@ def _no_op_notes(recipe: Recipe, decisions: Sequence[Decision]) -> list[str]:
         for d in decisions
         if d.format is not None
         and d.format.algo
-        and (d.format.method or recipe.method) not in (*CHOOSING, "none", "None")
-        and idle(d.format.method or recipe.method, recipe.algorithm, d.format)
+        and (d.format.method or recipe.method) not in (*SENSITIVITY_METHODS, "none", "None")
+        and is_no_op(d.format.method or recipe.method, recipe.algorithm, d.format)
     )
     return [f"{recipe.method} does nothing to {algo} here: it is as with max" for algo in algos]
 
 
-def _group_sizes(format: Format | None) -> tuple[int, ...]:
+def _group_sizes(format: RecipeFormat | None) -> tuple[int, ...]:
     """The group sizes that a format may have, where there is a choice."""
     sizes = format.number.groups if format is not None and format.algo else ()
     return sizes if len(sizes) > 1 else ()
 
 
-def _choice_formats(recipe: Recipe, choices: Sequence[str]) -> list[Format]:
+def _choice_formats(recipe: Recipe, choices: Sequence[str]) -> list[RecipeFormat]:
     """The formats that a choice is between."""
-    formats = (recipe.formats.get(c) or Format(name=c, algo=c) for c in choices if c != KEEP)
+    formats = (recipe.formats.get(c) or RecipeFormat(name=c, algo=c) for c in choices if c != KEEP)
     return [f for f in formats if f.algo in FORMATS]
 
 
@@ -145,11 +155,11 @@ def _with_group_size(recipe: Recipe, decision: Decision, size: int) -> Decision:
     if decision.format is None or size not in _group_sizes(decision.format):
         return decision
     format = replace(decision.format, group_size=size)
-    return _make_decision(recipe, decision.module, format, decision.rules, decision.why)
+    return _make_decision(recipe, decision.module, format, decision.rules, decision.reason)
 
 
 def _decide_by_rules(
-    recipe: Recipe, module: Module, holds: Sequence[bool], problems: Problems
+    recipe: Recipe, module: ModuleInfo, holds: Sequence[bool], problems: RecipeProblems
 ) -> Decision:
     numbers = [i for i, is_match in enumerate(holds) if is_match]
     if not numbers:
@@ -166,15 +176,17 @@ def _decide_by_rules(
                 "put a rule before it that keeps such modules"
                 + (", or take a format for weights alone" if _is_weight_only(module) else ""),
             )
-        return _make_decision(recipe, module, None, (chosen,), f"{format.label} does not suit {noun}")
+        return _make_decision(
+            recipe, module, None, (chosen,), f"{format.label} does not suit {noun}"
+        )
     return _make_decision(recipe, module, format, (chosen,), _reason(rule))
 
 
-def _reason(rule: Rule) -> str:
-    return rule.why or rule.condition.words()
+def _reason(rule: RecipeRule) -> str:
+    return rule.reason or rule.condition.describe()
 
 
-def _fits(format: Format, module: Module) -> bool:
+def _fits(format: RecipeFormat, module: ModuleInfo) -> bool:
     """The module can have the format. What looks rows up, or drafts, is not run in calibration, so
     nothing is known about its inputs."""
     if format.kv_algo:
@@ -184,11 +196,11 @@ def _fits(format: Format, module: Module) -> bool:
     return module.kind == "linear"
 
 
-def _is_weight_only(module: Module) -> bool:
+def _is_weight_only(module: ModuleInfo) -> bool:
     return module.kind == "embedding" or (module.kind == "linear" and "mtp" in module.roles)
 
 
-def _describe_module(module: Module) -> str:
+def _describe_module(module: ModuleInfo) -> str:
     if module.kind == "kv_cache":
         return "a KV cache"
     if "mtp" in module.roles and module.kind == "linear":
@@ -197,33 +209,41 @@ def _describe_module(module: Module) -> str:
 
 
 def _make_decision(
-    recipe: Recipe, module: Module, format: Format | None, rules: tuple[int, ...], reason: str
+    recipe: Recipe,
+    module: ModuleInfo,
+    format: RecipeFormat | None,
+    rules: tuple[int, ...],
+    reason: str,
 ) -> Decision:
     return Decision(
         module=module,
         format=format,
         rules=rules,
-        why=reason,
-        num_bytes=weigh(recipe, module, format),
+        reason=reason,
+        num_bytes=estimate_bytes(recipe, module, format),
         choices=format.choose if format else (),
     )
 
 
-def weigh(recipe: Recipe, module: Module, found: Format | None) -> int:
+def estimate_bytes(recipe: Recipe, module: ModuleInfo, format: RecipeFormat | None) -> int:
     """Bytes of a module in a format: codes, scales, and factors of input columns where stored.
 
     SmoothQuant and AWQ leave such factors with the last projection of attention and of the MLP
     alone; all others are taken by the norm before them.
     """
-    if found is None:
+    if format is None:
         return module.num_bytes
-    if found.kv_algo:
-        return round(module.numel * KV_BITS[found.kv_algo] / 8)
-    if found.choose:
-        return round(module.numel * found.bits / 8)
-    method = found.method or recipe.method
-    smoothed = method in SMOOTHING and not recipe.folds and bool(module.roles & {"proj", "fc2"})
-    return found.number.num_bytes(module.shape, found.group_size, smoothed=smoothed)
+    if format.kv_algo:
+        return round(module.numel * KV_BITS[format.kv_algo] / 8)
+    if format.choose:
+        return round(module.numel * format.bits / 8)
+    method = format.method or recipe.method
+    smoothed = (
+        method in SMOOTHING_METHODS
+        and not recipe.folds_scales
+        and bool(module.roles & {"proj", "fc2"})
+    )
+    return format.number.num_bytes(module.shape, format.group_size, smoothed=smoothed)
 
 
 def _explain_no_effect(
@@ -258,16 +278,16 @@ def _explain_no_effect(
 
 
 def _check_group_sizes(
-    decisions: Sequence[Decision], problems: Problems, *, unknown: bool = False
+    decisions: Sequence[Decision], problems: RecipeProblems, *, unknown: bool = False
 ) -> None:
     """Groups and blocks divide the weights they are for, and packed rows come in pairs.
 
     `unknown` says that other groups were asked for than there are, so that nothing is to be said
     about those that a recipe would have.
     """
-    wrong: dict[tuple[str, str], list[Module]] = defaultdict(list)
+    wrong: dict[tuple[str, str], list[ModuleInfo]] = defaultdict(list)
     suited: dict[str, list[int]] = defaultdict(list)
-    formats: dict[str, Format] = {}
+    formats: dict[str, RecipeFormat] = {}
     for d in decisions:
         f, m = d.format, d.module
         if f is None or not f.algo or (unknown and _group_sizes(f)):

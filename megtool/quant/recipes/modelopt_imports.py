@@ -8,25 +8,25 @@ from pathlib import Path
 
 from megtool.errors import RecipeError
 from megtool.quant.recipes.located_yaml import Node, read_documents
-from megtool.quant.recipes.modules import nearest
-from megtool.quant.recipes.rules import Problems
+from megtool.quant.recipes.modules import suggest
+from megtool.quant.recipes.rules import RecipeProblems
 
 _MAX_IMPORTS = 64
 
 
-class Imports:
+class ImportResolver:
     """Looks for imports in a folder, in those above it, and in the package `modelopt_recipes`.
 
     The package is found, and nothing of it is run.
     """
 
-    def __init__(self, root: Path | None, problems: Problems) -> None:
+    def __init__(self, root: Path | None, problems: RecipeProblems) -> None:
         self._roots = [root, *root.parents] if root else []
         spec = importlib.util.find_spec("modelopt_recipes")
         self._roots += [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
         self._problems, self._left = problems, _MAX_IMPORTS
 
-    def resolved(self, node: Node, above: tuple[str, ...] = ()) -> Node:
+    def resolve(self, node: Node, above: tuple[str, ...] = ()) -> Node:
         """A document without imports."""
         named = node.get("imports")
         imports: dict[str, Node] = {}
@@ -66,7 +66,7 @@ class Imports:
                 if isinstance(location.value, str)
             }
             return self._substitute(documents[1], imports)
-        return self.resolved(documents[0], above) if documents else Node(value={}, line=0)
+        return self.resolve(documents[0], above) if documents else Node(value={}, line=0)
 
     def _substitute(self, node: Node, imports: Mapping[str, Node]) -> Node:
         if isinstance(node.value, list):
@@ -80,10 +80,14 @@ class Imports:
             return node
         reference = node.value.get("$import")
         values: dict[str, Node] = {}
-        for item in (reference.value if isinstance(reference.value, list) else [reference]) if reference else ():
+        for item in (
+            (reference.value if isinstance(reference.value, list) else [reference])
+            if reference
+            else ()
+        ):
             imported = imports.get(str(item.value))
             if imported is None:
-                hint = nearest(str(item.value), imports) if imports else "no imports are declared"
+                hint = suggest(str(item.value), imports) if imports else "no imports are declared"
                 self._problems.add(item.line, f"unknown import {item.value!r}", hint)
             elif isinstance(imported.value, list) and len(node.value) == 1:
                 return imported

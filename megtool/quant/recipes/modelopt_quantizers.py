@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megtool.quant.recipes.formats import FORMATS, Format
-from megtool.quant.recipes.modelopt_settings import constant_of, faults, kind_of
-from megtool.quant.recipes.modules import Module
+from megtool.quant.recipes.formats import FORMATS, RecipeFormat
+from megtool.quant.recipes.modelopt_settings import (
+    classify_quantizer,
+    read_constant_amax,
+    unsupported_features,
+)
+from megtool.quant.recipes.modules import ModuleInfo
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.recipes.rules import KEEP, Problems
+from megtool.quant.recipes.rules import KEEP, RecipeProblems
 
 _CLASSES = {"nn.Linear": "linear", "nn.Embedding": "embedding"}
 
@@ -40,23 +44,23 @@ ALGOS: Mapping[tuple[str, str], str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantizers:
+class QuantizerPattern:
     """The quantizers that an entry names, as a condition on modules."""
 
     pattern: str
     parent_class: str
 
-    def holds(self, module: Module) -> bool:
+    def matches(self, module: ModuleInfo) -> bool:
         """Any quantizer of the module is named."""
-        return any(self.names(module, part) for part in _PARTS[module.kind])
+        return any(self.matches_quantizer(module, part) for part in _PARTS[module.kind])
 
-    def names(self, module: Module, part: str) -> bool:
+    def matches_quantizer(self, module: ModuleInfo, part: str) -> bool:
         """One quantizer of the module is named."""
         if self.parent_class and _CLASSES.get(self.parent_class) != module.kind:
             return False
-        return any(fnmatchcase(f"{n}.{part}", self.pattern) for n in module.called("hf"))
+        return any(fnmatchcase(f"{n}.{part}", self.pattern) for n in module.names_in("hf"))
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """The condition for people."""
         inside = f" in {self.parent_class}" if self.parent_class else ""
         return f"quantizer like {self.pattern}{inside}"
@@ -71,18 +75,18 @@ _PARTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class QuantizerSetting:
     """What an entry says: settings (None: none of its own), and whether they are switched on."""
 
-    quantizers: Quantizers
+    quantizers: QuantizerPattern
     cfg: Any
     enable: bool
     rule: int
 
 
 def decide_by_quantizers(
-    recipe: Recipe, module: Module, problems: Problems
-) -> tuple[Format | None, tuple[int, ...], str]:
+    recipe: Recipe, module: ModuleInfo, problems: RecipeProblems
+) -> tuple[RecipeFormat | None, tuple[int, ...], str]:
     """The format of a module, the rules that gave it, and why, after ModelOpt's precedence."""
     answers = [_decide(space, module, recipe, problems) for space in recipe.spaces]
     if len(answers) == 1:
@@ -91,17 +95,20 @@ def decide_by_quantizers(
     rules = tuple(dict.fromkeys(i for _, numbers, _ in answers for i in numbers))
     if not formats:
         return None, rules, answers[0][2]
-    choice = Format(name="auto", choose=(*formats, KEEP), bits=recipe.bits)
+    choice = RecipeFormat(name="auto", choose=(*formats, KEEP), bits=recipe.bits)
     return choice, rules, "chosen by sensitivity within a budget"
 
 
 def _decide(
-    space: tuple[Setting, ...], module: Module, recipe: Recipe, problems: Problems
-) -> tuple[Format | None, tuple[int, ...], str]:
+    space: tuple[QuantizerSetting, ...],
+    module: ModuleInfo,
+    recipe: Recipe,
+    problems: RecipeProblems,
+) -> tuple[RecipeFormat | None, tuple[int, ...], str]:
     settings: dict[str, tuple[Any, bool, int]] = {}
     for setting in space:
         for part in _PARTS[module.kind]:
-            if setting.quantizers.names(module, part):
+            if setting.quantizers.matches_quantizer(module, part):
                 before = settings.get(part, (None, False, -1))
                 cfg = setting.cfg if setting.cfg is not None else before[0]
                 settings[part] = (cfg, setting.enable, setting.rule)
@@ -118,7 +125,8 @@ def _decide(
     groups: list[int] = []
     inputs: list[int] = []
     kinds = [
-        kind_of(s[0], sizes) if s[1] else ("", "") for s, sizes in ((first, groups), (second, inputs))
+        classify_quantizer(s[0], sizes) if s[1] else ("", "")
+        for s, sizes in ((first, groups), (second, inputs))
     ]
     if module.kind == "kv_cache":
         kv = {"fp8": "FP8", "nvfp4": "NVFP4"}.get(kinds[0][0])
@@ -126,18 +134,18 @@ def _decide(
             _refuse(module, kinds, recipe, numbers, problems)
             return None, numbers, reason
         constant = bool(isinstance(first[0], dict) and first[0].get("use_constant_amax"))
-        return Format(name=f"kv_{kv.lower()}", kv_algo=kv, constant=constant), numbers, reason
+        return RecipeFormat(name=f"kv_{kv.lower()}", kv_algo=kv, constant=constant), numbers, reason
     algo = ALGOS.get((kinds[0][0], kinds[1][0]))
     size = groups[0] if groups else 0
     alike = kinds[0][0] != kinds[1][0] or groups == inputs
     if algo is None or size not in (FORMATS[algo].groups or (0,)) or not alike:
         _refuse(module, kinds, recipe, numbers, problems, size)
         return None, numbers, reason
-    constant_amax = constant_of(second[0]) if second[1] else 0.0
+    constant_amax = read_constant_amax(second[0]) if second[1] else 0.0
     if constant_amax and not FORMATS[algo].calibrates:
         message = f"{algo} scales inputs as they come, and a constant amax is not carried out"
         problems.add(recipe.rules[second[2]].line, message, "leave it out")
-    format = Format(
+    format = RecipeFormat(
         name=f"{algo} {size}" + (f" {constant_amax:g}" if constant_amax else ""),
         algo=algo,
         group_size=size,
@@ -150,26 +158,26 @@ def _decide(
 def _check_unsupported(
     settings: Mapping[str, tuple[Any, bool, int]],
     recipe: Recipe,
-    problems: Problems,
+    problems: RecipeProblems,
 ) -> None:
     """What quantizers of a module that are on ask for, and no engine format has."""
     for part, (cfg, enable, number) in settings.items():
         rule = recipe.rules[number]
         if enable and part == "output_quantizer":
-            message = f"{rule.condition.words()} rounds outputs, and no engine format does"
+            message = f"{rule.condition.describe()} rounds outputs, and no engine format does"
             problems.add(rule.line, message, "switch output_quantizer off")
         elif enable:
-            for feature in faults(cfg, part):
-                message = f"{rule.condition.words()} has {feature}, which is not carried out"
+            for feature in unsupported_features(cfg, part):
+                message = f"{rule.condition.describe()} has {feature}, which is not carried out"
                 problems.add(rule.line, message, "leave it out, or switch it off")
 
 
 def _refuse(
-    module: Module,
+    module: ModuleInfo,
     kinds: list[tuple[str, str]],
     recipe: Recipe,
     numbers: tuple[int, ...],
-    problems: Problems,
+    problems: RecipeProblems,
     size: int = 0,
 ) -> None:
     scheme = " with ".join(k[0] or k[1] or "nothing" for k in kinds)

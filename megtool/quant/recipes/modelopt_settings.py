@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megtool.quant.recipes.algorithm import Option
+from megtool.quant.recipes.algorithm import AlgorithmOption
 from megtool.quant.recipes.located_yaml import Node, as_key
-from megtool.quant.recipes.modules import nearest
-from megtool.quant.recipes.rules import Problems
+from megtool.quant.recipes.modules import suggest
+from megtool.quant.recipes.rules import RecipeProblems
 
 _FLOATS = {"e4m3": (4, 3), "e2m1": (2, 1), "e8m0": (8, 0), "e5m2": (5, 2), "e3m2": (3, 2)}
-CONSTANT = 448.0
+CONSTANT_AMAX = 448.0
 """The largest magnitude that `use_constant_amax` stands for."""
 
 # What has a meaning here, or none for what is stored.
@@ -50,17 +50,19 @@ _BLOCK_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _DYNAMIC = ("nvfp4", "mxfp8", "mxfp4")
 
 
-def check_settings(node: Node, problems: Problems) -> None:
+def check_settings(node: Node, problems: RecipeProblems) -> None:
     """Every key of a quantizer's settings, or of a list of them, is one that ModelOpt knows."""
     for settings in node.value if isinstance(node.value, list) else [node]:
         if not isinstance(settings.value, dict):
             if settings.value is not None:
-                problems.add(settings.line, f"cfg is {settings.plain()!r}", "a mapping, such as num_bits: 8")
+                problems.add(
+                    settings.line, f"cfg is {settings.plain()!r}", "a mapping, such as num_bits: 8"
+                )
             continue
         for key in settings.value:
             line = (settings.keys or {}).get(key, settings.line)
             if key not in _SUPPORTED and key not in _NEUTRAL:
-                hint = nearest(key, [*_SUPPORTED, *_NEUTRAL])
+                hint = suggest(key, [*_SUPPORTED, *_NEUTRAL])
                 problems.add(line, f"unknown attribute {key!r} of a quantizer", hint)
         kind = settings.get("type")
         if kind is not None and kind.value not in ("static", "dynamic", None):
@@ -69,11 +71,11 @@ def check_settings(node: Node, problems: Problems) -> None:
         for key in blocks.value if blocks is not None and isinstance(blocks.value, dict) else ():
             if key not in _BLOCKS and not key.removeprefix("-").isdigit():
                 line = ((blocks.keys if blocks else None) or {}).get(key, settings.line)
-                hint = nearest(key, _BLOCKS) + ", or a dimension"
+                hint = suggest(key, _BLOCKS) + ", or a dimension"
                 problems.add(line, f"unknown key {key!r} of block_sizes", hint)
 
 
-def faults(cfg: Any, part: str) -> Iterator[str]:
+def unsupported_features(cfg: Any, part: str) -> Iterator[str]:
     """What the settings of a quantizer that is on ask for and does not happen here.
 
     `part` is the quantizer's name in its module, as `weight_quantizer`.
@@ -89,7 +91,7 @@ def faults(cfg: Any, part: str) -> Iterator[str]:
         for key, values in _BLOCK_NEUTRAL.items():
             if key in sizes and sizes[key] not in values:
                 yield f"{key} {_shorten(sizes[key])}"
-        word = kind_of(settings, [])[0]
+        word = classify_quantizer(settings, [])[0]
         if part == "weight_quantizer":
             for key in ("constant_amax", "use_constant_amax"):
                 if settings.get(key):
@@ -106,20 +108,20 @@ def _shorten(value: Any) -> str:
     return ("true" if value else "false") if isinstance(value, bool) else str(value)[:60]
 
 
-def constant_of(cfg: Any) -> float:
+def read_constant_amax(cfg: Any) -> float:
     """The largest magnitude of inputs that settings pin (0: none, so that it is calibrated)."""
     if not isinstance(cfg, Mapping):
         return 0.0
     value = cfg.get("constant_amax")
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
         return float(value)
-    return CONSTANT if cfg.get("use_constant_amax") else 0.0
+    return CONSTANT_AMAX if cfg.get("use_constant_amax") else 0.0
 
 
-def kind_of(cfg: Any, groups: list[int]) -> tuple[str, str]:
+def classify_quantizer(cfg: Any, groups: list[int]) -> tuple[str, str]:
     """Quantizer settings as a word, or as what they say; group sizes are added to `groups`."""
     if isinstance(cfg, list):
-        inner = [kind_of(c, groups)[0] for c in cfg]
+        inner = [classify_quantizer(c, groups)[0] for c in cfg]
         return "+".join(inner), str(cfg)
     if not isinstance(cfg, Mapping):
         return "", "INT8 by default"
@@ -128,7 +130,9 @@ def kind_of(cfg: Any, groups: list[int]) -> tuple[str, str]:
     sizes = {str(k): as_key(v) for k, v in blocks.items()} if isinstance(blocks, Mapping) else {}
     scale = _bits(sizes.get("scale_bits"))
     size, axis = sizes.get("-1"), cfg.get("axis")
-    description = f"num_bits {cfg.get('num_bits', 8)}, block_sizes {dict(sizes) or 'none'}, axis {axis}"
+    description = (
+        f"num_bits {cfg.get('num_bits', 8)}, block_sizes {dict(sizes) or 'none'}, axis {axis}"
+    )
     word = ""
     if not sizes:
         by = {None: {(4, 3): "fp8", 8: "int8"}, 0: {(4, 3): "fp8_channel", 8: "int8_channel"}}
@@ -167,9 +171,9 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "sync_expert_weight_amax": (False, None),
 }
 _RANGES = {
-    "alpha": Option(float),
-    "alpha_step": Option(float, least=0.001),
-    "perc_damp": Option(float, above=True),
+    "alpha": AlgorithmOption(float),
+    "alpha_step": AlgorithmOption(float, minimum=0.001),
+    "perc_damp": AlgorithmOption(float, excludes_minimum=True),
 }
 _SCALES = ("shared_states", "distributed_sync")
 _CLIPS = ("max_co_batch_size", "max_tokens_per_batch", "min_clip_ratio", "shrink_step", "debug")
@@ -198,7 +202,7 @@ _LAYERWISE = (
 )
 
 
-def read_method(node: Node | None, problems: Problems, notes: list[str]) -> dict[str, Any]:
+def read_method(node: Node | None, problems: RecipeProblems, notes: list[str]) -> dict[str, Any]:
     """The `algorithm` of a recipe: a name, nothing, or a mapping with options.
 
     Options that only say how finely is searched are told in `notes`.
@@ -214,7 +218,7 @@ def read_method(node: Node | None, problems: Problems, notes: list[str]) -> dict
     method = _name(node)
     name_node = node.get("method") or node
     if method not in _ALGORITHMS:
-        hint = nearest("" if method in _UNSUPPORTED_ALGORITHMS else method, _ALGORITHMS)
+        hint = suggest("" if method in _UNSUPPORTED_ALGORITHMS else method, _ALGORITHMS)
         problems.add(name_node.line, f"algorithm {method!r} is not carried out", hint)
         return {"method": "none"}
     if not isinstance(node.value, dict):
@@ -224,11 +228,11 @@ def read_method(node: Node | None, problems: Problems, notes: list[str]) -> dict
     for key, value in node.value.items():
         line, plain = (node.keys or {}).get(key, value.line), value.plain()
         if key not in keys:
-            problems.add(line, f"unknown option {key!r} of {method}", nearest(key, keys))
+            problems.add(line, f"unknown option {key!r} of {method}", suggest(key, keys))
         elif key == "layerwise":
             _check_layerwise(value, method, problems)
-        elif key in _RANGES and plain is not None and not _RANGES[key].takes(plain):
-            problems.add(line, f"{key} is {plain!r}", _RANGES[key].words())
+        elif key in _RANGES and plain is not None and not _RANGES[key].accepts(plain):
+            problems.add(line, f"{key} is {plain!r}", _RANGES[key].describe())
         elif key in _VALUES and plain not in _VALUES[key]:
             problems.add(line, f"{key} {_shorten(plain)} is not carried out", "leave it out")
         elif key in _SEARCH_OPTIONS or (key == "block_size" and method == "local_hessian"):
@@ -243,7 +247,7 @@ def _name(node: Node) -> str:
     return "none" if named is None or named.value is None else named.text
 
 
-def _check_layerwise(node: Node, method: str, problems: Problems) -> None:
+def _check_layerwise(node: Node, method: str, problems: RecipeProblems) -> None:
     """Layers one by one change nothing, unless what rounding made of one is shown to the next: here
     GPTQ does so, and nothing else."""
     if not isinstance(node.value, dict):
@@ -253,7 +257,7 @@ def _check_layerwise(node: Node, method: str, problems: Problems) -> None:
     for key, value in node.value.items():
         line = (node.keys or {}).get(key, value.line)
         if key not in _LAYERWISE:
-            hint = nearest(key, _LAYERWISE)
+            hint = suggest(key, _LAYERWISE)
             problems.add(line, f"unknown option {key!r} of layerwise", hint)
         elif key == _SHOWN and value.value not in (None, method == "gptq"):
             always = "always" if method == "gptq" else "never"

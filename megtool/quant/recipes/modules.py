@@ -48,7 +48,7 @@ _EMBEDDINGS = ("embed", "positions", "token_types")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Module:
+class ModuleInfo:
     """One module of the model under its canonical name, `layers.3.attn.q`.
 
     `layer` is counted over the whole model, and `num_layers` is that of the model; layers of
@@ -71,7 +71,7 @@ class Module:
         """Elements of the weight."""
         return prod(self.shape)
 
-    def called(self, scheme: str) -> tuple[str, ...]:
+    def names_in(self, scheme: str) -> tuple[str, ...]:
         """The names in one of `SCHEMES`."""
         return (self.name,) if scheme == "canonical" else tuple(self.names.get(scheme, ()))
 
@@ -80,27 +80,27 @@ class Module:
 class Modules:
     """All modules of a model, in its order; `other_bytes` are biases and what else has no rule."""
 
-    modules: tuple[Module, ...]
+    modules: tuple[ModuleInfo, ...]
     other_bytes: int
     schemes: tuple[str, ...]
 
 
-def list_modules(side: CanonicalView) -> Modules:
+def list_modules(view: CanonicalView) -> Modules:
     """The modules of a model that was read as canonical tensors, optimizer state left out.
 
     Raises:
         MappingError: the checkpoint is of no known model, so nothing has a canonical name.
     """
-    config = side.config
-    if side.dialect == "identity" or config is None:
+    config = view.config
+    if view.dialect == "identity" or config is None:
         raise MappingError(
             "a recipe needs the names of a known model",
             hint="--family NAME says what it is, --like FOLDER takes its config.json",
         )
-    stored = {s: _stored_names(side, s) for s in ("hf", "megatron")}
-    modules: list[Module] = []
+    stored = {s: _stored_names(view, s) for s in ("hf", "megatron")}
+    modules: list[ModuleInfo] = []
     other_bytes = 0
-    for name, tensor in sorted(side.canonical.items(), key=lambda item: _sort_key(item[0])):
+    for name, tensor in sorted(view.canonical.items(), key=lambda item: _sort_key(item[0])):
         if ":" in name:  # optimizer state
             continue
         module, _, last = name.rpartition(".")
@@ -108,9 +108,13 @@ def list_modules(side: CanonicalView) -> Modules:
             other_bytes += tensor.num_bytes
             continue
         kind, roles = _classify(module, len(tensor.shape))
-        names = {s: _module_names(stored_names[name], s, module) for s, stored_names in stored.items() if name in stored_names}
+        names = {
+            s: _module_names(stored_names[name], s, module)
+            for s, stored_names in stored.items()
+            if name in stored_names
+        }
         modules.append(
-            Module(
+            ModuleInfo(
                 name=module,
                 kind=kind,
                 roles=roles,
@@ -121,7 +125,7 @@ def list_modules(side: CanonicalView) -> Modules:
                 names=names,
             )
         )
-        if last_of_keys(module):
+        if completes_kv(module):
             modules.append(_kv_cache(modules[-1], config))
     return Modules(
         modules=tuple(modules),
@@ -169,17 +173,17 @@ def _sort_key(name: str) -> tuple[tuple[int, int, str], ...]:
     )
 
 
-def last_of_keys(module: str) -> bool:
+def completes_kv(module: str) -> bool:
     """The module that makes what the KV cache holds: values, or the latent of latent attention."""
     return module.endswith((".attn.v", ".attn.kv_down"))
 
 
-def _kv_cache(after: Module, config: ModelConfig) -> Module:
+def _kv_cache(after: ModuleInfo, config: ModelConfig) -> ModuleInfo:
     """The KV cache of the layer whose last projection of keys or values is `after`."""
     latent = after.name.endswith("kv_down")
     rows = after.shape[0] if latent else 2 * after.shape[0]
-    hf = tuple(n.rpartition(".")[0] for n in after.called("hf"))
-    return Module(
+    hf = tuple(n.rpartition(".")[0] for n in after.names_in("hf"))
+    return ModuleInfo(
         name=after.name.rpartition(".")[0] + ".kv",
         kind="kv_cache",
         roles=frozenset({"kv"} | (after.roles & {"mtp"})),
@@ -249,18 +253,18 @@ def _module_names(stored: str, scheme: str, module: str) -> tuple[str, ...]:
 _OWN_TENSOR = re.compile(r"\.experts\.\d+\.")
 
 
-def in_blocks(module: Module) -> bool:
+def is_in_expert_blocks(module: ModuleInfo) -> bool:
     """Codes of the module lie with those of the other experts in `BLOCKS`."""
-    names = module.called("hf")
+    names = module.names_in("hf")
     return "expert" in module.roles and bool(names) and not _OWN_TENSOR.search(names[0])
 
 
-def is_turned(module: Module) -> bool:
+def is_rotary(module: ModuleInfo) -> bool:
     """Queries or keys: rotation pairs their rows, and engines may hold the pairs otherwise."""
     return "qkv" in module.roles and module.name.endswith((".q", ".k"))
 
 
-def fused_with(module: Module) -> str:
+def find_fused_name(module: ModuleInfo) -> str:
     """What engines run as one with this module: siblings have the same answer."""
     parent, _, last = module.name.rpartition(".")
     if module.roles & {"qkv"} and last in ("q", "k", "v"):
@@ -272,11 +276,11 @@ def fused_with(module: Module) -> str:
     return module.name
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def suggest(word: str, choices: Iterable[str]) -> str:
     """A hint with the most similar of the known words, or a few of them."""
     from difflib import get_close_matches
 
-    listed = sorted(set(known))
+    listed = sorted(set(choices))
     close = get_close_matches(word, listed, n=3, cutoff=0.6)
     if close:
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"

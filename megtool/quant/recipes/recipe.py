@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megtool.quant.recipes.algorithm import METHODS, check_methods, read_algorithm
-from megtool.quant.recipes.formats import FORMATS, KV_BITS, Format
+from megtool.quant.recipes.formats import FORMATS, KV_BITS, RecipeFormat
 from megtool.quant.recipes.located_yaml import Node
-from megtool.quant.recipes.modules import nearest
-from megtool.quant.recipes.rules import KEEP, Problems, Rule, read_condition, texts
+from megtool.quant.recipes.modules import suggest
+from megtool.quant.recipes.rules import KEEP, RecipeProblems, RecipeRule, read_condition, read_texts
 
 _TOP = ("description", "algorithm", "formats", "rules")
 _FORMAT = (
@@ -31,7 +31,7 @@ _FORMAT = (
 )
 _RULE = ("name", "match", "format", "optional", "why")
 
-MOST_RULES = 1000
+MAX_RULES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +52,14 @@ class Recipe:
     first_wins: bool = True
     strict: bool = True
     algorithm: Mapping[str, Any] = field(default_factory=dict)
-    formats: Mapping[str, Format] = field(default_factory=dict)
-    rules: tuple[Rule, ...] = ()
+    formats: Mapping[str, RecipeFormat] = field(default_factory=dict)
+    rules: tuple[RecipeRule, ...] = ()
     notes: tuple[str, ...] = ()
     spaces: tuple[Any, ...] = ()
     bits: float = 0.0
 
     @property
-    def folds(self) -> bool:
+    def folds_scales(self) -> bool:
         """Factors of columns are only where a norm before them takes them in: none are stored."""
         return bool(self.algorithm.get("fold"))
 
@@ -69,7 +69,7 @@ class Recipe:
         return str(self.algorithm.get("method", "none"))
 
 
-def read_recipe(node: Node, name: str, problems: Problems) -> Recipe:
+def read_recipe(node: Node, name: str, problems: RecipeProblems) -> Recipe:
     """A recipe in megtool's own dialect; what is wrong with it is added to `problems`."""
     check_keys(node, _TOP, "recipe", problems)
     described = node.get("description")
@@ -87,19 +87,19 @@ def read_recipe(node: Node, name: str, problems: Problems) -> Recipe:
     )
 
 
-def check_keys(node: Node, known: tuple[str, ...], what: str, problems: Problems) -> bool:
+def check_keys(node: Node, keys: tuple[str, ...], name: str, problems: RecipeProblems) -> bool:
     """The node is a mapping; every key that is not known is a problem."""
     if not isinstance(node.value, dict):
-        problems.add(node.line, f"{what} is {node.plain()!r}", "a mapping")
+        problems.add(node.line, f"{name} is {node.plain()!r}", "a mapping")
         return False
     for key, value in node.value.items():
-        if key not in known:
+        if key not in keys:
             line = (node.keys or {}).get(key, value.line)
-            problems.add(line, f"unknown key {key!r} of a {what}", nearest(key, known))
+            problems.add(line, f"unknown key {key!r} of a {name}", suggest(key, keys))
     return True
 
 
-def _formats(node: Node | None, problems: Problems) -> dict[str, Format]:
+def _formats(node: Node | None, problems: RecipeProblems) -> dict[str, RecipeFormat]:
     if node is None:
         return {}
     if not isinstance(node.value, dict):
@@ -115,17 +115,19 @@ def _formats(node: Node | None, problems: Problems) -> dict[str, Format]:
     for format in formats.values():
         for choice in format.choose:
             if choice != KEEP and (choice not in formats or formats[choice].choose):
-                problems.add(format.line, f"{format.name} chooses {choice!r}", nearest(choice, formats))
+                problems.add(
+                    format.line, f"{format.name} chooses {choice!r}", suggest(choice, formats)
+                )
     return formats
 
 
-def _format(name: str, node: Node, line: int, problems: Problems) -> Format:
+def _format(name: str, node: Node, line: int, problems: RecipeProblems) -> RecipeFormat:
     kinds = {k: v for k in ("algo", "kv_algo", "choose") if (v := node.get(k)) is not None}
     if len(kinds) != 1:
         problems.add(line, f"format {name!r} needs exactly one of algo, kv_algo and choose")
     algo = _read_choice(kinds.get("algo"), "algo", FORMATS, problems)
     kv_algo = _read_choice(kinds.get("kv_algo"), "kv_algo", KV_BITS, problems)
-    choose = texts(kinds["choose"], "choose", problems) if "choose" in kinds else ()
+    choose = read_texts(kinds["choose"], "choose", problems) if "choose" in kinds else ()
     bits = _read_number(node.get("bits"), "bits", 0.0, problems)
     if bool(choose) != bool(bits):
         problems.add(line, f"format {name!r}: choose and bits go together")
@@ -137,12 +139,12 @@ def _format(name: str, node: Node, line: int, problems: Problems) -> Format:
         problems.add(twice.line, "round_twice is for algo: FP8 alone", "true or false")
     chosen = node.get("algorithm")
     method = _read_choice(chosen, "algorithm", METHODS, problems)
-    return Format(
+    return RecipeFormat(
         name=name,
         algo=algo,
         kv_algo=kv_algo,
         choose=choose,
-        group_size=group_of(algo, node.get("group_size"), problems),
+        group_size=read_group_size(algo, node.get("group_size"), problems),
         bits=bits,
         constant=bool(constant and constant.value),
         method=method,
@@ -151,7 +153,7 @@ def _format(name: str, node: Node, line: int, problems: Problems) -> Format:
     )
 
 
-def group_of(algo: str, node: Node | None, problems: Problems) -> int:
+def read_group_size(algo: str, node: Node | None, problems: RecipeProblems) -> int:
     """The group size of a format: its own, or one that is asked for and that engines know."""
     sizes = FORMATS[algo].groups if algo in FORMATS else ()
     if node is None:
@@ -164,16 +166,18 @@ def group_of(algo: str, node: Node | None, problems: Problems) -> int:
     return size
 
 
-def _read_choice(node: Node | None, key: str, choices: Mapping[str, Any], problems: Problems) -> str:
+def _read_choice(
+    node: Node | None, key: str, choices: Mapping[str, Any], problems: RecipeProblems
+) -> str:
     if node is None:
         return ""
     if node.text not in choices:
-        problems.add(node.line, f"unknown {key} {node.plain()!r}", nearest(node.text, choices))
+        problems.add(node.line, f"unknown {key} {node.plain()!r}", suggest(node.text, choices))
         return ""
     return node.text
 
 
-def _read_number(node: Node | None, key: str, default: float, problems: Problems) -> float:
+def _read_number(node: Node | None, key: str, default: float, problems: RecipeProblems) -> float:
     if node is None:
         return default
     value = node.value
@@ -183,13 +187,15 @@ def _read_number(node: Node | None, key: str, default: float, problems: Problems
     return float(value)
 
 
-def _rules(node: Node, formats: Mapping[str, Format], problems: Problems) -> tuple[Rule, ...]:
+def _rules(
+    node: Node, formats: Mapping[str, RecipeFormat], problems: RecipeProblems
+) -> tuple[RecipeRule, ...]:
     listed = node.get("rules")
     if listed is None or not isinstance(listed.value, list) or not listed.value:
         problems.add(listed.line if listed else node.line, "a recipe needs a list of rules")
         return ()
-    if len(listed.value) > MOST_RULES:
-        problems.add(listed.line, f"{len(listed.value)} rules", f"at most {MOST_RULES}")
+    if len(listed.value) > MAX_RULES:
+        problems.add(listed.line, f"{len(listed.value)} rules", f"at most {MAX_RULES}")
         return ()
     rules, named = [], set()
     for entry in listed.value:
@@ -204,20 +210,20 @@ def _rules(node: Node, formats: Mapping[str, Format], problems: Problems) -> tup
         if chosen is None:
             continue
         if chosen.text != KEEP and chosen.text not in formats:
-            hint = nearest(chosen.text, [*formats, KEEP])
+            hint = suggest(chosen.text, [*formats, KEEP])
             problems.add(chosen.line, f"unknown format {chosen.plain()!r}", hint)
         if condition is None:
             named.add(chosen.text)
             continue
         name, reason = entry.get("name"), entry.get("why")
         rules.append(
-            Rule(
+            RecipeRule(
                 condition=condition,
                 format=chosen.text,
-                label=name.text if name else condition.words(),
+                label=name.text if name else condition.describe(),
                 line=entry.line,
                 optional=bool(optional and optional.value),
-                why=" ".join(reason.text.split()) if reason else "",
+                reason=" ".join(reason.text.split()) if reason else "",
             )
         )
     used = named | {r.format for r in rules} | {c for f in formats.values() for c in f.choose}

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from megtool.errors import RecipeError
 from megtool.quant.recipes.located_yaml import Node
-from megtool.quant.recipes.modules import KINDS, ROLES, SCHEMES, Module, nearest
+from megtool.quant.recipes.modules import KINDS, ROLES, SCHEMES, ModuleInfo, suggest
 
 KEEP = "keep"
 """Says that a module stays as it is."""
@@ -23,10 +23,10 @@ _NUMBER = re.compile(r"-?\d+")
 class Condition(Protocol):
     """What a rule asks of a module."""
 
-    def holds(self, module: Module) -> bool:
+    def matches(self, module: ModuleInfo) -> bool:
         """The module is meant."""
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """The condition for people."""
 
 
@@ -37,12 +37,12 @@ class Glob:
     patterns: tuple[str, ...]
     scheme: str = "canonical"
 
-    def holds(self, module: Module) -> bool:
+    def matches(self, module: ModuleInfo) -> bool:
         """Any of the module's names matches any pattern."""
-        names = module.called(self.scheme)
+        names = module.names_in(self.scheme)
         return any(fnmatchcase(n, p) for n in names for p in self.patterns)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """The condition for people."""
         return "name like " + " or ".join(self.patterns)
 
@@ -55,14 +55,14 @@ class Regex:
     scheme: str = "canonical"
     prefix: bool = False
 
-    def holds(self, module: Module) -> bool:
+    def matches(self, module: ModuleInfo) -> bool:
         """Any of the module's names matches any expression."""
-        names = module.called(self.scheme)
+        names = module.names_in(self.scheme)
         if self.prefix:
             return any(p.match(n) for n in names for p in self.patterns)
         return any(p.fullmatch(n) for n in names for p in self.patterns)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """The condition for people."""
         return "name matches " + " or ".join(p.pattern for p in self.patterns)
 
@@ -74,11 +74,11 @@ class Exact:
     names: tuple[str, ...]
     scheme: str = "canonical"
 
-    def holds(self, module: Module) -> bool:
+    def matches(self, module: ModuleInfo) -> bool:
         """The module has one of the names."""
-        return any(n in self.names for n in module.called(self.scheme))
+        return any(n in self.names for n in module.names_in(self.scheme))
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """The condition for people."""
         return "name is " + " or ".join(self.names)
 
@@ -93,7 +93,7 @@ class Layers:
     ranges: tuple[tuple[int | None, int | None], ...]
     text: str
 
-    def holds(self, module: Module) -> bool:
+    def matches(self, module: ModuleInfo) -> bool:
         """The module lies in one of the layers."""
         if module.layer is None:
             return False
@@ -101,7 +101,7 @@ class Layers:
             module.layer in range(*slice(*ends).indices(module.num_layers)) for ends in self.ranges
         )
 
-    def beyond(self, num_layers: int) -> list[str]:
+    def out_of_range(self, num_layers: int) -> list[str]:
         """What is written of layers that a model of so many does not have: numbers and ends of
         ranges outside of it, and slices of nothing."""
         out = []
@@ -116,7 +116,7 @@ class Layers:
             out += [] if fits else [text]
         return out
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """The condition for people."""
         return f"layers {self.text}"
 
@@ -127,11 +127,11 @@ class Role:
 
     roles: tuple[str, ...]
 
-    def holds(self, module: Module) -> bool:
+    def matches(self, module: ModuleInfo) -> bool:
         """The module has any of the roles."""
         return not module.roles.isdisjoint(self.roles)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """The condition for people."""
         return "role " + " or ".join(self.roles)
 
@@ -142,41 +142,41 @@ class OfKind:
 
     kinds: tuple[str, ...]
 
-    def holds(self, module: Module) -> bool:
+    def matches(self, module: ModuleInfo) -> bool:
         """The module is of any of the kinds."""
         return module.kind in self.kinds
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """The condition for people."""
         return "kind " + " or ".join(self.kinds)
 
 
 @dataclass(frozen=True, slots=True)
-class All:
+class AllOf:
     """All of several conditions."""
 
     parts: tuple[Condition, ...]
 
-    def holds(self, module: Module) -> bool:
+    def matches(self, module: ModuleInfo) -> bool:
         """Every part holds."""
-        return all(p.holds(module) for p in self.parts)
+        return all(p.matches(module) for p in self.parts)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """The condition for people."""
         return " and ".join(_parenthesize(p) for p in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
-class Either:
+class AnyOf:
     """Any of several conditions."""
 
     parts: tuple[Condition, ...]
 
-    def holds(self, module: Module) -> bool:
+    def matches(self, module: ModuleInfo) -> bool:
         """Some part holds."""
-        return any(p.holds(module) for p in self.parts)
+        return any(p.matches(module) for p in self.parts)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """The condition for people."""
         return " or ".join(_parenthesize(p) for p in self.parts)
 
@@ -187,35 +187,39 @@ class Not:
 
     part: Condition
 
-    def holds(self, module: Module) -> bool:
+    def matches(self, module: ModuleInfo) -> bool:
         """The part does not hold."""
-        return not self.part.holds(module)
+        return not self.part.matches(module)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """The condition for people."""
         return f"not {_parenthesize(self.part)}"
 
 
 def _parenthesize(part: Condition) -> str:
-    return f"({part.words()})" if isinstance(part, All | Either) else part.words()
+    return f"({part.describe()})" if isinstance(part, AllOf | AnyOf) else part.describe()
 
 
-def dangling(condition: Condition, modules: Sequence[Module]) -> list[tuple[str, str]]:
+def find_unmatched(condition: Condition, modules: Sequence[ModuleInfo]) -> list[tuple[str, str]]:
     """Names, patterns and layers anywhere in a condition that are nowhere in a model, each with
     what to do about it."""
-    if isinstance(condition, All | Either):
-        return [unmatched for part in condition.parts for unmatched in dangling(part, modules)]
+    if isinstance(condition, AllOf | AnyOf):
+        return [
+            unmatched for part in condition.parts for unmatched in find_unmatched(part, modules)
+        ]
     if isinstance(condition, Not):
-        return dangling(condition.part, modules)
+        return find_unmatched(condition.part, modules)
     if isinstance(condition, Layers):
         depth = modules[0].num_layers if modules else 0
         hint = f"the model has layers 0 to {depth - 1}"
-        return [(f"layers {text}", hint) for text in condition.beyond(depth)]
+        return [(f"layers {text}", hint) for text in condition.out_of_range(depth)]
     out = []
     if isinstance(condition, Exact):
-        names = [n for m in modules for n in m.called(condition.scheme)]
+        names = [n for m in modules for n in m.names_in(condition.scheme)]
         known_names = set(names)
-        out = [(f"the name {n}", nearest(n, names)) for n in condition.names if n not in known_names]
+        out = [
+            (f"the name {n}", suggest(n, names)) for n in condition.names if n not in known_names
+        ]
     elif isinstance(condition, Glob | Regex):
         single: list[Condition]
         if isinstance(condition, Glob):
@@ -223,13 +227,13 @@ def dangling(condition: Condition, modules: Sequence[Module]) -> list[tuple[str,
         else:
             single = [replace(condition, patterns=(r,)) for r in condition.patterns]
         for condition_ in single:
-            if not any(condition_.holds(m) for m in modules):
-                out.append((condition_.words(), "`explain` with recipe fp8 lists the names"))
+            if not any(condition_.matches(m) for m in modules):
+                out.append((condition_.describe(), "`explain` with recipe fp8 lists the names"))
     return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class RecipeRule:
     """A condition and the name of the format it gives; `KEEP` leaves the module as it is.
 
     `optional` rules may decide nothing. `label` is how reports call it, `why` the author's reason.
@@ -240,20 +244,20 @@ class Rule:
     label: str
     line: int = 0
     optional: bool = False
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(slots=True)
-class Problems:
+class RecipeProblems:
     """What is wrong with a recipe, collected so that all of it is told at once."""
 
     file: str
-    found: list[tuple[int, str, str]] = field(default_factory=list)
+    problems: list[tuple[int, str, str]] = field(default_factory=list)
 
     def add(self, line: int, text: str, hint: str = "") -> None:
         """One more problem, at a line (0: of the whole file)."""
-        if (line, text, hint) not in self.found:
-            self.found.append((line, text, hint))
+        if (line, text, hint) not in self.problems:
+            self.problems.append((line, text, hint))
 
     def raise_all(self) -> None:
         """Stop here if there are any.
@@ -261,14 +265,15 @@ class Problems:
         Raises:
             RecipeError: with every problem, in the order of lines.
         """
-        if not self.found:
+        if not self.problems:
             return
-        problems = sorted(self.found, key=lambda p: p[0])
+        problems = sorted(self.problems, key=lambda p: p[0])
         messages = [f"line {line}: {text}" if line else text for line, text, _ in problems]
         if len(problems) == 1:
             raise RecipeError(messages[0], file=self.file, hint=problems[0][2] or None)
         lines = [
-            f"{t} ({hint})" if hint else t for t, (_, _, hint) in zip(messages, problems, strict=True)
+            f"{t} ({hint})" if hint else t
+            for t, (_, _, hint) in zip(messages, problems, strict=True)
         ]
         raise RecipeError(
             f"{len(lines)} problems in the recipe {self.file}:\n  " + "\n  ".join(lines)
@@ -279,14 +284,14 @@ _LEAVES = ("glob", "regex", "exact", "layers", "role", "kind")
 _GROUPS = ("all", "any", "not")
 
 
-def read_condition(node: Node, problems: Problems) -> Condition:
+def read_condition(node: Node, problems: RecipeProblems) -> Condition:
     """The condition that a `match:` says; its keys have all to hold, a key's list any of it.
 
     What is wrong is added to `problems`, and a part without sense holds never.
     """
     if not isinstance(node.value, dict) or not node.value:
         problems.add(node.line, "match needs at least one condition", f"one of {', '.join(_KEYS)}")
-        return Either(())
+        return AnyOf(())
     parts: list[Condition] = []
     scheme = _scheme(node.value.get("names"), problems)
     for key, value in node.value.items():
@@ -294,34 +299,34 @@ def read_condition(node: Node, problems: Problems) -> Condition:
         if key == "names":
             continue
         if key not in _KEYS:
-            problems.add(line, f"unknown condition {key!r}", nearest(key, _KEYS))
+            problems.add(line, f"unknown condition {key!r}", suggest(key, _KEYS))
         elif key in ("all", "any"):
             listed = value.value if isinstance(value.value, list) else None
             if not listed:
                 problems.add(line, f"{key!r} needs a list of conditions")
                 continue
             inner = tuple(read_condition(n, problems) for n in listed)
-            parts.append(All(inner) if key == "all" else Either(inner))
+            parts.append(AllOf(inner) if key == "all" else AnyOf(inner))
         elif key == "not":
             parts.append(Not(read_condition(value, problems)))
         else:
             parts.append(_read_leaf(key, value, scheme, problems))
-    return parts[0] if len(parts) == 1 else All(tuple(parts))
+    return parts[0] if len(parts) == 1 else AllOf(tuple(parts))
 
 
 _KEYS = (*_LEAVES, *_GROUPS, "names")
 
 
-def _scheme(node: Node | None, problems: Problems) -> str:
+def _scheme(node: Node | None, problems: RecipeProblems) -> str:
     if node is None:
         return "canonical"
     if node.text not in SCHEMES:
-        problems.add(node.line, f"unknown names {node.plain()!r}", nearest(node.text, SCHEMES))
+        problems.add(node.line, f"unknown names {node.plain()!r}", suggest(node.text, SCHEMES))
         return "canonical"
     return node.text
 
 
-def texts(node: Node, what: str, problems: Problems) -> tuple[str, ...]:
+def read_texts(node: Node, key: str, problems: RecipeProblems) -> tuple[str, ...]:
     """A text or a list of texts."""
     listed = node.value if isinstance(node.value, list) else [node]
     out = []
@@ -331,31 +336,33 @@ def texts(node: Node, what: str, problems: Problems) -> tuple[str, ...]:
         elif isinstance(item.value, int) and not isinstance(item.value, bool):
             out.append(str(item.value))
         else:
-            problems.add(item.line, f"{what} is {item.plain()!r}", "a text, or a list of texts")
+            problems.add(item.line, f"{key} is {item.plain()!r}", "a text, or a list of texts")
     return tuple(out)
 
 
-def _read_leaf(key: str, node: Node, scheme: str, problems: Problems) -> Condition:
-    values = texts(node, key, problems)
+def _read_leaf(key: str, node: Node, scheme: str, problems: RecipeProblems) -> Condition:
+    values = read_texts(node, key, problems)
     if key == "glob":
         return Glob(values, scheme)
     if key == "exact":
         return Exact(values, scheme)
     if key == "regex":
-        return Regex(compiled(values, node.line, problems), scheme)
+        return Regex(compile_patterns(values, node.line, problems), scheme)
     if key == "layers":
         return read_layers(values, node.line, problems)
     choices: Sequence[str] = ROLES if key == "role" else KINDS
     for word in values:
         if word not in choices:
-            problems.add(node.line, f"unknown {key} {word!r}", nearest(word, choices))
+            problems.add(node.line, f"unknown {key} {word!r}", suggest(word, choices))
     return Role(values) if key == "role" else OfKind(values)
 
 
-def compiled(found: Sequence[str], line: int, problems: Problems) -> tuple[re.Pattern[str], ...]:
+def compile_patterns(
+    patterns: Sequence[str], line: int, problems: RecipeProblems
+) -> tuple[re.Pattern[str], ...]:
     """Regular expressions, ready."""
     out = []
-    for text in found:
+    for text in patterns:
         try:
             out.append(re.compile(text))
         except (re.error, RecursionError, OverflowError) as e:
@@ -363,10 +370,10 @@ def compiled(found: Sequence[str], line: int, problems: Problems) -> tuple[re.Pa
     return tuple(out)
 
 
-def read_layers(found: Sequence[str], line: int, problems: Problems) -> Layers:
+def read_layers(values: Sequence[str], line: int, problems: RecipeProblems) -> Layers:
     """Layer numbers: `5`, `-1`, `0-3` (both included), `-2:` and `:4` (as Python slices)."""
     ranges: list[tuple[int | None, int | None]] = []
-    for text in (part.strip() for value in found for part in value.split(",")):
+    for text in (part.strip() for value in values for part in value.split(",")):
         if match := _SLICE.fullmatch(text):
             ranges.append((_int(match[1]), _int(match[2])))
         elif (match := _RANGE.fullmatch(text)) and int(match[1]) <= int(match[2]):
@@ -376,7 +383,7 @@ def read_layers(found: Sequence[str], line: int, problems: Problems) -> Layers:
             ranges.append((first, None if first == -1 else first + 1))
         else:
             problems.add(line, f"layers {text!r}", "such as 5, -1, 0-3, -2: or :4")
-    return Layers(tuple(ranges), ", ".join(found))
+    return Layers(tuple(ranges), ", ".join(values))
 
 
 def _int(text: str | None) -> int | None:
