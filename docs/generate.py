@@ -3,8 +3,8 @@
 A page marks such a part with `<!-- generated: NAME -->` and `<!-- end -->`; everything else on it
 is written by hand. tests/test_docs.py compares the pages with the code.
 
-    python tools/generate_docs.py            rewrite the pages
-    python tools/generate_docs.py --check    list the pages that are out of date; status 1 if any
+    python docs/generate.py            rewrite the pages
+    python docs/generate.py --check    list the pages that are out of date; status 1 if any
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ Every page runs in a folder of its own, which holds `work`, the folder that `meg
 makes, and this repository's README. A page with the line `<!-- test: slow -->` needs all of
 `work`; any other page needs `work/hf` and `work/tp3-pp2` alone.
 
-    python tools/run_docs.py PAGE...           compare
-    python tools/run_docs.py --write PAGE...   replace outputs that differ in more than figures
+    python docs/run_commands.py PAGE...           compare
+    python docs/run_commands.py --write PAGE...   replace outputs that differ in more than figures
 """
 
 from __future__ import annotations

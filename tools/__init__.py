@@ -1,1 +1,0 @@
-"""Scripts that write and run the documentation."""
