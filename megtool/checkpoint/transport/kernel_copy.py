@@ -51,7 +51,7 @@ def plan_kernel_copies(
         )
         tables += part
         other_steps += permuted
-    columns = ("source", "file", "at", "offset", "length")
+    columns = ("source", "file", "source_offset", "target_offset", "length")
     table = CopyRuns(*(np.concatenate([getattr(c, name) for c in tables]) for name in columns))
     table = _join_runs(table)
     if unit.parts > 1:
