@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,127 @@ def test_library_code_neither_prints_nor_asserts_nor_catches_everything() -> Non
                 case ast.ExceptHandler() if swallows(node):
                     bad.append(f"{where}: catches everything")
     assert bad == []
+
+
+SHARED_CLASS_NAMES: dict[str, str] = {}
+"""Public classes that may have the same name in two modules, with the reason."""
+
+
+def test_every_public_class_has_one_name() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in sources("megtool", "converters"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(named(path))
+    shared = {name: paths for name, paths in places.items() if len(paths) > 1}
+    assert {n: paths for n, paths in shared.items() if n not in SHARED_CLASS_NAMES} == {}
+    assert set(SHARED_CLASS_NAMES) <= set(shared)
+    assert len(SHARED_CLASS_NAMES) <= 5
+
+
+VAGUE_NAMES = frozenset(
+    "found held told said kept made how beside at one mine theirs asked wanted settled apart "
+    "taken".split()
+)
+"""Participles, pronouns and adverbs that say nothing of the thing they name."""
+
+ALLOWED_VAGUE_NAMES: dict[str, str] = {}
+"""`path: name` of those that are the field's word, with the reason."""
+
+
+def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Parameters, local variables, fields and attributes of `self`, with their lines."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.arg(arg=name):
+                yield node.lineno, name
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield node.lineno, name
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield node.lineno, name.lstrip("_")
+
+
+def test_no_name_is_a_participle_or_a_pronoun() -> None:
+    vague = [
+        f"{named(path)}:{line}: {name}"
+        for path in sources("megtool", "converters")
+        for line, name in bound_names(ast.parse(path.read_text()))
+        if name in VAGUE_NAMES and f"{named(path)}: {name}" not in ALLOWED_VAGUE_NAMES
+    ]
+    assert vague == []
+    assert len(ALLOWED_VAGUE_NAMES) <= 10
+
+
+MAX_PARAMETERS = 8
+
+
+def num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Parameters without self or cls."""
+    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
+    return len(names) - (names[:1] in (["self"], ["cls"])) + len(node.args.kwonlyargs)
+
+
+def test_no_function_has_too_many_parameters() -> None:
+    """Options are grouped in dataclasses; only `option` and `__init__`s of fields take more."""
+    long = [
+        f"{named(path)}:{node.lineno} {node.name}"
+        for path in sources("megtool")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and num_parameters(node) > MAX_PARAMETERS
+    ]
+    assert long == []
+
+
+def test_nothing_passes_its_locals_on() -> None:
+    calls = [
+        f"{named(path)}:{node.lineno}"
+        for path in sources("megtool")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "locals"
+    ]
+    assert calls == []
+
+
+def imports_at_module_level(path: Path, modules: Mapping[str, Path]) -> set[str]:
+    """The modules of the package that a file imports when it is imported itself."""
+    targets = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            named_modules = {f"{node.module}.{alias.name}" for alias in node.names}
+            targets |= {name for name in (*named_modules, node.module) if name in modules}
+        elif isinstance(node, ast.Import):
+            targets |= {alias.name for alias in node.names if alias.name in modules}
+    return targets
+
+
+def cycles(graph: Mapping[str, set[str]]) -> list[tuple[str, ...]]:
+    """Groups of modules that import each other, directly or not."""
+    reachable = {name: set(targets) for name, targets in graph.items()}
+    for middle in graph:
+        for name in graph:
+            if middle in reachable[name]:
+                reachable[name] |= reachable[middle]
+    groups = {
+        tuple(sorted(m for m in graph if m in reachable[n] and n in reachable[m])) for n in graph
+    }
+    return sorted(group for group in groups if group)
+
+
+def test_files_of_a_room_do_not_import_each_other_in_circles() -> None:
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sources("megtool")
+    }
+    graph = {name: imports_at_module_level(path, modules) for name, path in modules.items()}
+    assert cycles(graph) == []
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}
+    assert cycles(graph) == [("b", "c")]
 
 
 CODE = (

@@ -25,6 +25,7 @@ from megtool.checkpoint.digest import (
 )
 from megtool.dtypes import DTYPES, dtype
 from megtool.errors import FormatError
+from tests.support.errors import raises
 
 
 @given(st.data())
@@ -195,10 +196,8 @@ def with_entry(**changes: Any) -> bytes:
 def test_a_bad_sidecar_is_refused_in_words(tmp_path: Path, data: bytes, words: str) -> None:
     path = tmp_path / SIDECAR
     path.write_bytes(data)
-    with pytest.raises(FormatError, match=words) as caught:
+    with raises(FormatError, match=words, file=path, hint=True):
         read_sidecar(path)
-    assert caught.value.file == str(path)
-    assert caught.value.hint
 
 
 def test_the_sidecar_grows_with_the_number_of_tensors_only() -> None:

@@ -17,6 +17,7 @@ from megtool.errors import (
     UsageError,
 )
 from megtool.train.run_log import read_log
+from tests.support.errors import raises
 from tests.support.models import tiny_text
 from tests.support.runs.finetune_runs import TEXT, curve, interrupt_and_resume, tune
 
@@ -95,7 +96,7 @@ def test_a_plan_with_context_parallelism_shares_rows_and_optimizer_state(
     assert plan.rank_parameters >= plan.num_parameters
     assert plan.optimizer_bytes == 4 * plan.rank_trained  # half of 8
     assert "cp=2" in "\n".join(plan.lines())
-    with pytest.raises(LayoutError, match="34 tokens are not divisible") as e:
+    with raises(LayoutError, "34 tokens") as e:
         finetune(model, tmp_path / "out", seq_length=34, **more)
     assert "32 or 36" in str(e.value)
 
@@ -129,13 +130,13 @@ def test_another_model_or_other_data_are_refused(model, data, tmp_path) -> None:
     out = tmp_path / "out"
     tune(model, out, data, train_iters=2)
     other = tiny_text.save(tmp_path / "other", intermediate_size=64)
-    with pytest.raises(TrainingError, match="another model: ffn_hidden_size was 48, and is 64"):
+    with raises(TrainingError, "ffn_hidden_size", "48", "64"):
         tune(other, out, data)
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 20)
     with pytest.raises(TrainingError, match="has another data"):
         tune(model, out, text)
-    with pytest.raises(TrainingError, match="seq_length was 32, and is 16"):
+    with raises(TrainingError, "seq_length", "32", "16"):
         tune(model, out, data, seq_length=16)
     with pytest.raises(DestinationError, match="iteration 2 of a run lies there"):
         tune(model, out, data, resume=False)
@@ -177,7 +178,7 @@ def test_long_samples_are_split_truncated_or_refused_and_counted(model, data, tm
 
 
 def test_what_does_not_fit_is_said_before_anything_is_loaded(model, data, tmp_path) -> None:
-    with pytest.raises(LayoutError, match="--tp 2 needs 2 processes, and this is one"):
+    with raises(LayoutError, "--tp 2", "2 processes"):
         tune(model, tmp_path / "out", data, tp=2)
     with pytest.raises(UsageError, match="the model has 128 positions"):
         tune(model, tmp_path / "out", data, seq_length=256)

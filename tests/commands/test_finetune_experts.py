@@ -15,6 +15,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.errors import UsageError
 from megtool.reshard.open_source import open_source
 from megtool.train.run_log import read_log
+from tests.support.errors import raises
 from tests.support.models import moe_models, tiny_text
 from tests.support.models.tiny_model import tiny_model
 from tests.support.runs.finetune_runs import curve, tune
@@ -150,7 +151,7 @@ def test_what_the_model_has_not_is_refused_before_data_are_read(model, tmp_path)
     dense, data = tiny_text.save(tmp_path / "dense"), tmp_path / "nowhere.txt"
     with pytest.raises(UsageError, match="the model has no experts"):
         tune(dense, tmp_path / "out", data, moe_aux_loss_coeff=0.1)
-    with pytest.raises(UsageError, match="--moe-losses-of-checkpoint, and it has none"):
+    with raises(UsageError, "--moe-losses-of-checkpoint"):
         tune(dense, tmp_path / "out", data, moe_losses_of_checkpoint=True)
     with pytest.raises(UsageError, match="--lora-rank, which freezes"):
         tune(dense, tmp_path / "out", data, moe_router_bias_update_rate=0.1, lora_rank=2)

@@ -17,6 +17,7 @@ from megtool.checkpoint.storage.lock import LockFile
 from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
 from megtool.errors import DestinationError, TrainingError, UsageError
 from megtool.train.run_log import read_log
+from tests.support.errors import raises
 from tests.support.models import tiny_text
 from tests.support.runs.finetune_runs import TEXT, curve, interrupt_and_resume
 from tests.support.runs.finetune_runs import tune as any_run
@@ -83,9 +84,10 @@ def test_weights_turned_nan_are_not_saved(model, data, tmp_path) -> None:
     out = tmp_path / "out"
     more = {"lr_warmup_iters": 1, "clip_grad": 0.0, "save_interval": 1, "keep": 1}
     # The first step has a rate of zero; the second makes weights infinite.
-    with pytest.raises(TrainingError, match="no finite number") as caught:
+    with raises(
+        TrainingError, match="no finite number", hint="iteration 1 is the last good checkpoint"
+    ) as caught:
         tune(model, out, data, lr=1e38, weight_decay=1e38, train_iters=2, **more)
-    assert "iteration 1 is the last good checkpoint" in (caught.value.hint or "")
     assert caught.value.tensor
     assert {p.name for p in out.glob("iter_*")} == {"iter_0000001"}
     assert verify(out).exit_status == 0
@@ -94,7 +96,7 @@ def test_weights_turned_nan_are_not_saved(model, data, tmp_path) -> None:
 def test_an_evaluation_that_is_no_number_comes_before_the_save(model, data, tmp_path) -> None:
     out = tmp_path / "out"
     more = {"lr_warmup_iters": 1, "clip_grad": 0.0, "save_interval": 1, "hold_out": 0.1}
-    with pytest.raises(TrainingError, match="step 2: the evaluation's loss is"):
+    with raises(TrainingError, "2", "evaluation's"):
         tune(model, out, data, lr=1e38, weight_decay=1e38, train_iters=2, eval_interval=1, **more)
     assert {p.name for p in out.glob("iter_*")} == {"iter_0000001"}
 
@@ -136,14 +138,13 @@ def test_a_batch_of_another_size_goes_on_in_the_schedule(
 
 def test_another_model_is_not_loaded(model, data, out, tmp_path) -> None:
     other = tiny_text.save(tmp_path / "other", intermediate_size=64)
-    with pytest.raises(TrainingError, match="of another model than SRC: its ffn_hidden_size is 48"):
+    with raises(TrainingError, "SRC", "ffn_hidden_size", "48"):
         tune(other, tmp_path / "new", data, load=out)
 
 
 def test_a_run_that_is_loaded_at_its_end_is_told(model, data, out, tmp_path) -> None:
-    with pytest.raises(UsageError, match="is of step 3, and the run has 3") as caught:
+    with raises(UsageError, match="is of step 3, and the run has 3", hint="--train-iters"):
         tune(model, tmp_path / "new", data, load=out, train_iters=3)
-    assert "--train-iters" in (caught.value.hint or "")
     report = tune(model, tmp_path / "new", data, load=out, train_iters=4)
     assert (report.begun_at, report.saved) == (3, 4)
 
@@ -186,9 +187,8 @@ def test_src_in_dst_is_refused(model, data, out, tmp_path) -> None:
     with pytest.raises(UsageError, match="DST is SRC"):
         tune(out, out, data)
     shutil.copytree(model, out / "hf")
-    with pytest.raises(UsageError, match="SRC lies in DST") as caught:
+    with raises(UsageError, match="SRC lies in DST", hint="give another DST"):
         tune(out / "hf", out, data, to="hf")
-    assert "give another DST" in (caught.value.hint or "")
 
 
 def test_a_dst_that_cannot_be_is_refused_before_data_are_read(model, tmp_path) -> None:
@@ -267,9 +267,12 @@ def test_what_became_of_documents_is_said(model, data, tmp_path) -> None:
 
 
 def test_micro_batches_that_do_not_divide_the_runs_steps(model, data, out) -> None:
-    with pytest.raises(UsageError, match="steps of the run have 2 rows, no multiple") as caught:
+    with raises(
+        UsageError,
+        match="steps of the run have 2 rows, no multiple",
+        hint="--micro-batch-size that divides them",
+    ):
         tune(model, out, data, global_batch_size=None, micro_batch_size=4)
-    assert "--micro-batch-size that divides them" in (caught.value.hint or "")
     assert tune(model, out, data, global_batch_size=None, micro_batch_size=2).begun_at == 3
 
 

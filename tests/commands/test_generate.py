@@ -19,6 +19,7 @@ from megtool.console import printable
 from megtool.errors import MegtoolError, OutOfMemoryError, UsageError
 from megtool.inference.runtime import on_ranks
 from megtool.options.groups import RuntimeOptions
+from tests.support.errors import raises
 from tests.support.models import tiny_llama, tiny_text
 from tests.support.worlds.torchrun import torchrun
 
@@ -193,9 +194,8 @@ def test_a_tokenizer_that_does_not_serve_is_refused(
 ) -> None:
     pytest.importorskip("transformers")
     harm(tiny_text.save(tmp_path / "hf"))
-    with pytest.raises(MegtoolError, match=said) as caught:
+    with raises(MegtoolError, match=said, hint="--tokenizer FOLDER"):
         generate(tmp_path / "hf", prompt=["a"], device="cpu")
-    assert "--tokenizer FOLDER" in str(caught.value.hint)
 
 
 @pytest.mark.slow

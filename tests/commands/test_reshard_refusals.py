@@ -13,6 +13,7 @@ from megtool import reshard, verify
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError, LayoutError, MappingError, MegtoolError, UsageError
 from tests.support import folders
+from tests.support.errors import raises
 from tests.support.models import tiny_llama
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -20,9 +21,8 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 def refused(source: Path, **options: Any) -> MegtoolError:
     out = source.parent / "out"
-    with pytest.raises(MegtoolError) as e:
+    with raises(MegtoolError, hint=True) as e:
         reshard(source, out, **options)
-    assert e.value.hint
     assert not out.exists()
     assert list(folders.staging_folders(source.parent)) == []
     return e.value
@@ -62,9 +62,8 @@ def test_less_memory_means_fewer_threads(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_layout_without_stages() -> None:
-    with pytest.raises(LayoutError, match=r"2 chunks, and pp is 1") as e:
+    with raises(LayoutError, "2 chunks", "1", hint="--pp"):
         ParallelConfig(pipeline_layout="Ett|ttL")
-    assert "--pp" in (e.value.hint or "")
     assert ParallelConfig(pipeline_layout="EttttL").vpp == 1
 
 

@@ -21,6 +21,7 @@ from megtool.parallel.mesh import Mesh
 from megtool.reshard.megatron.box_runs import split_into_boxes
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.checkpoints.trained import canonical_tensors, config
+from tests.support.errors import raises
 from tests.support.models.parameter_models import MODELS as KINDS
 
 MODELS = {
@@ -150,6 +151,5 @@ def _per_layer(
 )
 def test_impossible_layouts_say_what_is_possible(layout: dict[str, int], says: str) -> None:
     model = config(**MODELS["all experts"])
-    with pytest.raises(LayoutError, match=says) as e:
+    with raises(LayoutError, match=says, hint=True):
         rank_parameters(stored(model), model, ParallelConfig(**layout))
-    assert e.value.hint

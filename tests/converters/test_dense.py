@@ -24,6 +24,7 @@ from megtool.dtypes import dtype
 from megtool.errors import MappingError
 from megtool.reshard.open_source import open_source
 from megtool.tensors.sharded import GlobalTensor
+from tests.support.errors import raises
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored
 from tests.support.models.dense_cases import CASES, WINDOWED, save
@@ -304,7 +305,7 @@ def test_gguf_files_hold_the_same_tensors(arch: str, case: Case, tmp_path: Path)
 def test_gemma_files_are_refused_by_name() -> None:
     found = detect_family({"general.architecture": "gemma2"})
     some = [GlobalTensor(name="token_embd.weight", shape=(101, 32), dtype=dtype("float32"))]
-    with pytest.raises(MappingError, match="'gemma2' has no table for 'gguf'"):
+    with raises(MappingError, "'gemma2'", "'gguf'"):
         read_side(some, dialect="gguf", family=found, config=found.read_config(SIZES))
 
 
@@ -356,7 +357,7 @@ def test_a_family_says_what_it_cannot_write() -> None:
     neox = family("gpt_neox")
     config = neox.read_config({k: v for k, v in SIZES.items() if k != "num_key_value_heads"})
     values = {f.name: getattr(config, f.name) for f in fields(config)}
-    with pytest.raises(MappingError, match="head_dim is 16, but in this family it is always"):
+    with raises(MappingError, "head_dim", "16"):
         neox.write_config(ModelConfig(**(values | {"head_dim": 16})))
     with pytest.raises(MappingError, match="activation is 'silu'"):
         neox.write_config(ModelConfig(**(values | {"activation": "silu"})))

@@ -21,6 +21,7 @@ from megtool.dtypes import dtype
 from megtool.errors import CoverageError, MappingError
 from megtool.reshard.open_source import open_source
 from megtool.tensors.sharded import GlobalTensor
+from tests.support.errors import raises
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored
 from tests.support.models.moe_cases import (
@@ -366,7 +367,7 @@ def test_wrong_configurations_are_named(name: str, keys: dict[str, Any], said: s
 def test_what_a_family_cannot_say_is_refused() -> None:
     v3 = family("deepseek_v3").read_config(SIZES | DEEPSEEK)
     changed = {f.name: getattr(v3, f.name) for f in fields(v3)}
-    with pytest.raises(MappingError, match="no multiple of moe_ffn_hidden_size 24"):
+    with raises(MappingError, "moe_ffn_hidden_size 24"):
         family("deepseek_v3").write_config(ModelConfig(**changed | {"shared_ffn_hidden_size": 25}))
     with pytest.raises(MappingError, match="moe_layer_freq"):
         family("deepseek_v3").write_config(

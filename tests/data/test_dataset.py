@@ -19,6 +19,7 @@ from megtool.data.sample_index import Long, Mode
 from megtool.data.token_cache import Encoding, TokenCache, store_tokens
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, StorageError, UsageError
+from tests.support.errors import raises
 from tests.support.models import tiny_tokenizer
 
 MODES: tuple[Mode, ...] = ("packed", "whole", "padded")
@@ -141,7 +142,7 @@ def test_what_must_not_be_too_long_is_packed_all_the_same() -> None:
 
 
 def test_a_long_document_may_be_an_error() -> None:
-    with pytest.raises(FormatError, match=r"document 2 has 12 tokens, and a row has 10"):
+    with raises(FormatError, "2", "12 tokens", "10"):
         TokenDataset(InMemory([4, 12]), 10, long="error")
 
 
@@ -260,9 +261,8 @@ def test_a_data_set_of_megatron_is_a_source(tokenizer: Tokenizer, tmp_path: Path
 def test_a_broken_line_is_named_and_leaves_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
     bad, cache = tmp_path / "bad.jsonl", tmp_path / "cache"
     bad.write_text('{"text": "the"}\n{"text": \n')
-    with pytest.raises(FormatError, match="line 2") as e:
+    with raises(FormatError, match="line 2", file=bad):
         open_dataset([bad], tokenizer, 8, cache=cache, vocab_size=300)
-    assert e.value.file == str(bad)
     assert not list(cache.iterdir())
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(FormatError, match="nothing to learn"):

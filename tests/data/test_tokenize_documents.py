@@ -12,6 +12,7 @@ from megtool.data.documents import Document
 from megtool.data.tokenize_documents import encode
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import MappingError
+from tests.support.errors import raises
 from tests.support.models import tiny_tokenizer
 
 PLACE = {"file": "a.jsonl", "number": 1}
@@ -68,9 +69,8 @@ def test_the_assistants_turns_are_learned(tokenizer: Tokenizer) -> None:
 
 def test_a_template_that_rewrites_earlier_turns(tmp_path: Path) -> None:
     rewriting = Tokenizer.from_folder(tiny_tokenizer.save(tmp_path, template=REWRITES))
-    with pytest.raises(MappingError, match="rewrites turn 3") as caught:
+    with raises(MappingError, match="rewrites turn 3", file="a.jsonl:1"):
         list(encode([Document(messages=TURNS, **PLACE)], rewriting))
-    assert caught.value.file == "a.jsonl:1"
 
 
 def test_no_token_to_end_with(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megtool.errors import UsageError
 from megtool.inference.batching import BatchScheduler, GenerateRequest, InOrder, left_padded
 from megtool.inference.stop_strings import Stops
+from tests.support.errors import raises
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=20)
 
@@ -41,7 +42,7 @@ def test_every_request_runs_once_within_slots_and_pages(
 
 def test_a_request_that_never_fits_is_refused() -> None:
     request = GenerateRequest(number=4, prompt=(1,) * 50, max_new_tokens=20)
-    with pytest.raises(UsageError, match="prompt 4 needs 5 pages of 16"):
+    with raises(UsageError, "4", "5 pages", "16"):
         BatchScheduler([request], num_slots=2, num_pages=4, page_size=16)
 
 

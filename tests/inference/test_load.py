@@ -32,6 +32,7 @@ from megtool.reshard.open_source import open_source
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.registration_order import Order
 from megtool.train.build_model import load_for_training
+from tests.support.errors import raises
 from tests.support.models import dense_cases, moe_cases, tiny_llama
 from tests.support.runs.loading import source_of
 
@@ -241,7 +242,7 @@ def refused(source: CheckpointSource, error: type[Exception], said: str, **how: 
 
 def test_a_layout_that_does_not_divide_the_model(folder: Path) -> None:
     groups = ProcessGroups(parallel=ParallelConfig(tp=3), tp=Group(ranks=(0, 1, 2)))
-    with pytest.raises(LayoutError, match="tp=3 does not divide num_heads=4") as e:
+    with raises(LayoutError, "tp=3", "num_heads=4") as e:
         load(source_of(folder), groups=groups)
     assert e.value.hint == "sizes that do: 1, 2, 4"
     virtual = ProcessGroups(parallel=ParallelConfig(pp=2, vpp=2), pp=Group(ranks=(0, 1)))
@@ -276,16 +277,15 @@ def test_a_configuration_of_another_model(folder: Path) -> None:
         with pytest.raises(MappingError, match=said):
             loading.check_names(weights, shapes | change)
     del shapes[norm]
-    with pytest.raises(MappingError, match="holds 1 tensors that the model has no parameter for"):
+    with raises(MappingError, "1 tensors"):
         loading.check_names(weights, shapes)
 
 
 def test_memory_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "free_memory", lambda: 40_000)
-    with pytest.raises(OutOfMemoryError, match=r"take 153\.1 KiB, and cpu has 39\.1 KiB free") as e:
+    with raises(OutOfMemoryError, "153.1 KiB", "39.1 KiB", hint="--stream-layers") as e:
         load(source_of(folder))
     assert e.value.hint is not None
-    assert "--stream-layers" in e.value.hint
     assert "--dtype bfloat16" in e.value.hint
     with pytest.raises(OutOfMemoryError, match="at a time"):
         load(source_of(folder), on_demand=True)
@@ -323,7 +323,7 @@ def test_weights_that_are_no_numbers(on_demand: bool, folder: Path, tmp_path: Pa
     source = source_of(tmp_path)
     decoder = load(source, on_demand=on_demand)
     assert find_nan(decoder) == "decoder.layers.2.mlp.linear_fc2.weight"
-    with pytest.raises(CheckpointError, match=r"element \[3, 5\] of this rank's part is nan"):
+    with raises(CheckpointError, "[3, 5]", "rank's"):
         load(source, on_demand=on_demand, check=True)
     sound = load(source_of(folder), on_demand=on_demand, check=True)
     assert find_nan(sound) is None

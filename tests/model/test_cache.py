@@ -16,6 +16,7 @@ from megtool.kernels.graph_rule_checker import graphed
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache, EntrySize, PagedCache
 from megtool.model.decoder import Decoder
+from tests.support.errors import raises
 
 CONFIG = ModelConfig(
     num_layers=3,
@@ -164,12 +165,12 @@ def test_padding_in_blocks_stands_at_no_place_beyond_its_row(kind: str) -> None:
 def test_blocks_run_out() -> None:
     cache = PagedCache(CONFIG, num_blocks=3, block_size=4)
     cache.choose([(7, 5)])
-    with pytest.raises(UsageError, match="1 blocks are needed, and 0 of 3 are free"):
+    with raises(UsageError, "1 blocks", "0", "3"):
         cache.choose([(7, 1), (8, 1)])
     assert cache.lengths.keys() == {7}
     with pytest.raises(UsageError, match="a sequence is in two rows"):
         cache.choose([(7, 1), (7, 1)])
-    with pytest.raises(UsageError, match="2 rows, and 1 sequences chosen"):
+    with raises(UsageError, "2 rows", "1 sequences"):
         DECODER(Batch(tokens_BS=text(2, 5)), cache)
 
 

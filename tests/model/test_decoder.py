@@ -17,6 +17,7 @@ from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder, Stage, rows_of_rank
 from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.tensors.sharded import GlobalTensor
+from tests.support.errors import raises
 from tests.support.models.tiny_decoder import SIZES, make_decoder, random_batch
 
 VARIANTS: list[dict[str, Any]] = [
@@ -156,7 +157,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(token: int, said: str) -> None
 def test_positions_that_were_not_learned_are_refused() -> None:
     config = ModelConfig(**SIZES, position_embedding="learned")
     decoder, tokens = make_decoder(config), random_batch(1, 33)
-    with pytest.raises(UsageError, match="at position 32, and the model has 32 positions"):
+    with raises(UsageError, "32", "32 positions"):
         decoder(Batch(tokens_BS=tokens))
     padded = Batch(tokens_BS=tokens, valid_BS=torch.arange(33)[None] < 32)
     assert decoder(padded).shape == (1, 33, 101)
@@ -182,11 +183,16 @@ def test_encoders_are_refused(facts: dict[str, Any], said: str) -> None:
 def test_sequence_parallelism_says_what_it_shares_out() -> None:
     groups = ProcessGroups(parallel=ParallelConfig(tp=2), tp=Group(ranks=(0, 1)))
     decoder = Decoder(ModelConfig(**SIZES), groups, device="cpu", sequence_parallel=True)
-    with pytest.raises(LayoutError, match=r"over tp=2 cannot share out B\*S = 21 tokens") as caught:
+    with raises(
+        LayoutError,
+        "tp=2",
+        "B*S = 21 tokens",
+        hint="multiple of tp: 22 tokens, or go without sequence parallelism",
+    ) as caught:
         decoder.frame(Batch(tokens_BS=random_batch(3, 7)))
     assert caught.value.hint is not None
-    assert "multiple of tp: 22 tokens, or go without sequence parallelism" in caught.value.hint
-    with pytest.raises(LayoutError, match=r"share out B\*S / cp = 6 tokens") as caught:
+    with raises(
+        LayoutError, "B*S /", "= 6 tokens", hint="multiple of tp * cp: 16 tokens"
+    ) as caught:
         rows_of_rank(6, 4, cp=2)
     assert caught.value.hint is not None
-    assert "multiple of tp * cp: 16 tokens" in caught.value.hint

@@ -20,6 +20,7 @@ from megtool.model.norm import NormSpec
 from megtool.model.param_attributes import finish_gradients, is_marked, mark, sum_over_replicas
 from megtool.parallel.collectives import reduce_from, scatter_rows
 from megtool.parallel.process_groups import ALONE, Group, ProcessGroups
+from tests.support.errors import raises
 from tests.support.worlds.gloo_world import run_world
 
 V, H, FFN = 48, 16, 32
@@ -240,9 +241,8 @@ def test_the_norm_may_come_first() -> None:
 def test_a_size_that_tp_does_not_divide_is_named(
     make: Callable[[Group], nn.Module], said: str
 ) -> None:
-    with pytest.raises(LayoutError, match=said) as error:
+    with raises(LayoutError, match=said, hint="sizes that do"):
         make(Group(ranks=(0, 1, 2, 3)))
-    assert "sizes that do" in str(error.value.hint)
 
 
 def test_parameters_are_new_and_on_no_device_unless_asked() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
 from megtool.parallel.mesh import MEGATRON_ORDER, PIPELINE_BEFORE_DATA, Mesh
+from tests.support.errors import raises
 
 orders = st.one_of(
     st.sampled_from((MEGATRON_ORDER, PIPELINE_BEFORE_DATA)),
@@ -123,9 +124,8 @@ def test_impossible_sizes_are_named(sizes: dict[str, Any], said: str, hint: str)
     ],
 )
 def test_impossible_orders_are_named(sizes: dict[str, int], order: str, said: str) -> None:
-    with pytest.raises(LayoutError, match=said) as error:
+    with raises(LayoutError, match=said, hint=True):
         Mesh(ParallelConfig(**sizes), order)
-    assert error.value.hint
 
 
 def test_axes_of_size_one_may_be_left_out_of_the_order() -> None:

@@ -23,6 +23,7 @@ from megtool.quant.qparams import QParams
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from megtool.quant.solve_qparams import solve_qparams
 from megtool.quant.verification.verify_folder import verify_folder
+from tests.support.errors import raises
 from tests.support.models import family_models, tiny_models
 from tests.support.quant.loaded import points_of, source_of
 
@@ -188,7 +189,7 @@ def test_documents_of_a_row_do_not_see_each_other(folder: Path, batches: list[Ba
 
 def test_what_it_cannot_do_is_said_before_anything_is_loaded(folder: Path) -> None:
     decided = resolve_recipe(folder, "int4_gptq", group_size=64)
-    with pytest.raises(RecipeError, match="ModelOpt is not asked for 'gptq'"):
+    with raises(RecipeError, "ModelOpt", "'gptq'"):
         build_modelopt_config(decided.recipe, decided.matched.decisions)
     decided = resolve_recipe(folder, "nvfp4_awq")
     with pytest.raises(UsageError, match=r"runs awq_(lite|full) for NVFP4 on a GPU"):
@@ -203,7 +204,7 @@ def test_weights_in_one_module_have_no_amaxes_by_rows(tmp_path: Path) -> None:
     source = family_models.save("gpt_neox", tmp_path / "neox")
     for recipe in ("int4_awq", "fp8_per_channel"):
         decided = resolve_recipe(source, recipe)
-        with pytest.raises(RecipeError, match=r"attn.q and .*attn.k are rows of .*query_key_value"):
+        with raises(RecipeError, "attn.q", "attn.k", "query_key_value"):
             build_modelopt_config(decided.recipe, decided.matched.decisions)
     decided = resolve_recipe(source, "fp8")
     assert build_modelopt_config(decided.recipe, decided.matched.decisions)

@@ -15,6 +15,7 @@ from megtool.config import ParallelConfig
 from megtool.errors import CoverageError, DestinationError, MappingError, UsageError
 from tests.support import folders
 from tests.support.checkpoints.trained import config, write
+from tests.support.errors import raises
 from tests.support.models import tiny_llama
 
 SHARES = (0.5, 0.3, 0.2)
@@ -142,9 +143,8 @@ def test_another_model_is_refused(
     more: dict[str, Any], what: str, tmp_path: Path, three: list[Path]
 ) -> None:
     other = tiny_llama.save(tmp_path / "other", **more)
-    with pytest.raises(MappingError, match=what) as refused:
+    with raises(MappingError, match=what, file=other):
         reshard(three[0], tmp_path / "out", average=[other])
-    assert refused.value.file == str(other)
     assert not (tmp_path / "out").exists()
 
 

@@ -10,6 +10,7 @@ from megtool.train.config_file import load_train_config, read_config_file
 
 from megtool.errors import FormatError, LayoutError, UsageError
 from megtool.train.config import TrainConfig
+from tests.support.errors import raises
 
 # fmt: off
 NAMES = (
@@ -133,6 +134,5 @@ def test_a_yaml_with_a_fault_names_it_and_the_file(text, kind, message, hint, tm
 
 
 def test_python_is_refused_like_a_yaml() -> None:
-    with pytest.raises(UsageError) as caught:
+    with raises(UsageError, hint="train-iters"):
         load_train_config({"train_itres": 5})
-    assert "train-iters" in (caught.value.hint or "")

@@ -18,6 +18,7 @@ from megtool.checkpoint.formats.gguf_tokenizer import convert_gguf_tokenizer
 from megtool.errors import FormatError, UsageError
 from megtool.number_formats.gguf import decode
 from tests.support.checkpoints.reads import read_so_far
+from tests.support.errors import raises
 
 
 @pytest.fixture(scope="module")
@@ -209,9 +210,8 @@ def test_the_tokenizer_of_a_real_model(smollm2, tmp_path):
 
 def test_a_file_without_a_tokenizer_says_so(tmp_path):
     save(tmp_path / "m.gguf", {"t": (grid(2), "F32")})
-    with pytest.raises(FormatError, match="holds no tokenizer") as e:
+    with raises(FormatError, match="holds no tokenizer", hint="--like"):
         convert_gguf_tokenizer(tmp_path / "m.gguf")
-    assert "--like" in e.value.hint
 
 
 # -- headers that lie

@@ -21,6 +21,7 @@ from megtool.checkpoint.formats.megatron_legacy import plan_megatron_legacy_layo
 from megtool.checkpoint.formats.megatron_legacy_file import read_rank_file
 from megtool.errors import FormatError
 from tests.support.checkpoints import rank_folders as saved
+from tests.support.errors import raises
 
 FILE = "mp_rank_00/model_optim_rng.pt"
 
@@ -33,10 +34,9 @@ def edit(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 def refused(path: Path, match: str) -> FormatError:
     """The error of opening; it names a file and says what to do."""
-    with pytest.raises(FormatError, match=match) as e:
+    with raises(FormatError, match=match, hint=True) as e:
         open_checkpoint(path)
     assert e.value.file
-    assert e.value.hint
     return e.value
 
 
@@ -236,9 +236,8 @@ def test_what_lies_beside_tensors_is_bounded(tmp_path: Path) -> None:
     state = {"model": {}, "rng_state": [torch.zeros(100, dtype=torch.uint8)] * 3}
     saved.save(tmp_path / "mp_rank_00", model_optim_rng=state)
     read_rank_file(tmp_path, FILE, StorageBudget(100))
-    with pytest.raises(FormatError, match="more than 99 bytes") as e:
+    with raises(FormatError, match="more than 99 bytes", hint=True):
         read_rank_file(tmp_path, FILE, StorageBudget(99))
-    assert e.value.hint
 
 
 def test_links_that_leave_the_folder(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from megtool.errors import UsageError
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.checkpoints import rank_folders as saved
+from tests.support.errors import raises
 
 Materialize = Callable[[Destination, Path, dict[str, np.ndarray]], None]
 
@@ -276,9 +277,8 @@ def test_a_file_beyond_four_gibibytes_is_loaded(tmp_path: Path) -> None:
 
 def test_what_cannot_be_laid_out_says_so() -> None:
     path = "mp_rank_00/model_optim_rng.pt"
-    with pytest.raises(UsageError, match="two tensors have this name") as e:
+    with raises(UsageError, match="two tensors have this name", tensor="a"):
         plan_megatron_legacy_layout({path: [leaf("a", (2,)), leaf("a", (3,))]}, iteration=1)
-    assert e.value.tensor == "a"
     with pytest.raises(UsageError, match="two files hold a tensor of this name"):
         plan_megatron_legacy_layout(
             {path: [leaf("a", (2,))], "mp_rank_01/x.pt": leaf("a", (2,))}, iteration=1

@@ -34,6 +34,7 @@ from megtool.dtypes import DTYPES, dtype
 from megtool.errors import FormatError, UsageError
 from megtool.tensors.box import split
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
+from tests.support.errors import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Materialize = Callable[[Destination, Path, dict[str, np.ndarray]], None]
@@ -338,7 +339,7 @@ def test_missing_stale_and_truncated_files(tmp_path: Path, materialize: Material
     with pytest.raises(FormatError, match="outside"):
         open_checkpoint(tmp_path)
     data.unlink()
-    with pytest.raises(FormatError, match=r"1 of 2 data files are missing: __1_0\.distcp"):
+    with raises(FormatError, "1", "2 data", "__1_0.distcp"):
         open_checkpoint(tmp_path)
     data.symlink_to("/etc/passwd")
     with pytest.raises(FormatError, match="link"):
@@ -355,9 +356,7 @@ def test_swapped_files_are_noticed_at_first_use(tmp_path: Path, materialize: Mat
     (tmp_path / "__0_0.distcp").rename(tmp_path / "x")
     (tmp_path / "__1_0.distcp").rename(tmp_path / "__0_0.distcp")
     (tmp_path / "x").rename(tmp_path / "__1_0.distcp")
-    with pytest.raises(
-        FormatError, match=r"item holds \[6, 4\] float32 where .metadata says \[4, 6\]"
-    ):
+    with raises(FormatError, "[6, 4] float32", "[4, 6]"):
         open_checkpoint(tmp_path).locate(np.arange(2))
 
 
@@ -397,7 +396,7 @@ def test_our_metadata_says_to_torch_what_we_meant(tmp_path: Path, materialize: M
 def test_what_cannot_be_laid_out_says_so() -> None:
     tensors = [GlobalTensor(name="a", shape=(4, 6), dtype=dtype("float32"))]
     shards = cut(tensors, 2)
-    with pytest.raises(UsageError, match="rank 1 in 1 files"):
+    with raises(UsageError, "1", "1 files"):
         plan_torch_dist_layout(tensors, shards, num_files=1, megatron=False)
     with pytest.raises(UsageError, match="called 'a'"):
         plan_torch_dist_layout(tensors, shards, num_files=2, objects={"a": 1}, megatron=False)

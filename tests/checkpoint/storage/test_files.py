@@ -16,6 +16,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.errors import FormatError, StorageError
 from tests.support.checkpoints.faulty_files import FaultyFiles
+from tests.support.errors import raises
 
 DATA = np.random.default_rng(0).bytes((1 << 20) + 12345)
 
@@ -122,9 +123,8 @@ def test_copies_of_equal_misalignment_reach_a_block_first(tmp_path: Path, source
 def test_the_end_of_a_file_is_told(tmp_path: Path, source: Path) -> None:
     files = Files()
     fd, out = files.open_read(source), files.open_write(tmp_path / "out")
-    with pytest.raises(FormatError, match="truncated") as caught:
+    with raises(FormatError, match="truncated", file=source):
         files.pread_into(fd, memoryview(bytearray(100)), len(DATA) - 99)
-    assert caught.value.file == str(source)
     rows = [np.zeros(60, np.uint8) for _ in range(2)]
     with pytest.raises(FormatError, match="truncated"):
         files.pread_scatter(fd, rows, len(DATA) - 70)
@@ -168,9 +168,8 @@ def test_refusals_come_with_file_and_hint(tmp_path: Path, code: int, hint: str) 
 def test_a_full_device_is_told() -> None:
     files = Files()
     fd = files.open_write(Path("/dev/full"))
-    with pytest.raises(StorageError, match="No space left") as caught:
+    with raises(StorageError, match="No space left", file="/dev/full"):
         files.pwrite_all(fd, b"x", 0)
-    assert caught.value.file == "/dev/full"
     files.close(fd)
 
 

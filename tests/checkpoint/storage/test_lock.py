@@ -16,6 +16,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.lock import LockFile
 from megtool.errors import DestinationError
 from tests.support.checkpoints.faulty_files import FaultyFiles
+from tests.support.errors import raises
 from tests.support.paths import ROOT
 
 
@@ -92,6 +93,5 @@ def test_a_lock_file_removed_while_taken_is_made_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
 def test_a_read_only_place_is_a_wrong_destination(tmp_path: Path, code: int) -> None:
-    with pytest.raises(DestinationError) as caught:
+    with raises(DestinationError, hint=True):
         LockFile(FaultyFiles(1, code), tmp_path / "lock", no_folder)
-    assert caught.value.hint

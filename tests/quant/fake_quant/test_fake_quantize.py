@@ -121,7 +121,7 @@ def test_clipped_and_shared_scales(algo: str, group: int) -> None:
         algo,
         group,
         amax=amax,
-        second_amax=9.0 if SCALE_2 in str(layout(packing, (256, 256))) else 0.0,
+        global_amax=9.0 if SCALE_2 in str(layout(packing, (256, 256))) else 0.0,
     )
     assert amax.size == np.prod(scale.shape, dtype=int)
     assert same_bits(fake_weight(w, t), packed(w, t))
@@ -131,7 +131,7 @@ def test_clipped_and_shared_scales(algo: str, group: int) -> None:
 def test_columns_are_taken_off_again(algo: str) -> None:
     w = odd_weight(256, 256, torch.bfloat16)
     columns = np.exp2(np.random.default_rng(0).normal(size=256)).astype(np.float32)
-    t = treated(algo, columns=columns)
+    t = treated(algo, smoothing_scale=columns)
     want = packed(w.float() * torch.from_numpy(columns), t) / columns
     assert same_bits(fake_weight(w, t, dtype="bfloat16"), want)
 
@@ -229,14 +229,14 @@ def test_many_rows_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     x = torch.randn(50, 3, 48)
     scale, columns = torch.rand(150, 1) + 0.1, torch.rand(150, 48) + 0.1
     for kind in (*set(INPUT_PACKINGS.values()), "nvfp4:16"):
-        for more in ({"scale": 0.01}, {"scale": 0.01, "columns": columns[0]}):
+        for more in ({"scale": 0.01}, {"scale": 0.01, "smoothing_scale": columns[0]}):
             whole = rounded_input(x, kind, **more)
             with monkeypatch.context() as patch:
                 patch.setattr(fake_quantize, "CHUNK_INPUT", 96)
                 assert torch.equal(rounded_input(x, kind, **more), whole)
-        rows, each = x.view(150, 48), {"scale": scale, "columns": columns}
+        rows, each = x.view(150, 48), {"scale": scale, "smoothing_scale": columns}
         whole = rounded_input(rows, kind, **each)
-        one = rounded_input(rows[7:8], kind, scale=float(scale[7]), columns=columns[7])
+        one = rounded_input(rows[7:8], kind, scale=float(scale[7]), smoothing_scale=columns[7])
         torch.testing.assert_close(whole[7:8], one)
         with monkeypatch.context() as patch:
             patch.setattr(fake_quantize, "CHUNK_INPUT", 96)
@@ -255,7 +255,7 @@ def test_inputs_with_columns_in_any_type(algo: str) -> None:
     x = torch.randn(6, 96)
     columns = np.exp2(np.random.default_rng(1).normal(size=96)).astype(np.float32)
     amax = float((x / torch.from_numpy(columns)).abs().max())
-    t = treated(algo, columns=columns, input_amax=amax)
+    t = treated(algo, smoothing_scale=columns, input_amax=amax)
     plain = treated(algo, input_amax=amax)
     by = torch.from_numpy(columns)
     assert torch.equal(fake_input(x, t), fake_input(x / by, plain) * by)
@@ -325,13 +325,16 @@ def test_caches() -> None:
 def test_a_gpu_rounds_alike(algo: str) -> None:
     w, x = odd_weight(384, 256, torch.float32), odd_weight(64, 256, torch.float32, seed=1)
     columns = np.exp2(np.random.default_rng(0).normal(size=256)).astype(np.float32)
-    for t in (treated(algo, input_amax=3.0), treated(algo, input_amax=3.0, columns=columns)):
+    for t in (
+        treated(algo, input_amax=3.0),
+        treated(algo, input_amax=3.0, smoothing_scale=columns),
+    ):
         assert torch.equal(fake_weight(w.cuda(), t).cpu(), fake_weight(w, t))
         assert torch.equal(fake_input(x.cuda(), t).cpu(), fake_input(x, t))
         graph, there = torch.cuda.CUDAGraph(), x.cuda()
         factors = None if t.smoothing_scale is None else torch.from_numpy(columns).cuda()
         with torch.cuda.graph(graph):  # nothing waits for the host
-            out = fake_input(there, t, columns=factors)
+            out = fake_input(there, t, smoothing_scale=factors)
         there.mul_(0.5)
         graph.replay()
         assert torch.equal(out.cpu(), fake_input(x * 0.5, t))

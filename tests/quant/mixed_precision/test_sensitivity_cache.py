@@ -59,7 +59,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         found.update(f"run {r.unit.name} {r.key}" for r in wave)
         return out
 
-    monkeypatch.setattr(CandidateSurvey, "_settle", settled)
+    monkeypatch.setattr(CandidateSurvey, "_solve_unit", settled)
     monkeypatch.setattr(kl_sensitivity, "_divergences", ended)
     monkeypatch.setattr(kl_sensitivity, "AT_ONCE", 5)
     return found

@@ -17,6 +17,7 @@ from megtool.quant.calibration.fingerprint import Fingerprint
 from megtool.quant.calibration.sensitivities import Sensitivities
 from megtool.quant.mixed_precision.sensitivity import measure
 from megtool.quant.resolve import resolve_recipe
+from tests.support.errors import raises
 from tests.support.models import tiny_models
 from tests.support.quant.calibrated import random_moe
 from tests.support.quant.loaded import points_of, source_of
@@ -110,6 +111,5 @@ def test_layouts_that_do_not_serve(
     dense: Path, method: str, layout: dict[str, int], told: str
 ) -> None:
     groups = replace(ProcessGroups.alone(), parallel=ParallelConfig(**layout))
-    with pytest.raises(UsageError, match=told) as caught:
+    with raises(UsageError, match=told, hint="share the data out"):
         measured(dense, method, groups=groups)
-    assert "share the data out" in (caught.value.hint or "")

@@ -92,7 +92,7 @@ def test_which_formats_need_the_amax_of_whole_weights() -> None:
     needy = [row[0] for row in TABLE if needs_amax(treatment(str(row[0]), int(str(row[1]))))]
     assert needy == ["FP8", "W4A8_AWQ", "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"]
     assert not needs_amax(treatment("FP8", amax=np.ones((), np.float32)))
-    assert not needs_amax(treatment("NVFP4", 16, second_amax=2.0))
+    assert not needs_amax(treatment("NVFP4", 16, global_amax=2.0))
 
 
 def test_factors_of_columns_are_stored_as_what_inputs_are_multiplied_by() -> None:

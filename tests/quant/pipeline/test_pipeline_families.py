@@ -26,6 +26,7 @@ from megtool.quant.pipeline.write import check_storable
 from megtool.quant.qparams import QParams
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from megtool.quant.verification.verify_folder import verify_folder
+from tests.support.errors import raises
 from tests.support.folders import contents, stored_tensors
 from tests.support.models import family_models
 from tests.support.quant.loaded import open_model_source
@@ -318,14 +319,14 @@ def test_refused_before_any_work(
 
 def test_parts_of_a_block_have_to_be_whole(tmp_path: Path) -> None:
     source = family_models.save("gpt_oss", tmp_path / "odd", intermediate_size=80)
-    with pytest.raises(RecipeError, match="group size 32 of MXFP4 does not divide the 80 columns"):
+    with raises(RecipeError, "32", "MXFP4", "80 columns"):
         resolve_recipe(source, "mxfp4_experts")
 
 
 def test_a_woven_weight_is_quantized_whole(sources: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(rules("{match: {glob: '*.attn.q'}, format: f}"))
     decided = resolve_recipe(sources["gpt_neox"], str(tmp_path / "r.yaml"))
-    with pytest.raises(MappingError, match=r"attn.q is to be FP8.*, and layers.0.attn.k.*kept"):
+    with raises(MappingError, "attn.q", "FP8", "layers.0.attn.k"):
         check_storable(decided.source, decided.matched.decisions)
 
 
@@ -337,9 +338,8 @@ def test_what_cannot_be_quantized_is_told_of_the_stored_tensor(tmp_path: Path) -
     )
     held[f"gpt_neox.{name}"][70, 5] = float("nan")  # of keys
     save_file(held, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(FormatError, match="NaN") as e:
+    with raises(FormatError, match="NaN", tensor=f"gpt_neox.{name}"):
         write_quantized(source, tmp_path / "out", "int8_weight_only")
-    assert e.value.tensor == f"gpt_neox.{name}"
 
 
 Change = Callable[[dict[str, Tensor]], Any]

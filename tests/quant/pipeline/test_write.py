@@ -28,6 +28,7 @@ from megtool.quant.pipeline.write import check_storable
 from megtool.quant.qparams import QParams
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
+from tests.support.errors import raises
 from tests.support.folders import contents, file_states, staging_folders, stored_tensors
 from tests.support.models import tiny_models
 from tests.support.quant.write_runs import (
@@ -145,10 +146,10 @@ def one(decided: ResolvedRecipe, module: str, **more: Any) -> QParams:
 def test_factors_of_columns_are_stored_or_taken_by_the_norm(source: Path, tmp_path: Path) -> None:
     decided = resolve_recipe(source, "int4_awq")
     factors = np.exp2(np.arange(128) % 3 - 1).astype(np.float32)
-    told = one(decided, "layers.1.attn.o", columns=factors, stores_columns=True)
+    told = one(decided, "layers.1.attn.o", smoothing_scale=factors, stores_pre_quant_scale=True)
     for name in "qkv":
         t = told.weights[f"layers.0.attn.{name}"]
-        told.weights[t.module] = dataclasses.replace(t, columns=factors)
+        told.weights[t.module] = dataclasses.replace(t, smoothing_scale=factors)
     told.norm_scales["layers.0.attn_norm"] = factors
     write_quantized(source, tmp_path / "out", "int4_awq", told)
     original, found = canonical_values(source), canonical_values(tmp_path / "out")
@@ -198,7 +199,7 @@ def test_what_calibration_did_not_find_is_no_scale(source: Path, tmp_path: Path)
         )
     missing = make_qparams(decided)
     del missing.weights["layers.1.attn.k"]
-    with pytest.raises(CalibrationError, match=r"layers.1.attn.k is to be FP8"):
+    with raises(CalibrationError, "layers.1.attn.k", "FP8"):
         write_quantized(source, tmp_path / "o", "fp8", missing)
     told = make_qparams(decided)
     told.norm_scales["layers.9.attn_norm"] = np.ones(128, np.float32)
@@ -217,9 +218,8 @@ def test_a_weight_that_is_no_number_is_refused(tmp_path: Path, recipe: str, bad:
     held = load_file(file)
     held["model.layers.0.mlp.up_proj.weight"][77, 5] = bad
     save_file(held, file, metadata={"format": "pt"})
-    with pytest.raises(FormatError) as e:
+    with raises(FormatError, tensor="layers.0.mlp.up.weight"):
         write_quantized(tmp_path / "source", tmp_path / "out", recipe)
-    assert e.value.tensor == "layers.0.mlp.up.weight"
     assert not (tmp_path / "out").exists()
 
 
@@ -285,7 +285,7 @@ def test_parts_of_one_tensor_need_one_format(tmp_path: Path) -> None:
         "  - {match: {glob: '*.attn.q'}, format: a}\n  - {match: {glob: '*'}, format: keep}\n"
     )
     decided = resolve_recipe(tmp_path / "phi", recipe)
-    with pytest.raises(MappingError, match=r"attn.q is to be W8A16, and layers.0.attn.k.*kept"):
+    with raises(MappingError, "attn.q", "W8A16", "layers.0.attn.k"):
         check_storable(decided.source, decided.matched.decisions)
 
 

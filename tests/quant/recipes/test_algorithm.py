@@ -11,6 +11,7 @@ from megtool.quant.algorithms.algorithm_config import resolve_algorithm
 from megtool.quant.recipes.dialects import parse_recipe, recipe_from
 from megtool.quant.recipes.located_yaml import read_documents
 from megtool.quant.recipes.recipe import Recipe
+from tests.support.errors import raises
 
 EVERY = {"kind": "linear"}
 
@@ -52,10 +53,9 @@ def test_options_have_ranges(method: str, option: str, wrong: list[Any], right: 
     for value in right:
         recipe({"method": method, option: value}, found)
     for value in [*wrong, float("nan"), float("inf")]:
-        with pytest.raises(RecipeError) as caught:
+        with raises(RecipeError, hint=True) as caught:
             recipe({"method": method, option: value}, found)
         assert caught.value.message == f"{option} is {value!r}"
-        assert caught.value.hint
 
 
 def test_every_option_is_told_with_its_line() -> None:
@@ -97,10 +97,9 @@ rules: [{match: {kind: linear}, format: a}]
 def test_methods_that_would_do_nothing(
     algorithm: Any, formats: list[dict[str, Any]], told: str
 ) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with raises(RecipeError, hint=True) as caught:
         recipe(algorithm, *formats)
     assert caught.value.message.startswith(told)
-    assert caught.value.hint
 
 
 @pytest.mark.parametrize(

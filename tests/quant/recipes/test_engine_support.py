@@ -22,6 +22,7 @@ from megtool.quant.recipes.match import match_rules
 from megtool.quant.recipes.modules import ModuleInfo
 from megtool.quant.recipes.rules import RecipeProblems
 from megtool.quant.resolve import resolve_recipe
+from tests.support.errors import raises
 from tests.support.models import tiny_models
 
 
@@ -120,7 +121,7 @@ def test_llama_4_is_known_by_its_class(tmp_path: Path) -> None:
     from tests.support.models import family_models
 
     source = family_models.save("llama4", tmp_path / "llama4")
-    with pytest.raises(RecipeError, match="turns the rows of Llama4ForCausalLM"):
+    with raises(RecipeError, "Llama4ForCausalLM"):
         explain_recipe(source, "nvfp4_awq", target="sglang")
     explain_recipe(source, "fp8", target="sglang")
 

@@ -12,6 +12,7 @@ from megtool.quant.recipes.formats import FORMATS
 from megtool.quant.recipes.located_yaml import read_documents
 from megtool.quant.recipes.match import MatchResult, match_rules
 from megtool.quant.recipes.rules import RecipeProblems
+from tests.support.errors import raises
 from tests.support.models import tiny_models
 
 
@@ -155,7 +156,7 @@ def test_no_group_divides(tmp_path: Path) -> None:
     path = tiny_models.llama(tmp_path / "m", **SMALL)
     with pytest.raises(RecipeError, match="keep them with a rule of their own"):
         against(INT4, path)
-    with pytest.raises(RecipeError, match="128 of FP8_PB_WO does not divide the 72 rows"):
+    with raises(RecipeError, "128", "FP8_PB_WO", "72 rows"):
         against(INT4.replace("W4A16_AWQ", "FP8_PB_WO").replace("[qkv, fc2]", "qkv"), path)
     rows = tiny_models.llama(tmp_path / "rows", head_dim=32)  # k has 64 rows of 128 columns
     with pytest.raises(RecipeError, match="does not divide the 64 rows") as caught:

@@ -27,6 +27,7 @@ from megtool.tensors.sharded import GlobalTensor, Shards, widest
 from tests.support.checkpoints.old_formats import stored_arrays
 from tests.support.checkpoints.optimizer_saves import EXPERTS, save
 from tests.support.checkpoints.trained import config, write
+from tests.support.errors import raises
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 GROUP = "optimizer.distributed.dp_group_idx_"
@@ -290,9 +291,8 @@ def test_layouts_that_cannot_be(
 ) -> None:
     to = "megatron" if optimizer == "legacy" else "torch_dist"
     layout = {"tp": 1, "pp": 1, **options}
-    with pytest.raises(LayoutError, match=says) as e:
+    with raises(LayoutError, match=says, hint=True) as e:
         reshard(sound, tmp_path / "out", to=to, optimizer_format=optimizer, **layout)
-    assert e.value.hint
     assert possible in e.value.hint
     assert not (tmp_path / "out").exists()
 
@@ -303,9 +303,8 @@ def test_formats_that_cannot_be(sound: Path, tmp_path: Path) -> None:
         ({"to": "megatron", "optimizer": "dp_reshardable"}, "belongs to --to torch_dist"),
         ({"to": "torch_dist", "optimizer": "legacy"}, "belongs to --to megatron"),
     ):
-        with pytest.raises(UsageError, match=says) as e:
+        with raises(UsageError, match=says, hint=True):
             reshard(sound, tmp_path / "out", **options)
-        assert e.value.hint
 
 
 @pytest.mark.parametrize("version", [2, "1", None])
@@ -317,7 +316,5 @@ def test_a_version_of_the_back_end_that_is_not_known(
     file.write_text(
         json.dumps({**json.loads(file.read_text()), "sharded_backend_version": version})
     )
-    with pytest.raises(FormatError, match="version") as e:
+    with raises(FormatError, match="version", file=file, hint=True):
         open_source(tmp_path / "out")
-    assert e.value.file == str(file)
-    assert e.value.hint

@@ -19,6 +19,7 @@ from megtool.config import ParallelConfig
 from megtool.errors import FormatError, LayoutError, UsageError
 from tests.support.checkpoints.trained import config, write
 from tests.support.checkpoints.trained_models import MODELS
+from tests.support.errors import raises
 
 HOPS = {
     "torch_dist": ("fully_reshardable", "dp_reshardable"),
@@ -119,11 +120,11 @@ def test_what_buckets_keep_beside_them_is_no_loss_in_rank_files(
 def test_layouts_that_cannot_hold_the_experts(tmp_path: Path, materialize: Any) -> None:
     model = config(num_experts=4, num_experts_per_token=2, moe_ffn_hidden_size=8)
     write(tmp_path / "a", model, ParallelConfig(), materialize)
-    with pytest.raises(LayoutError, match="etp=2 with tp=1 and ep=1: buckets"):
+    with raises(LayoutError, "etp=2", "tp=1", "ep=1"):
         reshard(
             tmp_path / "a", tmp_path / "b", optimizer_format="dp_reshardable", etp=2, fsync=False
         )
-    with pytest.raises(LayoutError, match="etp=2 with tp=1 and ep=2: the folders"):
+    with raises(LayoutError, "etp=2", "tp=1", "ep=2"):
         reshard(tmp_path / "a", tmp_path / "b", to="megatron", etp=2, ep=2, fsync=False)
 
 

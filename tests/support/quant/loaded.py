@@ -87,7 +87,7 @@ def make_qparams(
             if "router" in known[name].roles or not (chosen := algo(name)):
                 continue
             group = (FORMATS[chosen].groups or (0,))[0]
-            more: dict[str, Any] = {"columns": columns.astype(np.float32)} if smooth else {}
+            more: dict[str, Any] = {"smoothing_scale": columns.astype(np.float32)} if smooth else {}
             out.weights[name] = WeightQParams(
                 module=name,
                 format=RecipeFormat(name="f", algo=chosen, group_size=group),

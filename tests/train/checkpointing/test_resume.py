@@ -13,6 +13,7 @@ from megtool import reshard, verify
 from megtool.config import ParallelConfig
 from megtool.errors import MappingError
 from tests.support.checkpoints.trained import config, write
+from tests.support.errors import raises
 from tests.support.models import tiny_llama
 from tests.support.runs.train_runs import ROWS, Trained
 from tests.support.worlds.gloo_world import run_world
@@ -150,9 +151,7 @@ def test_layers_that_were_frozen_have_no_state(tmp_path: Path) -> None:
     assert want.keys() == got.keys()
     assert all(torch.equal(got[n], t) for n, t in want.items())
     other = Trained(tmp_path / "dst")
-    with pytest.raises(
-        MappingError, match="the optimizer's state lacks 28 of 81 tensors: 'exp_avg"
-    ):
+    with raises(MappingError, "optimizer's", "28", "81 tensors", "'exp_avg"):
         other.resume()
 
 
@@ -163,9 +162,14 @@ def test_another_optimizer_is_told_what_it_lacks(tmp_path: Path) -> None:
     with run.saver(tmp_path / "dst") as saver:
         run.save(saver, 1)
     assert Trained(tmp_path / "dst", settings={"optimizer": "sgd"}).resume().has_optimizer
-    with pytest.raises(MappingError, match="lacks 30 of 45 tensors: 'exp_avg of") as e:
+    with raises(
+        MappingError,
+        "30",
+        "45 tensors",
+        "'exp_avg",
+        hint="start a new run from this checkpoint's weights alone",
+    ):
         Trained(tmp_path / "dst").resume()
-    assert "start a new run from this checkpoint's weights alone" in str(e.value.hint)
 
 
 def test_a_checkpoint_without_state_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""Assertions on errors: their type, what they are about and where, and not how they say it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, TypeVar
+
+import pytest
+
+from megtool.errors import MegtoolError
+
+E = TypeVar("E", bound=MegtoolError)
+
+
+class raises(Generic[E]):
+    """Like `pytest.raises`, for megtool's errors; `as e` gives the same `ExceptionInfo`.
+
+    Args:
+        error: The type, or several. Its exit status is checked with it.
+        facts: Values that the message holds, in this order: names, numbers, options.
+        file: The file that the error names; a path, or the end of one.
+        tensor: The tensor that the error names.
+        hint: Whether there is a hint, or a value that it holds.
+        match: A pattern that the whole text matches, where no value tells the error apart.
+    """
+
+    def __init__(
+        self,
+        error: type[E] | tuple[type[E], ...],
+        *facts: object,
+        file: str | os.PathLike[str] | None = None,
+        tensor: str | None = None,
+        hint: bool | str | None = None,
+        match: str | None = None,
+    ) -> None:
+        self._types = error if isinstance(error, tuple) else (error,)
+        self._facts = [str(fact) for fact in facts]
+        self._file, self._tensor, self._hint = file, tensor, hint
+        self._raises = pytest.raises(error, match=match)
+
+    def __enter__(self) -> pytest.ExceptionInfo[E]:
+        self._info = self._raises.__enter__()
+        return self._info
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        is_expected = bool(self._raises.__exit__(kind, value, traceback))
+        if is_expected:
+            self._check(self._info.value)
+        return is_expected
+
+    def _check(self, error: E) -> None:
+        statuses = {kind.exit_status for kind in self._types if isinstance(error, kind)}
+        assert error.exit_status in statuses, f"exit status {error.exit_status}: {error}"
+        start = 0
+        for fact in self._facts:
+            found = error.message.find(fact, start)
+            assert found >= 0, f"the message does not hold {fact!r}: {error}"
+            start = found + len(fact)
+        if self._file is not None:
+            path = os.fspath(self._file)
+            assert error.file is not None, f"no file is named: {error}"
+            assert error.file == path or Path(error.file).match(path), f"not file {path}: {error}"
+        if self._tensor is not None:
+            assert error.tensor == self._tensor, f"not tensor {self._tensor}: {error}"
+        if isinstance(self._hint, str):
+            assert self._hint in (error.hint or ""), (
+                f"the hint does not hold {self._hint!r}: {error}"
+            )
+        elif self._hint is not None:
+            assert bool(error.hint) == self._hint, f"hint: {error}"
