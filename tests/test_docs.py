@@ -238,3 +238,11 @@ def test_every_page_is_in_the_navigation(checkout: Path) -> None:
 def test_the_glossary_is_short(checkout: Path) -> None:
     rows = (checkout / "docs/development/glossary.md").read_text().count("\n| ") - 2
     assert 40 <= rows <= 50
+
+
+def test_the_architecture_page_names_every_folder(checkout: Path) -> None:
+    text = (checkout / "docs/development/architecture.md").read_text()
+    named = re.findall(r"^\| `([\w/]+)/`", text, flags=re.MULTILINE)
+    folders = [x.parent for x in (checkout / "megtool").glob("*/__init__.py")]
+    assert {x.relative_to(checkout).as_posix() for x in folders} <= set(named)
+    assert [x for x in named if not (checkout / x).is_dir()] == []
