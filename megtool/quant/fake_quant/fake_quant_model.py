@@ -327,7 +327,7 @@ def _input_tap(rounding: InputRounding, place: HookLocation) -> Callable[[Tensor
             x_TI,
             rounding.kind,
             scale=rounding.scale,
-            columns=rounding.columns,
+            smoothing_scale=rounding.columns,
             largest=lambda top: all_max(top, group),
         )
 
@@ -375,7 +375,7 @@ def _expert_tap(
                 rows_RI,
                 kind,
                 scale=scale,
-                columns=columns,
+                smoothing_scale=columns,
                 largest=lambda top: all_max(top, place.columns),
             )
             if len(by_expert) == num_experts and len(tables) == 1:

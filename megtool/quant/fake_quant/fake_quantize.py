@@ -53,34 +53,34 @@ def second_scale(algo: str, amax: float) -> np.float32:
     return np.float32(amax) / np.float32(largest) or np.float32(1)
 
 
-def input_scale(treatment: WeightQParams) -> np.float32:
+def input_scale(qparams: WeightQParams) -> np.float32:
     """The calibrated scale of inputs, as it is stored (`input_scale`).
 
     Raises:
         CalibrationError: the format has one, and nothing is known about inputs.
     """
-    kind = INPUT_PACKINGS[treatment.format.algo]
-    if not treatment.input_amax:
+    kind = INPUT_PACKINGS[qparams.format.algo]
+    if not qparams.input_amax:
         raise CalibrationError(
-            f"{treatment.format.algo} scales the inputs of {treatment.module} by a number that "
+            f"{qparams.format.algo} scales the inputs of {qparams.module} by a number that "
             "calibration has to find, and it has found none",
             hint="calibrate with data, or choose a format that scales inputs as they come",
         )
     if kind.startswith("nvfp4"):
-        return second_scale(treatment.format.algo, treatment.input_amax)
+        return second_scale(qparams.format.algo, qparams.input_amax)
     largest = 127.0 if kind.startswith("int8") else E4M3_LARGEST
-    return np.float32(treatment.input_amax) / np.float32(largest)
+    return np.float32(qparams.input_amax) / np.float32(largest)
 
 
 def fake_weight(
-    weight_OI: Tensor, treatment: WeightQParams, *, dtype: str = "float32", as_run: bool = False
+    weight_OI: Tensor, qparams: WeightQParams, *, dtype: str = "float32", as_run: bool = False
 ) -> Tensor:
     """The values of the packed weight, divided by the smoothing scales again: float32 `[out, in]`.
 
     Before that division it equals, bit for bit, what `number_formats` decodes of what it encoded
     (style modelopt) with the treatment's scales. `dtype` is the type that the weight is encoded
     from, its stored one (`bfloat16`, whatever `weight_OI` itself is): FP8 with a scale a tensor
-    that is to be rounded twice is rounded to it first. With `columns` the product is
+    that is to be rounded twice is rounded to it first. With a `smoothing_scale` the product is
     float32, and `dtype` says nothing. `codes` of float formats are the bits of each number.
 
     `as_run` goes one step further where engines do: under W4A8_AWQ they round the weight that INT4
@@ -91,29 +91,29 @@ def fake_weight(
         FormatError: the weight holds NaN or infinity.
         UsageError: groups do not divide it.
     """
-    algo = treatment.format.algo
-    packing = packing_of(treatment.format)
+    algo = qparams.format.algo
+    packing = packing_of(qparams.format)
     layout(packing, tuple(weight_OI.shape))  # says what does not divide
     name, _, granularity = packing.partition(":")
     device = weight_OI.device
-    columns = _on(treatment.smoothing_scale, device)
+    smoothing_scale = _on(qparams.smoothing_scale, device)
     top = (
-        _whole_amax(weight_OI, columns)
+        _whole_amax(weight_OI, smoothing_scale)
         if granularity == "tensor" or name == "nvfp4" or as_run
         else None
     )
-    codes = None if treatment.codes is None else torch.from_numpy(treatment.codes)
-    amax = _on(treatment.amax, device)
+    codes = None if qparams.codes is None else torch.from_numpy(qparams.codes)
+    amax = _on(qparams.amax, device)
     if amax is not None and granularity == "tensor":
         amax = amax.reshape(1, 1)
     second = None
     if name == "nvfp4" and top is not None:
-        second_amax = treatment.global_amax or float(top)
+        second_amax = qparams.global_amax or float(top)
         second = float(second_scale(algo, second_amax))
-    quotient = dtype if columns is None and treatment.format.round_twice else "float32"
+    quotient = dtype if smoothing_scale is None and qparams.format.round_twice else "float32"
     run = None
     if as_run and algo == "W4A8_AWQ" and top is not None:
-        run = plain_scale(torch.tensor(treatment.global_amax or float(top)), E4M3_LARGEST)
+        run = plain_scale(torch.tensor(qparams.global_amax or float(top)), E4M3_LARGEST)
     out = torch.empty(weight_OI.shape, dtype=torch.float32, device=device)
     rows, width = weight_OI.shape
     most = CHUNK if device.type != "cpu" else CHUNK_INPUT
@@ -121,7 +121,7 @@ def fake_weight(
     for begin in range(0, rows, step):
         part = slice(begin, min(begin + step, rows))
         x = weight_OI[part].float()
-        x = x if columns is None else x * columns
+        x = x if smoothing_scale is None else x * smoothing_scale
         view = _blocks(x, granularity)
         dims = _reduced(granularity)
         if amax is None:
@@ -142,49 +142,49 @@ def fake_weight(
         result = (view * scale).reshape(x.shape)
         if run is not None:
             result = to_e4m3(result / run) * run
-        out[part] = result if columns is None else result / columns
+        out[part] = result if smoothing_scale is None else result / smoothing_scale
     if not bool(torch.isfinite(out).all()):
         raise FormatError(
-            f"the weight of {treatment.module} is NaN or infinite in places",
-            tensor=treatment.module,
+            f"the weight of {qparams.module} is NaN or infinite in places",
+            tensor=qparams.module,
             hint="it cannot be quantized",
         )
     return out
 
 
-def run_weight(weight_OI: Tensor, treatment: WeightQParams) -> Tensor:
+def run_weight(weight_OI: Tensor, qparams: WeightQParams) -> Tensor:
     """The weight that engines compute from a W4A8_AWQ checkpoint.
 
     `weight_OI` is what INT4 means, divided by those of the columns' factors that are stored. It is
     rounded to FP8 as `fake_weight` does `as_run`.
     """
-    stored = treatment.smoothing_scale if treatment.stores_pre_quant_scale else None
-    columns = _on(stored, weight_OI.device)
-    top = treatment.global_amax or float(_whole_amax(weight_OI, columns))
+    stored = qparams.smoothing_scale if qparams.stores_pre_quant_scale else None
+    smoothing_scale = _on(stored, weight_OI.device)
+    top = qparams.global_amax or float(_whole_amax(weight_OI, smoothing_scale))
     run = plain_scale(torch.tensor(top), E4M3_LARGEST)
-    scaled = weight_OI.float() if columns is None else weight_OI * columns
+    scaled = weight_OI.float() if smoothing_scale is None else weight_OI * smoothing_scale
     rounded = to_e4m3(scaled / run) * run
-    return rounded if columns is None else rounded / columns
+    return rounded if smoothing_scale is None else rounded / smoothing_scale
 
 
-def tensor_amax(weight_OI: Tensor, treatment: WeightQParams) -> float:
+def tensor_amax(weight_OI: Tensor, qparams: WeightQParams) -> float:
     """The amax of a weight's global scale: the solved one, or that of all its elements."""
-    if treatment.amax is not None:
-        return float(treatment.amax.max())
-    return float(_whole_amax(weight_OI, _on(treatment.smoothing_scale, weight_OI.device)))
+    if qparams.amax is not None:
+        return float(qparams.amax.max())
+    return float(_whole_amax(weight_OI, _on(qparams.smoothing_scale, weight_OI.device)))
 
 
 def _on(values: Any, device: torch.device) -> Tensor | None:
     return None if values is None else torch.as_tensor(values, dtype=torch.float32, device=device)
 
 
-def _whole_amax(weight_OI: Tensor, columns: Tensor | None) -> Tensor:
-    """The largest magnitude of a weight times its columns' factors."""
-    if columns is None:
+def _whole_amax(weight_OI: Tensor, smoothing_scale: Tensor | None) -> Tensor:
+    """The largest magnitude of a weight times its smoothing scale."""
+    if smoothing_scale is None:
         low, high = torch.aminmax(weight_OI)
         return torch.maximum(-low, high).float()
     low, high = torch.aminmax(weight_OI, dim=0)
-    return (torch.maximum(-low, high).float() * columns).max()
+    return (torch.maximum(-low, high).float() * smoothing_scale).max()
 
 
 def _blocks(x: Tensor, granularity: str) -> Tensor:
@@ -248,9 +248,9 @@ def _meaning(name: str, codes: Tensor) -> Tensor:
 
 def fake_input(
     x_TI: Tensor,
-    treatment: WeightQParams,
+    qparams: WeightQParams,
     *,
-    columns: Tensor | None = None,
+    smoothing_scale: Tensor | None = None,
     largest: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Inputs as the engine multiplies them, in their own dtype; unchanged if it does not round
@@ -258,25 +258,25 @@ def fake_input(
 
     Scales from calibration (FP8, INT8 and NVFP4's first level) are numbers; others come from each
     row, or each group of columns, of which a last one may be short. Inputs are divided by the
-    treatment's `columns` and multiplied by them again (`columns` replaces them, on the device and
+    `smoothing_scale` of `qparams` and multiplied by them again (`smoothing_scale` replaces it, on the device and
     of as many columns as `x_TI` has). `largest` merges largest magnitudes `[T, 1]` of rows of which
     other ranks have more columns.
 
     Raises:
         CalibrationError: a scale has to come from calibration and did not.
     """
-    kind = INPUT_PACKINGS.get(treatment.format.algo)
+    kind = INPUT_PACKINGS.get(qparams.format.algo)
     if kind is None:
         return x_TI
-    if columns is None:
-        columns = _on(treatment.smoothing_scale, x_TI.device)
-    scale = float(input_scale(treatment)) if needs_scale(treatment) else 0.0
-    return rounded_input(x_TI, kind, scale=scale, columns=columns, largest=largest)
+    if smoothing_scale is None:
+        smoothing_scale = _on(qparams.smoothing_scale, x_TI.device)
+    scale = float(input_scale(qparams)) if needs_scale(qparams) else 0.0
+    return rounded_input(x_TI, kind, scale=scale, smoothing_scale=smoothing_scale, largest=largest)
 
 
-def needs_scale(treatment: WeightQParams) -> bool:
+def needs_scale(qparams: WeightQParams) -> bool:
     """Whether inputs are rounded with a calibrated scale."""
-    kind = INPUT_PACKINGS.get(treatment.format.algo, "")
+    kind = INPUT_PACKINGS.get(qparams.format.algo, "")
     return kind.endswith(":tensor") or kind.startswith("nvfp4")
 
 
@@ -285,17 +285,17 @@ def rounded_input(
     kind: str,
     *,
     scale: Tensor | float = 0.0,
-    columns: Tensor | None = None,
+    smoothing_scale: Tensor | None = None,
     largest: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Rows rounded as `kind` of `qparams.INPUTS` requires.
 
-    `scale`, where the kind has one from calibration, and `columns` may differ from row to row:
+    `scale`, where the kind has one from calibration, and `smoothing_scale` may differ from row to row:
     `[T, 1]` and `[T, in]`.
     """
     together = largest is not None and kind.endswith(":token")
     if x_TI.device.type != "cpu" or together or x_TI.numel() <= 2 * CHUNK_INPUT:
-        return _rounded_rows(x_TI, kind, scale, columns, largest)
+        return _rounded_rows(x_TI, kind, scale, smoothing_scale, largest)
     # In parts that stay in the processor's cache.
     flat = x_TI.reshape(-1, x_TI.shape[-1])
     step = max(1, CHUNK_INPUT // flat.shape[1])
@@ -303,7 +303,11 @@ def rounded_input(
     for begin in range(0, len(flat), step):
         rows = slice(begin, begin + step)
         by = scale[rows] if isinstance(scale, Tensor) else scale
-        factors = columns[rows] if columns is not None and columns.ndim > 1 else columns
+        factors = (
+            smoothing_scale[rows]
+            if smoothing_scale is not None and smoothing_scale.ndim > 1
+            else smoothing_scale
+        )
         out[rows] = _rounded_rows(flat[rows], kind, by, factors, None)
     return out.view(x_TI.shape)
 
@@ -312,11 +316,11 @@ def _rounded_rows(
     x_TI: Tensor,
     kind: str,
     scale: Tensor | float,
-    columns: Tensor | None,
+    smoothing_scale: Tensor | None,
     largest: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     x = x_TI.float()
-    x = x / columns if columns is not None else x
+    x = x / smoothing_scale if smoothing_scale is not None else x
     name, _, granularity = kind.partition(":")
     if granularity == "tensor":
         # Engines multiply by the reciprocal.
@@ -330,8 +334,8 @@ def _rounded_rows(
         x = round_e4m3_(x / each).mul_(each)
     else:
         x = _rounded_groups(x, name, int(granularity), scale)
-    if columns is not None:
-        x.mul_(columns)
+    if smoothing_scale is not None:
+        x.mul_(smoothing_scale)
     return x.to(x_TI.dtype)
 
 

@@ -405,7 +405,7 @@ def find_amaxes(
                 )
             columns = weight.treatment.smoothing_scale
             rows = max(1, COMPUTED_BYTES // weight.row_bytes)
-            with local.taking.run(weight.placement, weight.dtype) as run:
+            with local.taking.open(weight.placement, weight.dtype) as run:
                 for a in range(first, end, rows):
                     b = min(a + rows, end)
                     values, kind = run.read(a * width, b * width), weight.dtype.name

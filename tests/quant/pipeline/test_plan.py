@@ -114,7 +114,7 @@ def test_a_missing_package_before_the_source_is_resharded(
     (tmp_path / "at").mkdir()
     found = refused(source, tmp_path / "at", recipe="fp8", backend="modelopt")
     assert isinstance(found, MissingPackageError)
-    assert "nvidia-modelopt" in str(found)
+    assert "megtool[modelopt]" in str(found)
     assert not list(temporary.iterdir())
 
 
