@@ -1,4 +1,4 @@
-"""Reports of `finetune`: what a run has come to, or what it would do."""
+"""Reports of `finetune`: the result of a run, or its plan."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from megtool.train.run_log import format_duration
 
 _REASONS = {
     "done": "all steps are done",
-    "patience": "evaluations no longer get better",
-    "signal": "SIGTERM; the same command goes on",
-    "time": "--exit-duration-in-mins; the same command goes on",
+    "patience": "evaluations no longer improve",
+    "signal": "SIGTERM; the same command resumes",
+    "time": "--exit-duration-in-mins; the same command resumes",
 }
 
 
-def said_layout(sizes: Mapping[str, int]) -> str:
-    """A layout as the flags say it: `tp=2 dp=4`; one process has none."""
+def format_layout(sizes: Mapping[str, int]) -> str:
+    """A layout by its axes above 1, such as `tp=2 dp=4`."""
     return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetunePlan:
-    """What a run would do. Bytes are those of the rank with most parameters.
+    """The plan of a run. Bytes are those of the rank with most parameters.
 
-    `adapter_bytes` are among `weight_bytes`; `rounded_bytes` are those of the weights that
-    quantization-aware training keeps while rounded ones are in their place.
+    `adapter_bytes` are a part of `weight_bytes`; `fake_quant_bytes` are those of the copies of
+    weights that quantization-aware training rounds.
     """
 
     source: str
     destination: str
     format: str
     family: str | None
-    goes_on_from: str | None
+    resumes_from: str | None
     layout: Mapping[str, int]
     dtype: str
     num_parameters: int
     rank_parameters: int
-    rank_trained: int
+    rank_trainable: int
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -53,7 +53,7 @@ class FinetunePlan:
     tokens_per_step: int
     train_iters: int
     teacher_bytes: int = 0
-    rounded_bytes: int = 0
+    fake_quant_bytes: int = 0
     adapter_bytes: int = 0
     exit_status: int = 0
 
@@ -64,21 +64,22 @@ class FinetunePlan:
         return out
 
     def lines(self) -> Iterator[str]:
-        """What a person reads."""
+        """The report as text."""
         yield f"{self.source} ({self.format}) -> {self.destination}"
         yield f"  family      {self.family or 'not named'}"
-        if self.goes_on_from:
-            yield f"  goes on     from {self.goes_on_from}"
-        yield f"  layout      {said_layout(self.layout)}, {self.dtype}"
+        if self.resumes_from:
+            yield f"  resumes     from {self.resumes_from}"
+        yield f"  layout      {format_layout(self.layout)}, {self.dtype}"
         yield (
             f"  parameters  {self.num_parameters / 1e6:,.1f} M, on a rank "
-            f"{self.rank_parameters / 1e6:,.1f} M, of which {self.rank_trained / 1e6:,.1f} M learn"
+            f"{self.rank_parameters / 1e6:,.1f} M, of which {self.rank_trainable / 1e6:,.1f} M "
+            "are trained"
         )
         total = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
-        total += self.teacher_bytes + self.rounded_bytes
+        total += self.teacher_bytes + self.fake_quant_bytes
         teacher = f", teacher {format_bytes(self.teacher_bytes)}" if self.teacher_bytes else ""
-        if self.rounded_bytes:
-            teacher += f", weights beside rounded ones {format_bytes(self.rounded_bytes)}"
+        if self.fake_quant_bytes:
+            teacher += f", copies of rounded weights {format_bytes(self.fake_quant_bytes)}"
         adapters = f" (adapters {format_bytes(self.adapter_bytes)})" if self.adapter_bytes else ""
         yield (
             f"  a rank      {format_bytes(total)}: weights {format_bytes(self.weight_bytes)}"
@@ -88,17 +89,17 @@ class FinetunePlan:
         yield f"  data        {_counts(self)}"
         yield (
             f"  step        {self.tokens_per_step:,} tokens: {self.global_batch_size:,} rows, "
-            f"{self.micro_batch_size:,} at once, {self.num_microbatches:,} times a rank"
+            f"{self.num_microbatches:,} micro batches of {self.micro_batch_size:,} on a rank"
         )
         yield f"  steps       {self.train_iters:,}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneReport:
-    """What a run has come to. `seconds` and `tokens` are of this call, from the first step on.
+    """The result of a run. `seconds` and `tokens` are those of this call, from its first step on.
 
-    Losses are in nats per token; `evaluations` are (step, loss). `saved` is the newest iteration in
-    `destination`, `hf` the folder of the exported model, `adapter` that of LoRA's.
+    Losses are in nats per token; `evaluations` are (step, loss). `saved_iteration` is the newest
+    one in `destination`, `hf` the folder of the exported model, `adapter` that of LoRA adapters.
     """
 
     source: str
@@ -110,10 +111,10 @@ class FinetuneReport:
     layout: Mapping[str, int]
     num_parameters: int
     train_iters: int
-    begun_at: int
+    start_iteration: int
     iteration: int
-    reason: str
-    saved: int | None
+    stop_reason: str
+    saved_iteration: int | None
     tokens: int
     seconds: float
     stall_seconds: float
@@ -136,34 +137,35 @@ class FinetuneReport:
         return out
 
     def lines(self) -> Iterator[str]:
-        """What a person reads."""
+        """The report as text."""
         yield f"{self.source} ({self.format}) -> {self.destination}"
         yield f"  family      {self.family or 'not named'}"
-        yield f"  layout      {said_layout(self.layout)}, {self.dtype} on {self.device}"
-        begun = f", from {self.begun_at:,} on" if self.begun_at else ""
+        yield f"  layout      {format_layout(self.layout)}, {self.dtype} on {self.device}"
+        start = f", resumed at {self.start_iteration:,}" if self.start_iteration else ""
         yield (
-            f"  steps       {self.iteration:,} of {self.train_iters:,}{begun}: "
-            f"{_REASONS[self.reason]}"
+            f"  steps       {self.iteration:,} of {self.train_iters:,}{start}: "
+            f"{_REASONS[self.stop_reason]}"
         )
         if self.first_loss is not None and self.last_loss is not None:
             skipped = f", {self.skipped:,} steps skipped" if self.skipped else ""
             yield f"  loss        {self.first_loss:.4f} -> {self.last_loss:.4f}{skipped}"
         if self.evaluations:
-            at, best = min(self.evaluations, key=lambda e: e[1])
+            step, best = min(self.evaluations, key=lambda e: e[1])
             yield (
                 f"  evaluation  {self.evaluations[0][1]:.4f} -> {self.evaluations[-1][1]:.4f}, "
-                f"best {best:.4f} at step {at:,}"
+                f"best {best:.4f} at step {step:,}"
             )
         if self.counts:
             yield f"  data        {_counts(self)}"
         if self.seconds and self.tokens:
             yield (
                 f"  speed       {self.tokens / self.seconds:,.1f} tokens/s, "
-                f"{format_duration(self.seconds)} in all, {self.stall_seconds:.1f} s of it for checkpoints"
+                f"{format_duration(self.seconds)} in total, {self.stall_seconds:.1f} s of it for "
+                "checkpoints"
             )
         yield f"  memory      {format_bytes(self.peak_bytes)} at most"
-        if self.saved is not None:
-            yield f"  saved       iteration {self.saved:,}"
+        if self.saved_iteration is not None:
+            yield f"  saved       iteration {self.saved_iteration:,}"
         if self.plot:
             yield f"  curve       {self.plot}"
         if self.hf:
@@ -173,14 +175,14 @@ class FinetuneReport:
 
 
 def _counts(report: FinetunePlan | FinetuneReport) -> str:
-    """What is learned in a pass, and what has become of documents that did not fit."""
+    """Documents and rows of a pass over the data, and documents that did not fit."""
     parts = [
-        f"{_many(report.counts['documents'], 'document')} in "
-        f"{_many(report.counts['rows'], 'row')} of {report.seq_length:,} tokens"
+        f"{_count(report.counts['documents'], 'document')} in "
+        f"{_count(report.counts['rows'], 'row')} of {report.seq_length:,} tokens"
     ]
     fates = ("split", "truncated", "skipped")
     return ", ".join([*parts, *(f"{n:,} {x}" for x in fates if (n := report.counts[x]))])
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}" + "s" * (count != 1)
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + "s" * (number != 1)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from megtool.errors import UsageError
-from megtool.optim.distributed import DistributedOptimizer, BucketShard
+from megtool.optim.distributed import BucketShard, DistributedOptimizer
 from megtool.optim.offload_streams import (
     ALIGNED,
-    OffloadStreams,
     OffloadedSegment,
+    OffloadStreams,
     slice_segment,
     stored_values,
     write_parameters,

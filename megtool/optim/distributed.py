@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from megtool.errors import UsageError
 from megtool.optim.buffers import (
+    BufferKey,
     ParamAndGradBucket,
     ParamAndGradBuffer,
-    BufferKey,
     in_registration_order,
     make_buffer,
 )
+from megtool.optim.config import OptimizerConfig
 from megtool.optim.flat_shards import Pending
 from megtool.optim.fp8.fp8_param_gather import forget, gather_quantized, is_marked
 from megtool.optim.grad_reduce import GradReduce
@@ -28,7 +29,6 @@ from megtool.optim.optimizer import Optimizer
 from megtool.optim.param_gather import ParamGather
 from megtool.optim.param_groups import ParamInfo
 from megtool.optim.segments import Segment, Span
-from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.tensors.buckets import default_bucket_size
 
@@ -64,9 +64,8 @@ class DistributedOptimizer(Optimizer):
         groups: ProcessGroups,
         *,
         chunks: Sequence[nn.Module] = (),
-        part: bool = False,
     ) -> None:
-        super().__init__(named_parameters, settings, groups, part=part)
+        super().__init__(named_parameters, settings, groups)
         if settings.fp8_param_gather:
             _check_fp8(self.param_infos, settings)
         self.buffers = self._make_buffers(chunks)

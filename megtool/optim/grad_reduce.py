@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megtool.errors import UsageError
-from megtool.optim.buffers import ParamAndGradBucket, BucketParam
+from megtool.optim.buffers import BucketParam, ParamAndGradBucket
 from megtool.optim.flat_shards import Pending, new_tag, start_reduce_scatter
 
 

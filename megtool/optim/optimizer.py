@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megtool.errors import CheckpointError, MappingError, UsageError
+from megtool.optim.config import OptimizerConfig
 from megtool.optim.grad_norm import (
     clip_coefficient,
     find_nonfinite,
@@ -28,10 +29,9 @@ from megtool.optim.grad_norm import (
     local_statistics,
 )
 from megtool.optim.muon import orthogonalize_matrices
-from megtool.optim.param_groups import ParamInfo, ParamGroup, collect_param_infos, group_parameters
+from megtool.optim.param_groups import ParamGroup, ParamInfo, collect_param_infos, group_parameters
 from megtool.optim.scaler import GradScaler, make_grad_scaler
 from megtool.optim.segments import Segment, Span, StatePiece, copy_parts
-from megtool.optim.settings import OptimizerConfig
 from megtool.optim.update_rules import Muon, UpdateRule, make_update_rule, update_segments
 from megtool.parallel.collectives import all_max, all_sum
 from megtool.parallel.process_groups import Group, ProcessGroups
@@ -62,8 +62,7 @@ class Optimizer(ABC):
 
     `facts` are of the trainable parameters, in the order of `named_parameters`; `param_groups` the
     same on every rank; `segments` what this process updates. Every rank of the world has to make
-    its optimizer, and call its methods, at the same time. `part`: it is to be a member of a chain,
-    so rules may be for other members' parameters.
+    its optimizer, and call its methods, at the same time.
 
     Raises (by `__init__`):
         MappingError: a parameter comes twice, or is of a type that is not trained.
@@ -75,8 +74,6 @@ class Optimizer(ABC):
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         settings: OptimizerConfig,
         groups: ProcessGroups,
-        *,
-        part: bool = False,
     ) -> None:
         self.settings = settings
         self.groups = groups
@@ -94,7 +91,7 @@ class Optimizer(ABC):
                     hint="train in bfloat16, or keep main parameters as float32",
                 )
         self.param_groups: list[ParamGroup] = group_parameters(
-            self.param_infos, settings, groups.world, part=part
+            self.param_infos, settings, groups.world
         )
         self.group_of: dict[str, ParamGroup] = {
             name: group for group in self.param_groups for name in group.names
@@ -140,6 +137,9 @@ class Optimizer(ABC):
     @abstractmethod
     def publish(self) -> None:
         """Give parameters the values of the main parameters, on every replica."""
+
+    def wait_for_parameters(self) -> None:
+        """Wait until all parameters are those of the last step; `publish` may return earlier."""
 
     def update_segments(self, segments: list[Segment]) -> None:
         """Update main parameters and states from the segments' gradients (whole and clipped).

@@ -14,7 +14,7 @@ from megtool.errors import MappingError, UsageError
 from megtool.parallel.process_groups import ALONE, Group
 
 if TYPE_CHECKING:
-    from megtool.optim.settings import OptimizerConfig
+    from megtool.optim.config import OptimizerConfig
 
 _Kind = Literal["adam", "sgd", "muon"]
 
@@ -121,14 +121,11 @@ def group_parameters(
     facts: Sequence[ParamInfo],
     settings: OptimizerConfig,
     world: Group = ALONE,
-    *,
-    part: bool = False,
 ) -> list[ParamGroup]:
     """Groups in Megatron's order: dense before experts, those without overrides first.
 
     Every rank of `world` gets the same groups in the same order, as checkpoints want, so some may
     be empty here. Biases and 1-D parameters have no weight decay. Every rank has to call this.
-    With `part`, other optimizers have the other parameters, and rules may be for those.
 
     Raises:
         UsageError: a rule's glob matches no parameter of any rank.
@@ -149,7 +146,7 @@ def group_parameters(
         dist.all_gather_object(all_ranks, (list(local_names), used), group=world.handle)
     matched = {i for _, used_rules in all_ranks for i in used_rules}
     idle = [rule.glob for i, rule in enumerate(settings.rules) if i not in matched]
-    if idle and not part:
+    if idle:
         raise UsageError(
             f"the rule for {idle[0]!r} is of no parameter",
             hint="names are Megatron's, as decoder.layers.0.mlp.linear_fc1.weight; an earlier rule "

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megtool.errors import MappingError
+from megtool.optim.config import OptimizerConfig
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.segments import Segment, Span, copy_parts
-from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import Group, ProcessGroups
 
@@ -32,10 +32,8 @@ class ReplicatedOptimizer(Optimizer):
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         settings: OptimizerConfig,
         groups: ProcessGroups,
-        *,
-        part: bool = False,
     ) -> None:
-        super().__init__(named_parameters, settings, groups, part=part)
+        super().__init__(named_parameters, settings, groups)
         self._flat: list[Tensor] = []
         self._sums: dict[int, Tensor] = {}
         self._begun: set[int] = set()

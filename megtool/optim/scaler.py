@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megtool.optim.settings import OptimizerConfig
+from megtool.optim.config import OptimizerConfig
 
 
 class GradScaler(Protocol):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from megtool.errors import CheckpointError, UsageError
+from megtool.errors import UsageError
 
 Kind = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
@@ -150,44 +149,3 @@ class LRSchedule:
             "wd_incr_style": self.wd_incr_style,
             "wd_incr_steps": self.wd_incr_steps,
         }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], **others: Any) -> tuple[LRSchedule, int]:
-        """A schedule and its step from Megatron's `opt_param_scheduler`, of any age.
-
-        `others` are the fields that the state does not have: `init_lr`, `wsd_decay_steps`,
-        `wsd_decay_style`.
-
-        Raises:
-            CheckpointError: a value is missing.
-            UsageError: values that do not go together.
-        """
-        found: dict[str, Any] = {}
-        for field, names in _STATE_NAMES.items():
-            name = next((n for n in names if n in state), None)
-            if name is not None:
-                found[field] = state[name]
-            elif field not in _LATER:
-                raise CheckpointError(
-                    f"the saved schedule has no {names[0]!r}, but {sorted(state)}",
-                    hint="start a new schedule, with --override-opt-param-scheduler",
-                )
-        step = int(found.pop("step"))
-        return cls(**found, **others), step
-
-
-# What Megatron calls a field, the newest name first.
-_STATE_NAMES = {
-    "kind": ("lr_decay_style", "decay_style"),
-    "max_lr": ("max_lr", "start_lr"),
-    "min_lr": ("min_lr",),
-    "warmup_steps": ("lr_warmup_steps", "warmup_steps", "warmup_iter"),
-    "decay_steps": ("lr_decay_steps", "decay_steps", "end_iter"),
-    "step": ("num_steps", "num_iters"),
-    "start_wd": ("start_wd",),
-    "end_wd": ("end_wd",),
-    "wd_incr_style": ("wd_incr_style",),
-    "wd_incr_steps": ("wd_incr_steps",),
-}
-# Old checkpoints have none of these.
-_LATER = {"start_wd", "end_wd", "wd_incr_style", "wd_incr_steps"}

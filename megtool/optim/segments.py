@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megtool.optim.bf16_remainder import join, split
-from megtool.optim.param_groups import ParamInfo, ParamGroup
+from megtool.optim.param_groups import ParamGroup, ParamInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megtool.optim.config import OptimizerConfig
 from megtool.optim.segments import Segment
-from megtool.optim.settings import OptimizerConfig
 
 # Elements at a time where states or main parameters have to be turned to fp32 and back: on a CPU
 # what its caches hold, on a GPU what keeps it busy.

@@ -1,83 +1,75 @@
-"""Settings of a training run: every option once, with Megatron's name, its default and its help."""
+"""Options of a training run, with Megatron's names, and the rules between them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from megtool.config import ParallelConfig
-from megtool.train.config_checks import check_train_config
-
-# ruff: noqa: RUF009 - `said` makes fields, as `dataclasses.field` does
+from megtool.errors import UsageError
+from megtool.options.field import flag, option
+from megtool.options.groups import SourceOptions, TokenizerOptions
 
 INPUT, TRAINING, OPTIMIZER = "Input", "Training", "Optimizer"
 EXPERTS = "Mixture of experts"
-PRECISION, MEMORY, LAYOUT = "Numbers", "Memory and overlap", "Parallel layout"
-RUNNING, CHECKPOINTS, EVALUATION = "Running", "Checkpoints", "Watching"
+PRECISION, MEMORY, LAYOUT = "Precision", "Memory and overlap", "Parallel layout"
+RUNNING, CHECKPOINTS, EVALUATION = "Running", "Checkpoints", "Evaluation and logs"
 LORA, QAT = "LoRA", "Quantization-aware training and distillation"
 
+ALTERNATIVES = (
+    ("train_iters", "epochs"),
+    ("lr_warmup_iters", "lr_warmup_fraction"),
+    ("eval_data", "eval_split"),
+)
+"""Options that exclude each other."""
 
-def option(
-    panel: str,
-    help_text: str,
-    default: Any = None,
-    *,
-    metavar: str | None = None,
-    minimum: float | None = None,
-    alias: str | None = None,
-) -> Any:
-    """A field that is an option: its panel and help, `least` allowed, and `also` another flag."""
-    metadata = {"panel": panel, "help": help_text, "metavar": metavar, "min": minimum, "also": alias}
-    return field(default=default, metadata=metadata)
+DTYPE_FLAGS = ("bf16", "fp16", "fp32")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """What a run is asked for. Steps are optimizer steps; a sample is one row of `seq_length`.
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(SourceOptions, TokenizerOptions):
+    """The options of a training run. Steps are optimizer steps; a sample is a row of `seq_length`.
 
-    None is "not given": what it then becomes is in the help of each. The command line, the YAML
-    and `finetune` take these names.
+    None stands for the default, which each option's help describes. The command line, YAML files
+    and `finetune` use these names.
 
     Raises:
         UsageError: a value is out of its range, or two options exclude each other.
         LayoutError: the parallel sizes do not fit each other.
     """
 
+    rivals: ClassVar[tuple[tuple[str, ...], ...]] = (*ALTERNATIVES, DTYPE_FLAGS)
+
     # ---- Input
     data: tuple[str, ...] = option(
         INPUT,
-        "Text to learn: text, JSON lines, parquet, Megatron's .bin, or a data set "
+        "Training data: text, JSON lines, parquet, Megatron's .bin, or a data set "
         "NAME[:CONFIG][:SPLIT]; repeatable.",
         (),
         metavar="FILE",
     )
     blend: str | None = option(
-        INPUT, "Shares of several --data: 0.7,0.3; default: by their sizes.", metavar="LIST"
+        INPUT, "Weights of several --data: 0.7,0.3; default: their sizes.", metavar="LIST"
     )
-    field: str | None = option(INPUT, "The field of a record with its text.", metavar="NAME")
+    field: str | None = option(INPUT, "The field of a record that holds its text.", metavar="NAME")
     split: str | None = option(INPUT, "The split of a data set.", metavar="NAME")
-    eval_data: str | None = option(INPUT, "Text to evaluate on, never learned.", metavar="FILE")
-    eval_split: float = option(INPUT, "Keep this share of --data for evaluation.", 0.0, minimum=0)
+    eval_data: str | None = option(INPUT, "Validation data, in the same formats.", metavar="FILE")
+    eval_split: float = option(
+        INPUT, "Share of --data to use as the validation split.", 0.0, minimum=0
+    )
     overflow: Literal["split", "truncate", "error"] = option(
-        INPUT, "What becomes of samples longer than --seq-length.", "split"
+        INPUT, "What to do with samples longer than --seq-length.", "split"
     )
-    packing: bool = option(INPUT, "Let several texts share a row; they do not see each other.", True)
-    train_on_inputs: bool = option(INPUT, "Learn what users say too, not the answers alone.", False)
+    packing: bool = option(
+        INPUT, "Pack several texts into a row, each with its own attention.", True
+    )
+    all_turns: bool = option(
+        INPUT, "Train on the users' turns as well, not only on the assistant's.", False
+    )
     data_cache_path: Path | None = option(
-        INPUT, "Where encoded data is kept; default: in DST.", metavar="FOLDER"
-    )
-    tokenizer: Path | None = option(
-        INPUT, "A folder with the tokenizer; default: the one beside SRC.", metavar="FOLDER"
-    )
-    iteration: str | None = option(
-        INPUT, "Iteration of a save folder; default: the latest.", metavar="N"
-    )
-    family: str | None = option(
-        INPUT, "The model family, if the checkpoint names none.", metavar="NAME"
-    )
-    like: Path | None = option(
-        INPUT, "A Hugging Face folder to take config and tokenizer from.", metavar="FOLDER"
+        INPUT, "Where to cache tokenized data; default: in DST.", metavar="FOLDER"
     )
     # ---- Training
     train_iters: int | None = option(
@@ -86,99 +78,115 @@ class TrainConfig:
     epochs: float | None = option(TRAINING, "Passes over the data; default: 1.", metavar="X")
     seq_length: int | None = option(
         TRAINING,
-        "Tokens of a row; default: the model's positions, 2048 at most.",
+        "Tokens of a row; default: the model's positions, at most 2048.",
         metavar="N",
         minimum=1,
     )
-    micro_batch_size: int = option(TRAINING, "Rows of one pass.", 1, metavar="N", minimum=1)
+    micro_batch_size: int = option(
+        TRAINING, "Rows of a forward and backward pass.", 1, metavar="N", minimum=1
+    )
     global_batch_size: int | None = option(
         TRAINING,
-        "Rows of a step on all replicas together; default: those of the run that goes on, else one "
-        "micro batch each.",
+        "Rows of a step over all replicas; default: those of the resumed run, else one micro "
+        "batch for each replica.",
         metavar="N",
         minimum=1,
     )
     seed: int = option(
         TRAINING,
-        "Decides the order of the data, and what dropout leaves out.",
+        "Random seed of the order of the data and of dropout.",
         1234,
         metavar="N",
         minimum=0,
     )
     hidden_dropout: float = option(
         TRAINING,
-        "Share left out of embeddings, and of what attention and MLP add to the residual; "
-        "Megatron's own default is 0.1.",
+        "Dropout of embeddings, and of the outputs of attention and MLP; Megatron's default is "
+        "0.1.",
         0.0,
         metavar="X",
         minimum=0,
     )
     attention_dropout: float = option(
         TRAINING,
-        "Share of attention's weights left out; Megatron's own default is 0.1.",
+        "Dropout of attention weights; Megatron's default is 0.1.",
         0.0,
         metavar="X",
         minimum=0,
     )
     freeze: tuple[str, ...] = option(
         TRAINING,
-        "Leave parameters as they are, by Megatron's names; repeatable.",
+        "Do not train parameters that match, by Megatron's names; repeatable.",
         (),
         metavar="GLOB",
     )
-    exit_signal_handler: bool = option(TRAINING, "On SIGTERM save, and end the run.", False)
+    exit_signal_handler: bool = option(TRAINING, "On SIGTERM save, and stop.", False)
     exit_duration_in_mins: float | None = option(
-        TRAINING, "Save and end the run after so many minutes.", metavar="X"
+        TRAINING, "Save and stop after so many minutes.", metavar="X"
     )
     # ---- Optimizer
     optimizer: Literal["adam", "sgd", "muon"] = option(
         OPTIMIZER,
-        "adam is AdamW; muon: Muon for matrices (each expert's; q, k and v apart), AdamW for the "
-        "rest.",
+        "adam: AdamW; muon: Muon for matrices (each expert, and q, k and v, separately), AdamW for "
+        "other parameters.",
         "adam",
     )
-    lr: float = option(OPTIMIZER, "Highest learning rate.", 1e-5, metavar="X", minimum=0)
-    min_lr: float = option(OPTIMIZER, "Lowest learning rate.", 0.0, metavar="X", minimum=0)
+    lr: float = option(OPTIMIZER, "Maximum learning rate.", 1e-5, metavar="X", minimum=0)
+    min_lr: float = option(OPTIMIZER, "Minimum learning rate.", 0.0, metavar="X", minimum=0)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
-        OPTIMIZER, "How the learning rate falls.", "linear"
+        OPTIMIZER, "How the learning rate decays.", "linear"
     )
     lr_decay_iters: int | None = option(
-        OPTIMIZER, "Steps until --min-lr; default: --train-iters.", metavar="N", minimum=1
+        OPTIMIZER,
+        "Steps until the rate is --min-lr; default: --train-iters.",
+        metavar="N",
+        minimum=1,
     )
     lr_warmup_iters: int | None = option(
         OPTIMIZER,
-        "Steps in which the learning rate rises.",
+        "Warm-up steps of the learning rate.",
         metavar="N",
         minimum=0,
         alias="--lr-warmup-steps",
     )
     lr_warmup_fraction: float | None = option(
-        OPTIMIZER, "The same as a share of --lr-decay-iters.", metavar="X", minimum=0
+        OPTIMIZER, "Warm-up as a share of --lr-decay-iters.", metavar="X", minimum=0
     )
-    lr_warmup_init: float = option(OPTIMIZER, "The learning rate it rises from.", 0.0, metavar="X")
+    lr_warmup_init: float = option(
+        OPTIMIZER, "Learning rate at the start of warm-up.", 0.0, metavar="X"
+    )
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = option(
-        OPTIMIZER, "How WSD ends.", "exponential"
+        OPTIMIZER, "How the rate decays in the last phase of WSD.", "exponential"
     )
-    lr_wsd_decay_iters: int | None = option(OPTIMIZER, "Steps of WSD's end.", metavar="N", minimum=1)
+    lr_wsd_decay_iters: int | None = option(
+        OPTIMIZER, "Steps of the last phase of WSD.", metavar="N", minimum=1
+    )
     weight_decay: float = option(
-        OPTIMIZER, "Decay of matrices; biases and norms have none.", 0.01, metavar="X", minimum=0
+        OPTIMIZER,
+        "Weight decay of matrices; biases and norms have none.",
+        0.01,
+        metavar="X",
+        minimum=0,
     )
     start_weight_decay: float | None = option(
-        OPTIMIZER, "Decay at the first step; default: --weight-decay.", metavar="X", minimum=0
+        OPTIMIZER,
+        "Weight decay at the first step; default: --weight-decay.",
+        metavar="X",
+        minimum=0,
     )
     end_weight_decay: float | None = option(
-        OPTIMIZER, "Decay at the last step; default: --weight-decay.", metavar="X", minimum=0
+        OPTIMIZER, "Weight decay at the last step; default: --weight-decay.", metavar="X", minimum=0
     )
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
-        OPTIMIZER, "How decay goes from the first to the last.", "constant"
+        OPTIMIZER, "How weight decay changes from the first to the last step.", "constant"
     )
-    adam_beta1: float = option(OPTIMIZER, "Memory of Adam's first moment.", 0.9, metavar="X")
-    adam_beta2: float = option(OPTIMIZER, "Memory of its second moment.", 0.999, metavar="X")
+    adam_beta1: float = option(OPTIMIZER, "Adam's beta1.", 0.9, metavar="X")
+    adam_beta2: float = option(OPTIMIZER, "Adam's beta2.", 0.999, metavar="X")
     adam_eps: float = option(OPTIMIZER, "Adam's epsilon.", 1e-8, metavar="X")
     sgd_momentum: float = option(OPTIMIZER, "Momentum of sgd.", 0.9, metavar="X")
     muon_momentum: float = option(OPTIMIZER, "Momentum of muon.", 0.95, metavar="X")
     clip_grad: float = option(
-        OPTIMIZER, "Largest norm of all gradients; 0: any.", 1.0, metavar="X", minimum=0
+        OPTIMIZER, "Clip the gradient to this norm; 0: no clipping.", 1.0, metavar="X", minimum=0
     )
     lr_mult: tuple[str, ...] = option(
         OPTIMIZER,
@@ -194,83 +202,111 @@ class TrainConfig:
     )
     # ---- Mixture of experts
     moe_aux_loss_coeff: float = option(
-        EXPERTS, "Weight of the loss that keeps experts evenly busy.", 0.0, metavar="X", minimum=0
+        EXPERTS, "Coefficient of the load balancing loss.", 0.0, metavar="X", minimum=0
     )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] | None = option(
-        EXPERTS, "Busy over a micro batch, or in each of its rows; default: aux_loss."
+        EXPERTS, "Balance over a micro batch, or within each of its rows; default: aux_loss."
     )
     moe_z_loss_coeff: float = option(
-        EXPERTS, "Weight of the loss that keeps routers' logits small.", 0.0, metavar="X", minimum=0
+        EXPERTS,
+        "Coefficient of the z-loss, which keeps router logits small.",
+        0.0,
+        metavar="X",
+        minimum=0,
     )
     moe_router_bias_update_rate: float = option(
         EXPERTS,
-        "Move the bias that chooses experts so far a step, towards those with less to do.",
+        "Update rate of the routers' expert bias, towards experts with less load.",
         0.0,
         metavar="X",
         minimum=0,
     )
     moe_losses_from_checkpoint: bool = option(
-        EXPERTS, "Take the weights of both losses from the checkpoint, where none is given.", False
+        EXPERTS, "Take coefficients that are not given from the checkpoint.", False
     )
     # ---- Numbers
-    bf16: bool | None = option(PRECISION, "Compute in bfloat16; default on a GPU.")
-    fp16: bool | None = option(PRECISION, "Compute in float16, with a loss scale.")
-    fp32: bool | None = option(PRECISION, "Compute in float32; default on a CPU.")
+    bf16: bool | None = option(PRECISION, "Train in bfloat16; default on a GPU.")
+    fp16: bool | None = option(PRECISION, "Train in float16, with a loss scale.")
+    fp32: bool | None = option(PRECISION, "Train in float32; default on a CPU.")
     loss_scale: float | None = option(
-        PRECISION, "A constant loss scale; default: one that adapts.", metavar="X"
+        PRECISION, "A constant loss scale; default: dynamic.", metavar="X"
     )
-    initial_loss_scale: float = option(PRECISION, "Where it begins.", 65536.0, metavar="X", minimum=1)
-    min_loss_scale: float = option(PRECISION, "Where it ends.", 1.0, metavar="X")
+    initial_loss_scale: float = option(
+        PRECISION, "Initial dynamic loss scale.", 65536.0, metavar="X", minimum=1
+    )
+    min_loss_scale: float = option(PRECISION, "Minimum dynamic loss scale.", 1.0, metavar="X")
     loss_scale_window: int = option(
-        PRECISION, "Good steps until it doubles.", 1000, metavar="N", minimum=1
+        PRECISION,
+        "Steps without overflow until the loss scale doubles.",
+        1000,
+        metavar="N",
+        minimum=1,
     )
-    hysteresis: int = option(PRECISION, "Bad steps until it halves.", 2, metavar="N", minimum=1)
+    hysteresis: int = option(
+        PRECISION, "Overflows until the loss scale halves.", 2, metavar="N", minimum=1
+    )
     grad_reduce_in_bf16: bool = option(
-        PRECISION, "Add gradients up in the model's type, not in float32.", False
+        PRECISION, "Reduce gradients in the model's dtype instead of float32.", False
     )
     store_param_remainders: bool = option(
-        PRECISION, "Keep of master weights only what bfloat16 weights lack: 16 bits.", False
+        PRECISION,
+        "Store only the low 16 bits of master weights; the weights are the high ones.",
+        False,
     )
-    exp_avg_dtype: Literal["fp32", "bf16"] = option(PRECISION, "Type of both moments.", "fp32")
+    exp_avg_dtype: Literal["fp32", "bf16"] = option(
+        PRECISION, "Dtype of the optimizer's moments.", "fp32"
+    )
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = option(
         PRECISION,
-        "Compute linear layers in FP8, by this recipe; with --kernels te by Transformer Engine, "
-        "which alone has mxfp8.",
+        "Compute linear layers in FP8 with this recipe; mxfp8 needs --kernels te (Transformer "
+        "Engine).",
     )
-    fp8_format: Literal["hybrid", "e4m3"] = option(PRECISION, "hybrid: gradients in e5m2.", "hybrid")
-    fp8_amax_history_len: int = option(PRECISION, "Steps of delayed scaling.", 1024, minimum=1)
+    fp8_format: Literal["hybrid", "e4m3"] = option(
+        PRECISION, "hybrid: e4m3, gradients in e5m2.", "hybrid"
+    )
+    fp8_amax_history_len: int = option(
+        PRECISION, "Steps in the amax history of delayed scaling.", 1024, minimum=1
+    )
     fp8_amax_compute_algo: Literal["max", "most_recent"] = option(
-        PRECISION, "Which of these steps tells.", "max"
+        PRECISION, "How delayed scaling gets an amax from its history.", "max"
     )
-    fp8_margin: int = option(PRECISION, "Halve its scales so many times.", 0)
-    fp8_param_gather: bool = option(PRECISION, "Gather parameters as FP8.", False)
-    num_layers_at_start_in_bf16: int = option(PRECISION, "First layers without FP8.", 0, minimum=0)
-    num_layers_at_end_in_bf16: int = option(PRECISION, "Last layers without FP8.", 0, minimum=0)
+    fp8_margin: int = option(
+        PRECISION, "Divide scales of delayed scaling by 2 to the power of this.", 0
+    )
+    fp8_param_gather: bool = option(PRECISION, "All-gather parameters in FP8.", False)
+    num_layers_at_start_in_bf16: int = option(
+        PRECISION, "First layers to keep out of FP8.", 0, minimum=0
+    )
+    num_layers_at_end_in_bf16: int = option(
+        PRECISION, "Last layers to keep out of FP8.", 0, minimum=0
+    )
     # ---- Memory and overlap
     recompute_granularity: Literal["full", "selective"] | None = option(
-        MEMORY, "Compute layers again backward: all, or all but their matrix products."
+        MEMORY, "Recompute activations in the backward pass: all, or all except matrix products."
     )
     recompute_num_layers: int | None = option(
-        MEMORY, "So many layers of each stage; default: all.", metavar="N", minimum=1
+        MEMORY, "Layers of each stage to recompute; default: all.", metavar="N", minimum=1
     )
     use_distributed_optimizer: bool | None = option(
-        MEMORY, "Share optimizer state out over replicas; default: where there are several."
+        MEMORY, "Shard optimizer state over replicas; default: if there are several."
     )
-    overlap_grad_reduce: bool = option(MEMORY, "Add gradients up during the backward pass.", False)
-    overlap_param_gather: bool = option(MEMORY, "Gather parameters during the forward pass.", False)
+    overlap_grad_reduce: bool = option(MEMORY, "Reduce gradients during the backward pass.", False)
+    overlap_param_gather: bool = option(
+        MEMORY, "All-gather parameters during the forward pass.", False
+    )
     ddp_bucket_size: int | None = option(
-        MEMORY, "Elements of a bucket of gradients.", metavar="N", minimum=1
+        MEMORY, "Elements in a gradient bucket.", metavar="N", minimum=1
     )
     optimizer_cpu_offload: bool = option(
-        MEMORY, "Keep and update optimizer state on the CPU; all of it, if no share is told.", False
+        MEMORY, "Keep and update optimizer state on the CPU; all of it without a fraction.", False
     )
     optimizer_offload_fraction: float = option(
-        MEMORY, "Share of optimizer state that stays on the CPU.", 0.0, metavar="X", minimum=0
+        MEMORY, "Fraction of optimizer state kept on the CPU.", 0.0, metavar="X", minimum=0
     )
     cuda_graph_impl: Literal["none", "local"] = option(
         MEMORY,
-        "local: on a GPU, replay each micro batch there and back as one CUDA graph; replicas then "
-        "add up after the last one.",
+        "local: on a GPU, replay the forward and backward passes of each micro batch as one CUDA "
+        "graph; gradients are then reduced after the last one.",
         "none",
     )
     # ---- Parallel layout
@@ -281,84 +317,116 @@ class TrainConfig:
     etp: int | None = option(LAYOUT, "Tensor-parallel ranks of experts; default: --tp.", minimum=1)
     cp: int = option(
         LAYOUT,
-        "Context-parallel ranks, which share each row's tokens out.",
+        "Context-parallel ranks, which split each row's tokens.",
         1,
         minimum=1,
         alias="--context-parallel-size",
     )
-    dp: int | None = option(LAYOUT, "Replicas; default: what fills the processes.", minimum=1)
-    sequence_parallel: bool = option(LAYOUT, "Share tokens out over --tp between layers.", False)
-    first_stage_layers: int | None = option(LAYOUT, "Layers of the first stage.", minimum=1)
-    last_stage_layers: int | None = option(LAYOUT, "Layers of the last stage.", minimum=1)
+    dp: int | None = option(
+        LAYOUT, "Data-parallel ranks; default: all remaining processes.", minimum=1
+    )
+    sequence_parallel: bool = option(
+        LAYOUT, "Split tokens over the --tp ranks between layers.", False
+    )
+    first_stage_layers: int | None = option(
+        LAYOUT, "Layers of the first pipeline stage.", minimum=1
+    )
+    last_stage_layers: int | None = option(LAYOUT, "Layers of the last pipeline stage.", minimum=1)
     account_for_embedding: bool = option(LAYOUT, "Count the embedding as a layer.", False)
     account_for_loss: bool = option(LAYOUT, "Count the loss as a layer.", False)
     pipeline_layout: str | None = option(
-        LAYOUT, "Layers of every stage in Megatron's words, such as Et*3|(tt|)*29L.", metavar="TEXT"
+        LAYOUT,
+        "Layers of every stage in Megatron's notation, such as Et*3|(tt|)*29L.",
+        metavar="TEXT",
     )
     # ---- Running
-    device: str | None = option(RUNNING, "cpu, cuda or cuda:N; default: cuda where there is one.")
+    device: str | None = option(RUNNING, "cpu, cuda or cuda:N; default: cuda if there is one.")
     kernels: Literal["auto", "torch", "triton", "compile", "te"] = option(
         RUNNING, "Which implementation of fused operations runs.", "auto"
     )
-    threads: int | None = option(RUNNING, "Threads; default: torch's own number.", minimum=1)
+    threads: int | None = option(RUNNING, "Threads; default: as many as torch uses.", minimum=1)
     # ---- Checkpoints
     load: Path | None = option(
-        CHECKPOINTS, "Go on from this run's checkpoint, in any format and layout.", metavar="CKPT"
+        CHECKPOINTS,
+        "Resume from the checkpoint of another run, in any format and layout.",
+        metavar="CKPT",
     )
-    resume: bool = option(CHECKPOINTS, "Go on from the newest checkpoint in DST.", True)
+    resume: bool = option(CHECKPOINTS, "Resume from the newest checkpoint in DST.", True)
     save_interval: int | None = option(
-        CHECKPOINTS, "Steps between checkpoints; default: one at the end.", metavar="N", minimum=1
+        CHECKPOINTS,
+        "Steps between checkpoints; default: save at the end only.",
+        metavar="N",
+        minimum=1,
     )
     most_recent_k: int | None = option(
-        CHECKPOINTS, "Keep so many checkpoints; default: all.", metavar="N", minimum=1
+        CHECKPOINTS, "Number of newest checkpoints to keep; default: all.", metavar="N", minimum=1
     )
-    async_save: bool = option(CHECKPOINTS, "Train on while a checkpoint is written.", True)
+    async_save: bool = option(CHECKPOINTS, "Continue training while a checkpoint is written.", True)
     dist_ckpt_optim_format: Literal["fully_reshardable", "dp_reshardable"] = option(
         CHECKPOINTS, "Format of optimizer state.", "fully_reshardable"
     )
     to: Literal["torch_dist", "hf"] = option(
-        CHECKPOINTS, "hf: write the model to DST/hf as well, at the end.", "torch_dist"
+        CHECKPOINTS,
+        "hf: at the end, also write the model to DST/hf as a Hugging Face folder.",
+        "torch_dist",
     )
-    fsync: bool = option(CHECKPOINTS, "Make checkpoints survive a power cut.", True)
-    # ---- Watching
+    fsync: bool = option(CHECKPOINTS, "Make checkpoints survive a power failure.", True)
+    # ---- Evaluation and logs
     eval_interval: int | None = option(
-        EVALUATION, "Steps between evaluations; default: ten in the run.", metavar="N", minimum=1
+        EVALUATION,
+        "Steps between evaluations; default: a tenth of the run.",
+        metavar="N",
+        minimum=1,
     )
     eval_iters: int | None = option(
-        EVALUATION, "Global batches of an evaluation; default: all.", metavar="N", minimum=1
+        EVALUATION, "Global batches in an evaluation; default: all.", metavar="N", minimum=1
     )
     patience: int | None = option(
-        EVALUATION, "End after so many evaluations without a better one.", metavar="N", minimum=1
+        EVALUATION, "Stop after so many evaluations without improvement.", metavar="N", minimum=1
     )
-    log_interval: int = option(EVALUATION, "Steps between lines on the screen.", 10, minimum=1)
+    log_interval: int = option(EVALUATION, "Steps between log messages.", 10, minimum=1)
     tensorboard: bool = option(EVALUATION, "Also log to DST/tensorboard.", False)
     # ---- LoRA
     lora_rank: int | None = option(
-        LORA, "Train matrices of this rank beside the linear layers.", metavar="N", minimum=1
+        LORA,
+        "Train LoRA adapters of this rank instead of the model's weights.",
+        metavar="N",
+        minimum=1,
     )
-    lora_alpha: float | None = option(LORA, "Their scale is alpha / rank; default: 2 x rank.")
-    lora_dropout: float = option(LORA, "Share of their inputs left out.", 0.0, minimum=0)
+    lora_alpha: float | None = option(
+        LORA, "Adapters are scaled by alpha / rank; default: 2 x rank."
+    )
+    lora_dropout: float = option(LORA, "Dropout of the adapters' inputs.", 0.0, minimum=0)
     lora_target: str = option(
         LORA,
-        "Which layers: qkv (and latent attention's), proj, fc1, fc2 (and experts').",
+        "Layers with adapters: qkv (also of latent attention), proj, fc1, fc2 (also of experts).",
         "qkv,proj,fc1,fc2",
         metavar="LIST",
     )
     # ---- Quantization-aware training and distillation
-    qat: str | None = option(QAT, "Round weights and inputs by this recipe.", metavar="RECIPE")
+    qat: str | None = option(
+        QAT, "Fake-quantize weights and inputs with this recipe.", metavar="RECIPE"
+    )
     calibration: Path | None = option(QAT, "The calibration file of --qat.", metavar="FILE")
-    teacher: Path | None = option(QAT, "A checkpoint whose logits are learned.", metavar="SRC")
-    distill_temperature: float = option(QAT, "Temperature of both logits.", 1.0, metavar="X")
+    teacher: Path | None = option(QAT, "Distill from this checkpoint.", metavar="SRC")
+    distill_temperature: float = option(
+        QAT, "Temperature of both models' softmax.", 1.0, metavar="X"
+    )
     distill_weight: float = option(
-        QAT, "Share of the teacher in the loss; the rest is the text's.", 0.5, minimum=0
+        QAT, "Weight of the distillation loss; the loss on the data has the rest.", 0.5, minimum=0
     )
 
     def __post_init__(self) -> None:
-        check_train_config(self)
+        super().__post_init__()
+        _check_numbers(self)
+        _check_steps(self)
+        _check_feature_options(self)
+        _check_graphs(self)
+        _ = self.layout
 
     @property
     def layout(self) -> ParallelConfig:
-        """The parallel layout; `dp` may grow to fill the processes."""
+        """The parallel layout; `dp` 0 is replaced by what fills the processes."""
         return ParallelConfig(
             tp=self.tp,
             pp=self.pp,
@@ -380,3 +448,201 @@ class TrainConfig:
         if self.blend is None:
             return None
         return tuple(float(x) for x in self.blend.split(","))
+
+
+def _check_numbers(s: TrainConfig) -> None:
+    if (chosen := [n for n in DTYPE_FLAGS if getattr(s, n)])[1:]:
+        raise UsageError(
+            f"{flag(chosen[0])} and {flag(chosen[1])}", hint="a model computes in one type"
+        )
+    for name, below in (
+        ("adam_beta1", 1.0),
+        ("adam_beta2", 1.0),
+        ("sgd_momentum", 1.0),
+        ("muon_momentum", 1.0),
+        ("eval_split", 1.0),
+        ("lora_dropout", 1.0),
+        ("hidden_dropout", 1.0),
+        ("attention_dropout", 1.0),
+    ):
+        if not 0 <= getattr(s, name) < below:
+            raise UsageError(f"{flag(name)} {getattr(s, name)}", hint="at least 0 and below 1")
+    for name in ("distill_weight", "optimizer_offload_fraction"):
+        if not 0 <= getattr(s, name) <= 1:
+            raise UsageError(f"{flag(name)} {getattr(s, name)}", hint="from 0 to 1")
+    if s.min_lr > s.lr:
+        raise UsageError(f"--min-lr {s.min_lr} is above --lr {s.lr}")
+    if s.lr_warmup_init > s.lr:
+        raise UsageError(f"--lr-warmup-init {s.lr_warmup_init} is above --lr {s.lr}")
+    if s.distill_temperature <= 0:
+        raise UsageError(f"--distill-temperature {s.distill_temperature}", hint="above 0")
+    if s.blend is not None:
+        _check_blend(s)
+
+
+def _check_blend(s: TrainConfig) -> None:
+    try:
+        shares = s.blend_shares or ()
+    except ValueError:
+        shares = ()
+    if not shares or any(not math.isfinite(x) or x <= 0 for x in shares):
+        raise UsageError(f"--blend {s.blend!r}", hint="positive numbers with commas: 0.7,0.3")
+    if len(shares) != len(s.data):
+        raise UsageError(
+            f"--blend has {len(shares)} shares, and there are {len(s.data)} --data",
+            hint="one share for each --data, in the same order",
+        )
+
+
+def _check_steps(s: TrainConfig) -> None:
+    for first, second in ALTERNATIVES:
+        if getattr(s, first) and getattr(s, second):
+            raise UsageError(f"{flag(first)} and {flag(second)}", hint="one of them")
+    if s.epochs is not None and s.epochs <= 0:
+        raise UsageError(f"--epochs {s.epochs}", hint="above 0")
+    if s.lr_warmup_fraction is not None and s.lr_warmup_fraction > 1:
+        raise UsageError(f"--lr-warmup-fraction {s.lr_warmup_fraction}", hint="from 0 to 1")
+    if s.lr_decay_style == "WSD" and s.lr_wsd_decay_iters is None:
+        raise UsageError("--lr-decay-style WSD without --lr-wsd-decay-iters")
+    if s.global_batch_size is not None and s.global_batch_size % s.micro_batch_size:
+        raise UsageError(
+            f"--global-batch-size {s.global_batch_size} is no multiple of "
+            f"--micro-batch-size {s.micro_batch_size}"
+        )
+    if s.patience is not None and not (s.eval_data or s.eval_split):
+        raise UsageError("--patience, and nothing to evaluate on", hint="--eval-data, --eval-split")
+
+
+def _check_feature_options(s: TrainConfig) -> None:
+    needs = (
+        (s.calibration is not None and s.qat is None, "--calibration without --qat"),
+        (s.fp8_param_gather and s.fp8_recipe is None, "--fp8-param-gather without --fp8-recipe"),
+        (
+            s.fp8_param_gather and s.fp8_recipe == "blockwise",
+            "--fp8-param-gather with --fp8-recipe blockwise, whose weights have many scales",
+        ),
+        (
+            s.fp8_recipe == "mxfp8" and s.kernels != "te",
+            "--fp8-recipe mxfp8 without --kernels te: only Transformer Engine computes it",
+        ),
+        (
+            s.fp8_param_gather and s.kernels == "te",
+            "--fp8-param-gather and --kernels te: Transformer Engine casts weights to FP8 itself",
+        ),
+        (
+            s.recompute_granularity == "selective"
+            and s.fp8_recipe is not None
+            and s.kernels == "te",
+            "--recompute-granularity selective and --kernels te with --fp8-recipe: Transformer "
+            "Engine's matrix products cannot be kept; use full",
+        ),
+        (
+            s.fp8_param_gather and s.use_distributed_optimizer is False,
+            "--fp8-param-gather without --use-distributed-optimizer",
+        ),
+        (
+            s.recompute_num_layers is not None and s.recompute_granularity is None,
+            "--recompute-num-layers without --recompute-granularity",
+        ),
+        (s.loss_scale is not None and not s.fp16, "--loss-scale without --fp16"),
+        (
+            s.store_param_remainders and bool(s.fp16 or s.fp32),
+            "--store-param-remainders needs --bf16",
+        ),
+        (s.qat is not None and s.fp8_recipe is not None, "--qat and --fp8-recipe"),
+        (s.qat is not None and s.lora_rank is not None, "--qat and --lora-rank"),
+        (s.lora_alpha is not None and s.lora_rank is None, "--lora-alpha without --lora-rank"),
+        (bool(s.lora_dropout) and s.lora_rank is None, "--lora-dropout without --lora-rank"),
+        (s.lora_rank is not None and s.fp8_param_gather, "--lora-rank and --fp8-param-gather"),
+        (
+            s.lora_rank is not None and bool(s.freeze),
+            "--freeze with --lora-rank, which trains adapters only",
+        ),
+        (s.fp8_recipe is not None and bool(s.fp16), "--fp8-recipe and --fp16"),
+        (
+            bool(s.moe_router_bias_update_rate) and s.lora_rank is not None,
+            "--moe-router-bias-update-rate and --lora-rank, which trains adapters only",
+        ),
+        (
+            bool(s.moe_aux_loss_coeff) and s.moe_router_load_balancing_type == "none",
+            "--moe-aux-loss-coeff and --moe-router-load-balancing-type none",
+        ),
+        (
+            s.moe_router_load_balancing_type not in (None, "none")
+            and not (s.moe_aux_loss_coeff or s.moe_losses_from_checkpoint),
+            "--moe-router-load-balancing-type without --moe-aux-loss-coeff",
+        ),
+    )
+    for is_wrong, message in needs:
+        if is_wrong:
+            raise UsageError(message)
+    _check_dependent_options(s)
+    if s.lora_alpha is not None and s.lora_alpha <= 0:
+        raise UsageError(f"--lora-alpha {s.lora_alpha:g}", hint="above 0; default: 2 x --lora-rank")
+    if s.overlap_param_gather and s.use_distributed_optimizer is False:
+        raise UsageError("--overlap-param-gather without --use-distributed-optimizer")
+    roles = ("qkv", "proj", "fc1", "fc2")
+    if s.lora_rank is not None:
+        roles_given = [role.strip() for role in s.lora_target.split(",")]
+        for n, role in enumerate(roles_given):
+            if role not in roles:
+                raise UsageError(f"--lora-target {role!r}", hint=f"one of: {', '.join(roles)}")
+            if role in roles_given[:n]:
+                raise UsageError(f"--lora-target names {role!r} twice", hint=s.lora_target)
+
+
+GRAPH_CONFLICTS = {
+    "overlap_grad_reduce": "gradients are reduced after the graphs of all passes",
+    "overlap_param_gather": "a graph cannot wait for parameters",
+    "fp8_param_gather": "gathered parameters move every step, and a graph reads the same memory",
+    "hidden_dropout": "a graph would drop the same elements in every pass",
+    "attention_dropout": "a graph would drop the same elements in every pass",
+    "lora_dropout": "a graph would drop the same elements in every pass",
+    "qat": "scales change every step, and a graph repeats the first ones",
+    "teacher": "the host passes the teacher's hidden states on for each batch",
+}
+"""Options that a CUDA graph does not allow, and why."""
+
+
+def _check_graphs(s: TrainConfig) -> None:
+    if s.cuda_graph_impl == "none":
+        return
+    hint = "without --cuda-graph-impl"
+    for name, reason in GRAPH_CONFLICTS.items():
+        if getattr(s, name):
+            raise UsageError(f"--cuda-graph-impl local and {flag(name)}: {reason}", hint=hint)
+    if s.pp > 1:
+        raise UsageError(
+            f"--cuda-graph-impl local and --pp {s.pp}: the host decides which stage runs",
+            hint=hint,
+        )
+    if s.fp8_recipe is not None and s.kernels == "te":
+        raise UsageError(
+            "--cuda-graph-impl local and --kernels te with --fp8-recipe: Transformer Engine "
+            "updates its own scales in every pass",
+            hint=hint,
+        )
+
+
+DEPENDENT_OPTIONS = {
+    "teacher": ("distill_weight", "distill_temperature"),
+    "lora_rank": ("lora_target",),
+    "fp8_recipe": (
+        "fp8_format",
+        "fp8_amax_history_len",
+        "fp8_amax_compute_algo",
+        "fp8_margin",
+        "num_layers_at_start_in_bf16",
+        "num_layers_at_end_in_bf16",
+    ),
+}
+"""Options that have no effect without another one."""
+
+
+def _check_dependent_options(s: TrainConfig) -> None:
+    usual = {f.name: f.default for f in fields(s)}
+    for needed, names in DEPENDENT_OPTIONS.items():
+        if getattr(s, needed) is None:
+            for name in names:
+                if getattr(s, name) != usual[name]:
+                    raise UsageError(f"{flag(name)} without {flag(needed)}")

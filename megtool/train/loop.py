@@ -1,4 +1,4 @@
-"""The loop: steps until the end, with evaluations, checkpoints, logs, and reasons to stop early."""
+"""The training loop: steps, evaluations, checkpoints, logs, and reasons to stop early."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,18 +21,18 @@ from megtool.console import Progress, silent
 from megtool.errors import TrainingError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.model.pipeline import PipelineSchedule as Passes
+from megtool.model.pipeline import PipelineSchedule
 from megtool.optim.optimizer import Optimizer, StepResult
 from megtool.optim.scaler import DynamicGradScaler
 from megtool.optim.schedules import LRSchedule
-from megtool.train.checkpointing.retention import prune_checkpoints, has_iteration
-from megtool.train.checkpointing.save_metadata import SaveMetadata
+from megtool.train.checkpointing.protocol import CheckpointSaver, SaveMetadata
+from megtool.train.checkpointing.retention import has_iteration, prune_checkpoints
 from megtool.train.collate import RowDataset, collate_rows
 from megtool.train.config import TrainConfig
 from megtool.train.cuda_graph import GraphedSchedule
 from megtool.train.evaluation import Evaluation, evaluate, world_sum
-from megtool.train.features.protocol import Further
-from megtool.train.nonfinite import find_nonfinite_tensor, find_nonfinite_parameter, nonfinite_error
+from megtool.train.features.registry import TrainingFeatures
+from megtool.train.nonfinite import find_nonfinite_parameter, find_nonfinite_tensor, nonfinite_error
 from megtool.train.run_log import RunLog, format_line
 from megtool.train.run_plan import RunPlan, rates_at
 from megtool.train.train_state import TrainState
@@ -42,37 +42,12 @@ _LOG = logging.getLogger(__name__)
 StopReason = Literal["done", "patience", "signal", "time"]
 
 
-class CheckpointSaver(Protocol):
-    """What saves iterations; see `megtool.train.checkpointing.save.Saver`."""
-
-    def save(
-        self,
-        iteration: int,
-        stages: Sequence[Decoder],
-        optimizer: Optimizer | None,
-        metadata: SaveMetadata,
-        *,
-        asynchronous: bool = False,
-        copy_behind: bool = False,
-    ) -> float:
-        """Save; returns the seconds that training waited."""
-
-    def wait_for_copy(self) -> float:
-        """Wait until the state may change; returns the seconds of it."""
-
-    def check(self) -> None:
-        """Raise what went wrong in the background."""
-
-    def finish(self) -> None:
-        """Wait until no save is under way."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainJob:
-    """A run, ready to go: the model on this rank, its optimizer, data, and where things are kept.
+    """A run that is ready to start: the model on this rank, its optimizer, its data and its saver.
 
-    `folder` is where `saver` keeps iterations, None with it. `objective` stands for the decoder's
-    own loss. `args` are Megatron's, as checkpoints keep them.
+    `folder` is the save folder of `saver`, None without one. `args` are Megatron's args, and
+    `tensor_names` the tensors' names, in its checkpoints.
     """
 
     stages: Sequence[Decoder]
@@ -85,14 +60,15 @@ class TrainJob:
     eval_dataset: RowDataset | None = None
     saver: CheckpointSaver | None = None
     folder: Path | None = None
-    features: Further = field(default_factory=Further)
+    features: TrainingFeatures = field(default_factory=TrainingFeatures)
+    tensor_names: Sequence[str] = ()
     args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainOutcome:
-    """What a run has come to. `saved` is its newest checkpoint; `stall_seconds` it waited for
-    saves, of `seconds` in all; `tokens` went through the model."""
+    """The result of a run. It waited `stall_seconds` of its `seconds` for saves; `tokens` are those
+    that went through the model."""
 
     state: TrainState
     stop_reason: StopReason = "done"
@@ -104,12 +80,12 @@ class TrainOutcome:
 
 
 def train(job: TrainJob, state: TrainState, *, progress: Progress = silent) -> TrainOutcome:
-    """Do the steps that are left, from `standing` on; every rank calls it.
+    """Do the remaining steps, starting from `state`; every rank calls it.
 
     Raises:
-        TrainingError: a loss or a gradient is no finite number. Checkpoints stay.
+        TrainingError: a loss or a gradient is NaN or Inf. Checkpoints stay.
         StorageError: a checkpoint or the log cannot be written.
-        FormatError: the data has a fault.
+        FormatError: the data is damaged.
     """
     with _watch_sigterm(job.settings.exit_signal_handler) as is_signalled:
         return _TrainLoop(job, state, is_signalled, progress).run()
@@ -132,7 +108,7 @@ class _TrainLoop:
         self.start_time = time.monotonic()
 
     def run(self) -> TrainOutcome:
-        """All steps, and what belongs at both ends."""
+        """Run all steps, with evaluations and saves between them."""
         plan, state = self.job.plan, self.state
         self.progress("train", plan.tokens * state.iteration, plan.tokens * plan.train_iters)
         if state.iteration == 0:
@@ -155,7 +131,7 @@ class _TrainLoop:
         return self.outcome
 
     def step(self) -> None:
-        """One step of the optimizer, and its line in the log."""
+        """Do one step of the optimizer, and log it."""
         job, plan, state = self.job, self.job.plan, self.state
         began = time.monotonic()
         first = state.consumed_samples + self.groups.dp.rank * plan.rows
@@ -163,11 +139,11 @@ class _TrainLoop:
         rate, weight_decay = rates_at(job.schedule, state.num_steps)
         job.optimizer.zero_grad()
         job.optimizer.begin(plan.num_microbatches)
-        if job.features.rounding is not None:
+        if job.features.changes_parameters:
             self.wait_for_parameters()
             self.wait_for_copy()
         job.features.begin_step(labels_BS, job.optimizer.loss_scale)
-        with job.features.around(state.iteration, batch):
+        with job.features.around_passes(state.iteration, batch):
             loss, count = self.schedule.step(batch, labels_BS)
         loss_sum, num_labels = world_sum([float(loss), float(count)], self.groups)
         state.iteration += 1
@@ -201,37 +177,46 @@ class _TrainLoop:
         if result.num_zeros is not None:
             line["num_zeros"] = result.num_zeros
         if isinstance(job.optimizer.scaler, DynamicGradScaler):
-            unit = job.optimizer.scaler.unit  # the log has it as files have it, as Megatron's
+            unit = job.optimizer.scaler.unit  # as checkpoints and Megatron count it
             line |= {"loss_scale": result.loss_scale * unit, "skipped": not result.ok}
         job.log.write(line)
         self.log_line(line)
 
     def check_skipped_step(self, result: StepResult) -> None:
-        """A gradient is not finite: fp16 goes on with a smaller loss scale, others stop."""
+        """Go on after a non-finite gradient if fp16 can lower its loss scale; otherwise stop.
+
+        Raises:
+            TrainingError: it cannot.
+        """
         scaler = self.job.optimizer.scaler
         self.outcome.skipped += 1
         if isinstance(scaler, DynamicGradScaler) and result.loss_scale > scaler.minimum:
             return
         named = f"gradient of {result.first_nonfinite}" if result.first_nonfinite else None
-        problem = "the gradient is no finite number"
+        problem = "the gradient is NaN or Inf"
         if isinstance(scaler, DynamicGradScaler):
             problem += f", even with a loss scale of {result.loss_scale * scaler.unit:g}"
         raise self.stop_error(problem, named)
 
     def nonfinite_error(self, problem: str, batch: Batch, labels_BS: Tensor) -> TrainingError:
-        """The error for a loss that is no number."""
+        """The error for a loss that is NaN or Inf."""
         job, number = self.job, self.job.plan.num_microbatches
-        with job.features.around(self.state.iteration - 1, batch, teach=False):
+        with job.features.around_passes(self.state.iteration - 1, batch, is_repeated=True):
             first = find_nonfinite_tensor(job.stages, batch, labels_BS, number)
         return self.stop_error(problem, first)
 
     def stop_error(self, problem: str, tensor: str | None = None) -> TrainingError:
-        """The error that ends the run here, and the checkpoint that is left."""
+        """The error that ends the run, with the last good checkpoint."""
         tensor = tensor or find_nonfinite_parameter(self.job.stages)
-        return nonfinite_error(problem, tensor, iteration=self.state.iteration, last_saved=self.outcome.saved_iteration)
+        return nonfinite_error(
+            problem,
+            tensor,
+            iteration=self.state.iteration,
+            last_saved=self.outcome.saved_iteration,
+        )
 
     def log_line(self, line: dict[str, Any]) -> None:
-        """Every `log_interval` steps, a line for people; of rank 0."""
+        """Log a readable line every `log_interval` steps, on rank 0."""
         plan, n = self.job.plan, self.state.iteration
         if self.groups.rank or (n % self.job.settings.log_interval and n != plan.train_iters):
             return
@@ -240,15 +225,15 @@ class _TrainLoop:
         _LOG.info("%s", format_line(line, plan.train_iters, seconds_left))
 
     def evaluate(self) -> None:
-        """Measure the model on what it does not learn, if there is anything."""
+        """Evaluate the model on the validation data, if there is any."""
         job = self.job
         if job.eval_dataset is None:
             return
         self.wait_for_parameters()
         iters = job.settings.eval_iters
-        if job.features.rounding is not None:
+        if job.features.changes_parameters:
             self.wait_for_copy()
-        with job.features.around(self.state.iteration, None):
+        with job.features.around_passes(self.state.iteration, None):
             evaluation: Evaluation = evaluate(
                 job.stages,
                 job.eval_dataset,
@@ -265,10 +250,10 @@ class _TrainLoop:
         if self.groups.rank == 0:
             _LOG.info("%s", format_line(line, job.plan.train_iters))
         if not math.isfinite(evaluation.loss):
-            raise self.stop_error(f"the evaluation's loss is {evaluation.loss}")
+            raise self.stop_error(f"the validation loss is {evaluation.loss}")
 
     def find_stop_reason(self) -> StopReason | None:
-        """Why the run should end here, the same on every rank."""
+        """Why the run should stop now, if it should; the same on every rank."""
         settings = self.job.settings
         minutes = settings.exit_duration_in_mins
         has_run = minutes is not None and time.monotonic() - self.start_time > 60 * minutes
@@ -280,7 +265,7 @@ class _TrainLoop:
         return "signal" if flags[0] else "time" if flags[1] else None
 
     def patience_exhausted(self) -> bool:
-        """Whether evaluations no longer get better: what rank 0 says, which has those of before."""
+        """Whether evaluations have stopped improving; rank 0, which has all of them, decides."""
         patience = self.job.settings.patience
         if patience is None:
             return False
@@ -288,26 +273,26 @@ class _TrainLoop:
         return world_sum([], self.groups, [float(is_exhausted)])[0] > 0
 
     def save(self, *, last: bool) -> None:
-        """Keep the iteration; the last one is waited for.
+        """Save the iteration; wait for the last one.
 
         Raises:
-            TrainingError: a parameter is not finite: what is kept stays.
+            TrainingError: a parameter is NaN or Inf; earlier checkpoints stay.
         """
         job, state = self.job, self.state
         if job.saver is None:
             return
         self.wait_for_parameters()
-        if bad := find_nonfinite_parameter(job.stages):
-            raise self.stop_error("a parameter is no finite number", bad)
+        if name := find_nonfinite_parameter(job.stages):
+            raise self.stop_error("a parameter is NaN or Inf", name)
         metadata = SaveMetadata(
             consumed_train_samples=state.consumed_samples,
             scheduler=job.schedule.state_dict(state.num_steps),
             args={**job.args, "iteration": state.iteration},
-            objects=job.features.objects(),
+            objects=job.features.saved_objects(job.tensor_names),
         )
         began = time.monotonic()
         job.saver.finish()
-        self.prune_checkpoints()  # before the next one needs its space
+        self.prune_checkpoints()  # before the next one needs the space
         job.saver.save(
             state.iteration,
             job.stages,
@@ -321,31 +306,29 @@ class _TrainLoop:
         self.prune_checkpoints()
 
     def prune_checkpoints(self) -> None:
-        """Remove checkpoints that are not to be kept any longer."""
+        """Remove checkpoints older than the newest `most_recent_k`."""
         job = self.job
         if job.folder is not None and job.settings.most_recent_k and self.groups.rank == 0:
             prune_checkpoints(job.folder, job.settings.most_recent_k)
 
     def wait_for_copy(self) -> None:
-        """The last save may still be copying what is to change now."""
+        """Wait until the last save no longer copies what is about to change."""
         if self.job.saver is not None:
             self.outcome.stall_seconds += self.job.saver.wait_for_copy()
 
     def wait_for_parameters(self) -> None:
-        """Parameters that are still on their way from other replicas are here from now on."""
-        wait = getattr(self.job.optimizer, "wait_for_parameters", None)
-        if wait is not None:
-            wait()
+        """Wait until all parameters have arrived from other replicas."""
+        self.job.optimizer.wait_for_parameters()
 
 
-def _make_schedule(job: TrainJob) -> Passes:
-    """How micro batches go there and back."""
-    plan, further = job.plan, job.features
+def _make_schedule(job: TrainJob) -> PipelineSchedule:
+    """The schedule of forward and backward passes."""
+    plan, features = job.plan, job.features
     if job.settings.cuda_graph_impl == "none":
-        return Passes(
+        return PipelineSchedule(
             job.stages,
             num_microbatches=plan.num_microbatches,
-            objective=further.objective,
+            objective=features.objective,
             scale=job.optimizer.scale_loss,
         )
     return GraphedSchedule(
@@ -353,14 +336,14 @@ def _make_schedule(job: TrainJob) -> Passes:
         job.optimizer,
         num_microbatches=plan.num_microbatches,
         shape=(plan.micro_batch_size, plan.seq_length),
-        is_steady=lambda: further.fp8 is None or further.fp8.is_steady,
+        is_steady=lambda: features.is_steady,
     )
 
 
 def patience_exhausted(evaluations: Sequence[tuple[int, float]], patience: int) -> bool:
     """Whether none of the last `patience` evaluations was better than all before them.
 
-    A loss that is no number is worse than any.
+    A loss that is NaN is worse than any other.
     """
     if len(evaluations) <= patience:
         return False
@@ -370,7 +353,7 @@ def patience_exhausted(evaluations: Sequence[tuple[int, float]], patience: int) 
 
 @contextmanager
 def _watch_sigterm(is_enabled: bool) -> Iterator[Callable[[], bool]]:
-    """Whether SIGTERM has come since the block began; while it lasts, it does nothing else."""
+    """Whether SIGTERM has arrived since the block began; in the block it has no other effect."""
     received = threading.Event()
 
     def note(_: int, __: FrameType | None) -> None:

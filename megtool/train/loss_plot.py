@@ -1,4 +1,4 @@
-"""Plot: a run's loss curves as a PNG."""
+"""A plot of a run's loss as a PNG."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def plot_loss(
     *,
     title: str = "",
 ) -> None:
-    """Draw the loss of every step, its running mean where there are many, and of evaluations.
+    """Draw the loss of every step and of evaluations, with a running mean if there are many steps.
 
     Raises:
-        MissingPackageError: matplotlib is not there.
+        MissingPackageError: matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -54,7 +54,7 @@ def plot_loss(
 
 
 def smooth(values: Sequence[float], weight_of_past: float = _SMOOTHED) -> list[float]:
-    """The running mean with exponentially falling weights, unbiased at the beginning."""
+    """The exponential moving average, with bias correction."""
     out: list[float] = []
     total = weight = 0.0
     for value in values:

@@ -1,8 +1,8 @@
-"""Sizes: what a rank of a run holds, from the model's shapes alone."""
+"""Estimates of the memory that training takes on a rank, from the model's shapes alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,21 +10,18 @@ import torch
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.inference.rank_weights import decoder_of
 from megtool.model.decoder import Decoder
-from megtool.model.lora import add_adapters
 from megtool.model.pipeline import build_stages
 from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.quant.fake_quant.weight_views import WeightViews, canonical_side
 from megtool.reshard.source import CheckpointSource
 from megtool.train.config import TrainConfig
-from megtool.train.features.protocol import lora_settings
-from megtool.train.run_plan import freeze
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Elements and bytes of the rank that holds most; activations are not in it.
+    """Elements and bytes of the rank that holds most, without activations.
 
-    `adapter_bytes` are those of LoRA's adapters among `weight_bytes`.
+    `adapter_bytes`, those of LoRA's adapters, are a part of `weight_bytes`.
     """
 
     parameters: int
@@ -36,13 +33,19 @@ class RankMemory:
 
 
 def estimate_rank_memory(
-    source: CheckpointSource, settings: TrainConfig, layout: ParallelConfig, dtype: str
+    source: CheckpointSource,
+    settings: TrainConfig,
+    layout: ParallelConfig,
+    dtype: str,
+    prepare: Callable[[Sequence[Decoder]], None],
 ) -> RankMemory:
-    """What the largest stage of a model takes on each of its ranks.
+    """Memory of each rank of a model's largest stage.
+
+    `prepare` freezes parameters of stages, or adds some, as the run does.
 
     Raises:
         LayoutError: the layout does not divide the model; the hint says which sizes do.
-        MappingError: it is no decoder.
+        MappingError: it is not a decoder.
     """
     config, _ = decoder_of(source)
     kind: torch.dtype = getattr(torch, dtype)
@@ -54,15 +57,13 @@ def estimate_rank_memory(
             dtype=kind,
             sequence_parallel=settings.sequence_parallel,
         )
-        freeze(stages, settings.freeze)
-        if (lora := lora_settings(settings)) is not None:
-            add_adapters(stages, lora)
+        prepare(stages)
         estimates.append(_measure_stages(stages, settings, layout, kind))
     return max(estimates, key=lambda s: s.weight_bytes + s.gradient_bytes + s.optimizer_bytes)
 
 
 def estimate_weight_bytes(config: ModelConfig, layout: ParallelConfig, dtype: str) -> int:
-    """What the weights of a model take on each rank of its largest stage, as those of a teacher.
+    """Bytes of a model's weights on each rank of its largest stage.
 
     Raises:
         LayoutError: the layout does not divide the model; the hint says which sizes do.
@@ -78,12 +79,16 @@ def estimate_weight_bytes(config: ModelConfig, layout: ParallelConfig, dtype: st
 def estimate_fake_quant_bytes(
     config: ModelConfig, layout: ParallelConfig, dtype: str, modules: Iterable[str]
 ) -> int:
-    """What a rank keeps of parameters that are rounded for a step: those with modules' weights."""
+    """Bytes of the parameters that hold weights of `modules`, which QAT copies on a rank."""
     named, totals = list(modules), [0]
     for stage in range(layout.pp):
         total = 0
-        for decoder in build_stages(config, meta_groups(layout, stage), dtype=getattr(torch, dtype)):
-            canonical = set(canonical_side(config, {str(n) for n in decoder.stage.layers}).canonical)
+        for decoder in build_stages(
+            config, meta_groups(layout, stage), dtype=getattr(torch, dtype)
+        ):
+            canonical = set(
+                canonical_side(config, {str(n) for n in decoder.stage.layers}).canonical
+            )
             if decoder.stage.head:
                 canonical |= set(canonical_side(config, {""}).canonical)
             views = WeightViews(decoder, [m for m in named if f"{m}.weight" in canonical])
@@ -95,7 +100,7 @@ def estimate_fake_quant_bytes(
 
 
 def meta_groups(layout: ParallelConfig, stage: int) -> ProcessGroups:
-    """The groups of the first rank of a stage, without processes: for shapes alone."""
+    """The groups of the first rank of a stage, without processes and on the meta device."""
 
     def group(size: int, rank: int = 0) -> Group:
         return Group(ranks=tuple(range(size)), rank=rank)

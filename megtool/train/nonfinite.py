@@ -50,7 +50,9 @@ def _first_of_ranks(local_name: str | None, groups: ProcessGroups) -> str | None
     return named[0] if named else None
 
 
-def nonfinite_error(problem: str, tensor: str | None, *, iteration: int, last_saved: int | None) -> TrainingError:
+def nonfinite_error(
+    problem: str, tensor: str | None, *, iteration: int, last_saved: int | None
+) -> TrainingError:
     """The error that ends a run: `what` went wrong in a step, and which checkpoint is left."""
     remaining = (
         f"iteration {last_saved} is the last good checkpoint, which it goes on from"

@@ -1,4 +1,4 @@
-"""Plan of a run: steps, rows of a step and who computes which, rates, and the optimizer."""
+"""The plan of a run: steps, rows of a step and of each rank, learning rates, and the optimizer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from megtool.errors import LayoutError, UsageError
 from megtool.train.config import TrainConfig
 
 if TYPE_CHECKING:
+    from megtool.config import ParallelConfig
     from megtool.model.decoder import Decoder
+    from megtool.optim.config import OptimizerConfig
     from megtool.optim.optimizer import Optimizer
     from megtool.optim.param_groups import GroupRule, ParamGroup
     from megtool.optim.schedules import LRSchedule
-    from megtool.optim.settings import OptimizerConfig
     from megtool.parallel.process_groups import ProcessGroups
 
 _MOST_LENGTH = 2048
@@ -24,9 +25,9 @@ _MOST_LENGTH = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """How much a run does: `train_iters` steps of `global_batch_size` rows of `seq_length` tokens.
+    """The size of a run: `train_iters` steps of `global_batch_size` rows of `seq_length` tokens.
 
-    Each of `replicas` computes `num_microbatches` passes of `micro_batch_size` rows for a step.
+    Each of `replicas` does `num_microbatches` passes of `micro_batch_size` rows in a step.
     """
 
     train_iters: int
@@ -47,7 +48,7 @@ class RunPlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, those that fill rows up included."""
+        """Tokens of a step, padding included."""
         return self.global_batch_size * self.seq_length
 
     @property
@@ -66,8 +67,8 @@ def row_length(settings: TrainConfig, max_positions: int) -> int:
         return min(max_positions, _MOST_LENGTH)
     if settings.seq_length > max_positions:
         raise UsageError(
-            f"--seq-length {settings.seq_length}, and the model has {max_positions} positions",
-            hint=f"{max_positions} at most",
+            f"--seq-length {settings.seq_length} exceeds the model's {max_positions} positions",
+            hint=f"at most {max_positions}",
         )
     return settings.seq_length
 
@@ -77,20 +78,17 @@ def plan_run(
     *,
     seq_length: int,
     num_samples: int,
-    replicas: int,
-    stages: int = 1,
-    cp: int = 1,
-    tp: int = 1,
+    layout: ParallelConfig,
 ) -> RunPlan:
-    """The plan of a run on data of so many samples, by `replicas` of `stages` pipeline stages, each
-    of `cp` ranks that share rows, times `tp` that share these with sequence parallelism.
+    """Plan a run at a layout on data of so many samples.
 
     Raises:
         LayoutError: replicas and micro batches do not divide the global batch, or ranks the rows.
         UsageError: there is no sample.
     """
     if not num_samples:
-        raise UsageError("the data has no sample", hint="is anything in it to be learned?")
+        raise UsageError("the data has no sample", hint="does it contain anything to train on?")
+    tp, cp, replicas = layout.tp, layout.cp, layout.dp
     if cp > 1:
         from megtool.parallel.context_parallel import chunk_size
 
@@ -102,14 +100,14 @@ def plan_run(
     micro, batch = settings.micro_batch_size, settings.global_batch_size
     rows_per_pass = micro * replicas
     if batch is None:
-        batch = rows_per_pass * stages
+        batch = rows_per_pass * layout.pp
     if batch % rows_per_pass:
         below = batch // rows_per_pass * rows_per_pass
         fits = f"{below} or {below + rows_per_pass}" if below else str(rows_per_pass)
         raise LayoutError(
-            f"--global-batch-size {batch} is no multiple of --micro-batch-size {micro} x "
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x "
             f"dp={replicas}",
-            hint=f"the nearest that is: {fits}",
+            hint=f"the nearest multiple: {fits}",
         )
     iters = settings.train_iters
     if iters is None:
@@ -124,10 +122,10 @@ def plan_run(
 
 
 def make_lr_schedule(settings: TrainConfig, plan: RunPlan) -> LRSchedule:
-    """The course of the learning rate and of weight decay, which counts samples, as Megatron's.
+    """The schedule of the learning rate and weight decay, which counts samples as Megatron's does.
 
     Raises:
-        UsageError: warm-up takes longer than the whole.
+        UsageError: warm-up is longer than the decay.
     """
     from megtool.optim.schedules import LRSchedule
 
@@ -140,8 +138,8 @@ def make_lr_schedule(settings: TrainConfig, plan: RunPlan) -> LRSchedule:
         samples = settings.lr_warmup_fraction * (decay * batch)  # not rounded, as Megatron's
     if warmup >= decay and warmup:
         raise UsageError(
-            f"{warmup:g} steps of warm-up, and the learning rate has fallen after {decay}",
-            hint=f"--lr-warmup-iters {max(0, decay - 1)} at most, or a larger --lr-decay-iters",
+            f"{warmup:g} warm-up steps, and the learning rate decays within {decay} steps",
+            hint=f"at most --lr-warmup-iters {max(0, decay - 1)}, or a larger --lr-decay-iters",
         )
     weight_decay = settings.weight_decay
     start, end = settings.start_weight_decay, settings.end_weight_decay
@@ -163,7 +161,7 @@ def make_lr_schedule(settings: TrainConfig, plan: RunPlan) -> LRSchedule:
 
 
 def rates_at(schedule: LRSchedule, num_steps: int) -> tuple[_Rate, float]:
-    """Each group's learning rate, and weight decay, after so many samples."""
+    """The learning rate of each group, and the weight decay, after so many samples."""
     return _Rate(schedule, num_steps), schedule.weight_decay(num_steps)
 
 
@@ -177,15 +175,15 @@ class _Rate:
 
 
 def make_optimizer_config(settings: TrainConfig, plan: RunPlan) -> OptimizerConfig:
-    """What the optimizer is told.
+    """The optimizer's configuration.
 
-    Losses are sums over tokens, not means as Megatron's; so that a loss scale means the same, it is
-    divided by the tokens of a pass, up to a power of two; it is saved as Megatron would have it.
+    Losses are sums over tokens, while Megatron's are means. For the same effect, a loss scale is
+    divided by the tokens of a pass, rounded up to a power of two; it is saved as Megatron's.
 
     Raises:
-        UsageError: a value is out of its range, or a rule cannot be read.
+        UsageError: a value is out of its range, or a rule is malformed.
     """
-    from megtool.optim.settings import OptimizerConfig
+    from megtool.optim.config import OptimizerConfig
 
     tokens = 2.0 ** (plan.micro_batch_size * plan.seq_length - 1).bit_length()
     constant = settings.loss_scale
@@ -221,7 +219,7 @@ def make_optimizer_config(settings: TrainConfig, plan: RunPlan) -> OptimizerConf
 
 
 def _parse_group_rules(settings: TrainConfig) -> tuple[GroupRule, ...]:
-    """Rules of `--lr-mult` and `--wd-mult`, those of the same glob as one."""
+    """The rules of `--lr-mult` and `--wd-mult`, merged by pattern."""
     from megtool.optim.param_groups import GroupRule
 
     factors: dict[str, dict[str, float]] = {}
@@ -235,17 +233,17 @@ def _parse_group_rules(settings: TrainConfig) -> tuple[GroupRule, ...]:
             if not glob:
                 raise UsageError(
                     f"--{name.replace('_', '-')} {text!r}",
-                    hint="a pattern, = and a number: '*.mlp.*=0.5'",
+                    hint="give PATTERN=NUMBER, such as '*.mlp.*=0.5'",
                 )
     return tuple(GroupRule(glob, **values) for glob, values in factors.items())
 
 
 def freeze(stages: Sequence[Decoder], globs: Sequence[str]) -> int:
-    """Leave parameters out of training; returns how many elements.
+    """Freeze parameters; returns the number of their elements.
 
     Raises:
-        UsageError: a pattern is of no parameter of this rank's stages; with several stages it may
-            be of another's, and is let pass.
+        UsageError: a pattern matches no parameter; with several pipeline stages this is not
+            checked here, since it may match on another rank.
     """
     frozen, used = 0, set[str]()
     for stage in stages:
@@ -256,8 +254,8 @@ def freeze(stages: Sequence[Decoder], globs: Sequence[str]) -> int:
                 frozen += parameter.numel()
     if stages[0].groups.pp.size == 1 and (idle := [g for g in globs if g not in used]):
         raise UsageError(
-            f"--freeze {idle[0]!r} is of no parameter",
-            hint="names are Megatron's, as decoder.layers.0.mlp.linear_fc1.weight",
+            f"--freeze {idle[0]!r} matches no parameter",
+            hint="names are Megatron's, such as decoder.layers.0.mlp.linear_fc1.weight",
         )
     return frozen
 
@@ -265,10 +263,10 @@ def freeze(stages: Sequence[Decoder], globs: Sequence[str]) -> int:
 def make_optimizer(
     stages: Sequence[Decoder], settings: TrainConfig, plan: RunPlan, groups: ProcessGroups
 ) -> Optimizer:
-    """The optimizer of a rank's stages: distributed where there are replicas, else a plain one.
+    """The optimizer of a rank's stages: distributed if there are replicas, else replicated.
 
     Raises:
-        UsageError: settings that do not go together, or nothing is left to train.
+        UsageError: options contradict each other, or nothing is left to train.
     """
     import torch
 
@@ -278,10 +276,12 @@ def make_optimizer(
     named = [(n, p) for stage in stages for n, p in stage.named_parameters()]
     is_trained = torch.tensor(float(any(p.requires_grad for _, p in named)), device=groups.device)
     if not float(all_sum(is_trained, groups.world)):
-        raise UsageError("nothing is left to train", hint="fewer --freeze")
+        raise UsageError("nothing is left to train", hint="--freeze less")
     is_distributed = settings.use_distributed_optimizer
     if is_distributed is None:
-        is_distributed = groups.replicas.size > 1 or groups.expert_dp.size > 1 or config.fp8_param_gather
+        is_distributed = (
+            groups.replicas.size > 1 or groups.expert_dp.size > 1 or config.fp8_param_gather
+        )
     from megtool.optim.cpu_offload import HybridDeviceOptimizer
     from megtool.optim.distributed import DistributedOptimizer
     from megtool.optim.replicated import ReplicatedOptimizer
@@ -292,3 +292,11 @@ def make_optimizer(
         else ReplicatedOptimizer(named, config, groups)
     )
     return HybridDeviceOptimizer(optimizer) if config.offload_fraction else optimizer
+
+
+def resolve_dtype(settings: TrainConfig, device: str) -> str:
+    """The dtype that the model is trained in, on a type of device."""
+    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")):
+        if getattr(settings, name):
+            return dtype
+    return "float32" if device == "cpu" else "bfloat16"

@@ -1,4 +1,4 @@
-"""Standing: where a run is."""
+"""The progress of a run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, kw_only=True)
 class TrainState:
-    """Where a run is: steps done, samples of the data used, and steps of the schedule (in samples;
-    those of skipped steps do not count)."""
+    """The progress of a run: steps done, samples of the data used, and steps of the schedule, which
+    counts samples, without those of skipped steps."""
 
     iteration: int = 0
     consumed_samples: int = 0

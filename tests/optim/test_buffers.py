@@ -20,9 +20,9 @@ from megtool.errors import UsageError
 from megtool.model.decoder import Decoder
 from megtool.model.param_attributes import mark
 from megtool.optim.buffers import BufferKey, ParamAndGradBuffer, in_registration_order, make_buffer
+from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.param_groups import ParamInfo, collect_param_infos
-from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
 from tests.support.paths import PEERS
 from tests.support.worlds.optimizer_layouts import MODELS, named, stages_of, whole

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from megtool.errors import UsageError
-from megtool.optim.chained import ChainedOptimizer
+from megtool.optim.config import OptimizerConfig
 from megtool.optim.cpu_offload import HybridDeviceOptimizer
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.replicated import ReplicatedOptimizer
-from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.models.small_models import Small, batches, train_step
 from tests.support.worlds.gloo_world import run_world
@@ -217,32 +216,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
 
 
-def test_hybrid_optimizers_may_be_chained() -> None:
-    ends = []
-    for fraction in (0.0, 0.5):
-        model = Small(torch.bfloat16)
-        named = list(model.named_parameters())
-        how = OptimizerConfig(lr=1e-2, offload_fraction=fraction)
-        groups = ProcessGroups.alone()
-        parts = [
-            ReplicatedOptimizer(some, how, groups, part=True) for some in (named[:2], named[2:])
-        ]
-        chain = ChainedOptimizer([HybridDeviceOptimizer(p) if fraction else p for p in parts])
-        for x, y in batches(5):
-            train_step(chain, model, x, y)
-        ends.append(state_of(model, chain))
-    assert len(ends[0]) == 6 * 4
-    assert all(torch.equal(ends[1][key], tensor) for key, tensor in ends[0].items())
-
-
 def test_other_optimizers_are_refused() -> None:
     model = Small()
     settings = OptimizerConfig(offload_fraction=0.5)
     plain = ReplicatedOptimizer(model.named_parameters(), settings, ProcessGroups.alone())
-    chain = ChainedOptimizer([plain])
-    with pytest.raises(UsageError, match="ChainedOptimizer"):
-        HybridDeviceOptimizer(chain)  # type: ignore[arg-type]
-    HybridDeviceOptimizer(plain)
+    hybrid = HybridDeviceOptimizer(plain)
+    with pytest.raises(UsageError, match="HybridDeviceOptimizer"):
+        HybridDeviceOptimizer(hybrid)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="already"):
         HybridDeviceOptimizer(plain)
 

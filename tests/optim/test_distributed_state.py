@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megtool.model.batch import Batch
+from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.optimizer_layouts import (

@@ -10,16 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from megtool.config import ParallelConfig
-from megtool.errors import MappingError, UsageError
 from megtool.model.param_attributes import mark
-from megtool.optim.chained import ChainedOptimizer
+from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.grad_norm import clip_coefficient, is_counted_on_rank, local_statistics
 from megtool.optim.optimizer import Optimizer
-from megtool.optim.param_groups import GroupRule, ParamInfo
+from megtool.optim.param_groups import ParamInfo
 from megtool.optim.replicated import ReplicatedOptimizer
 from megtool.optim.segments import Segment, Span
-from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ALONE, Group, ProcessGroups
 from tests.support.worlds.gloo_world import run_world
 
@@ -95,13 +93,7 @@ def make(
     settings = OptimizerConfig(**{"lr": 1e-2, "count_zeros": True, **given})
     if kind == "plain":
         return ReplicatedOptimizer(model.items(), settings, groups)
-    if kind == "distributed":
-        return DistributedOptimizer(model.items(), settings, groups)
-    experts = {n: p for n, p in model.items() if "experts" in n}
-    dense = {n: p for n, p in model.items() if "experts" not in n}
-    return ChainedOptimizer(
-        [ReplicatedOptimizer(m.items(), settings, groups, part=True) for m in (dense, experts)]
-    )
+    return DistributedOptimizer(model.items(), settings, groups)
 
 
 def train(groups: ProcessGroups, kind: str, **given: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -147,11 +139,6 @@ def said(layout: ParallelConfig) -> str:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=said)
 def test_layouts_step_as_one_process_does(layout: ParallelConfig) -> None:
     compare(layout, "plain", {"clip_grad": 1.0})
-
-
-@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[5]], ids=said)
-def test_chains_step_as_one_process_does(layout: ParallelConfig) -> None:
-    compare(layout, "chained", {"clip_grad": 1.0})
 
 
 @pytest.mark.parametrize("kind", ["plain", "distributed"])
@@ -250,39 +237,6 @@ def test_the_coefficient_of_clipping_is_torchs() -> None:
         nn.utils.clip_grad_norm_([p], 1.0)
         assert torch.tensor([norm]).mul_(clip_coefficient(norm, 1.0)).equal(p.grad)
     assert clip_coefficient(0.0, 1.0) == 1.0
-
-
-def test_members_of_a_chain_fit_together() -> None:
-    p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    groups = ProcessGroups.alone()
-    one = ReplicatedOptimizer([("p", p)], OptimizerConfig(), groups)
-    with pytest.raises(UsageError, match="no optimizers"):
-        ChainedOptimizer([])
-    other = ReplicatedOptimizer([("q", q)], OptimizerConfig(lr=1.0), groups)
-    with pytest.raises(UsageError, match="other settings"):
-        ChainedOptimizer([one, other])
-    same = ReplicatedOptimizer([("p", q)], OptimizerConfig(), groups)
-    with pytest.raises(MappingError, match="two members"):
-        ChainedOptimizer([one, same])
-    settings = OptimizerConfig(rules=(GroupRule("q"), GroupRule("x")))
-    members = [
-        ReplicatedOptimizer([(n, r)], settings, groups, part=True) for n, r in (("p", p), ("q", q))
-    ]
-    with pytest.raises(UsageError, match="'x'"):
-        ChainedOptimizer(members)
-
-
-def test_a_chain_keeps_its_members_states_by_number() -> None:
-    groups = ProcessGroups.alone()
-    model = local_model(groups)
-    chain = make("chained", model, groups)
-    chain.num_steps = 3
-    state = chain.small_state()
-    assert [g["is_expert_parallel"] for m in state.values() for g in m["optimizer"]["param_groups"]]
-    again = make("chained", local_model(groups), groups)
-    again.load_small_state(state)
-    assert again.num_steps == 3
-    assert again.small_state() == state
 
 
 def test_alone_counts_everything_but_copies() -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megtool.errors import CheckpointError
+from megtool.optim.config import OptimizerConfig
 from megtool.optim.param_groups import GroupRule, ParamGroup
 from megtool.optim.replicated import ReplicatedOptimizer
-from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.errors import raises
 from tests.support.models.small_models import Small, batches, sum_loss, train_step

@@ -6,9 +6,9 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from megtool.train.config_file import load_train_config, read_config_file
 
 from megtool.errors import FormatError, LayoutError, UsageError
+from megtool.options.config_file import build_options, read_options
 from megtool.train.config import TrainConfig
 from tests.support.errors import raises
 
@@ -70,7 +70,7 @@ def test_megatron_knows_these_options() -> None:
         ({"recompute_num_layers": 2}, "without --recompute-granularity"),
         ({"loss_scale": 8.0}, "--loss-scale without --fp16"),
         ({"lora_rank": 4, "lora_target": "qkv,fc3"}, "--lora-target 'fc3'"),
-        ({"hold_out": 1.0}, "--hold-out 1"),
+        ({"eval_split": 1.0}, "--eval-split 1"),
         ({"lora_rank": 4, "lora_target": "qkv, qkv"}, "--lora-target names 'qkv' twice"),
         ({"lora_rank": 4, "lora_alpha": 0.0}, "--lora-alpha 0"),
         ({"lora_rank": 4, "freeze": ("embedding*",)}, "--freeze with --lora-rank"),
@@ -98,7 +98,7 @@ def test_a_yaml_takes_hyphens_and_underscores_and_the_command_line_wins(tmp_path
         "data: text.jsonl\ntrain-iters: 20\nseq_length: 64\nlr: 2e-5\nmin-lr: 0\nbf16: true\n"
         "lr-warmup-steps: 3\nload:\nfreeze: ['*.bias', 'embedding*']\niteration: 7\n"
     )
-    found = load_train_config({"train_iters": 5, "lr": None, "data": []}, file)
+    found = build_options(TrainConfig, {"train_iters": 5, "lr": None, "data": []}, file)
     assert (found.train_iters, found.seq_length, found.lr, found.min_lr) == (5, 64, 2e-5, 0.0)
     assert (found.data, found.bf16, found.lr_warmup_iters) == (("text.jsonl",), True, 3)
     assert (found.freeze, found.iteration, found.load) == (("*.bias", "embedding*"), "7", None)
@@ -114,11 +114,11 @@ def test_a_yaml_takes_hyphens_and_underscores_and_the_command_line_wins(tmp_path
         ("optimizer: adamw", UsageError, "optimizer is 'adamw'", "adam, sgd, muon"),
         ("data: {a: 1}", UsageError, "data is {'a': 1}", "a list of texts"),
         ("- lr", FormatError, "list instead of options", "train-iters: 100"),
-        ("lr: [", FormatError, "no YAML", None),
+        ("lr: [", FormatError, "not YAML", None),
         (
             "lr: 1.0\nlr-warmup-steps: 1\nlr_warmup_iters: 2",
             FormatError,
-            "stands there twice",
+            "is given twice",
             None,
         ),
     ],
@@ -127,7 +127,7 @@ def test_a_yaml_with_a_fault_names_it_and_the_file(text, kind, message, hint, tm
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(kind) as caught:
-        read_config_file(file)
+        read_options(TrainConfig, file)
     assert message in caught.value.message
     assert caught.value.file == str(file)
     assert hint is None or hint in caught.value.hint
@@ -135,4 +135,4 @@ def test_a_yaml_with_a_fault_names_it_and_the_file(text, kind, message, hint, tm
 
 def test_python_is_refused_like_a_yaml() -> None:
     with raises(UsageError, hint="train-iters"):
-        load_train_config({"train_itres": 5})
+        build_options(TrainConfig, {"train_itres": 5})

@@ -22,7 +22,8 @@ from megtool.train.build_model import load_for_training
 from megtool.train.collate import collate_rows
 from megtool.train.config import TrainConfig
 from megtool.train.cuda_graph import GraphedSchedule, check_graphs
-from megtool.train.features.protocol import Beside, Further
+from megtool.train.features.protocol import FeatureInputs
+from megtool.train.features.registry import TrainingFeatures
 from megtool.train.loop import TrainJob, TrainState, train
 from megtool.train.run_log import RunLog
 from megtool.train.run_plan import make_lr_schedule, make_optimizer, plan_run
@@ -88,10 +89,9 @@ def job(model: Path, folder: Path, groups: ProcessGroups, **options: Any) -> Tra
     torch.set_num_threads(1)
     usual = {"train_iters": STEPS, "lr": 1e-2, "global_batch_size": BATCH, "micro_batch_size": 2}
     settings = TrainConfig(**(usual | options))
-    runnable = open_decoder(model)
-    opened = runnable
+    source = open_decoder(model)
     stages = load_for_training(
-        opened,
+        source,
         groups,
         dtype="float16" if settings.fp16 else "bfloat16" if settings.bf16 else "float32",
         sequence_parallel=settings.sequence_parallel,
@@ -101,9 +101,8 @@ def job(model: Path, folder: Path, groups: ProcessGroups, **options: Any) -> Tra
         p.requires_grad_(not any(glob.strip("*") in name for glob in settings.freeze))
     if settings.recompute_granularity is not None:
         recompute(stages, settings.recompute_granularity, settings.recompute_num_layers)
-    plan = plan_run(settings, seq_length=LENGTH, num_samples=12, replicas=groups.parallel.dp)
-    family = None if opened.model is None else opened.model.family
-    further = Further.of(stages, settings, groups, Beside(family=family))
+    plan = plan_run(settings, seq_length=LENGTH, num_samples=12, layout=groups.parallel)
+    features = TrainingFeatures.prepare(settings, stages, FeatureInputs(source=source))
     return TrainJob(
         stages=stages,
         optimizer=make_optimizer(stages, settings, plan, groups),
@@ -112,7 +111,7 @@ def job(model: Path, folder: Path, groups: ProcessGroups, **options: Any) -> Tra
         settings=settings,
         schedule=make_lr_schedule(settings, plan),
         log=RunLog(folder if groups.rank == 0 else None),
-        features=further,
+        features=features,
     )
 
 
@@ -248,16 +247,19 @@ def test_a_pass_that_is_no_graph_is_named(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pp": 2}, "--pp 2: stages take turns"),
-        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce: a graph"),
+        ({"pp": 2}, "--pp 2: the host decides"),
+        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce: gradients are reduced"),
         ({"overlap_param_gather": True}, "--overlap-param-gather: a graph"),
-        ({"hidden_dropout": 0.1}, "--hidden-dropout: a graph would leave out the same"),
-        ({"attention_dropout": 0.1}, "--attention-dropout: a graph would leave out the same"),
-        ({"lora_rank": 2, "lora_dropout": 0.1}, "--lora-dropout: a graph would leave out the same"),
-        ({"qat": "fp8"}, "--qat: weights are rounded anew"),
-        ({"teacher": Path("big")}, "--teacher: the teacher's states"),
-        ({"fp8_recipe": "delayed", "fp8_param_gather": True}, "--fp8-param-gather: parameters"),
-        ({"fp8_recipe": "delayed", "kernels": "te"}, "scales of its own"),
+        ({"hidden_dropout": 0.1}, "--hidden-dropout: a graph would drop the same"),
+        ({"attention_dropout": 0.1}, "--attention-dropout: a graph would drop the same"),
+        ({"lora_rank": 2, "lora_dropout": 0.1}, "--lora-dropout: a graph would drop the same"),
+        ({"qat": "fp8"}, "--qat: scales change every step"),
+        ({"teacher": Path("big")}, "--teacher: the host passes"),
+        (
+            {"fp8_recipe": "delayed", "fp8_param_gather": True},
+            "--fp8-param-gather: gathered parameters",
+        ),
+        ({"fp8_recipe": "delayed", "kernels": "te"}, "its own scales"),
     ],
 )
 def test_what_cannot_be_a_graph_is_refused(options: dict[str, Any], message: str) -> None:

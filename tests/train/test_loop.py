@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megtool.config import ParallelConfig
 from megtool.data.packing import PackedRows
 from megtool.errors import LayoutError, TrainingError, UsageError
 from megtool.model.decoder import Decoder
@@ -21,7 +22,7 @@ from megtool.train.build_model import load_for_training
 from megtool.train.collate import collate_rows
 from megtool.train.config import TrainConfig
 from megtool.train.evaluation import evaluate
-from megtool.train.features.protocol import Further
+from megtool.train.features.registry import TrainingFeatures
 from megtool.train.loop import TrainJob, TrainOutcome, TrainState, patience_exhausted, train
 from megtool.train.run_log import RunLog
 from megtool.train.run_plan import RunPlan, freeze, make_lr_schedule, make_optimizer, plan_run
@@ -47,7 +48,7 @@ def job(
     settings = TrainConfig(**{"train_iters": 4, "lr": 1e-3, "global_batch_size": 4} | options)
     stages = load(model, dtype)
     freeze(stages, settings.freeze)
-    plan = plan_run(settings, seq_length=LENGTH, num_samples=12, replicas=1)
+    plan = plan_run(settings, seq_length=LENGTH, num_samples=12, layout=ParallelConfig())
     return TrainJob(
         stages=stages,
         optimizer=make_optimizer(stages, settings, plan, ProcessGroups.alone()),
@@ -176,7 +177,7 @@ def test_an_activation_that_overflows_is_named(model: Path) -> None:
 
 def test_trouble_is_looked_for_in_the_very_passes_of_the_step(model: Path) -> None:
     mine = job(model, hidden_dropout=0.5, micro_batch_size=1, global_batch_size=4)
-    mine = replace(mine, further=Further.of(mine.stages, mine.settings, ProcessGroups.alone()))
+    mine = replace(mine, features=TrainingFeatures.prepare(mine.settings, mine.stages))
     layers, seen = mine.stages[0].decoder.layers, []
     layers["0"].register_forward_hook(lambda module, inputs, out: seen.append(out.detach().clone()))
     layers["1"].mlp.linear_fc2.register_forward_hook(lambda module, inputs, out: out * math.inf)
@@ -214,8 +215,8 @@ def test_fp16_skips_overflows_and_goes_on(model: Path) -> None:
 
 def test_patience_and_time_end_a_run(model: Path) -> None:
     tired = replace(
-        job(model, train_iters=8, eval_interval=1, patience=2, lr=0.0, hold_out=0.5),
-        eval_feed=Numbers(2),
+        job(model, train_iters=8, eval_interval=1, patience=2, lr=0.0, eval_split=0.5),
+        eval_dataset=Numbers(2),
     )
     assert run(tired).stop_reason == "patience"
     assert tired.log.lines[-1]["iteration"] == 2
@@ -232,7 +233,7 @@ def test_sigterm_ends_a_run_after_its_step(model: Path) -> None:
             return super().rows(first, count)
 
     before = signal.getsignal(signal.SIGTERM)
-    outcome = run(replace(job(model, exit_signal_handler=True), feed=Signals()))
+    outcome = run(replace(job(model, exit_signal_handler=True), dataset=Signals()))
     assert (outcome.stop_reason, outcome.state.iteration) == ("signal", 2)
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -247,7 +248,9 @@ def test_patience_counts_evaluations_since_the_best() -> None:
 def test_a_plan_says_what_fits() -> None:
     def plan(replicas: int = 2, samples: int = 100, **options: Any) -> RunPlan:
         settings = TrainConfig(**options)
-        return plan_run(settings, seq_length=8, num_samples=samples, replicas=replicas)
+        return plan_run(
+            settings, seq_length=8, num_samples=samples, layout=ParallelConfig(dp=replicas)
+        )
 
     assert plan(global_batch_size=8, micro_batch_size=2).num_microbatches == 2
     assert plan(global_batch_size=8).train_iters == 13  # one pass over 100 rows
@@ -255,6 +258,6 @@ def test_a_plan_says_what_fits() -> None:
     assert (plan().global_batch_size, plan(micro_batch_size=3).global_batch_size) == (2, 6)
     with pytest.raises(LayoutError) as caught:
         plan(replicas=3, global_batch_size=8, micro_batch_size=2)
-    assert caught.value.hint == "the nearest that is: 6 or 12"
+    assert caught.value.hint == "the nearest multiple: 6 or 12"
     with pytest.raises(UsageError, match="no sample"):
         plan(samples=0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megtool.number_formats.delayed_scaling import KINDS
-from megtool.optim.fp8.settings import Fp8Config
+from megtool.optim.fp8.config import Fp8Config
 from megtool.optim.segments import copy_parts
 from megtool.parallel.collectives import all_max
 from megtool.parallel.process_groups import ProcessGroups

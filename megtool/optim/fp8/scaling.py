@@ -23,8 +23,8 @@ from megtool.kernels.fp8 import (
 )
 from megtool.number_formats.delayed_scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from megtool.optim.fp8.amax_history import AmaxHistories
+from megtool.optim.fp8.config import Fp8Config
 from megtool.optim.fp8.fp8_param_gather import gathered_fp8_weight
-from megtool.optim.fp8.settings import Fp8Config
 
 BLOCK = 128
 

@@ -14,7 +14,7 @@ from megtool.kernels.fp8 import amax, scale_from_amax
 from megtool.kernels.te_linear import TeLinear, TERegion
 from megtool.kernels.transformer_engine import load
 from megtool.number_formats.delayed_scaling import KINDS, WEIGHT
-from megtool.optim.fp8.settings import Fp8Config, Recipe
+from megtool.optim.fp8.config import Fp8Config, Recipe
 from megtool.parallel.process_groups import ProcessGroups
 
 _CLASSES: dict[Recipe, str] = {

@@ -21,7 +21,9 @@ LivePiece = tuple[str, str, int, Tensor]
 """A state, a parameter of this rank, the element at which it begins, and 1-D live elements."""
 
 
-def iterate_live_state(stages: Sequence[Decoder], optimizer: Optimizer | None) -> Iterator[LivePiece]:
+def iterate_live_state(
+    stages: Sequence[Decoder], optimizer: Optimizer | None
+) -> Iterator[LivePiece]:
     """All that this rank holds: weights (state `""`), and the optimizer's state."""
     for stage in stages:
         for name, tensor in stage.state_dict().items():

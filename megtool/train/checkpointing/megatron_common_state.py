@@ -12,22 +12,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from megtool.checkpoint.containers.pickle_reader import Inert, decode, inert_global, find_references
+from megtool.checkpoint.containers.pickle_reader import Inert, decode, find_references, inert_global
 from megtool.checkpoint.containers.pickle_writer import make_namespace
 from megtool.checkpoint.containers.zip_writer import encode_tensor_pickle
 from megtool.checkpoint.param_groups import (
     SHARDING_TYPE,
     OptimizerState,
-    build_content_metadata,
     build_common_optimizer,
-    scalar_value,
+    build_content_metadata,
     optimizer_args,
+    scalar_value,
 )
 from megtool.checkpoint.random_state import RNG
 from megtool.dtypes import dtype
 from megtool.errors import CheckpointError
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.train.checkpointing.save_metadata import SaveMetadata
+from megtool.train.checkpointing.protocol import SaveMetadata
 from megtool.train.checkpointing.save_template import SaveTemplate
 
 
@@ -80,7 +80,9 @@ def split_chain(small: Mapping[str, Any], length: int) -> list[OptimizerState]:
             **inner,
             "optimizer": {
                 **optimizer_state,
-                "param_groups": [g for g in groups if bool(g.get("is_expert_parallel")) == is_expert],
+                "param_groups": [
+                    g for g in groups if bool(g.get("is_expert_parallel")) == is_expert
+                ],
             },
         }
         for is_expert in (False, True)
@@ -98,7 +100,9 @@ def join_chain(chain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     values = []
     for g in groups:
         values.append({k: v for k, v in g.items() if not isinstance(v, Inert)})
-        if (step := scalar_value(g.get("step"))) is not None:  # Transformer Engine's may be a tensor
+        if (
+            step := scalar_value(g.get("step"))
+        ) is not None:  # Transformer Engine's may be a tensor
             values[-1]["step"] = step
     if scaler := first.get("grad_scaler"):
         numbers = {k: scalar_value(v) for k, v in scaler.items()}

@@ -19,7 +19,11 @@ from megtool.config import LayoutOptions, ModelConfig, ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
 from megtool.dtypes import DType
 from megtool.reshard.megatron.common_state import read_iteration
-from megtool.reshard.megatron.dp_reshardable_writer import BucketSettings, plan_buckets, make_bucket_objects
+from megtool.reshard.megatron.dp_reshardable_writer import (
+    BucketSettings,
+    make_bucket_objects,
+    plan_buckets,
+)
 from megtool.reshard.megatron.optimizer import NONE, choose_bucket_settings, warn_unknown_order
 from megtool.reshard.source import CheckpointSource, unknown_model
 from megtool.reshard.target import make_target
@@ -86,7 +90,7 @@ def _without_optimizer(opened: CheckpointSource) -> CheckpointSource:
     return replace(
         opened,
         catalogue=opened.catalogue.select(lambda name: not is_optimizer_state(name)),
-        side=replace(
+        view=replace(
             side,
             tensors=tuple(t for t in side.tensors if not is_optimizer_state(t.name)),
             canonical=weights,
@@ -105,11 +109,18 @@ def _collect_objects(destination: Destination) -> dict[str, bytes]:
     as they were before it, and are left empty.
     """
     stored_objects = destination.catalogue.objects
-    first = next((data for file, offset, data in destination.fragments if (file, offset) == (0, 0)), b"")
+    first = next(
+        (data for file, offset, data in destination.fragments if (file, offset) == (0, 0)), b""
+    )
     items: dict[bytes, bytes] = {}  # a large model has one empty object thousands of times
     out = {}
     for name, stored in stored_objects.items():
-        if stored.extent is None or is_rng_object(name) or is_rerun_object(name) or is_group_object(name):
+        if (
+            stored.extent is None
+            or is_rng_object(name)
+            or is_rerun_object(name)
+            or is_group_object(name)
+        ):
             continue
         _, offset, length = stored.extent
         item = first[offset : offset + length]
@@ -152,7 +163,9 @@ def _plan_buckets(
     return BucketLayout(
         tensors=tuple(laid.tensors),
         slots=tuple(
-            BucketSlot(parameter=p, tensors=t, start=start, rank=laid.ranges[next(iter(t.values()))][0][2])
+            BucketSlot(
+                parameter=p, tensors=t, start=start, rank=laid.ranges[next(iter(t.values()))][0][2]
+            )
             for t, p, start in laid.slots
         ),
         objects=make_bucket_objects(laid, run, nothing),

@@ -45,12 +45,17 @@ class RankDataFile:
             )
             return self._planned
         fragments = list(planned.fragments)
-        first = next((i for i, (k, offset, _) in enumerate(fragments) if (k, offset) == (0, 0)), None)
+        first = next(
+            (i for i, (k, offset, _) in enumerate(fragments) if (k, offset) == (0, 0)), None
+        )
         if first is not None and objects:
             remainder = fragments[first][2][sum(length for _, length in sizes) :]
             fragments[first] = 0, 0, b"".join(objects.values()) + remainder
         return Destination(
-            catalogue=planned.catalogue, fragments=fragments, small_files=planned.small_files, final_files=planned.final_files
+            catalogue=planned.catalogue,
+            fragments=fragments,
+            small_files=planned.small_files,
+            final_files=planned.final_files,
         )
 
     def write(
@@ -76,4 +81,6 @@ class RankDataFile:
 
 def metadata_files(planned: Destination) -> tuple[bytes, bytes]:
     """The `.metadata` of all files, and the file that marks a folder as complete."""
-    return planned.small_files[f"{_FOLDER}.metadata"], planned.final_files[f"{_FOLDER}{CONFIG_FILE}"]
+    return planned.small_files[f"{_FOLDER}.metadata"], planned.final_files[
+        f"{_FOLDER}{CONFIG_FILE}"
+    ]

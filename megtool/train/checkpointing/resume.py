@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.megatron_metadata import saved_args, vocab_divisor, read_object
+from megtool.checkpoint.megatron_metadata import read_object, saved_args, vocab_divisor
 from megtool.checkpoint.param_groups import read_groups
 from megtool.checkpoint.random_state import RNG
 from megtool.console import Progress, silent
@@ -24,7 +24,11 @@ from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.source import CheckpointSource
 from megtool.train.build_model import rank_coordinates
-from megtool.train.checkpointing.megatron_common_state import join_chain, rng_object_name, restore_rng_state
+from megtool.train.checkpointing.megatron_common_state import (
+    join_chain,
+    restore_rng_state,
+    rng_object_name,
+)
 
 if TYPE_CHECKING:
     from megtool.optim.optimizer import Optimizer
@@ -164,7 +168,9 @@ class _OptimizerStateReader:
                     places[name] = replace(side.placements[state_name], canonical=name)
                     names_with_state.add(name)
             weights = Weights(
-                replace(source, side=replace(side, canonical=tensors, placements=places, states={})),
+                replace(
+                    source, view=replace(side, canonical=tensors, placements=places, states={})
+                ),
                 parallel=groups.parallel,
                 seat=rank_coordinates(groups),
                 vocab_multiple=vocab_divisor(source.catalogue),

@@ -27,15 +27,15 @@ from megtool.train.build_model import rank_coordinates
 from megtool.train.checkpointing.background_task import BackgroundTask
 from megtool.train.checkpointing.host_snapshot import HostSnapshot, LiveShards, iterate_live_state
 from megtool.train.checkpointing.megatron_common_state import (
-    split_chain,
     make_common_state,
-    to_plain_tree,
     pack_rng_state,
     rng_object_name,
+    split_chain,
+    to_plain_tree,
 )
+from megtool.train.checkpointing.protocol import SaveMetadata
 from megtool.train.checkpointing.rank_file import RankDataFile, metadata_files
 from megtool.train.checkpointing.save_layout import WEIGHT, SaveLayout, plan_save_layout
-from megtool.train.checkpointing.save_metadata import SaveMetadata
 from megtool.train.checkpointing.save_template import SaveTemplate
 from megtool.train.checkpointing.shard_ownership import RankOwnership, StateRange
 from megtool.train.checkpointing.staged_iteration import STAGING, StagedIteration, remove_unfinished
@@ -102,7 +102,8 @@ class TorchDistSaver:
     ) -> None:
         if optimizer_format not in (FULLY_RESHARDABLE, DP_RESHARDABLE, _NONE):
             raise UsageError(
-                f"optimizer format {optimizer_format!r}", hint=f"{FULLY_RESHARDABLE}, {DP_RESHARDABLE} or {_NONE}"
+                f"optimizer format {optimizer_format!r}",
+                hint=f"{FULLY_RESHARDABLE}, {DP_RESHARDABLE} or {_NONE}",
             )
         self.folder, self.template, self.groups = folder, template, groups
         self.optimizer_format = optimizer_format
@@ -159,7 +160,9 @@ class TorchDistSaver:
                 dtypes[name] = str(tensor.dtype).removeprefix("torch.")
             else:
                 ranges.append(StateRange(state, name, start, start + tensor.numel()))
-        report = RankOwnership(coordinates=rank_coordinates(self.groups), dtypes=dtypes, ranges=tuple(ranges))
+        report = RankOwnership(
+            coordinates=rank_coordinates(self.groups), dtypes=dtypes, ranges=tuple(ranges)
+        )
         rank, size = self.groups.rank, self.groups.world.size
         reports = self._gather(report)
         try:
@@ -202,8 +205,8 @@ class TorchDistSaver:
         self._background.join()
         planned = self._plan(stages, optimizer)
         saved_optimizer = optimizer if self.optimizer_format != _NONE else None
-        if (wait := getattr(optimizer, "wait_for_parameters", None)) is not None:
-            wait()
+        if optimizer is not None:
+            optimizer.wait_for_parameters()
         objects = self._gather_objects(metadata)
         self._attempts += 1
         staged = StagedIteration(
@@ -230,7 +233,9 @@ class TorchDistSaver:
         common: dict[str, Any] = {}
         small: dict[str, bytes | Path] = {}
         if self.groups.rank == 0:
-            state = None if saved_optimizer is None else to_plain_tree(saved_optimizer.small_state())
+            state = (
+                None if saved_optimizer is None else to_plain_tree(saved_optimizer.small_state())
+            )
             common, objects = self._make_common_state(metadata, iteration, state, objects)
             small = {**self.template.small, **metadata.files}
         task = _SaveTask(
@@ -360,7 +365,9 @@ class TorchDistSaver:
         if buckets is not None and small is not None:
             chain = split_chain(small, num_chains)
             out |= {name: encode_object([value]) for name, value in buckets.objects.items()}
-            items = [{k: encode_object([to_plain_tree(v)]) for k, v in inner.items()} for inner in chain]
+            items = [
+                {k: encode_object([to_plain_tree(v)]) for k, v in inner.items()} for inner in chain
+            ]
             for prefix, number in buckets.prefixes:
                 out |= {f"{prefix}{k}/shard_0_1": item for k, item in items[number].items()}
         return common, out | {**template.objects, **objects}

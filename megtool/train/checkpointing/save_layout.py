@@ -13,13 +13,13 @@ from megtool.errors import MappingError, UsageError
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 from megtool.train.checkpointing.save_template import BucketLayout, SaveTemplate
 from megtool.train.checkpointing.shard_ownership import (
-    WriteAssignment,
-    ShardCells,
     LayoutOwnership,
     RankOwnership,
+    ShardCells,
+    WriteAssignment,
     assign_writers,
-    split_into_boxes,
     local_name,
+    split_into_boxes,
 )
 
 FLOAT32 = dtype("float32")
@@ -92,7 +92,9 @@ def plan_save_layout(
     tensors = list(weights)
     if optimizer_format == DP_RESHARDABLE and any(r.ranges for r in reports):
         buckets = _plan_buckets(template, reports)
-        rows += _bucket_rows(buckets, assign_writers(reports, ownership, every_place=True), reports, len(tensors))
+        rows += _bucket_rows(
+            buckets, assign_writers(reports, ownership, every_place=True), reports, len(tensors)
+        )
         tensors += buckets.tensors
     else:
         rows += _state_rows(tensors, assign_writers(reports, ownership), cells)
@@ -124,12 +126,16 @@ def _with_stored_dtypes(
             number, _ = cells.find_tensor(parameter.parameter.key)
             name = local_name(parameter.name, kinds)
             if name not in kinds:
-                raise MappingError("no rank holds this weight of the checkpoint", tensor=parameter.name)
+                raise MappingError(
+                    "no rank holds this weight of the checkpoint", tensor=parameter.name
+                )
             out[number] = replace(out[number], dtype=dtype(kinds[name]))
     return out
 
 
-def _weight_parts(report: RankOwnership, ownership: LayoutOwnership, cells: ShardCells) -> dict[int, ShardPart]:
+def _weight_parts(
+    report: RankOwnership, ownership: LayoutOwnership, cells: ShardCells
+) -> dict[int, ShardPart]:
     """What fills each shard of which this rank holds a copy."""
     out: dict[int, ShardPart] = {}
     for parameter in ownership.parameters_of(report.coordinates):
@@ -194,7 +200,10 @@ def _plan_buckets(template: SaveTemplate, reports: Sequence[RankOwnership]) -> B
 
 
 def _bucket_rows(
-    buckets: BucketLayout, assigned: Sequence[WriteAssignment], reports: Sequence[RankOwnership], first: int
+    buckets: BucketLayout,
+    assigned: Sequence[WriteAssignment],
+    reports: Sequence[RankOwnership],
+    first: int,
 ) -> list[_Row]:
     """State in buckets: a row for every run of a bucket that one rank holds."""
     by_parameter: dict[tuple[object, ...], list[WriteAssignment]] = {}

@@ -206,7 +206,9 @@ def assign_writers(
             at_place = [f for f in candidates if f[0].place == place]
             start, size = 0, at_place[0][0].parameter.numel
             while start < size:
-                writers = [(load[rank], rank, b, owned) for owned, rank, a, b in at_place if a <= start < b]
+                writers = [
+                    (load[rank], rank, b, owned) for owned, rank, a, b in at_place if a <= start < b
+                ]
                 if not writers:
                     raise MappingError(
                         f"elements from {start} on of its state {state!r} are on no rank",

@@ -148,7 +148,9 @@ class StagedIteration:
         Raises:
             StorageError: a rank failed, or the system refused; what there was before stays.
         """
-        self._wait_until(lambda: not self._ranks_in_state("busy", but_for=0), "all ranks have written")
+        self._wait_until(
+            lambda: not self._ranks_in_state("busy", but_for=0), "all ranks have written"
+        )
         if failed := self._ranks_in_state("failed"):
             raise StorageError(
                 f"rank {failed[0]} could not write its part of iteration {self.iteration}",
@@ -176,7 +178,9 @@ class StagedIteration:
     def discard(self) -> None:
         """Remove all of it, once no rank writes any more."""
         try:
-            self._wait_until(lambda: not self._ranks_in_state("busy", but_for=0), "all ranks have stopped")
+            self._wait_until(
+                lambda: not self._ranks_in_state("busy", but_for=0), "all ranks have stopped"
+            )
         finally:
             self.files.remove(self.staging)
 

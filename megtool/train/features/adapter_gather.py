@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megtool.optim.segments import StatePiece
 from megtool.parallel.collectives import all_sum
-from megtool.train.features.adapter_tensors import AdapterViews, AdapterSlice, all_gather_objects
+from megtool.train.features.adapter_tensors import AdapterSlice, AdapterViews, all_gather_objects
 
 WEIGHT = "weight"
 """What stands for the name of a state where a matrix is the adapter's own."""
@@ -51,11 +51,15 @@ class AdapterGather:
         local_keys = list(self._pieces)
         dense = [key for key in local_keys if not views.is_expert(key[1])]
         experts = [key for key in local_keys if views.is_expert(key[1])]
-        keys_of_ranks = all_gather_objects(dense, self._groups.replicas) + all_gather_objects(experts, self._groups.expert_dp)
+        keys_of_ranks = all_gather_objects(dense, self._groups.replicas) + all_gather_objects(
+            experts, self._groups.expert_dp
+        )
         weights = [(WEIGHT, name) for name in sorted(views.tensors)]
         self._local_entries = weights + sorted({key for keys in keys_of_ranks for key in keys})
         of_stage = [
-            AdapterMatrix(state=state, name=spot.name, shape=spot.shape, dtype=self._dtype(state, name))
+            AdapterMatrix(
+                state=state, name=spot.name, shape=spot.shape, dtype=self._dtype(state, name)
+            )
             for state, name in self._local_entries
             for spot in views.slices[name]
         ]
@@ -102,7 +106,9 @@ class AdapterGather:
         of_experts = self._views.is_expert(name)
         out = torch.zeros(parameter.numel())
         pieces_of_ranks: list[list[tuple[int, Any]]]
-        pieces_of_ranks = all_gather_objects(local_pieces, groups.expert_dp if of_experts else groups.replicas)
+        pieces_of_ranks = all_gather_objects(
+            local_pieces, groups.expert_dp if of_experts else groups.replicas
+        )
         for start, values in (part for parts in pieces_of_ranks for part in parts):
             out[start : start + values.numel()] = values
         return out.view(parameter.shape).to(groups.device)
@@ -111,8 +117,13 @@ class AdapterGather:
     def _assemble(self, local: Tensor, spot: AdapterSlice) -> Tensor:
         """The canonical matrix of what the ranks of a stage hold."""
         full = torch.zeros(spot.shape, dtype=local.dtype, device=local.device)
-        global_index, local_index = spot.global_index.to(local.device), spot.local_index.to(local.device)
-        spot.local_experts(full, local).index_copy_(spot.dim, global_index, local.index_select(spot.dim, local_index))
+        global_index, local_index = (
+            spot.global_index.to(local.device),
+            spot.local_index.to(local.device),
+        )
+        spot.local_experts(full, local).index_copy_(
+            spot.dim, global_index, local.index_select(spot.dim, local_index)
+        )
         for group in spot.shard_groups:
             full = all_sum(full, group)
         return full

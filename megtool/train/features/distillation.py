@@ -1,4 +1,4 @@
-"""Distillation: a student that learns what a teacher of the same vocabulary expects.
+"""Distillation: training on the logits of a teacher with the same vocabulary.
 
 The loss is `(1 - weight) * CE + weight * t^2 * KL(teacher || student)`, both summed over the tokens
 that have labels, the divergence of both softmaxes at temperature t (Hinton et al., 2015).
@@ -7,10 +7,11 @@ that have labels, the divergence of both softmaxes at temperature t (Hinton et a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,23 +20,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megtool.config import ModelConfig, ParallelConfig
+from megtool.console import Progress
 from megtool.convert.sharding import check_layout
 from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.kernels.lm_head import bend
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.model.pipeline import stream_hidden
+from megtool.model.pipeline import Objective, stream_hidden
 from megtool.parallel.collectives import copy_to, gather_rows
 from megtool.parallel.context_parallel import own_tokens
 from megtool.parallel.pipeline_split import divisors, near
+from megtool.reshard.open_source import open_decoder
+from megtool.reshard.source import CheckpointSource
+from megtool.train.build_model import load_for_training
+from megtool.train.config import TrainConfig
+from megtool.train.features.protocol import FeatureInputs, TrainingFeature
+from megtool.train.memory_estimate import estimate_weight_bytes
+
+if TYPE_CHECKING:
+    from typing import Self
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
-"""Logits of each model that are held in float32 at a time."""
+"""Logits of each model that are in memory as float32 at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsHead:
-    """How a model makes logits of states: weight (this rank's rows), cap and scale."""
+    """How a model turns hidden states into logits: weight (this rank's rows), cap and scale."""
 
     weight_VH: Tensor
     softcap: float = 0.0
@@ -65,7 +76,15 @@ def kl_divergence(
     `held` are no padding, and x's gradient is this rank's part of a sum over the group.
     """
     out: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
-        x_TH, student.weight_VH, student, teacher_x_TH, teacher, num_columns, temperature, chunk, group
+        x_TH,
+        student.weight_VH,
+        student,
+        teacher_x_TH,
+        teacher,
+        num_columns,
+        temperature,
+        chunk,
+        group,
     )
     return out
 
@@ -150,14 +169,14 @@ def _apply_temperature(
 
 
 def check_vocabularies(student: ModelConfig, teacher: ModelConfig) -> None:
-    """Refuse a teacher that cannot teach this student.
+    """Check that teacher and student have vocabularies of the same size.
 
     Raises:
-        MappingError: another vocabulary.
+        MappingError: they have not.
     """
     if student.vocab_size != teacher.vocab_size:
         raise MappingError(
-            f"the teacher has a vocabulary of {teacher.vocab_size}, and the student one of "
+            f"the teacher's vocabulary has {teacher.vocab_size} tokens, the student's "
             f"{student.vocab_size}",
             hint="--teacher SRC: a model with the same tokenizer",
         )
@@ -166,11 +185,11 @@ def check_vocabularies(student: ModelConfig, teacher: ModelConfig) -> None:
 def plan_teacher_layout(
     layout: ParallelConfig, student: ModelConfig, teacher: ModelConfig
 ) -> ParallelConfig:
-    """How a teacher goes to the student's ranks: as the student, its stages evenly where its layers
-    are other ones, and without expert parallelism where it has no experts.
+    """The teacher's layout on the student's ranks: the student's, with even stages if it has another
+    number of layers, and without expert parallelism if it has no experts.
 
     Raises:
-        LayoutError: they do not go evenly, or tp or ep does not divide the teacher.
+        LayoutError: its layers do not divide evenly, or tp or ep does not divide it.
     """
     if student.num_layers != teacher.num_layers:
         if teacher.num_layers % layout.pp:
@@ -197,18 +216,18 @@ def plan_teacher_layout(
     return layout
 
 
-class DistillationFeature:
-    """The objective of a run with a teacher, which stands still.
+class DistillationFeature(TrainingFeature):
+    """The loss of a run with a teacher, which is not trained.
 
-    `around` a step it is told the batch, whose microbatches `objective` meets one after the other.
-    The teacher has the student's groups, and sees whole rows. With pipeline stages, each runs the
-    teacher's own stage on all of the batch before the student's passes, and the last one keeps what
-    the teacher's last norm gives until then.
+    `around_passes` gets the batch, whose micro batches `objective` is called with one by one. The
+    teacher has the student's groups, and sees whole rows. With pipeline stages, each runs the
+    teacher's own stage on the whole batch before the student's passes, and the last stage keeps the
+    output of the teacher's last norm until then.
 
     Raises:
         UsageError: temperature or weight are out of their range.
         MappingError: the vocabularies differ.
-        LayoutError: vocabularies that are cut in different places.
+        LayoutError: the vocabularies are split differently.
     """
 
     def __init__(
@@ -241,9 +260,63 @@ class DistillationFeature:
         self._batches: deque[Batch] = deque()
         self._states: deque[Tensor | None] = deque()
 
+    @classmethod
+    def check(cls, settings: TrainConfig, source: CheckpointSource) -> None:
+        """Check that the teacher fits.
+
+        Raises:
+            MappingError: its vocabulary differs.
+            LayoutError: the layout does not divide it.
+            MegtoolError: it cannot be opened.
+        """
+        if settings.teacher is not None:
+            teacher = open_decoder(settings.teacher).config
+            check_vocabularies(source.config, teacher)
+            plan_teacher_layout(settings.layout, source.config, teacher)
+
+    @classmethod
+    def estimate_memory(
+        cls,
+        settings: TrainConfig,
+        source: CheckpointSource,
+        layout: ParallelConfig,
+        dtype: str,
+        device: str,
+    ) -> Mapping[str, int]:
+        """Bytes of the teacher's weights."""
+        if settings.teacher is None:
+            return {}
+        teacher = open_decoder(settings.teacher).config
+        layout = plan_teacher_layout(layout, source.config, teacher)
+        return {"teacher_bytes": estimate_weight_bytes(teacher, layout, dtype)}
+
+    @classmethod
+    def prepare(
+        cls, settings: TrainConfig, stages: Sequence[Decoder], inputs: FeatureInputs
+    ) -> Self | None:
+        """Load the teacher.
+
+        Raises:
+            MegtoolError: it cannot be read, or does not fit.
+        """
+        if settings.teacher is None:
+            return None
+        return cls(
+            stages[-1],
+            _load_teacher(settings.teacher, settings, stages[-1], inputs.progress),
+            num_microbatches=inputs.num_microbatches,
+            temperature=settings.distill_temperature,
+            weight=settings.distill_weight,
+        )
+
     @contextmanager
-    def around(self, batch: Batch | None) -> Iterator[None]:
-        """While the passes of a batch are done; None is for an evaluation."""
+    def around_passes(
+        self, iteration: int, batch: Batch | None, *, is_repeated: bool = False
+    ) -> Iterator[None]:
+        """Run the teacher on the batch, or get ready to; an evaluation does not need it."""
+        if is_repeated:
+            yield
+            return
         if batch is not None:
             self._batches.extend(_split_batch(batch, self.num_microbatches))
             if self.weight and self.teacher.groups.pp.size > 1:
@@ -254,8 +327,12 @@ class DistillationFeature:
             self._batches.clear()
             self._states.clear()
 
-    def objective(self, head: Decoder, x_TH: Tensor, labels_BS: Tensor) -> Tensor:
-        """The loss of the next microbatch: see the module."""
+    @property
+    def objective(self) -> Objective:
+        """The loss of the next micro batch; see the module."""
+        return self._loss
+
+    def _loss(self, head: Decoder, x_TH: Tensor, labels_BS: Tensor) -> Tensor:
         batch = self._batches.popleft()
         labels_T = own_tokens(labels_BS, head.groups.cp).flatten()
         loss = x_TH.new_zeros((), dtype=torch.float32)
@@ -287,6 +364,23 @@ class DistillationFeature:
             temperature=self.temperature,
             group=tp.handle,
         )
+
+
+def _load_teacher(
+    path: Path, settings: TrainConfig, student: Decoder, progress: Progress
+) -> list[Decoder]:
+    """The teacher's chunks on this rank, in the student's type and layout."""
+    source = open_decoder(path)
+    groups = student.groups
+    layout = plan_teacher_layout(groups.parallel, student.config, source.config)
+    return load_for_training(
+        source,
+        replace(groups, parallel=layout),
+        dtype=student.dtype,
+        threads=settings.threads,
+        vocab_multiple=student.padded_vocab // groups.tp.size,
+        progress=progress,
+    )
 
 
 def _logits_head(decoder: Decoder, x_TH: Tensor) -> LogitsHead:

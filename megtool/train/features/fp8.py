@@ -1,13 +1,14 @@
-"""FP8: the linear layers of a decoder computed in FP8, and their state as checkpoints keep it."""
+"""Training in FP8: linear layers computed in FP8, and their scaling state in checkpoints."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,12 +21,12 @@ from megtool.checkpoint.containers.te_extra_state import (
     ExtraState,
     decode,
     make_delayed_recipe,
-    to_tree,
     resize_history,
+    to_tree,
 )
 from megtool.checkpoint.containers.zip_writer import encode_object
 from megtool.checkpoint.megatron_metadata import read_object
-from megtool.config import ModelConfig
+from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.megatron import split_state
 from megtool.errors import MappingError, UsageError
 from megtool.kernels.dispatch import chosen
@@ -37,12 +38,23 @@ from megtool.model.moe import ExpertLinear
 from megtool.model.pipeline import build_stages
 from megtool.number_formats.delayed_scaling import ScalingRule
 from megtool.optim.fp8.amax_history import AmaxHistories
+from megtool.optim.fp8.config import Fp8Config
 from megtool.optim.fp8.fp8_param_gather import mark_for_gather
 from megtool.optim.fp8.linear import fp8_product, require_products
 from megtool.optim.fp8.scaling import Fp8Scaling, make_scalings
-from megtool.optim.fp8.settings import Fp8Config
-from megtool.optim.fp8.transformer_engine import TeAmaxHistories, TeTraining, required_multiple
+from megtool.optim.fp8.transformer_engine import (
+    TeAmaxHistories,
+    TeTraining,
+    require_recipe,
+    required_multiple,
+)
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.reshard.source import CheckpointSource
+from megtool.train.config import TrainConfig
+from megtool.train.features.protocol import FeatureInputs, TrainingFeature
+
+if TYPE_CHECKING:
+    from typing import Self
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,19 +71,19 @@ class _Member:
     module: ColumnLinear | RowLinear
 
 
-class Fp8Feature:
-    """FP8 in the stages of this rank: every rank makes one, and calls its methods at the same time.
+class Fp8Feature(TrainingFeature):
+    """FP8 in the stages of this rank; every rank calls its methods at the same time.
 
-    All dense linear layers between embedding and output layer are computed so, but those of the
-    first and last layers that `settings` leave out; experts, routers, the latent projections down,
-    attention and the output layer are not. `say` tells it in a sentence. State is that of delayed
-    scaling; the other recipes have none. Inside `kernels.choice.use("te")` Transformer Engine's
-    modules and recipes compute them, and end a step of delayed scaling with every pass.
+    It covers all dense linear layers between embedding and output layer, except in the first and
+    last layers that `settings` exclude. Experts, routers, latent down projections, attention and
+    the output layer are not in FP8. `describe` says so in a sentence. Only delayed scaling has
+    state. Inside `kernels.dispatch.use("te")` Transformer Engine's modules and recipes compute
+    these layers, and end a step of delayed scaling with every pass.
 
     Raises:
-        MissingPackageError: Transformer Engine was asked for, and cannot be loaded.
-        UsageError: the device has no FP8, the model computes in fp16, no layer is left, or
-            Transformer Engine cannot do the recipe, or alone can.
+        MissingPackageError: Transformer Engine is needed and cannot be loaded.
+        UsageError: the device has no FP8, the model is in fp16, no layer is left, or the recipe
+            does not go with Transformer Engine, or only with it.
     """
 
     def __init__(
@@ -80,8 +92,9 @@ class Fp8Feature:
         require_products(groups.device)
         first = stages[0]
         if first.dtype == torch.float16:
-            raise UsageError("FP8 with fp16", hint="train in bf16 or fp32 beside FP8")
+            raise _fp16_error()
         self.settings, self.groups = settings, groups
+        self.param_gather = False
         self.num_layers = first.config.num_layers
         self._fp8_layers = fp8_layers = select_fp8_layers(settings, self.num_layers)
         self._members = [
@@ -120,6 +133,68 @@ class Fp8Feature:
             setattr(stage, "run", te.around(stage.run))  # noqa: B010 - stands for the method
         self.histories = te.histories
 
+    @classmethod
+    def check(cls, settings: TrainConfig, source: CheckpointSource) -> None:
+        """Check that some layer is left, and with `--kernels te` that its shapes fit.
+
+        Raises:
+            UsageError: no layer is computed in FP8, or a weight's shape does not fit.
+            LayoutError: tp does not divide a weight.
+        """
+        if (fp8 := make_fp8_config(settings)) is None:
+            return
+        select_fp8_layers(fp8, source.config.num_layers)
+        if settings.kernels == "te":
+            check_te_shapes(fp8, source.config, settings.tp)
+
+    @classmethod
+    def estimate_memory(
+        cls,
+        settings: TrainConfig,
+        source: CheckpointSource,
+        layout: ParallelConfig,
+        dtype: str,
+        device: str,
+    ) -> Mapping[str, int]:
+        """Check that the device and the dtype allow FP8; it needs no memory of note.
+
+        Raises:
+            UsageError: they do not.
+        """
+        if (fp8 := make_fp8_config(settings)) is not None:
+            if dtype == "float16":
+                raise _fp16_error()
+            require_products(torch.device(device))
+            if settings.kernels == "te":
+                require_recipe(fp8.recipe)
+        return {}
+
+    @classmethod
+    def prepare(
+        cls, settings: TrainConfig, stages: Sequence[Decoder], inputs: FeatureInputs
+    ) -> Self | None:
+        """Let linear layers compute in FP8."""
+        fp8 = make_fp8_config(settings)
+        if fp8 is None:
+            return None
+        feature = cls(stages, fp8, stages[0].groups)
+        feature.param_gather = settings.fp8_param_gather
+        return feature
+
+    def megatron_args(self) -> dict[str, Any]:
+        """Megatron's args of FP8."""
+        settings = self.settings
+        return {
+            "fp8": settings.format,
+            "fp8_recipe": settings.recipe,
+            "fp8_margin": settings.margin,
+            "fp8_amax_history_len": settings.amax_history_len,
+            "fp8_amax_compute_algo": settings.amax_compute_algo,
+            "num_layers_at_start_in_bf16": settings.start_in_bf16,
+            "num_layers_at_end_in_bf16": settings.end_in_bf16,
+            "fp8_param_gather": self.param_gather,
+        }
+
     @property
     def names(self) -> list[str]:
         """The modules of this rank that are computed in FP8."""
@@ -150,10 +225,11 @@ class Fp8Feature:
         """Every layer has the scales of a step before: passes do the same from now on."""
         return self.histories is None or not any(self.histories.is_fresh)
 
-    def end_step(self) -> None:
-        """After the optimizer's step: scales follow what all ranks have seen."""
+    def end_step(self) -> dict[str, float]:
+        """Update scales from the amax of all ranks."""
         if self.histories is not None:
             self.histories.end_step(self.groups)
+        return {}
 
     def remove(self) -> None:
         """Let the linear layers compute as before."""
@@ -164,11 +240,11 @@ class Fp8Feature:
 
     # Checkpoints.
 
-    def objects(self, names: Iterable[str]) -> dict[str, bytes]:
+    def saved_objects(self, names: Sequence[str]) -> dict[str, bytes]:
         """This rank's states as ready items, by their name in a checkpoint that has `names`.
 
-        `names` are of tensors or of extra states: they tell whether layers are stacked there. One
-        rank of all that have the same layers gives them, the others nothing.
+        `names` of tensors or of extra states show whether layers are stacked there. Of the ranks
+        that have the same layers one returns them, the others nothing.
         """
         histories = self.histories
         if histories is None or self.groups.tp.rank or self.groups.replicas.rank:
@@ -182,9 +258,9 @@ class Fp8Feature:
         return out
 
     def load_objects(self, catalogue: Catalogue) -> int:
-        """Take the states of a checkpoint, at whatever layout it was; returns how many there were.
+        """Take the states of a checkpoint of any layout; returns how many there were.
 
-        Histories of another length are brought to this run's. Layers that have none begin anew.
+        Histories of another length are cut or extended. Layers without a state start afresh.
 
         Raises:
             FormatError: a state is damaged.
@@ -236,6 +312,29 @@ class Fp8Feature:
         return ExtraState(tensors=dict(arrays), facts=facts, release=2)
 
 
+def make_fp8_config(settings: TrainConfig) -> Fp8Config | None:
+    """The FP8 recipe that options ask for; None if they do not.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+    if settings.fp8_recipe is None:
+        return None
+    return Fp8Config(
+        recipe=settings.fp8_recipe,
+        format=settings.fp8_format,
+        amax_history_len=settings.fp8_amax_history_len,
+        amax_compute_algo=settings.fp8_amax_compute_algo,
+        margin=settings.fp8_margin,
+        start_in_bf16=settings.num_layers_at_start_in_bf16,
+        end_in_bf16=settings.num_layers_at_end_in_bf16,
+    )
+
+
+def _fp16_error() -> UsageError:
+    return UsageError("FP8 with fp16", hint="train in bf16 or fp32 with FP8")
+
+
 def select_fp8_layers(settings: Fp8Config, num_layers: int) -> range:
     """The layers of a model that are computed in FP8.
 
@@ -259,7 +358,10 @@ def check_te_shapes(settings: Fp8Config, config: ModelConfig, tp: int) -> None:
         UsageError: a rank's part of a weight has sides that do not suit the recipe.
         LayoutError: tp does not divide it.
     """
-    fp8_layers, multiple = select_fp8_layers(settings, config.num_layers), required_multiple(settings.recipe)
+    fp8_layers, multiple = (
+        select_fp8_layers(settings, config.num_layers),
+        required_multiple(settings.recipe),
+    )
     (model,) = build_stages(replace(config, num_mtp_layers=0), ProcessGroups.alone("meta"))
     for n in fp8_layers:
         for name, module in _linears(model.decoder.layers[str(n)]):

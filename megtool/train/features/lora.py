@@ -1,7 +1,7 @@
-"""LoRA in a run: adapters kept in PEFT's form beside merged weights, and taken up again.
+"""LoRA training: adapters, saved in PEFT's format next to merged weights, and restored.
 
-An iteration of a LoRA run is a checkpoint of the merged model, and in its folder `adapter/` holds
-the adapter as PEFT has it, with the optimizer's state in a file of our own.
+An iteration of a LoRA run is a checkpoint of the merged model. Its folder `adapter/` holds the
+adapter in PEFT's format, and the optimizer's state in a file of megtool's own.
 """
 
 from __future__ import annotations
@@ -20,44 +20,60 @@ from torch import Tensor
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.storage.files import Files
 from megtool.convert.families import Family
-from megtool.errors import CheckpointError, FormatError, MegtoolError
+from megtool.errors import CheckpointError, FormatError, MegtoolError, UsageError
 from megtool.model.decoder import Decoder
-from megtool.model.lora import LoraSettings, adapters_of, add_adapters, merged_weight
+from megtool.model.lora import (
+    LoraSettings,
+    adapters_of,
+    add_adapters,
+    check_experts,
+    layers_for,
+    merged_weight,
+)
 from megtool.model.param_attributes import is_marked
+from megtool.model.pipeline import build_stages
 from megtool.parallel.collectives import all_sum
+from megtool.parallel.process_groups import ProcessGroups
+from megtool.reshard.source import CheckpointSource
 from megtool.train.checkpointing.megatron_common_state import to_plain_tree
+from megtool.train.checkpointing.protocol import CheckpointSaver, SaveMetadata
 from megtool.train.checkpointing.retention import find_newest_iteration
 from megtool.train.checkpointing.safetensors_stream import SafetensorsFile, write_safetensors
-from megtool.train.checkpointing.save_metadata import SaveMetadata
 from megtool.train.checkpointing.staged_iteration import STAGING
+from megtool.train.config import TrainConfig
 from megtool.train.features.adapter_gather import WEIGHT, AdapterGather
 from megtool.train.features.adapter_tensors import AdapterViews, all_gather_objects
 from megtool.train.features.peft_format import CONFIG_FILE, WEIGHTS_FILE, PeftFormat
+from megtool.train.features.protocol import FeatureInputs, TrainingFeature
 from megtool.train.train_state import TrainState
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from megtool.optim.optimizer import Optimizer
-    from megtool.train.checkpointing.save import TorchDistSaver
 
 FOLDER = "adapter"
 STATE_FILE = "training_state.safetensors"
 _FORMAT = 2
 _DTYPE_FLAGS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _FINGERPRINT_TOLERANCE = 1e-11
-"""Prints of the same weights differ by less of their room, by the order of summing alone."""
+"""Fingerprints of the same weights differ by less than this share of the sum of magnitudes: sums
+depend on their order."""
 _CHUNK = 1 << 24
-"""Elements of a weight that are held in float64 at a time."""
+"""Elements of a weight that are in memory as float64 at a time."""
 
 
-class LoraFeature:
-    """The adapters of a run, on this rank's stages, which are frozen from now on.
+class LoraFeature(TrainingFeature):
+    """The adapters on this rank's stages, whose own weights are frozen.
 
-    `base` is where the model lies that they belong to. Every rank makes one, and the same calls.
+    `base` is the path of the model that the adapters belong to.
 
     Raises:
         UsageError: the model has no layers of a role.
-        MappingError: its family has no place for them.
+        MappingError: its family has no place for the adapters.
     """
+
+    saves_optimizer = False
 
     def __init__(
         self, stages: Sequence[Decoder], settings: LoraSettings, family: Family, base: str
@@ -70,22 +86,72 @@ class LoraFeature:
         self._fingerprint = fingerprint_frozen_weights(stages)
         PeftFormat(self.config, family, [n for s in stages for n, *_ in adapters_of(s)])
 
+    @classmethod
+    def check(cls, settings: TrainConfig, source: CheckpointSource) -> None:
+        """Check that the model can have the adapters.
+
+        Raises:
+            UsageError: its family is not known, or its experts cannot have such adapters.
+            MappingError: its family has no place for them in PEFT's format.
+        """
+        if (lora := make_lora_settings(settings)) is None:
+            return
+        config = source.config
+        check_experts(config, lora)
+        family = _require_family(source)
+        stages = build_stages(replace(config, num_mtp_layers=0), ProcessGroups.alone("meta"))
+        PeftFormat(config, family, [name for s in stages for name, _ in layers_for(s, lora)])
+
+    @classmethod
+    def add_parameters(cls, settings: TrainConfig, stages: Sequence[Decoder]) -> None:
+        """Add the adapters."""
+        if (lora := make_lora_settings(settings)) is not None:
+            add_adapters(stages, lora)
+
+    @classmethod
+    def freezes_model(cls, settings: TrainConfig) -> bool:
+        """Adapters alone are trained."""
+        return settings.lora_rank is not None
+
+    @classmethod
+    def identity(cls, settings: TrainConfig) -> Mapping[str, Any]:
+        """Rank, layers and scale of the adapters."""
+        lora = make_lora_settings(settings)
+        return {
+            "lora_rank": settings.lora_rank,
+            "lora_target": None if lora is None else sorted(lora.roles),
+            "lora_alpha": None if lora is None else lora.alpha,
+        }
+
+    @classmethod
+    def prepare(
+        cls, settings: TrainConfig, stages: Sequence[Decoder], inputs: FeatureInputs
+    ) -> Self | None:
+        """Add the adapters, and freeze the model.
+
+        Raises:
+            UsageError: the model's family is not known.
+        """
+        if (lora := make_lora_settings(settings)) is None:
+            return None
+        family = _require_family(inputs.source)
+        return cls(stages, lora, family, "" if inputs.source is None else str(inputs.source.path))
+
     @property
     def _dtype(self) -> str:
         return str(self.stages[0].dtype).removeprefix("torch.")
 
     def merged_stages(self) -> list[MergedStage]:
-        """The stages as the model without adapters that computes the same."""
+        """The stages with adapters merged into their weights."""
         return [MergedStage(decoder) for decoder in self.stages]
 
     def files(
         self, optimizer: Optimizer | None, state: TrainState, spool: Path, files: Files
     ) -> dict[str, bytes | Path]:
-        """The adapter's files on rank 0, by their path in an iteration's folder; every rank calls
-        it.
+        """The adapter's files on rank 0, by their path in an iteration's folder.
 
-        No rank has all states of the optimizer: one after the other goes into the file `spool`.
-        It is to be moved, as is `spool` with `.peft` behind it.
+        No rank has the whole state of the optimizer: it is written to the file `spool` one matrix
+        at a time. The saver moves this file, and the one with `.peft` added to its name.
 
         Raises:
             StorageError: it cannot be written.
@@ -113,7 +179,7 @@ class LoraFeature:
                 out[f"{FOLDER}/{STATE_FILE}"] = spool
             except MegtoolError as e:
                 error = e
-        for _ in matrices:  # of the other ranks; and where one fails, they do not wait for it
+        for _ in matrices:  # of other ranks, which must not wait if one fails
             pass
         for rank_error in all_gather_objects(error, groups.world):
             if rank_error is not None:
@@ -123,7 +189,7 @@ class LoraFeature:
     def _peft_files(
         self, weights: Mapping[str, Tensor], spool: Path, files: Files
     ) -> dict[str, bytes | Path]:
-        """The adapter as PEFT has it, its tensors in the file `spool`."""
+        """The adapter in PEFT's format, its tensors in the file `spool`."""
         linears = {n.rpartition(".")[0] for n in weights if n.startswith("decoder.")}
         form = PeftFormat(self.config, self._family, sorted(linears))
         tensors = form.tensors(weights)
@@ -133,8 +199,10 @@ class LoraFeature:
         config = form.config(self.settings, self.base)
         return {f"{FOLDER}/{WEIGHTS_FILE}": spool, f"{FOLDER}/{CONFIG_FILE}": config}
 
-    def _iterate_matrices(self, gathering: AdapterGather, weights: dict[str, Tensor]) -> Iterator[Tensor]:
-        """The matrices that rank 0 meets; the adapter's own are put into `weights`."""
+    def _iterate_matrices(
+        self, gathering: AdapterGather, weights: dict[str, Tensor]
+    ) -> Iterator[Tensor]:
+        """The matrices that rank 0 receives; the adapter's own are added to `weights`."""
         for matrix, full in gathering:
             if full is not None:
                 if matrix.state == WEIGHT:
@@ -142,22 +210,29 @@ class LoraFeature:
                 yield full
 
     def restore(self, checkpoint: Path, optimizer: Optimizer) -> TrainState:
-        """`resume` from an iteration's folder, or the newest iteration of a save folder."""
-        if not (checkpoint / FOLDER).is_dir() and (newest := find_newest_iteration(checkpoint)) is not None:
+        """Restore adapters and optimizer from an iteration's folder, or the newest one in a save
+        folder; see `resume`."""
+        if (
+            not (checkpoint / FOLDER).is_dir()
+            and (newest := find_newest_iteration(checkpoint)) is not None
+        ):
             checkpoint = checkpoint / folder_name(newest)
         return self.resume(checkpoint, optimizer)
 
-    def place(self, folder: Path, iteration: int | None) -> str | None:
-        """Where a save folder has the adapter of an iteration."""
-        return None if iteration is None else str(folder / folder_name(iteration) / FOLDER)
+    def wrap_saver(self, saver: CheckpointSaver) -> CheckpointSaver:
+        """A saver of merged weights and of the adapter."""
+        return LoraSaver(saver, self)
+
+    def saved_paths(self, folder: Path, iteration: int) -> Mapping[str, str]:
+        """The folder of the adapter."""
+        return {"adapter": str(folder / folder_name(iteration) / FOLDER)}
 
     @torch.no_grad()
     def resume(self, iteration_folder: Path, optimizer: Optimizer) -> TrainState:
-        """Take up adapters and optimizer state where an iteration left them, bit for bit.
+        """Restore adapters and optimizer state of an iteration, bit for bit.
 
         Raises:
-            CheckpointError: it has no adapter, one of another size, one of another model, or one
-                that was trained in another type.
+            CheckpointError: it has no adapter, or one of another size, model or dtype.
         """
         matrices, facts = _read_adapter_state(iteration_folder / FOLDER / STATE_FILE)
         if facts["dtype"] != self._dtype:
@@ -165,12 +240,12 @@ class LoraFeature:
                 f"the adapter was trained in {facts['dtype']}, and the run computes in "
                 f"{self._dtype}",
                 file=iteration_folder / FOLDER,
-                hint=f"--{_DTYPE_FLAGS.get(facts['dtype'], facts['dtype'])} goes on with it",
+                hint=f"--{_DTYPE_FLAGS.get(facts['dtype'], facts['dtype'])} resumes it",
             )
         (current, magnitude), (stored, _) = self._fingerprint, facts["base"]
         if not abs(stored - current) <= _FINGERPRINT_TOLERANCE * magnitude:
             raise CheckpointError(
-                "the adapter belongs to another model than the one that was given",
+                "the adapter belongs to another model",
                 file=iteration_folder / FOLDER,
                 hint="SRC has to be the model that the run was started with",
             )
@@ -187,15 +262,48 @@ class LoraFeature:
         )
 
 
+def make_lora_settings(settings: TrainConfig) -> LoraSettings | None:
+    """The adapters that options ask for; None if they do not.
+
+    Raises:
+        UsageError: there is no such role.
+    """
+    rank = settings.lora_rank
+    if rank is None:
+        return None
+    return LoraSettings(
+        rank=rank,
+        alpha=2.0 * rank if settings.lora_alpha is None else settings.lora_alpha,
+        dropout=settings.lora_dropout,
+        roles=tuple(dict.fromkeys(role.strip() for role in settings.lora_target.split(","))),
+        seed=settings.seed,
+    )
+
+
+def _require_family(source: CheckpointSource | None) -> Family:
+    """The family of the model, whose names PEFT's format needs.
+
+    Raises:
+        UsageError: it is not known.
+    """
+    model = None if source is None else source.model
+    if model is None or model.family is None:
+        raise UsageError(
+            "LoRA of a model of unknown family, whose modules have no names in PEFT's format",
+            hint="name the family with --family",
+        )
+    return model.family
+
+
 class MergedStage:
-    """A stage with its adapters in its weights, as far as a saver looks at it."""
+    """A stage with adapters merged into its weights, as a saver reads it."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self.groups = decoder.groups
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Parameters under the names of a model without adapters; merged as they are looked at."""
+        """Parameters under the names of a model without adapters, merged when they are read."""
         adapters = {f"{n}.weight": (x, a) for n, x, a in adapters_of(self._decoder)}
         tensors = self._decoder.state_dict()
         makers: dict[str, Callable[[], Tensor]] = {}
@@ -215,7 +323,7 @@ def _merge_fn(linear: Any, adapter: Any) -> Callable[[], Tensor]:
 
 
 class _LazyTensors(Mapping[str, Tensor]):
-    """Tensors that are made when they are asked for, and not kept."""
+    """Tensors that are computed each time they are read."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
         self._makers = makers
@@ -230,19 +338,29 @@ class _LazyTensors(Mapping[str, Tensor]):
         return len(self._makers)
 
     def items(self) -> ItemsView[str, Tensor]:
-        """One after the other."""
+        """Names and tensors, one at a time."""
         return ItemsView(self)
 
 
 class LoraSaver:
-    """A `Saver` of merged weights, without optimizer, that puts the adapter beside them.
+    """Saves merged weights with `saver`, and adds the adapter's files.
 
-    The saver has `optimizer_format` none. Merged weights are made and copied to host memory some at
-    a time: the device never has all of them.
+    `saver` has the optimizer format `none`. Merged weights are computed and copied to host memory
+    in parts: the device never holds all of them.
     """
 
-    def __init__(self, saver: TorchDistSaver, lora: LoraFeature) -> None:
+    def __init__(self, saver: CheckpointSaver, lora: LoraFeature) -> None:
         self._saver, self._lora = saver, lora
+
+    @property
+    def folder(self) -> Path:
+        """The save folder."""
+        return self._saver.folder
+
+    @property
+    def files(self) -> Files:
+        """The access to its file system."""
+        return self._saver.files
 
     def prepare(
         self, stages: Sequence[Decoder], optimizer: Optimizer | None, *, asynchronous: bool = True
@@ -260,7 +378,7 @@ class LoraSaver:
         asynchronous: bool = False,
         copy_behind: bool = False,
     ) -> float:
-        """Save an iteration; see `Saver.save`. Nothing is copied behind passes."""
+        """Save an iteration; see `CheckpointSaver.save`. The copy is complete on return."""
         began = time.monotonic()
         self._saver.finish()
         scheduler = metadata.scheduler or {}
@@ -280,11 +398,11 @@ class LoraSaver:
         return time.monotonic() - began
 
     def wait_for_copy(self) -> float:
-        """Wait until the state may change; returns the seconds of it."""
+        """Wait until the state may change; returns the seconds it took."""
         return self._saver.wait_for_copy()
 
     def check(self) -> None:
-        """Raise what went wrong in the background."""
+        """Raise an error of the background thread, if there was one."""
         self._saver.check()
 
     def finish(self) -> None:
@@ -297,11 +415,11 @@ class LoraSaver:
 
 @torch.no_grad()
 def fingerprint_frozen_weights(stages: Sequence[Decoder]) -> tuple[float, float]:
-    """A number that all frozen weights and their places decide about, the same at every layout, and
-    the sum of magnitudes that it is a part of; every rank calls it.
+    """A number that depends on all frozen weights and their positions and is the same for every
+    layout, and the sum of magnitudes; every rank calls it.
 
-    Elements are summed with factors that depend on the parameter's name, and on the place along
-    dimensions that no layout cuts.
+    Elements are summed with factors that depend on the parameter's name, and on the position along
+    dimensions that no layout splits.
     """
     groups = stages[0].groups
     total = torch.zeros(2, dtype=torch.float64, device=groups.device)
@@ -315,10 +433,12 @@ def fingerprint_frozen_weights(stages: Sequence[Decoder]) -> tuple[float, float]
                 continue
             if ".adapter." not in name:
                 digest = hashlib.sha256(name.encode()).digest()
-                # Marks of experts say how they are cut here, not how another layout may cut them.
+                # Marks of experts tell how this layout splits them; another may do it differently.
                 along = int(getattr(p, "partition_dim", -1))  # -1: along none
                 cut = range(p.dim()) if is_expert else [along]
-                total += _weighted_sum(p, cut) * (0.5 + int.from_bytes(digest[:4], "little") / 2**32)
+                total += _weighted_sum(p, cut) * (
+                    0.5 + int.from_bytes(digest[:4], "little") / 2**32
+                )
     value, room = all_sum(total, groups.world).tolist()
     return value, room
 
@@ -327,7 +447,7 @@ _CUT = "tensor_model_parallel"
 
 
 def _weighted_sum(p: Tensor, cut: Iterable[int]) -> Tensor:
-    """The sum of a parameter's elements with factors by their place, and that of magnitudes."""
+    """The sum of a parameter's elements with factors by position, and that of magnitudes."""
     factors = [
         torch.ones(n, dtype=torch.float64, device=p.device)
         if d in cut
@@ -349,7 +469,7 @@ def _weighted_sum(p: Tensor, cut: Iterable[int]) -> Tensor:
 
 
 def _single(tensor: Tensor) -> float:
-    """A tensor of one element, the loss scale's, as JSON has it."""
+    """A tensor of one element (the loss scale) as a number for JSON."""
     return float(tensor.item())
 
 
@@ -361,16 +481,18 @@ def _read_adapter_state(path: Path) -> tuple[SafetensorsFile, dict[str, Any]]:
     """
     if not path.exists():
         raise CheckpointError(
-            "this iteration has no adapter to go on with",
+            "this iteration has no adapter to resume",
             file=path,
-            hint="it is no iteration of a LoRA run: give it as SRC to start a new one",
+            hint="it is not an iteration of a LoRA run: give it as SRC to start a new one",
         )
     tensors = SafetensorsFile(path)
     try:
         facts = json.loads(tensors.metadata["state"])
         format_version = facts["format"]
     except (ValueError, KeyError, TypeError) as e:
-        raise FormatError(f"no state of an adapter: {e}", file=path) from e
+        raise FormatError(f"not the state of an adapter: {e}", file=path) from e
     if format_version != _FORMAT:
-        raise FormatError(f"a state of an adapter of format {format_version}, not {_FORMAT}", file=path)
+        raise FormatError(
+            f"adapter state of format {format_version} instead of {_FORMAT}", file=path
+        )
     return tensors, facts

@@ -1,13 +1,14 @@
-"""Balancing: experts of a run kept evenly busy, by losses of routers or a bias, and logged."""
+"""Load balancing of experts: router losses, the expert bias, and what is logged of both."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.config import ModelConfig
 from megtool.errors import UsageError
 from megtool.model.decoder import Decoder
@@ -15,8 +16,13 @@ from megtool.model.moe_aux_loss import Balance, BalanceSettings, moved_bias
 from megtool.model.router import Router
 from megtool.parallel.collectives import all_max, all_sum
 from megtool.parallel.context_parallel import own_tokens
+from megtool.reshard.source import CheckpointSource
 from megtool.train.config import TrainConfig
 from megtool.train.evaluation import world_sum
+from megtool.train.features.protocol import FeatureInputs, TrainingFeature
+
+if TYPE_CHECKING:
+    from typing import Self
 
 _KINDS = ("aux_loss", "seq_aux_loss", "none")
 
@@ -24,14 +30,14 @@ _KINDS = ("aux_loss", "seq_aux_loss", "none")
 def make_balance_settings(
     settings: TrainConfig, config: ModelConfig, args: Mapping[str, Any]
 ) -> BalanceSettings | None:
-    """What is said of routers, and with `--moe-losses-of-checkpoint` what the checkpoint says
-    beside it, in Megatron's `args` or in the keys of its Hugging Face config; None: nothing is.
+    """The router losses and bias updates that options ask for; None if they do not.
 
-    Coefficients are taken as they are. transformers' own loss, of all layers at once, is larger by
-    the number of experts that a token chooses.
+    With `--moe-losses-from-checkpoint`, coefficients that are not given come from the checkpoint:
+    from Megatron's `args`, or from the keys of its Hugging Face config. They are used as they are.
+    transformers' own loss, of all layers at once, is larger by the number of experts per token.
 
     Raises:
-        UsageError: the model has no experts, or no bias that chooses them.
+        UsageError: the model has no experts, or no expert bias.
     """
     values: dict[str, Any] = {
         "kind": settings.moe_router_load_balancing_type,
@@ -48,25 +54,27 @@ def make_balance_settings(
     if not (balance.has_losses or balance.bias_rate):
         if settings.moe_losses_from_checkpoint:
             raise UsageError(
-                "--moe-losses-of-checkpoint, and it has none",
+                "--moe-losses-from-checkpoint, and the checkpoint has none",
                 hint="--moe-aux-loss-coeff X, --moe-z-loss-coeff X",
             )
         return None
     if not config.moe_layers:
-        raise UsageError("losses of routers, and the model has no experts")
+        raise UsageError("router losses for a model without experts")
     if balance.bias_rate and not config.router_expert_bias:
         raise UsageError(
-            "--moe-router-bias-update-rate, and no bias chooses the experts of this model",
+            "--moe-router-bias-update-rate for a model without an expert bias",
             hint="--moe-aux-loss-coeff X",
         )
     return balance
 
 
-def _read_checkpoint_losses(config: ModelConfig, args: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says of its routers' losses; what is `given` besides decides.
+def _read_checkpoint_losses(
+    config: ModelConfig, args: Mapping[str, Any], explicit: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The router losses that a checkpoint was trained with; `explicit` are those of options.
 
     Raises:
-        UsageError: it asks for another kind of loss, and nobody says which it is to be.
+        UsageError: it was trained with another kind of loss, and options give none.
     """
     extra = config.extra
     stored: dict[str, Any] = {
@@ -82,7 +90,8 @@ def _read_checkpoint_losses(config: ModelConfig, args: Mapping[str, Any], explic
         isinstance(stored["aux_coeff"], list) or (kind is not None and kind not in _KINDS)
     ):
         raise UsageError(
-            f"--moe-losses-of-checkpoint, and it asks for {kind!r} by {stored['aux_coeff']}",
+            f"--moe-losses-from-checkpoint, and the checkpoint has {kind!r} with coefficient "
+            f"{stored['aux_coeff']}",
             hint="--moe-aux-loss-coeff X --moe-router-load-balancing-type aux_loss",
         )
     if kind is None and extra.get("seq_aux"):
@@ -91,11 +100,8 @@ def _read_checkpoint_losses(config: ModelConfig, args: Mapping[str, Any], explic
     return out | ({"kind": kind} if kind in _KINDS else {})
 
 
-class MoeLoadBalancingFeature:
-    """The routers of this rank's stages, from now on with losses, counts, and a bias that moves.
-
-    Every rank makes one, and the same calls: `begin` before the passes of a step, `end` after it.
-    """
+class MoeLoadBalancingFeature(TrainingFeature):
+    """Adds losses, counts and bias updates to the routers of this rank's stages."""
 
     def __init__(
         self, stages: Sequence[Decoder], settings: BalanceSettings, num_microbatches: int
@@ -114,9 +120,26 @@ class MoeLoadBalancingFeature:
                     )
                     self._routers.append((module, module.balance))
 
-    @property
+    @classmethod
+    def check(cls, settings: TrainConfig, source: CheckpointSource) -> None:
+        """Check that the model has what options ask for.
+
+        Raises:
+            UsageError: see `make_balance_settings`.
+        """
+        make_balance_settings(settings, source.config, saved_args(source.catalogue))
+
+    @classmethod
+    def prepare(
+        cls, settings: TrainConfig, stages: Sequence[Decoder], inputs: FeatureInputs
+    ) -> Self | None:
+        """Give the routers their losses."""
+        args = {} if inputs.source is None else saved_args(inputs.source.catalogue)
+        balance = make_balance_settings(settings, stages[0].config, args)
+        return None if balance is None else cls(stages, balance, inputs.num_microbatches)
+
     def megatron_args(self) -> dict[str, Any]:
-        """What is asked of routers, as Megatron's args have it."""
+        """Megatron's args of the router losses."""
         settings = self.settings
         values = {
             "moe_aux_loss_coeff": settings.aux_coeff,
@@ -127,7 +150,7 @@ class MoeLoadBalancingFeature:
         return {name: value for name, value in values.items() if value}
 
     def begin_step(self, labels_BS: Tensor, loss_scale: float) -> None:
-        """Count anew; losses are to be worth as much as the mean loss of a label."""
+        """Reset the counts, and scale the losses to the mean loss of a label."""
         local_labels = own_tokens(labels_BS, self.groups.cp)
         (labels,) = world_sum([float((local_labels != -100).sum())], self.groups)
         factor = loss_scale * labels / (self.num_microbatches * self.groups.dp.size)
@@ -136,13 +159,13 @@ class MoeLoadBalancingFeature:
 
     @torch.no_grad()
     def end_step(self) -> dict[str, float]:
-        """Move the bias, and say how it was: `aux_loss` (or `seq_aux_loss`) and `z_loss` without
-        coefficients, in the mean over layers, microbatches and replicas; the load of the busiest
-        and the idlest expert of any layer, of which 1 is as much as all have in the mean."""
+        """Update the bias; returns `aux_loss` (or `seq_aux_loss`) and `z_loss` without
+        coefficients, as means over layers, micro batches and replicas, and the largest and smallest
+        load of an expert of any layer, relative to the mean load."""
         groups = self.groups
         sums = torch.zeros(3, dtype=torch.float64, device=groups.device)
         for _, balance in self._routers:
-            # Parts of a loss are on ranks that share the tokens; others have the same.
+            # Ranks that share the tokens have parts of the loss; others have the same loss.
             if groups.tp.is_first or balance.has_parts:
                 sums[0] += balance.aux
                 sums[1] += balance.z
@@ -164,7 +187,7 @@ class MoeLoadBalancingFeature:
                         router.expert_bias.copy_(moved)
         extremes = all_max(extremes, groups.pp)
         aux, z, passes = sums.tolist()
-        line = {"busiest_expert": float(extremes[0]), "idlest_expert": -float(extremes[1])}
+        line = {"max_expert_load": float(extremes[0]), "min_expert_load": -float(extremes[1])}
         if self.settings.has_losses:
             name = "seq_aux_loss" if self.settings.kind == "seq_aux_loss" else "aux_loss"
             line |= {name: aux / max(passes, 1), "z_loss": z / max(passes, 1)}

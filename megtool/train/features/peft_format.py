@@ -119,7 +119,9 @@ class PeftFormat:
         for module, piece in self.pieces.items():
             first_module = first.setdefault(piece.module, module)
             is_same_layer = self.linear_of[first_module] == self.linear_of[module]
-            if not (is_same_layer and torch.equal(self.pieces[first_module].columns, piece.columns)):
+            if not (
+                is_same_layer and torch.equal(self.pieces[first_module].columns, piece.columns)
+            ):
                 raise MappingError(
                     f"{piece.module} is one module, and Megatron has several of it", tensor=module
                 )

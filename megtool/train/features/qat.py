@@ -1,62 +1,87 @@
-"""Quantization-aware training: passes with rounded weights and inputs, updates of the weights' own.
+"""Quantization-aware training: passes with fake-quantized weights and inputs.
 
-Weights are rounded once a step, in their place, and come back before the optimizer looks at them:
-gradients are taken at the rounded weights and applied to the weights' own (straight-through,
-Bengio et al., 2013), and so are those of rounded inputs.
+Weights are rounded in place for the passes of a step, and restored before the optimizer's update:
+gradients are taken at the rounded weights and applied to the original ones (straight-through
+estimator, Bengio et al., 2013), and likewise for rounded inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megtool.config import ParallelConfig
+from megtool.console import Progress
+from megtool.errors import CalibrationError, StorageError, UsageError
+from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.hook_locations import HookLocation
+from megtool.options.groups import RuntimeOptions
 from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
+from megtool.quant.pipeline.calibration_data import CalibrationDataOptions
+from megtool.quant.pipeline.request import (
+    CalibrationOptions,
+    QuantizeOutputOptions,
+    QuantizeRequest,
+)
+from megtool.quant.pipeline.solve import check_given, solve
 from megtool.quant.qparams import QParams
+from megtool.quant.resolve import resolve_recipe
+from megtool.reshard.source import CheckpointSource
+from megtool.train.config import TrainConfig
+from megtool.train.features.protocol import FeatureInputs, TrainingFeature
+from megtool.train.memory_estimate import estimate_fake_quant_bytes
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
-class QatFeature:
-    """The stages of a model, which compute in `with around()` as an engine would after `quantize`.
+class QatFeature(TrainingFeature):
+    """In `with around_passes(...)` the stages compute as an engine would after `quantize`.
 
-    `settlement` says what becomes of weights, inputs and caches at `points`. Scales of inputs and
-    factors of columns stay what calibration has found; scales of weights follow the weights, and
-    codes that were chosen for weights as they were (GPTQ) are let go of. Memory: a copy of the
-    weights that are rounded, while the block lasts. Every rank makes the same calls.
+    `qparams` are the quantization parameters of weights, inputs and caches at `sites`. Scales of
+    inputs and smoothing scales stay those of the calibration. Scales of weights follow the weights,
+    and codes that were chosen for the initial weights (GPTQ) are dropped. Memory: a copy of the
+    rounded weights during the passes.
 
     Raises:
-        UsageError: modules that multiply the same input would round it in different ways.
-        CalibrationError: an input's scale has to come from calibration and did not.
+        UsageError: modules that share an input would round it in different ways.
+        CalibrationError: an input's scale is missing from the calibration.
     """
 
+    changes_parameters = True
+
     def __init__(
-        self, stages: Sequence[Decoder], points: Iterable[ActivationSite], settlement: QParams
+        self, stages: Sequence[Decoder], sites: Iterable[ActivationSite], qparams: QParams
     ) -> None:
-        listed = tuple(points)
-        self._settlement = QParams(
-            weights={m: replace(t, amax=None, codes=None) for m, t in settlement.weights.items()},
-            kv_caches=dict(settlement.kv_caches),
-            norm_scales=dict(settlement.norm_scales),
+        all_sites = tuple(sites)
+        self._qparams = QParams(
+            weights={m: replace(t, amax=None, codes=None) for m, t in qparams.weights.items()},
+            kv_caches=dict(qparams.kv_caches),
+            norm_scales=dict(qparams.norm_scales),
         )
-        # Siblings that share the scale of a whole tensor.
+        # Modules that share a scale per tensor.
         self._shared = [
             siblings
-            for p in listed
-            if len(siblings := self._with_second(p.modules)) > 1 and p.kind == "input"
+            for p in all_sites
+            if len(siblings := self._with_global_amax(p.modules)) > 1 and p.kind == "input"
         ]
         self._stages = [
             (
                 stage,
                 FakeQuantModel(
                     stage,
-                    listed,
-                    self._settlement,
+                    all_sites,
+                    self._qparams,
                     weights=True,
                     dtype=str(stage.dtype).removeprefix("torch."),
                 ),
@@ -64,13 +89,58 @@ class QatFeature:
             for stage in stages
         ]
 
-    def _with_second(self, modules: Iterable[str]) -> list[str]:
-        held = self._settlement.weights
-        return [m for m in modules if m in held and held[m].global_amax]
+    def _with_global_amax(self, modules: Iterable[str]) -> list[str]:
+        weights = self._qparams.weights
+        return [m for m in modules if m in weights and weights[m].global_amax]
+
+    @classmethod
+    def check(cls, settings: TrainConfig, source: CheckpointSource) -> None:
+        """Check the recipe and its calibration file.
+
+        Raises:
+            MegtoolError: see `make_qat_request`.
+        """
+        if settings.qat is not None:
+            make_qat_request(settings.qat, settings, source)
+
+    @classmethod
+    def estimate_memory(
+        cls,
+        settings: TrainConfig,
+        source: CheckpointSource,
+        layout: ParallelConfig,
+        dtype: str,
+        device: str,
+    ) -> Mapping[str, int]:
+        """Bytes of the copies of weights that are rounded."""
+        if settings.qat is None:
+            return {}
+        decisions = make_qat_request(settings.qat, settings, source).decisions
+        modules = [d.module.name for d in decisions if d.format is not None]
+        num_bytes = estimate_fake_quant_bytes(source.config, layout, dtype, modules)
+        return {"fake_quant_bytes": num_bytes}
+
+    @classmethod
+    def identity(cls, settings: TrainConfig) -> Mapping[str, Any]:
+        """The recipe, and a digest of the calibration file."""
+        digest = None if settings.calibration is None else _file_digest(settings.calibration)
+        return {"qat": settings.qat, "calibration": digest}
+
+    @classmethod
+    def prepare(
+        cls, settings: TrainConfig, stages: Sequence[Decoder], inputs: FeatureInputs
+    ) -> Self | None:
+        """Solve the quantization parameters of the model that the run was started with."""
+        if settings.qat is None or inputs.source is None:
+            return None
+        request = make_qat_request(settings.qat, settings, inputs.source)
+        return cls(stages, *solve_qat_qparams(request, inputs.progress))
 
     @contextmanager
-    def around(self) -> Iterator[None]:
-        """Compute as the engine will, until the end of the block; the weights are then the same."""
+    def around_passes(
+        self, iteration: int, batch: Batch | None, *, is_repeated: bool = False
+    ) -> Iterator[None]:
+        """Round weights and inputs until the end of the block, and restore the weights then."""
         originals: list[tuple[Tensor, Tensor]] = []
         previous_taps: list[tuple[HookLocation, Any]] = []
         try:
@@ -95,30 +165,32 @@ class QatFeature:
                     weight.copy_(values)
 
     def _update_shared_scales(self, simulation: FakeQuantModel) -> None:
-        """Let shared scales of whole tensors be those of the weights as they are now."""
-        treatments = self._settlement.weights
+        """Update shared scales per tensor to the current weights."""
+        weights = self._qparams.weights
         for modules in self._shared:
             tops: list[float] = []
             for module in modules:
                 weight = simulation.weight(module)
                 if weight is not None:
-                    columns = treatments[module].smoothing_scale
+                    columns = weights[module].smoothing_scale
                     if columns is not None:
                         weight = weight * torch.as_tensor(columns, device=weight.device)
                     tops.append(float(weight.abs().max()))
             top = max(tops, default=0.0)
             for module in modules if top else ():
-                treatments[module] = replace(treatments[module], second_amax=top)
+                weights[module] = replace(weights[module], global_amax=top)
 
 
 def _straight_through(tap: Callable[..., Any], *, is_pair: bool) -> Callable[..., Any]:
-    """A tap through which gradients pass as if it were not there."""
+    """A tap that gradients pass through unchanged."""
     if is_pair:
 
         def key_value(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             with torch.no_grad():
                 rounded = tap(key.detach(), value.detach())
-            return _apply_straight_through(key, rounded[0]), _apply_straight_through(value, rounded[1])
+            return _apply_straight_through(key, rounded[0]), _apply_straight_through(
+                value, rounded[1]
+            )
 
         return key_value
 
@@ -143,3 +215,90 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return g, None
+
+
+def solve_qat_qparams(
+    job: QuantizeRequest, progress: Progress
+) -> tuple[tuple[ActivationSite, ...], QParams]:
+    """The activation sites of the model of a `make_qat_request`, and its quantization parameters.
+
+    Raises:
+        CalibrationError: the recipe quantizes nothing.
+    """
+    result = solve(job, None, progress)
+    if result is None:
+        raise CalibrationError(f"recipe {job.resolved.recipe.name} quantizes nothing")
+    return job.points, result.qparams
+
+
+def make_qat_request(
+    recipe: str, settings: TrainConfig, source: CheckpointSource
+) -> QuantizeRequest:
+    """The quantization of the model in `source` that training emulates, from headers alone.
+
+    Raises:
+        RecipeError: with everything that is wrong with the recipe, or for this model.
+        CalibrationError: it needs a calibration file and there is none, or one of another model.
+        UsageError: it leaves the choice of formats open.
+    """
+    path, calibration = source.path, settings.calibration
+    decided = resolve_recipe(
+        path, recipe, iteration=settings.iteration, family=settings.family, like=settings.like
+    )
+    job = QuantizeRequest(
+        resolved=decided,
+        destination=path,
+        recipe=recipe,
+        bits=None,
+        group_size=0,
+        began=time.monotonic(),
+        runtime=RuntimeOptions(),
+        calibration=CalibrationOptions(
+            data_options=CalibrationDataOptions(),
+            tokenizer=None,
+            unseen=None,
+            route_all=False,
+            resident=False,
+            spill=False,
+            backend="megtool",
+            files=() if calibration is None else (calibration,),
+            keep=None,
+            only=False,
+            work=None,
+        ),
+        output=QuantizeOutputOptions(
+            memory_bytes=0,
+            max_shard_bytes=None,
+            overwrite=False,
+            fsync=False,
+            evaluate=None,
+            evaluate_tokens=0,
+            page=None,
+        ),
+    )
+    if job.chooses:
+        raise UsageError(
+            f"--qat {recipe}, which chooses formats by their sensitivity",
+            hint="a recipe with a format for each module",
+        )
+    if job.asks_data and calibration is None:
+        raise CalibrationError(
+            f"recipe {decided.recipe.name} needs statistics of the model's inputs",
+            hint=f"megtool quantize {path} FILE --recipe {recipe} --calibrate-only makes a FILE "
+            "for --calibration",
+        )
+    check_given(job)
+    return job
+
+
+def _file_digest(path: Path) -> str:
+    """The SHA-256 of a file.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as e:
+        raise StorageError(f"cannot read: {e.strerror or e}", file=path) from e

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megtool.errors import UsageError
 from megtool.number_formats import delayed_scaling
 from megtool.optim.fp8.amax_history import AmaxHistories, update_scales
-from megtool.optim.fp8.settings import Fp8Config
+from megtool.optim.fp8.config import Fp8Config
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.optimizer_layouts import start

@@ -10,9 +10,9 @@ from torch import nn
 
 from megtool.errors import UsageError
 from megtool.kernels.fp8 import dequantize, quantize_tensor
+from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.fp8.fp8_param_gather import forget, gathered_fp8_weight, mark_for_gather
-from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.models.small_models import Small, batches, train_step
 from tests.support.worlds.gloo_world import run_world

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megtool.kernels.dispatch import requested_implementation, use
 from megtool.kernels.fp8 import Quantized
+from megtool.optim.fp8.config import Fp8Config, Recipe
 from megtool.optim.fp8.linear import fp8_product, multiply
 from megtool.optim.fp8.scaling import Fp8Scaling, Operand, TensorwiseScaling, make_scalings
-from megtool.optim.fp8.settings import Fp8Config, Recipe
 from megtool.parallel.process_groups import ProcessGroups
 
 RECIPES: tuple[Recipe, ...] = ("delayed", "tensorwise", "blockwise")

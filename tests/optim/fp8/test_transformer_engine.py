@@ -17,8 +17,8 @@ from megtool.errors import MissingPackageError, UsageError
 from megtool.kernels.dispatch import use
 from megtool.kernels.te_linear import check_sides
 from megtool.kernels.transformer_engine import INSTALL
+from megtool.optim.fp8.config import Fp8Config, Recipe
 from megtool.optim.fp8.scaling import make_scalings
-from megtool.optim.fp8.settings import Fp8Config, Recipe
 from megtool.optim.fp8.transformer_engine import make_te_recipe, required_multiple
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.features.fp8 import Fp8Feature, check_te_shapes

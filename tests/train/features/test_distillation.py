@@ -116,7 +116,7 @@ def passes(
         student, build(models[1], groups, 2), num_microbatches=2, temperature=2.0, weight=weight
     )
     schedule = PipelineSchedule(student, num_microbatches=2, objective=teaching.objective)
-    with teaching.around(batch := Batch(tokens_BS=TOKENS)):
+    with teaching.around_passes(0, batch := Batch(tokens_BS=TOKENS)):
         loss, _ = schedule.step(batch, LABELS)
     grads = {n: p.grad for n, p in student.named_parameters() if p.grad is not None}
     return float(loss), grads
@@ -149,7 +149,7 @@ def in_stages(rank: int, size: int, layout: dict[str, int]) -> Any:
         for stage in stages:
             stage.train()
         schedule = PipelineSchedule(stages, num_microbatches=2, objective=teaching.objective)
-        with teaching.around(batch := Batch(tokens_BS=TOKENS)):
+        with teaching.around_passes(0, batch := Batch(tokens_BS=TOKENS)):
             loss, _ = schedule.step(batch, LABELS)
         named = [(n, p.grad) for s in stages for n, p in s.named_parameters()]
         out.append((float(loss), {n: g for n, g in named if g is not None}))

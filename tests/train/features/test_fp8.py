@@ -19,10 +19,10 @@ from megtool.errors import UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.recompute import recompute
+from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
+from megtool.optim.fp8.config import Fp8Config, Recipe
 from megtool.optim.fp8.fp8_param_gather import gathered_fp8_weight
-from megtool.optim.fp8.settings import Fp8Config, Recipe
-from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.fp8_state.inspect import inspect_amax
 from megtool.reshard.open_source import open_source
@@ -279,14 +279,14 @@ def test_a_history_of_another_length_goes_on(tmp_path: Path) -> None:
 def test_other_recipes_have_no_state(tmp_path: Path) -> None:
     for recipe in RECIPES[1:]:
         fp8 = Fp8Feature([whole("tied")], Fp8Config(recipe=recipe), ProcessGroups.alone())
-        assert fp8.objects(["decoder.layers.mlp.linear_fc1.weight"]) == {}
+        assert fp8.saved_objects(["decoder.layers.mlp.linear_fc1.weight"]) == {}
         fp8.end_step()
 
 
 def test_names_of_states_follow_the_names_of_tensors() -> None:
     fp8 = Fp8Feature([whole("tied")], Fp8Config(amax_history_len=2), ProcessGroups.alone())
-    stacked = fp8.objects(["decoder.layers.mlp.linear_fc1.weight"])
-    single = fp8.objects(["decoder.layers.0.mlp.linear_fc1.weight"])
+    stacked = fp8.saved_objects(["decoder.layers.mlp.linear_fc1.weight"])
+    single = fp8.saved_objects(["decoder.layers.0.mlp.linear_fc1.weight"])
     assert "decoder.layers.mlp.linear_fc1._extra_state/shard_1_2" in stacked
     assert "decoder.layers.1.mlp.linear_fc1._extra_state/shard_0_1" in single
     assert len(stacked) == len(single) == len(fp8.names)

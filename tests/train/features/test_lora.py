@@ -76,7 +76,7 @@ def test_only_the_adapter_learns_and_a_run_goes_on_with_the_same_bits(llama, tmp
 
 def test_an_adapter_of_another_model_is_refused(llama, tmp_path) -> None:
     _, lora, optimizer = make_training(llama, ProcessGroups.alone(), sharded=False)
-    with pytest.raises(CheckpointError, match="no adapter to go on with"):
+    with pytest.raises(CheckpointError, match="no adapter to resume"):
         lora.resume(tmp_path, optimizer)
     write(lora, optimizer, tmp_path)
     other = saved(tmp_path / "other", "llama", tie_word_embeddings=True)

@@ -56,7 +56,7 @@ def test_gradients_are_those_at_the_rounded_weights(llama, algo) -> None:
     decoder, points, settlement = made(llama, algo)
     before = {n: t.clone() for n, t in decoder.state_dict().items()}
     quantization = QatFeature([decoder], points, settlement)
-    with quantization.around():
+    with quantization.around_passes(0, None):
         loss, found = gradients(decoder)
     assert all(torch.equal(t, before[n]) for n, t in decoder.state_dict().items())
     assert decoder.get_submodule("decoder.layers.0.mlp.linear_fc1").tap is None
@@ -69,7 +69,7 @@ def test_gradients_are_those_at_the_rounded_weights(llama, algo) -> None:
                     treatment = settlement.weights[module]
                     if treatment.global_amax:
                         second = max(tops[m] for m in point.modules)
-                        treatment = replace(treatment, second_amax=second)
+                        treatment = replace(treatment, global_amax=second)
                     treatment = replace(treatment, amax=None, codes=None)
                     views.write(module, fake_weight(views.read(module), treatment))
     expected, theirs = gradients(decoder)
@@ -86,7 +86,7 @@ def test_passes_compute_what_the_simulation_does(model, algo, request) -> None:
     )
     plain, _ = gradients(decoder)
     quantization = QatFeature([decoder], points, settlement)
-    with quantization.around():
+    with quantization.around_passes(0, None):
         loss, found = gradients(decoder)
     with torch.no_grad(), FakeQuantModel(decoder, points, quantization._settlement, weights=True):
         expected, _ = decoder.loss(Batch(tokens_BS=TOKENS), TOKENS.roll(-1, 1))
@@ -125,7 +125,7 @@ def test_training_takes_back_what_rounding_costs(llama) -> None:
         optimizer = torch.optim.AdamW(decoder.parameters(), lr=lr)
         for seed in range(first, first + steps):
             tokens, labels = noisy_text(seed)
-            with quantization.around() if aware else nullcontext():
+            with quantization.around_passes(0, None) if aware else nullcontext():
                 decoder.zero_grad()
                 loss, count = decoder.loss(Batch(tokens_BS=tokens), labels)
                 (loss / count).backward()

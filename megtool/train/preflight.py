@@ -1,0 +1,77 @@
+"""Checks of a run against headers and options, before data are read and weights are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.convert.sharding import check_layout
+from megtool.errors import UsageError
+from megtool.inference.runtime import usual_device
+from megtool.kernels import transformer_engine
+from megtool.model.pipeline import build_stages
+from megtool.options.field import flag
+from megtool.parallel.process_groups import ProcessGroups
+from megtool.reshard.source import CheckpointSource
+from megtool.train.config import TrainConfig
+from megtool.train.cuda_graph import check_graphs
+from megtool.train.features.registry import add_feature_parameters, check_features
+from megtool.train.run_plan import make_lr_schedule, plan_run, row_length
+
+
+def check_run(source: CheckpointSource, settings: TrainConfig) -> None:
+    """Check what headers alone can tell.
+
+    Raises:
+        LayoutError: the layout does not divide the model.
+        UsageError: CUDA graphs do not allow an option, or a pattern matches no parameter.
+        MissingPackageError: Transformer Engine is needed, and not installed.
+        MegtoolError: a feature does not fit; see `TrainingFeature.check`.
+    """
+    config = source.config
+    check_layout(config, settings.layout)
+    check_graphs(settings, config)
+    if settings.kernels == "te":
+        transformer_engine.require((settings.device or usual_device()).partition(":")[0])
+    check_features(settings, source)
+    _check_patterns(settings, config)
+
+
+def _check_patterns(settings: TrainConfig, config: ModelConfig) -> None:
+    """Check that patterns of `--freeze`, `--lr-mult` and `--wd-mult` match a parameter.
+
+    Raises:
+        UsageError: one matches none, on any rank.
+    """
+    rules = [("--freeze", glob) for glob in settings.freeze]
+    for name in ("lr_mult", "wd_mult"):
+        rules += [(flag(name), text.rpartition("=")[0]) for text in getattr(settings, name)]
+    if not rules:
+        return
+    stages = build_stages(replace(config, num_mtp_layers=0), ProcessGroups.alone("meta"))
+    add_feature_parameters(settings, stages)
+    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    for option, glob in rules:
+        if glob and not any(fnmatchcase(name, glob) for name in names):
+            raise UsageError(
+                f"{option} {glob!r} matches no parameter",
+                hint="names are Megatron's, such as decoder.layers.0.mlp.linear_fc1.weight",
+            )
+
+
+def check_plan(source: CheckpointSource, settings: TrainConfig, layout: ParallelConfig) -> None:
+    """Check the plan of a run on any data, before they are read.
+
+    Raises:
+        LayoutError: replicas and micro batches do not divide the global batch, or ranks the rows.
+        UsageError: the learning rate's schedule does not fit the number of steps.
+    """
+    plan = plan_run(
+        settings,
+        seq_length=row_length(settings, source.config.max_positions),
+        num_samples=1,
+        layout=layout,
+    )
+    if settings.train_iters is not None:
+        make_lr_schedule(settings, plan)
