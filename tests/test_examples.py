@@ -61,7 +61,7 @@ def test_a_real_model_is_finetuned_killed_and_goes_on(checkout: Path, tmp_path: 
     reshard(demo_weights(), tmp_path / "hf")
     text = checkout / "megtool/data/founding_documents.txt"
     short = ["--train-iters", "10", "--save-interval", "4", "--seq-length", "64"]
-    more = ["--data", str(text), "--hold-out", "0.05", *short]
+    more = ["--data", str(text), "--eval-split", "0.05", *short]
     said = output(checkout, tmp_path, REAL, "hf", "scratch", *more)
     assert "killed      both processes, after step" in said
     assert "from 4 on" in said

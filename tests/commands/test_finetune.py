@@ -23,7 +23,7 @@ from tests.support.runs.finetune_runs import TEXT, curve, interrupt_and_resume, 
 
 
 def test_a_run_leaves_a_checkpoint_a_log_and_a_curve(model, data, tmp_path) -> None:
-    report = tune(model, tmp_path / "out", data, hold_out=0.1, eval_interval=3, save_interval=3)
+    report = tune(model, tmp_path / "out", data, eval_split=0.1, eval_interval=3, save_interval=3)
     out = tmp_path / "out"
     assert (out / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
     assert {p.name for p in out.glob("iter_*")} == {"iter_0000003", "iter_0000006"}
@@ -32,30 +32,30 @@ def test_a_run_leaves_a_checkpoint_a_log_and_a_curve(model, data, tmp_path) -> N
     assert [n for n, _ in report.evaluations] == [0, 3, 6]
     assert report.evaluations[-1][1] < report.evaluations[0][1]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (report.reason, report.saved, report.iteration) == ("done", 6, 6)
+    assert (report.stop_reason, report.saved_iteration, report.iteration) == ("done", 6, 6)
     assert report.last_loss == lines[-2]["loss"]
     assert verify(out).exit_status == 0
     assert generate(out, prompt=["When"], max_new_tokens=2).to_json()["answers"]
 
 
 def test_the_same_command_goes_on_with_the_same_bits(model, data, tmp_path) -> None:
-    more = {"hold_out": 0.1, "eval_interval": 2, "save_interval": 2}
+    more = {"eval_split": 0.1, "eval_interval": 2, "save_interval": 2}
     tune(model, tmp_path / "ref", data, **more)
     first = tune(model, tmp_path / "out", data, **more, exit_duration_in_mins=1e-9)
-    assert (first.reason, first.iteration, first.saved) == ("time", 1, 1)
+    assert (first.stop_reason, first.iteration, first.saved_iteration) == ("time", 1, 1)
     second = tune(model, tmp_path / "out", data, **more)
-    assert (second.begun_at, second.iteration) == (1, 6)
+    assert (second.start_iteration, second.iteration) == (1, 6)
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
     assert verify(tmp_path / "out", tmp_path / "ref").exit_status == 0  # moments too
     third = tune(model, tmp_path / "out", data, **more)
-    assert (third.begun_at, third.tokens) == (6, 0)
+    assert (third.start_iteration, third.tokens) == (6, 0)
 
 
 def test_a_run_goes_on_from_a_resharded_checkpoint(model, data, tmp_path) -> None:
     tune(model, tmp_path / "ref", data, save_interval=3)
     reshard(tmp_path / "ref/iter_0000003", tmp_path / "other", to="torch_dist", pp=2, dp=2)
     report = tune(model, tmp_path / "out", data, load=tmp_path / "other")
-    assert report.begun_at == 3
+    assert report.start_iteration == 3
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")[3:]
 
 
@@ -94,7 +94,7 @@ def test_a_plan_with_context_parallelism_shares_rows_and_optimizer_state(
     assert isinstance(plan, FinetunePlan)
     assert plan.layout["cp"] == 2
     assert plan.rank_parameters >= plan.num_parameters
-    assert plan.optimizer_bytes == 4 * plan.rank_trained  # half of 8
+    assert plan.optimizer_bytes == 4 * plan.rank_trainable  # half of 8
     assert "cp=2" in "\n".join(plan.lines())
     with raises(LayoutError, "34 tokens") as e:
         finetune(model, tmp_path / "out", seq_length=34, **more)
@@ -107,7 +107,7 @@ def test_a_plan_writes_nothing(model, data, tmp_path, capsys) -> None:
     assert not (tmp_path / "out").exists()
     assert plan.layout["tp"] == 2
     assert plan.num_parameters > plan.rank_parameters > plan.num_parameters / 2
-    assert plan.optimizer_bytes == 8 * plan.rank_trained  # float32: the weights are the masters
+    assert plan.optimizer_bytes == 8 * plan.rank_trainable  # float32: the weights are the masters
     assert plan.tokens_per_step == 32
     assert plan.train_iters == plan.samples
     shown = "\n".join(plan.lines())
@@ -169,7 +169,7 @@ def test_bad_data_is_one_clear_error(text, kind, message, model, tmp_path) -> No
 
 def test_long_samples_are_split_truncated_or_refused_and_counted(model, data, tmp_path) -> None:
     counts = {
-        long: tune(model, tmp_path / long, data, long=long, packing=False, train_iters=1).counts
+        long: tune(model, tmp_path / long, data, overflow=long, packing=False, train_iters=1).counts
         for long in ("split", "truncate")
     }
     assert counts["split"]["split"] == counts["truncate"]["truncated"] == 20
@@ -199,7 +199,7 @@ def test_a_loss_turned_nan_keeps_the_last_good_checkpoint(model, data, tmp_path)
 
 @pytest.mark.slow
 def test_killed_it_goes_on_with_the_identical_curve(model, data, tmp_path) -> None:
-    options = ["--hold-out", "0.1", "--eval-interval", "10"]
+    options = ["--eval-split", "0.1", "--eval-interval", "10"]
     interrupt_and_resume(model, data, tmp_path, options, steps=40, lines=18)
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
     assert verify(tmp_path / "out", tmp_path / "ref").exit_status == 0

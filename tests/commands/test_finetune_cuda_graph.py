@@ -49,7 +49,7 @@ def test_a_run_that_is_broken_off_has_the_same_curve(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    how = how | {"hold_out": 0.1, "eval_interval": 2, "save_interval": 2, "global_batch_size": 4}
+    how = how | {"eval_split": 0.1, "eval_interval": 2, "save_interval": 2, "global_batch_size": 4}
     how |= {"device": "cuda", "async_save": False}
     tune(model, tmp_path / "plain", data, **how)
     caplog.set_level("INFO", "megtool.train.cuda_graph")
@@ -66,6 +66,6 @@ def test_a_run_that_is_broken_off_has_the_same_curve(
     with pytest.raises(BrokenOff):
         tune(model, tmp_path / "out", data, cuda_graph_impl="local", progress=watch, **how)
     report = tune(model, tmp_path / "out", data, cuda_graph_impl=goes_on, **how)
-    assert report.begun_at == 4
+    assert report.start_iteration == 4
     assert curve(tmp_path / "out") == curve(tmp_path / "plain")
     assert verify(tmp_path / "out", tmp_path / "plain").exit_status == 0  # moments too

@@ -31,10 +31,10 @@ def args_of(folder: Path, iteration: int) -> Any:
 
 @pytest.mark.parametrize("more", [{}, {"lora_rank": 2, "lora_dropout": 0.1}], ids=["all", "lora"])
 def test_an_ended_run_goes_on_to_the_last_bit(more, model, data, tmp_path) -> None:
-    how = BOTH | {"hold_out": 0.2, "micro_batch_size": 2} | more
+    how = BOTH | {"eval_split": 0.2, "micro_batch_size": 2} | more
     tune(model, tmp_path / "ref", data, **how)
     assert tune(model, tmp_path / "out", data, **how, **SHORT).iteration == 1
-    assert tune(model, tmp_path / "out", data, **how).begun_at == 1
+    assert tune(model, tmp_path / "out", data, **how).start_iteration == 1
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
 
 
@@ -42,7 +42,7 @@ def test_dropout_changes_learning_and_no_evaluation(model, data, tmp_path) -> No
     """The evaluation before the first step knows nothing of dropout."""
     how: dict[str, dict[str, Any]] = {"none": {}, "zero": dict.fromkeys(BOTH, 0.0), "some": BOTH}
     for name, more in how.items():
-        tune(model, tmp_path / name, data, hold_out=0.2, train_iters=2, **more)
+        tune(model, tmp_path / name, data, eval_split=0.2, train_iters=2, **more)
     assert curve(tmp_path / "zero") == curve(tmp_path / "none")
     none, some = (read_log(tmp_path / name / "log.jsonl") for name in ("none", "some"))
     assert none[0]["eval_loss"] == some[0]["eval_loss"]

@@ -38,7 +38,7 @@ LONG: dict[str, Any] = {
     "train_iters": 20,
     "global_batch_size": 4,
     "lr": 1e-3,
-    "hold_out": 0.1,
+    "eval_split": 0.1,
     "eval_interval": 10,
 }
 
@@ -64,7 +64,7 @@ def test_a_run_with_balanced_experts_goes_on_with_the_same_bits(model, data, tmp
     assert verify(out, tmp_path / "ref").exit_status == 0
     lines = [x for x in read_log(out / "log.jsonl") if "loss" in x]
     assert all(x["seq_aux_loss"] > 0.9 and x["z_loss"] > 0 for x in lines)
-    assert all(0 <= x["idlest_expert"] <= 1 <= x["busiest_expert"] for x in lines)
+    assert all(0 <= x["min_expert_load"] <= 1 <= x["max_expert_load"] for x in lines)
     opened = open_source(out)
     kept = saved_args(opened.catalogue)
     assert {n: kept[n] for n in BALANCED if n.startswith("moe")} == {
@@ -152,7 +152,7 @@ def test_what_the_model_has_not_is_refused_before_data_are_read(model, tmp_path)
     with pytest.raises(UsageError, match="the model has no experts"):
         tune(dense, tmp_path / "out", data, moe_aux_loss_coeff=0.1)
     with raises(UsageError, "--moe-losses-of-checkpoint"):
-        tune(dense, tmp_path / "out", data, moe_losses_of_checkpoint=True)
+        tune(dense, tmp_path / "out", data, moe_losses_from_checkpoint=True)
     with pytest.raises(UsageError, match="--lora-rank, which freezes"):
         tune(dense, tmp_path / "out", data, moe_router_bias_update_rate=0.1, lora_rank=2)
     with pytest.raises(UsageError, match="for experts, which take none"):

@@ -30,7 +30,7 @@ LORA = {"lora_rank": 4, "lora_dropout": 0.1, "save_interval": 2, "train_iters": 
 
 
 def test_a_lora_run_leaves_a_merged_model_and_an_adapter(model, data, tmp_path) -> None:
-    report = tune(model, tmp_path / "out", data, **LORA, hold_out=0.1, lr=1e-2, to="hf")
+    report = tune(model, tmp_path / "out", data, **LORA, eval_split=0.1, lr=1e-2, to="hf")
     assert report.adapter == str(tmp_path / "out/iter_0000004/adapter")
     assert report.evaluations[-1][1] < report.evaluations[0][1]
     assert verify(tmp_path / "out").exit_status == 0
@@ -49,9 +49,9 @@ def test_a_lora_run_leaves_a_merged_model_and_an_adapter(model, data, tmp_path) 
 def test_a_lora_run_goes_on_with_the_same_bits(model, data, tmp_path) -> None:
     tune(model, tmp_path / "ref", data, **LORA)
     first = tune(model, tmp_path / "out", data, **LORA, exit_duration_in_mins=1e-9)
-    assert (first.reason, first.saved) == ("time", 1)
+    assert (first.stop_reason, first.saved_iteration) == ("time", 1)
     second = tune(model, tmp_path / "out", data, **LORA)
-    assert (second.begun_at, second.iteration) == (1, 4)
+    assert (second.start_iteration, second.iteration) == (1, 4)
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
     one, two = (tmp_path / n / "iter_0000004/adapter" for n in ("out", "ref"))
     names = {p.name for p in one.iterdir()}
@@ -66,9 +66,9 @@ def test_a_lora_run_goes_on_with_the_same_bits(model, data, tmp_path) -> None:
     with raises(TrainingError, "lora_rank", "4", "8"):
         tune(model, tmp_path / "out", data, **LORA | {"lora_rank": 8, "train_iters": 5})
     loaded = tune(model, tmp_path / "on", data, **LORA | {"train_iters": 5}, load=tmp_path / "ref")
-    assert loaded.begun_at == 4
+    assert loaded.start_iteration == 4
     tune(model, tmp_path / "full", data, train_iters=1)
-    with pytest.raises(CheckpointError, match="no adapter to go on with"):
+    with pytest.raises(CheckpointError, match="no adapter to resume"):
         tune(model, tmp_path / "bad", data, **LORA, load=tmp_path / "full")
 
 
@@ -83,7 +83,7 @@ def test_a_lora_run_is_the_same_at_every_layout(model, data, tmp_path, layout) -
     resumed = tune(
         model, tmp_path / "on", data, **LORA | more | {"train_iters": 5}, load=tmp_path / "out"
     )
-    assert resumed.begun_at == 4
+    assert resumed.start_iteration == 4
 
 
 def on_rank(rank: int, size: int, model: str, folder: str, data: str, more: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ def test_a_plan_counts_what_learns(model, data, tmp_path) -> None:
         model, tmp_path / "out", data=[str(data)], seq_length=32, dry_run=True, lora_rank=4
     )
     assert isinstance(plan, FinetunePlan)
-    assert plan.rank_trained < plan.num_parameters / 2
+    assert plan.rank_trainable < plan.num_parameters / 2
 
 
 def test_a_run_that_knows_of_rounding_loses_less_by_it(data, tmp_path) -> None:
@@ -111,9 +111,9 @@ def test_a_run_that_knows_of_rounding_loses_less_by_it(data, tmp_path) -> None:
         return float(evaluate(tmp_path / "quantized", data=text, window=64).to_json()["loss"])
 
     before = rounded_loss(model)
-    report = tune(model, tmp_path / "out", data, qat="mxfp4", lr=5e-3, hold_out=0.1, to="hf")
+    report = tune(model, tmp_path / "out", data, qat="mxfp4", lr=5e-3, eval_split=0.1, to="hf")
     assert rounded_loss(report.hf) < before - 0.05
-    plain = tune(model, tmp_path / "plain", data, lr=5e-3, hold_out=0.1)
+    plain = tune(model, tmp_path / "plain", data, lr=5e-3, eval_split=0.1)
     assert plain.evaluations[0][1] != report.evaluations[0][1]  # which is that of rounded passes
 
 
@@ -129,9 +129,9 @@ def test_rounding_takes_scales_of_inputs_from_a_calibration(model, data, tmp_pat
         samples=2,
         seq_length=16,
     )
-    more = {"qat": "fp8", "calibration": tmp_path / "seen.safetensors", "hold_out": 0.1}
+    more = {"qat": "fp8", "calibration": tmp_path / "seen.safetensors", "eval_split": 0.1}
     tune(model, tmp_path / "ref", data, **more)
-    tune(model, tmp_path / "other", data, hold_out=0.1)
+    tune(model, tmp_path / "other", data, eval_split=0.1)
     assert curve(tmp_path / "ref") != curve(tmp_path / "other")
     tune(model, tmp_path / "out", data, **more, save_interval=3, exit_duration_in_mins=1e-9)
     tune(model, tmp_path / "out", data, **more, save_interval=3)
@@ -164,7 +164,7 @@ def test_what_headers_forbid_is_refused_before_data_are_read(model, tmp_path) ->
         tune(model, tmp_path / "out", data, tp=3)
     bare = reshard(model, tmp_path / "bare", to="torch_dist", fsync=False).destination
     shutil.rmtree(Path(bare) / "release/hf")  # which alone names the family
-    with pytest.raises(UsageError, match="LoRA of a model of no known family"):
+    with pytest.raises(UsageError, match="LoRA of a model of unknown family"):
         tune(bare, tmp_path / "out", data, lora_rank=2, tokenizer=model)
     assert not (tmp_path / "out").exists()
 

@@ -107,7 +107,7 @@ def test_an_adapter_goes_on_with_its_own_base_and_type_alone(model, text, tmp_pa
     # What means the same is the same run.
     report = tune(model, tmp_path / "out", text, **more, lora_alpha=8.0)
     assert isinstance(report, FinetuneReport)
-    assert report.begun_at == 2
+    assert report.start_iteration == 2
 
 
 def calibrated(model: Path, file: Path, samples: int) -> Path:
@@ -153,7 +153,7 @@ def test_an_adapter_goes_on_with_its_base_in_another_format(model, text, tmp_pat
     tune(model, tmp_path / "out", text, **how, train_iters=4, exit_duration_in_mins=1e-9)
     reshard(model, tmp_path / "base", to="torch_dist", tp=2, pp=2)
     report = tune(tmp_path / "base", tmp_path / "out", text, **how, train_iters=4)
-    assert (report.begun_at, report.iteration) == (1, 4)
+    assert (report.start_iteration, report.iteration) == (1, 4)
     assert losses(tmp_path / "out") == losses(tmp_path / "ref")
     assert verify(tmp_path / "out", tmp_path / "ref").exit_status == 0
     safetensors = pytest.importorskip("safetensors.torch")
@@ -175,7 +175,7 @@ def test_a_plan_counts_what_is_kept_beside_the_weights(text, tmp_path) -> None:
         return found
 
     bare = plan()
-    assert (bare.rounded_bytes, bare.adapter_bytes, bare.teacher_bytes) == (0, 0, 0)
+    assert (bare.fake_quant_bytes, bare.adapter_bytes, bare.teacher_bytes) == (0, 0, 0)
     rounded = plan(qat="mxfp4")
     opened = open_source(model)
     linear = [
@@ -183,12 +183,12 @@ def test_a_plan_counts_what_is_kept_beside_the_weights(text, tmp_path) -> None:
         for n, t in opened.view.canonical.items()
         if n.startswith("layers.") and len(t.shape) == 2
     ]
-    assert rounded.rounded_bytes == 4 * sum(linear)
-    assert any("beside rounded ones" in line for line in rounded.lines())
-    assert plan(qat="mxfp4", tp=2).rounded_bytes == rounded.rounded_bytes // 2
+    assert rounded.fake_quant_bytes == 4 * sum(linear)
+    assert any("copies of rounded weights" in line for line in rounded.lines())
+    assert plan(qat="mxfp4", tp=2).fake_quant_bytes == rounded.fake_quant_bytes // 2
     adapted = plan(lora_rank=4)
     assert adapted.adapter_bytes == adapted.weight_bytes - bare.weight_bytes
-    assert adapted.adapter_bytes == 4 * adapted.rank_trained
+    assert adapted.adapter_bytes == 4 * adapted.rank_trainable
     piped = plan(teacher=model, pp=2)
     assert bare.weight_bytes / 2 < piped.teacher_bytes < bare.weight_bytes
     with pytest.raises(LayoutError):

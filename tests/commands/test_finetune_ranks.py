@@ -27,7 +27,7 @@ def tune(model: str, folder: str, data: str, **more: Any) -> FinetuneReport:
         "train_iters": STEPS,
         "global_batch_size": 4,
         "micro_batch_size": 1,
-        "hold_out": 0.1,
+        "eval_split": 0.1,
         "eval_interval": 10,
         "lr": 1e-3,
         "threads": 1,
@@ -79,7 +79,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
 def test_two_processes_draw_the_curve_of_one(layout, made, tmp_path) -> None:
     model, data, ref = made
     reports = run_world(on_rank, 2, model, str(tmp_path / "out"), data, layout)
-    assert [r.reason for r in reports] == ["done", "done"]
+    assert [r.stop_reason for r in reports] == ["done", "done"]
     assert curve(tmp_path / "out") == pytest.approx(curve(ref), abs=1e-5)
     assert verify(tmp_path / "out", ref, atol=1e-4).exit_status == 0
 
@@ -111,7 +111,7 @@ def test_a_run_goes_on_at_another_layout(layout, made, tmp_path) -> None:
     shutil.rmtree(out / "iter_0000020")
     (out / "latest_checkpointed_iteration.txt").write_text("10")
     reports = run_world(on_rank, 2, model, str(out), data, layout)
-    assert {(r.begun_at, r.iteration) for r in reports} == {(10, STEPS)}
+    assert {(r.start_iteration, r.iteration) for r in reports} == {(10, STEPS)}
     assert curve(out) == pytest.approx(curve(ref), abs=1e-5)
     assert curve(out)[:11] == curve(ref)[:11]  # what was logged before stays
 
@@ -182,7 +182,7 @@ def test_a_broken_line_is_the_same_error_on_every_rank(made, tmp_path) -> None:
 def test_weights_turned_nan_stop_every_rank_before_the_save(made, tmp_path) -> None:
     model, data, _ = made
     more = {"tp": 2, "lr": 1e38, "weight_decay": 1e38, "clip_grad": 0.0, "lr_warmup_iters": 1}
-    more |= {"train_iters": 2, "save_interval": 1, "keep": 1, "hold_out": 0.0}
+    more |= {"train_iters": 2, "save_interval": 1, "most_recent_k": 1, "eval_split": 0.0}
     found = run_world(on_rank, 2, model, str(tmp_path / "out"), data, more)
     assert found[0] == found[1]
     assert found[0][0] == "TrainingError"

@@ -52,7 +52,7 @@ def test_fp16_is_saved_as_megatron_reads_it_and_goes_on(kind, model, data, tmp_p
     how["use_distributed_optimizer"] = True
     tune(model, tmp_path / "ref", data, **how)
     assert tune(model, tmp_path / "out", data, **how, **SHORT).iteration == 1
-    assert tune(model, tmp_path / "out", data, **how).begun_at == 1
+    assert tune(model, tmp_path / "out", data, **how).start_iteration == 1
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
     assert len({x[-1] for x in curve(tmp_path / "out")}) > 1  # the scale has grown
     if kind == "fully_reshardable":
@@ -82,7 +82,7 @@ def test_fp16_killed_goes_on_with_the_identical_curve(model, data, tmp_path) -> 
 
 def test_weights_turned_nan_are_not_saved(model, data, tmp_path) -> None:
     out = tmp_path / "out"
-    more = {"lr_warmup_iters": 1, "clip_grad": 0.0, "save_interval": 1, "keep": 1}
+    more = {"lr_warmup_iters": 1, "clip_grad": 0.0, "save_interval": 1, "most_recent_k": 1}
     # The first step has a rate of zero; the second makes weights infinite.
     with raises(
         TrainingError, match="no finite number", hint="iteration 1 is the last good checkpoint"
@@ -95,8 +95,8 @@ def test_weights_turned_nan_are_not_saved(model, data, tmp_path) -> None:
 
 def test_an_evaluation_that_is_no_number_comes_before_the_save(model, data, tmp_path) -> None:
     out = tmp_path / "out"
-    more = {"lr_warmup_iters": 1, "clip_grad": 0.0, "save_interval": 1, "hold_out": 0.1}
-    with raises(TrainingError, "2", "evaluation's"):
+    more = {"lr_warmup_iters": 1, "clip_grad": 0.0, "save_interval": 1, "eval_split": 0.1}
+    with raises(TrainingError, "2", "evaluation"):
         tune(model, out, data, lr=1e38, weight_decay=1e38, train_iters=2, eval_interval=1, **more)
     assert {p.name for p in out.glob("iter_*")} == {"iter_0000001"}
 
@@ -116,7 +116,7 @@ def test_a_second_start_leaves_the_running_one_alone(model, data, out) -> None:
 
 def test_the_batch_of_the_run_is_kept(model, data, out) -> None:
     report = tune(model, out, data, global_batch_size=None, micro_batch_size=1)
-    assert report.begun_at == 3
+    assert report.start_iteration == 3
     assert [x["consumed_samples"] for x in read_log(out / "log.jsonl")] == [2, 4, 6, 8]
     plan = finetune(model, out, data=[str(data)], seq_length=32, train_iters=9, dry_run=True)
     assert isinstance(plan, FinetunePlan)
@@ -146,7 +146,7 @@ def test_a_run_that_is_loaded_at_its_end_is_told(model, data, out, tmp_path) -> 
     with raises(UsageError, match="is of step 3, and the run has 3", hint="--train-iters"):
         tune(model, tmp_path / "new", data, load=out, train_iters=3)
     report = tune(model, tmp_path / "new", data, load=out, train_iters=4)
-    assert (report.begun_at, report.saved) == (3, 4)
+    assert (report.start_iteration, report.saved_iteration) == (3, 4)
 
 
 def test_other_weights_in_src_are_told(model, data, done, out, tmp_path, caplog) -> None:
@@ -163,7 +163,7 @@ def test_other_weights_in_src_are_told(model, data, done, out, tmp_path, caplog)
 def test_a_tracker_of_what_is_not_there(model, data, out, caplog) -> None:
     before = curve(out)
     (out / "latest_checkpointed_iteration.txt").write_text("70")
-    assert tune(model, out, data).begun_at == 3
+    assert tune(model, out, data).start_iteration == 3
     assert "names iteration 70, which is not in" in warned(caplog)
     assert curve(out)[:3] == before
 
@@ -206,7 +206,7 @@ def test_what_a_kill_leaves_of_the_first_moments_does_no_harm(model, data, tmp_p
     (out / ".megtool/lock").write_text("")
     (out / ".megtool/iter_0000001.adapter").write_text("half of")
     (out / ".finetune.json.new").write_text('{"mod')
-    assert tune(model, out, data, train_iters=1).saved == 1
+    assert tune(model, out, data, train_iters=1).saved_iteration == 1
     assert not (out / ".finetune.json.new").exists()
     assert not (out / ".megtool").exists()
 
@@ -218,7 +218,7 @@ def test_nothing_left_to_train_is_said(model, data, tmp_path) -> None:
 
 def test_data_are_known_by_what_they_are(model, data, out, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(data.parent)
-    assert tune(model, out, f"./{data.name}").begun_at == 3
+    assert tune(model, out, f"./{data.name}").start_iteration == 3
     other = tmp_path / "other.jsonl"
     other.write_text('{"text": "another"}\n')
     with pytest.raises(TrainingError, match=r"has another data: --data was .*, and is "):
@@ -226,7 +226,7 @@ def test_data_are_known_by_what_they_are(model, data, out, tmp_path, monkeypatch
 
 
 def test_what_changes_the_curve_is_told(model, data, out, caplog) -> None:
-    tune(model, out, data, bf16=True, exp_avg_dtype="bf16", lr_warmup_init=1e-4, hold_out=0.0)
+    tune(model, out, data, bf16=True, exp_avg_dtype="bf16", lr_warmup_init=1e-4, eval_split=0.0)
     told = warned(caplog)
     assert "dtype was 'float32', and is 'bfloat16'" in told
     assert "exp_avg_dtype was 'fp32', and is 'bf16'" in told
@@ -234,12 +234,12 @@ def test_what_changes_the_curve_is_told(model, data, out, caplog) -> None:
 
 
 def test_a_run_that_was_tired_stays_so(model, data, tmp_path) -> None:
-    out, more = tmp_path / "out", {"hold_out": 0.1, "eval_interval": 1, "patience": 1}
+    out, more = tmp_path / "out", {"eval_split": 0.1, "eval_interval": 1, "patience": 1}
     # So small a rate changes no weight: no evaluation is better than the one before.
     first = tune(model, out, data, lr=1e-30, weight_decay=0.0, **more)
-    assert (first.reason, first.iteration) == ("patience", 1)
+    assert (first.stop_reason, first.iteration) == ("patience", 1)
     second = tune(model, out, data, lr=1e-30, weight_decay=0.0, **more)
-    assert (second.reason, second.iteration, second.saved) == ("patience", 1, 1)
+    assert (second.stop_reason, second.iteration, second.saved_iteration) == ("patience", 1, 1)
     assert second.tokens == 0
 
 
@@ -273,13 +273,13 @@ def test_micro_batches_that_do_not_divide_the_runs_steps(model, data, out) -> No
         hint="--micro-batch-size that divides them",
     ):
         tune(model, out, data, global_batch_size=None, micro_batch_size=4)
-    assert tune(model, out, data, global_batch_size=None, micro_batch_size=2).begun_at == 3
+    assert tune(model, out, data, global_batch_size=None, micro_batch_size=2).start_iteration == 3
 
 
 def test_every_row_that_is_held_out_of_a_blend_is_measured_once(model, data, tmp_path) -> None:
     small = tmp_path / "small.jsonl"
     small.write_text("".join(json.dumps({"text": f"{n} {TEXT}"}) + "\n" for n in range(6)))
-    both, more = [str(data), str(small)], {"train_iters": 1, "seq_length": 32, "hold_out": 0.25}
+    both, more = [str(data), str(small)], {"train_iters": 1, "seq_length": 32, "eval_split": 0.25}
     report = finetune(
         model, tmp_path / "out", data=both, blend="0.1,0.9", threads=1, fsync=False, **more
     )

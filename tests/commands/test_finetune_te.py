@@ -17,7 +17,7 @@ from megtool.kernels.dispatch import use
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.recompute import recompute
-from megtool.optim.fp8.settings import Fp8Config, Recipe
+from megtool.optim.fp8.config import Fp8Config, Recipe
 from megtool.optim.fp8.transformer_engine import TeAmaxHistories
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.fp8_state.inspect import inspect_amax
@@ -105,7 +105,7 @@ def test_a_run_that_was_stopped_is_the_one_that_was_not(
     model: Path, text: Path, tmp_path: Path
 ) -> None:
     how: dict[str, Any] = {"device": "cuda", "kernels": "te", "fp8_recipe": "delayed"}
-    how |= {"train_iters": 4, "lr_decay_iters": 4, "save_interval": 2, "hold_out": 0.2}
+    how |= {"train_iters": 4, "lr_decay_iters": 4, "save_interval": 2, "eval_split": 0.2}
     how |= {"recompute_granularity": "full", "eval_interval": 1, "fp8_amax_history_len": 8}
     whole = tune(model, tmp_path / "whole", text, **how)
     tune(model, tmp_path / "cut", text, **(how | {"train_iters": 2}))

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from megtool.dtypes import dtype
 from megtool.errors import FormatError
-from megtool.export.read_quantized import read_coded
-from megtool.export.repack import Slice, repacked
-from megtool.export.small_tensors import Values, fits, reciprocal
+from megtool.export.read_quantized import read_quantized_modules
+from megtool.export.repack import WeightSlice, plan_repack
+from megtool.export.small_tensors import SmallTensorReader, fits, reciprocal
 from megtool.number_formats.decode import DIVISOR, SCALE_2, ZEROS
 from megtool.quant.recipes.formats import FORMATS
 from tests.support.checkpoints.module_folders import (
@@ -60,7 +60,7 @@ def test_every_format_of_modelopt(tmp_path: Path, algo: str, shape: tuple[int, i
     group = 32 if small and len(FORMATS[algo].groups) > 2 else 0
     smooth = FORMATS[algo].smooths
     wanted = ModuleSpec(name=MODULE, shape=shape, algo=algo, group=group, smoothed=smooth)
-    folder = read_coded(make_modelopt(tmp_path / "a", [wanted]))
+    folder = read_quantized_modules(make_modelopt(tmp_path / "a", [wanted]))
     (coded,) = folder.modules
     assert (folder.form, coded.name, coded.shape) == ("modelopt", MODULE, shape)
     assert (coded.algo, coded.group_size) == (algo, wanted.format.group_size)
@@ -93,7 +93,7 @@ def test_a_mixture_with_caches_and_what_is_kept(tmp_path: Path) -> None:
     def caches(said: dict[str, Any]) -> None:
         said["kv_cache_quant_algo"] = "FP8"
 
-    found = read_coded(edited(rewritten(folder, add), caches))
+    found = read_quantized_modules(edited(rewritten(folder, add), caches))
     assert {c.name.rpartition(".")[2]: c.algo for c in found.modules} == {
         "up_proj": "NVFP4",
         "down_proj": "FP8",
@@ -101,9 +101,9 @@ def test_a_mixture_with_caches_and_what_is_kept(tmp_path: Path) -> None:
     }
     attention = "model.layers.0.self_attn"
     names = f"{attention}.k_proj.k_scale", f"{attention}.v_proj.v_scale"
-    assert found.caches == {attention: names}
+    assert found.kv_cache_scales == {attention: names}
     assert found.kv_algo == "FP8"
-    assert set(found.kept) == {"lm_head", f"{attention}.q_proj"}
+    assert set(found.unquantized) == {"lm_head", f"{attention}.q_proj"}
 
 
 @pytest.mark.parametrize(("tied", "head"), [(True, "lm_head"), (False, "embed_out")])
@@ -119,7 +119,7 @@ def test_the_head_is_kept_beside_others(tmp_path: Path, tied: bool, head: str) -
 
     config = json.loads((rewritten(folder, add) / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
-    assert set(read_coded(folder).kept) == {head, "model.layers.0.mlp.gate"}
+    assert set(read_quantized_modules(folder).unquantized) == {head, "model.layers.0.mlp.gate"}
 
 
 def _without(last: str) -> Callable[[Tensors], Any]:
@@ -141,7 +141,7 @@ def _without(last: str) -> Callable[[Tensors], Any]:
 def test_missing_tensors(tmp_path: Path, algo: str, last: str, said: str) -> None:
     folder = make_modelopt(tmp_path / "a", [ModuleSpec(name=MODULE, shape=(128, 128), algo=algo)])
     with raises(FormatError, match=said, hint=True) as caught:
-        read_coded(rewritten(folder, _without(last)))
+        read_quantized_modules(rewritten(folder, _without(last)))
     assert caught.value.tensor is not None
     assert caught.value.tensor.startswith(MODULE)
     assert str(caught.value.file).endswith("model.safetensors")
@@ -167,7 +167,7 @@ def test_what_is_said_is_not_what_is_stored(
 ) -> None:
     folder = make_modelopt(tmp_path / "a", [ModuleSpec(name=MODULE, shape=(256, 256), algo=algo)])
     with pytest.raises(FormatError, match=said):
-        read_coded(edited(folder, lambda q: q.update(work)))
+        read_quantized_modules(edited(folder, lambda q: q.update(work)))
 
 
 def test_a_listed_module_is_plain(tmp_path: Path) -> None:
@@ -180,21 +180,21 @@ def test_a_listed_module_is_plain(tmp_path: Path) -> None:
         tensors["a.weight"] = torch.zeros(32, 64)
 
     with pytest.raises(FormatError, match="stored as float32 without scales"):
-        read_coded(rewritten(folder, work))
+        read_quantized_modules(rewritten(folder, work))
 
 
 def test_half_a_cache(tmp_path: Path) -> None:
     folder = make_modelopt(tmp_path / "a", [ModuleSpec(name=MODULE, shape=(32, 64), algo="FP8")])
     one = {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(1.0)}
     with pytest.raises(FormatError, match="a scale of k and none of v"):
-        read_coded(rewritten(folder, lambda t: t.update(one)))
+        read_quantized_modules(rewritten(folder, lambda t: t.update(one)))
 
 
 def test_a_folder_that_is_not_quantized(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     save_file({"x.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(FormatError, match="is not quantized"):
-        read_coded(tmp_path)
+        read_quantized_modules(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_what_others_write_becomes_modelopts(
     if name in INPUTS:
         made.config["config_groups"]["group_0"]["input_activations"] = INPUTS[name]
     folder = written(tmp_path / "a", made)
-    found = read_coded(folder)
+    found = read_quantized_modules(folder)
     (coded,) = found.modules
     assert (coded.algo, coded.packing) == (algo, packing)
     assert not found.notes
@@ -240,7 +240,7 @@ def test_what_others_write_becomes_modelopts(
     )
     peers = made.decoded.float().numpy()
     np.testing.assert_allclose(after_values, peers, rtol=2**-7, atol=1e-6)
-    read_coded(out)
+    read_quantized_modules(out)
 
 
 EIGHT = {"num_bits": 8, "type": "float", "dynamic": True}
@@ -280,7 +280,7 @@ def test_inputs_that_no_format_of_ours_has(
         match="no format but of compressed-tensors; there is",
         hint="--to compressed-tensors, which keeps it",
     ):
-        read_coded(written(tmp_path / "a", made))
+        read_quantized_modules(written(tmp_path / "a", made))
 
 
 @pytest.mark.parametrize("value", [0, -102])
@@ -292,14 +292,14 @@ def test_zero_points_of_inputs(tmp_path: Path, value: int) -> None:
     made.config["config_groups"]["group_0"]["input_activations"] = inputs
     made.stored["input_scale"] = torch.tensor([0.04])
     with pytest.raises(FormatError, match="there is no input_zero_point"):
-        read_coded(written(tmp_path / "a", made))
+        read_quantized_modules(written(tmp_path / "a", made))
     made.stored["input_zero_point"] = torch.tensor([value], dtype=torch.int8)
     folder = written(tmp_path / "b", made)
     if not value:
-        assert read_coded(folder).modules[0].algo == "W8A8_SQ_PER_CHANNEL"
+        assert read_quantized_modules(folder).modules[0].algo == "W8A8_SQ_PER_CHANNEL"
         return
     with pytest.raises(FormatError, match=r"about a zero point .*input_zero_point"):
-        read_coded(folder)
+        read_quantized_modules(folder)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_caches_that_others_have_not(tmp_path: Path, scheme: dict[str, Any]) -> 
     tensors, config = compressed(dynamic=True)
     config["kv_cache_scheme"] = scheme
     with pytest.raises(FormatError, match=r"its KV cache .* is that of compressed-tensors alone"):
-        read_coded(write(tmp_path / "a", tensors, config))
+        read_quantized_modules(write(tmp_path / "a", tensors, config))
 
 
 def test_small_blocks_are_blocks(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_small_blocks_are_blocks(tmp_path: Path) -> None:
     weights = config["config_groups"]["group_0"]["weights"]
     weights |= {"strategy": "block", "block_structure": [128, 128]}
     tensors[f"{MODULE}.weight_scale"] = torch.tensor([[0.5]])
-    (coded,) = read_coded(write(tmp_path / "a", tensors, config)).modules
+    (coded,) = read_quantized_modules(write(tmp_path / "a", tensors, config)).modules
     assert (coded.algo, coded.group_size, coded.packing) == ("FP8_PB_WO", 128, "fp8:128x128")
 
 
@@ -335,11 +335,11 @@ def test_two_files_that_differ(tmp_path: Path) -> None:
     config = json.loads(file.read_text())
     config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
     file.write_text(json.dumps(config))
-    assert "kv_cache_quant_algo: nothing in hf_quant" in " ".join(read_coded(folder).notes)
+    assert "kv_cache_quant_algo: nothing in hf_quant" in " ".join(read_quantized_modules(folder).notes)
     config["quantization_config"]["quant_algo"] = "NVFP4"
     file.write_text(json.dumps(config))
     with raises(FormatError, "quant_algo", "FP8", "NVFP4"):
-        read_coded(folder)
+        read_quantized_modules(folder)
 
 
 def written(folder: Path, made: Quantized) -> Path:
@@ -350,12 +350,12 @@ def written(folder: Path, made: Quantized) -> Path:
 @pytest.mark.parametrize("name", ["int8 uneven", "int4 uneven"])
 def test_zero_points_are_kept_or_refused(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
-    folder = read_coded(written(tmp_path / "a", MAKERS[name](torch.randn(128, 128))))
+    folder = read_quantized_modules(written(tmp_path / "a", MAKERS[name](torch.randn(128, 128))))
     (coded,) = folder.modules
     assert coded.part(ZEROS) is not None
     packing, held = modelopt_held(coded)
     with raises(FormatError, match="zero points", hint="--to hf"):
-        repacked([Slice.whole(coded)], packing, held)
+        plan_repack([WeightSlice.of_module(coded)], packing, held)
 
 
 @pytest.mark.parametrize("name", ["fp8 block", "int8 words"])
@@ -363,7 +363,7 @@ def test_formats_that_no_other_form_has(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     made = MAKERS[name](torch.randn(128, 128))
     with raises(FormatError, match="no format of engines", hint="--to hf"):
-        read_coded(written(tmp_path / "a", made))
+        read_quantized_modules(written(tmp_path / "a", made))
 
 
 def compressed(**inputs: Any) -> tuple[Tensors, dict[str, Any]]:
@@ -389,22 +389,22 @@ def compressed(**inputs: Any) -> tuple[Tensors, dict[str, Any]]:
 def test_inputs_of_compressed_tensors(tmp_path: Path) -> None:
     tensors, config = compressed(dynamic=False)
     with raises(FormatError, "input_scale"):
-        read_coded(write(tmp_path / "a", tensors, config))
+        read_quantized_modules(write(tmp_path / "a", tensors, config))
     tensors[f"{MODULE}.input_scale"] = torch.tensor([0.25])
     attention = "model.layers.0.self_attn"
     for last in "kv":
         tensors[f"{attention}.{last}_scale"] = torch.tensor([2.0], dtype=torch.bfloat16)
-    found = read_coded(write(tmp_path / "b", tensors, config))
+    found = read_quantized_modules(write(tmp_path / "b", tensors, config))
     assert found.modules[0].algo == "FP8"
     assert found.modules[0].input_scale == f"{MODULE}.input_scale"
     assert found.kv_algo == "FP8"
-    assert found.caches == {attention: (f"{attention}.k_scale", f"{attention}.v_scale")}
-    with Values(found.catalogue) as values:
-        assert values.inputs(found.modules[0]) == np.float32(0.25)
-        assert values.single(found.modules[0], "scale") == np.float32(0.5)
-        assert values.of(f"{attention}.k_scale") == np.float32(2)
+    assert found.kv_cache_scales == {attention: (f"{attention}.k_scale", f"{attention}.v_scale")}
+    with SmallTensorReader(found.catalogue) as values:
+        assert values.read_input_scale(found.modules[0]) == np.float32(0.25)
+        assert values.read_single(found.modules[0], "scale") == np.float32(0.5)
+        assert values.read(f"{attention}.k_scale") == np.float32(2)
     tensors, config = compressed(dynamic=True, strategy="token")
-    found = read_coded(write(tmp_path / "c", tensors, config))
+    found = read_quantized_modules(write(tmp_path / "c", tensors, config))
     assert found.modules[0].algo == "FP8_PER_CHANNEL_PER_TOKEN"
     assert found.notes == (
         "a KV cache in FP8 is said, and no scale of it is stored: engines take 1",
@@ -415,7 +415,7 @@ def test_ignored_and_yet_quantized(tmp_path: Path) -> None:
     tensors, config = compressed(dynamic=True)
     config["ignore"] = ["re:.*up_proj"]
     with pytest.raises(FormatError, match="ignores it"):
-        read_coded(write(tmp_path / "a", tensors, config))
+        read_quantized_modules(write(tmp_path / "a", tensors, config))
 
 
 def test_divisors_of_inputs(tmp_path: Path) -> None:
@@ -423,12 +423,12 @@ def test_divisors_of_inputs(tmp_path: Path) -> None:
     made.stored["input_global_scale"] = torch.tensor([8.0])
     group = made.config["config_groups"]["group_0"]
     group["input_activations"] = {"num_bits": 4, "type": "float", "dynamic": "local"}
-    found = read_coded(written(tmp_path / "a", made))
+    found = read_quantized_modules(written(tmp_path / "a", made))
     (coded,) = found.modules
     assert (coded.algo, coded.input_divides) == ("NVFP4", True)
-    with Values(found.catalogue) as values:
-        assert values.inputs(coded) == np.float32(0.125)
-        second = values.single(coded, SCALE_2)
+    with SmallTensorReader(found.catalogue) as values:
+        assert values.read_input_scale(coded) == np.float32(0.125)
+        second = values.read_single(coded, SCALE_2)
         assert second is not None
         divisor = made.stored["weight_global_scale"].numpy()
         assert second == reciprocal(divisor)
@@ -441,7 +441,7 @@ def test_stacked_experts_are_refused(tmp_path: Path) -> None:
     }
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     with raises(FormatError, match="stacked with others", hint="--to hf"):
-        read_coded(write(tmp_path / "a", tensors, config))
+        read_quantized_modules(write(tmp_path / "a", tensors, config))
 
 
 def test_what_a_type_holds() -> None:

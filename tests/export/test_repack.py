@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from megtool.dtypes import dtype
 from megtool.errors import CoverageError, FormatError, UsageError
-from megtool.export.quantized_module import Coded
-from megtool.export.read_quantized import read_coded
-from megtool.export.repack import Slice, repacked
+from megtool.export.quantized_module import QuantizedModule
+from megtool.export.read_quantized import read_quantized_modules
+from megtool.export.repack import WeightSlice, plan_repack
 from megtool.export.small_tensors import reciprocal
 from megtool.number_formats.decode import CODES, SCALE, SCALE_2
 from megtool.number_formats.layout import layout
@@ -68,9 +68,9 @@ def test_there_and_back_is_the_identity(
     with TemporaryDirectory() as name:
         here = Path(name)
         first = make_modelopt(here / "a", [wanted], seed=seed)
-        middle = to_compressed(read_coded(first), here / "b")
-        last = to_modelopt(read_coded(middle), here / "c")
-        again = to_compressed(read_coded(last), here / "d")
+        middle = to_compressed(read_quantized_modules(first), here / "b")
+        last = to_modelopt(read_quantized_modules(middle), here / "c")
+        again = to_compressed(read_quantized_modules(last), here / "d")
         before, after = tensors_in(first), tensors_in(last)
         assert set(before) == set(after)
         for key, t in before.items():
@@ -102,7 +102,7 @@ def test_cut_and_joined_is_the_identity(algo: str, cut: str, seed: int) -> None:
     wanted = ModuleSpec(name="m", shape=shape, algo=algo)
     with TemporaryDirectory() as name:
         here = Path(name)
-        folder = read_coded(make_modelopt(here / "a", [wanted], seed=seed))
+        folder = read_quantized_modules(make_modelopt(here / "a", [wanted], seed=seed))
         coded = folder.modules[0]
         made = []
         dim = 0 if cut == "rows" else 1
@@ -110,12 +110,12 @@ def test_cut_and_joined_is_the_identity(algo: str, cut: str, seed: int) -> None:
         for number in range(2):
             box = [(0, 256), (0, 256)]
             box[dim] = (128 * number, 128 * number + 128)
-            piece = Coded(
-                **{k: getattr(coded, k) for k in Coded.__slots__}
+            piece = QuantizedModule(
+                **{k: getattr(coded, k) for k in QuantizedModule.__slots__}
                 | {"name": f"half{number}", "shape": half}
             )
             packing, held = modelopt_held(piece)
-            made.append((repacked([Slice(coded, box[0], box[1])], packing, held), held))
+            made.append((plan_repack([WeightSlice(coded, box[0], box[1])], packing, held), held))
         halves = carried_out(folder, made, here / "b")
         want = decoded(here / "a")["m.weight"]
         parts = _decoded_parts(halves, coded, half)
@@ -123,7 +123,7 @@ def test_cut_and_joined_is_the_identity(algo: str, cut: str, seed: int) -> None:
 
 
 def _decoded_parts(
-    folder: Path, coded: Coded, shape: tuple[int, int]
+    folder: Path, coded: QuantizedModule, shape: tuple[int, int]
 ) -> list[np.ndarray[Any, Any]]:
     from megtool.number_formats.decode import decode
     from tests.support.checkpoints.module_folders import NAMES
@@ -144,19 +144,19 @@ def joined(
     names: tuple[str, ...], folder: Path, algo: str, **given: Any
 ) -> tuple[list[Any], PartTensors, str]:
     """Siblings of a folder as one weight."""
-    source = read_coded(folder)
+    source = read_quantized_modules(folder)
     by_name = {c.name: c for c in source.modules}
     slices, row = [], 0
     for name in names:
-        slices.append(Slice.whole(by_name[name], (row, 0)))
+        slices.append(WeightSlice.of_module(by_name[name], (row, 0)))
         row += by_name[name].shape[0]
     first = by_name[names[0]]
-    whole = Coded(
-        **{k: getattr(first, k) for k in Coded.__slots__}
+    whole = QuantizedModule(
+        **{k: getattr(first, k) for k in QuantizedModule.__slots__}
         | {"name": "joined", "shape": (row, first.shape[1])}
     )
     packing, held = modelopt_held(whole)
-    return repacked(slices, packing, held, **given), held, packing
+    return plan_repack(slices, packing, held, **given), held, packing
 
 
 @pytest.mark.parametrize("algo", ["FP8_PER_CHANNEL_PER_TOKEN", "W4A16_AWQ", "MXFP4", "FP8_PB_WO"])
@@ -164,7 +164,7 @@ def test_siblings_are_joined_as_they_are(tmp_path: Path, algo: str) -> None:
     wanted = [ModuleSpec(name=n, shape=(128, 128), algo=algo) for n in ("q", "k")]
     folder = make_modelopt(tmp_path / "a", wanted)
     feeds, held, _ = joined(("q", "k"), folder, algo)
-    out = tensors_in(carried_out(read_coded(folder), [(feeds, held)], tmp_path / "b"))
+    out = tensors_in(carried_out(read_quantized_modules(folder), [(feeds, held)], tmp_path / "b"))
     before = tensors_in(folder)
     for last in ("weight", "weight_scale"):
         want = torch.cat([before[f"{n}.{last}"].view(torch.uint8) for n in ("q", "k")])
@@ -175,7 +175,7 @@ def test_siblings_are_joined_as_they_are(tmp_path: Path, algo: str) -> None:
 def test_siblings_are_brought_to_one_scale(tmp_path: Path, algo: str) -> None:
     wanted = [ModuleSpec(name=n, shape=(64, 64), algo=algo) for n in ("q", "k", "v")]
     folder = make_modelopt(tmp_path / "a", wanted)
-    source, before = read_coded(folder), tensors_in(folder)
+    source, before = read_quantized_modules(folder), tensors_in(folder)
     last, role = ("weight_scale", SCALE) if algo == "FP8" else ("weight_scale_2", SCALE_2)
     top = max(before[f"{n}.{last}"] for n in ("q", "k", "v")).numpy()
     feeds, held, packing = joined(("q", "k", "v"), folder, algo, scales={role: top})
@@ -218,7 +218,7 @@ def test_different_scales_are_not_made_one_silently(tmp_path: Path) -> None:
     )
     feeds, held, _ = joined(("q", "k"), folder, "FP8")
     with pytest.raises(FormatError, match="has another scale"):
-        carried_out(read_coded(folder), [(feeds, held)], tmp_path / "b")
+        carried_out(read_quantized_modules(folder), [(feeds, held)], tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 
@@ -226,16 +226,16 @@ def test_single_scales_become_one_a_row(tmp_path: Path) -> None:
     folder = make_modelopt(
         tmp_path / "a", [ModuleSpec(name=n, shape=(32, 48), algo="FP8") for n in ("q", "k")]
     )
-    source, before = read_coded(folder), tensors_in(folder)
+    source, before = read_quantized_modules(folder), tensors_in(folder)
     parts = layout("fp8:channel", (64, 48))
     names = {CODES: "joined.weight", SCALE: "joined.weight_scale"}
     held = [
         (p, GlobalTensor(name=names[p.role], shape=p.shape, dtype=dtype(p.dtype))) for p in parts
     ]
-    slices = [Slice.whole(c, (32 * i, 0)) for i, c in enumerate(source.modules)]
+    slices = [WeightSlice.of_module(c, (32 * i, 0)) for i, c in enumerate(source.modules)]
     order = [c.name for c in source.modules]
     out = tensors_in(
-        carried_out(source, [(repacked(slices, "fp8:channel", held), held)], tmp_path / "b")
+        carried_out(source, [(plan_repack(slices, "fp8:channel", held), held)], tmp_path / "b")
     )
     want = torch.cat([before[f"{n}.weight_scale"].expand(32) for n in order])
     assert torch.equal(out["joined.weight_scale"], want)
@@ -256,57 +256,57 @@ def test_cuts_through_groups_and_blocks(
     tmp_path: Path, algo: str, rows: tuple[int, int], columns: tuple[int, int], said: str | None
 ) -> None:
     folder = make_modelopt(tmp_path / "a", [ModuleSpec(name="m", shape=(256, 256), algo=algo)])
-    source = read_coded(folder)
+    source = read_quantized_modules(folder)
     coded = source.modules[0]
     shape = rows[1] - rows[0], columns[1] - columns[0]
     group = 64 if algo == "W4A16_AWQ" and shape[1] == 64 else coded.group_size
-    piece = Coded(
-        **{k: getattr(coded, k) for k in Coded.__slots__}
+    piece = QuantizedModule(
+        **{k: getattr(coded, k) for k in QuantizedModule.__slots__}
         | {"name": "cut", "shape": shape, "group_size": group}
     )
     packing, held = modelopt_held(piece)
     if said is None:
-        feeds = repacked([Slice(coded, rows, columns)], packing, held)
+        feeds = plan_repack([WeightSlice(coded, rows, columns)], packing, held)
         out = carried_out(source, [(feeds, held)], tmp_path / "b")
         assert tensors_in(out)["cut.weight"].shape == (shape[0] // 2, shape[1])
         return
     if group == 64:  # half a group is served by one scale
-        repacked([Slice(coded, rows, columns)], packing, held)
+        plan_repack([WeightSlice(coded, rows, columns)], packing, held)
         columns = (32, 224)
-        piece = Coded(
-            **{k: getattr(coded, k) for k in Coded.__slots__}
+        piece = QuantizedModule(
+            **{k: getattr(coded, k) for k in QuantizedModule.__slots__}
             | {"name": "cut", "shape": (32, 192), "group_size": 64}
         )
         packing, held = modelopt_held(piece)
     with pytest.raises(UsageError, match=said):
-        repacked([Slice(coded, rows, columns)], packing, held)
+        plan_repack([WeightSlice(coded, rows, columns)], packing, held)
 
 
 def test_odd_rows_cannot_be_joined_in_pairs(tmp_path: Path) -> None:
     folder = make_modelopt(tmp_path / "a", [ModuleSpec(name="m", shape=(8, 128), algo="W4A16_AWQ")])
-    source = read_coded(folder)
+    source = read_quantized_modules(folder)
     coded = source.modules[0]
     packing, held = modelopt_held(coded)
-    slices = [Slice(coded, (0, 3), (0, 128)), Slice(coded, (3, 8), (0, 128), (3, 0))]
+    slices = [WeightSlice(coded, (0, 3), (0, 128)), WeightSlice(coded, (3, 8), (0, 128), (3, 0))]
     with raises(UsageError, "2 rows", "uint8"):
-        repacked(slices, packing, held)
+        plan_repack(slices, packing, held)
 
 
 def test_what_is_to_be_quantized_again_is_refused(tmp_path: Path) -> None:
     folder = make_modelopt(tmp_path / "a", [ModuleSpec(name="m", shape=(32, 128), algo="FP8")])
-    coded = read_coded(folder).modules[0]
+    coded = read_quantized_modules(folder).modules[0]
     parts = layout("int8:channel", coded.shape)
     held = [(p, GlobalTensor(name=p.role, shape=p.shape, dtype=dtype(p.dtype))) for p in parts]
     with pytest.raises(FormatError, match="quantize it again"):
-        repacked([Slice.whole(coded)], "int8:channel", held)
+        plan_repack([WeightSlice.of_module(coded)], "int8:channel", held)
 
 
 def test_a_hole_is_found_before_any_byte(tmp_path: Path) -> None:
     folder = make_modelopt(tmp_path / "a", [ModuleSpec(name="m", shape=(32, 128), algo="MXFP8")])
-    source = read_coded(folder)
+    source = read_quantized_modules(folder)
     coded = source.modules[0]
     packing, held = modelopt_held(coded)
-    feeds = repacked([Slice(coded, (0, 16), (0, 128))], packing, held)
+    feeds = plan_repack([WeightSlice(coded, (0, 16), (0, 128))], packing, held)
     with pytest.raises(CoverageError, match="claimed 0 times"):
         planned(source, [(feeds, held)])
 
@@ -321,7 +321,7 @@ def test_strips_take_little_memory_and_say_the_same(
         ModuleSpec(name="b", shape=(512, 1024), algo="FP8_PB_WO"),
         ModuleSpec(name="c", shape=(768, 1024), algo="NVFP4"),
     ]
-    folder = read_coded(make_modelopt(tmp_path / "a", wanted))
+    folder = read_quantized_modules(make_modelopt(tmp_path / "a", wanted))
     want = tensors_in(to_compressed(folder, tmp_path / "b"))
     monkeypatch.setattr(repack, "UNIT_BYTES", 100_000)
     found = tensors_in(to_compressed(folder, tmp_path / "c", memory_bytes=1 << 20))
@@ -335,7 +335,7 @@ def test_a_killed_run_is_resumed_with_the_same_bytes(
 
     monkeypatch.setattr(repack, "UNIT_BYTES", 20_000)
     wanted = [ModuleSpec(name=n, shape=(256, 512), algo="W4A16_AWQ") for n in "ab"]
-    folder = read_coded(make_modelopt(tmp_path / "a", wanted))
+    folder = read_quantized_modules(make_modelopt(tmp_path / "a", wanted))
     want = tensors_in(to_compressed(folder, tmp_path / "b"))
     with pytest.raises(Killed):
         to_compressed(folder, tmp_path / "c", files=FaultyFiles(at=60, fault="kill"))

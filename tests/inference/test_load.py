@@ -323,7 +323,7 @@ def test_weights_that_are_no_numbers(on_demand: bool, folder: Path, tmp_path: Pa
     source = source_of(tmp_path)
     decoder = load(source, on_demand=on_demand)
     assert find_nan(decoder) == "decoder.layers.2.mlp.linear_fc2.weight"
-    with raises(CheckpointError, "[3, 5]", "rank's"):
+    with raises(CheckpointError, "[3, 5]", "nan"):
         load(source, on_demand=on_demand, check=True)
     sound = load(source_of(folder), on_demand=on_demand, check=True)
     assert find_nan(sound) is None

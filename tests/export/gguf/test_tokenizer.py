@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megtool.errors import FormatError, MappingError
-from megtool.export.gguf.tokenizer import tokenizer_keys
+from megtool.export.gguf.tokenizer import build_tokenizer_keys
 from tests.support.errors import raises
 from tests.support.models import gguf_models
 
@@ -62,7 +62,7 @@ def test_pieces_have_scores() -> None:
     settings = {"bos_token": "<s>", "unk_token": {"content": "<unk>"}, "add_bos_token": True}
     files["tokenizer_config.json"] = json.dumps(settings).encode()
     files["config.json"] = b'{"eos_token_id": [2, 1]}'
-    keys = tokenizer_keys(files, 350)
+    keys = build_tokenizer_keys(files, 350)
     assert keys["tokenizer.ggml.model"] == "llama"
     assert keys["tokenizer.ggml.add_space_prefix"] is keys["tokenizer.ggml.add_bos_token"] is True
     assert keys["tokenizer.ggml.add_eos_token"] is False
@@ -84,13 +84,13 @@ def test_splits_by_their_expressions(tmp_path: Path) -> None:
         expression = mapping.GGUF_PRE_TOKENIZER_SPLITS[name]
         cut = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated"}
         told["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [cut, bytes_alone]}
-        keys = tokenizer_keys({"tokenizer.json": json.dumps(told).encode()}, 320)
+        keys = build_tokenizer_keys({"tokenizer.json": json.dumps(told).encode()}, 320)
         assert keys["tokenizer.ggml.pre"] == name
     cut["pattern"] = {"Regex": "x"}
     files = {"tokenizer.json": json.dumps(told).encode()}
     with raises(MappingError, match="Split then ByteLevel", hint="smollm, llama-bpe, qwen2"):
-        tokenizer_keys(files, 320)
-    assert tokenizer_keys(files, 320, split="mine")["tokenizer.ggml.pre"] == "mine"
+        build_tokenizer_keys(files, 320)
+    assert build_tokenizer_keys(files, 320, split="mine")["tokenizer.ggml.pre"] == "mine"
 
 
 def _byte_level(folder: Path) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _byte_level(folder: Path) -> dict[str, Any]:
 
 
 def _keys(told: dict[str, Any]) -> dict[str, Any]:
-    return tokenizer_keys({"tokenizer.json": json.dumps(told).encode()}, 350)
+    return build_tokenizer_keys({"tokenizer.json": json.dumps(told).encode()}, 350)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_whole_words_before_merges(tmp_path: Path, split: str | None) -> None:
 
     def keys() -> Any:
         files["tokenizer.json"] = json.dumps(told).encode()
-        return tokenizer_keys(files, 350, split=split)
+        return build_tokenizer_keys(files, 350, split=split)
 
     for ignores in (False, True):
         told["model"]["ignore_merges"] = ignores
@@ -172,7 +172,7 @@ def test_chat_templates_by_name(tmp_path: Path) -> None:
     files = {"tokenizer.json": (tmp_path / "tokenizer.json").read_bytes()}
     several = [{"name": "default", "template": "A"}, {"name": "rag", "template": "B"}]
     files["tokenizer_config.json"] = json.dumps({"chat_template": several}).encode()
-    keys = tokenizer_keys(files, 320)
+    keys = build_tokenizer_keys(files, 320)
     assert keys["tokenizer.chat_template"] == "A"
     assert keys["tokenizer.chat_template.rag"] == "B"
     assert keys["tokenizer.chat_templates"] == ["rag"]
@@ -190,4 +190,4 @@ def test_chat_templates_by_name(tmp_path: Path) -> None:
 )
 def test_what_is_no_tokenizer(data: bytes, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
-        tokenizer_keys({"tokenizer.json": data}, 10)
+        build_tokenizer_keys({"tokenizer.json": data}, 10)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megtool import inspect, lint, verify
 from megtool.errors import FormatError, LayoutError, MappingError, MegtoolError, UsageError
-from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
+from megtool.export.trtllm_legacy.write_checkpoint import export_trtllm_legacy
 from tests.support import folders
 from tests.support.checkpoints.quantized_folder import make_quantized
 from tests.support.models import tiny_llama, trtllm_models
@@ -31,13 +31,13 @@ def test_layouts(tmp_path: Path) -> None:
     source, out = trtllm_models.llama(tmp_path / "hf"), tmp_path / "out"
 
     def export(**more: int) -> Callable[[], Any]:
-        return lambda: export_legacy(source, out, **more)
+        return lambda: export_trtllm_legacy(source, out, **more)
 
     refused(LayoutError, export(tp=3), "tp=3", "4 attention heads", "tp may be 1, 2, 4")
     refused(LayoutError, export(tp=8), "tp may be 1, 2, 4")
     refused(LayoutError, export(pp=3), "4 layers", "pp may be 1, 2, 4")
     refused(LayoutError, export(tp=0), "tp is 0")
-    refused(UsageError, lambda: export_legacy(source, out, dtype="int8"), "bfloat16")
+    refused(UsageError, lambda: export_trtllm_legacy(source, out, dtype="int8"), "bfloat16")
     assert not out.exists()
     assert not list(folders.staging_folders(tmp_path))
 
@@ -47,7 +47,7 @@ def test_heads_of_keys(tmp_path: Path) -> None:
     source = tiny_llama.save(
         tmp_path / "hf", num_attention_heads=6, num_key_value_heads=3, hidden_size=48
     )
-    work = lambda: export_legacy(source, tmp_path / "out", tp=2)  # noqa: E731
+    work = lambda: export_trtllm_legacy(source, tmp_path / "out", tp=2)  # noqa: E731
     refused(LayoutError, work, "3 heads of keys", "tp may be 1, 3, 6")
 
 
@@ -55,14 +55,14 @@ def test_families(tmp_path: Path) -> None:
     source = trtllm_models.llama(
         tmp_path / "hf", model_type="olmo2", architectures=["Olmo2ForCausalLM"]
     )
-    refused(MegtoolError, lambda: export_legacy(source, tmp_path / "out"))
+    refused(MegtoolError, lambda: export_trtllm_legacy(source, tmp_path / "out"))
     source = trtllm_models.llama(tmp_path / "smol", architectures=["GraniteForCausalLM"])
     file = source / "config.json"
     config = json.loads(file.read_text()) | {"model_type": "granite"}
     scales = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
     config |= dict.fromkeys((*scales, "attention_multiplier"), 1.0)
     file.write_text(json.dumps(config))
-    work = lambda: export_legacy(source, tmp_path / "out")  # noqa: E731
+    work = lambda: export_trtllm_legacy(source, tmp_path / "out")  # noqa: E731
     refused(
         MappingError, work, "granite", "Llama, GPT (GPT-2), Qwen (2 and 3, dense), Mixtral, Gemma"
     )
@@ -75,7 +75,7 @@ def test_rotary_scaling(tmp_path: Path, kind: str) -> None:
     if kind == "longrope":
         scaling |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
     source = trtllm_models.llama(tmp_path / "hf", rope_scaling=scaling)
-    work = lambda: export_legacy(source, tmp_path / "out")  # noqa: E731
+    work = lambda: export_trtllm_legacy(source, tmp_path / "out")  # noqa: E731
     refused(MappingError, work, kind, "linear, llama3", "--to trtllm")
 
 
@@ -84,11 +84,11 @@ def test_numbers_too_large_for_float16(tmp_path: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.0.self_attn.k_proj.weight"][0, :2] = 1e5
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    work = lambda: export_legacy(source, tmp_path / "out", tp=4, dtype="float16")  # noqa: E731
+    work = lambda: export_trtllm_legacy(source, tmp_path / "out", tp=4, dtype="float16")  # noqa: E731
     told = refused(FormatError, work, "2 numbers of 1 tensor", "k_proj.weight (2)", "bfloat16")
     assert told.tensor == "model.layers.0.self_attn.k_proj.weight"
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
-    export_legacy(source, tmp_path / "out", tp=4, fsync=False)
+    export_trtllm_legacy(source, tmp_path / "out", tp=4, fsync=False)
 
 
 @pytest.mark.parametrize("command", [inspect, verify, lint])
@@ -98,7 +98,7 @@ def test_what_was_written_is_not_read(
 ) -> None:
     """Not taken for two checkpoints in one folder, or for a broken folder of Hugging Face."""
     source = trtllm_models.llama(tmp_path / "hf")
-    export_legacy(source, tmp_path / "out", tp=ranks, fsync=False)
+    export_trtllm_legacy(source, tmp_path / "out", tp=ranks, fsync=False)
     work = lambda: command(tmp_path / "out")  # noqa: E731
     refused(UsageError, work, "a legacy TensorRT-LLM checkpoint", "trtllm-build")
     if command is verify:
@@ -109,7 +109,7 @@ def test_what_was_written_is_not_read(
 def test_formats(tmp_path: Path, algo: str, nearest: str) -> None:
     source = trtllm_models.llama(tmp_path / "hf")
     made = make_quantized(source, tmp_path / "q", algos=algo, cache=False)
-    work = lambda: export_legacy(made.path, tmp_path / "out")  # noqa: E731
+    work = lambda: export_trtllm_legacy(made.path, tmp_path / "out")  # noqa: E731
     refused(MappingError, work, algo, "model.layers.0.mlp.down_proj", nearest, "25 more")
 
 
@@ -117,16 +117,16 @@ def test_groups(tmp_path: Path) -> None:
     """Four ranks would have 32 columns each of `o`, and groups have 64."""
     source = trtllm_models.llama(tmp_path / "hf", vocab_size=64)
     made = make_quantized(source, tmp_path / "q", algos="W4A16_AWQ", group=64, cache=False)
-    work = lambda: export_legacy(made.path, tmp_path / "out", tp=4)  # noqa: E731
+    work = lambda: export_trtllm_legacy(made.path, tmp_path / "out", tp=4)  # noqa: E731
     refused(LayoutError, work, "128 columns of o", "groups of 64", "tp may be 1, 2")
-    export_legacy(made.path, tmp_path / "out", tp=2, fsync=False)
+    export_trtllm_legacy(made.path, tmp_path / "out", tp=2, fsync=False)
 
 
 def test_siblings_of_other_formats(tmp_path: Path) -> None:
     source = trtllm_models.llama(tmp_path / "hf", vocab_size=64)
     algos = {"attn.q": "NVFP4", "attn.k": "", "": "NVFP4"}
     made = make_quantized(source, tmp_path / "q", algos=algos, cache=False)
-    work = lambda: export_legacy(made.path, tmp_path / "out")  # noqa: E731
+    work = lambda: export_trtllm_legacy(made.path, tmp_path / "out")  # noqa: E731
     refused(MappingError, work, "layers.0.attn.k is not quantized", "attention.qkv")
 
 
@@ -134,9 +134,9 @@ def test_layers_that_stages_number_alike(tmp_path: Path) -> None:
     source = trtllm_models.llama(tmp_path / "hf", vocab_size=64)
     algos = {"layers.3.attn.o": "", "": "NVFP4"}
     made = make_quantized(source, tmp_path / "q", algos=algos, cache=False)
-    work = lambda: export_legacy(made.path, tmp_path / "out", pp=2)  # noqa: E731
+    work = lambda: export_trtllm_legacy(made.path, tmp_path / "out", pp=2)  # noqa: E731
     refused(MappingError, work, "transformer.layers.1.attention.dense", "pp 1")
-    report = export_legacy(made.path, tmp_path / "out", pp=1, fsync=False)
+    report = export_trtllm_legacy(made.path, tmp_path / "out", pp=1, fsync=False)
     assert report.algo == "NVFP4"
 
 
@@ -147,7 +147,7 @@ def test_scales_that_are_missing(tmp_path: Path) -> None:
     tensors = load_file(file)
     del tensors["model.layers.1.mlp.up_proj.input_scale"]
     save_file(tensors, file, {"format": "pt"})
-    work = lambda: export_legacy(made.path, tmp_path / "out")  # noqa: E731
+    work = lambda: export_trtllm_legacy(made.path, tmp_path / "out")  # noqa: E731
     refused(FormatError, work, "model.layers.1.mlp.up_proj")
     del tensors["model.layers.2.mlp.up_proj.weight_scale"]
     save_file(tensors, file, {"format": "pt"})

@@ -15,7 +15,7 @@ from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
-from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
+from megtool.export.trtllm_legacy.write_checkpoint import export_trtllm_legacy
 from megtool.number_formats.small_floats import single
 from megtool.reshard.open_source import open_source
 from tests.support.checkpoints.quantized_folder import make_quantized
@@ -74,7 +74,7 @@ def test_numbers_stay(tmp_path: Path, algo: str) -> None:
     alone = algo == "FP8"
     for tp, pp in ((1, 1), (4, 2)):
         out = tmp_path / f"{tp}{pp}"
-        report = export_legacy(made.path, out, tp=tp, pp=pp, fsync=False)
+        report = export_trtllm_legacy(made.path, out, tp=tp, pp=pp, fsync=False)
         check(out, made.path, step=1 / 16 + 1e-6 if alone else 0.0)
         assert report.exact + report.requantized == 14
         assert report.algo == algo
@@ -150,7 +150,7 @@ def test_factors_follow_columns(tmp_path: Path) -> None:
     """A rank has those of its columns; where a norm took them, engines are given ones."""
     source = trtllm_models.llama(tmp_path / "hf", vocab_size=64)
     made = make_quantized(source, tmp_path / "q", algos="W4A16_AWQ", group=32, smooth=True)
-    export_legacy(made.path, tmp_path / "out", tp=2, fsync=False)
+    export_trtllm_legacy(made.path, tmp_path / "out", tp=2, fsync=False)
     want = load_file(made.path / "model.safetensors")
     ranks = ranks_of(tmp_path / "out")
     for theirs, ours in (("self_attn.o_proj", "attention.dense"), ("mlp.down_proj", "mlp.proj")):
@@ -173,7 +173,7 @@ def test_mixtral(tmp_path: Path, algo: str) -> None:
         if name.endswith("input_scale"):
             inputs[name] = tensors[name] * (1 + len(inputs) % 7)
     save_file(tensors | inputs, made.path / "model.safetensors", {"format": "pt"})
-    export_legacy(made.path, tmp_path / "out", tp=2, pp=2, fsync=False)
+    export_trtllm_legacy(made.path, tmp_path / "out", tp=2, pp=2, fsync=False)
     check(tmp_path / "out", made.path, step=1 / 16 + 1e-6 if algo == "FP8" else 0.0)
     rank = ranks_of(tmp_path / "out")[0]
     mlp = "transformer.layers.0.mlp"
@@ -194,7 +194,7 @@ def test_mixed_precision(tmp_path: Path) -> None:
     source = trtllm_models.llama(tmp_path / "hf", vocab_size=64)
     algos = {"attn.o": "FP8_PER_CHANNEL_PER_TOKEN", "": "NVFP4"}
     made = make_quantized(source, tmp_path / "q", algos=algos, cache=True)
-    report = export_legacy(made.path, tmp_path / "out", tp=2, pp=2, fsync=False)
+    report = export_trtllm_legacy(made.path, tmp_path / "out", tp=2, pp=2, fsync=False)
     check(tmp_path / "out", made.path)
     assert report.algo == "MIXED_PRECISION"
     said = json.loads((tmp_path / "out" / "quant_cfg.json").read_text())
@@ -225,7 +225,7 @@ def test_cache_scales(tmp_path: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
     for keep, want in ((False, [(1, 1, 1), (1.5, 1, 1.5)]), (True, [(key, 0.02, 0.02)])):
         out = tmp_path / str(keep)
-        report = export_legacy(made.path, out, keep_cache_scales=keep, fsync=False)
+        report = export_trtllm_legacy(made.path, out, keep_cache_scales=keep, fsync=False)
         assert any("KV cache" in n for n in report.notes) is not keep
         [rank] = ranks_of(out)
         for layer, values in zip((0, 3), want, strict=False):
@@ -238,7 +238,7 @@ def test_weights_that_engines_quantize_themselves(tmp_path: Path) -> None:
     """INT8 weights alone: engines store them for one kind of GPU, out of plain ones."""
     source = trtllm_models.llama(tmp_path / "hf")
     made = make_quantized(source, tmp_path / "q", algos="W8A16", cache=False)
-    report = export_legacy(made.path, tmp_path / "out", tp=2, fsync=False)
+    report = export_trtllm_legacy(made.path, tmp_path / "out", tp=2, fsync=False)
     assert report.decoded == 28
     assert report.algo == "W8A16"
     found, want = joined(tmp_path / "out"), decoded_source(made.path)
@@ -251,7 +251,7 @@ def test_what_engines_quantize_themselves_and_what_they_leave(tmp_path: Path) ->
     source = trtllm_models.llama(tmp_path / "hf")
     algos = {f"layers.0.mlp.{n}": "" for n in ("gate", "up", "down")} | {"": "W8A16"}
     made = make_quantized(source, tmp_path / "q", algos=algos)
-    report = export_legacy(made.path, tmp_path / "out", tp=2, fsync=False, keep_cache_scales=True)
+    report = export_trtllm_legacy(made.path, tmp_path / "out", tp=2, fsync=False, keep_cache_scales=True)
     assert (report.algo, report.kv_algo) == ("W8A16", "FP8")
     said = config_of(tmp_path / "out")["quantization"]
     kept = [f"transformer.layers.0.mlp.{n}*" for n in ("fc", "gate", "proj")]
@@ -268,4 +268,4 @@ def test_what_engines_quantize_themselves_and_what_they_leave(tmp_path: Path) ->
     algos = {"attn.q": "", "": "W8A16"}
     made = make_quantized(source, tmp_path / "mixed", algos=algos)
     with raises(MappingError, "attn.q", "attn.k", "W8A16"):
-        export_legacy(made.path, tmp_path / "other")
+        export_trtllm_legacy(made.path, tmp_path / "other")

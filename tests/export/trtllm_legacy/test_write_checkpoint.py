@@ -9,7 +9,7 @@ import pytest
 
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError, StorageError
-from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
+from megtool.export.trtllm_legacy.write_checkpoint import export_trtllm_legacy
 from tests.support.checkpoints.quantized_folder import make_quantized
 from tests.support.folders import contents, file_states, staging_folders
 from tests.support.models import trtllm_models
@@ -34,10 +34,10 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     source = trtllm_models.llama(tmp_path / "hf", vocab_size=100, num_hidden_layers=2)
     made = make_quantized(source, tmp_path / "q", algos="FP8")
     before = file_states(made.path)
-    export_legacy(made.path, tmp_path / "whole", tp=2, pp=2, fsync=False)
+    export_trtllm_legacy(made.path, tmp_path / "whole", tp=2, pp=2, fsync=False)
     for writes in (3, 25):
         with pytest.raises(StorageError):
-            export_legacy(
+            export_trtllm_legacy(
                 made.path,
                 tmp_path / "out",
                 tp=2,
@@ -47,7 +47,7 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
                 fsync=False,
             )
         assert not (tmp_path / "out").exists()
-    export_legacy(made.path, tmp_path / "out", tp=2, pp=2, fsync=False)
+    export_trtllm_legacy(made.path, tmp_path / "out", tp=2, pp=2, fsync=False)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not list(staging_folders(tmp_path))
     assert file_states(made.path) == before
@@ -55,12 +55,12 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
 
 def test_destination(tmp_path: Path) -> None:
     source = trtllm_models.llama(tmp_path / "hf")
-    export_legacy(source, tmp_path / "out", fsync=False)
+    export_trtllm_legacy(source, tmp_path / "out", fsync=False)
     old = contents(tmp_path / "out")
     with pytest.raises(DestinationError):
-        export_legacy(source, tmp_path / "out", tp=2, fsync=False)
+        export_trtllm_legacy(source, tmp_path / "out", tp=2, fsync=False)
     assert contents(tmp_path / "out") == old
-    export_legacy(source, tmp_path / "out", tp=2, overwrite=True, fsync=False)
+    export_trtllm_legacy(source, tmp_path / "out", tp=2, overwrite=True, fsync=False)
     assert set(contents(tmp_path / "out") or ()) == {
         "config.json",
         "rank0.safetensors",
@@ -71,7 +71,7 @@ def test_destination(tmp_path: Path) -> None:
 def test_threads_make_no_difference(tmp_path: Path) -> None:
     source = trtllm_models.llama(tmp_path / "hf", num_hidden_layers=2)
     for threads in (1, 3):
-        export_legacy(
+        export_trtllm_legacy(
             source, tmp_path / str(threads), tp=2, threads=threads, memory="4MiB", fsync=False
         )
     assert contents(tmp_path / "1") == contents(tmp_path / "3")

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
+from megtool.export.trtllm_legacy.write_checkpoint import export_trtllm_legacy
 from tests.support.checkpoints.trtllm_joined import config_of, ranks_of
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
@@ -113,7 +113,7 @@ def pairs(folder: Path) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     out = []
     for tp, pp in LAYOUTS:
         ours, theirs = folder / f"ours{tp}{pp}", folder / f"theirs{tp}{pp}"
-        export_legacy(folder / "hf", ours, tp=tp, pp=pp, dtype="bf16", fsync=False)
+        export_trtllm_legacy(folder / "hf", ours, tp=tp, pp=pp, dtype="bf16", fsync=False)
         mine, other = config_of(ours), config_of(theirs)
         assert mine["quantization"] == other["quantization"]
         known = {"producer", "rank", "logits_dtype"}
@@ -215,7 +215,7 @@ def test_plain(tmp_path: Path, family: str) -> None:
     model.save_pretrained(tmp_path / "hf")
     for tp, pp in ((1, 1), (2, 2), (4, 1)):
         ours, theirs = tmp_path / f"ours{tp}{pp}", tmp_path / f"theirs{tp}{pp}"
-        export_legacy(tmp_path / "hf", ours, tp=tp, pp=pp, fsync=False)
+        export_trtllm_legacy(tmp_path / "hf", ours, tp=tp, pp=pp, fsync=False)
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             export_tensorrt_llm_checkpoint(

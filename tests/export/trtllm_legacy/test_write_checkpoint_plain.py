@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megtool import reshard
-from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
+from megtool.export.trtllm_legacy.write_checkpoint import export_trtllm_legacy
 from tests.support.checkpoints.trtllm_joined import config_of, joined, ranks_of
 from tests.support.folders import stored_tensors
 from tests.support.models import gguf_models, trtllm_models
@@ -30,7 +30,7 @@ def check(folder: Path, source: Path) -> None:
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
 def test_llama(tmp_path: Path, tp: int, pp: int) -> None:
     source = trtllm_models.llama(tmp_path / "hf", attention_bias=True, mlp_bias=True)
-    report = export_legacy(source, tmp_path / "out", tp=tp, pp=pp, fsync=False)
+    report = export_trtllm_legacy(source, tmp_path / "out", tp=tp, pp=pp, fsync=False)
     check(tmp_path / "out", source)
     c = config_of(tmp_path / "out")
     assert c["mapping"] == {"world_size": tp * pp, "tp_size": tp, "pp_size": pp}
@@ -56,7 +56,7 @@ def test_llama(tmp_path: Path, tp: int, pp: int) -> None:
 def test_mixtral(tmp_path: Path, tp: int, pp: int) -> None:
     """ModelOpt 0.47 cannot export it with transformers 5: by the documented format."""
     source = trtllm_models.mixtral(tmp_path / "hf")
-    export_legacy(source, tmp_path / "out", tp=tp, pp=pp, fsync=False)
+    export_trtllm_legacy(source, tmp_path / "out", tp=tp, pp=pp, fsync=False)
     check(tmp_path / "out", source)
     rank = ranks_of(tmp_path / "out")[0]
     assert rank["transformer.layers.0.mlp.fc.weight"].shape == (4, 256 // tp, 64)
@@ -82,7 +82,7 @@ def test_rotary_embedding_is_said(tmp_path: Path) -> None:
         "new": {"rope_theta": None, "rope_parameters": {**scaling, "rope_theta": 500000.0}},
     }.items():
         source = trtllm_models.llama(tmp_path / name, **said)
-        export_legacy(source, tmp_path / f"{name}.out", fsync=False)
+        export_trtllm_legacy(source, tmp_path / f"{name}.out", fsync=False)
         c = config_of(tmp_path / f"{name}.out")
         assert c["rotary_base"] == 500000.0
         assert c["rotary_scaling"] == {"type": "llama3", **scaling}
@@ -91,10 +91,10 @@ def test_rotary_embedding_is_said(tmp_path: Path) -> None:
 def test_from_megatron_ranks(tmp_path: Path) -> None:
     """Tensor-parallel shards, stages and a padded vocabulary: the same files in every byte."""
     source = trtllm_models.llama(tmp_path / "hf")
-    export_legacy(source, tmp_path / "a", tp=2, pp=2, fsync=False)
+    export_trtllm_legacy(source, tmp_path / "a", tp=2, pp=2, fsync=False)
     for to, layout in (("torch_dist", {"tp": 2, "pp": 2}), ("megatron", {"tp": 2, "pp": 4})):
         reshard(source, tmp_path / to, to=to, **layout, fsync=False)
-        export_legacy(tmp_path / to, tmp_path / f"{to}.out", tp=2, pp=2, fsync=False)
+        export_trtllm_legacy(tmp_path / to, tmp_path / f"{to}.out", tp=2, pp=2, fsync=False)
         assert tensors_of(tmp_path / f"{to}.out") == tensors_of(tmp_path / "a")
         assert config_of(tmp_path / f"{to}.out") == config_of(tmp_path / "a")
 
@@ -107,7 +107,7 @@ def tensors_of(folder: Path) -> dict[str, Any]:
 def test_tied_embeddings(tmp_path: Path) -> None:
     """The head is written though it is the embedding: engines of Llama look for it."""
     source = trtllm_models.llama(tmp_path / "hf", tie_word_embeddings=True)
-    export_legacy(source, tmp_path / "out", tp=2, pp=2, dtype="fp16", fsync=False)
+    export_trtllm_legacy(source, tmp_path / "out", tp=2, pp=2, dtype="fp16", fsync=False)
     found = joined(tmp_path / "out")
     assert found["embed_tokens.weight"].dtype == torch.float16
     assert torch.equal(found["lm_head.weight"], found["embed_tokens.weight"].float())
@@ -119,7 +119,7 @@ def test_tied_embeddings(tmp_path: Path) -> None:
 def test_gammas_are_rounded_once(tmp_path: Path, kind: str) -> None:
     """Gemma's, of float32: one is added before they are rounded, not after."""
     source = gguf_models.save(tmp_path / "hf", "gemma")
-    export_legacy(source, tmp_path / "out", dtype=kind, fsync=False)
+    export_trtllm_legacy(source, tmp_path / "out", dtype=kind, fsync=False)
     found, want = ranks_of(tmp_path / "out")[0], load_file(source / "model.safetensors")
     stored = {"input_layernorm": "input_layernorm", "post_layernorm": "post_attention_layernorm"}
     names = {"transformer.ln_f": "model.norm"}
@@ -135,7 +135,7 @@ def test_gammas_are_rounded_once(tmp_path: Path, kind: str) -> None:
 
 def test_no_larger_than_it_was(tmp_path: Path) -> None:
     source = trtllm_models.llama(tmp_path / "hf", vocab_size=100)
-    report = export_legacy(source, tmp_path / "out", dry_run=True)
+    report = export_trtllm_legacy(source, tmp_path / "out", dry_run=True)
     assert report.is_dry
     assert report.num_bytes == report.source_bytes
     assert not (tmp_path / "out").exists()

@@ -21,9 +21,9 @@ from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
-from megtool.export.quantized_module import Coded, CodedFolder
-from megtool.export.repack import Slice, repacked
-from megtool.export.small_tensors import Values
+from megtool.export.quantized_module import QuantizedModule, QuantizedModules
+from megtool.export.repack import WeightSlice, plan_repack
+from megtool.export.small_tensors import SmallTensorReader
 from megtool.number_formats.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2
 from megtool.number_formats.encode import encode
 from megtool.number_formats.layout import layout
@@ -116,13 +116,13 @@ def _encoded(wanted: ModuleSpec, seed: int) -> Tensors:
     return out
 
 
-def modelopt_held(coded: Coded) -> tuple[str, PartTensors]:
+def modelopt_held(coded: QuantizedModule) -> tuple[str, PartTensors]:
     """The packing and the tensors of a module in ModelOpt's form."""
     packing = packing_of(RecipeFormat(name="x", algo=coded.algo, group_size=coded.group_size))
     return packing, _held(coded, layout(packing, coded.shape), NAMES)
 
 
-def compressed_held(coded: Coded) -> tuple[str, PartTensors]:
+def compressed_held(coded: QuantizedModule) -> tuple[str, PartTensors]:
     """The packing and the tensors of a module in compressed-tensors' form."""
     packing = coded.packing.replace("int4rows", "int4")
     packed = packing.partition(":")[0] in ("int4", "int8words", "nvfp4", "mxfp4")
@@ -134,7 +134,9 @@ def compressed_held(coded: Coded) -> tuple[str, PartTensors]:
     return packing, _held(coded, layout(packing, coded.shape, "compressed-tensors"), names)
 
 
-def _held(coded: Coded, parts: Sequence[PackedPart], names: Mapping[str, str]) -> PartTensors:
+def _held(
+    coded: QuantizedModule, parts: Sequence[PackedPart], names: Mapping[str, str]
+) -> PartTensors:
     out = []
     for part in parts:
         kind = "uint8" if part.dtype == "float8_e8m0fnu" else part.dtype
@@ -161,16 +163,16 @@ def given_of(values: Mapping[str, np.ndarray[Any, Any]]) -> ConstantFeed:
     )
 
 
-def to_compressed(source: CodedFolder, to: Path, **more: Any) -> Path:
+def to_compressed(source: QuantizedModules, to: Path, **more: Any) -> Path:
     """All modules of a folder in compressed-tensors' form."""
     feeds, known = [], {}
-    with Values(source.catalogue) as values:
+    with SmallTensorReader(source.catalogue) as values:
         for coded in source.modules:
             packing, held = compressed_held(coded)
-            feeds.append((repacked([Slice.whole(coded)], packing, held), held))
+            feeds.append((plan_repack([WeightSlice.of_module(coded)], packing, held), held))
             if packing.startswith("int4"):
                 known[f"{coded.name}.weight_shape"] = np.array(coded.shape, np.int64)
-            if (inputs := values.inputs(coded)) is not None:
+            if (inputs := values.read_input_scale(coded)) is not None:
                 divides = coded.packing.startswith("nvfp4")
                 name = "input_global_scale" if divides else "input_scale"
                 value = np.float32(1) / inputs if divides else inputs
@@ -187,7 +189,7 @@ def to_compressed(source: CodedFolder, to: Path, **more: Any) -> Path:
     return carried_out(source, feeds, to, known=known, config=config, **more)
 
 
-def _group(coded: Coded) -> dict[str, Any]:
+def _group(coded: QuantizedModule) -> dict[str, Any]:
     number = FORMATS[coded.algo]
     weights: dict[str, Any] = {
         "num_bits": number.bits,
@@ -210,14 +212,14 @@ def _group(coded: Coded) -> dict[str, Any]:
     }
 
 
-def to_modelopt(source: CodedFolder, to: Path) -> Path:
+def to_modelopt(source: QuantizedModules, to: Path) -> Path:
     """All modules of a folder in ModelOpt's form."""
     feeds, known = [], {}
-    with Values(source.catalogue) as values:
+    with SmallTensorReader(source.catalogue) as values:
         for coded in source.modules:
             packing, held = modelopt_held(coded)
-            feeds.append((repacked([Slice.whole(coded)], packing, held), held))
-            if (inputs := values.inputs(coded)) is not None:
+            feeds.append((plan_repack([WeightSlice.of_module(coded)], packing, held), held))
+            if (inputs := values.read_input_scale(coded)) is not None:
                 known[f"{coded.name}.input_scale"] = np.asarray(inputs, np.float32)
     layers = [
         QuantizedLayer(name=c.name, algo=c.algo, group_size=c.group_size) for c in source.modules
@@ -228,7 +230,7 @@ def to_modelopt(source: CodedFolder, to: Path) -> Path:
 
 
 def planned(
-    source: CodedFolder,
+    source: QuantizedModules,
     made: Sequence[tuple[Sequence[TensorFeed], PartTensors]],
     *,
     known: Mapping[str, np.ndarray[Any, Any]] | None = None,
@@ -257,7 +259,7 @@ def planned(
 
 
 def carried_out(
-    source: CodedFolder,
+    source: QuantizedModules,
     made: Sequence[tuple[Sequence[TensorFeed], PartTensors]],
     to: Path,
     *,

@@ -13,8 +13,8 @@ from megtool.config import ModelConfig, ParallelConfig
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import PipelineSchedule, build_stages
+from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.worlds.moe_layouts import DENSE, rank_part
 
