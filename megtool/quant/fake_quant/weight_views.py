@@ -29,7 +29,7 @@ from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightPart:
+class ParameterPart:
     """A rank's part of a weight: pieces of its local `parameter`, possibly none.
 
     Of each piece it is known where it is `here`, and where in the whole weight of `shape`. `is_cut`
@@ -54,7 +54,7 @@ class WeightViews:
         config, groups = decoder.config, decoder.groups
         layers = {str(n) for n in decoder.stage.layers}
         names = {f"{m}.weight" for m in modules if _layer(m) in (*layers, "")}
-        self.parts: dict[str, WeightPart] = {}
+        self.parts: dict[str, ParameterPart] = {}
         if not names:
             return
         side = canonical_side(config, {_layer(n) for n in names})
@@ -90,7 +90,7 @@ class WeightViews:
                 continue
             tensor = local_tensors_by_key[stored[name]]
             share = groups.ep.size if ".experts." in name else 1
-            self.parts[name.removesuffix(".weight")] = WeightPart(
+            self.parts[name.removesuffix(".weight")] = ParameterPart(
                 parameter=tensor.name,
                 shape=side.canonical[name].shape,
                 is_cut=prod(tensor.shape) * share < sizes[tensor.key],

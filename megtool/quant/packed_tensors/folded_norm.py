@@ -13,7 +13,7 @@ from megtool.checkpoint.transport.tile import Index
 from megtool.errors import CalibrationError
 from megtool.number_formats.small_floats import single
 from megtool.quant.qparams import Floats
-from megtool.reshard.constant_feed import bits_of, hash_of, round_to_dtype, whole
+from megtool.reshard.constant_feed import to_bits, digest_facts, round_to_dtype, whole_region
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -39,7 +39,7 @@ class FoldedNorm:
     @property
     def writes(self) -> tuple[TargetRegion, ...]:
         """All of it."""
-        return (whole(self.tensor),)
+        return (whole_region(self.tensor),)
 
     @property
     def num_bytes(self) -> int:
@@ -49,7 +49,7 @@ class FoldedNorm:
     @property
     def identity(self) -> bytes:
         """The factors."""
-        return hash_of(self.factors, self.zero_centered, self.tensor.dtype.name)
+        return digest_facts(self.factors, self.zero_centered, self.tensor.dtype.name)
 
     def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
@@ -63,4 +63,4 @@ class FoldedNorm:
             raise CalibrationError(
                 "factors of its columns make it infinite or NaN", tensor=self.tensor.name
             )
-        yield 0, (0,), bits_of(round_to_dtype(out, self.tensor.dtype), self.tensor.dtype)
+        yield 0, (0,), to_bits(round_to_dtype(out, self.tensor.dtype), self.tensor.dtype)

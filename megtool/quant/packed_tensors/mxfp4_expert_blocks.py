@@ -15,9 +15,9 @@ from megtool.checkpoint.transport.tile import Index
 from megtool.dtypes import dtype as named_dtype
 from megtool.number_formats.decode import CODES, SCALE
 from megtool.number_formats.layout import MX_BLOCK, check_divides
-from megtool.quant.packed_tensors.pack import PackedRows, WeightToPack, make_pack_feeds
+from megtool.quant.packed_tensors.pack import PackFeed, WeightToPack, make_pack_feeds
 from megtool.quant.recipes.modules import BLOCKS
-from megtool.reshard.constant_feed import hash_of
+from megtool.reshard.constant_feed import digest_facts
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
@@ -46,7 +46,7 @@ def blocks_of(name: str, shape: tuple[int, int, int]) -> tuple[GlobalTensor, Glo
 class ExpertFeed:
     """A feed that fills the rows of one expert inside the stacked `tensors`."""
 
-    feed: PackedRows
+    feed: PackFeed
     expert: int
     tensors: tuple[GlobalTensor, GlobalTensor]
 
@@ -77,7 +77,7 @@ class ExpertFeed:
     @property
     def identity(self) -> bytes:
         """Those of the rows, and whose they are."""
-        return hash_of(self.feed.identity, self.expert)
+        return digest_facts(self.feed.identity, self.expert)
 
     def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""

@@ -35,7 +35,7 @@ from megtool.number_formats.small_floats import E2M1, E4M3, single
 from megtool.quant.packed_tensors.modelopt_tensors import second_scale
 from megtool.quant.qparams import WeightQParams
 from megtool.quant.recipes.formats import packing_of
-from megtool.reshard.constant_feed import bits_of, hash_of
+from megtool.reshard.constant_feed import to_bits, digest_facts
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
@@ -78,7 +78,7 @@ class WeightToPack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedRows:
+class PackFeed:
     """Rows `first:end` of a weight, as codes and scales.
 
     They are put at row `at` more of the stored module, which holds several weights where a family
@@ -123,7 +123,7 @@ class PackedRows:
     @property
     def identity(self) -> bytes:
         """The treatment and the rows."""
-        return hash_of(self.digest, self.first, self.end, self.amax, self.weight.dtype.name)
+        return digest_facts(self.digest, self.first, self.end, self.amax, self.weight.dtype.name)
 
     def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
@@ -150,7 +150,7 @@ class PackedRows:
                         hint=e.hint,
                     ) from e
                 lines = begin - self.first
-                codes = bits_of(strip[CODES], kinds[CODES])
+                codes = to_bits(strip[CODES], kinds[CODES])
                 yield number[CODES], (lines // _rows_per(parts[CODES]), 0), codes
                 for role, all_rows in scales.items():
                     num_rows = lines // _rows_per(parts[role])
@@ -158,7 +158,7 @@ class PackedRows:
                         all_rows.dtype
                     )
         for role, all_rows in scales.items():
-            yield number[role], (0,) * all_rows.ndim, bits_of(all_rows, kinds[role])
+            yield number[role], (0,) * all_rows.ndim, to_bits(all_rows, kinds[role])
 
     def _strip(
         self,
@@ -311,15 +311,15 @@ def make_pack_feeds(
     *,
     row_offset: int,
     amax: float,
-) -> list[PackedRows]:
+) -> list[PackFeed]:
     """The feeds of one weight, each of about a unit of work; see `Packed`."""
     t = weight.treatment
     form = (t.format.algo, t.format.group_size, t.format.round_twice)
-    digest = hash_of(*form, t.smoothing_scale, t.amax, t.codes)
+    digest = digest_facts(*form, t.smoothing_scale, t.amax, t.codes)
     grain = math.lcm(grain_of(weight), weight.turn)
     rows = max(grain, UNIT_BYTES // weight.row_bytes // grain * grain)
     return [
-        PackedRows(
+        PackFeed(
             weight=weight,
             first=first,
             end=min(first + rows, weight.shape[0]),

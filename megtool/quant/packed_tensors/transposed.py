@@ -14,8 +14,8 @@ import numpy as np
 from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
-from megtool.quant.packed_tensors.pack import PackedRows
-from megtool.reshard.constant_feed import hash_of
+from megtool.quant.packed_tensors.pack import PackFeed
+from megtool.reshard.constant_feed import digest_facts
 from megtool.tensors.placement import Placement
 
 TURNED = ("FP8",)
@@ -26,7 +26,7 @@ TURNED = ("FP8",)
 class TransposedFeed:
     """A feed that fills columns of a stored tensor with the rows of a weight."""
 
-    feed: PackedRows
+    feed: PackFeed
 
     @property
     def reads(self) -> tuple[Placement, ...]:
@@ -46,7 +46,7 @@ class TransposedFeed:
     @property
     def identity(self) -> bytes:
         """Those of the rows."""
-        return hash_of("turned", self.feed.identity)
+        return digest_facts("turned", self.feed.identity)
 
     def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
