@@ -38,7 +38,7 @@ COUNTED = {
     "generate": "tokens",
     "evaluate": "tokens",
     "calibrate": "tokens",
-    "settle": "points",
+    "solve": "sites",
     "sensitivity": "trials",
     "train": "tokens",
 }

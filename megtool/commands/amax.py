@@ -10,7 +10,7 @@ from megtool.commands.options.checkpoints import (
 from megtool.commands.reshard import make_execution_options
 from megtool.console import Progress, silent
 from megtool.quant import static_scales
-from megtool.quant.static_scales_report import DeriveReport
+from megtool.quant.static_scales import DeriveReport
 from megtool.reshard.fp8_state import inspect
 from megtool.reshard.fp8_state.inspect_report import AmaxInspection
 from megtool.reshard.fp8_state.rewrite import rewrite_fp8_state

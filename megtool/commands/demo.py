@@ -87,7 +87,7 @@ class DemoReport:
         if self.loss is not None:
             yield f"loss    {self.loss:.2f} at the second of two steps of AdamW"
         if self.texts is None:
-            yield "text    not generated: transformers is not installed (pip install transformers)"
+            yield "text    not generated: transformers is not installed (pip install 'megtool[hf]')"
         else:
             same = "the same" if self.texts[0] == self.texts[1] else "DIFFERENT"
             yield f"prompt  {PROMPT}"
@@ -150,7 +150,7 @@ _MODEL: tuple[Job, ...] = (
     ("-> torch_dist TP=1 PP=5", "tp3-pp2", "tp1-pp5", ["--tp=1", "--pp=5"]),
     ("-> Hugging Face again", "tp1-pp5", "hf-again", ["--to=hf"]),
 )
-_DEFAULT = ["--to=torch_dist", "--optimizer=dp_reshardable", "--dp=2"]
+_DEFAULT = ["--to=torch_dist", "--optimizer-format=dp_reshardable", "--dp=2"]
 _TRAINED: tuple[Job, ...] = (
     ("trained -> Megatron's default", "trained", "trained-default", _DEFAULT),
     ("-> optimizer at TP=3 PP=2", "trained-default", "trained-tp3-pp2", ["--tp=3", "--pp=2"]),
@@ -158,7 +158,7 @@ _TRAINED: tuple[Job, ...] = (
 )
 
 
-_FP8 = ["--recipe=fp8_kv_fp8", "--samples=4", "--length=256"]
+_FP8 = ["--recipe=fp8_kv_fp8", "--samples=4", "--seq-length=256"]
 
 
 def _demo(weights: Path, folder: Path, *, is_temporary: bool) -> DemoReport:

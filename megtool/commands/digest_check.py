@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megtool.checkpoint.compare import Half, Pair
+from megtool.checkpoint.compare import ComparedSource, TensorPair
 from megtool.checkpoint.digest import SIDECAR, TensorDigest
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.read import CheckpointReader
 from megtool.commands.verify_report import Difference, DigestCheck
 from megtool.errors import MappingError
-from megtool.reshard.open_source import CheckpointSource
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
 
@@ -44,13 +44,13 @@ class Kept:
             self._sort(name, digest, by_stored=by_stored)
         self.unverified = tuple(
             name
-            for name, p in opened.side.placements.items()
+            for name, p in opened.view.placements.items()
             if (p.stored if by_stored else name) not in known
         )
 
     def _sort(self, name: str, digest: TensorDigest, *, by_stored: bool) -> None:
         opened, shape = self.opened, digest.shape
-        compared = None if by_stored and opened.is_canonical else opened.side.canonical.get(name)
+        compared = None if by_stored and opened.is_canonical else opened.view.canonical.get(name)
         held = compared
         if by_stored and name in opened.catalogue:
             held = opened.catalogue[name]
@@ -78,16 +78,16 @@ class Kept:
                 f"{list(shape)}",
             )
 
-    def half(self, reader: Reader) -> Half:
+    def half(self, reader: CheckpointReader) -> ComparedSource:
         """This side of the comparison, with the digests of `here` computed on the way."""
-        return Half(reader=reader, sizes=_sizes(self.here))
+        return ComparedSource(reader=reader, sizes=_sizes(self.here))
 
-    def rest(self, reader: Reader) -> tuple[list[Pair], Half]:
+    def rest(self, reader: CheckpointReader) -> tuple[list[TensorPair], ComparedSource]:
         """What has to be read for `apart`."""
-        pairs = [Pair(name=name, a=place, b=None) for name, place in self.places.items()]
-        return pairs, Half(reader=reader, sizes=_sizes(self.apart))
+        pairs = [TensorPair(name=name, a=place, b=None) for name, place in self.places.items()]
+        return pairs, ComparedSource(reader=reader, sizes=_sizes(self.apart))
 
-    def hold(self, half: Half) -> None:
+    def hold(self, half: ComparedSource) -> None:
         """Hold the digests that were computed against those kept."""
         for name in half.sizes:
             kept = self.here[name] if name in self.here else self.apart[name]
@@ -100,7 +100,7 @@ class Kept:
                 )
 
     def _differ(self, name: str, text: str) -> None:
-        place = self.opened.side.placements.get(name)
+        place = self.opened.view.placements.get(name)
         stored = name if place is None or name in self.apart else place.stored
         self.differences.append(Difference(tensor=name, stored=stored, kind="digest", text=text))
 
@@ -115,10 +115,10 @@ class Kept:
             unverified=self.unverified,
         )
 
-    def alone(self) -> Iterator[Pair]:
+    def alone(self) -> Iterator[TensorPair]:
         """What has to be read for `here` where nothing is compared."""
         for name in self.here:
-            yield Pair(name=name, a=self.opened.side.placements[name], b=None)
+            yield TensorPair(name=name, a=self.opened.view.placements[name], b=None)
 
 
 def _unfitting(opened: CheckpointSource, reason: MappingError) -> str:

@@ -54,10 +54,10 @@ def export(
         "like": options.like,
     }
     if to == "trtllm-legacy":
-        from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
+        from megtool.export.trtllm_legacy.write_checkpoint import export_trtllm_legacy
 
         ranks: dict[str, Any] = {"tp": options.tp or 1, "pp": options.pp or 1}
-        return export_legacy(source, destination, dtype=options.dtype, **ranks, **model, **copying)
+        return export_trtllm_legacy(source, destination, dtype=options.dtype, **ranks, **model, **copying)
     if to == "gguf":
         from megtool.export.gguf.write_file import export_gguf
 
@@ -113,7 +113,7 @@ def _export_plain(
     progress: Progress,
 ) -> ExportReport:
     """Write a plain Hugging Face folder, whatever the source is."""
-    from megtool.export.preflight import check_plan, wrong_scales
+    from megtool.export.preflight import check_plan, find_wrong_scales
 
     source, destination = options.source, options.destination
     if options.to == "compressed-tensors":
@@ -124,9 +124,9 @@ def _export_plain(
     notes: list[str] = []
     warnings: list[str] = []
     if quantized is not None:
-        warnings += wrong_scales(quantized.root)
-        if quantized.set_aside:
-            count = several(len(quantized.set_aside), "scale")
+        warnings += find_wrong_scales(quantized.root)
+        if quantized.ignored:
+            count = several(len(quantized.ignored), "scale")
             notes.append(f"{count} of inputs and of the KV cache are left out: the copy is plain")
 
     def check(plan: ReshardPlan) -> None:

@@ -17,7 +17,7 @@ from megtool.quant.pipeline.calibration_data import (
     CalibrationSamples,
     read_samples,
 )
-from megtool.quant.pipeline.pipeline import carry_out
+from megtool.quant.pipeline.pipeline import run_quantize
 from megtool.quant.pipeline.request import (
     USUAL_EVALUATED,
     CalibrationOptions,
@@ -87,20 +87,20 @@ def quantize(
     if options.dry_run:
         return request.planned(samples)
     request.check_free()
-    return carry_out(request, samples, progress)
+    return run_quantize(request, samples, progress)
 
 
 def _make_request(
     resolved: ResolvedRecipe, options: QuantizeOptions, start: float
 ) -> QuantizeRequest:
     return QuantizeRequest(
-        decided=resolved,
+        resolved=resolved,
         destination=options.destination,
         recipe=options.recipe,
         bits=options.bits,
         group_size=options.group_size or 0,
         began=start,
-        manner=RuntimeOptions(
+        runtime=RuntimeOptions(
             device=options.device,
             dtype=options.dtype,
             kernels=options.kernels,
@@ -110,7 +110,7 @@ def _make_request(
             ep=options.ep,
             etp=options.etp,
         ),
-        calibrating=CalibrationOptions(
+        calibration=CalibrationOptions(
             data_options=CalibrationDataOptions(
                 data=options.data,
                 field=options.field,
@@ -131,7 +131,7 @@ def _make_request(
             only=options.calibrate_only,
             work=options.work_dir,
         ),
-        writing=QuantizeOutputOptions(
+        output=QuantizeOutputOptions(
             memory_bytes=parse_size(options.memory, "memory"),
             max_shard_bytes=(
                 parse_size(options.max_shard_size, "max shard size")
@@ -149,7 +149,7 @@ def _make_request(
 
 def _learn_facts(request: QuantizeRequest) -> QuantizeFacts:
     return QuantizeFacts(
-        recipe=request.decided.recipe.name,
+        recipe=request.resolved.recipe.name,
         chooses_formats=request.chooses,
         needs_data=request.asks_data,
         has_experts=any("expert" in d.module.roles for d in request.decisions),
@@ -173,13 +173,13 @@ def _check_processes(request: QuantizeRequest, options: QuantizeOptions) -> None
 
 def _read_samples(request: QuantizeRequest) -> CalibrationSamples | None:
     """The samples, if any are needed."""
-    if not request.asks_data or request.calibrating.files:
+    if not request.asks_data or request.calibration.files:
         return None
-    data_options, config = request.calibrating.data_options, request.runnable.config
+    data_options, config = request.calibration.data_options, request.model_source.config
     synthetic = data_options.synthetic
     samples = read_samples(
         data_options,
-        None if synthetic else request.runnable.tokenizer(request.calibrating.tokenizer),
+        None if synthetic else request.model_source.tokenizer(request.calibration.tokenizer),
         vocab_size=config.vocab_size,
         max_positions=config.max_positions,
     )

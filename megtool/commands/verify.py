@@ -12,8 +12,8 @@ import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.compare import (
-    TensorDelta,
     ComparedSource,
+    TensorDelta,
     TensorPair,
     compare,
     count_pair_bytes,

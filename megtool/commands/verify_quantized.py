@@ -6,32 +6,37 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from megtool.checkpoint.formats.quantized import quantization
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.formats.quantized import quantization_config
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.verify_report import Difference
-from megtool.lint.compressed_schemes import group_of
+from megtool.lint.compressed_rules import find_group
 from megtool.quant.verification.sqnr_thresholds import (
-    Closeness,
-    Norm,
-    changed_norms,
-    closeness,
-    points_of,
+    ChangedNorm,
+    WeightComparison,
+    compare_with_threshold,
+    find_changed_norms,
+    list_norm_sites,
 )
-from megtool.quant.verification.unquantized_tensors import compare_kept
-from megtool.quant.verification.weight_error import Floats, Weight, measure, without_columns
-from megtool.reshard.open_source import CheckpointSource
+from megtool.quant.verification.unquantized_tensors import compare_unquantized
+from megtool.quant.verification.weight_error import (
+    Floats,
+    WeightPair,
+    measure_errors,
+    split_pre_quant_scales,
+)
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.box import numel
 
 
 def packings_differ(a: CheckpointSource, b: CheckpointSource) -> bool:
     """Whether any tensor is quantized on one side alone, or otherwise on the other."""
-    x, y = a.side.placements, b.side.placements
+    x, y = a.view.placements, b.view.placements
     return any(_packing(a, n) != _packing(b, n) for n in x if n in y)
 
 
 def _packing(opened: CheckpointSource, name: str) -> str:
-    place = opened.side.placements.get(name)
+    place = opened.view.placements.get(name)
     stored = opened.catalogue[place.stored] if place is not None else None
     return (stored.packing or "") if stored is not None else ""
 
@@ -40,11 +45,11 @@ def _numbers(opened: CheckpointSource, name: str) -> str:
     """The packing by the numbers that it stores: compressed-tensors keeps codes of four bits in a
     byte each where inputs have codes too (W4A8), and they are no closer for that."""
     packing = _packing(opened, name)
-    said = quantization(opened.catalogue.metadata) or {}
+    said = quantization_config(opened.catalogue.metadata) or {}
     if not packing.startswith("int8") or not isinstance(said.get("config_groups"), dict):
         return packing
-    stored = opened.side.placements[name].stored
-    weights = (group_of(said, stored.rpartition(".")[0]) or {}).get("weights")
+    stored = opened.view.placements[name].stored
+    weights = (find_group(said, stored.rpartition(".")[0]) or {}).get("weights")
     bits = weights.get("num_bits") if isinstance(weights, dict) else None
     few = isinstance(bits, int) and bits <= 4
     return packing.replace(packing.partition(":")[0], "int4", 1) if few else packing
@@ -64,29 +69,33 @@ class QuantizedPair:
     sqnr: float | None
     weights: list[str] = field(default_factory=list)
     casts: list[str] = field(default_factory=list)
-    norms: dict[str, Norm] = field(default_factory=dict)
-    rows: list[Closeness] = field(default_factory=list)
+    norms: dict[str, ChangedNorm] = field(default_factory=dict)
+    rows: list[WeightComparison] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, a: CheckpointSource, b: CheckpointSource, readers: Sequence[Reader], sqnr: float | None
+        cls,
+        a: CheckpointSource,
+        b: CheckpointSource,
+        readers: Sequence[CheckpointReader],
+        sqnr: float | None,
     ) -> QuantizedPair:
         """Sort the tensors of both: what is in neither list is compared bit by bit."""
         turned = _is_quantized(a) and not _is_quantized(b)
         one, other = (b, a) if turned else (a, b)
         first, second = reversed(readers) if turned else readers
         out = cls(one, other, sqnr)
-        mine, theirs = one.side, other.side
+        mine, theirs = one.view, other.view
         both = [
             n
             for n, t in mine.canonical.items()
             if n in theirs.canonical and t.shape == theirs.canonical[n].shape
         ]
         packed = {n for n in both if _packing(one, n) != _packing(other, n)}
-        points = [p for p in points_of(mine) if any(f"{m}.weight" in packed for m in p.modules)]
-        out.norms = changed_norms(points, mine, theirs, first, second)
+        points = [p for p in list_norm_sites(mine) if any(f"{m}.weight" in packed for m in p.modules)]
+        out.norms = find_changed_norms(points, mine, theirs, first, second)
         behind = {f"{m}.weight" for n in out.norms.values() for m in n.point.modules}
         for n in both:
             if len(mine.canonical[n].shape) < 2:
@@ -106,47 +115,47 @@ class QuantizedPair:
     @property
     def num_elements(self) -> int:
         """What `run` tells progress of, at four bytes each."""
-        return sum(numel(self.a.side.canonical[n].shape) for n in self.weights)
+        return sum(numel(self.a.view.canonical[n].shape) for n in self.weights)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the reference's tensors that are compared here."""
-        mine = self.a.side.canonical
+        mine = self.a.view.canonical
         return sum(mine[n].num_bytes for n in self.apart() if n in mine)
 
     def run(self, *, threads: int, progress: Callable[[int], None]) -> None:
         """Measure the weights, and say which are not close, or not the cast of the other's."""
-        mine, theirs = self.a.side, self.b.side
-        catalogue, columns = without_columns(self.b.catalogue)
+        mine, theirs = self.a.view, self.b.view
+        catalogue, columns = split_pre_quant_scales(self.b.catalogue)
         with ExitStack() as stack:
-            a = stack.enter_context(Reader(self.a.catalogue, Files()))
-            b = stack.enter_context(Reader(catalogue, Files()))
-            whole = stack.enter_context(Reader(self.b.catalogue, Files()))
+            a = stack.enter_context(CheckpointReader(self.a.catalogue, Files()))
+            b = stack.enter_context(CheckpointReader(catalogue, Files()))
+            whole = stack.enter_context(CheckpointReader(self.b.catalogue, Files()))
             norm_of = {f"{m}.weight": n for n in self.norms.values() for m in n.point.modules}
             weights = []
             for name in self.weights:
                 shape = mine.canonical[name].shape
                 stored = theirs.placements[name].stored
                 weights.append(
-                    Weight(
+                    WeightPair(
                         name=name,
                         source=mine.placements[name],
                         written=theirs.placements[name],
                         shape=(numel(shape[:-1]), shape[-1]),
-                        gammas=_together(norm_of.get(name), columns.get(stored)),
+                        input_factors=_together(norm_of.get(name), columns.get(stored)),
                     )
                 )
-            sums = measure(weights, a, b, threads=threads, progress=progress)
-            for found in compare_kept(mine, theirs, a, whole, self.casts, threads=threads):
-                self._differ(found.module, f"{found.text.partition(',')[0]}")
+            sums = measure_errors(weights, a, b, threads=threads, progress=progress)
+            for found in compare_unquantized(mine, theirs, a, whole, self.casts, threads=threads):
+                self._differ(found.module, f"{found.message.partition(',')[0]}")
         for w in weights:
-            row = closeness(
+            row = compare_with_threshold(
                 w.name,
                 w.written.stored,
                 (_numbers(self.a, w.name), _numbers(self.b, w.name)),
                 sums[w.name],
                 sqnr=self.sqnr,
-                scaled=w.gammas is not None,
+                scaled=w.input_factors is not None,
             )
             self.rows.append(row)
             if not row.is_sound:
@@ -157,7 +166,7 @@ class QuantizedPair:
     def _differ(self, name: str, text: str) -> None:
         self.differences.append(Difference(tensor=name, stored=name, kind="values", text=text))
 
-    def _not_close(self, row: Closeness) -> None:
+    def _not_close(self, row: WeightComparison) -> None:
         if row.num_nan:
             text = f"{row.num_nan:,} elements are no finite numbers"
         elif row.sqnr_db >= row.least_db and row.most_row_error is not None:
@@ -211,7 +220,7 @@ class QuantizedPair:
             )
 
 
-def _together(norm: Norm | None, stored: Floats | None) -> Floats | None:
+def _together(norm: ChangedNorm | None, stored: Floats | None) -> Floats | None:
     """What inputs are multiplied by: by the norm before, and by the engine."""
     if norm is None or stored is None:
         return stored if norm is None else norm.factors
@@ -219,7 +228,7 @@ def _together(norm: Norm | None, stored: Floats | None) -> Floats | None:
 
 
 def _dtype(opened: CheckpointSource, name: str) -> str:
-    return opened.side.canonical[name].dtype.name
+    return opened.view.canonical[name].dtype.name
 
 
 def _is_quantized(opened: CheckpointSource) -> bool:

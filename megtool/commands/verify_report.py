@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from megtool.console import format_bytes
-from megtool.quant.verification.sqnr_thresholds import Closeness
+from megtool.quant.verification.sqnr_thresholds import WeightComparison
 from megtool.reports import fold_names
 
 _SHOWN = 20
@@ -92,7 +92,7 @@ class VerifyReport:
     digests: tuple[DigestCheck, ...]
     differences: tuple[Difference, ...]
     notes: tuple[str, ...]
-    weights: tuple[Closeness, ...] = ()
+    weights: tuple[WeightComparison, ...] = ()
 
     @property
     def exit_status(self) -> int:
@@ -130,7 +130,7 @@ class VerifyReport:
 
     def _table(self) -> Iterator[str]:
         """By format, and the weights with the least signal over noise."""
-        kinds: dict[str, list[Closeness]] = {}
+        kinds: dict[str, list[WeightComparison]] = {}
         for w in self.weights:
             kinds.setdefault(w.packing, []).append(w)
         if kinds:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megtool.errors import FormatError, MissingPackageError, StorageError, UsageError
+from megtool.errors import FormatError, StorageError, UsageError
 from megtool.options.field import convert_value, flag, option_fields
 
 T = TypeVar("T")
@@ -46,12 +46,7 @@ def read_options(cls: type[Any], path: str | Path) -> dict[str, Any]:
         FormatError: it is no YAML, no mapping, or has a key twice.
         UsageError: it names an option that there is not, or a value of another type.
     """
-    try:
-        yaml: Any = importlib.import_module("yaml")
-    except ModuleNotFoundError as e:
-        raise MissingPackageError(
-            "--config needs the pyyaml package", hint="pip install 'megtool[train]'"
-        ) from e
+    yaml: Any = importlib.import_module("yaml")
     try:
         content = yaml.safe_load(Path(path).read_bytes())
     except OSError as e:

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from megtool.errors import UsageError
-from megtool.options.field import Condition, OptionField, option_fields
+from megtool.options.field import OptionCondition, OptionField, option_fields
 
 _LOG = logging.getLogger(__name__)
 
 
-def requires(name: str, hint: str) -> Condition:
+def requires(name: str, hint: str) -> OptionCondition:
     """The condition that the option (or, of one letter, the argument) `name` is given as well."""
     shown = "--" + name.replace("_", "-") if len(name) > 1 else name.upper()
-    return Condition(
+    return OptionCondition(
         holds=lambda options, facts: is_set(options, name), reason=f"without {shown}", hint=hint
     )
 
@@ -31,32 +31,37 @@ def is_set(options: Any, name: str) -> bool:
     return entry.is_set(getattr(options, name))
 
 
-def check_effects(options: Any, facts: Any = None, *, order: Sequence[Condition] = ()) -> None:
+def check_effects(
+    options: Any, facts: Any = None, *, order: Sequence[OptionCondition] = ()
+) -> None:
     """Refuse options that have no effect, or log a warning where the condition says so.
 
     `facts` are what conditions `on_facts` look at; without them these are not checked. Conditions
     are checked in `order`, those that it lacks after them in the order of the fields.
 
     Raises:
-        UsageError: an option could have no effect; the message names all that the same condition
-            concerns.
+        UsageError: an option could have no effect; the message names all with the same reason.
     """
-    concerned: dict[Condition, list[OptionField]] = {c: [] for c in order}
-    for entry in option_fields(type(options)):
-        if entry.is_set(getattr(options, entry.name)):
-            for condition in entry.spec.needs:
-                concerned.setdefault(condition, []).append(entry)
-    for condition, entries in concerned.items():
-        if not entries or (condition.on_facts and facts is None):
-            continue
-        if condition.holds(options, facts):
-            continue
+    given = [
+        entry
+        for entry in option_fields(type(options))
+        if entry.is_set(getattr(options, entry.name))
+    ]
+    conditions = dict.fromkeys((*order, *(c for entry in given for c in entry.spec.needs)))
+    unmet: dict[tuple[str, str], list[OptionField]] = {}
+    for condition in conditions:
+        entries = [entry for entry in given if condition in entry.spec.needs]
+        is_known = facts is not None or not condition.on_facts
+        if entries and is_known and not condition.holds(options, facts):
+            names = unmet.setdefault((condition.reason, condition.hint), [])
+            names += [entry for entry in entries if entry not in names]
+    for (reason, hint), entries in unmet.items():
         words = _words(entries, facts)
-        text = f"{words['names']} {condition.reason.format_map(words)}"
-        if not condition.hint:
-            _LOG.warning("%s", condition.reason.format_map(words))
+        if not hint:
+            _LOG.warning("%s", reason.format_map(words))
             continue
-        raise UsageError(text, hint=condition.hint.format_map(words))
+        text = f"{words['names']} {reason.format_map(words)}"
+        raise UsageError(text, hint=hint.format_map(words))
 
 
 def _words(entries: Sequence[OptionField], facts: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Condition:
+class OptionCondition:
     """What has to hold for an option to have an effect.
 
     `holds` takes the options and, where `on_facts`, what the verb has learned of its inputs (None
@@ -56,7 +56,7 @@ class OptionSpec:
     minimum: float | None = None
     flags: tuple[str, ...] = ()
     alias: str | None = None
-    needs: tuple[Condition, ...] = ()
+    needs: tuple[OptionCondition, ...] = ()
     changes_result: bool = True
     is_argument: bool = False
 
@@ -148,7 +148,7 @@ class Options:
     """
 
     not_offered: ClassVar[frozenset[str]] = frozenset()
-    extra_needs: ClassVar[Mapping[Condition, tuple[str, ...]]] = {}
+    extra_needs: ClassVar[Mapping[OptionCondition, tuple[str, ...]]] = {}
     rivals: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ def all_fields(cls: type[Any]) -> tuple[OptionField, ...]:
 
 def _full_spec(cls: type[Any], declared: dataclasses.Field[Any]) -> OptionSpec:
     spec: OptionSpec = declared.metadata["option"]
-    extra: Mapping[Condition, tuple[str, ...]] = getattr(cls, "extra_needs", {})
+    extra: Mapping[OptionCondition, tuple[str, ...]] = getattr(cls, "extra_needs", {})
     needs = tuple(condition for condition, names in extra.items() if declared.name in names)
     return dataclasses.replace(spec, needs=spec.needs + needs) if needs else spec
 
@@ -238,7 +238,7 @@ def convert_value(entry: OptionField, value: Any, file: str | Path | None = None
     elif hint in (int, float) and not isinstance(value, bool):
         if (number := _number(value, hint, from_text=file is not None)) is not None:
             return _in_range(entry, number, name, file)
-    elif isinstance(hint, type) and isinstance(value, hint):
+    elif hint is bool and isinstance(value, bool):
         return value
     raise UsageError(_shown(name, value, file), file=file, hint=_KINDS.get(hint, "a list of texts"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import os
@@ -10,7 +9,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import megtool as package
 from megtool import __version__, errors
-from megtool.cli.app import app, main
-from megtool.cli.runner import run
+from megtool.cli.app import main
+from megtool.cli.generate import make_command
+from megtool.cli.runner import CommandOutput, run
+from megtool.commands.verbs import VERBS as ALL_VERBS
+from megtool.commands.verbs import Verb
 from megtool.console import Progress
+from megtool.options.field import flag, option_fields
 from megtool.train.config import TrainConfig
 
 VERBS = ("inspect", "reshard", "verify", "tokenize", "demo")
@@ -111,13 +115,15 @@ def test_help_sorts_options_into_panels(capsys: pytest.CaptureFixture[str]) -> N
     assert shown.index("Dangerous") < shown.index("--overwrite")
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_the_python_api_has_the_same_defaults(verb: str) -> None:
-    typed = inspect.signature(getattr(app, f"_{verb}")).parameters
-    function = getattr(importlib.import_module(f"megtool.commands.{verb}"), verb)
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name in typed and parameter.default is not inspect.Parameter.empty:
-            assert (name, typed[name].default or None) == (name, parameter.default or None)
+@pytest.mark.parametrize("verb", ALL_VERBS, ids=lambda verb: verb.api)
+def test_the_python_api_has_the_same_options(verb: Verb) -> None:
+    command = make_command(verb, lambda verb, values: 0)
+    typed = set(inspect.signature(command).parameters) - {"as_json", "quiet", "verbose", "config"}
+    function = inspect.signature(getattr(package, verb.api)).parameters
+    assert set(function) == typed
+    for entry in option_fields(verb.options):
+        default = function[entry.name].default
+        assert default == (inspect.Parameter.empty if entry.is_required else entry.default)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +156,7 @@ def test_long_option_names_are_not_cut(
     monkeypatch.setenv("COLUMNS", str(columns))
     assert main(["finetune", "--help"]) == 0
     told = capsys.readouterr().out
-    assert not [name for f in fields(TrainConfig) if (name := flag(f.name)) not in told]
+    assert not [name for f in option_fields(TrainConfig) if (name := flag(f.name)) not in told]
     assert all(title in told for title in ("Input", "Optimizer", "Parallel layout"))
 
 
@@ -178,14 +184,14 @@ def test_an_error_brings_its_status_its_place_and_its_hint(
     kind: type[errors.MegtoolError], status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = kind("size 9 is odd", file="a.safetensors", tensor="wte", hint="pad it")
-    assert run(raising(error), quiet=True) == status
+    assert run(raising(error), CommandOutput(quiet=True)) == status
     out, err = capsys.readouterr()
     assert out == ""
     assert err == "error: size 9 is odd [file a.safetensors, tensor wte]\n  hint: pad it\n"
 
 
 def test_verbose_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(raising(errors.FormatError("bad header")), verbose=True) == 3
+    assert run(raising(errors.FormatError("bad header")), CommandOutput(verbose=True)) == 3
     err = capsys.readouterr().err
     assert err.startswith("Traceback")
     assert err.endswith("error: bad header\n")
@@ -194,10 +200,11 @@ def test_verbose_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("verbose", [False, True])
 def test_the_unforeseen_is_one_line_unless_verbose(verbose: bool) -> None:
     code = (
-        "import sys; from megtool.cli import app\n"
-        "@cli.app.command('fail')\n"
-        f"def fail() -> int:\n    return cli.run(lambda p: 1 // 0, verbose={verbose})\n"
-        "sys.exit(cli.main(['fail']))"
+        "import sys; from megtool.cli import app, runner\n"
+        f"output = runner.CommandOutput(verbose={verbose})\n"
+        "@app.app.command('fail')\n"
+        "def fail() -> int:\n    return runner.run(lambda p: 1 // 0, output)\n"
+        "sys.exit(app.main(['fail']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -211,7 +218,7 @@ def test_the_unforeseen_is_one_line_unless_verbose(verbose: bool) -> None:
 def test_an_interrupt_is_130_and_says_how_to_go_on(
     resumes: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(raising(KeyboardInterrupt()), resumes=resumes) == 130
+    assert run(raising(KeyboardInterrupt()), CommandOutput(resumes=resumes)) == 130
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: interrupted\n")
@@ -225,7 +232,7 @@ def test_the_report_goes_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_json_is_json_even_with_nan(capsys: pytest.CaptureFixture[str]) -> None:
     values = {"min": float("-inf"), "max": [float("nan"), 1.5], "name": "é\x1b"}
-    assert run(answer(values), as_json=True) == 0
+    assert run(answer(values), CommandOutput(as_json=True)) == 0
 
     def refuse(constant: str) -> None:
         raise AssertionError(constant)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from megtool.config import LayoutOptions
 from megtool.options.effects import requires
-from megtool.options.field import REQUIRED, Condition, Options, argument, option
+from megtool.options.field import REQUIRED, OptionCondition, Options, argument, option
 from megtool.options.groups import (
     INPUT,
     LAYOUT,
@@ -54,25 +54,25 @@ class ReshardFacts:
         return self.format == "torch_dist"
 
 
-_HAS_SHARDS = Condition(
+_HAS_SHARDS = OptionCondition(
     holds=lambda options, facts: facts.is_sharded,
     reason="{has} no effect with --to {format}, whose files are not cut by size",
     hint="--to hf writes a folder of shards",
     on_facts=True,
 )
-_IS_ARRAY = Condition(
+_IS_ARRAY = OptionCondition(
     holds=lambda options, facts: facts.is_array,
     reason="{has} no effect with --to {format}",
     hint="--to zarr, tensorstore or ocdbt",
     on_facts=True,
 )
-_IS_TORCH_DIST = Condition(
+_IS_TORCH_DIST = OptionCondition(
     holds=lambda options, facts: facts.is_torch_dist,
     reason="{has} no effect with --to {format}",
     hint="--to torch_dist",
     on_facts=True,
 )
-_IS_MEGATRON = Condition(
+_IS_MEGATRON = OptionCondition(
     holds=lambda options, facts: facts.is_megatron,
     reason="{has} no effect with --to {format}",
     hint="--to torch_dist or megatron",
@@ -186,7 +186,7 @@ class ReshardOptions(SourceOptions, LayoutOptions, CopyOptions, OutputOptions):
 
 
 _TWO = requires("b", "megtool verify A B compares two checkpoints")
-_EXACT = Condition(
+_EXACT = OptionCondition(
     holds=lambda options, facts: not (options.atol or options.rtol),
     reason="with --atol or --rtol",
     hint="give one kind of tolerance",
@@ -243,8 +243,8 @@ EXPORT_FORMATS = {
 """What `export` writes."""
 
 
-def _formats(*names: str) -> Condition:
-    return Condition(
+def _formats(*names: str) -> OptionCondition:
+    return OptionCondition(
         holds=lambda options, facts: options.to in names,
         reason="{has} no effect with this --to",
         hint=f"only with --to {', '.join(names)}",
@@ -255,7 +255,7 @@ _FOLDERS = _formats(*(f for f in EXPORT_FORMATS if f not in ("gguf", "trtllm-leg
 _LEGACY = _formats("trtllm-legacy")
 _GGUF = _formats("gguf")
 _PLAIN = _formats("hf", "unified", "vllm", "trtllm", "sglang", "trtllm-legacy")
-_NOT_CODED = Condition(
+_NOT_CODED = OptionCondition(
     holds=lambda options, facts: not facts.is_repacked,
     reason="{has} no effect with --to {to} of a quantized folder",
     hint="its tensors keep their types, and its config.json stays; --to hf decodes it",

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from megtool.commands.options.checkpoints import SOURCE
 from megtool.options.effects import requires
-from megtool.options.field import REQUIRED, Condition, argument, option
+from megtool.options.field import REQUIRED, OptionCondition, argument, option
 from megtool.options.groups import (
     INPUT,
     OUTPUT,
@@ -43,7 +43,7 @@ class GenerateOptions(SourceOptions, TokenizerOptions, RuntimeOptions, DryRunOpt
         metavar="TEXT",
         flags=("--prompt", "-p"),
         needs=(
-            Condition(
+            OptionCondition(
                 holds=lambda options, facts: options.prompts is None,
                 reason="and --prompts",
                 hint="give one of them",

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from megtool.commands.options.checkpoints import SOURCE
 from megtool.options.effects import requires
-from megtool.options.field import REQUIRED, Condition, Options, argument, option
+from megtool.options.field import REQUIRED, OptionCondition, Options, argument, option
 from megtool.options.groups import (
     INPUT,
     OUTPUT,
@@ -46,13 +46,13 @@ def _is_not_plain(options: Any) -> bool:
     return data is None or not Path(data).is_file() or has_fields(str(data))
 
 
-_CHOOSES = Condition(
+_CHOOSES = OptionCondition(
     holds=lambda options, facts: facts.chooses_formats,
     reason="and recipe {recipe} chooses no format",
     hint="a recipe with `choose` does, such as auto_nvfp4_fp8",
     on_facts=True,
 )
-_MAKES_CALIBRATION = Condition(
+_MAKES_CALIBRATION = OptionCondition(
     holds=lambda options, facts: facts.needs_data,
     reason="and recipe {recipe} needs no data",
     hint="leave {it} out: scales come from the weights alone, and there is no calibration to save",
@@ -64,15 +64,15 @@ def _is_megtool(options: Any, facts: Any) -> bool:
     return bool(options.backend == "megtool")
 
 
-_MEGTOOL = Condition(
+_MEGTOOL = OptionCondition(
     holds=_is_megtool,
     reason="with --backend modelopt, which does not use {it}",
     hint="--backend megtool has {names}; with modelopt leave {it} out",
 )
-_MEGTOOL_OR_MEASURED = Condition(
+_MEGTOOL_OR_MEASURED = OptionCondition(
     holds=_unless_measured(_is_megtool), reason=_MEGTOOL.reason, hint=_MEGTOOL.hint
 )
-_QUANTIZES = Condition(
+_QUANTIZES = OptionCondition(
     holds=lambda options, facts: not options.calibrate_only,
     reason="with --calibrate-only, which quantizes nothing",
     hint="leave out --calibrate-only, or give {names} to the run that uses the calibration",
@@ -83,21 +83,21 @@ def _has_no_file(options: Any, facts: Any) -> bool:
     return not options.calibration
 
 
-_NO_FILE = Condition(
+_NO_FILE = OptionCondition(
     holds=_has_no_file,
     reason="with --calibration, which replaces data",
     hint="a calibration file stands for the data it was made of: leave out one or the other; "
     "--save-calibration merges several files",
 )
-_NO_FILE_OR_MEASURED = Condition(
+_NO_FILE_OR_MEASURED = OptionCondition(
     holds=_unless_measured(_has_no_file), reason=_NO_FILE.reason, hint=_NO_FILE.hint
 )
-_NOT_SYNTHETIC = Condition(
+_NOT_SYNTHETIC = OptionCondition(
     holds=lambda options, facts: not options.synthetic,
     reason="with --synthetic, which generates random tokens",
     hint="leave out one or the other",
 )
-_NOT_SYNTHETIC_OR_MEASURED = Condition(
+_NOT_SYNTHETIC_OR_MEASURED = OptionCondition(
     holds=_unless_measured(_NOT_SYNTHETIC.holds),
     reason=_NOT_SYNTHETIC.reason,
     hint=_NOT_SYNTHETIC.hint,
@@ -105,19 +105,19 @@ _NOT_SYNTHETIC_OR_MEASURED = Condition(
 _HAS_DATA = requires(
     "data", "the text that comes with megtool has no fields and no splits: --data FILE"
 )
-_NOT_INDEXED = Condition(
+_NOT_INDEXED = OptionCondition(
     holds=lambda options, facts: (
         options.data is None or Path(options.data).suffix not in (".bin", ".idx")
     ),
     reason="with a Megatron data set, which holds only tokens",
     hint="leave {it} out",
 )
-_NOT_ONE_FILE = Condition(
+_NOT_ONE_FILE = OptionCondition(
     holds=lambda options, facts: options.data is None or not Path(options.data).is_file(),
     reason="with one file of --data, which has no splits",
     hint="leave it out, or name a folder or a data set",
 )
-_NOT_PLAIN = Condition(
+_NOT_PLAIN = OptionCondition(
     holds=lambda options, facts: _is_not_plain(options),
     reason="with a text in --data, which has no fields",
     hint="leave it out, or give JSON lines or parquet",
@@ -129,20 +129,20 @@ def _needs_data(options: Any, facts: Any) -> bool:
     return bool(facts.needs_data)
 
 
-_USES_DATA = Condition(
+_USES_DATA = OptionCondition(
     holds=_needs_data,
     reason="recipe {recipe} needs no data; {names} {is} not used",
     on_facts=True,
 )
-_USES_DATA_OR_MEASURED = Condition(
+_USES_DATA_OR_MEASURED = OptionCondition(
     holds=_unless_measured(_needs_data), reason=_USES_DATA.reason, on_facts=True
 )
-_RUNS_BACKEND = Condition(
+_RUNS_BACKEND = OptionCondition(
     holds=_needs_data,
     reason="recipe {recipe} needs no data; ModelOpt is not run",
     on_facts=True,
 )
-_HAS_EXPERTS = Condition(
+_HAS_EXPERTS = OptionCondition(
     holds=lambda options, facts: facts.has_experts or not facts.needs_data,
     reason="the model has no experts; {names} {is} not used",
     on_facts=True,

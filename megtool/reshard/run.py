@@ -1,0 +1,46 @@
+"""A whole reshard in one call: open, plan, write, commit, report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megtool.checkpoint.plan import ReshardPlan
+from megtool.checkpoint.storage.files import Files
+from megtool.console import Progress, silent
+from megtool.reshard.execute import ExecutionOptions, execute, plan_reshard
+from megtool.reshard.report import ReshardReport
+from megtool.reshard.source import CheckpointSource
+from megtool.reshard.source_options import SelectionOptions
+from megtool.reshard.writers.target_spec import TargetOptions
+
+
+def reshard_checkpoint(
+    path: Path,
+    selection: SelectionOptions,
+    target: TargetOptions,
+    execution: ExecutionOptions,
+    *,
+    check_source: Callable[[CheckpointSource], object] | None = None,
+    check: Callable[[ReshardPlan], object] | None = None,
+    progress: Progress = silent,
+    files: Files | None = None,
+) -> ReshardReport:
+    """Write the checkpoint at `path` to `target.destination`.
+
+    `check_source` is called with the opened source, `check` with the plan before anything is
+    staged; what they raise is raised.
+
+    Raises:
+        MegtoolError: see `megtool.errors`; nothing is left at the destination.
+    """
+    start = time.monotonic()
+    source = selection.open(path, target)
+    if check_source is not None:
+        check_source(source)
+    average = selection.open_average(source, target)
+    job = plan_reshard(source, average, target, execution)
+    if check is not None:
+        check(job.plan)
+    return execute(job, execution, files or Files(), progress, start=start)

@@ -1,0 +1,175 @@
+"""Options dataclasses: conversion, ranges, YAML files, and options that have no effect."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from megtool.commands.options.checkpoints import ExportOptions, ReshardOptions, VerifyOptions
+from megtool.commands.options.models import EvaluateOptions, GenerateOptions
+from megtool.commands.verbs import VERBS, Verb
+from megtool.errors import FormatError, UsageError
+from megtool.options.config_file import build_options, read_options
+from megtool.options.effects import check_effects, requires
+from megtool.options.field import OptionCondition, Options, all_fields, option, option_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    has_wings: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flight(Options):
+    """Fly."""
+
+    height: int = option("Air", "Height.", 3, minimum=1, metavar="M")
+    speed: float | None = option("Air", "Speed.", alias="--velocity")
+    mode: Literal["slow", "fast"] = option("Air", "Mode.", "slow")
+    paths: tuple[Path, ...] = option("Air", "Paths.", ())
+    is_long: bool = option("Air", "Long.", True, needs=(requires("speed", "--speed X"),))
+    wings: str | None = option(
+        "Air",
+        "Wings.",
+        needs=(
+            OptionCondition(
+                holds=lambda options, facts: facts.has_wings,
+                reason="{has} no effect without wings",
+                hint="leave {it} out",
+                on_facts=True,
+            ),
+        ),
+    )
+    song: str | None = option(
+        "Air",
+        "Song.",
+        needs=(
+            OptionCondition(
+                holds=lambda options, facts: options.mode == "fast", reason="{names} {is} not used"
+            ),
+        ),
+    )
+
+
+def test_values_are_converted() -> None:
+    values: dict[str, Any] = {"speed": 2, "paths": "a", "height": None}
+    flight = Flight(**values)
+    assert (flight.speed, flight.paths, flight.height) == (2.0, (Path("a"),), 3)
+    assert isinstance(flight.speed, float)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"height": 0}, "--height 0"),
+        ({"height": 1.5}, "--height 1.5"),
+        ({"height": True}, "--height True"),
+        ({"speed": float("nan")}, "--speed nan"),
+        ({"mode": "quick"}, "--mode 'quick'"),
+        ({"paths": [3]}, "--paths"),
+        ({"is_long": "yes"}, "--is-long 'yes'"),
+    ],
+)
+def test_wrong_values_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Flight(**values)
+    assert caught.value.message.startswith(message)
+    assert caught.value.hint
+
+
+def test_a_file_gives_options_and_flags_override_it(tmp_path: Path) -> None:
+    file = tmp_path / "o.yaml"
+    file.write_text("velocity: 2e-5\nheight: 9\nmode: fast\npaths: [a, b]\nis-long: false\n")
+    flight = build_options(Flight, {"height": 4, "mode": None, "paths": []}, file)
+    assert (flight.height, flight.speed, flight.mode) == (4, 2e-5, "fast")
+    assert flight.paths == (Path("a"), Path("b"))
+    assert not flight.is_long
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("hight: 3", UsageError, "there is no option 'hight'"),
+        ("height: 3\nheight: [", FormatError, "not YAML"),
+        ("[1, 2]", FormatError, "list instead of options"),
+        ("is-long: true\nis_long: true", FormatError, "given twice"),
+        ("mode: quick", UsageError, "mode is 'quick'"),
+    ],
+)
+def test_a_bad_file_is_refused(
+    tmp_path: Path, text: str, kind: type[Exception], message: str
+) -> None:
+    file = tmp_path / "o.yaml"
+    file.write_text(text)
+    with pytest.raises(kind, match=message.replace("[", r"\[")) as caught:
+        read_options(Flight, file)
+    assert str(file) in str(caught.value)
+
+
+def test_an_option_without_effect_is_refused() -> None:
+    with pytest.raises(UsageError, match="--no-is-long without --speed"):
+        check_effects(Flight(is_long=False))
+    check_effects(Flight(is_long=False, speed=1.0))
+    check_effects(Flight(wings="big"))  # facts are not known yet
+    with pytest.raises(UsageError, match="--wings has no effect without wings") as caught:
+        check_effects(Flight(wings="big"), Facts(has_wings=False))
+    assert caught.value.hint == "leave it out"
+    check_effects(Flight(wings="big"), Facts(has_wings=True))
+
+
+def test_what_only_this_run_does_not_use_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_effects(Flight(song="la"))
+    assert "--song is not used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (ReshardOptions(source="a", destination="b", average_weights="1,2"), "without --average"),
+        (VerifyOptions(a="a", atol=1.0), "--atol without B"),
+        (VerifyOptions(a="a", b="b", atol=1.0, sqnr=3.0), "--sqnr with --atol or --rtol"),
+        (GenerateOptions(source="a", prompt="x", system="y"), "--system without --chat"),
+        (GenerateOptions(source="a", prompt="x", prompts="y"), "--prompt and --prompts"),
+        (GenerateOptions(source="a", prompt="x", field="y"), "--field without --prompts"),
+        (EvaluateOptions(source="a", data="x", num_fewshot=2), "--num-fewshot without --tasks"),
+        (EvaluateOptions(source="a", tasks="x", against="y"), "--against without --data"),
+        (ExportOptions(source="a", destination="b", to="gguf", tp=2), "--tp has no effect"),
+        (ExportOptions(source="a", destination="b", to="hf", outtype="f16"), "--outtype has no"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_verbs_refuse_options_without_effect(options: Options, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_effects(options)
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.api)
+def test_every_option_is_declared_in_full(verb: Verb) -> None:
+    names = {f.name for f in fields(verb.options)}
+    assert names == {entry.name for entry in all_fields(verb.options)}
+    for entry in option_fields(verb.options):
+        assert entry.spec.panel
+        assert entry.spec.help.endswith(".")
+
+
+def test_the_same_option_means_the_same_in_every_verb() -> None:
+    types: dict[str, set[str]] = {}
+    for verb in VERBS:
+        for entry in option_fields(verb.options):
+            if not entry.spec.is_argument and entry.name not in DIFFERENT_TYPES:
+                types.setdefault(entry.flag, set()).add(str(entry.hint))
+    assert {flag: hints for flag, hints in types.items() if len(hints) > 1} == {}
+
+
+DIFFERENT_TYPES = {
+    "data": "finetune blends several data sets",
+    "to": "each verb writes other formats",
+    "target": "lint checks several engines",
+    "calibration": "quantize merges several files",
+    "field": "a name in all of them",
+}
