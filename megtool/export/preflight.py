@@ -5,69 +5,72 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megtool.checkpoint.plan import Plan
+from megtool.checkpoint.plan import ReshardPlan
 from megtool.errors import MappingError, listed
-from megtool.lint.context import read_subject
-from megtool.lint.planned_folder import PlannedFolder, planned_folder
-from megtool.lint.registry import RULES
-from megtool.lint.rules import View, apply
-from megtool.lint.scale_rules import MOST
-from megtool.quant.recipes.engine_support import Target, read_target
-from megtool.quant.verification.scale_checks import SCALE_NAMES, check_values
-from megtool.quant.verification.stored_folder import Folder, open_folder
+from megtool.lint.context import read_context
+from megtool.lint.engines import EngineTarget
+from megtool.lint.folder_view import FolderView, open_folder, plan_folder
+from megtool.lint.rules import apply_rules, load_rules
+from megtool.lint.scale_rules import MAX_ELEMENTS
+from megtool.lint.scale_sanity import SCALE_NAMES, check_values
+from megtool.quant.recipes.engine_support import EngineVersion, parse_engine
 from megtool.tensors.box import numel
 
-_WHOEVER_LOADS = ("scale-value", "siblings", "input-siblings", "w1-w3")
+_EVERY_ENGINE = ("scale-value", "siblings", "input-siblings", "w1-w3")
 """Rules about scales that are wrong for every engine alike."""
 
 
-def check_rules(folder: Folder, target: str | None) -> list[str]:
+def check_engine_rules(folder: FolderView, target: str | None) -> list[str]:
     """What an engine's rules warn of; without an engine, nothing but wrong scales is looked for.
 
     Raises:
         MappingError: the engine cannot load the folder, or scales are wrong for all of them.
     """
-    engine = read_target(target) if target else None
-    subject = read_subject(folder)
-    view = View(target=engine or Target(engine="vllm"))
-    rules = [r for r in RULES if engine is not None or r.id in _WHOEVER_LOADS]
-    found = list(apply(rules, subject, view))
-    errors = [f for f in found if f.severity == "error"]
+    engine = parse_engine(target) if target else None
+    context = read_context(folder)
+    engine_target = EngineTarget(target=engine or EngineVersion(engine="vllm"))
+    rules = [r for r in load_rules() if engine is not None or r.id in _EVERY_ENGINE]
+    findings = list(apply_rules(rules, context, engine_target))
+    errors = [f for f in findings if f.severity == "error"]
     if errors:
         first, count = errors[0], len(errors) - 1
         more = f", and {count} more" if count else ""
-        who = f"{engine.name} cannot load what would be made" if engine else "no engine reads right"
+        reason = (
+            f"{engine.name} cannot load what would be made" if engine else "no engine reads right"
+        )
         raise MappingError(
-            f"{who}: {first.module}: {first.message}{more}",
+            f"{reason}: {first.module}: {first.message}{more}",
             tensor=first.module or None,
             hint=f"{first.hint or 'see its rule'} ({first.source})",
         )
     if engine is None:
         return []
-    told = [f"{engine.name}: {f.module}: {f.message}" for f in found]
-    return told + ([engine.unknown] if engine.unknown else [])
+    notes = [f"{engine.name}: {f.module}: {f.message}" for f in findings]
+    return notes + ([engine.unknown] if engine.unknown else [])
 
 
-def check_plan(plan: Plan, path: Path, target: str) -> list[str]:
+def check_plan(plan: ReshardPlan, path: Path, target: str) -> list[str]:
     """The same for a plan that makes a folder of plain weights."""
-    return check_rules(planned_of(plan, path), target)
+    return check_engine_rules(view_planned_folder(plan, path), target)
 
 
-def planned_of(plan: Plan, path: Path) -> PlannedFolder:
+def view_planned_folder(plan: ReshardPlan, path: Path) -> FolderView:
     """The folder that a plan makes, its scales unread."""
-    return planned_folder(path, plan.target.catalogue, plan.target.all_small())
+    return plan_folder(path, plan.target.catalogue, plan.target.iter_small_files())
 
 
-def wrong_scales(source: Path) -> Iterator[str]:
-    """Scales of a quantized folder that make its weights wrong as they are decoded."""
+def find_wrong_scales(source: Path) -> Iterator[str]:
+    """Scales of a quantized folder that make its decoded weights wrong."""
     with open_folder(source) as folder:
-        found: dict[str, list[str]] = {}
+        modules_by_message: dict[str, list[str]] = {}
         for module, tensors in folder.modules.items():
             for last, t in tensors.items():
-                if last not in SCALE_NAMES or last.startswith("input") or numel(t.shape) > MOST:
+                if last.startswith("input") or last not in SCALE_NAMES:
                     continue
-                for one in check_values(module, last, t, folder.numbers(t)):
-                    if one.severity == "error":
-                        found.setdefault(one.text, []).append(module)
-    for text, modules in found.items():
-        yield f"{text}, and decoded weights are as wrong: {listed(modules)}"
+                if numel(t.shape) > MAX_ELEMENTS:
+                    continue
+                for finding in check_values(module, last, t, folder.read_statistics(t)):
+                    if finding.severity == "error":
+                        modules_by_message.setdefault(finding.message, []).append(module)
+    for message, modules in modules_by_message.items():
+        yield f"{message}, and so are the decoded weights: {listed(modules)}"

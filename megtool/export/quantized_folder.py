@@ -12,46 +12,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool import __version__
-from megtool.checkpoint.commit import Stage
-from megtool.checkpoint.computed_tensors import Feed
+from megtool.checkpoint.commit import StagingFolder
+from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.checkpoint.digest import SIDECAR, DigestMode
-from megtool.checkpoint.formats.quantized import QUANT_FILE, quantization
+from megtool.checkpoint.formats.quantized import QUANT_FILE, quantization_config
 from megtool.checkpoint.formats.safetensors import (
     DEFAULT_SHARD_BYTES,
     INDEX,
-    lay_out,
     open_as_stored,
+    plan_safetensors_layout,
 )
-from megtool.checkpoint.parallel_scan import usual_threads
-from megtool.checkpoint.plan import Dropped, Plan, Source
-from megtool.checkpoint.planner import build
+from megtool.checkpoint.parallel_scan import default_threads
+from megtool.checkpoint.plan import DroppedItem, PlanSource, ReshardPlan
+from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress, silent
 from megtool.errors import MappingError, UnknownTensorsError, listed
-from megtool.export.folders.passthrough import WholeForm
-from megtool.export.folders.tensor_specs import Form, Written
+from megtool.export.folders.passthrough import PassthroughForm
+from megtool.export.folders.tensor_specs import FolderForm, ModuleTensors
 from megtool.export.folders.write_compressed import CompressedForm
 from megtool.export.folders.write_modelopt import ModelOptForm
-from megtool.export.preflight import check_rules
-from megtool.export.quantized_module import CodedFolder
-from megtool.export.read_quantized import is_compressed, read_coded, read_whole
-from megtool.export.repack import Slice, repacked
-from megtool.export.repack_region import source_of
+from megtool.export.preflight import check_engine_rules
+from megtool.export.quantized_module import QuantizedModules
+from megtool.export.read_quantized import is_compressed, read_passthrough, read_quantized_modules
+from megtool.export.repack import WeightSlice, plan_repack
+from megtool.export.repack_region import find_source_part
 from megtool.export.report import ExportReport
-from megtool.export.small_tensors import Values, reciprocal
-from megtool.lint.planned_folder import planned_folder
+from megtool.export.small_tensors import SmallTensorReader, reciprocal
+from megtool.lint.folder_view import plan_folder
 from megtool.number_formats.small_floats import single
-from megtool.quant.packed_tensors.modelopt_tensors import in_dtype
-from megtool.quant.recipes.engine_support import Target, read_target
-from megtool.reshard.constant_feed import Given
+from megtool.options.groups import SourceOptions
+from megtool.quant.recipes.engine_support import EngineVersion, parse_engine
+from megtool.reshard.constant_feed import ConstantFeed, round_to_dtype
 from megtool.reshard.execute import peak_rss_bytes
-from megtool.reshard.open_source import open_model
+from megtool.reshard.open_source import open_source
 from megtool.reshard.parse_size import parse_size
-from megtool.reshard.staged_write import write_staged, written_files
+from megtool.reshard.staged_write import WriteOptions, write_staged, written_files
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
-_ANEW = "its value is stored under another name"
+_RENAMED = "its value is stored under another name"
 
 
 def export_folder(
@@ -85,24 +85,26 @@ def export_folder(
         StorageError, SourceChangedError, DestinationError: as of a reshard.
     """
     began = time.monotonic()
-    engine = read_target(target) if target else None
+    engine = parse_engine(target) if target else None
     form, folder = _read(Path(source), to)
     form.check(folder)
     if engine is not None and isinstance(form, ModelOptForm):
         _check_algos(folder, engine)
-    _check_whole(Path(source), family)
+    _check_complete(Path(source), family)
     system, place = files or Files(), Path(destination)
     shard_bytes = parse_size(max_shard_size, "max shard size") if max_shard_size else None
-    with Values(folder.catalogue, system) as values:
-        job = _job(folder, form, values)
-        plan = _plan(folder, form, job, shard_bytes or DEFAULT_SHARD_BYTES)
+    with SmallTensorReader(folder.catalogue, system) as values:
+        tensors = _plan_tensors(folder, form, values)
+        plan = _plan(folder, form, tensors, shard_bytes or DEFAULT_SHARD_BYTES)
         notes = [*folder.notes, *form.notes(folder)]
         if folder.has_untied_head:
             notes.append("lm_head is quantized: tie_word_embeddings becomes false")
         laid_out = plan.target.catalogue
-        planned = planned_folder(place, laid_out, plan.target.all_small(), job.elements(values))
-        notes += check_rules(planned, target)
-    stage = Stage(
+        planned = plan_folder(
+            place, laid_out, plan.target.iter_small_files(), tensors.tile_reader(values)
+        )
+        notes += check_engine_rules(planned, target)
+    stage = StagingFolder(
         place,
         files=system,
         fingerprint=plan.fingerprint,
@@ -119,8 +121,8 @@ def export_folder(
         tensors=len(plan.target.catalogue.tensors),
         num_bytes=plan.target.catalogue.num_bytes,
         source_bytes=folder.catalogue.num_bytes,
-        exact=len(folder.modules) + len(folder.carried),
-        plain=len(folder.kept),
+        exact=len(folder.modules) + len(folder.passed_through),
+        plain=len(folder.unquantized),
         files=written_files(plan),
         notes=tuple(notes),
         warnings=tuple(folder.catalogue.warnings),
@@ -132,11 +134,13 @@ def export_folder(
     write_staged(
         plan,
         stage,
-        what="export",
-        threads=usual_threads(threads),
-        memory_bytes=parse_size(memory, "memory"),
-        digest=DigestMode.NONE,
-        fsync=fsync,
+        WriteOptions(
+            threads=default_threads(threads),
+            memory_bytes=parse_size(memory, "memory"),
+            digest=DigestMode.NONE,
+            fsync=fsync,
+        ),
+        verb="export",
         progress=progress,
     )
     return replace(
@@ -147,7 +151,7 @@ def export_folder(
     )
 
 
-def _check_algos(folder: CodedFolder, engine: Target) -> None:
+def _check_algos(folder: QuantizedModules, engine: EngineVersion) -> None:
     """Refuse formats that no version of an engine's loader has, before any work."""
     if not folder.modules:
         raise MappingError(
@@ -156,7 +160,7 @@ def _check_algos(folder: CodedFolder, engine: Target) -> None:
             hint="quantize weights too, or give the engine the model it was made from and let it "
             "choose the cache; --to unified and --to compressed-tensors keep the scales",
         )
-    loads = {a for line in engine.lines("linear") for a in line.algos}
+    loads = {a for line in engine.supported("linear") for a in line.algos}
     for algo in dict.fromkeys(m.algo for m in folder.modules):
         if algo not in loads:
             names = [m.name for m in folder.modules if m.algo == algo]
@@ -168,131 +172,141 @@ def _check_algos(folder: CodedFolder, engine: Target) -> None:
             )
 
 
-def _check_whole(source: Path, family: str | None) -> None:
+def _check_complete(source: Path, family: str | None) -> None:
     """All tensors of the model are there, where it is one that is known.
 
     Raises:
         MappingError: some are missing, or have other shapes.
     """
     try:
-        open_model(source, family_name=family)
+        open_source(source, SourceOptions(family=family))
     except UnknownTensorsError:
         return  # parts that no table knows: they are carried as they are
 
 
-def _read(source: Path, to: str) -> tuple[Form, CodedFolder]:
+def _read(source: Path, to: str) -> tuple[FolderForm, QuantizedModules]:
     """The folder, and the form it is to have."""
     if to != "compressed-tensors":
-        return ModelOptForm(), read_coded(source)
-    config = quantization(open_as_stored(source).metadata)
+        return ModelOptForm(), read_quantized_modules(source)
+    config = quantization_config(open_as_stored(source).metadata)
     if config is not None and is_compressed(config):
-        return WholeForm(), read_whole(source)
-    return CompressedForm(), read_coded(source)
+        return PassthroughForm(), read_passthrough(source)
+    return CompressedForm(), read_quantized_modules(source)
 
 
-def _formats(folder: CodedFolder) -> list[str]:
+def _formats(folder: QuantizedModules) -> list[str]:
     """What modules are in, in the words of the form."""
-    if not folder.carried:
+    if not folder.passed_through:
         return sorted({m.algo for m in folder.modules})
-    config = quantization(folder.catalogue.metadata) or {}
+    config = quantization_config(folder.catalogue.metadata) or {}
     groups = config.get("config_groups")
-    said = [g.get("format") for g in groups.values()] if isinstance(groups, dict) else []
-    return sorted({str(f) for f in said if f} or {str(config.get("format"))})
+    formats = [g.get("format") for g in groups.values()] if isinstance(groups, dict) else []
+    return sorted({str(f) for f in formats if f} or {str(config.get("format"))})
 
 
 @dataclass(slots=True, kw_only=True)
-class _Job:
+class _TensorPlan:
     """What the target holds, and what fills it."""
 
     tensors: list[GlobalTensor] = field(default_factory=list)
-    feeds: list[Feed] = field(default_factory=list)
+    feeds: list[TensorFeed] = field(default_factory=list)
     source: dict[str, Placement] = field(default_factory=dict)
     target: dict[str, Placement] = field(default_factory=dict)
-    dropped: list[Dropped] = field(default_factory=list)
+    dropped: list[DroppedItem] = field(default_factory=list)
     scales: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    known: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    given_values: dict[str, NDArray[np.float32]] = field(default_factory=dict)
 
-    def elements(self, values: Values) -> Callable[[str], Iterator[NDArray[np.float32]]]:
+    def tile_reader(
+        self, values: SmallTensorReader
+    ) -> Callable[[str], Iterator[NDArray[np.float32]]]:
         """Numbers of the target's small tensors by name: of `known` ones, of `scales` that are a
         stored tensor (or its reciprocal), and of those that are copied."""
 
-        def found(name: str) -> Iterator[NDArray[np.float32]]:
-            if name in self.known:
-                yield self.known[name].reshape(-1)
+        def read_tiles(name: str) -> Iterator[NDArray[np.float32]]:
+            if name in self.given_values:
+                yield self.given_values[name].reshape(-1)
                 return
             stored, divides = self.scales.get(name, (name, False))
-            for tile in values.tiles(stored):
+            for tile in values.read_tiles(stored):
                 yield reciprocal(tile) if divides else tile
 
-        return found
+        return read_tiles
 
 
-def _job(folder: CodedFolder, form: Form, values: Values) -> _Job:
+def _plan_tensors(
+    folder: QuantizedModules, form: FolderForm, values: SmallTensorReader
+) -> _TensorPlan:
     """Tensors in the order of the source's files, each module's where its codes were."""
-    out = _Job()
-    becomes = {m.parts[0][1]: form.written(m) for m in folder.modules}
-    taken = {n for m in folder.modules for _, n in m.parts}
-    given: list[tuple[GlobalTensor, NDArray[Any]]] = []
-    anew = {m.input_scale for m in folder.modules if m.input_scale}
+    out = _TensorPlan()
+    by_codes = {m.parts[0][1]: form.plan_module(m) for m in folder.modules}
+    part_names = {n for m in folder.modules for _, n in m.parts}
+    constants: list[tuple[GlobalTensor, NDArray[Any]]] = []
+    renamed = {m.input_scale for m in folder.modules if m.input_scale}
     for tensor in folder.catalogue.tensors:
-        written = becomes.get(tensor.name)
+        written = by_codes.get(tensor.name)
         if written is not None:
             out.tensors += written.tensors
-            alike = _lie_alike(written)
-            if alike:
+            can_copy = _has_equal_codes(written)
+            if can_copy:
                 out.source[tensor.name] = Placement.identity(tensor.name, tensor.shape)
-                codes = written.held[0][1]
+                codes = written.parts[0][1]
                 out.target[tensor.name] = Placement.identity(codes.name, codes.shape)
-            out.feeds += repacked(
-                [Slice.whole(written.coded)],
+            out.feeds += plan_repack(
+                [WeightSlice.of_module(written.module)],
                 written.packing,
-                written.held,
-                moves_codes=not alike,
+                written.parts,
+                moves_codes=not can_copy,
             )
-            given += [*written.values, *_inputs(written, values)]
-            for part, scale in written.held[1:]:
-                if (held := source_of(written.coded, part.role)) is not None:
-                    out.scales[scale.name] = held[1], held[0].role != part.role
-    for made, name in form.caches(folder):
-        anew.add(name)
-        if folder.catalogue[name].numel != made.numel:
+            constants += [*written.values, *_input_scale(written, values)]
+            for part, scale in written.parts[1:]:
+                if (source_part := find_source_part(written.module, part.role)) is not None:
+                    out.scales[scale.name] = source_part[1], source_part[0].role != part.role
+    for scale, name in form.plan_kv_cache(folder):
+        renamed.add(name)
+        if folder.catalogue[name].numel != scale.numel:
             raise MappingError(
                 f"{folder.catalogue[name].numel} scales of one KV cache: {form.name} has one",
                 file=folder.catalogue.root,
                 tensor=name,
                 hint="quantize with kv_fp8, or leave the cache as it is",
             )
-        out.tensors.append(made)
-        given.append((made, in_dtype(values.of(name).reshape(made.shape), made.dtype)))
+        out.tensors.append(scale)
+        constants.append(
+            (scale, round_to_dtype(values.read(name).reshape(scale.shape), scale.dtype))
+        )
     for tensor in folder.catalogue.tensors:
-        said = folder.modules and _is_said_anew(tensor.name)
-        if tensor.name in anew or (tensor.name not in taken and said):
-            out.dropped.append(Dropped(name=tensor.name, reason=_ANEW, is_lost=False))
-        elif tensor.name not in taken:
+        is_redundant = folder.modules and _is_redundant(tensor.name)
+        if tensor.name in renamed or (tensor.name not in part_names and is_redundant):
+            out.dropped.append(DroppedItem(name=tensor.name, reason=_RENAMED, is_lost=False))
+        elif tensor.name not in part_names:
             place = Placement.identity(tensor.name, tensor.shape)
             out.source[tensor.name] = out.target[tensor.name] = place
             out.tensors.append(tensor)
     read = {p.stored for f in out.feeds for p in f.reads}
     for name in sorted(read):
         out.source[name] = Placement.identity(name, folder.catalogue[name].shape)
-    for name in sorted(taken - out.source.keys()):
-        out.dropped.append(Dropped(name=name, reason=_ANEW, is_lost=False))
-    if given:
-        out.feeds.append(Given(values=tuple(given)))
-        out.known = {t.name: single(v, t.dtype.name) for t, v in given}
-    out.tensors = _in_order(out.tensors, folder)
+    for name in sorted(part_names - out.source.keys()):
+        out.dropped.append(DroppedItem(name=name, reason=_RENAMED, is_lost=False))
+    if constants:
+        out.feeds.append(ConstantFeed(values=tuple(constants)))
+        out.given_values = {t.name: single(v, t.dtype.name) for t, v in constants}
+    out.tensors = _sort_tensors(out.tensors, folder)
     return out
 
 
-def _lie_alike(written: Written) -> bool:
+def _has_equal_codes(written: ModuleTensors) -> bool:
     """The bytes of codes are the same in both forms, in the same order."""
-    have, codes = written.coded.parts[0][0], written.held[0][0]
-    packings = written.coded.packing.partition(":")[0], written.packing.partition(":")[0]
-    same = (have.dtype, have.shape, have.spans) == (codes.dtype, codes.shape, codes.spans)
-    return same and packings[0] == packings[1]
+    have, codes = written.module.parts[0][0], written.parts[0][0]
+    packings = written.module.packing.partition(":")[0], written.packing.partition(":")[0]
+    has_same_layout = (have.dtype, have.shape, have.spans) == (
+        codes.dtype,
+        codes.shape,
+        codes.spans,
+    )
+    return has_same_layout and packings[0] == packings[1]
 
 
-def _in_order(tensors: Sequence[GlobalTensor], folder: CodedFolder) -> list[GlobalTensor]:
+def _sort_tensors(tensors: Sequence[GlobalTensor], folder: QuantizedModules) -> list[GlobalTensor]:
     """Kept tensors where they were in the source, a module's where its codes were."""
     order = {t.name: i for i, t in enumerate(folder.catalogue.tensors)}
     stems: dict[str, int] = {}
@@ -304,36 +318,42 @@ def _in_order(tensors: Sequence[GlobalTensor], folder: CodedFolder) -> list[Glob
     )
 
 
-def _is_said_anew(name: str) -> bool:
+def _is_redundant(name: str) -> bool:
     """A tensor of a form's own that says what codes and config say already."""
     return name.endswith((".weight_shape", ".input_zero_point", ".k_zero_point", ".v_zero_point"))
 
 
-def _inputs(written: Written, values: Values) -> list[tuple[GlobalTensor, NDArray[Any]]]:
+def _input_scale(
+    written: ModuleTensors, values: SmallTensorReader
+) -> list[tuple[GlobalTensor, NDArray[Any]]]:
     """The scale of a module's inputs, with its value."""
-    if written.inputs is None:
+    if written.input_scale is None:
         return []
-    coded = written.coded
-    scale = values.of(coded.input_scale).reshape(written.inputs.shape)
-    if coded.input_divides != written.divides:
+    module = written.module
+    scale = values.read(module.input_scale).reshape(written.input_scale.shape)
+    if module.input_divides != written.divides:
         scale = reciprocal(scale)
-    return [(written.inputs, np.asarray(scale, np.float32))]
+    return [(written.input_scale, np.asarray(scale, np.float32))]
 
 
-def _plan(folder: CodedFolder, form: Form, job: _Job, max_shard_bytes: int) -> Plan:
+def _plan(
+    folder: QuantizedModules, form: FolderForm, tensors: _TensorPlan, max_shard_bytes: int
+) -> ReshardPlan:
     """Everything laid out, and the copies and feeds that fill it."""
     catalogue = folder.catalogue
     files = {
         n: p.read_bytes()
-        for n, p in catalogue.attachments.items()
+        for n, p in catalogue.auxiliary_files.items()
         if n not in (INDEX, SIDECAR, QUANT_FILE)
     }
-    small: Mapping[str, bytes] = form.small(folder, files)
-    return build(
-        [Source(catalogue=catalogue, placements=job.source)],
-        lay_out(job.tensors, max_shard_bytes=max_shard_bytes, small=small),
-        job.target,
-        dropped=job.dropped,
-        feeds=job.feeds,
+    small: Mapping[str, bytes] = form.edit_files(folder, files)
+    return build_plan(
+        [PlanSource(catalogue=catalogue, placements=tensors.source)],
+        plan_safetensors_layout(
+            tensors.tensors, max_shard_bytes=max_shard_bytes, small_files=small
+        ),
+        tensors.target,
+        dropped=tensors.dropped,
+        feeds=tensors.feeds,
         options=repr((__version__, form.name)),
     )

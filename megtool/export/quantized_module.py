@@ -16,7 +16,7 @@ from megtool.number_formats.packed_parts import PackedPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coded:
+class QuantizedModule:
     """One quantized linear module.
 
     `name` is that of the module in its Hugging Face folder (no `.weight`), `shape` `[out, in]` that
@@ -48,7 +48,7 @@ class Coded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodedFolder:
+class QuantizedModules:
     """A quantized folder: its catalogue as stored (nothing decoded), and what its tensors are.
 
     `caches` are stored scales of keys and of values by the name of the attention they belong to
@@ -61,18 +61,18 @@ class CodedFolder:
 
     catalogue: Catalogue
     form: str
-    modules: tuple[Coded, ...]
-    caches: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    modules: tuple[QuantizedModule, ...]
+    kv_cache_scales: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     kv_algo: str | None = None
-    kept: tuple[str, ...] = ()
+    unquantized: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    carried: tuple[str, ...] = ()
-    cache_biases: tuple[str, ...] = ()
+    passed_through: tuple[str, ...] = ()
+    kv_cache_biases: tuple[str, ...] = ()
 
     @property
     def has_untied_head(self) -> bool:
         """Its output layer is quantized, and the config has it for the embedding once more."""
-        names = [*(m.name for m in self.modules), *self.carried]
+        names = [*(m.name for m in self.modules), *self.passed_through]
         config = self.catalogue.metadata.get("config")
         config = config if isinstance(config, dict) else {}
         text = config.get("text_config")

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.formats.quantized import packed_weights, quantization
+from megtool.checkpoint.formats.quantized import find_packed_weights, quantization_config
 from megtool.checkpoint.formats.safetensors import open_as_stored
 from megtool.errors import FormatError
 from megtool.export.folders import read_compressed, read_fp8_blocks, read_modelopt
-from megtool.export.folders.infer_format import Found, is_zero
-from megtool.export.quantized_module import Coded, CodedFolder
+from megtool.export.folders.infer_format import QuantizedWeight, is_zero
+from megtool.export.quantized_module import QuantizedModule, QuantizedModules
 
 _CACHE = re.compile(r"(.+?)(?:\.[kv]_proj)?\.([kv])_scale")
 _CACHE_BIAS = re.compile(r".+\.[kv]_proj\.[kv]_bias|.+\.[kv]_bias")
@@ -24,7 +24,7 @@ _EMBEDDING = re.compile(
 )
 
 
-def read_coded(path: Path) -> CodedFolder:
+def read_quantized_modules(path: Path) -> QuantizedModules:
     """The quantized modules of a Hugging Face folder; headers, and a few bytes of shapes, alone.
 
     Raises:
@@ -33,37 +33,37 @@ def read_coded(path: Path) -> CodedFolder:
             a weight is stacked with others.
     """
     catalogue = open_as_stored(path)
-    config = quantization(catalogue.metadata)
+    config = quantization_config(catalogue.metadata)
     if config is None:
         raise FormatError(
             "it is not quantized: its config names no quantization_config",
             file=catalogue.root,
             hint="quantize it first (megtool quantize), or export it with --to hf",
         )
-    folded, stored = packed_weights(catalogue, config)
-    found = [Found.of(f, stored) for f in folded]
+    folded, stored = find_packed_weights(catalogue, config)
+    weights = [QuantizedWeight.of(f, stored) for f in folded]
     notes: list[str] = []
     if is_modelopt(config):
-        form, (modules, kv_algo) = "modelopt", _of_modelopt(found, catalogue, notes)
+        form, (modules, kv_algo) = "modelopt", _read_modelopt(weights, catalogue, notes)
     elif is_compressed(config):
-        form, modules = "compressed-tensors", _of_compressed(found, config, notes)
-        kv_algo = read_compressed.cache_algo(config, catalogue)
+        form, modules = "compressed-tensors", _read_compressed(weights, config, notes)
+        kv_algo = read_compressed.read_kv_cache_algo(config, catalogue)
         _check_zero_points(catalogue)
     else:
-        form, modules, kv_algo = "fp8", [read_fp8_blocks.read_module(f) for f in found], None
-    caches = _caches(catalogue)
+        form, modules, kv_algo = "fp8", [read_fp8_blocks.read_module(f) for f in weights], None
+    caches = _find_kv_cache_scales(catalogue)
     if caches and kv_algo is None:
         kv_algo = "FP8"
         notes.append("scales of a KV cache are there, and nothing says of what: taken for FP8's")
-    return CodedFolder(
+    return QuantizedModules(
         catalogue=catalogue,
         form=form,
         modules=tuple(modules),
-        caches=caches,
+        kv_cache_scales=caches,
         kv_algo=kv_algo,
-        kept=_kept(catalogue, {m.name for m in modules}),
-        notes=(*notes, *_without_scales(kv_algo, caches)),
-        cache_biases=tuple(t.name for t in catalogue.tensors if _CACHE_BIAS.fullmatch(t.name)),
+        unquantized=_find_unquantized(catalogue, {m.name for m in modules}),
+        notes=(*notes, *_note_missing_scales(kv_algo, caches)),
+        kv_cache_biases=tuple(t.name for t in catalogue.tensors if _CACHE_BIAS.fullmatch(t.name)),
     )
 
 
@@ -77,7 +77,7 @@ def is_compressed(config: Mapping[str, Any]) -> bool:
     return str(config.get("quant_method", "")).lower().startswith("compressed")
 
 
-def read_whole(path: Path) -> CodedFolder:
+def read_passthrough(path: Path) -> QuantizedModules:
     """A folder of compressed-tensors that is to stay one: `carried` are its quantized modules, with
     whatever it says of them, and its tensors are what they are.
 
@@ -85,61 +85,61 @@ def read_whole(path: Path) -> CodedFolder:
         FormatError: scales or codes are missing, or the config leaves a quantized module out.
     """
     catalogue = open_as_stored(path)
-    config = quantization(catalogue.metadata) or {}
-    folded, stored = packed_weights(catalogue, config)
-    found = [Found(folded=f, stored=stored) for f in folded]
-    if found:
-        schemes = read_compressed.read_schemes(config, catalogue)
-        for f in found:
-            read_compressed.scheme_of(f, schemes, _ignored(config))
-    caches = _caches(catalogue)
-    said = config.get("kv_cache_scheme")
+    config = quantization_config(catalogue.metadata) or {}
+    folded, stored = find_packed_weights(catalogue, config)
+    weights = [QuantizedWeight(packed=f, finder=stored) for f in folded]
+    if weights:
+        schemes = read_compressed.read_groups(config, catalogue)
+        for f in weights:
+            read_compressed.find_group_of(f, schemes, _ignored(config))
+    caches = _find_kv_cache_scales(catalogue)
+    scheme = config.get("kv_cache_scheme")
     kv_algo = None
-    if isinstance(said, dict):
-        kind = "FP" if said.get("type") == "float" else "INT"
-        kv_algo = f"{kind}{said.get('num_bits', 8)}"
-    carried = tuple(f.module for f in found)
-    return CodedFolder(
+    if isinstance(scheme, dict):
+        kind = "FP" if scheme.get("type") == "float" else "INT"
+        kv_algo = f"{kind}{scheme.get('num_bits', 8)}"
+    carried = tuple(f.module for f in weights)
+    return QuantizedModules(
         catalogue=catalogue,
         form="compressed-tensors",
         modules=(),
-        carried=carried,
-        caches=caches,
+        passed_through=carried,
+        kv_cache_scales=caches,
         kv_algo=kv_algo,
-        kept=_kept(catalogue, set(carried)),
-        notes=_without_scales(kv_algo, caches if isinstance(said, dict) else {}),
+        unquantized=_find_unquantized(catalogue, set(carried)),
+        notes=_note_missing_scales(kv_algo, caches if isinstance(scheme, dict) else {}),
     )
 
 
-def _without_scales(kv_algo: str | None, caches: Mapping[str, Any]) -> tuple[str, ...]:
+def _note_missing_scales(kv_algo: str | None, caches: Mapping[str, Any]) -> tuple[str, ...]:
     if kv_algo is None or caches:
         return ()
     return (f"a KV cache in {kv_algo} is said, and no scale of it is stored: engines take 1",)
 
 
-def _of_modelopt(
-    found: Sequence[Found], catalogue: Catalogue, notes: list[str]
-) -> tuple[list[Coded], str | None]:
-    said = read_modelopt.declared(catalogue)
-    modules = [read_modelopt.read_module(f, said) for f in found]
-    read_modelopt.check_listed(said, modules, catalogue)
-    notes += read_modelopt.differences(catalogue)
-    return modules, said.kv_algo or None
+def _read_modelopt(
+    weights: Sequence[QuantizedWeight], catalogue: Catalogue, notes: list[str]
+) -> tuple[list[QuantizedModule], str | None]:
+    config = read_modelopt.read_quant_config(catalogue)
+    modules = [read_modelopt.read_module(f, config) for f in weights]
+    read_modelopt.check_listed(config, modules, catalogue)
+    notes += read_modelopt.compare_quant_configs(catalogue)
+    return modules, config.kv_algo or None
 
 
-def _of_compressed(
-    found: Sequence[Found], config: Mapping[str, Any], notes: list[str]
-) -> list[Coded]:
-    modules: list[Coded] = []
-    told: Counter[str] = Counter()
-    if found:
-        schemes = read_compressed.read_schemes(config, found[0].stored.catalogue)
-        for f in found:
-            scheme = read_compressed.scheme_of(f, schemes, _ignored(config))
-            coded, note = read_compressed.read_module(f, scheme)
-            modules.append(coded)
-            told[note] += bool(note)
-    notes += [f"{n} modules: {note}" for note, n in told.items() if n]
+def _read_compressed(
+    weights: Sequence[QuantizedWeight], config: Mapping[str, Any], notes: list[str]
+) -> list[QuantizedModule]:
+    modules: list[QuantizedModule] = []
+    counts: Counter[str] = Counter()
+    if weights:
+        schemes = read_compressed.read_groups(config, weights[0].finder.catalogue)
+        for f in weights:
+            scheme = read_compressed.find_group_of(f, schemes, _ignored(config))
+            module, note = read_compressed.read_module(f, scheme)
+            modules.append(module)
+            counts[note] += bool(note)
+    notes += [f"{n} modules: {note}" for note, n in counts.items() if n]
     return modules
 
 
@@ -162,31 +162,31 @@ def _check_zero_points(catalogue: Catalogue) -> None:
                 "compressed-tensors scale theirs about zero",
                 file=catalogue.path(int(catalogue.extents.file[row])),
                 tensor=t.name,
-                hint=read_compressed.KEEP,
+                hint=read_compressed.KEEP_HINT,
             )
 
 
-def _caches(catalogue: Catalogue) -> dict[str, tuple[str, str]]:
+def _find_kv_cache_scales(catalogue: Catalogue) -> dict[str, tuple[str, str]]:
     """Scales of keys and values by the name of their attention."""
-    found: dict[str, dict[str, str]] = {}
+    scales: dict[str, dict[str, str]] = {}
     for t in catalogue.tensors:
         if m := _CACHE.fullmatch(t.name):
-            found.setdefault(m[1], {})[m[2]] = t.name
-    for held in found.values():
-        if len(held) == 1:
-            (kind, name), *_ = held.items()
-            other = "v" if kind == "k" else "k"
+            scales.setdefault(m[1], {})[m[2]] = t.name
+    for names in scales.values():
+        if len(names) == 1:
+            (kind, name), *_ = names.items()
+            missing = "v" if kind == "k" else "k"
             row = catalogue.index[name]
             raise FormatError(
-                f"the cache has a scale of {kind} and none of {other}",
+                f"the cache has a scale of {kind} and none of {missing}",
                 file=catalogue.path(int(catalogue.extents.file[row])),
                 tensor=name,
                 hint="is the download complete?",
             )
-    return {name: (held["k"], held["v"]) for name, held in found.items()}
+    return {name: (names["k"], names["v"]) for name, names in scales.items()}
 
 
-def _kept(catalogue: Catalogue, quantized: set[str]) -> tuple[str, ...]:
+def _find_unquantized(catalogue: Catalogue, quantized: set[str]) -> tuple[str, ...]:
     """Matrices that are weights of modules, neither quantized nor tables of embeddings; a head that
     is tied counts as one, as engines have a module for it."""
     out = [

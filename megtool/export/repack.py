@@ -15,44 +15,50 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.computed_tensors import Feed, Region, Taking
+from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion, TensorFeed
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
 from megtool.checkpoint.transport.work_units import UNIT_BYTES
 from megtool.errors import FormatError
-from megtool.export.repack_region import Moved, Window, identity, source_of, stored_as
+from megtool.export.repack_region import (
+    PartReader,
+    RepackedRows,
+    encode_scales,
+    find_source_part,
+    place_whole_part,
+)
 from megtool.export.scale_expansion import (
-    Slice,
+    WeightSlice,
     check_codes,
     check_scales,
-    expanded,
-    index_of,
-    per_of,
+    expand_scales,
+    part_index,
+    span_size,
 )
 from megtool.export.small_tensors import reciprocal
 from megtool.number_formats.decode import CODES, DIVISOR, SCALE, SCALE_2, ZEROS
 from megtool.number_formats.element_codes import numbers
 from megtool.number_formats.packed_parts import PackedPart
 from megtool.number_formats.small_floats import single
-from megtool.reshard.constant_feed import Given, bits_of, hash_of, whole
+from megtool.reshard.constant_feed import ConstantFeed, to_bits, digest_facts, whole_region
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
-__all__ = ["Slice", "repacked"]
+__all__ = ["WeightSlice", "plan_repack"]
 
-Held = Sequence[tuple[PackedPart, GlobalTensor]]
+TargetParts = Sequence[tuple[PackedPart, GlobalTensor]]
 
 _DECODE = "export it with --to hf, which decodes it"
 
 
-def repacked(
-    slices: Sequence[Slice],
+def plan_repack(
+    slices: Sequence[WeightSlice],
     packing: str,
-    held: Held,
+    parts: TargetParts,
     *,
     scales: Mapping[str, NDArray[Any]] | None = None,
     moves_codes: bool = True,
-) -> list[Feed]:
+) -> list[TensorFeed]:
     """Feeds that fill the tensors of one target weight in `packing` with boxes of source weights.
 
     `held` are the target's parts, codes first, of which this fills all (roles as in
@@ -70,36 +76,38 @@ def repacked(
         FormatError: another number format, no room for zero points, or a part that a source lacks.
             While feeds run: scales that are to be one differ, or do not fit their new type.
     """
-    known = tuple(
+    given_scales = tuple(
         (role, np.ascontiguousarray(np.asarray(value, np.float32)))
         for role, value in sorted((scales or {}).items())
     )
-    given = dict(known)
+    given = dict(given_scales)
     shape = max(s.end[0] for s in slices), max(s.end[1] for s in slices)
     for box in slices:
-        _check(box, packing, held, shape, given)
-    in_rows = tuple((p, t) for p, t in held if per_of(p, 0) and (moves_codes or p.role != CODES))
-    once = [(p, t) for p, t in held if not per_of(p, 0)]
-    out: list[Feed] = []
-    values = [(t, _filled(given[p.role], p, t)) for p, t in once if p.role in given]
+        _check_slice(box, packing, parts, shape, given)
+    in_rows = tuple(
+        (p, t) for p, t in parts if span_size(p, 0) and (moves_codes or p.role != CODES)
+    )
+    single = [(p, t) for p, t in parts if not span_size(p, 0)]
+    out: list[TensorFeed] = []
+    values = [(t, _given_scale(given[p.role], p, t)) for p, t in single if p.role in given]
     if values:
-        out.append(Given(values=tuple(values)))
-    for part, tensor in once:
+        out.append(ConstantFeed(values=tuple(values)))
+    for part, tensor in single:
         if part.role not in given:
-            out.append(Once(slices=tuple(slices), part=part, tensor=tensor))
+            out.append(RepackedPart(slices=tuple(slices), part=part, tensor=tensor))
     if not in_rows:
         return out
-    grain = math.lcm(*(per_of(p, 0) for p, _ in in_rows))
+    grain = math.lcm(*(span_size(p, 0) for p, _ in in_rows))
     for box in slices:
         rows, columns = box.shape
         step = max(grain, UNIT_BYTES // max(columns, 1) // grain * grain)
         out += [
-            Moved(
+            RepackedRows(
                 box=box,
                 packing=packing,
-                held=in_rows,
-                singles=tuple(p for p, _ in once),
-                known=known,
+                parts=in_rows,
+                singles=tuple(p for p, _ in single),
+                given_scales=given_scales,
                 first=first,
                 end=min(first + step, rows),
                 grain=grain,
@@ -110,86 +118,88 @@ def repacked(
     return out
 
 
-def _check(
-    box: Slice,
+def _check_slice(
+    box: WeightSlice,
     packing: str,
-    held: Held,
+    parts: TargetParts,
     shape: tuple[int, int],
     given: Mapping[str, NDArray[np.float32]],
 ) -> None:
     """A box of a source can become a box of the target."""
-    coded, codes = box.coded, held[0][0]
-    have = coded.parts[0][0]
-    same = numbers(coded.packing) == numbers(packing)
-    if not same or (have.dtype != codes.dtype and numbers(packing) == "fp8"):
+    module, codes = box.module, parts[0][0]
+    have = module.parts[0][0]
+    has_same_numbers = numbers(module.packing) == numbers(packing)
+    if not has_same_numbers or (have.dtype != codes.dtype and numbers(packing) == "fp8"):
         raise FormatError(
-            f"{coded.name} is stored as {coded.packing} of {have.dtype}, and is to be {packing} of "
+            f"{module.name} is stored as {module.packing} of {have.dtype}, and is to be {packing} of "
             f"{codes.dtype}: that is to quantize it again",
-            tensor=coded.parts[0][1],
+            tensor=module.parts[0][1],
             hint=_DECODE,
         )
-    roles = {p.role for p, _ in held}
-    zeros = coded.part(ZEROS)
+    roles = {p.role for p, _ in parts}
+    zeros = module.part(ZEROS)
     if zeros is not None and (ZEROS not in roles or SCALE in given):
         raise FormatError(
-            f"{coded.name} has zero points (it is quantized asymmetrically), and {packing} of this "
+            f"{module.name} has zero points (it is quantized asymmetrically), and {packing} of this "
             "form has none",
             tensor=zeros[1],
             hint=_DECODE,
         )
     check_codes(box, codes, shape)
-    for part, tensor in held[1:]:
+    for part, tensor in parts[1:]:
         if part.role in given:
             if part.dtype.startswith("float8"):
                 raise FormatError(f"a {part.role} of {part.dtype} is not given", tensor=tensor.name)
             continue
-        found = source_of(coded, part.role)
-        if found is None:
+        source = find_source_part(module, part.role)
+        if source is None:
             raise FormatError(
-                f"{coded.name} has no {part.role}, which {tensor.name} is to hold",
-                tensor=coded.parts[0][1],
+                f"{module.name} has no {part.role}, which {tensor.name} is to hold",
+                tensor=module.parts[0][1],
                 hint=_DECODE,
             )
-        if part.dtype.startswith("float8") and found[0].dtype != part.dtype:
+        if part.dtype.startswith("float8") and source[0].dtype != part.dtype:
             raise FormatError(
-                f"{found[0].dtype} scales of {coded.name} are to be {part.dtype}: that is to "
+                f"{source[0].dtype} scales of {module.name} are to be {part.dtype}: that is to "
                 "quantize it again",
-                tensor=found[1],
+                tensor=source[1],
                 hint=_DECODE,
             )
         if part.role not in (SCALE_2, DIVISOR):
-            check_scales(box, found[0], part, shape)
+            check_scales(box, source[0], part, shape)
 
 
-def _filled(value: NDArray[np.float32], part: PackedPart, tensor: GlobalTensor) -> NDArray[Any]:
+def _given_scale(
+    value: NDArray[np.float32], part: PackedPart, tensor: GlobalTensor
+) -> NDArray[Any]:
     """A given scale as it is stored."""
     if value.size not in (1, math.prod(part.shape)):
         raise FormatError(
             f"{value.size} values for a {part.role} of {list(part.shape)}", tensor=tensor.name
         )
-    return stored_as(np.broadcast_to(value.reshape(-1), (math.prod(part.shape),)), part, tensor)
+    return encode_scales(np.broadcast_to(value.reshape(-1), (math.prod(part.shape),)), part, tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Once:
+class RepackedPart:
     """A part of a target weight without rows of its own: a single scale, or one a column.
 
     All boxes that share an element of it have the same value there.
     """
 
-    slices: tuple[Slice, ...]
+    slices: tuple[WeightSlice, ...]
     part: PackedPart
     tensor: GlobalTensor
 
     @property
     def reads(self) -> tuple[Placement, ...]:
         """The same part of every source."""
-        return tuple(dict.fromkeys(identity(n, p) for p, n in self._sources))
+        return tuple(dict.fromkeys(place_whole_part(n, p) for p, n in self._sources))
 
     @property
-    def writes(self) -> tuple[Region, ...]:
+    def writes(self) -> tuple[TargetRegion, ...]:
         """All of it."""
-        return (whole(self.tensor),)
+        return (whole_region(self.tensor),)
 
     @property
     def num_bytes(self) -> int:
@@ -197,30 +207,30 @@ class Once:
         return self.tensor.num_bytes
 
     @property
-    def facts(self) -> bytes:
+    def identity(self) -> bytes:
         """The boxes."""
-        return hash_of("once", [(s.lo, s.at, s.shape) for s in self.slices], self._sources)
+        return digest_facts("once", [(s.lo, s.offset, s.shape) for s in self.slices], self._sources)
 
     @property
     def _sources(self) -> list[tuple[PackedPart, str]]:
-        found = [source_of(s.coded, self.part.role) for s in self.slices]
-        return [f for f in found if f is not None]
+        parts = [find_source_part(s.module, self.part.role) for s in self.slices]
+        return [f for f in parts if f is not None]
 
-    def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
+    def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         out = np.zeros(self.part.shape, np.float32)
-        seen = np.zeros(self.part.shape, bool)
+        is_filled = np.zeros(self.part.shape, bool)
         for box, (source, name) in zip(self.slices, self._sources, strict=True):
             hi = (box.rows[1], box.columns[1])
-            with Window(taking, name, source, box.lo, hi) as part:
-                window = part.rows(box.lo, hi)
-            bits = expanded(window, source, box.lo, self.part, box.at, box.shape)
-            found = single(bits, source.dtype)
+            with PartReader(reader, name, source, box.lo, hi) as part:
+                window = part.read_rows(box.lo, hi)
+            bits = expand_scales(window, source, box.lo, self.part, box.offset, box.shape)
+            values = single(bits, source.dtype)
             if source.role != self.part.role:
-                found = reciprocal(found)
-            at = index_of(self.part, box.at, box.end)
-            old = seen[at]
-            if (out[at][old] != found[old]).any():
+                values = reciprocal(values)
+            index = part_index(self.part, box.offset, box.end)
+            old = is_filled[index]
+            if (out[index][old] != values[old]).any():
                 raise FormatError(
                     f"has another {source.role} than what it is to be stored with as "
                     f"{self.tensor.name}",
@@ -228,5 +238,9 @@ class Once:
                     hint="give them one (exporters do, for engines that ask for it), or "
                     "export with --to hf",
                 )
-            out[at], seen[at] = found, True
-        yield 0, (0,) * out.ndim, bits_of(stored_as(out, self.part, self.tensor), self.tensor.dtype)
+            out[index], is_filled[index] = values, True
+        yield (
+            0,
+            (0,) * out.ndim,
+            to_bits(encode_scales(out, self.part, self.tensor), self.tensor.dtype),
+        )

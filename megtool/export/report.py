@@ -58,12 +58,12 @@ class ExportReport:
         cache = f", KV cache {self.kv_algo}" if self.kv_algo else ""
         engine = f", for {self.engine}" if self.engine else ""
         yield f"{self.to}: {self.algo or 'plain weights'}{cache}{engine}"
-        told = (
+        counts = (
             (self.exact, "with codes and scales as they were"),
             (self.requantized, "brought to other scales"),
             (self.decoded, "made plain"),
         )
-        for number, words in told:
+        for number, words in counts:
             if number:
                 yield f"{several(number, 'quantized module')} {words}"
         for note in self.notes[:_MOST_NOTES]:

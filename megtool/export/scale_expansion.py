@@ -9,23 +9,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import UsageError
-from megtool.export.quantized_module import Coded
+from megtool.export.quantized_module import QuantizedModule
 from megtool.number_formats.packed_parts import WHOLE, Index, PackedPart
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class WeightSlice:
     """A box `rows` x `columns` of a module's weight, put at (row, column) `at` of a target's."""
 
-    coded: Coded
+    module: QuantizedModule
     rows: tuple[int, int]
     columns: tuple[int, int]
-    at: tuple[int, int] = (0, 0)
+    offset: tuple[int, int] = (0, 0)
 
     @classmethod
-    def whole(cls, coded: Coded, at: tuple[int, int] = (0, 0)) -> Slice:
+    def of_module(cls, module: QuantizedModule, offset: tuple[int, int] = (0, 0)) -> WeightSlice:
         """All of a weight."""
-        return cls(coded, (0, coded.shape[0]), (0, coded.shape[1]), at)
+        return cls(module, (0, module.shape[0]), (0, module.shape[1]), offset)
 
     @property
     def lo(self) -> tuple[int, int]:
@@ -40,83 +40,89 @@ class Slice:
     @property
     def end(self) -> tuple[int, int]:
         """Where it ends in the target's weight."""
-        return self.at[0] + self.shape[0], self.at[1] + self.shape[1]
+        return self.offset[0] + self.shape[0], self.offset[1] + self.shape[1]
 
 
-def per_of(part: PackedPart, dim: int) -> int:
+def span_size(part: PackedPart, dim: int) -> int:
     """Rows (0) or columns (1) that an index of a part serves; 0 where it has them all in one."""
     return next((s.per for s in part.spans if s.dim == dim), 0)
 
 
-def index_of(part: PackedPart, lo: Index, hi: Index) -> tuple[Any, ...]:
+def part_index(part: PackedPart, lo: Index, hi: Index) -> tuple[Any, ...]:
     """What indexes the window of the box `lo:hi` in a whole part, as a view also where that has no
     dimension."""
     first, end = part.window(lo, hi)
     return (*(slice(a, b) for a, b in zip(first, end, strict=True)), ...)
 
 
-def check_codes(box: Slice, part: PackedPart, shape: tuple[int, int]) -> None:
+def check_codes(box: WeightSlice, part: PackedPart, shape: tuple[int, int]) -> None:
     """A box fills whole bytes and words of a target weight of `shape`.
 
     Raises:
         UsageError: it does not.
     """
-    for dim, what in enumerate(_DIMS):
-        per = per_of(part, dim)
-        if box.at[dim] % per or (box.end[dim] % per and box.end[dim] != shape[dim]):
+    for dim, name in enumerate(_DIMS):
+        per = span_size(part, dim)
+        if box.offset[dim] % per or (box.end[dim] % per and box.end[dim] != shape[dim]):
             raise UsageError(
-                f"{what} {box.at[dim]} to {box.end[dim]} of a weight are of {box.coded.name}, and "
-                f"{per} {what} are stored in one {part.dtype}",
+                f"{name} {box.offset[dim]} to {box.end[dim]} of a weight are of {box.module.name}, and "
+                f"{per} {name} are stored in one {part.dtype}",
                 hint="cut it otherwise (another tensor-parallel size), or keep it unquantized",
             )
 
 
-def check_scales(box: Slice, source: PackedPart, part: PackedPart, shape: tuple[int, int]) -> None:
+def check_scales(
+    box: WeightSlice, source: PackedPart, part: PackedPart, shape: tuple[int, int]
+) -> None:
     """A box fills whole scales of a target weight, and a source scale serves all under each.
 
     Raises:
         UsageError: it does not.
     """
-    if fault := scale_fault(box, source, part, shape):
+    if fault := find_scale_error(box, source, part, shape):
         raise fault
 
 
-def scale_fault(box: Slice, source: PackedPart, part: PackedPart, shape: tuple[int, int]) -> UsageError | None:
+def find_scale_error(
+    box: WeightSlice, source: PackedPart, part: PackedPart, shape: tuple[int, int]
+) -> UsageError | None:
     """What `check_scales` raises."""
-    for dim, what in enumerate(_DIMS):
+    for dim, name in enumerate(_DIMS):
         begin, n = box.lo[dim], box.shape[dim]
-        have, want = per_of(source, dim), per_of(part, dim)
+        have, want = span_size(source, dim), span_size(part, dim)
         if not have or begin // have == (begin + n - 1) // have:
             have = 0  # one serves the whole box
         if want:
             ends = box.end[dim] % want == 0 or box.end[dim] == shape[dim]
-            if box.at[dim] % want or not ends:
-                return _cut(box, dim, f"{want} {what} have one scale")
+            if box.offset[dim] % want or not ends:
+                return _slice_error(box, dim, f"{want} {name} have one scale")
             if have and (have % want or begin % want):
-                return _cut(box, dim, f"scales are for {have} {what}, and are to be for {want}")
+                return _slice_error(
+                    box, dim, f"scales are for {have} {name}, and are to be for {want}"
+                )
         elif have:
-            return _cut(box, dim, f"scales are for {have} {what}, and are to be for all")
+            return _slice_error(box, dim, f"scales are for {have} {name}, and are to be for all")
     return None
 
 
 _DIMS = ("rows", "columns")
 
 
-def _cut(box: Slice, dim: int, why: str) -> UsageError:
+def _slice_error(box: WeightSlice, dim: int, reason: str) -> UsageError:
     first, n = box.lo[dim], box.shape[dim]
     return UsageError(
-        f"{_DIMS[dim]} {first} to {first + n} of {box.coded.name} cannot be taken as they are "
-        f"stored: {why}",
+        f"{_DIMS[dim]} {first} to {first + n} of {box.module.name} cannot be taken as they are "
+        f"stored: {reason}",
         hint="cut it otherwise (another tensor-parallel size), or export it with --to hf",
     )
 
 
-def expanded(
+def expand_scales(
     window: NDArray[Any],
     source: PackedPart,
     lo: tuple[int, int],
     part: PackedPart,
-    at: tuple[int, int],
+    offset: tuple[int, int],
     shape: tuple[int, int],
 ) -> NDArray[Any]:
     """The window of a target's scales for the box of `shape` at `at`, out of the window of a
@@ -125,19 +131,21 @@ def expanded(
     It is taken for granted that `check_scales` found nothing.
     """
     hi = tuple(a + n for a, n in zip(lo, shape, strict=True))
-    end = tuple(a + n for a, n in zip(at, shape, strict=True))
+    end = tuple(a + n for a, n in zip(offset, shape, strict=True))
     first = {s.dim: i for s, i in zip(source.spans, source.window(lo, hi)[0], strict=True)}
-    held = {s.dim: n for s, n in zip(source.spans, window.shape, strict=True) if s.dim != WHOLE}
-    grid = window.reshape(held.get(0, 1), held.get(1, 1))
+    counts = {s.dim: n for s, n in zip(source.spans, window.shape, strict=True) if s.dim != WHOLE}
+    grid = window.reshape(counts.get(0, 1), counts.get(1, 1))
     for dim in (0, 1):
-        want, have = per_of(part, dim), per_of(source, dim)
+        want, have = span_size(part, dim), span_size(source, dim)
         count = 1
         if want:
-            count = -(-end[dim] // want) - at[dim] // want
-        begins = np.maximum((np.arange(count) + (at[dim] // want if want else 0)) * want, at[dim])
+            count = -(-end[dim] // want) - offset[dim] // want
+        begins = np.maximum(
+            (np.arange(count) + (offset[dim] // want if want else 0)) * want, offset[dim]
+        )
         index = np.zeros(count, np.intp)
         if have:
-            index = (begins - at[dim] + lo[dim]) // have - first[dim]
+            index = (begins - offset[dim] + lo[dim]) // have - first[dim]
         grid = np.take(grid, index, axis=dim)
-    low, high = part.window(at, end)
+    low, high = part.window(offset, end)
     return np.ascontiguousarray(grid).reshape([b - a for a, b in zip(low, high, strict=True)])

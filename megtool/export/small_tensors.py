@@ -9,74 +9,74 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import DType
 from megtool.errors import FormatError
-from megtool.export.quantized_module import Coded
+from megtool.export.quantized_module import QuantizedModule
 from megtool.number_formats.decode import DIVISOR, SCALE, SCALE_2
 from megtool.number_formats.small_floats import single
-from megtool.quant.packed_tensors.modelopt_tensors import in_dtype
+from megtool.reshard.constant_feed import round_to_dtype
 
-MOST_ELEMENTS = 1 << 20
+MAX_SMALL_ELEMENTS = 1 << 20
 """A tensor of more is not small; it is read by a feed."""
 
 Floats = NDArray[np.float32]
 
 
-class Values:
+class SmallTensorReader:
     """Reads small tensors of a catalogue as numbers. Use in `with`."""
 
     def __init__(self, catalogue: Catalogue, files: Files | None = None) -> None:
-        self._reader = Reader(catalogue, files or Files())
+        self._reader = CheckpointReader(catalogue, files or Files())
 
-    def of(self, name: str) -> Floats:
+    def read(self, name: str) -> Floats:
         """A stored tensor as float32, in its shape.
 
         Raises:
             FormatError: it is too large to be read while planning.
         """
         tensor = self._reader.catalogue[name]
-        if tensor.numel > MOST_ELEMENTS:
+        if tensor.numel > MAX_SMALL_ELEMENTS:
             raise FormatError(f"{tensor.numel} elements are no small tensor", tensor=name)
         out = np.zeros(tensor.numel, np.float32)
-        with closing(self._reader.stored(name).tiles()) as tiles:
+        with closing(self._reader.open_stored(name).tiles()) as tiles:
             for first, tile in tiles:
                 out[first : first + tile.size] = single(tile, tensor.dtype.name)
         return out.reshape(tensor.shape)
 
-    def tiles(self, name: str) -> Iterator[Floats]:
+    def read_tiles(self, name: str) -> Iterator[Floats]:
         """The elements of any stored tensor as numbers, some at a time; bytes of uint8 are powers
         of two (E8M0), as scales have them."""
         kind = self._reader.catalogue[name].dtype.name
-        with closing(self._reader.stored(name).tiles()) as tiles:
+        with closing(self._reader.open_stored(name).tiles()) as tiles:
             for _, tile in tiles:
                 yield single(tile, "float8_e8m0fnu" if kind == "uint8" else kind)
 
-    def single(self, coded: Coded, role: str) -> Floats | None:
+    def read_single(self, module: QuantizedModule, role: str) -> Floats | None:
         """The one number of a part (`scale`, `scale_2`), None where it has none or several.
 
         A stored divisor is given as the `scale_2` it stands for, and the other way round.
         """
-        for held in dict.fromkeys([role, *_SWAPPED.get(role, ())]):
-            found = coded.part(held)
-            if found is not None and np.prod(found[0].shape) == 1:
-                value = self.of(found[1]).reshape(())
-                return value if held == role else reciprocal(value)
+        for candidate in dict.fromkeys([role, *_SWAPPED.get(role, ())]):
+            part = module.part(candidate)
+            if part is not None and np.prod(part[0].shape) == 1:
+                value = self.read(part[1]).reshape(())
+                return value if candidate == role else reciprocal(value)
         return None
 
-    def inputs(self, coded: Coded) -> Floats | None:
+    def read_input_scale(self, module: QuantizedModule) -> Floats | None:
         """What the inputs of a module are divided by, None where they have no stored scale."""
-        if not coded.input_scale:
+        if not module.input_scale:
             return None
-        value = self.of(coded.input_scale).reshape(())
-        return reciprocal(value) if coded.input_divides else value
+        value = self.read(module.input_scale).reshape(())
+        return reciprocal(value) if module.input_divides else value
 
     def close(self) -> None:
         """Close all files."""
         self._reader.close()
 
-    def __enter__(self) -> Values:
+    def __enter__(self) -> SmallTensorReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -97,4 +97,6 @@ def reciprocal(values: Floats) -> Floats:
 
 def fits(values: Floats, dtype: DType) -> bool:
     """Whether a type holds all numbers exactly."""
-    return bool(np.array_equal(single(in_dtype(values, dtype), dtype.name), values, equal_nan=True))
+    return bool(
+        np.array_equal(single(round_to_dtype(values, dtype), dtype.name), values, equal_nan=True)
+    )

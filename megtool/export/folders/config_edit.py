@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 
-def edited(
+def edit_config(
     config: bytes, *, remove: Collection[str] = (), add: Mapping[str, Any], untie: bool = False
 ) -> bytes:
     """A config.json without some keys, there or in its `text_config`, and with others; where it is

@@ -6,73 +6,72 @@ from dataclasses import dataclass
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats.header_reader import read_exact
-from megtool.checkpoint.formats.quantized_parts import Folded, Stored
+from megtool.checkpoint.formats.quantized_parts import PackedWeight, PartFinder
 from megtool.errors import FormatError
 from megtool.number_formats.decode import DIVISOR, SCALE, SCALE_2
 from megtool.number_formats.packed_parts import WHOLE, PackedPart
-from megtool.quant.qparams import PACKINGS
-from megtool.quant.recipes.formats import FORMATS
+from megtool.quant.recipes.formats import FORMATS, PACKINGS
 from megtool.quant.recipes.modules import BLOCKS
 from megtool.tensors.sharded import GlobalTensor
 
-DECODE = "export it with --to hf, which decodes it"
+DECODE_HINT = "export it with --to hf, which decodes it"
 """The way out where a format cannot be kept."""
 
 _POWERS = "float8_e8m0fnu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class QuantizedWeight:
     """A quantized weight `[out, in]` of a folder, and what lies beside it."""
 
-    folded: Folded
-    stored: Stored
+    packed: PackedWeight
+    finder: PartFinder
 
     @classmethod
-    def of(cls, folded: Folded, stored: Stored) -> Found:
+    def of(cls, packed: PackedWeight, finder: PartFinder) -> QuantizedWeight:
         """The weight.
 
         Raises:
             FormatError: it is no matrix of a module, or stacked with others.
         """
-        found = cls(folded=folded, stored=stored)
-        if folded.codes.endswith(BLOCKS):
-            raise found.fault(
+        weight = cls(packed=packed, finder=finder)
+        if packed.codes.endswith(BLOCKS):
+            raise weight.error(
                 "holds all experts of a layer as MXFP4 blocks, which no other form has",
-                hint="engines load the folder as it is (megtool lint); or " + DECODE,
+                hint="engines load the folder as it is (megtool lint); or " + DECODE_HINT,
             )
-        if len(folded.shape) != 2 or not folded.name.endswith(".weight"):
-            raise found.fault(
-                f"is quantized as one tensor of shape {list(folded.shape)}, stacked with others or "
+        if len(packed.shape) != 2 or not packed.name.endswith(".weight"):
+            raise weight.error(
+                f"is quantized as one tensor of shape {list(packed.shape)}, stacked with others or "
                 "not called a weight, and other forms have one tensor a module",
-                hint=DECODE,
+                hint=DECODE_HINT,
             )
-        return found
+        return weight
 
     @property
     def module(self) -> str:
         """The stored name of the module."""
-        return self.folded.name.removesuffix(".weight")
+        return self.packed.name.removesuffix(".weight")
 
     @property
     def shape(self) -> tuple[int, int]:
         """`[out, in]`."""
-        rows, columns = self.folded.shape
+        rows, columns = self.packed.shape
         return rows, columns
 
     @property
     def numbers(self) -> str:
         """The first word of its packing, whatever the size of the weight."""
-        name = self.folded.packing.partition(":")[0]
+        name = self.packed.packing.partition(":")[0]
         return "mxfp8" if name == "fp8" and self.scale.dtype == _POWERS else name
 
     @property
     def scale(self) -> PackedPart:
         """The scale beside the codes."""
-        return next(p for p, _ in self.folded.parts if p.role == SCALE)
+        return next(p for p, _ in self.packed.parts if p.role == SCALE)
 
     @property
-    def reach(self) -> tuple[int, int]:
+    def scale_block(self) -> tuple[int, int]:
         """Rows and columns under one scale."""
         per = {s.dim: s.per for s in self.scale.spans if s.dim != WHOLE}
         rows, columns = self.shape
@@ -81,50 +80,50 @@ class Found:
     @property
     def has_second(self) -> bool:
         """A second scale multiplies (or divides) the first one."""
-        return any(p.role in (SCALE_2, DIVISOR) for p, _ in self.folded.parts)
+        return any(p.role in (SCALE_2, DIVISOR) for p, _ in self.packed.parts)
 
-    def beside(self, *lasts: str) -> GlobalTensor | None:
+    def find_tensor(self, *lasts: str) -> GlobalTensor | None:
         """The tensor of the module with one of these last names, counted as used."""
         for name in (f"{self.module}.{last}" for last in lasts):
-            if name in self.stored.catalogue:
-                self.stored.used.add(name)
-                return self.stored.catalogue[name]
+            if name in self.finder.catalogue:
+                self.finder.used.add(name)
+                return self.finder.catalogue[name]
         return None
 
-    def single(self, *lasts: str) -> str:
+    def find_single(self, *lasts: str) -> str:
         """The name of a tensor of one element, "" where there is none.
 
         Raises:
             FormatError: it has several elements.
         """
-        found = self.beside(*lasts)
-        if found is None:
+        tensor = self.find_tensor(*lasts)
+        if tensor is None:
             return ""
-        if found.numel != 1:
-            raise self.stored.fault(
-                found, f"of shape {list(found.shape)} is more than one scale", hint=DECODE
+        if tensor.numel != 1:
+            raise self.finder.error(
+                tensor, f"of shape {list(tensor.shape)} is more than one scale", hint=DECODE_HINT
             )
-        return found.name
+        return tensor.name
 
-    def suits(self, algo: str, group: int) -> bool:
+    def fits(self, algo: str, group: int) -> bool:
         """Whether it can be of a format: its numbers, and what has a scale."""
-        name, _, how = PACKINGS[algo].format(group=group).partition(":")
-        same = {"int4": "int4rows", "int8words": "int8"}
-        if same.get(self.numbers, self.numbers) != name:
+        name, _, scaling = PACKINGS[algo].format(group=group).partition(":")
+        stored_as = {"int4": "int4rows", "int8words": "int8"}
+        if stored_as.get(self.numbers, self.numbers) != name:
             return False
         rows, columns = self.shape
-        size = {"tensor": (rows, columns), "channel": (1, columns)}.get(how)
+        size = {"tensor": (rows, columns), "channel": (1, columns)}.get(scaling)
         if size is None:
-            sizes = [int(n) for n in how.split("x")]
+            sizes = [int(n) for n in scaling.split("x")]
             size = min(sizes[0] if len(sizes) == 2 else 1, rows), min(sizes[-1], columns)
-        return self.reach == size
+        return self.scale_block == size
 
-    def fault(self, message: str, hint: str | None = None) -> FormatError:
+    def error(self, message: str, hint: str | None = None) -> FormatError:
         """An error about its codes."""
-        catalogue = self.stored.catalogue
-        row = catalogue.index[self.folded.codes]
+        catalogue = self.finder.catalogue
+        row = catalogue.index[self.packed.codes]
         file = catalogue.path(int(catalogue.extents.file[row]))
-        return FormatError(message, file=file, tensor=self.folded.codes, hint=hint)
+        return FormatError(message, file=file, tensor=self.packed.codes, hint=hint)
 
 
 def is_zero(catalogue: Catalogue, tensor: GlobalTensor) -> bool:
@@ -134,15 +133,15 @@ def is_zero(catalogue: Catalogue, tensor: GlobalTensor) -> bool:
     return not any(read_exact(path, int(catalogue.extents.offset[row]), tensor.num_bytes))
 
 
-def packing_for(found: Found, algo: str, group: int) -> str:
+def infer_packing(weight: QuantizedWeight, algo: str, group: int) -> str:
     """The packing of a weight known to be of a format, as `packing.layout` writes it: by the format
     where one scale serves the whole weight because that is so small."""
-    how = PACKINGS[algo].format(group=group).partition(":")[2]
-    return f"{found.numbers}:{how}"
+    scaling = PACKINGS[algo].format(group=group).partition(":")[2]
+    return f"{weight.numbers}:{scaling}"
 
 
-def group_for(found: Found, algo: str) -> int:
+def infer_group_size(weight: QuantizedWeight, algo: str) -> int:
     """The group size of a format that has one, by what is stored; 0 for the others."""
     if algo == "FP8_PB_WO":
         return 128
-    return found.reach[1] if FORMATS[algo].groups else 0
+    return weight.scale_block[1] if FORMATS[algo].groups else 0

@@ -10,60 +10,60 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.dtypes import dtype as named_dtype
-from megtool.export.quantized_module import Coded, CodedFolder
+from megtool.export.quantized_module import QuantizedModule, QuantizedModules
 from megtool.number_formats.packed_parts import PackedPart
 from megtool.quant.packed_tensors.modelopt_tensors import stored_type
 from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class ModuleTensors:
     """One module: `held` are the parts of its weight in `packing`, codes first, filled from the
     source's by `repack.repacked`; `inputs` is the scale of its inputs, as its reciprocal where
     `divides`; `values` are tensors whose values are known (a shape)."""
 
-    coded: Coded
+    module: QuantizedModule
     packing: str
-    held: tuple[tuple[PackedPart, GlobalTensor], ...]
-    inputs: GlobalTensor | None = None
+    parts: tuple[tuple[PackedPart, GlobalTensor], ...]
+    input_scale: GlobalTensor | None = None
     divides: bool = False
     values: tuple[tuple[GlobalTensor, NDArray[Any]], ...] = ()
 
     @property
     def tensors(self) -> tuple[GlobalTensor, ...]:
         """All of them, codes first."""
-        more = () if self.inputs is None else (self.inputs,)
-        return (*(t for _, t in self.held), *more, *(t for t, _ in self.values))
+        more = () if self.input_scale is None else (self.input_scale,)
+        return (*(t for _, t in self.parts), *more, *(t for t, _ in self.values))
 
 
-class Form(Protocol):
+class FolderForm(Protocol):
     """A form of quantized Hugging Face folders, as it is written."""
 
     @property
     def name(self) -> str:
         """What `--to` calls it."""
 
-    def check(self, folder: CodedFolder) -> None:
+    def check(self, folder: QuantizedModules) -> None:
         """Refuse what it cannot say, with all modules it is about.
 
         Raises:
             MappingError: formats, factors of columns or caches it has no place for.
         """
 
-    def notes(self, folder: CodedFolder) -> Sequence[str]:
+    def notes(self, folder: QuantizedModules) -> Sequence[str]:
         """What engines or libraries make otherwise of it in this form, for people."""
 
-    def written(self, coded: Coded) -> Written:
+    def plan_module(self, module: QuantizedModule) -> ModuleTensors:
         """The tensors of a module.
 
         Raises:
             UsageError: groups do not divide it.
         """
 
-    def caches(self, folder: CodedFolder) -> Sequence[tuple[GlobalTensor, str]]:
+    def plan_kv_cache(self, folder: QuantizedModules) -> Sequence[tuple[GlobalTensor, str]]:
         """Scales of the KV cache, with the source's tensor that each is the value of."""
 
-    def small(self, folder: CodedFolder, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    def edit_files(self, folder: QuantizedModules, files: Mapping[str, bytes]) -> dict[str, bytes]:
         """The small files of the folder, of those of the source."""
 
 
@@ -72,6 +72,6 @@ def tensor(name: str, shape: tuple[int, ...], kind: str) -> GlobalTensor:
     return GlobalTensor(name=name, shape=shape, dtype=named_dtype(stored_type(kind)))
 
 
-def shape_of(coded: Coded) -> NDArray[np.int64]:
+def weight_shape(module: QuantizedModule) -> NDArray[np.int64]:
     """A weight's `[out, in]` as numbers."""
-    return np.array(coded.shape, np.int64)
+    return np.array(module.shape, np.int64)

@@ -16,12 +16,12 @@ from typing import Any
 
 from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS
 from megtool.errors import MappingError, listed
-from megtool.export.folders.config_edit import edited
-from megtool.export.folders.tensor_specs import Written, shape_of, tensor
-from megtool.export.quantized_module import Coded, CodedFolder
+from megtool.export.folders.config_edit import edit_config
+from megtool.export.folders.tensor_specs import ModuleTensors, tensor, weight_shape
+from megtool.export.quantized_module import QuantizedModule, QuantizedModules
 from megtool.number_formats.decode import CODES, DIVISOR, SCALE
 from megtool.number_formats.layout import layout
-from megtool.quant.recipes.compressed_targets import EXPRESSION
+from megtool.quant.recipes.compressed_arguments import EXPRESSION
 from megtool.tensors.sharded import GlobalTensor
 
 VERSION = "0.20.0"
@@ -39,7 +39,7 @@ _TOKEN = {"strategy": "token", "dynamic": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scheme:
+class CompressedFormat:
     """How a format of ours is said: the library's name for how codes lie, our packing of the same,
     and its arguments of weights and inputs (empty: inputs as they are)."""
 
@@ -49,58 +49,58 @@ class Scheme:
     inputs: Mapping[str, Any]
 
 
-SCHEMES: Mapping[str, Scheme] = {
-    "FP8": Scheme(
+SCHEMES: Mapping[str, CompressedFormat] = {
+    "FP8": CompressedFormat(
         format="float-quantized",
         packing="fp8:tensor",
         weights=_FLOAT8 | _TENSOR,
         inputs=_FLOAT8 | _TENSOR | {"dynamic": False},
     ),
-    "FP8_PER_CHANNEL_PER_TOKEN": Scheme(
+    "FP8_PER_CHANNEL_PER_TOKEN": CompressedFormat(
         format="float-quantized",
         packing="fp8:channel",
         weights=_FLOAT8 | _CHANNEL,
         inputs=_FLOAT8 | _TOKEN,
     ),
-    "FP8_PB_WO": Scheme(
+    "FP8_PB_WO": CompressedFormat(
         format="float-quantized",
         packing="fp8:128x128",
         weights=_FLOAT8 | {"strategy": "block", "block_structure": [128, 128]},
         inputs=_FLOAT8 | {"strategy": "group", "group_size": 128, "dynamic": True},
     ),
-    "W8A8_SQ_PER_CHANNEL": Scheme(
+    "W8A8_SQ_PER_CHANNEL": CompressedFormat(
         format="int-quantized",
         packing="int8:channel",
         weights=_INT8 | _CHANNEL,
         inputs=_INT8 | _TENSOR | {"dynamic": False},
     ),
-    "W8A16": Scheme(
+    "W8A16": CompressedFormat(
         format="pack-quantized",
         packing="int8words:channel",
         weights=_INT8 | _CHANNEL,
         inputs={},
     ),
-    "W4A16_AWQ": Scheme(
+    "W4A16_AWQ": CompressedFormat(
         format="pack-quantized",
         packing="int4:{group}",
         weights={"num_bits": 4, "type": "int", "strategy": "group"},
         inputs={},
     ),
-    "MXFP8": Scheme(
+    "MXFP8": CompressedFormat(
         format="mxfp8-quantized",
         packing="mxfp8:32",
         weights=_FLOAT8 | {"strategy": "group", "scale_dtype": "torch.uint8"},
         inputs=_FLOAT8
         | {"strategy": "group", "group_size": 32, "dynamic": True, "scale_dtype": "torch.uint8"},
     ),
-    "MXFP4": Scheme(
+    "MXFP4": CompressedFormat(
         format="mxfp4-pack-quantized",
         packing="mxfp4:32",
         weights=_FLOAT4 | {"strategy": "group", "scale_dtype": "torch.uint8"},
         inputs=_FLOAT4
         | {"strategy": "group", "group_size": 32, "dynamic": True, "scale_dtype": "torch.uint8"},
     ),
-    "NVFP4": Scheme(
+    "NVFP4": CompressedFormat(
         format="nvfp4-pack-quantized",
         packing="nvfp4:{group}",
         weights=_FLOAT4 | {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"},
@@ -112,7 +112,7 @@ SCHEMES: Mapping[str, Scheme] = {
             "scale_dtype": "torch.float8_e4m3fn",
         },
     ),
-    "W4A16_NVFP4": Scheme(
+    "W4A16_NVFP4": CompressedFormat(
         format="nvfp4-pack-quantized",
         packing="nvfp4:{group}",
         weights=_FLOAT4 | {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"},
@@ -136,7 +136,7 @@ class CompressedForm:
 
     name = "compressed-tensors"
 
-    def check(self, folder: CodedFolder) -> None:
+    def check(self, folder: QuantizedModules) -> None:
         """See `Form`."""
         unknown: dict[str, list[str]] = defaultdict(list)
         for m in folder.modules:
@@ -166,16 +166,16 @@ class CompressedForm:
                 hint="quantize with kv_fp8 beside the rest, or leave the cache as it is",
             )
 
-        if folder.cache_biases:
+        if folder.kv_cache_biases:
             raise MappingError(
                 "compressed-tensors has no place for biases of keys and values, which "
-                f"{len(folder.cache_biases)} projections have",
+                f"{len(folder.kv_cache_biases)} projections have",
                 file=folder.catalogue.root,
-                tensor=folder.cache_biases[0],
+                tensor=folder.kv_cache_biases[0],
                 hint="quantize with kv_fp8, which has none, or export with --to unified",
             )
 
-    def notes(self, folder: CodedFolder) -> Sequence[str]:
+    def notes(self, folder: QuantizedModules) -> Sequence[str]:
         """See `Form`."""
         out = []
         blocks = [m.name for m in folder.modules if m.algo == "FP8_PB_WO"]
@@ -201,46 +201,46 @@ class CompressedForm:
             )
         return out
 
-    def written(self, coded: Coded) -> Written:
+    def plan_module(self, module: QuantizedModule) -> ModuleTensors:
         """See `Form`."""
-        scheme = SCHEMES[coded.algo]
-        packing = scheme.packing.format(group=coded.group_size)
-        held = []
-        for part in layout(packing, coded.shape, "compressed-tensors"):
+        scheme = SCHEMES[module.algo]
+        packing = scheme.packing.format(group=module.group_size)
+        parts = []
+        for part in layout(packing, module.shape, "compressed-tensors"):
             packed = part.role == CODES and part.dtype in _PACKED
             last = "weight_packed" if packed else _LAST[part.role]
-            held.append((part, tensor(f"{coded.name}.{last}", part.shape, part.dtype)))
-        inputs, divides = None, coded.algo == "NVFP4"
-        if coded.input_scale:
+            parts.append((part, tensor(f"{module.name}.{last}", part.shape, part.dtype)))
+        inputs, divides = None, module.algo == "NVFP4"
+        if module.input_scale:
             last = "input_global_scale" if divides else "input_scale"
-            inputs = tensor(f"{coded.name}.{last}", (1,), "float32")
+            inputs = tensor(f"{module.name}.{last}", (1,), "float32")
         values = []
         if scheme.format == "pack-quantized":
-            values = [(tensor(f"{coded.name}.weight_shape", (2,), "int64"), shape_of(coded))]
-        return Written(
-            coded=coded,
+            values = [(tensor(f"{module.name}.weight_shape", (2,), "int64"), weight_shape(module))]
+        return ModuleTensors(
+            module=module,
             packing=packing,
-            held=tuple(held),
-            inputs=inputs,
+            parts=tuple(parts),
+            input_scale=inputs,
             divides=divides,
             values=tuple(values),
         )
 
-    def caches(self, folder: CodedFolder) -> Sequence[tuple[GlobalTensor, str]]:
+    def plan_kv_cache(self, folder: QuantizedModules) -> Sequence[tuple[GlobalTensor, str]]:
         """See `Form`."""
         return [
             (tensor(f"{attention}.{kind}_scale", (1,), "float32"), name)
-            for attention, names in folder.caches.items()
+            for attention, names in folder.kv_cache_scales.items()
             for kind, name in zip("kv", names, strict=True)
         ]
 
-    def small(self, folder: CodedFolder, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    def edit_files(self, folder: QuantizedModules, files: Mapping[str, bytes]) -> dict[str, bytes]:
         """config.json alone says it."""
         out = {n: d for n, d in files.items() if n != QUANT_FILE}
         config = {"quantization_config": compressed_config(folder)}
         before = out.get("config.json", json.dumps({}).encode())
         return out | {
-            "config.json": edited(
+            "config.json": edit_config(
                 before, remove=QUANT_KEYS, add=config, untie=folder.has_untied_head
             )
         }
@@ -249,7 +249,7 @@ class CompressedForm:
 _LAST = {CODES: "weight", SCALE: "weight_scale", DIVISOR: "weight_global_scale"}
 
 
-def compressed_config(folder: CodedFolder) -> dict[str, Any]:
+def compressed_config(folder: QuantizedModules) -> dict[str, Any]:
     """The `quantization_config`: a group for each format and group size.
 
     Where there is one, it is for all linear modules; where there are several, each names its own,
@@ -270,7 +270,7 @@ def compressed_config(folder: CodedFolder) -> dict[str, Any]:
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "config_groups": groups,
-        "ignore": list(folder.kept),
+        "ignore": list(folder.unquantized),
         "kv_cache_scheme": None,
         "version": VERSION,
     }
@@ -293,22 +293,22 @@ def _targets(names: Sequence[str], everything: Sequence[str]) -> list[str]:
     for name in everything:
         if m := _EXPERT.fullmatch(name):
             experts[m[1]].append(name)
-    mine = set(names)
-    if experts and all(n in mine for held in experts.values() for n in held):
+    group = set(names)
+    if experts and all(n in group for members in experts.values() for n in members):
         return [_ALL_EXPERTS, *(n for n in names if not _EXPERT.fullmatch(n))]
     out: dict[str, None] = {}
     for name in names:
         m = _EXPERT.fullmatch(name)
         if m is None:
             out[name] = None
-        elif all(n in mine for n in experts[m[1]]):
+        elif all(n in group for n in experts[m[1]]):
             out[f"{EXPRESSION}{re.escape(m[1])}\\..+"] = None
         else:
             out[f"{EXPRESSION}{re.escape(name)}$"] = None
     return list(out)
 
 
-def _group(scheme: Scheme, group: int, targets: Sequence[str]) -> dict[str, Any]:
+def _group(scheme: CompressedFormat, group: int, targets: Sequence[str]) -> dict[str, Any]:
     weights = dict(scheme.weights)
     if weights["strategy"] in ("group", "tensor_group"):
         weights["group_size"] = group

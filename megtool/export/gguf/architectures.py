@@ -87,7 +87,7 @@ def _differs_from_every(n: int) -> Callable[[ModelConfig], bool]:
     return lambda c: _windows(c) != tuple((i + 1) % n != 0 for i in range(c.num_layers))
 
 
-def _is_scaled_otherwise(deep: int) -> Callable[[ModelConfig], bool]:
+def _has_other_scale(deep: int) -> Callable[[ModelConfig], bool]:
     """Scores are not multiplied as llama.cpp does: by hidden_size / num_heads in the largest model,
     which it knows by its `deep` layers, else by head_dim."""
 
@@ -112,11 +112,11 @@ _UNCAPPED: Limit = (
     "llama.cpp caps scores at 50 and logits at 30 where a file gives no cap, and none means no cap",
 )
 _PARTLY_MOE: Limit = (_is_partly_moe, "llama.cpp has experts in every layer, the model in some")
-_NORMALISED: Limit = (
+_NORMALIZED: Limit = (
     lambda c: not c.router_pre_softmax,
     "llama.cpp does not bring the chosen experts' shares to one (norm_topk_prob)",
 )
-_UNNORMALISED: Limit = (
+_UNNORMALIZED: Limit = (
     lambda c: c.router_pre_softmax,
     "llama.cpp brings the chosen experts' shares to one (norm_topk_prob)",
 )
@@ -158,22 +158,22 @@ def _of_table(
     )
 
 
-_KNOWN: Mapping[str, Callable[[Family], Architecture]] = {
+_ARCHITECTURES: Mapping[str, Callable[[Family], Architecture]] = {
     "llama": _of_table("llama", factors="llama3", oddities=(_IGNORES_WINDOW,)),
     "mixtral": _of_table(
-        "llama", _PARTLY_MOE, _UNNORMALISED, factors="llama3", oddities=(_IGNORES_WINDOW,)
+        "llama", _PARTLY_MOE, _UNNORMALIZED, factors="llama3", oddities=(_IGNORES_WINDOW,)
     ),
     "qwen2": _of_table("qwen2", oddities=(_IGNORES_WINDOW,)),
-    "qwen2_moe": _of_table("qwen2moe", _PARTLY_MOE, _NORMALISED, oddities=(_IGNORES_WINDOW,)),
+    "qwen2_moe": _of_table("qwen2moe", _PARTLY_MOE, _NORMALIZED, oddities=(_IGNORES_WINDOW,)),
     "qwen3": _of_table("qwen3", oddities=(_IGNORES_WINDOW,)),
-    "qwen3_moe": _of_table("qwen3moe", _PARTLY_MOE, _UNNORMALISED, oddities=(_IGNORES_WINDOW,)),
+    "qwen3_moe": _of_table("qwen3moe", _PARTLY_MOE, _UNNORMALIZED, oddities=(_IGNORES_WINDOW,)),
     "phi3": _of_table("phi3", factors="longrope", has_window=True),
     "gemma": lambda _: _gemma("gemma", _GEMMA),
     "gemma2": lambda _: _gemma(
         "gemma2",
         _GEMMA_2,
         (_differs_from_every(2), "llama.cpp has a window in every second layer"),
-        (_is_scaled_otherwise(46), _ATTENTION_SCALE),
+        (_has_other_scale(46), _ATTENTION_SCALE),
         _UNCAPPED,
         has_window=True,
     ),
@@ -181,41 +181,41 @@ _KNOWN: Mapping[str, Callable[[Family], Architecture]] = {
         "gemma3",
         _GEMMA_3,
         (_differs_from_every(6), "llama.cpp has a window in all but every sixth layer"),
-        (_is_scaled_otherwise(62), _ATTENTION_SCALE),
+        (_has_other_scale(62), _ATTENTION_SCALE),
         (lambda c: bool(c.logit_softcap), "llama.cpp has no soft cap on the logits"),
         has_window=True,
     ),
 }
 
 
-def architecture_of(family: Family, config: ModelConfig) -> Architecture:
+def find_architecture(family: Family, config: ModelConfig) -> Architecture:
     """What llama.cpp calls this model.
 
     Raises:
         MappingError: it has no name for it here, or would compute something else.
     """
-    known = ", ".join(_KNOWN)
-    if family.name not in _KNOWN:
+    supported = ", ".join(_ARCHITECTURES)
+    if family.name not in _ARCHITECTURES:
         raise MappingError(
             f"the model is of family {family.name!r}, which is not exported to GGUF",
-            hint=f"known: {known}",
+            hint=f"known: {supported}",
         )
-    found = _KNOWN[family.name](family)
-    for applies, words in found.limits:
+    architecture = _ARCHITECTURES[family.name](family)
+    for applies, words in architecture.limits:
         if applies(config):
             raise MappingError(
-                f"a GGUF file of architecture {found.name!r} would be another model: {words}",
+                f"a GGUF file of architecture {architecture.name!r} would be another model: {words}",
                 hint="--to hf writes it as it is",
             )
     for applies, words in _SWITCHES:
         if applies(config):
             raise MappingError(
-                f"the model has {words}, and llama.cpp's {found.name!r} has none",
+                f"the model has {words}, and llama.cpp's {architecture.name!r} has none",
                 hint="--to hf writes it as it is",
             )
-    return found
+    return architecture
 
 
-def oddities_of(architecture: Architecture, config: ModelConfig) -> Iterator[str]:
+def list_oddities(architecture: Architecture, config: ModelConfig) -> Iterator[str]:
     """What llama.cpp does otherwise, and its own converter accepts."""
     return (words for applies, words in architecture.oddities if applies(config))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megtool.checkpoint.computed_tensors import Region, Taking, region_bytes
+from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion, count_region_bytes
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
 from megtool.checkpoint.transport.work_units import UNIT_BYTES
@@ -16,14 +16,14 @@ from megtool.dtypes import DType
 from megtool.errors import FormatError, MappingError
 from megtool.number_formats.gguf import encode
 from megtool.number_formats.small_floats import single
-from megtool.reshard.constant_feed import bits_of, hash_of, whole
+from megtool.reshard.constant_feed import to_bits, digest_facts, whole_region
 from megtool.tensors.box import numel, strides
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class RowOrder:
     """How the rows of a weight follow each other where they are stored.
 
     They are there in one run, from `base` on (the last index of it counts rows). Runs of `grain`
@@ -39,7 +39,7 @@ class Rows:
         """Rows that cannot be written apart."""
         return math.prod(self.sizes)
 
-    def sorted(self, values: Array) -> Array:
+    def sort(self, values: Array) -> Array:
         """Whole grains of rows `[rows, width]` as they are stored."""
         if not self.sizes:
             return values
@@ -48,7 +48,7 @@ class Rows:
         return grid.transpose(axes).reshape(values.shape)
 
 
-def rows_of(to: Placement, tensor: GlobalTensor) -> Rows:
+def find_row_order(to: Placement, tensor: GlobalTensor) -> RowOrder:
     """The rows of a weight by where it lies in a stored tensor.
 
     Raises:
@@ -69,13 +69,15 @@ def rows_of(to: Placement, tensor: GlobalTensor) -> Rows:
     order = sorted(range(len(axes)), key=lambda a: -axes[a][1])
     if tuple(axes[a][1] for a in order) != strides([axes[a][0] for a in order]):
         raise wrong
-    kept = next((i for i, a in enumerate(order) if i != a), len(order))
-    inner = tuple(n for n, _ in axes[kept:])
-    return Rows(base=to.base[:last], sizes=inner, order=tuple(a - kept for a in order[kept:]))
+    num_outer = next((i for i, a in enumerate(order) if i != a), len(order))
+    inner = tuple(n for n, _ in axes[num_outer:])
+    return RowOrder(
+        base=to.base[:last], sizes=inner, order=tuple(a - num_outer for a in order[num_outer:])
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded:
+class EncodedRows:
     """Rows `first:end` of a weight `[rows, width]` as blocks of the type `kind`.
 
     `placement` is where it lies in the source, `dtype` as what its elements are taken; `tensor` is
@@ -87,7 +89,7 @@ class Encoded:
     width: int
     tensor: GlobalTensor
     kind: str
-    rows: Rows
+    rows: RowOrder
     first: int
     end: int
 
@@ -97,50 +99,50 @@ class Encoded:
         return (self.placement,)
 
     @property
-    def writes(self) -> tuple[Region, ...]:
+    def writes(self) -> tuple[TargetRegion, ...]:
         """The rows."""
         *lead, row = self.rows.base
         lo = (*lead, row + self.first, 0)
         hi = (*(i + 1 for i in lead), row + self.end, self.tensor.shape[-1])
-        return (Region(stored=self.tensor.name, lo=lo, hi=hi),)
+        return (TargetRegion(stored=self.tensor.name, lo=lo, hi=hi),)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the blocks."""
-        return region_bytes(self.writes[0], 1)
+        return count_region_bytes(self.writes[0], 1)
 
     @property
-    def facts(self) -> bytes:
+    def identity(self) -> bytes:
         """The type, the rows and their order."""
-        return hash_of(self.kind, self.dtype.name, self.first, self.end, self.rows)
+        return digest_facts(self.kind, self.dtype.name, self.first, self.end, self.rows)
 
-    def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
+    def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         grain, lead = self.rows.grain, (0,) * len(self.rows.base[1:])
-        step = max(grain, taking.tile_bytes // (self.width * 4) // grain * grain)
-        with taking.run(self.placement, self.dtype) as run:
+        step = max(grain, reader.tile_bytes // (self.width * 4) // grain * grain)
+        with reader.open(self.placement, self.dtype) as run:
             for begin in range(self.first, self.end, step):
                 stop = min(begin + step, self.end)
-                taken = run.read(begin * self.width, stop * self.width)
-                values = single(taken, self.dtype.name).reshape(stop - begin, self.width)
+                bits = run.read(begin * self.width, stop * self.width)
+                values = single(bits, self.dtype.name).reshape(stop - begin, self.width)
                 try:
-                    made = encode(self.rows.sorted(values), self.kind)
+                    blocks = encode(self.rows.sort(values), self.kind)
                 except FormatError as e:
                     raise FormatError(
                         e.message, tensor=self.placement.canonical, hint=e.hint
                     ) from e
-                shape = (*(1 for _ in lead), *made.shape)
-                yield 0, (*lead, begin - self.first, 0), made.reshape(shape)
+                shape = (*(1 for _ in lead), *blocks.shape)
+                yield 0, (*lead, begin - self.first, 0), blocks.reshape(shape)
 
 
-def encoded(
+def plan_encoding(
     placement: Placement,
     dtype: DType,
     to: Placement,
     tensor: GlobalTensor,
     kind: str,
-    held: GlobalTensor,
-) -> list[Encoded]:
+    bytes_tensor: GlobalTensor,
+) -> list[EncodedRows]:
     """The feeds of one weight, each of about a unit of work.
 
     `tensor` is the stored tensor of elements in which `to` places the weight, `held` that of bytes.
@@ -148,15 +150,15 @@ def encoded(
     Raises:
         MappingError: see `rows_of`.
     """
-    rows, width = rows_of(to, tensor), tensor.shape[-1]
+    rows, width = find_row_order(to, tensor), tensor.shape[-1]
     count = numel(to.shape) // width
     step = max(1, UNIT_BYTES // (width * dtype.itemsize) // rows.grain) * rows.grain
     return [
-        Encoded(
+        EncodedRows(
             placement=placement,
             dtype=dtype,
             width=width,
-            tensor=held,
+            tensor=bytes_tensor,
             kind=kind,
             rows=rows,
             first=first,
@@ -167,7 +169,7 @@ def encoded(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlusOne:
+class NormPlusOne:
     """A norm's weight w as 1 + w, in float32."""
 
     placement: Placement
@@ -180,9 +182,9 @@ class PlusOne:
         return (self.placement,)
 
     @property
-    def writes(self) -> tuple[Region, ...]:
+    def writes(self) -> tuple[TargetRegion, ...]:
         """All of it."""
-        return (whole(self.tensor),)
+        return (whole_region(self.tensor),)
 
     @property
     def num_bytes(self) -> int:
@@ -190,12 +192,12 @@ class PlusOne:
         return self.tensor.num_bytes
 
     @property
-    def facts(self) -> bytes:
+    def identity(self) -> bytes:
         """What it is taken as."""
-        return hash_of("1 + w", self.dtype.name)
+        return digest_facts("1 + w", self.dtype.name)
 
-    def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
+    def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
-        with taking.run(self.placement, self.dtype) as run:
+        with reader.open(self.placement, self.dtype) as run:
             values = single(run.read(0, numel(self.placement.shape)), self.dtype.name)
-        yield 0, (0,), bits_of(values + np.float32(1), self.tensor.dtype)
+        yield 0, (0,), to_bits(values + np.float32(1), self.tensor.dtype)

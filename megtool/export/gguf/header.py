@@ -19,11 +19,11 @@ from megtool.number_formats.gguf import package, row_bytes
 from megtool.tensors.sharded import GlobalTensor
 
 _ALIGNMENT = 32
-_MOST_NAME = 63
+_MAX_NAME = 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Typed:
+class GgufTensor:
     """A tensor and its type: `kind` is GGUF's name of it, `shape` counts elements."""
 
     name: str
@@ -31,7 +31,7 @@ class Typed:
     kind: str
 
     @property
-    def held(self) -> GlobalTensor:
+    def stored(self) -> GlobalTensor:
         """What is written: plain elements, or rows of blocks as bytes."""
         if self.kind in PLAIN:
             return GlobalTensor(name=self.name, shape=self.shape, dtype=dtype(PLAIN[self.kind]))
@@ -39,8 +39,8 @@ class Typed:
         return GlobalTensor(name=self.name, shape=(*self.shape[:-1], width), dtype=dtype("uint8"))
 
 
-def lay_out(
-    tensors: Sequence[Typed], keys: Mapping[str, Any], *, architecture: str, file: str
+def plan_gguf_file(
+    tensors: Sequence[GgufTensor], keys: Mapping[str, Any], *, architecture: str, file: str
 ) -> Destination:
     """One file `file` of these tensors, in this order, each at a multiple of 32 bytes.
 
@@ -51,28 +51,28 @@ def lay_out(
         MissingPackageError: the gguf package is not installed.
     """
     for t in tensors:
-        if len(t.name) > _MOST_NAME:
+        if len(t.name) > _MAX_NAME:
             raise MappingError(
                 f"a name of {len(t.name)} letters is too long for GGUF", tensor=t.name
             )
     head = _head(tensors, keys, architecture)
     head += bytes(-len(head) % _ALIGNMENT)
-    held = [t.held for t in tensors]
-    offsets, at = [], len(head)
-    for tensor in held:
-        offsets.append(at)
-        at += tensor.num_bytes + -tensor.num_bytes % _ALIGNMENT
-    owner = np.zeros(len(held), np.int32)
+    stored = [t.stored for t in tensors]
+    offsets, end = [], len(head)
+    for tensor in stored:
+        offsets.append(end)
+        end += tensor.num_bytes + -tensor.num_bytes % _ALIGNMENT
+    owner = np.zeros(len(stored), np.int32)
     catalogue = Catalogue(
         format="gguf",
         root=Path(),
-        files=[StoredFile(path=file, size=at)],
-        tensors=held,
-        shards=whole_shards(held, owner),
+        files=[StoredFile(path=file, size=end)],
+        tensors=stored,
+        shards=whole_shards(stored, owner),
         extents=Extents(
             file=owner,
             offset=np.array(offsets, np.int64),
-            length=np.array([t.num_bytes for t in held], np.int64),
+            length=np.array([t.num_bytes for t in stored], np.int64),
         ),
         metadata={},
     )
@@ -80,7 +80,7 @@ def lay_out(
     return Destination(catalogue=catalogue, fragments=[(0, 0, head)])
 
 
-def _head(tensors: Sequence[Typed], keys: Mapping[str, Any], architecture: str) -> bytes:
+def _head(tensors: Sequence[GgufTensor], keys: Mapping[str, Any], architecture: str) -> bytes:
     """Magic, key-values and tensor places, as the package's own writer makes them."""
     gguf = package()
     writer = gguf.GGUFWriter(None, architecture)
@@ -92,7 +92,7 @@ def _head(tensors: Sequence[Typed], keys: Mapping[str, Any], architecture: str) 
             t.name,
             (*t.shape[:-1], width),
             np.dtype(np.uint8),
-            t.held.num_bytes,
+            t.stored.num_bytes,
             raw_dtype=gguf.GGMLQuantizationType[t.kind],
         )
     with tempfile.TemporaryDirectory() as folder:

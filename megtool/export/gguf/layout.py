@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megtool.checkpoint.computed_tensors import Feed
+from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.config import ModelConfig
 from megtool.convert.binding import Binding, WrittenBinding, summarize
 from megtool.convert.canonical import VOCABULARY, CanonicalModel
@@ -13,29 +13,29 @@ from megtool.convert.families import Family
 from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError
 from megtool.export.gguf.architectures import Architecture
-from megtool.export.gguf.block_encoder import PlusOne, encoded
-from megtool.export.gguf.header import Typed
-from megtool.export.gguf.rope_scaling import Factors
-from megtool.export.gguf.tensor_types import PLAIN, fits, type_of
-from megtool.reshard.constant_feed import Given
+from megtool.export.gguf.block_encoder import NormPlusOne, plan_encoding
+from megtool.export.gguf.header import GgufTensor
+from megtool.export.gguf.rope_scaling import RopeFactors
+from megtool.export.gguf.tensor_types import PLAIN, choose_tensor_type, has_whole_blocks
+from megtool.reshard.constant_feed import ConstantFeed
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
+class GgufContents:
     """What a file is to hold: `placements` are copied and cast by the plan, `feeds` computed.
 
     `fallen_back` are the names of weights whose rows are no whole blocks: they are F16.
     """
 
-    tensors: list[Typed]
+    tensors: list[GgufTensor]
     placements: dict[str, Placement]
-    feeds: list[Feed] = field(default_factory=list)
+    feeds: list[TensorFeed] = field(default_factory=list)
     fallen_back: list[str] = field(default_factory=list)
 
 
-def contents(
+def plan_gguf_tensors(
     canonical: Mapping[str, GlobalTensor],
     source: Mapping[str, Placement],
     stored: Mapping[str, DType],
@@ -44,8 +44,8 @@ def contents(
     architecture: Architecture,
     *,
     kind: str,
-    factors: Factors,
-) -> Contents:
+    factors: RopeFactors,
+) -> GgufContents:
     """The tensors of a file of this kind.
 
     `canonical` are the model's tensors, `source` where each lies in the source, and `stored` the
@@ -54,34 +54,36 @@ def contents(
     Raises:
         MappingError: a tensor has no name in this architecture.
     """
-    written = _named(canonical, config, family, architecture)
-    out = Contents(tensors=[], placements={})
-    typed: dict[str, Typed] = {}
+    written = _bind_names(canonical, config, family, architecture)
+    out = GgufContents(tensors=[], placements={})
+    typed: dict[str, GgufTensor] = {}
     shapes = {t.name: t for t in written.tensors}
     for tensor in written.tensors:
-        wanted = type_of(tensor.name, tensor.shape, kind, tied=config.tied_embeddings)
-        if not fits(wanted, tensor.shape):
+        type_name = choose_tensor_type(tensor.name, tensor.shape, kind, tied=config.tied_embeddings)
+        if not has_whole_blocks(type_name, tensor.shape):
             out.fallen_back.append(tensor.name)
-            wanted = "F16"
-        typed[tensor.name] = Typed(name=tensor.name, shape=tensor.shape, kind=wanted)
+            type_name = "F16"
+        typed[tensor.name] = GgufTensor(name=tensor.name, shape=tensor.shape, kind=type_name)
     for name, to in written.placements.items():
-        made, at = typed[to.stored], source[name]
-        taken = _taken_as(stored[at.stored])
+        target, placement = typed[to.stored], source[name]
+        read_as = _read_type(stored[placement.stored])
         if architecture.norms_plus_one and to.stored.endswith("_norm.weight"):
-            out.feeds.append(PlusOne(placement=at, dtype=taken, tensor=made.held))
-        elif made.kind in PLAIN:
+            out.feeds.append(NormPlusOne(placement=placement, dtype=read_as, tensor=target.stored))
+        elif target.kind in PLAIN:
             out.placements[name] = to
         else:
-            feeds = encoded(at, taken, to, shapes[to.stored], made.kind, made.held)
+            feeds = plan_encoding(
+                placement, read_as, to, shapes[to.stored], target.kind, target.stored
+            )
             out.feeds.extend(feeds)
     for name, values in factors.items():
-        typed[name] = Typed(name=name, shape=values.shape, kind="F32")
-        out.feeds.append(Given(values=((typed[name].held, values),)))
+        typed[name] = GgufTensor(name=name, shape=values.shape, kind="F32")
+        out.feeds.append(ConstantFeed(values=((typed[name].stored, values),)))
     out.tensors.extend(typed.values())
     return out
 
 
-def _named(
+def _bind_names(
     canonical: Mapping[str, GlobalTensor],
     config: ModelConfig,
     family: Family,
@@ -104,6 +106,6 @@ def _named(
     return out
 
 
-def _taken_as(held: DType) -> DType:
+def _read_type(stored: DType) -> DType:
     """The type in which elements are taken: their own, or float32."""
-    return held if held.name in PLAIN.values() else dtype("float32")
+    return stored if stored.name in PLAIN.values() else dtype("float32")

@@ -8,13 +8,13 @@ from typing import Any
 from megtool.config import ModelConfig
 from megtool.convert.gguf import ROPE_SCALING
 from megtool.export.gguf.architectures import Architecture
-from megtool.export.gguf.rope_scaling import original_length, rotary_keys, scaling_of
+from megtool.export.gguf.rope_scaling import build_rotary_keys, original_length, read_scaling
 from megtool.number_formats.gguf import package
 
 _QUANTIZATION_VERSION = 2
 
 
-def model_keys(
+def build_model_keys(
     config: ModelConfig, architecture: Architecture, *, name: str, kind: str
 ) -> dict[str, Any]:
     """`general.*` and the architecture's own keys; ints are u32, floats f32 in the file.
@@ -28,7 +28,7 @@ def model_keys(
         "general.quantization_version": _QUANTIZATION_VERSION,
         "general.file_type": _file_type(kind),
     }
-    own: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "context_length": config.max_positions,
         "embedding_length": config.hidden_size,
@@ -41,27 +41,27 @@ def model_keys(
         "attention.layer_norm_rms_epsilon": float(config.norm_eps),
     }
     if architecture.has_window:
-        own["attention.sliding_window"] = config.window_size
+        keys["attention.sliding_window"] = config.window_size
     if config.attn_softcap:
-        own["attn_logit_softcapping"] = float(config.attn_softcap)
+        keys["attn_logit_softcapping"] = float(config.attn_softcap)
     if config.logit_softcap:
-        own["final_logit_softcapping"] = float(config.logit_softcap)
+        keys["final_logit_softcapping"] = float(config.logit_softcap)
     if config.num_experts:
-        own |= {
+        keys |= {
             "expert_count": config.num_experts,
             "expert_used_count": config.num_experts_per_token,
             "expert_feed_forward_length": config.moe_ffn_hidden_size,
         }
     if config.shared_ffn_hidden_size:
-        own["expert_shared_feed_forward_length"] = config.shared_ffn_hidden_size
-    own |= {f"rope.{k}": v for k, v in rotary_keys(config, architecture).items()}
-    out |= {f"{architecture.name}.{k}": v for k, v in own.items()}
-    scaled, scaling = scaling_of(config)
+        keys["expert_shared_feed_forward_length"] = config.shared_ffn_hidden_size
+    keys |= {f"rope.{k}": v for k, v in build_rotary_keys(config, architecture).items()}
+    out |= {f"{architecture.name}.{k}": v for k, v in keys.items()}
+    scaled, scaling = read_scaling(config)
     if scaled:
-        whole = dict(scaling)
+        stored = dict(scaling)
         if scaled == "longrope":
-            whole["original_max_position_embeddings"] = original_length(config)
-        out[ROPE_SCALING] = json.dumps(whole, sort_keys=True)
+            stored["original_max_position_embeddings"] = original_length(config)
+        out[ROPE_SCALING] = json.dumps(stored, sort_keys=True)
     return out
 
 

@@ -33,26 +33,26 @@ WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 `ignore_merges`); by any other name it merges always."""
 
 
-def split_name(cuts: Sequence[Mapping[str, Any]]) -> str:
+def find_pre_tokenizer(cuts: Sequence[Mapping[str, Any]]) -> str:
     """The name for the stages of a pre-tokenizer whose last one makes bytes.
 
     Raises:
         MappingError: none is known here.
     """
     kinds = [c["type"] for c in cuts]
-    own = bool(cuts[-1].get("use_regex", True))
+    uses_regex = bool(cuts[-1].get("use_regex", True))
     if not cuts[-1].get("add_prefix_space"):
-        if kinds == ["ByteLevel"] and own:
+        if kinds == ["ByteLevel"] and uses_regex:
             return "gpt-2"
-        if kinds == ["Digits", "ByteLevel"] and own and cuts[0].get("individual_digits"):
+        if kinds == ["Digits", "ByteLevel"] and uses_regex and cuts[0].get("individual_digits"):
             return "smollm"
-        if kinds == ["Split", "ByteLevel"] and not own:
+        if kinds == ["Split", "ByteLevel"] and not uses_regex:
             pattern = cuts[0].get("pattern", {})
             is_isolated = cuts[0].get("behavior") == "Isolated" and not cuts[0].get("invert")
             if is_isolated and pattern.get("Regex") in _BY_EXPRESSION:
                 return _BY_EXPRESSION[pattern["Regex"]]
-    known = ", ".join(["gpt-2", "smollm", *_BY_EXPRESSION.values()])
+    supported = ", ".join(["gpt-2", "smollm", *_BY_EXPRESSION.values()])
     raise MappingError(
         f"the tokenizer cuts text in a way that has no name here: {' then '.join(kinds)}",
-        hint=f"known: {known}; with split=NAME it gets llama.cpp's name for it (LLAMA_VOCAB_PRE)",
+        hint=f"known: {supported}; with split=NAME it gets llama.cpp's name for it (LLAMA_VOCAB_PRE)",
     )

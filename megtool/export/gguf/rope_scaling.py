@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.config import ModelConfig
-from megtool.convert.gguf_rope import (
+from megtool.convert.gguf import (
     LLAMA3,
     LONG,
     SHORT,
@@ -19,10 +19,10 @@ from megtool.convert.gguf_rope import (
 from megtool.errors import MappingError
 from megtool.export.gguf.architectures import Architecture
 
-Factors = dict[str, NDArray[np.float32]]
+RopeFactors = dict[str, NDArray[np.float32]]
 
 
-def scaling_of(config: ModelConfig) -> tuple[str, Mapping[str, Any]]:
+def read_scaling(config: ModelConfig) -> tuple[str, Mapping[str, Any]]:
     """The kind of scaling ("" for none) and its numbers."""
     scaling = config.rope_scaling or {}
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
@@ -36,13 +36,13 @@ def original_length(config: ModelConfig) -> int:
     return int(scaling.get(key) or config.extra.get(key) or config.max_positions)
 
 
-def rotary_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+def build_rotary_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
     """Keys under `ARCHITECTURE.rope.`.
 
     Raises:
         MappingError: llama.cpp has no such scaling, or not in this architecture.
     """
-    kind, scaling = scaling_of(config)
+    kind, scaling = read_scaling(config)
     turned = int(config.head_dim * config.rotary_percent)
     out: dict[str, Any] = {"dimension_count": turned, "freq_base": float(config.rope_base)}
     if config.rope_local_base is not None:
@@ -85,13 +85,13 @@ def _odd_yarn(scaling: Mapping[str, Any]) -> str:
     return " with a ramp that is not rounded (truncate)" if scaling.get("truncate") is False else ""
 
 
-def factor_tensors(config: ModelConfig) -> Factors:
+def build_rope_factors(config: ModelConfig) -> RopeFactors:
     """What frequencies are divided by, where llama.cpp reads that from tensors.
 
     Raises:
         MappingError: factors of another number than there are frequencies.
     """
-    kind, scaling = scaling_of(config)
+    kind, scaling = read_scaling(config)
     half = int(config.head_dim * config.rotary_percent) // 2
     if kind == "llama3":
         factors = llama3_factors(
@@ -105,12 +105,12 @@ def factor_tensors(config: ModelConfig) -> Factors:
         return {LLAMA3: factors}
     if kind != "longrope":
         return {}
-    out: Factors = {}
-    for which, name in (("long", LONG), ("short", SHORT)):
-        found = np.array(scaling[f"{which}_factor"], np.float32)
-        if found.shape != (half,):
+    out: RopeFactors = {}
+    for length, name in (("long", LONG), ("short", SHORT)):
+        values = np.array(scaling[f"{length}_factor"], np.float32)
+        if values.shape != (half,):
             raise MappingError(
-                f"rope_scaling has {len(found)} {which} factors, and {half} frequencies"
+                f"rope_scaling has {len(values)} {length} factors, and {half} frequencies"
             )
-        out[name] = found
+        out[name] = values
     return out

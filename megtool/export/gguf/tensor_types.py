@@ -15,22 +15,22 @@ _FINER = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
 _TERNARY = ("TQ1_0", "TQ2_0")
 
 
-def kind_of(text: str) -> str:
+def parse_tensor_type(text: str) -> str:
     """GGUF's name of the type asked for.
 
     Raises:
         UsageError: there is none, or the installed package does not encode it.
         MissingPackageError: the gguf package is not installed.
     """
-    found = text.upper()
-    if found not in encodings():
+    name = text.upper()
+    if name not in encodings():
         raise UsageError(
             f"kind {text!r}", hint="one of " + ", ".join(k.lower() for k in encodings())
         )
-    return found
+    return name
 
 
-def type_of(name: str, shape: Sequence[int], kind: str, *, tied: bool) -> str:
+def choose_tensor_type(name: str, shape: Sequence[int], kind: str, *, tied: bool) -> str:
     """The type of one tensor of a file of this kind, where blocks divide its rows.
 
     Vectors, norms and routers are F32. The output matrix (the embedding, where it serves as such)
@@ -50,6 +50,6 @@ def type_of(name: str, shape: Sequence[int], kind: str, *, tied: bool) -> str:
     return kind
 
 
-def fits(kind: str, shape: Sequence[int]) -> bool:
+def has_whole_blocks(kind: str, shape: Sequence[int]) -> bool:
     """Whether rows of a tensor are whole blocks."""
     return kind in PLAIN or shape[-1] % block(kind)[0] == 0

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megtool.errors import FormatError, MappingError
-from megtool.export.gguf.pre_tokenizers import WHOLE_WORDS, split_name
+from megtool.export.gguf.pre_tokenizers import WHOLE_WORDS, find_pre_tokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _BYTES = re.compile(r"<0x[0-9A-F]{2}>")
@@ -32,7 +32,7 @@ _LAST = 1_000_000
 _HINT = "give a folder that has it: --like HF_FOLDER"
 
 
-def tokenizer_keys(
+def build_tokenizer_keys(
     files: Mapping[str, bytes], vocab_size: int, *, split: str | None = None
 ) -> dict[str, Any]:
     """The keys of the tokenizer in the small files of a Hugging Face folder.
@@ -48,33 +48,37 @@ def tokenizer_keys(
         raise FormatError(
             "no tokenizer.json, and llama.cpp takes the tokenizer from the GGUF file", hint=_HINT
         )
-    told = _json(files, "tokenizer.json")
+    tokenizer = _json(files, "tokenizer.json")
     settings = _json(files, "special_tokens_map.json") | _json(files, "tokenizer_config.json")
     try:
-        found = _Tokens(told, vocab_size)
-        out: dict[str, Any] = _byte_level(told, split) if _is_byte_level(told) else _pieces(told)
+        tokens = _Tokens(tokenizer, vocab_size)
+        out: dict[str, Any] = (
+            _byte_level_keys(tokenizer, split)
+            if _is_byte_level(tokenizer)
+            else _sentencepiece_keys(tokenizer)
+        )
     except (KeyError, TypeError, AttributeError, ValueError) as e:
         raise FormatError(f"tokenizer.json cannot be used: {e!r}", hint=_HINT) from e
     is_llama = out["tokenizer.ggml.model"] == "llama"
-    out["tokenizer.ggml.tokens"] = found.texts(blanks=is_llama)
+    out["tokenizer.ggml.tokens"] = tokens.texts(blanks=is_llama)
     if is_llama:
-        out["tokenizer.ggml.scores"] = found.scores(told["model"]["merges"])
-    out["tokenizer.ggml.token_type"] = found.kinds
-    if merges := [] if is_llama else list(_merges(told["model"]["merges"])):
+        out["tokenizer.ggml.scores"] = tokens.scores(tokenizer["model"]["merges"])
+    out["tokenizer.ggml.token_type"] = tokens.kinds
+    if merges := [] if is_llama else list(_merges(tokenizer["model"]["merges"])):
         out["tokenizer.ggml.merges"] = merges
-    out |= _special(told, settings, files, found.ids)
-    return out | _templates(settings, files)
+    out |= _special_token_keys(tokenizer, settings, files, tokens.ids)
+    return out | _chat_template_keys(settings, files)
 
 
 class _Tokens:
     """Tokens by number, with their kinds."""
 
-    def __init__(self, told: Mapping[str, Any], vocab_size: int) -> None:
-        self.ids: dict[str, int] = dict(told["model"]["vocab"])
+    def __init__(self, tokenizer: Mapping[str, Any], vocab_size: int) -> None:
+        self.ids: dict[str, int] = dict(tokenizer["model"]["vocab"])
         self.kinds = [_UNUSED] * vocab_size
         self._texts: list[str | None] = [None] * vocab_size
-        added = {a["content"]: a for a in told.get("added_tokens") or ()}
-        unknown = told["model"].get("unk_token")
+        added = {a["content"]: a for a in tokenizer.get("added_tokens") or ()}
+        unknown = tokenizer["model"].get("unk_token")
         for text, token in added.items():
             self.ids[text] = int(token["id"])
         if self.ids and max(self.ids.values()) >= vocab_size:
@@ -83,7 +87,7 @@ class _Tokens:
                 f"{vocab_size} rows",
                 hint="give the tokenizer of this model: --like HF_FOLDER",
             )
-        falls_back = bool(told["model"].get("byte_fallback"))
+        falls_back = bool(tokenizer["model"].get("byte_fallback"))
         for text, number in self.ids.items():
             self._texts[number] = text
             kind = _NORMAL
@@ -116,34 +120,34 @@ class _Tokens:
 
 
 def _pair(merge: Any) -> tuple[str, str]:
-    left, right = merge if isinstance(merge, list) else merge.split(" ")
-    return left, right
+    first, second = merge if isinstance(merge, list) else merge.split(" ")
+    return first, second
 
 
 def _merges(merges: list[Any]) -> Iterator[str]:
     """Merges as one string each; a blank inside a token is the letter that stands for its byte."""
     for merge in merges:
-        left, right = (part.replace(" ", chr(ord(" ") + 256)) for part in _pair(merge))
-        yield f"{left} {right}"
+        first, second = (part.replace(" ", chr(ord(" ") + 256)) for part in _pair(merge))
+        yield f"{first} {second}"
 
 
-def _stages(stage: Mapping[str, Any] | None, many: str) -> list[Mapping[str, Any]]:
+def _stages(stage: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
     """The stages of a normalizer, pre-tokenizer or decoder, which may be a sequence."""
     if not stage:
         return []
-    return list(stage[many]) if stage["type"] == "Sequence" else [stage]
+    return list(stage[key]) if stage["type"] == "Sequence" else [stage]
 
 
-def _is_byte_level(told: Mapping[str, Any]) -> bool:
-    kind = told["model"]["type"]
+def _is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
+    kind = tokenizer["model"]["type"]
     if kind != "BPE":
         raise MappingError(
             f"the tokenizer is of the kind {kind!r}", hint="BPE is written to GGUF, and no other"
         )
-    cuts = _stages(told.get("pre_tokenizer"), "pretokenizers")
+    cuts = _stages(tokenizer.get("pre_tokenizer"), "pretokenizers")
     if any(s["type"] == "ByteLevel" for s in cuts):
         return True
-    if not told["model"].get("byte_fallback"):
+    if not tokenizer["model"].get("byte_fallback"):
         raise MappingError(
             "the tokenizer is a BPE neither of bytes nor with bytes to fall back on",
             hint="llama.cpp knows these two",
@@ -151,40 +155,40 @@ def _is_byte_level(told: Mapping[str, Any]) -> bool:
     return False
 
 
-def _byte_level(told: Mapping[str, Any], split: str | None) -> dict[str, Any]:
-    cuts = _stages(told.get("pre_tokenizer"), "pretokenizers")
-    for stage in _stages(told.get("normalizer"), "normalizers"):
+def _byte_level_keys(tokenizer: Mapping[str, Any], split: str | None) -> dict[str, Any]:
+    cuts = _stages(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    for stage in _stages(tokenizer.get("normalizer"), "normalizers"):
         # llama.cpp takes text as it is, which mostly is NFC; its own converter lets that pass too.
         if stage["type"] != "NFC":
-            raise _lacking(f"the normalizer {stage['type']}")
-    name = split or split_name(cuts)
-    _check_merging(told, takes_words=name in WHOLE_WORDS, name=name)
+            raise _unsupported(f"the normalizer {stage['type']}")
+    name = split or find_pre_tokenizer(cuts)
+    _check_merging(tokenizer, takes_words=name in WHOLE_WORDS, name=name)
     return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name}
 
 
-def _lacking(what: str) -> MappingError:
+def _unsupported(feature: str) -> MappingError:
     return MappingError(
-        f"the tokenizer has {what}, and llama.cpp none: it would give other tokens",
+        f"the tokenizer has {feature}, and llama.cpp none: it would give other tokens",
         hint="a GGUF file cannot say it; --to hf keeps it",
     )
 
 
-def _check_merging(told: Mapping[str, Any], *, takes_words: bool, name: str) -> None:
+def _check_merging(tokenizer: Mapping[str, Any], *, takes_words: bool, name: str) -> None:
     """Refuse a BPE that llama.cpp would carry out otherwise.
 
     `takes_words` says that it looks a word up before it merges. Where the tokenizer does not, or
     the other way round, it matters for tokens that merging does not give, and for no others.
     """
-    model = told["model"]
+    model = tokenizer["model"]
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
-            raise _lacking(f"the {key} {model[key]!r}")
+            raise _unsupported(f"the {key} {model[key]!r}")
     if bool(model.get("ignore_merges")) == takes_words:
         return
-    added = {a["content"] for a in told.get("added_tokens") or ()}
+    added = {a["content"] for a in tokenizer.get("added_tokens") or ()}
     ranks = {_pair(m): i for i, m in enumerate(model["merges"])}
     for text in model["vocab"]:
-        if text not in added and not _BYTES.fullmatch(text) and len(_merged(text, ranks)) > 1:
+        if text not in added and not _BYTES.fullmatch(text) and len(_apply_merges(text, ranks)) > 1:
             does = "looks words up before it merges" if takes_words else "always merges"
             raise MappingError(
                 f"ignore_merges is {str(not takes_words).lower()}, and llama.cpp {does} ({name}): "
@@ -193,16 +197,16 @@ def _check_merging(told: Mapping[str, Any], *, takes_words: bool, name: str) -> 
             )
 
 
-def _merged(text: str, ranks: Mapping[tuple[str, str], int]) -> list[str]:
+def _apply_merges(text: str, ranks: Mapping[tuple[str, str], int]) -> list[str]:
     """A word's tokens: of all neighbors, the pair of the least rank is merged first."""
     parts = list(text)
     while len(parts) > 1:
-        rank, at = min(
+        rank, index = min(
             (ranks.get(pair, len(ranks)), i) for i, pair in enumerate(itertools.pairwise(parts))
         )
         if rank == len(ranks):
             break
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        parts[index : index + 2] = [parts[index] + parts[index + 1]]
     return parts
 
 
@@ -222,13 +226,13 @@ def _is_known(stage: Mapping[str, Any]) -> bool:
     return bool(kind == "Metaspace" and stage.get("replacement", _BLANK) == _BLANK)
 
 
-def _pieces(told: Mapping[str, Any]) -> dict[str, Any]:
-    stages = _stages(told.get("normalizer"), "normalizers")
-    stages += _stages(told.get("pre_tokenizer"), "pretokenizers")
+def _sentencepiece_keys(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    stages = _stages(tokenizer.get("normalizer"), "normalizers")
+    stages += _stages(tokenizer.get("pre_tokenizer"), "pretokenizers")
     for stage in stages:
         if not _is_known(stage):
-            raise _lacking(f"the stage {stage['type']}")
-    _check_merging(told, takes_words=False, name="SentencePiece")
+            raise _unsupported(f"the stage {stage['type']}")
+    _check_merging(tokenizer, takes_words=False, name="SentencePiece")
     prefixed = any(
         s["type"] == "Prepend"
         or (s["type"] == "Metaspace" and s.get("prepend_scheme", "always") != "never")
@@ -241,8 +245,8 @@ def _pieces(told: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _special(
-    told: Mapping[str, Any],
+def _special_token_keys(
+    tokenizer: Mapping[str, Any],
     settings: Mapping[str, Any],
     files: Mapping[str, bytes],
     ids: Mapping[str, int],
@@ -259,29 +263,31 @@ def _special(
             out[f"tokenizer.ggml.{name}_token_id"] = number
     single = [
         stage
-        for p in _stages(told.get("post_processor"), "processors")
+        for p in _stages(tokenizer.get("post_processor"), "processors")
         if p["type"] == "TemplateProcessing"
         for stage in p["single"]
     ]
     ends = {"bos": single[:1], "eos": single[-1:]}
     for role, end in ends.items():
-        said = settings.get(f"add_{role}_token")
-        own = out.get(f"tokenizer.ggml.{_ROLES[role]}_token_id")
-        if not isinstance(said, bool):
-            said = any(ids.get(s.get("SpecialToken", {}).get("id", ""), -1) == own for s in end)
-        out[f"tokenizer.ggml.add_{role}_token"] = said
+        adds_token = settings.get(f"add_{role}_token")
+        token_id = out.get(f"tokenizer.ggml.{_ROLES[role]}_token_id")
+        if not isinstance(adds_token, bool):
+            adds_token = any(
+                ids.get(s.get("SpecialToken", {}).get("id", ""), -1) == token_id for s in end
+            )
+        out[f"tokenizer.ggml.add_{role}_token"] = adds_token
     return out
 
 
-def _templates(settings: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:
+def _chat_template_keys(settings: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:
     """The chat template, and those that have names."""
-    told = settings.get("chat_template")
+    template = settings.get("chat_template")
     if "chat_template.jinja" in files:
-        told = files["chat_template.jinja"].decode()
-    if isinstance(told, str):
-        return {"tokenizer.chat_template": told}
+        template = files["chat_template.jinja"].decode()
+    if isinstance(template, str):
+        return {"tokenizer.chat_template": template}
     out, names = {}, []
-    for entry in told if isinstance(told, list) else ():
+    for entry in template if isinstance(template, list) else ():
         name, text = str(entry.get("name")), str(entry.get("template"))
         if name == "default":
             out["tokenizer.chat_template"] = text

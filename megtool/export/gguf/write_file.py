@@ -10,30 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from megtool import __version__
-from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.digest import DigestMode
-from megtool.checkpoint.parallel_scan import usual_threads
-from megtool.checkpoint.plan import Dropped, Plan, Source
-from megtool.checkpoint.planner import build
+from megtool.checkpoint.parallel_scan import default_threads
+from megtool.checkpoint.plan import DroppedItem, PlanSource, ReshardPlan
+from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
 from megtool.config import ModelConfig
 from megtool.console import Progress, silent
 from megtool.convert.families import Family
 from megtool.errors import FormatError, MappingError, UsageError
-from megtool.export.gguf.architectures import architecture_of, oddities_of
-from megtool.export.gguf.header import lay_out
-from megtool.export.gguf.layout import Contents, contents
-from megtool.export.gguf.metadata_keys import model_keys
-from megtool.export.gguf.rope_scaling import factor_tensors
-from megtool.export.gguf.tensor_types import kind_of
-from megtool.export.gguf.tokenizer import tokenizer_keys
+from megtool.export.gguf.architectures import find_architecture, list_oddities
+from megtool.export.gguf.header import plan_gguf_file
+from megtool.export.gguf.layout import GgufContents, plan_gguf_tensors
+from megtool.export.gguf.metadata_keys import build_model_keys
+from megtool.export.gguf.rope_scaling import build_rope_factors
+from megtool.export.gguf.tensor_types import parse_tensor_type
+from megtool.export.gguf.tokenizer import build_tokenizer_keys
 from megtool.export.report import ExportReport
-from megtool.reshard.execute import expected_digests, peak_rss_bytes, places_of
-from megtool.reshard.open_source import CheckpointSource, open_model, unknown_model
+from megtool.options.groups import SourceOptions
+from megtool.reshard.execute import expected_digests, peak_rss_bytes, source_paths
+from megtool.reshard.open_source import open_source
 from megtool.reshard.parse_size import parse_size
-from megtool.reshard.source import saved_tokenizer
-from megtool.reshard.staged_write import write_staged
-from megtool.reshard.target import no_copies
+from megtool.reshard.source import CheckpointSource, collect_saved_tokenizer, unknown_model
+from megtool.reshard.staged_write import WriteOptions, write_staged
+from megtool.reshard.target import find_false_copies
 
 _LOG = logging.getLogger(__name__)
 _FILES = (
@@ -81,30 +82,30 @@ def export_gguf(
         StorageError, SourceChangedError, DestinationError: as of a reshard.
     """
     began = time.monotonic()
-    wanted, place = kind_of(kind), Path(destination)
+    type_name, place = parse_tensor_type(kind), Path(destination)
     memory_bytes = parse_size(memory, "memory")
-    opened = open_model(
+    opened = open_source(
         Path(source),
-        iteration=iteration,
-        family_name=family,
-        like=None if like is None else Path(like),
+        SourceOptions(
+            iteration=iteration, family=family, like=None if like is None else Path(like)
+        ),
         optimizer=False,
     )
-    plan, notes = _planned(opened, place, wanted, name or place.stem, split)
-    stage = Stage(
+    plan, notes = _plan(opened, place, type_name, name or place.stem, split)
+    stage = StagingFolder(
         place,
         files=files or Files(),
         fingerprint=plan.fingerprint,
         overwrite=overwrite,
         is_file=True,
-        sources=places_of(opened),
+        sources=source_paths(opened),
     )
     report = ExportReport(
         source=str(source),
         destination=str(destination),
         to="gguf",
         engine="llama.cpp",
-        algo="" if wanted in ("F32", "F16", "BF16") else wanted,
+        algo="" if type_name in ("F32", "F16", "BF16") else type_name,
         tensors=len(plan.target.catalogue.tensors),
         num_bytes=plan.target.catalogue.num_bytes,
         source_bytes=opened.catalogue.num_bytes,
@@ -119,14 +120,16 @@ def export_gguf(
     write_staged(
         plan,
         stage,
-        what="export",
-        threads=usual_threads(threads),
-        memory_bytes=memory_bytes,
-        digest=DigestMode.BUFFERED,
-        fsync=fsync,
+        WriteOptions(
+            threads=default_threads(threads),
+            memory_bytes=memory_bytes,
+            digest=DigestMode.BUFFERED,
+            fsync=fsync,
+        ),
+        verb="export",
         progress=progress,
         expected=expected_digests(opened),
-        wider="--kind bf16 or f32 holds them",
+        overflow_hint="--outtype bf16 or f32 holds them",
     )
     return replace(
         report,
@@ -136,58 +139,60 @@ def export_gguf(
     )
 
 
-def _planned(
+def _plan(
     opened: CheckpointSource, place: Path, kind: str, name: str, split: str | None
-) -> tuple[Plan, list[str]]:
+) -> tuple[ReshardPlan, list[str]]:
     """The plan, and what is to be said about it."""
-    family, config = _model_of(opened)
-    architecture = architecture_of(family, config)
+    family, config = _require_model(opened)
+    architecture = find_architecture(family, config)
     if kind == "MXFP4" and not config.num_experts:
         raise UsageError(
             "kind 'mxfp4' is for the weights of experts, and the model has none",
             hint="q4_0 or q8_0",
         )
-    keys = model_keys(config, architecture, name=name, kind=kind)
+    keys = build_model_keys(config, architecture, name=name, kind=kind)
     keys |= _tokenizer(opened, config.vocab_size, split)
     tensors = {t.name: t for t in opened.catalogue.tensors}
-    found = contents(
-        opened.side.canonical,
-        {n: opened.placement_of(n) for n in opened.side.canonical},
+    contents = plan_gguf_tensors(
+        opened.view.canonical,
+        {n: opened.placement_of(n) for n in opened.view.canonical},
         {n: t.dtype for n, t in tensors.items()},
         config,
         family,
         architecture,
         kind=kind,
-        factors=factor_tensors(config),
+        factors=build_rope_factors(config),
     )
-    laid_out = lay_out(found.tensors, keys, architecture=architecture.name, file=place.name)
-    plan = build(
-        [Source(catalogue=opened.catalogue, placements=dict(opened.side.placements))],
+    laid_out = plan_gguf_file(
+        contents.tensors, keys, architecture=architecture.name, file=place.name
+    )
+    plan = build_plan(
+        [PlanSource(catalogue=opened.catalogue, placements=dict(opened.view.placements))],
         laid_out,
-        found.placements,
-        dropped=_dropped(opened),
-        copies={n: held for n, held in opened.repeats.items() if n in found.placements},
-        feeds=found.feeds,
+        contents.placements,
+        dropped=_list_dropped(opened),
+        copies={n: original for n, original in opened.repeats.items() if n in contents.placements},
+        feeds=contents.feeds,
         options=repr((__version__, kind)),
     )
-    notes = [*oddities_of(architecture, config), *_said(found, kind)]
+    notes = [*list_oddities(architecture, config), *_note_other_types(contents, kind)]
     return plan, notes
 
 
-def _said(found: Contents, kind: str) -> list[str]:
+def _note_other_types(contents: GgufContents, kind: str) -> list[str]:
     """Which weights are of another type than the one asked for."""
-    others: dict[str, list[str]] = {}
-    for t in found.tensors:
-        if t.kind not in (kind, "F32") and t.name not in found.fallen_back:
-            others.setdefault(t.kind, []).append(t.name)
+    by_type: dict[str, list[str]] = {}
+    for t in contents.tensors:
+        if t.kind not in (kind, "F32") and t.name not in contents.fallen_back:
+            by_type.setdefault(t.kind, []).append(t.name)
     notes = [
-        f"{len(names)} of {len(found.tensors)} tensors are {other}: {_first(names)}"
-        for other, names in others.items()
+        f"{len(names)} of {len(contents.tensors)} tensors are {type_name}: {_first(names)}"
+        for type_name, names in by_type.items()
     ]
-    if found.fallen_back:
+    if contents.fallen_back:
         notes.append(
-            f"{len(found.fallen_back)} tensors are F16, for their rows are no whole blocks of "
-            f"{kind}: {_first(found.fallen_back)}"
+            f"{len(contents.fallen_back)} tensors are F16, for their rows are no whole blocks of "
+            f"{kind}: {_first(contents.fallen_back)}"
         )
     return notes
 
@@ -196,7 +201,7 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def _model_of(opened: CheckpointSource) -> tuple[Family, ModelConfig]:
+def _require_model(opened: CheckpointSource) -> tuple[Family, ModelConfig]:
     """The family and the configuration, which have to be known.
 
     Raises:
@@ -210,29 +215,29 @@ def _model_of(opened: CheckpointSource) -> tuple[Family, ModelConfig]:
 
 def _tokenizer(opened: CheckpointSource, vocab_size: int, split: str | None) -> Mapping[str, Any]:
     """The keys of the tokenizer: a GGUF source's own, else those of its tokenizer.json."""
-    own = opened.catalogue.metadata.get("gguf", {})
-    if "tokenizer.ggml.tokens" in own and opened.like is None:
-        return {k: v for k, v in own.items() if k.startswith("tokenizer.") and v != []}
-    there = opened.attachments()
-    files = {n: there[n].read_bytes() for n in _FILES if n in there}
+    stored = opened.catalogue.metadata.get("gguf", {})
+    if "tokenizer.ggml.tokens" in stored and opened.like is None:
+        return {k: v for k, v in stored.items() if k.startswith("tokenizer.") and v != []}
+    attachments = opened.attachments()
+    files = {n: attachments[n].read_bytes() for n in _FILES if n in attachments}
     if "tokenizer.json" not in files:
-        files = saved_tokenizer(opened) | files
+        files = collect_saved_tokenizer(opened) | files
     try:
-        return tokenizer_keys(files, vocab_size, split=split)
+        return build_tokenizer_keys(files, vocab_size, split=split)
     except (FormatError, MappingError) as e:
         raise type(e)(e.message, file=opened.like or opened.path, hint=e.hint) from e
 
 
-def _dropped(opened: CheckpointSource) -> list[Dropped]:
+def _list_dropped(opened: CheckpointSource) -> list[DroppedItem]:
     """Stored tensors that mean nothing to the model; copies are compared with what they repeat."""
-    differ = no_copies(opened, whole=False)
+    differ = find_false_copies(opened, compare_all=False)
     for name, reason in differ.items():
         _LOG.warning("%s is left out: %s", name, reason)
     catalogue = opened.catalogue
     out = [
-        Dropped(name=n, reason=reason, num_bytes=catalogue[n].num_bytes)
-        for n, reason in opened.side.dropped
+        DroppedItem(name=n, reason=reason, num_bytes=catalogue[n].num_bytes)
+        for n, reason in opened.view.dropped
     ]
     return out + [
-        Dropped(name=s.name, reason=s.reason, num_bytes=s.num_bytes) for s in catalogue.set_aside
+        DroppedItem(name=s.name, reason=s.reason, num_bytes=s.num_bytes) for s in catalogue.ignored
     ]

@@ -14,8 +14,8 @@ from typing import Any
 
 from megtool.config import ModelConfig
 from megtool.errors import MappingError
-from megtool.export.quantized_module import Coded
-from megtool.export.trtllm_legacy.ranks import Cut
+from megtool.export.quantized_module import QuantizedModule
+from megtool.export.trtllm_legacy.ranks import RankLayout
 from megtool.quant.packed_tensors.hf_config import MIXED, PRODUCER
 
 _ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
@@ -30,17 +30,17 @@ _DECODERS = {"qwen2": "qwen", "qwen3": "qwen", "gpt2": "gpt", "mixtral": "llama"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Module:
+class RankModule:
     """A linear module as files name it, on one rank; `coded` is None where it is plain."""
 
     rank: int
     name: str
-    coded: Coded | None
+    quantized: QuantizedModule | None
 
 
-def config_json(
+def build_config_json(
     family: str,
-    cut: Cut,
+    cut: RankLayout,
     *,
     dtype: str,
     architecture: str | None,
@@ -49,10 +49,10 @@ def config_json(
 ) -> bytes:
     """The file config.json; `architecture` is what the source's own config.json calls it."""
     c = cut.config
-    known = _ARCHITECTURES[family]
+    architectures = _ARCHITECTURES[family]
     out: dict[str, Any] = {
         "producer": PRODUCER,
-        "architecture": architecture if architecture in known else known[0],
+        "architecture": architecture if architecture in architectures else architectures[0],
         "dtype": dtype,
         "logits_dtype": "float32",
         "num_hidden_layers": c.num_layers,
@@ -109,40 +109,42 @@ def _positions(config: ModelConfig) -> str:
     return "learned_absolute" if config.position_embedding == "learned" else "rope_gpt_neox"
 
 
-def quantization_of(
-    modules: Sequence[Module], routers: Sequence[str], kv_algo: str | None
+def build_quantization(
+    modules: Sequence[RankModule], routers: Sequence[str], kv_algo: str | None
 ) -> tuple[dict[str, Any], bytes | None]:
     """The `quantization` of config.json, and quant_cfg.json where modules differ.
 
     Raises:
         MappingError: layers that stages number alike have not one format.
     """
-    said = _by_name(modules)
-    different = {json.dumps(s) for s in said.values() if s}
+    entries = _by_name(modules)
+    different = {json.dumps(s) for s in entries.values() if s}
     out: dict[str, Any] = {"quant_algo": None, "kv_cache_quant_algo": kv_algo}
     if not different:
         return out, None
     if len(different) == 1:
         out |= json.loads(next(iter(different)))
-        kept = {*(n for n, s in said.items() if not s), *routers}
-        if "lm_head" not in said:  # the table of embeddings, which engines multiply by as by a head
-            kept.add("lm_head")
-        out["exclude_modules"] = sorted(kept)
+        excluded = {*(n for n, s in entries.items() if not s), *routers}
+        if (
+            "lm_head" not in entries
+        ):  # the table of embeddings, which engines multiply by as by a head
+            excluded.add("lm_head")
+        out["exclude_modules"] = sorted(excluded)
         return out, None
     out["quant_algo"] = MIXED
-    layers = {n: s for n, s in said.items() if s}
+    layers = {n: s for n, s in entries.items() if s}
     return out, _encoded({**out, "quantized_layers": layers})
 
 
-def _by_name(modules: Sequence[Module]) -> dict[str, dict[str, Any]]:
+def _by_name(modules: Sequence[RankModule]) -> dict[str, dict[str, Any]]:
     """What is said of every module; stages have modules of the same names."""
-    smoothed = any(m.coded is not None and m.coded.is_smoothed for m in modules)
+    smoothed = any(m.quantized is not None and m.quantized.is_smoothed for m in modules)
     out: dict[str, dict[str, Any]] = {}
     for m in modules:
-        one = _said(m.coded, smoothed)
-        if out.setdefault(m.name, one) != one:
+        entry = _quantization_entry(m.quantized, smoothed)
+        if out.setdefault(m.name, entry) != entry:
             raise MappingError(
-                f"{m.name!r} is {one.get('quant_algo', 'not quantized')} on rank {m.rank} and "
+                f"{m.name!r} is {entry.get('quant_algo', 'not quantized')} on rank {m.rank} and "
                 f"{out[m.name].get('quant_algo', 'not quantized')} in a stage before it: stages "
                 "number their layers from 0, and one list says how all are quantized",
                 tensor=m.name,
@@ -151,13 +153,13 @@ def _by_name(modules: Sequence[Module]) -> dict[str, dict[str, Any]]:
     return out
 
 
-def _said(coded: Coded | None, smoothed: bool) -> dict[str, Any]:
-    if coded is None:
+def _quantization_entry(module: QuantizedModule | None, smoothed: bool) -> dict[str, Any]:
+    if module is None:
         return {}
-    out: dict[str, Any] = {"quant_algo": coded.algo}
-    if coded.group_size:
-        out["group_size"] = coded.group_size
-    if coded.algo in ("W4A16_AWQ", "W4A8_AWQ"):
+    out: dict[str, Any] = {"quant_algo": module.algo}
+    if module.group_size:
+        out["group_size"] = module.group_size
+    if module.algo in ("W4A16_AWQ", "W4A8_AWQ"):
         out |= {"has_zero_point": False, "pre_quant_scale": smoothed}
     return out
 

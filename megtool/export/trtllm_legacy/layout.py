@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from megtool.config import ModelConfig
 from megtool.errors import LayoutError, MappingError
-from megtool.export.trtllm_legacy.ranks import Cut
+from megtool.export.trtllm_legacy.ranks import RankLayout
 
 FAMILIES: Mapping[str, str] = {
     "llama": "Llama",
@@ -31,12 +31,12 @@ def check_family(name: str | None, config: ModelConfig) -> None:
     Raises:
         MappingError: another family, or one of these with what TensorRT-LLM's model lacks.
     """
-    known = ", ".join(dict.fromkeys(FAMILIES.values()))
+    supported = ", ".join(dict.fromkeys(FAMILIES.values()))
     if name is None or name not in FAMILIES:
         raise MappingError(
             f"a legacy TensorRT-LLM checkpoint cannot hold {name or 'a model of unknown family'}"
             + ("" if name else ": nothing says which it is"),
-            hint=f"known: {known}; newer TensorRT-LLM loads Hugging Face folders: --to trtllm"
+            hint=f"known: {supported}; newer TensorRT-LLM loads Hugging Face folders: --to trtllm"
             + ("" if name else "; --family NAME and --like HF_FOLDER supply it"),
         )
     kind = (config.rope_scaling or {}).get("rope_type")
@@ -53,13 +53,18 @@ def check_family(name: str | None, config: ModelConfig) -> None:
         )
 
 
-Need = tuple[str, Callable[[int], bool]]
+TpRequirement = tuple[str, Callable[[int], bool]]
 """What `tp` has to do, in words, and whether it does."""
 
 
-def cut_of(
-    config: ModelConfig, *, tp: int, pp: int, vocab_multiple: int = 1, needs: Iterable[Need] = ()
-) -> Cut:
+def plan_rank_layout(
+    config: ModelConfig,
+    *,
+    tp: int,
+    pp: int,
+    vocab_multiple: int = 1,
+    requirements: Iterable[TpRequirement] = (),
+) -> RankLayout:
     """How the model is cut, the vocabulary padded to a multiple of `vocab_multiple` and of `tp`.
 
     `needs` are what quantized weights ask for besides.
@@ -70,13 +75,13 @@ def cut_of(
     for name, value in (("tp", tp), ("pp", pp)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_RANKS:
             raise LayoutError(f"{name} is {value!r}", hint=f"a number from 1 to {_MOST_RANKS}")
-    all_needs = [*_needs(config), *needs]
-    for why, holds in all_needs:
+    all_requirements = [*_model_requirements(config), *requirements]
+    for subject, holds in all_requirements:
         if not holds(tp):
             most = config.num_heads
-            good = [n for n in range(1, most + 1) if all(ok(n) for _, ok in all_needs)]
+            good = [n for n in range(1, most + 1) if all(ok(n) for _, ok in all_requirements)]
             raise LayoutError(
-                f"tp={tp} does not divide {why}",
+                f"tp={tp} does not divide {subject}",
                 hint=f"tp may be {', '.join(map(str, good))}" if good else "no tp does",
             )
     if config.num_layers % pp:
@@ -87,15 +92,15 @@ def cut_of(
         )
     padded = -(-config.vocab_size // vocab_multiple) * vocab_multiple
     rows = -(-padded // tp) * tp
-    return Cut(config=config, tp=tp, pp=pp, vocab_size=padded, vocab_rows=rows)
+    return RankLayout(config=config, tp=tp, pp=pp, vocab_size=padded, vocab_rows=rows)
 
 
-def _needs(config: ModelConfig) -> list[Need]:
+def _model_requirements(config: ModelConfig) -> list[TpRequirement]:
     def divides(size: int) -> Callable[[int], bool]:
         return lambda tp: size % tp == 0
 
     kv = config.num_kv_heads
-    out: list[Need] = [
+    out: list[TpRequirement] = [
         (f"{config.num_heads} attention heads", divides(config.num_heads)),
         (
             f"{kv} heads of keys and values, nor is it a multiple of them",
@@ -108,7 +113,7 @@ def _needs(config: ModelConfig) -> list[Need]:
     return out
 
 
-def columns_need(name: str, width: int, group: int) -> Need:
+def require_column_groups(name: str, width: int, group: int) -> TpRequirement:
     """Columns of `name` are cut between groups of `group` of them."""
     return (
         f"{width} columns of {name} into whole groups of {group}",
@@ -116,7 +121,7 @@ def columns_need(name: str, width: int, group: int) -> Need:
     )
 
 
-def rows_need(name: str, rows: int, grain: int) -> Need:
+def require_row_grain(name: str, rows: int, grain: int) -> TpRequirement:
     """Rows of `name` are cut between those that are packed together."""
     return (
         f"{rows} rows of {name} into pairs" if grain == 2 else f"{rows} rows by {grain}",

@@ -12,67 +12,67 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megtool.checkpoint.computed_tensors import Region, Taking
+from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion
 from megtool.checkpoint.plan import Fill
 from megtool.checkpoint.transport.cast import cast
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
-from megtool.export.trtllm_legacy.ranks import Box
+from megtool.export.trtllm_legacy.ranks import RankBox
 from megtool.number_formats.small_floats import single
-from megtool.reshard.constant_feed import hash_of
+from megtool.reshard.constant_feed import digest_facts
 from megtool.tensors.box import Boxes, numel
 from megtool.tensors.placement import Placement, narrow, pieces, refine
 from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(slots=True, kw_only=True)
-class Pieces:
+class BoxPlacements:
     """What a plan is built of: `source` and `target` placements, `copies` and `fills`.
 
     `held` are where canonical tensors lie in the source, `shapes` how large they are.
     """
 
-    held: Mapping[str, Placement]
+    stored: Mapping[str, Placement]
     shapes: Mapping[str, tuple[int, ...]]
     source: dict[str, Placement] = field(default_factory=dict)
     target: dict[str, Placement] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
     fills: list[Fill] = field(default_factory=list)
 
-    def add(self, tensor: GlobalTensor, boxes: Sequence[Box], *, rest: float = 0.0) -> None:
+    def add(self, tensor: GlobalTensor, boxes: Sequence[RankBox], *, padding: float = 0.0) -> None:
         """Fill a tensor with boxes; rows below the last one are `rest`."""
         for box in boxes:
             self._add_box(tensor.name, box)
-        last = max((b.at[0] + b.hi[0] - b.lo[0] for b in boxes), default=0)
+        last = max((b.offset[0] + b.hi[0] - b.lo[0] for b in boxes), default=0)
         if tensor.shape and last < tensor.shape[0]:
             lo = (last, *[0] * (len(tensor.shape) - 1))
-            self.fills.append(Fill(stored=tensor.name, lo=lo, hi=tensor.shape, value=rest))
+            self.fills.append(Fill(stored=tensor.name, lo=lo, hi=tensor.shape, value=padding))
 
-    def _add_box(self, stored: str, box: Box) -> None:
-        held = self.held[box.canonical]
-        own = Placement.identity(box.canonical, self.shapes[box.canonical])
-        lies, own = refine(held, own)
+    def _add_box(self, stored: str, box: RankBox) -> None:
+        stored_placement = self.stored[box.canonical]
+        view = Placement.identity(box.canonical, self.shapes[box.canonical])
+        source, view = refine(stored_placement, view)
         lo, hi = (np.array([x], np.int64) for x in (box.lo, box.hi))
-        _, views = pieces(own, Boxes(lo, hi))
-        moved = tuple(a - b for a, b in zip(box.at, box.lo, strict=True))
+        _, views = pieces(view, Boxes(lo, hi))
+        offset = tuple(a - b for a, b in zip(box.offset, box.lo, strict=True))
         for first, end in zip(views.lo.tolist(), views.hi.tolist(), strict=True):
             name = f"{box.canonical}{list(first)}:{list(end)}"
-            there = narrow(own, first, end)
-            base = tuple(a + b for a, b in zip(there.base, moved, strict=True))
+            part = narrow(view, first, end)
+            base = tuple(a + b for a, b in zip(part.base, offset, strict=True))
             alias = name
             if name in self.source:
                 alias = f"{name} in {stored}"
                 self.copies[alias] = name
             else:
-                self.source[name] = _named(narrow(lies, first, end), name)
+                self.source[name] = _named(narrow(source, first, end), name)
             self.target[alias] = Placement(
                 canonical=alias,
                 stored=stored,
-                shape=there.shape,
-                dims=there.dims,
-                mults=there.mults,
+                shape=part.shape,
+                dims=part.dims,
+                mults=part.mults,
                 base=base,
             )
 
@@ -90,7 +90,7 @@ def _named(p: Placement, name: str) -> Placement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlusOne:
+class RankNormPlusOne:
     """Gammas stored around zero as engines multiply by them: one added, in float32, rounded once.
 
     `dtype` is the type in which they are taken: their own. All ranks of a stage hold the same.
@@ -106,10 +106,10 @@ class PlusOne:
         return (self.placement,)
 
     @property
-    def writes(self) -> tuple[Region, ...]:
+    def writes(self) -> tuple[TargetRegion, ...]:
         """All of every rank's tensor."""
         return tuple(
-            Region(stored=t.name, lo=(0,) * len(t.shape), hi=t.shape) for t in self.tensors
+            TargetRegion(stored=t.name, lo=(0,) * len(t.shape), hi=t.shape) for t in self.tensors
         )
 
     @property
@@ -118,18 +118,18 @@ class PlusOne:
         return sum(t.num_bytes for t in self.tensors)
 
     @property
-    def facts(self) -> bytes:
+    def identity(self) -> bytes:
         """The type they are taken in, and the one they are rounded to."""
-        return hash_of("1 + w", self.dtype.name, self.tensors[0].dtype.name)
+        return digest_facts("1 + w", self.dtype.name, self.tensors[0].dtype.name)
 
-    def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
+    def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         dtype = self.tensors[0].dtype
-        with taking.run(self.placement, self.dtype) as run:
-            found = single(run.read(0, numel(self.placement.shape)), self.dtype.name)
-        made = np.empty(found.shape, f"<u{dtype.itemsize}")
-        sums = np.asarray(found + np.float32(1), np.float32)
-        if lost := cast(sums, named_dtype("float32"), made, dtype):
-            taking.overflowed[self.placement.stored] += lost
+        with reader.open(self.placement, self.dtype) as run:
+            values = single(run.read(0, numel(self.placement.shape)), self.dtype.name)
+        out = np.empty(values.shape, f"<u{dtype.itemsize}")
+        sums = np.asarray(values + np.float32(1), np.float32)
+        if lost := cast(sums, named_dtype("float32"), out, dtype):
+            reader.overflowed[self.placement.stored] += lost
         for number in range(len(self.tensors)):
-            yield number, (0,), made
+            yield number, (0,), out

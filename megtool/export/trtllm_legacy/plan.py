@@ -10,20 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Destination
-from megtool.checkpoint.computed_tensors import Feed
-from megtool.checkpoint.plan import Dropped
+from megtool.checkpoint.computed_tensors import TensorFeed
+from megtool.checkpoint.plan import DroppedItem
 from megtool.config import ModelConfig
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import MappingError, listed
-from megtool.export.trtllm_legacy.config import Module, config_json, quantization_of
-from megtool.export.trtllm_legacy.layout import check_family, cut_of
-from megtool.export.trtllm_legacy.placements import Pieces, PlusOne
-from megtool.export.trtllm_legacy.quantized_tensors import coded_tensors
-from megtool.export.trtllm_legacy.quantized_weights import CodedWeights
-from megtool.export.trtllm_legacy.rank_files import Filed, lay_out
-from megtool.export.trtllm_legacy.ranks import Cut, RankTensor, rank_tensors
-from megtool.reshard.constant_feed import Given
+from megtool.export.trtllm_legacy.config import RankModule, build_config_json, build_quantization
+from megtool.export.trtllm_legacy.layout import check_family, plan_rank_layout
+from megtool.export.trtllm_legacy.placements import BoxPlacements, RankNormPlusOne
+from megtool.export.trtllm_legacy.quantized_tensors import plan_quantized_module
+from megtool.export.trtllm_legacy.quantized_weights import QuantizedWeights
+from megtool.export.trtllm_legacy.rank_files import RankFileTensor, plan_rank_files
+from megtool.export.trtllm_legacy.ranks import RankLayout, RankTensor, list_rank_tensors
+from megtool.reshard.constant_feed import ConstantFeed
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
@@ -35,7 +35,7 @@ _AWQ_ROWS = 64  # engines want so many rows of the head at once (ModelOpt pads t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class LegacyModel:
     """What is exported: its family by name, its configuration, where its canonical tensors lie
     (`held`) and how large they are; `architecture` is what its config.json calls it.
 
@@ -45,20 +45,20 @@ class Model:
 
     family: str | None
     config: ModelConfig
-    held: Mapping[str, Placement]
+    placements: Mapping[str, Placement]
     shapes: Mapping[str, tuple[int, ...]]
     architecture: str | None = None
     algo: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
-class LegacyPlan:
+class TrtllmLegacyPlan:
     """All that `planner.build` is given, and what a report says."""
 
     destination: Destination
-    pieces: Pieces
-    feeds: list[Feed]
-    dropped: list[Dropped]
+    pieces: BoxPlacements
+    feeds: list[TensorFeed]
+    dropped: list[DroppedItem]
     algo: str
     kv_algo: str | None
     exact: int = 0
@@ -67,17 +67,17 @@ class LegacyPlan:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_legacy(
-    model: Model,
+def plan_trtllm_legacy(
+    model: LegacyModel,
     catalogue: Catalogue,
-    weights: CodedWeights | None,
+    weights: QuantizedWeights | None,
     *,
     tp: int,
     pp: int,
     dtype: DType,
     reasons: Mapping[str, str],
     keeps_cache_scales: bool = False,
-) -> LegacyPlan:
+) -> TrtllmLegacyPlan:
     """Plan the checkpoint of `model`, whose tensors lie in `catalogue`.
 
     `weights` are its quantized ones (with `model.algo`, those that an engine is to quantize and are
@@ -89,77 +89,85 @@ def plan_legacy(
         FormatError: scales are missing.
     """
     check_family(model.family, model.config)
-    return _Planning(model, catalogue, weights, dtype).planned(tp, pp, reasons, keeps_cache_scales)
+    return _Planner(model, catalogue, weights, dtype).plan(tp, pp, reasons, keeps_cache_scales)
 
 
-class _Planning:
+class _Planner:
     def __init__(
-        self, model: Model, catalogue: Catalogue, weights: CodedWeights | None, dtype: DType
+        self,
+        model: LegacyModel,
+        catalogue: Catalogue,
+        weights: QuantizedWeights | None,
+        dtype: DType,
     ) -> None:
         self.model, self.catalogue, self.weights = model, catalogue, weights
         self.dtype = dtype
-        self.pieces = Pieces(held=model.held, shapes=model.shapes)
-        self.filed: list[Filed] = []
-        self.feeds: list[Feed] = []
-        self.given: list[tuple[GlobalTensor, NDArray[np.generic]]] = []
-        self.gammas: dict[str, list[GlobalTensor]] = defaultdict(list)
-        self.modules: list[Module] = []
+        self.pieces = BoxPlacements(stored=model.placements, shapes=model.shapes)
+        self.file_tensors: list[RankFileTensor] = []
+        self.feeds: list[TensorFeed] = []
+        self.constants: list[tuple[GlobalTensor, NDArray[np.generic]]] = []
+        self.norms: dict[str, list[GlobalTensor]] = defaultdict(list)
+        self.modules: list[RankModule] = []
         self.routers: list[str] = []
         self.used: set[str] = set()
         self.notes: list[str] = []
 
-    def planned(
+    def plan(
         self, tp: int, pp: int, reasons: Mapping[str, str], keeps_cache_scales: bool
-    ) -> LegacyPlan:
+    ) -> TrtllmLegacyPlan:
         """Everything."""
         config, weights = self.model.config, self.weights
-        algos = {h.coded.algo for h in weights.held.values()} if weights else set()
-        cut = cut_of(
+        algos = {h.module.algo for h in weights.rows.values()} if weights else set()
+        cut = plan_rank_layout(
             config,
             tp=tp,
             pp=pp,
             vocab_multiple=_AWQ_ROWS if algos & set(_AWQ) else 1,
-            needs=weights.needs() if weights and not self.model.algo else (),
+            requirements=weights.requirements() if weights and not self.model.algo else (),
         )
         # Engines have one table for both where they find no head; stages far apart cannot.
         shares = config.tied_embeddings and self.model.family == "gemma" and pp == 1
-        for tensor in rank_tensors(cut, self.model.held, shares_table=shares):
+        for tensor in list_rank_tensors(cut, self.model.placements, shares_table=shares):
             self._add(tensor)
         self._check_used()
-        kv_algo = self._caches(cut, keeps_cache_scales)
-        for canonical, tensors in self.gammas.items():
-            placement = self._whole(canonical)
-            own = self.catalogue[placement.stored].dtype
-            taken = own if own.name in _SIXTEEN else _F32
-            self.feeds.append(PlusOne(placement=placement, dtype=taken, tensors=tuple(tensors)))
-        if self.given:
-            self.feeds.append(Given(values=tuple(self.given)))
-        said, quant_cfg = quantization_of(self.modules, self.routers, kv_algo)
+        kv_algo = self._plan_kv_cache(cut, keeps_cache_scales)
+        for canonical, tensors in self.norms.items():
+            placement = self._add_source(canonical)
+            stored = self.catalogue[placement.stored].dtype
+            read_as = stored if stored.name in _SIXTEEN else _F32
+            self.feeds.append(
+                RankNormPlusOne(placement=placement, dtype=read_as, tensors=tuple(tensors))
+            )
+        if self.constants:
+            self.feeds.append(ConstantFeed(values=tuple(self.constants)))
+        quantization, quant_cfg = build_quantization(self.modules, self.routers, kv_algo)
         if self.model.algo:
             # Engines hold these patterns against names of modules, and of weights.
-            said["exclude_modules"] = [f"{n}*" for n in said.get("exclude_modules", ())]
+            quantization["exclude_modules"] = [
+                f"{n}*" for n in quantization.get("exclude_modules", ())
+            ]
         small = {
-            "config.json": config_json(
+            "config.json": build_config_json(
                 str(self.model.family),
                 cut,
                 dtype=self.dtype.name,
                 architecture=self.model.architecture,
                 shares_table=shares,
-                quantization=said,
+                quantization=quantization,
             )
         }
         if quant_cfg is not None:
             small["quant_cfg.json"] = quant_cfg
-        self._note(cut)
-        coded = len(weights.held) if weights and not self.model.algo else 0
+        self._add_notes(cut)
+        coded = len(weights.rows) if weights and not self.model.algo else 0
         changed = len(weights.requantized) if weights else 0
         linear = {b for b in self.used if b.endswith(".weight") and len(self.model.shapes[b]) == 2}
-        return LegacyPlan(
-            destination=lay_out(self.filed, tp * pp, small),
+        return TrtllmLegacyPlan(
+            destination=plan_rank_files(self.file_tensors, tp * pp, small),
             pieces=self.pieces,
             feeds=self.feeds,
             dropped=self._dropped(reasons),
-            algo=str(said["quant_algo"] or ""),
+            algo=str(quantization["quant_algo"] or ""),
             kv_algo=kv_algo,
             exact=coded - changed,
             requantized=changed,
@@ -170,38 +178,40 @@ class _Planning:
     def _add(self, tensor: RankTensor) -> None:
         """A tensor of a rank, quantized or not."""
         self.used.update(b.canonical for b in tensor.boxes)
-        coded = self.weights.of(tensor) if self.weights else None
+        module = self.weights.module_of(tensor) if self.weights else None
         if tensor.is_linear or tensor.module == "lm_head":
-            self.modules.append(Module(rank=tensor.rank, name=tensor.module, coded=coded))
+            self.modules.append(RankModule(rank=tensor.rank, name=tensor.module, quantized=module))
         if tensor.is_router:
             self.routers.append(tensor.module)
-        if coded is not None and self.weights is not None and not self.model.algo:
+        if module is not None and self.weights is not None and not self.model.algo:
             _check_filled(tensor)
-            made = coded_tensors(tensor, coded, self.weights, self.dtype)
-            self.filed += made.filed
-            self.given += made.given
-            self.feeds += made.feeds
-            for feed in made.feeds:
+            planned = plan_quantized_module(tensor, module, self.weights, self.dtype)
+            self.file_tensors += planned.file_tensors
+            self.constants += planned.constants
+            self.feeds += planned.feeds
+            for feed in planned.feeds:
                 for p in feed.reads:
                     self.pieces.add_whole(p.stored, self.catalogue[p.stored].shape)
             return
-        rows, *rest = tensor.shape
-        says = (tensor.experts, rows // tensor.experts, *rest) if tensor.experts else tensor.shape
+        rows, *inner = tensor.shape
+        shape = (tensor.experts, rows // tensor.experts, *inner) if tensor.experts else tensor.shape
         dtype = _F32 if tensor.is_router else self.dtype
-        held = GlobalTensor(name=tensor.stored, shape=tensor.shape, dtype=dtype)
-        self.filed.append(Filed(rank=tensor.rank, name=tensor.name, shape=says, tensor=held))
+        target = GlobalTensor(name=tensor.stored, shape=tensor.shape, dtype=dtype)
+        self.file_tensors.append(
+            RankFileTensor(rank=tensor.rank, name=tensor.name, shape=shape, tensor=target)
+        )
         if tensor.plus_one:
-            self.gammas[tensor.boxes[0].canonical].append(held)
+            self.norms[tensor.boxes[0].canonical].append(target)
         else:
-            self.pieces.add(held, tensor.boxes)
+            self.pieces.add(target, tensor.boxes)
 
-    def _whole(self, canonical: str) -> Placement:
+    def _add_source(self, canonical: str) -> Placement:
         """A canonical tensor that a feed reads."""
-        placement = self.model.held[canonical]
+        placement = self.model.placements[canonical]
         self.pieces.source[canonical] = placement
         return placement
 
-    def _caches(self, cut: Cut, keeps: bool) -> str | None:
+    def _plan_kv_cache(self, cut: RankLayout, keeps: bool) -> str | None:
         """The scales of keys and values, which every rank of a stage has."""
         weights = self.weights
         if weights is None or weights.folder.kv_algo is None:
@@ -212,55 +222,57 @@ class _Planning:
                 f"a KV cache of {algo} is none of legacy TensorRT-LLM",
                 hint=f"known: {', '.join(_KV_ALGOS)}; quantize the cache to FP8",
             )
-        lifted = 0
+        num_raised = 0
         for rank in range(cut.tp * cut.pp):
             for local in range(cut.layers):
                 number = cut.global_layer(rank, local)
-                found = self._cache(number)
-                if algo == "FP8" and not keeps and min(found) < 1:
-                    lifted += 1
+                scales = self._kv_cache_scales(number)
+                if algo == "FP8" and not keeps and min(scales) < 1:
+                    num_raised += 1
                 if algo == "FP8" and not keeps:
-                    found = tuple(max(x, 1.0) for x in found)
-                k, v = found
-                at = f"transformer.layers.{local}.attention"
+                    scales = tuple(max(x, 1.0) for x in scales)
+                k, v = scales
+                prefix = f"transformer.layers.{local}.attention"
                 for name, value in (("k", k), ("v", v), ("kv", max(k, v))):
-                    full = f"{at}.{name}_cache_scaling_factor"
+                    full = f"{prefix}.{name}_cache_scaling_factor"
                     tensor = GlobalTensor(name=f"rank{rank}/{full}", shape=(1,), dtype=_F32)
-                    self.filed.append(Filed(rank=rank, name=full, shape=(1,), tensor=tensor))
-                    self.given.append((tensor, np.array([value], np.float32)))
-        if lifted:
+                    self.file_tensors.append(
+                        RankFileTensor(rank=rank, name=full, shape=(1,), tensor=tensor)
+                    )
+                    self.constants.append((tensor, np.array([value], np.float32)))
+        if num_raised:
             self.notes.append(
                 "scales of the KV cache below 1 are written as 1, as ModelOpt does for this format "
                 "(FP8 has room below)"
             )
         return algo
 
-    def _cache(self, number: int) -> tuple[float, ...]:
+    def _kv_cache_scales(self, number: int) -> tuple[float, ...]:
         """The scales of keys and of values of a layer; ones where none are stored."""
         if self.weights is None:
             return (1.0, 1.0)
         for projection in ("k", "v"):
-            stored = self.model.held[f"layers.{number}.attn.{projection}.weight"].stored
+            stored = self.model.placements[f"layers.{number}.attn.{projection}.weight"].stored
             attention = stored.rsplit(".", 2)[0]
-            if names := self.weights.folder.caches.get(attention):
-                return tuple(float(self.weights.vector(n).max()) for n in names)
+            if names := self.weights.folder.kv_cache_scales.get(attention):
+                return tuple(float(self.weights.read_vector(n).max()) for n in names)
         return (1.0, 1.0)
 
     def _check_used(self) -> None:
         """Every weight has a place."""
-        left = [n for n in self.model.held if ":" not in n and n not in self.used]
-        if left:
+        unused = [n for n in self.model.placements if ":" not in n and n not in self.used]
+        if unused:
             raise MappingError(
-                f"{listed(left)}: legacy TensorRT-LLM's {self.model.family} has no such tensors",
-                tensor=left[0],
+                f"{listed(unused)}: legacy TensorRT-LLM's {self.model.family} has no such tensors",
+                tensor=unused[0],
                 hint="newer TensorRT-LLM loads Hugging Face folders: --to trtllm",
             )
 
-    def _dropped(self, reasons: Mapping[str, str]) -> list[Dropped]:
+    def _dropped(self, reasons: Mapping[str, str]) -> list[DroppedItem]:
         """What the source holds besides."""
         used = {p.stored for p in self.pieces.source.values()}
         return [
-            Dropped(
+            DroppedItem(
                 name=t.name,
                 reason=reasons.get(t.name, "its value stands elsewhere, or legacy has no place"),
                 num_bytes=t.num_bytes,
@@ -269,7 +281,7 @@ class _Planning:
             if t.name not in used
         ]
 
-    def _note(self, cut: Cut) -> None:
+    def _add_notes(self, cut: RankLayout) -> None:
         c = self.model.config
         if c.window_size:
             self.notes.append(

@@ -8,76 +8,80 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.computed_tensors import Feed
+from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.checkpoint.transport.cast import cast
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import FormatError, MappingError
-from megtool.export.quantized_module import Coded
-from megtool.export.repack import Slice, repacked
-from megtool.export.trtllm_legacy.quantized_weights import ALGOS, CodedWeights
-from megtool.export.trtllm_legacy.rank_files import Filed
-from megtool.export.trtllm_legacy.ranks import Box, RankTensor
+from megtool.export.quantized_module import QuantizedModule
+from megtool.export.repack import WeightSlice, plan_repack
+from megtool.export.trtllm_legacy.quantized_weights import ALGOS, QuantizedWeights
+from megtool.export.trtllm_legacy.rank_files import RankFileTensor
+from megtool.export.trtllm_legacy.ranks import RankBox, RankTensor
 from megtool.number_formats.decode import CODES, SCALE, SCALE_2
 from megtool.number_formats.layout import layout
 from megtool.number_formats.packed_parts import PackedPart
-from megtool.reshard.constant_feed import Given
+from megtool.reshard.constant_feed import ConstantFeed
 from megtool.tensors.sharded import GlobalTensor
 
 _F32 = named_dtype("float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodedTensors:
+class PlannedModule:
     """The tensors of one module on one rank: `filed` all of them, `given` those whose values are
     known beforehand, and `feeds` what fills the others."""
 
-    filed: tuple[Filed, ...]
-    given: tuple[tuple[GlobalTensor, NDArray[np.generic]], ...]
-    feeds: tuple[Feed, ...]
+    file_tensors: tuple[RankFileTensor, ...]
+    constants: tuple[tuple[GlobalTensor, NDArray[np.generic]], ...]
+    feeds: tuple[TensorFeed, ...]
 
 
-def coded_tensors(
-    tensor: RankTensor, coded: Coded, weights: CodedWeights, dtype: DType
-) -> CodedTensors:
+def plan_quantized_module(
+    tensor: RankTensor, module: QuantizedModule, weights: QuantizedWeights, dtype: DType
+) -> PlannedModule:
     """What `tensor`, whose weights have the format of `coded`, becomes.
 
     Raises:
         FormatError: scales that the format needs are missing, or float16 is too narrow for some.
         MappingError: weights that have their inputs in common have other factors for them.
     """
-    return _Making(tensor, coded, weights, dtype).made()
+    return _ModulePlanner(tensor, module, weights, dtype).plan()
 
 
-class _Making:
+class _ModulePlanner:
     def __init__(
-        self, tensor: RankTensor, coded: Coded, weights: CodedWeights, dtype: DType
+        self, tensor: RankTensor, module: QuantizedModule, weights: QuantizedWeights, dtype: DType
     ) -> None:
-        self.tensor, self.coded, self.weights, self.dtype = tensor, coded, weights, dtype
-        self.filed: list[Filed] = []
-        self.given: list[tuple[GlobalTensor, NDArray[np.generic]]] = []
-        self.packing = ALGOS[coded.algo].format(group=coded.group_size)
+        self.tensor, self.module, self.weights, self.dtype = tensor, module, weights, dtype
+        self.file_tensors: list[RankFileTensor] = []
+        self.constants: list[tuple[GlobalTensor, NDArray[np.generic]]] = []
+        self.packing = ALGOS[module.algo].format(group=module.group_size)
 
-    def made(self) -> CodedTensors:
+    def plan(self) -> PlannedModule:
         """All of it."""
         rows, width = self.tensor.shape
-        held: list[tuple[PackedPart, GlobalTensor]] = []
+        parts: list[tuple[PackedPart, GlobalTensor]] = []
         for part in layout(self.packing, (rows, width)):
             # Single scales are given: an expert's is one element of a tensor of all experts'.
             single = GlobalTensor(name="", shape=(), dtype=_F32)
-            held.append((part, self._computed(part) if part.shape else single))
-        feeds: list[Feed] = []
-        for boxes, scales in self._by_scale():
+            parts.append((part, self._add_computed(part) if part.shape else single))
+        feeds: list[TensorFeed] = []
+        for boxes, scales in self._split_by_scale():
             slices = [self._slice(b) for b in boxes]
-            made = repacked(slices, self.packing, held, scales=scales or None)
-            feeds += [f for f in made if not isinstance(f, Given)]
+            planned = plan_repack(slices, self.packing, parts, scales=scales or None)
+            feeds += [f for f in planned if not isinstance(f, ConstantFeed)]
         for role, name in ((SCALE, "weights_scaling_factor"), (SCALE_2, _SECOND)):
-            self._singles(role, name)
-        self._inputs()
-        self._columns()
-        return CodedTensors(filed=tuple(self.filed), given=tuple(self.given), feeds=tuple(feeds))
+            self._add_single_scales(role, name)
+        self._add_input_scale()
+        self._add_smoothing_scale()
+        return PlannedModule(
+            file_tensors=tuple(self.file_tensors),
+            constants=tuple(self.constants),
+            feeds=tuple(feeds),
+        )
 
-    def _by_scale(self) -> Iterator[tuple[list[Box], dict[str, NDArray[np.float32]]]]:
+    def _split_by_scale(self) -> Iterator[tuple[list[RankBox], dict[str, NDArray[np.float32]]]]:
         """Boxes that have their single scales in common, one expert's or all, with these."""
         boxes, count = list(self.tensor.boxes), max(self.tensor.experts, 1)
         size = len(boxes) // count
@@ -86,72 +90,77 @@ class _Making:
             scales = {}
             for role in (SCALE, SCALE_2):
                 for box in some:  # all are asked: it is noted which are not their own
-                    found = self.weights.common(box.canonical, role)
-                    if found is not None and (role == SCALE or self.coded.algo == "NVFP4"):
-                        scales[role] = found
+                    scale = self.weights.shared_scale(box.canonical, role)
+                    if scale is not None and (role == SCALE or self.module.algo == "NVFP4"):
+                        scales[role] = scale
             yield some, scales
 
-    def _slice(self, box: Box) -> Slice:
-        held = self.weights.held[box.canonical]
-        (first, left), (end, right) = box.lo, box.hi
-        down, along = box.at
-        return Slice(held.coded, (held.row + first, held.row + end), (left, right), (down, along))
+    def _slice(self, box: RankBox) -> WeightSlice:
+        part = self.weights.rows[box.canonical]
+        (first, left_column), (end, right_column) = box.lo, box.hi
+        down, along = box.offset
+        return WeightSlice(
+            part.module,
+            (part.first_row + first, part.first_row + end),
+            (left_column, right_column),
+            (down, along),
+        )
 
-    def _computed(self, part: PackedPart) -> GlobalTensor:
+    def _add_computed(self, part: PackedPart) -> GlobalTensor:
         """Codes, or scales of rows or groups."""
         kind = named_dtype(part.dtype)
         name = "weight"
         if part.role != CODES:
-            by_row = self.coded.algo == "FP8_PER_CHANNEL_PER_TOKEN"
+            by_row = self.module.algo == "FP8_PER_CHANNEL_PER_TOKEN"
             name = "per_channel_scale" if by_row else "weights_scaling_factor"
         elif self.packing.startswith("int4rows"):
             kind = named_dtype("int8")
-        experts, (rows, *rest) = self.tensor.experts, part.shape
-        says = (experts, rows // experts, *rest) if experts else part.shape
-        return self._file(name, part.shape, kind, says)
+        experts, (rows, *inner) = self.tensor.experts, part.shape
+        file_shape = (experts, rows // experts, *inner) if experts else part.shape
+        return self._add_file_tensor(name, part.shape, kind, file_shape)
 
-    def _singles(self, role: str, name: str) -> None:
+    def _add_single_scales(self, role: str, name: str) -> None:
         """One scale, or one for each expert."""
         boxes = self.tensor.boxes
         size = len(boxes) // max(self.tensor.experts, 1)
-        found = [self.weights.common(b.canonical, role) for b in boxes[::size]]
-        values = np.array([x for x in found if x is not None], np.float32)
+        scales = [self.weights.shared_scale(b.canonical, role) for b in boxes[::size]]
+        values = np.array([x for x in scales if x is not None], np.float32)
         if not len(values):
             return
         shape = (len(values), 1) if self.tensor.experts and role == SCALE else (len(values),)
-        self._give(name, values.reshape(shape), _F32)
+        self._add_constant(name, values.reshape(shape), _F32)
 
-    def _inputs(self) -> None:
+    def _add_input_scale(self) -> None:
         value = self.weights.input_scale(self.tensor.boxes[0].canonical)
         if value is not None:
-            self._give("activation_scaling_factor", value.reshape(1), _F32)
+            self._add_constant("activation_scaling_factor", value.reshape(1), _F32)
 
-    def _columns(self) -> None:
+    def _add_smoothing_scale(self) -> None:
         """What inputs are multiplied by; ones where a norm does it and engines ask for factors."""
-        algo = self.coded.algo
-        asks = algo in ("W4A16_AWQ", "W4A8_AWQ") and self.weights.is_smoothed
-        if not asks and algo != "W8A8_SQ_PER_CHANNEL":
+        algo = self.module.algo
+        needs_factors = algo in ("W4A16_AWQ", "W4A8_AWQ") and self.weights.is_smoothed
+        if not needs_factors and algo != "W8A8_SQ_PER_CHANNEL":
             return
         rows, size = [], len(self.tensor.boxes) // max(self.tensor.experts, 1)
         for i in range(0, len(self.tensor.boxes), size):
             boxes = self.tensor.boxes[i : i + size]
-            left, right = boxes[0].lo[1], boxes[0].hi[1]
-            all_of = [self.weights.columns(b.canonical) for b in boxes]
-            first = np.ones(right, np.float32) if all_of[0] is None else all_of[0]
-            for box, other in zip(boxes, all_of, strict=True):
-                if not np.array_equal(first, np.ones_like(first) if other is None else other):
+            begin, end = boxes[0].lo[1], boxes[0].hi[1]
+            all_of = [self.weights.smoothing_scale(b.canonical) for b in boxes]
+            first = np.ones(end, np.float32) if all_of[0] is None else all_of[0]
+            for box, factors in zip(boxes, all_of, strict=True):
+                if not np.array_equal(first, np.ones_like(first) if factors is None else factors):
                     raise MappingError(
                         f"{boxes[0].canonical} and {box.canonical} are fed by the same inputs, and "
                         "multiply them by other factors first",
-                        tensor=self.weights.held[box.canonical].coded.name,
+                        tensor=self.weights.rows[box.canonical].module.name,
                         hint="a legacy checkpoint has one vector for both: quantize them together",
                     )
-            rows.append(first[left:right])
+            rows.append(first[begin:end])
         values = np.stack(rows) if self.tensor.experts else rows[0]
-        self._give("prequant_scaling_factor", values, self.dtype)
+        self._add_constant("prequant_scaling_factor", values, self.dtype)
 
-    def _give(self, name: str, values: NDArray[np.float32], dtype: DType) -> None:
-        tensor = self._file(name, values.shape, dtype, values.shape)
+    def _add_constant(self, name: str, values: NDArray[np.float32], dtype: DType) -> None:
+        tensor = self._add_file_tensor(name, values.shape, dtype, values.shape)
         stored = np.empty(values.shape, dtype.view)
         if cast(np.ascontiguousarray(values, np.float32), _F32, stored, dtype):
             raise FormatError(
@@ -159,15 +168,17 @@ class _Making:
                 tensor=tensor.name,
                 hint="--dtype bfloat16 holds them",
             )
-        self.given.append((tensor, stored))
+        self.constants.append((tensor, stored))
 
-    def _file(
-        self, name: str, shape: tuple[int, ...], dtype: DType, says: tuple[int, ...]
+    def _add_file_tensor(
+        self, name: str, shape: tuple[int, ...], dtype: DType, file_shape: tuple[int, ...]
     ) -> GlobalTensor:
         full = f"{self.tensor.module}.{name}"
         stored = f"rank{self.tensor.rank}/{full}"
         tensor = GlobalTensor(name=stored, shape=shape, dtype=dtype)
-        self.filed.append(Filed(rank=self.tensor.rank, name=full, shape=says, tensor=tensor))
+        self.file_tensors.append(
+            RankFileTensor(rank=self.tensor.rank, name=full, shape=file_shape, tensor=tensor)
+        )
         return tensor
 
 

@@ -16,9 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import FormatError, MappingError, listed
-from megtool.export.quantized_module import Coded, CodedFolder
-from megtool.export.small_tensors import Values
-from megtool.export.trtllm_legacy.layout import Need, columns_need, rows_need
+from megtool.export.quantized_module import QuantizedModule, QuantizedModules
+from megtool.export.small_tensors import SmallTensorReader
+from megtool.export.trtllm_legacy.layout import (
+    TpRequirement,
+    require_column_groups,
+    require_row_grain,
+)
 from megtool.export.trtllm_legacy.ranks import RankTensor
 from megtool.number_formats.decode import COLUMNS, SCALE
 from megtool.tensors.box import strides
@@ -47,42 +51,44 @@ _NEAREST: Mapping[str, str] = {
 _CALIBRATED = ("FP8", "W8A8_SQ_PER_CHANNEL", "W4A8_AWQ", "NVFP4")
 _SMOOTHED = ("W8A8_SQ_PER_CHANNEL", "W4A16_AWQ", "W4A8_AWQ")
 
-_WITH = re.compile(r"(.+\.attn)\.(?:q|k|v)\.weight|(.+\.(?:mlp|experts\.\d+))\.(?:gate|up)\.weight")
+_FUSED = re.compile(
+    r"(.+\.attn)\.(?:q|k|v)\.weight|(.+\.(?:mlp|experts\.\d+))\.(?:gate|up)\.weight"
+)
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(gate|up|down)\.weight")
 
 
-def scaled_with(canonical: str) -> str:
+def scale_group(canonical: str) -> str:
     """What a weight has its single scale in common with: equal for those that share one."""
-    found = _WITH.fullmatch(canonical)
-    return canonical if found is None else found[1] or found[2]
+    match = _FUSED.fullmatch(canonical)
+    return canonical if match is None else match[1] or match[2]
 
 
-def fed_with(canonical: str) -> str:
+def input_group(canonical: str) -> str:
     """What a weight has its scale of inputs in common with."""
-    if found := _EXPERT.fullmatch(canonical):
-        return f"{found[1]}.{'down' if found[2] == 'down' else 'up'}"
-    return scaled_with(canonical)
+    if match := _EXPERT.fullmatch(canonical):
+        return f"{match[1]}.{'down' if match[2] == 'down' else 'up'}"
+    return scale_group(canonical)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class QuantizedRows:
     """A canonical weight that is quantized: its module, and its first row there."""
 
-    coded: Coded
-    row: int
+    module: QuantizedModule
+    first_row: int
 
 
 @dataclass(slots=True)
-class CodedWeights:
+class QuantizedWeights:
     """The quantized weights of a folder by canonical name, and their scales, read as needed.
 
     `values` reads the folder's raw catalogue. `requantized` collects those whose own single scale
     is not the one they are to have.
     """
 
-    folder: CodedFolder
-    held: Mapping[str, Held]
-    values: Values
+    folder: QuantizedModules
+    rows: Mapping[str, QuantizedRows]
+    values: SmallTensorReader
     requantized: set[str] = field(default_factory=set)
     _scales: dict[tuple[str, str], NDArray[np.float32] | None] = field(default_factory=dict)
     _vectors: dict[str, NDArray[np.float32]] = field(default_factory=dict)
@@ -91,12 +97,12 @@ class CodedWeights:
 
     def __post_init__(self) -> None:
         shared, fed = defaultdict(list), defaultdict(list)
-        for name in self.held:
-            shared[scaled_with(name)].append(name)
-            fed[fed_with(name)].append(name)
+        for name in self.rows:
+            shared[scale_group(name)].append(name)
+            fed[input_group(name)].append(name)
         self._shared, self._fed = dict(shared), dict(fed)
 
-    def of(self, tensor: RankTensor) -> Coded | None:
+    def module_of(self, tensor: RankTensor) -> QuantizedModule | None:
         """A module of those that a rank's tensor is cut of, which all have its format; None where
         none of them is quantized.
 
@@ -105,35 +111,35 @@ class CodedWeights:
         """
         if not tensor.is_linear or not tensor.boxes:
             return None
-        found = [(b.canonical, self.held.get(b.canonical)) for b in tensor.boxes]
-        first = found[0][1]
-        for name, held in found:
-            if _format(held) != _format(first):
-                a, b = found[0][0].removesuffix(".weight"), name.removesuffix(".weight")
+        candidates = [(b.canonical, self.rows.get(b.canonical)) for b in tensor.boxes]
+        first = candidates[0][1]
+        for name, rows in candidates:
+            if _format(rows) != _format(first):
+                a, b = candidates[0][0].removesuffix(".weight"), name.removesuffix(".weight")
                 raise MappingError(
-                    f"{a} is {_label(first)} and {b} is {_label(held)}, and a legacy checkpoint "
+                    f"{a} is {_label(first)} and {b} is {_label(rows)}, and a legacy checkpoint "
                     f"has them as one tensor, {tensor.module!r}",
                     tensor=name,
                     hint="give all of them one format, or keep all of them",
                 )
-        return None if first is None else first.coded
+        return None if first is None else first.module
 
-    def single(self, canonical: str, role: str) -> NDArray[np.float32] | None:
+    def single_scale(self, canonical: str, role: str) -> NDArray[np.float32] | None:
         """The single scale a weight has for itself; None where it has one for rows or groups."""
         key = canonical, role
         if key not in self._scales:
-            self._scales[key] = self.values.single(self.held[canonical].coded, role)
+            self._scales[key] = self.values.read_single(self.rows[canonical].module, role)
         return self._scales[key]
 
-    def common(self, canonical: str, role: str) -> NDArray[np.float32] | None:
+    def shared_scale(self, canonical: str, role: str) -> NDArray[np.float32] | None:
         """The single scale a weight is to have; it is noted where that is not its own."""
-        own = self.single(canonical, role)
-        if own is None:
+        scale = self.single_scale(canonical, role)
+        if scale is None:
             return None
-        all_of = [self.single(n, role) for n in self._shared[scaled_with(canonical)]]
+        all_of = [self.single_scale(n, role) for n in self._shared[scale_group(canonical)]]
         top = np.float32(max(float(x) for x in all_of if x is not None))
-        decides = role == SCALE or self.held[canonical].coded.algo == "NVFP4"
-        if decides and top != own:
+        decides = role == SCALE or self.rows[canonical].module.algo == "NVFP4"
+        if decides and top != scale:
             self.requantized.add(canonical)
         return np.asarray(top, np.float32)
 
@@ -143,64 +149,64 @@ class CodedWeights:
         Raises:
             FormatError: its format has one, and the folder does not.
         """
-        if self.held[canonical].coded.algo not in _CALIBRATED:
+        if self.rows[canonical].module.algo not in _CALIBRATED:
             return None
-        found = []
-        for name in self._fed[fed_with(canonical)]:
-            coded = self.held[name].coded
-            value = self.values.inputs(coded)
+        scales = []
+        for name in self._fed[input_group(canonical)]:
+            module = self.rows[name].module
+            value = self.values.read_input_scale(module)
             if value is None:
                 raise FormatError(
-                    f"{coded.name} is {coded.algo} and has no scale of its inputs, which a legacy "
+                    f"{module.name} is {module.algo} and has no scale of its inputs, which a legacy "
                     "checkpoint needs",
                     file=self.folder.catalogue.root,
-                    tensor=coded.name,
+                    tensor=module.name,
                     hint="quantize it with data, or with fp8_per_channel, whose inputs are scaled "
                     "as they come",
                 )
-            found.append(float(value))
-        return np.asarray(max(found), np.float32)
+            scales.append(float(value))
+        return np.asarray(max(scales), np.float32)
 
-    def columns(self, canonical: str) -> NDArray[np.float32] | None:
+    def smoothing_scale(self, canonical: str) -> NDArray[np.float32] | None:
         """What inputs are multiplied by, column by column; None where nothing is stored."""
-        found = self.held[canonical].coded.part(COLUMNS)
-        return None if found is None else self.vector(found[1])
+        part = self.rows[canonical].module.part(COLUMNS)
+        return None if part is None else self.read_vector(part[1])
 
     @property
     def is_smoothed(self) -> bool:
         """Some module multiplies its inputs first."""
-        return any(h.coded.is_smoothed for h in self.held.values())
+        return any(h.module.is_smoothed for h in self.rows.values())
 
-    def vector(self, stored: str) -> NDArray[np.float32]:
+    def read_vector(self, stored: str) -> NDArray[np.float32]:
         """A small stored tensor, flat."""
         if stored not in self._vectors:
-            self._vectors[stored] = self.values.of(stored).reshape(-1)
+            self._vectors[stored] = self.values.read(stored).reshape(-1)
         return self._vectors[stored]
 
-    def needs(self) -> Iterator[Need]:
+    def requirements(self) -> Iterator[TpRequirement]:
         """What `tp` has to leave whole."""
-        seen = set()
-        for name, held in self.held.items():
-            coded, last = held.coded, name.split(".")[-2]
-            packed = coded.packing.startswith("int4")
-            grain = coded.group_size if packed or coded.algo == "NVFP4" else 1
+        reported = set()
+        for name, rows in self.rows.items():
+            module, last = rows.module, name.split(".")[-2]
+            packed = module.packing.startswith("int4")
+            grain = module.group_size if packed or module.algo == "NVFP4" else 1
             if last in ("o", "down"):
-                need = columns_need(last, coded.shape[1], max(grain, 1))
+                need = require_column_groups(last, module.shape[1], max(grain, 1))
             else:
-                need = rows_need(last, coded.shape[0], 2 if packed else 1)
-            if last not in ("k", "v") and (need[0], last) not in seen:
-                seen.add((need[0], last))
+                need = require_row_grain(last, module.shape[0], 2 if packed else 1)
+            if last not in ("k", "v") and (need[0], last) not in reported:
+                reported.add((need[0], last))
                 yield need
 
 
-def coded_weights(
-    folder: CodedFolder,
+def find_quantized_weights(
+    folder: QuantizedModules,
     placements: Mapping[str, Placement],
     shapes: Mapping[str, tuple[int, ...]],
-    values: Values,
+    values: SmallTensorReader,
     *,
     are_decoded: bool = False,
-) -> CodedWeights:
+) -> QuantizedWeights:
     """The canonical weights that a folder holds quantized; `are_decoded` where no code of them is
     to be moved, so that neither their format nor how they lie matters.
 
@@ -209,36 +215,38 @@ def coded_weights(
             recipe), or a weight that is not stored as whole rows.
     """
     by_name = {m.name: m for m in folder.modules}
-    held: dict[str, Held] = {}
+    rows: dict[str, QuantizedRows] = {}
     for name, p in placements.items():
-        coded = by_name.get(p.stored.removesuffix(".weight"))
-        if coded is None:
+        module = by_name.get(p.stored.removesuffix(".weight"))
+        if module is None:
             continue
-        plain = _row_of(p, shapes[name], coded)
-        if plain is None and not are_decoded:
+        first_row = _first_row(p, shapes[name], module)
+        if first_row is None and not are_decoded:
             raise MappingError(
                 f"{name.removesuffix('.weight')} is stored transposed or among others, and codes "
                 "are cut by whole rows",
                 tensor=p.stored,
                 hint="export the plain checkpoint it was quantized from",
             )
-        held[name] = Held(coded=coded, row=plain or 0)
+        rows[name] = QuantizedRows(module=module, first_row=first_row or 0)
     if not are_decoded:
-        _check_algos(h.coded for h in held.values())
-    return CodedWeights(folder, held, values)
+        _check_algos(h.module for h in rows.values())
+    return QuantizedWeights(folder, rows, values)
 
 
-def _row_of(p: Placement, shape: tuple[int, ...], coded: Coded) -> int | None:
+def _first_row(p: Placement, shape: tuple[int, ...], module: QuantizedModule) -> int | None:
     """The first row of a weight whose rows lie one after another; None where they do not."""
-    apart = (coded.shape[1], 1)
-    if len(shape) != 2 or len(p.base) != 2 or p.base[1] or shape[1] != coded.shape[1]:
+    row_strides = (module.shape[1], 1)
+    if len(shape) != 2 or len(p.base) != 2 or p.base[1] or shape[1] != module.shape[1]:
         return None
-    lies = [m * apart[d] for m, d in zip(p.mults, p.dims, strict=True)]
-    plain = all(n == 1 or a == b for n, a, b in zip(p.shape, lies, strides(p.shape), strict=True))
-    return p.base[0] if plain else None
+    stored_strides = [m * row_strides[d] for m, d in zip(p.mults, p.dims, strict=True)]
+    is_contiguous = all(
+        n == 1 or a == b for n, a, b in zip(p.shape, stored_strides, strides(p.shape), strict=True)
+    )
+    return p.base[0] if is_contiguous else None
 
 
-def _check_algos(modules: Iterable[Coded]) -> None:
+def _check_algos(modules: Iterable[QuantizedModule]) -> None:
     wrong: dict[str, list[str]] = defaultdict(list)
     for m in modules:
         if m.algo not in ALGOS or (m.is_smoothed and m.algo not in _SMOOTHED):
@@ -253,10 +261,10 @@ def _check_algos(modules: Iterable[Coded]) -> None:
         )
 
 
-def _format(held: Held | None) -> tuple[str, int]:
-    return ("", 0) if held is None else (held.coded.algo, held.coded.group_size)
+def _format(rows: QuantizedRows | None) -> tuple[str, int]:
+    return ("", 0) if rows is None else (rows.module.algo, rows.module.group_size)
 
 
-def _label(held: Held | None) -> str:
-    algo, group = _format(held)
+def _label(rows: QuantizedRows | None) -> str:
+    algo, group = _format(rows)
     return f"{algo} by {group}" if group else algo or "not quantized"

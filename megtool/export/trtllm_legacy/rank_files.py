@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
-from megtool.checkpoint.formats.safetensors import place, whole_shards
+from megtool.checkpoint.formats.safetensors import place_tensors, whole_shards
 from megtool.checkpoint.formats.safetensors_header import SafetensorsEntry, encode_header
 from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Filed:
+class RankFileTensor:
     """A tensor of a rank's file: `tensor` is what a plan calls it, with the shape a plan fills;
     the file calls it `name` and says `shape`."""
 
@@ -25,23 +25,27 @@ class Filed:
     tensor: GlobalTensor
 
 
-def lay_out(filed: Sequence[Filed], ranks: int, small: Mapping[str, bytes]) -> Destination:
+def plan_rank_files(
+    file_tensors: Sequence[RankFileTensor], ranks: int, small: Mapping[str, bytes]
+) -> Destination:
     """The folder: `rank0.safetensors` and so on, with `small` beside them.
 
     Raises:
         FormatError: a header that is too long.
     """
-    by_rank: list[list[Filed]] = [[] for _ in range(ranks)]
-    for f in filed:
+    by_rank: list[list[RankFileTensor]] = [[] for _ in range(ranks)]
+    for f in file_tensors:
         by_rank[f.rank].append(f)
     files, fragments, tensors, owner, offsets, lengths = [], [], [], [], [], []
     for rank, group in enumerate(by_rank):
-        says = {f.tensor.name: f for f in group}
-        entries = place([f.tensor for f in group])
+        by_name = {f.tensor.name: f for f in group}
+        entries = place_tensors([f.tensor for f in group])
         path = f"rank{rank}.safetensors"
         head = encode_header(
             [
-                SafetensorsEntry(says[e.name].name, e.dtype, says[e.name].shape, e.begin, e.end)
+                SafetensorsEntry(
+                    by_name[e.name].name, e.dtype, by_name[e.name].shape, e.begin, e.end
+                )
                 for e in entries
             ],
             {"format": "pt"},
@@ -50,7 +54,7 @@ def lay_out(filed: Sequence[Filed], ranks: int, small: Mapping[str, bytes]) -> D
         files.append(StoredFile(path=path, size=len(head) + (entries[-1].end if entries else 0)))
         fragments.append((rank, 0, head))
         for e in entries:
-            tensors.append(says[e.name].tensor)
+            tensors.append(by_name[e.name].tensor)
             owner.append(rank)
             offsets.append(len(head) + e.begin)
             lengths.append(e.end - e.begin)
@@ -65,4 +69,4 @@ def lay_out(filed: Sequence[Filed], ranks: int, small: Mapping[str, bytes]) -> D
             file=file, offset=np.array(offsets, np.int64), length=np.array(lengths, np.int64)
         ),
     )
-    return Destination(catalogue=catalogue, fragments=fragments, small=dict(small))
+    return Destination(catalogue=catalogue, fragments=fragments, small_files=dict(small))

@@ -16,13 +16,13 @@ EMBED, HEAD = "transformer.vocab_embedding", "lm_head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+class RankBox:
     """The elements `lo:hi` of a canonical tensor, put at `at` of a rank's tensor."""
 
     canonical: str
     lo: tuple[int, ...]
     hi: tuple[int, ...]
-    at: tuple[int, ...]
+    offset: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class RankTensor:
     rank: int
     name: str
     shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[RankBox, ...]
     experts: int = 0
     is_linear: bool = False
     is_router: bool = False
@@ -56,7 +56,7 @@ class RankTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class RankLayout:
     """How a model is cut: into `pp` stages of `tp` ranks.
 
     `vocab_size` is what config.json says, `vocab_rows` are those of all ranks together.
@@ -85,79 +85,85 @@ class Cut:
         return t * heads // self.tp, t * heads // self.tp + 1
 
 
-def rank_tensors(cut: Cut, held: Collection[str], *, shares_table: bool) -> Iterator[RankTensor]:
+def list_rank_tensors(
+    layout: RankLayout, names: Collection[str], *, shares_table: bool
+) -> Iterator[RankTensor]:
     """All tensors of all ranks, rank by rank. `held` are the canonical tensors that there are.
 
     With `shares_table` the head is the embedding and is not stored.
     """
-    for rank in range(cut.tp * cut.pp):
-        stage, t = divmod(rank, cut.tp)
-        one = _Rank(cut, held, rank, t)
+    for rank in range(layout.tp * layout.pp):
+        stage, t = divmod(rank, layout.tp)
+        builder = _RankBuilder(layout, names, rank, t)
         if stage == 0:
-            yield one.vocabulary(EMBED, "embed.weight")
-            if "positions.weight" in held:
-                count = cut.config.max_positions
-                rows = -(-count // cut.tp)
-                yield one.rows("transformer.position_embedding", "positions.weight", count, rows)
-        for local in range(cut.layers):
-            yield from one.layer(local)
-        if stage == cut.pp - 1:
-            yield from one.norm("transformer.ln_f", "norm")
+            yield builder.vocabulary(EMBED, "embed.weight")
+            if "positions.weight" in names:
+                count = layout.config.max_positions
+                rows = -(-count // layout.tp)
+                yield builder.rows(
+                    "transformer.position_embedding", "positions.weight", count, rows
+                )
+        for local in range(layout.layers):
+            yield from builder.layer(local)
+        if stage == layout.pp - 1:
+            yield from builder.norm("transformer.ln_f", "norm")
             if not shares_table:
-                head = "head.weight" if "head.weight" in held else "embed.weight"
-                yield one.vocabulary(HEAD, head)
+                head = "head.weight" if "head.weight" in names else "embed.weight"
+                yield builder.vocabulary(HEAD, head)
 
 
-class _Rank:
+class _RankBuilder:
     """The tensors of one rank."""
 
-    def __init__(self, cut: Cut, held: Collection[str], rank: int, t: int) -> None:
-        self.cut, self.held, self.rank, self.t = cut, held, rank, t
-        self.config = cut.config
+    def __init__(self, layout: RankLayout, names: Collection[str], rank: int, t: int) -> None:
+        self.layout, self.names, self.rank, self.t = layout, names, rank, t
+        self.config = layout.config
 
     def layer(self, local: int) -> Iterator[RankTensor]:
         """One layer, counted from 0 in its stage."""
         c, t = self.config, self.t
-        at = f"transformer.layers.{local}"
-        number = self.cut.global_layer(self.rank, local)
-        of = f"layers.{number}"
-        yield from self.norm(f"{at}.input_layernorm", f"{of}.attn_norm")
-        q = c.num_heads // self.cut.tp * c.head_dim
-        first, end = (n * c.head_dim for n in self.cut.kv_heads(t))
+        prefix = f"transformer.layers.{local}"
+        number = self.layout.global_layer(self.rank, local)
+        source = f"layers.{number}"
+        yield from self.norm(f"{prefix}.input_layernorm", f"{source}.attn_norm")
+        q = c.num_heads // self.layout.tp * c.head_dim
+        first, end = (n * c.head_dim for n in self.layout.kv_heads(t))
         yield from self.column(
-            f"{at}.attention.qkv",
+            f"{prefix}.attention.qkv",
             c.hidden_size,
             [
-                (f"{of}.attn.q", t * q, (t + 1) * q),
-                (f"{of}.attn.k", first, end),
-                (f"{of}.attn.v", first, end),
+                (f"{source}.attn.q", t * q, (t + 1) * q),
+                (f"{source}.attn.k", first, end),
+                (f"{source}.attn.v", first, end),
             ],
         )
         for name in ("q", "k"):
-            norm = f"{at}.attention.{name}_layernorm"
-            yield from self.norm(norm, f"{of}.attn.{name}_norm", c.head_dim)
-        yield from self.row(f"{at}.attention.dense", f"{of}.attn.o", c.num_heads * c.head_dim)
-        yield from self.norm(f"{at}.post_layernorm", f"{of}.mlp_norm")
+            norm = f"{prefix}.attention.{name}_layernorm"
+            yield from self.norm(norm, f"{source}.attn.{name}_norm", c.head_dim)
+        yield from self.row(
+            f"{prefix}.attention.dense", f"{source}.attn.o", c.num_heads * c.head_dim
+        )
+        yield from self.norm(f"{prefix}.post_layernorm", f"{source}.mlp_norm")
         if number in c.moe_layers:
-            yield from self.experts(f"{at}.mlp", f"{of}.mlp")
+            yield from self.experts(f"{prefix}.mlp", f"{source}.mlp")
             return
-        f = c.ffn_hidden_size // self.cut.tp
+        f = c.ffn_hidden_size // self.layout.tp
         names = (("fc", "gate"), ("gate", "up")) if c.gated else (("fc", "up"),)
         for name, canonical in names:
-            piece = (f"{of}.mlp.{canonical}", t * f, (t + 1) * f)
-            yield from self.column(f"{at}.mlp.{name}", c.hidden_size, [piece])
-        yield from self.row(f"{at}.mlp.proj", f"{of}.mlp.down", c.ffn_hidden_size)
+            piece = (f"{source}.mlp.{canonical}", t * f, (t + 1) * f)
+            yield from self.column(f"{prefix}.mlp.{name}", c.hidden_size, [piece])
+        yield from self.row(f"{prefix}.mlp.proj", f"{source}.mlp.down", c.ffn_hidden_size)
 
     def norm(self, name: str, canonical: str, size: int = 0) -> Iterator[RankTensor]:
         """A norm's weight and bias, if there are any."""
         size = size or self.config.hidden_size
         for last in ("weight", "bias"):
             source = f"{canonical}.{last}"
-            if source in self.held:
+            if source in self.names:
                 yield self._tensor(
                     f"{name}.{last}",
                     (size,),
-                    [Box(canonical=source, lo=(0,), hi=(size,), at=(0,))],
+                    [RankBox(canonical=source, lo=(0,), hi=(size,), offset=(0,))],
                     plus_one=last == "weight" and self.config.zero_centered_norm,
                 )
 
@@ -168,10 +174,12 @@ class _Rank:
         boxes, biases, down = [], [], 0
         for canonical, first, end in pieces:
             weight = f"{canonical}.weight"
-            boxes.append(Box(canonical=weight, lo=(first, 0), hi=(end, width), at=(down, 0)))
-            if f"{canonical}.bias" in self.held:
+            boxes.append(
+                RankBox(canonical=weight, lo=(first, 0), hi=(end, width), offset=(down, 0))
+            )
+            if f"{canonical}.bias" in self.names:
                 bias = f"{canonical}.bias"
-                biases.append(Box(canonical=bias, lo=(first,), hi=(end,), at=(down,)))
+                biases.append(RankBox(canonical=bias, lo=(first,), hi=(end,), offset=(down,)))
             down += end - first
         yield self._tensor(f"{name}.weight", (down, width), boxes, is_linear=True)
         if biases:
@@ -179,29 +187,33 @@ class _Rank:
 
     def row(self, name: str, canonical: str, width: int) -> Iterator[RankTensor]:
         """Some columns of a linear module; all of its bias, which engines add once."""
-        part, rows = width // self.cut.tp, self.config.hidden_size
+        part, rows = width // self.layout.tp, self.config.hidden_size
         lo, hi = (0, self.t * part), (rows, (self.t + 1) * part)
-        weight = Box(canonical=f"{canonical}.weight", lo=lo, hi=hi, at=(0, 0))
+        weight = RankBox(canonical=f"{canonical}.weight", lo=lo, hi=hi, offset=(0, 0))
         yield self._tensor(f"{name}.weight", (rows, part), [weight], is_linear=True)
-        if f"{canonical}.bias" in self.held:
-            bias = Box(canonical=f"{canonical}.bias", lo=(0,), hi=(rows,), at=(0,))
+        if f"{canonical}.bias" in self.names:
+            bias = RankBox(canonical=f"{canonical}.bias", lo=(0,), hi=(rows,), offset=(0,))
             yield self._tensor(f"{name}.bias", (rows,), [bias])
 
     def experts(self, name: str, canonical: str) -> Iterator[RankTensor]:
         """A mixture: `fc` has of every expert the rows of `up`, and those of `gate` below them."""
         c, t = self.config, self.t
-        count, h, f = c.num_experts, c.hidden_size, c.moe_ffn_hidden_size // self.cut.tp
-        router = Box(canonical=f"{canonical}.router.weight", lo=(0, 0), hi=(count, h), at=(0, 0))
+        count, h, f = c.num_experts, c.hidden_size, c.moe_ffn_hidden_size // self.layout.tp
+        router = RankBox(
+            canonical=f"{canonical}.router.weight", lo=(0, 0), hi=(count, h), offset=(0, 0)
+        )
         yield self._tensor(f"{name}.router.weight", (count, h), [router], is_router=True)
         into, out = [], []
         for e in range(count):
-            of = f"{canonical}.experts.{e}"
+            expert = f"{canonical}.experts.{e}"
             for i, kind in enumerate(("up", "gate")):
-                at = ((2 * e + i) * f, 0)
+                offset = ((2 * e + i) * f, 0)
                 lo, hi = (t * f, 0), ((t + 1) * f, h)
-                into.append(Box(canonical=f"{of}.{kind}.weight", lo=lo, hi=hi, at=at))
+                into.append(
+                    RankBox(canonical=f"{expert}.{kind}.weight", lo=lo, hi=hi, offset=offset)
+                )
             lo, hi = (0, t * f), (h, (t + 1) * f)
-            out.append(Box(canonical=f"{of}.down.weight", lo=lo, hi=hi, at=(e * h, 0)))
+            out.append(RankBox(canonical=f"{expert}.down.weight", lo=lo, hi=hi, offset=(e * h, 0)))
         shape = 2 * f * count, h
         yield self._tensor(f"{name}.fc.weight", shape, into, experts=count, is_linear=True)
         shape = h * count, f
@@ -209,7 +221,7 @@ class _Rank:
 
     def vocabulary(self, name: str, canonical: str) -> RankTensor:
         """The rows of some tokens."""
-        rows = self.cut.vocab_rows // self.cut.tp
+        rows = self.layout.vocab_rows // self.layout.tp
         is_linear = name == HEAD and canonical == "head.weight"
         return self.rows(name, canonical, self.config.vocab_size, rows, is_linear=is_linear)
 
@@ -219,7 +231,7 @@ class _Rank:
         """This rank's `rows` of `count`, of which the last ranks may lack some."""
         width = self.config.hidden_size
         first, end = min(self.t * rows, count), min((self.t + 1) * rows, count)
-        box = Box(canonical=canonical, lo=(first, 0), hi=(end, width), at=(0, 0))
+        box = RankBox(canonical=canonical, lo=(first, 0), hi=(end, width), offset=(0, 0))
         return self._tensor(
             f"{name}.weight", (rows, width), [box] if first < end else [], is_linear=is_linear
         )
@@ -228,7 +240,7 @@ class _Rank:
         self,
         name: str,
         shape: tuple[int, ...],
-        boxes: list[Box],
+        boxes: list[RankBox],
         *,
         experts: int = 0,
         is_linear: bool = False,

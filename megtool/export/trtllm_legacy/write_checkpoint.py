@@ -9,29 +9,31 @@ from pathlib import Path
 
 from megtool import __version__
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.digest import DigestMode
-from megtool.checkpoint.formats.quantized import quantization
-from megtool.checkpoint.parallel_scan import usual_threads
-from megtool.checkpoint.plan import Plan, Source
-from megtool.checkpoint.planner import build
+from megtool.checkpoint.formats.quantized import quantization_config
+from megtool.checkpoint.parallel_scan import default_threads
+from megtool.checkpoint.plan import PlanSource, ReshardPlan
+from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress, silent
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import MappingError, UsageError
-from megtool.export.quantized_module import CodedFolder
-from megtool.export.read_quantized import read_coded
+from megtool.export.quantized_module import QuantizedModules
+from megtool.export.read_quantized import read_quantized_modules
 from megtool.export.report import ExportReport
-from megtool.export.small_tensors import Values
+from megtool.export.small_tensors import SmallTensorReader
 from megtool.export.trtllm_legacy.layout import check_family
-from megtool.export.trtllm_legacy.plan import LegacyPlan, Model, plan_legacy
-from megtool.export.trtllm_legacy.quantized_weights import CodedWeights, coded_weights
-from megtool.reshard.execute import peak_rss_bytes, places_of
-from megtool.reshard.open_source import CheckpointSource, open_model, unknown_model
+from megtool.export.trtllm_legacy.plan import LegacyModel, TrtllmLegacyPlan, plan_trtllm_legacy
+from megtool.export.trtllm_legacy.quantized_weights import QuantizedWeights, find_quantized_weights
+from megtool.options.groups import SourceOptions
+from megtool.reshard.execute import peak_rss_bytes, source_paths
+from megtool.reshard.open_source import open_source
 from megtool.reshard.parse_size import parse_size
-from megtool.reshard.staged_write import write_staged, written_files
-from megtool.reshard.target import no_copies
+from megtool.reshard.source import CheckpointSource, unknown_model
+from megtool.reshard.staged_write import WriteOptions, write_staged, written_files
+from megtool.reshard.target import find_false_copies
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32"}
 _ENGINE_MAKES = "W8A16"
@@ -39,7 +41,7 @@ _ENGINE_MAKES = "W8A16"
 of GPU alone."""
 
 
-def export_legacy(
+def export_trtllm_legacy(
     source: str | Path,
     destination: str | Path,
     *,
@@ -76,22 +78,22 @@ def export_legacy(
     """
     began = time.monotonic()
     memory_bytes, place = parse_size(memory, "memory"), Path(destination)
-    opened = open_model(
+    opened = open_source(
         Path(source),
-        iteration=iteration,
-        family_name=family,
-        like=None if like is None else Path(like),
+        SourceOptions(
+            iteration=iteration, family=family, like=None if like is None else Path(like)
+        ),
         optimizer=False,
     )
     system = files or Files()
     with ExitStack() as stack:
-        legacy, plan, catalogue = _planned(opened, tp, pp, dtype, keep_cache_scales, system, stack)
-    stage = Stage(
+        legacy, plan, catalogue = _plan(opened, tp, pp, dtype, keep_cache_scales, system, stack)
+    stage = StagingFolder(
         place,
         files=system,
         fingerprint=plan.fingerprint,
         overwrite=overwrite,
-        sources=places_of(opened),
+        sources=source_paths(opened),
     )
     target = plan.target
     report = ExportReport(
@@ -118,13 +120,15 @@ def export_legacy(
     write_staged(
         plan,
         stage,
-        what="export",
-        threads=usual_threads(threads),
-        memory_bytes=memory_bytes,
-        digest=DigestMode.NONE,
-        fsync=fsync,
+        WriteOptions(
+            threads=default_threads(threads),
+            memory_bytes=memory_bytes,
+            digest=DigestMode.NONE,
+            fsync=fsync,
+        ),
+        verb="export",
         progress=progress,
-        wider="--dtype bfloat16 holds them",
+        overflow_hint="--dtype bfloat16 holds them",
     )
     return replace(
         report,
@@ -134,7 +138,7 @@ def export_legacy(
     )
 
 
-def _planned(
+def _plan(
     opened: CheckpointSource,
     tp: int,
     pp: int,
@@ -142,33 +146,33 @@ def _planned(
     keep_cache_scales: bool,
     files: Files,
     stack: ExitStack,
-) -> tuple[LegacyPlan, Plan, Catalogue]:
+) -> tuple[TrtllmLegacyPlan, ReshardPlan, Catalogue]:
     """The plan, and the catalogue it reads."""
     _check_model(opened)
-    folder = _coded(opened)
-    model = _model_of(opened, folder)
+    folder = _read_quantized(opened)
+    model = _read_model(opened, folder)
     catalogue, weights = opened.catalogue, None
     if folder is not None:
         catalogue = catalogue if model.algo else folder.catalogue
-        values = stack.enter_context(Values(folder.catalogue, files))
-        weights = coded_weights(
-            folder, model.held, model.shapes, values, are_decoded=bool(model.algo)
+        values = stack.enter_context(SmallTensorReader(folder.catalogue, files))
+        weights = find_quantized_weights(
+            folder, model.placements, model.shapes, values, are_decoded=bool(model.algo)
         )
-    kind, note = _dtype_of(opened, dtype, None if model.algo else weights)
-    legacy = plan_legacy(
+    kind, note = _choose_dtype(opened, dtype, None if model.algo else weights)
+    legacy = plan_trtllm_legacy(
         model,
         catalogue,
         weights,
         tp=tp,
         pp=pp,
         dtype=kind,
-        reasons=dict(opened.side.dropped) | {s.name: s.reason for s in catalogue.set_aside},
+        reasons=dict(opened.view.dropped) | {s.name: s.reason for s in catalogue.ignored},
         keeps_cache_scales=keep_cache_scales,
     )
     legacy.notes[:0] = [note] if note else []
-    legacy.notes += no_copies(opened).values()
-    plan = build(
-        [Source(catalogue=catalogue, placements=legacy.pieces.source)],
+    legacy.notes += find_false_copies(opened).values()
+    plan = build_plan(
+        [PlanSource(catalogue=catalogue, placements=legacy.pieces.source)],
         legacy.destination,
         legacy.pieces.target,
         fills=legacy.pieces.fills,
@@ -180,11 +184,11 @@ def _planned(
     return legacy, plan, catalogue
 
 
-def _coded(opened: CheckpointSource) -> CodedFolder | None:
+def _read_quantized(opened: CheckpointSource) -> QuantizedModules | None:
     """The source's quantized modules, if it is a folder that has any."""
-    if opened.catalogue.format != "hf" or quantization(opened.catalogue.metadata) is None:
+    if opened.catalogue.format != "hf" or quantization_config(opened.catalogue.metadata) is None:
         return None
-    return read_coded(opened.path)
+    return read_quantized_modules(opened.path)
 
 
 def _check_model(opened: CheckpointSource) -> None:
@@ -201,34 +205,36 @@ def _check_model(opened: CheckpointSource) -> None:
     check_family(model.family.name if model.family else None, model.config)
 
 
-def _model_of(opened: CheckpointSource, folder: CodedFolder | None) -> Model:
+def _read_model(opened: CheckpointSource, folder: QuantizedModules | None) -> LegacyModel:
     """What is exported."""
-    model, config = opened.model, opened.side.config
+    model, config = opened.model, opened.view.config
     if model is None or model.family is None or config is None:
         raise MappingError("nothing says which model it is", file=opened.path)
-    said = (model.hf_config or {}).get("architectures")
+    architectures = (model.hf_config or {}).get("architectures")
     algos = {m.algo for m in folder.modules} if folder else set()
-    return Model(
+    return LegacyModel(
         family=model.family.name,
         config=config,
-        held={n: opened.placement_of(n) for n in opened.side.canonical},
-        shapes={n: t.shape for n, t in opened.side.canonical.items()},
-        architecture=said[0] if isinstance(said, list) and said else None,
+        placements={n: opened.placement_of(n) for n in opened.view.canonical},
+        shapes={n: t.shape for n, t in opened.view.canonical.items()},
+        architecture=architectures[0]
+        if isinstance(architectures, list) and architectures
+        else None,
         algo=_ENGINE_MAKES if algos == {_ENGINE_MAKES} else "",
     )
 
 
-def _dtype_of(
-    opened: CheckpointSource, asked: str | None, weights: CodedWeights | None
+def _choose_dtype(
+    opened: CheckpointSource, requested: str | None, weights: QuantizedWeights | None
 ) -> tuple[DType, str]:
     """The type of what is not quantized, and what is to be said about it."""
-    known = ("bfloat16", "float16") if weights else ("bfloat16", "float16", "float32")
-    if asked is not None:
-        name = _DTYPES.get(asked, asked)
-        if name not in known:
-            raise UsageError(f"dtype {asked!r}", hint=f"known: {', '.join(known)}")
+    supported = ("bfloat16", "float16") if weights else ("bfloat16", "float16", "float32")
+    if requested is not None:
+        name = _DTYPES.get(requested, requested)
+        if name not in supported:
+            raise UsageError(f"dtype {requested!r}", hint=f"known: {', '.join(supported)}")
         return named_dtype(name), ""
-    own = opened.catalogue[opened.side.placements["embed.weight"].stored].dtype
-    if own.name in ("bfloat16", "float16"):
-        return own, ""
-    return named_dtype("bfloat16"), f"weights of {own} become bfloat16; --dtype chooses another"
+    stored = opened.catalogue[opened.view.placements["embed.weight"].stored].dtype
+    if stored.name in ("bfloat16", "float16"):
+        return stored, ""
+    return named_dtype("bfloat16"), f"weights of {stored} become bfloat16; --dtype chooses another"
