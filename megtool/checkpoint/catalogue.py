@@ -1,8 +1,8 @@
-"""The catalogue: what a checkpoint holds and at which bytes, without reading tensor data.
+"""The contents of a checkpoint and their byte positions, without reading tensor data.
 
-Every format opens to a `Catalogue`, and lays out a future checkpoint as a `Destination`, which is
-the catalogue one would get by opening it afterwards, plus the header bytes to write around the
-data. Nothing else of megtool knows about formats.
+Every format opens to a `Catalogue`. A checkpoint to be written is a `Destination`: the catalogue
+that opening it afterwards gives, and the header bytes to write around the data. The rest of megtool
+does not know about formats.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megtool.tensors.box import Boxes, Ints, cover_fault, outside
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes
 
 MAX_DIMS = 16
-"""Tensors of more dimensions are refused: checks take time and memory that double with each."""
+"""Limit on tensor dimensions: the time and memory of the checks double with each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """One file of a checkpoint: `path` is relative to the root. Times tell whether it changed."""
+    """One file of a checkpoint. `path` is relative to the root; times and inode detect changes."""
 
     path: str
     size: int
@@ -36,10 +36,10 @@ class StoredFile:
 
     @classmethod
     def stat(cls, root: Path, path: str) -> StoredFile:
-        """The file as it is now.
+        """Read the current size, time and inode of a file.
 
         Raises:
-            FormatError: it is missing, or no regular file.
+            FormatError: the file is missing or not a regular file.
         """
         full = root / path if path else root
         try:
@@ -57,11 +57,11 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extents:
-    """Where each shard's bytes lie, one row per row of `Shards`.
+    """The bytes of each shard, one row per row of `Shards`.
 
-    `offset` and `length` delimit the raw row-major bytes, or, where `contained` is true, the item
-    that contains them (a zip written by torch.save), whose raw offset is found at first use by
-    `Catalogue.locate`.
+    `offset` and `length` delimit the raw row-major bytes. If `contained` is true, they delimit the
+    item that contains them (a zip written by torch.save), and `Catalogue.locate` finds the raw
+    offset at first use.
     """
 
     file: NDArray[np.int32]
@@ -75,10 +75,10 @@ class Extents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardOffsets:
-    """Raw bytes of some shards: absolute file offsets, and strides where not row-major.
+    """Absolute file offsets of the raw bytes of some shards, and strides if not row-major.
 
-    `strides` maps a position in the request to the shard's element strides, for the rare shard
-    that was saved as a transposed or otherwise permuted view.
+    `strides` maps a position in the request to the shard's element strides, for shards that were
+    saved as a transposed or otherwise permuted view.
     """
 
     offset: Ints
@@ -90,11 +90,11 @@ LocateShards = Callable[[NDArray[np.int64]], ShardOffsets]
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunks:
-    """Shards whose bytes are encoded in a way that only a library can decode: whole, into memory.
+    """Shards that a library has to decode whole, into memory.
 
-    `held` (bool, one per row of `Shards`) says which they are. `read` gives the raw row-major bytes
-    of one, in which `Catalogue.locate` gives the offset; any thread may call it. Their extents say
-    no more than which file changed if they did, and about how much is read.
+    `mask` (bool, one per row of `Shards`) selects them. `read` returns the raw row-major bytes of
+    one, and `Catalogue.locate` gives the offset in them; any thread may call it. Their extents only
+    name the file, to detect changes, and approximate the bytes read.
     """
 
     mask: NDArray[np.bool_]
@@ -103,10 +103,10 @@ class EncodedChunks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredObject:
-    """A small thing that is not a tensor: its bytes' place, or its value when already decoded.
+    """A small value that is not a tensor: where its bytes are, or the decoded value.
 
     `extent` is `(file index, offset, length)`; `value` holds inert decoded data (see
-    `containers.pickled`), or raw bytes.
+    `containers.pickle_reader`), or raw bytes.
     """
 
     name: str
@@ -117,7 +117,7 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """A second copy of a shard, to be compared and otherwise ignored."""
+    """A second copy of a shard. It is only compared with the first."""
 
     shard: int
     file: int
@@ -127,21 +127,21 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPart:
-    """One array of a packed tensor (`megtool.number_formats.packed_parts`), row-major at `offset` of a file."""
+    """One array of a packed tensor (see `number_formats.packed_parts`), row-major at `offset`."""
 
     part: PackedPart
     file: int
     offset: int
 
     def to_plain(self) -> list[Any]:
-        """The same as plain values."""
+        """The fields as plain values, for the fingerprint of a plan."""
         p = self.part
         return [p.role, p.dtype, p.shape, [(s.dim, s.per) for s in p.spans], self.file, self.offset]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IgnoredTensor:
-    """A stored tensor that has no meaning beside the decoded ones, and why."""
+    """A stored tensor that decoded tensors do not need, and the reason."""
 
     name: str
     reason: str
@@ -150,13 +150,13 @@ class IgnoredTensor:
 
 @dataclass(slots=True, kw_only=True)
 class Catalogue:
-    """All that a checkpoint says about itself.
+    """Everything a checkpoint declares about itself.
 
-    `format` is a name of `checkpoint.formats`. `attachments` are small files beside the tensors
-    (tokenizer, config) by relative path. `metadata` is the format's own facts, such as
-    `config` (the Hugging Face config), `args` (Megatron's), `iteration`. `packed` are the parts of
-    tensors that lie in several arrays, codes first; such a tensor is one shard, whose extent is
-    that of its codes. `set_aside` are stored tensors that are not among `tensors`.
+    `format` is a name of `checkpoint.formats`. `auxiliary_files` are small files stored with the
+    tensors (tokenizer, config) by relative path. `metadata` is specific to the format, such as
+    `config` (the Hugging Face config), `args` (Megatron's) or `iteration`. `packed` holds the parts
+    of tensors stored in several arrays, codes first; such a tensor is one shard, whose extent is
+    that of its codes. `ignored` are stored tensors that are not among `tensors`.
     """
 
     format: str
@@ -200,7 +200,7 @@ class Catalogue:
         return self.root / name if name else self.root
 
     def encoded_chunk_path(self, shard: int) -> Path:
-        """What a cell is called where files are named by their path; no file has this one."""
+        """A path that stands for an encoded chunk; no file has this name."""
         return self.root / f"{self.files[int(self.extents.file[shard])].path}#{shard}"
 
     def locate(self, shards: NDArray[np.int64]) -> ShardOffsets:
@@ -212,7 +212,7 @@ class Catalogue:
         return ShardOffsets(offset=self.extents.offset[shards])
 
     def select(self, keep: Callable[[str], bool]) -> Catalogue:
-        """The catalogue of those tensors whose name `keep` accepts; extents stay where they are."""
+        """The catalogue of the tensors whose name `keep` accepts, over the same files."""
         chosen = np.array([keep(t.name) for t in self.tensors], bool)
         rows = np.flatnonzero(chosen[self.shards.tensor]) if len(self.shards) else np.zeros(0, int)
         number = np.cumsum(chosen) - 1
@@ -252,19 +252,19 @@ class Catalogue:
         )
 
     def check(self) -> None:
-        """Prove that shards tile their tensors and that extents lie inside their files.
+        """Prove that shards tile their tensors and that extents are inside their files.
 
         Raises:
             CoverageError: a hole, an overlap, or a shard outside its tensor.
-            FormatError: a name given twice, a shape no file can hold, an extent outside its file,
-                shorter than its shard, or shared by two shards.
+            FormatError: a duplicate name, an impossible shape, an extent outside its file, shorter
+                than its shard, or shared by two shards.
         """
         self._check_tensors()
         s, e = self.shards, self.extents
         shapes = padded_shapes(self.tensors, s.boxes.ndim)
         for row in outside(s.boxes, shapes[s.tensor])[:1].tolist():
             raise CoverageError(
-                f"a shard {_format_box(s.boxes, row)} lies outside its tensor of shape "
+                f"a shard {_format_box(s.boxes, row)} is outside its tensor of shape "
                 f"{list(self.tensors[s.tensor[row]].shape)}",
                 file=self.path(int(e.file[row])),
                 tensor=self.tensors[s.tensor[row]].name,
@@ -286,7 +286,7 @@ class Catalogue:
             )
 
     def _is_split(self, shapes: Ints) -> NDArray[np.bool_]:
-        """Which tensors are anything but one shard that is the whole: the rest needs no proof."""
+        """Tensors that are not one shard covering the whole tensor; only these need the proof."""
         s = self.shards
         is_full: NDArray[np.bool_] = ((s.boxes.lo == 0) & (s.boxes.hi == shapes[s.tensor])).all(
             axis=1
@@ -320,7 +320,7 @@ class Catalogue:
         bad &= ~is_encoded
         for row in np.flatnonzero(bad)[:1].tolist():
             raise FormatError(
-                f"bytes {int(e.offset[row])}+{int(e.length[row])} lie outside a file of "
+                f"bytes {int(e.offset[row])}+{int(e.length[row])} are outside a file of "
                 f"{int(sizes[e.file[row]])} bytes",
                 file=self.path(int(e.file[row])),
                 tensor=self.tensors[s.tensor[row]].name,
@@ -331,8 +331,8 @@ class Catalogue:
         needed = s.boxes.volume() * item
         for row in np.flatnonzero(plain & ~is_encoded & (e.length < needed))[:1].tolist():
             raise FormatError(
-                f"{int(e.length[row])} bytes are too few for a shard {_format_box(s.boxes, row)} of "
-                f"{int(needed[row])} bytes",
+                f"{int(e.length[row])} bytes are too few for a shard "
+                f"{_format_box(s.boxes, row)} of {int(needed[row])} bytes",
                 file=self.path(int(e.file[row])),
                 tensor=self.tensors[s.tensor[row]].name,
                 hint="the file is truncated, or belongs to another checkpoint",
@@ -350,17 +350,19 @@ class Catalogue:
             )
 
     def check_unchanged(self, files: Sequence[int] | None = None) -> None:
-        """Compare the files with what they were when the checkpoint was opened.
+        """Compare the files with their state when the checkpoint was opened.
 
         Raises:
-            SourceChangedError: one was modified, replaced or removed since.
+            SourceChangedError: a file was modified, replaced or removed since.
         """
         for f in self.files if files is None else [self.files[i] for i in files]:
             full = self.root / f.path if f.path else self.root
             try:
                 st = os.stat(full)
             except OSError as e:
-                raise SourceChangedError("the source vanished while it was read", file=full) from e
+                raise SourceChangedError(
+                    "the source disappeared while it was read", file=full
+                ) from e
             if (st.st_size, st.st_mtime_ns, st.st_ino) != (f.size, f.mtime_ns, f.inode):
                 raise SourceChangedError(
                     "the source changed while it was read",
@@ -376,12 +378,11 @@ def _format_box(boxes: Boxes, row: int) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Destination:
-    """A checkpoint laid out ahead of its data.
+    """The layout of a checkpoint to be written.
 
-    `catalogue.root` is relative to nothing yet: the commit puts it into a staging directory.
-    `fragments` are the header bytes around the data, as `(file index, offset, bytes)`; `small`
-    are whole small files by relative path, of which those in `last` are written after all others
-    (commit markers).
+    `catalogue.root` is not set yet: the commit chooses a staging folder. `fragments` are the header
+    bytes around the data, as `(file index, offset, bytes)`. `small_files` are whole files by
+    relative path; `final_files` are written after all others (commit markers).
     """
 
     catalogue: Catalogue
@@ -390,6 +391,6 @@ class Destination:
     final_files: dict[str, bytes] = field(default_factory=dict)
 
     def iter_small_files(self) -> Iterator[tuple[str, bytes]]:
-        """Small files in the order in which they must be written."""
+        """Small files in the order in which they are written."""
         yield from self.small_files.items()
         yield from self.final_files.items()

@@ -1,4 +1,4 @@
-"""Commit: a checkpoint grows beside its destination and takes its name in one atomic step."""
+"""A staging folder for a checkpoint under construction, renamed to its destination atomically."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from megtool.errors import DestinationError, FormatError, MegtoolError, StorageE
 
 
 class StagingFolder:
-    """The folder `.NAME.megtool` beside a destination, in which the future checkpoint is written.
+    """The folder `.NAME.megtool` next to a destination, where a checkpoint is written.
 
-    It holds `tree` (what will be renamed to the destination), `journal` (the units finished) and
-    `lock` (held by one run at a time). Whatever happens and whenever, the destination is absent or
-    complete; with `overwrite` it is the old one or the new one, where the file system can exchange
-    two names (ext4, XFS, Btrfs, tmpfs and others), else absent for the moment between two renames,
-    after which the next run puts the old one back.
+    It holds `tree` (renamed to the destination at the end), `journal` (finished units) and `lock`
+    (one run at a time). After any interruption the destination is absent or complete. With
+    `overwrite` it is the old or the new checkpoint if the file system can exchange two names
+    (ext4, XFS, Btrfs, tmpfs and others). Otherwise it is absent between two renames, and the next
+    run restores the old one.
 
-    A run that ends early leaves its stage behind, and the next one with the same `fingerprint`
-    goes on: `resumed` are the units finished so far and `notes` what was noted with them. The
-    caller verifies what it relies on. `messages` tells what the user should know.
+    A run that ends early leaves its staging folder, and the next run with the same `fingerprint`
+    resumes: `resumed` are the finished units and `notes` the notes stored with them. The caller
+    verifies what it relies on. `messages` are for the user.
 
-    A destination that is a symbolic link is followed: what it points to is made or replaced, and
-    the link stays. Missing folders above it are made. An existing empty folder counts as absent.
+    A symbolic link as destination is followed: its target is created or replaced, and the link
+    stays. Missing parent folders are created. An existing empty folder counts as absent.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class StagingFolder:
         )
         self._finished = 0
         self._renamed = self._committed = False
-        self._cleared = False  # nothing worth keeping is staged by an earlier run
+        self._cleared = False  # no finished unit of an earlier run is staged
         self._replaced = self.staging / "old"
-        self._new_folders: list[Path] = []  # folders made above the destination, outermost first
+        self._new_folders: list[Path] = []  # parent folders created, outermost first
         self._folders: set[Path] = set()
         self._mutex = threading.Lock()
         self._lock: LockFile | None = None
@@ -74,7 +74,7 @@ class StagingFolder:
     # ---- before the first byte
 
     def check(self) -> None:
-        """Refuse a destination that cannot or must not be written; writes nothing.
+        """Refuse a destination that cannot or must not be written. Writes nothing.
 
         Raises:
             DestinationError: it exists, has the wrong kind, cannot be replaced, is inside a source,
@@ -97,10 +97,10 @@ class StagingFolder:
         return self
 
     def require_space(self, num_bytes: int) -> None:
-        """Make sure that a checkpoint of so many bytes fits, counting what is staged already.
+        """Check that `num_bytes` fit on the disk; bytes already staged count as free.
 
         Raises:
-            StorageError: it does not.
+            StorageError: there is not enough space.
         """
         files, _ = self.files.tree(self.tree)
         staged = sum(status.st_blocks * 512 for f in files if (status := self.files.lstat(f)))
@@ -131,13 +131,13 @@ class StagingFolder:
         self.files.mkdir(self.staging)
 
     def _recover(self) -> None:
-        """Take over, or clear away, what an earlier run left."""
+        """Resume or discard what an earlier run left."""
         record = journal.read_journal(self.files, self.staging / "journal")
         self._cleared = not (record and record.finished)
         self._put_old_back(record)
         staged = self._staged_inode()
         if record and record.commit is not None and record.commit != staged:
-            # It was stopped after the rename: what is staged, if anything, is the old checkpoint.
+            # The run was stopped after the rename: anything staged is the old checkpoint.
             current = self.files.stat(self.destination)
             self._renamed = current is not None and record.commit == current.st_ino
             self._clear()
@@ -152,8 +152,8 @@ class StagingFolder:
             record = None
         if record and record.lost:
             self.messages.append(
-                f"the machine was restarted since: {record.lost} parts that may not have reached "
-                "the disk are written again"
+                f"the machine was restarted since: {record.lost} parts may not have reached the "
+                "disk and are written again"
             )
         if record is None or not record.finished:
             self._clear()
@@ -188,18 +188,20 @@ class StagingFolder:
     # ---- writing
 
     def path(self, relative: str) -> Path:
-        """Where to write a file of the checkpoint; the folders above it are made.
+        """The path at which to write a file of the checkpoint; creates its parent folders.
 
         `relative` is empty for a checkpoint that is a single file.
 
         Raises:
-            FormatError: the path leads out of the checkpoint.
+            FormatError: the path is outside the checkpoint.
         """
         if self._is_file and relative in ("", self.destination.name):
             return self.tree / self.destination.name
         pure = PurePosixPath(relative)
         if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in relative:
-            raise FormatError(f"{relative!r} is no path inside a checkpoint", file=self.destination)
+            raise FormatError(
+                f"{relative!r} is not a path inside a checkpoint", file=self.destination
+            )
         full = self.tree / pure
         if full.parent not in self._folders:
             for folder in reversed(full.relative_to(self.tree).parents):
@@ -209,7 +211,7 @@ class StagingFolder:
         return full
 
     def create(self, relative: str, num_bytes: int) -> Path:
-        """Give a file its final size, keeping what an earlier run wrote to it; returns its path."""
+        """Create a file of its final size and return its path; keeps data of an earlier run."""
         full = self.path(relative)
         fd = self.files.open_write(full)
         try:
@@ -219,7 +221,7 @@ class StagingFolder:
         return full
 
     def write(self, relative: str, data: bytes) -> Path:
-        """Write a whole small file; returns its path."""
+        """Write a whole small file and return its path."""
         full = self.path(relative)
         fd = self.files.open_write(full)
         try:
@@ -230,16 +232,16 @@ class StagingFolder:
         return full
 
     def finish(self, unit: int, note: str = "") -> None:
-        """Remember that all bytes of a unit are written, with a note of one line. Thread-safe."""
+        """Record that all bytes of a unit are written, with a one-line note. Thread-safe."""
         self._require_journal().finish(unit, note)
         with self._mutex:
             self._finished += 1
 
     def flush(self, *, threads: int = 1) -> None:
-        """Make what was written so far survive the end of the machine, not of the process alone.
+        """Make the data written so far survive a crash of the machine.
 
-        Costs an fsync of every file: for long runs, now and then. Units finished while it runs are
-        not covered, so call it when none is under way. When it fails, what is staged is discarded.
+        It calls fsync on every file, so use it rarely. Units finished while it runs are not
+        covered: call it when no unit is in progress. If it fails, the staged data is discarded.
         """
         files, folders = self.files.tree(self.tree)
         try:
@@ -249,15 +251,15 @@ class StagingFolder:
             for folder in reversed(folders):
                 self.files.fsync_dir(folder)
         except StorageError:
-            # What did not reach the disk may still look whole in memory, and a second fsync would
-            # succeed: nothing that is staged can be relied on.
+            # Data that did not reach the disk may look intact in the page cache, and a second fsync
+            # would succeed: no staged data can be trusted.
             self._finished, self.resumed = 0, set()
             raise
         self._require_journal().durable()
 
     def _require_journal(self) -> journal.Journal:
         if self._journal is None:
-            raise RuntimeError("a Stage is used inside `with`")
+            raise RuntimeError("a StagingFolder is used inside `with`")
         return self._journal
 
     # ---- the end
@@ -265,13 +267,13 @@ class StagingFolder:
     def commit(self, *, fsync: bool = True, threads: int = 1) -> None:
         """Rename the tree to the destination and remove the staging folder.
 
-        With `fsync`, every file and folder is durable before the rename and the rename after it;
-        what was overwritten is removed last.
+        With `fsync`, every file and folder is durable before the rename, and so is the rename.
+        The overwritten checkpoint is removed last.
 
         Raises:
-            DestinationError: something appeared at the destination meanwhile.
-            StorageError: the system refused; the destination is what it was, unless the very last
-                flush of its name failed.
+            DestinationError: another process created something at the destination.
+            StorageError: a system call failed; the destination is unchanged, unless only the last
+                fsync of its name failed.
         """
         record = self._require_journal()
         if fsync:
@@ -333,7 +335,7 @@ class StagingFolder:
             self._leave(keep=keep)
 
     def _leave(self, *, keep: bool) -> None:
-        """End without a commit; folders that hold nothing go in any case."""
+        """End without a commit; empty folders are removed in any case."""
         try:
             if self._lock is not None and not keep:
                 self._discard()
@@ -342,19 +344,19 @@ class StagingFolder:
             self._remove_folders()
 
     def describe_resume(self) -> str:
-        """What to tell the user about a run that ended early."""
+        """The message about a run that ended early."""
         return (
             f"{self._finished + len(self.resumed)} finished parts are kept in {self.staging}: run "
             "the same command again to resume, or remove that folder"
         )
 
     def discard(self) -> None:
-        """Give up and remove all that was staged."""
+        """Remove everything that was staged."""
         self._discard()
         self._committed = True  # nothing is left to keep
 
     def _discard(self) -> None:
-        """Remove the staging folder; the lock goes last, for other runs may wait for it."""
+        """Remove the staging folder; the lock last, because other runs may wait for it."""
         self._clear()
         self.files.remove(self.staging / "lock")
         self._release()
@@ -366,7 +368,7 @@ class StagingFolder:
                 self.files.remove_empty(folder)
 
     def _clear(self) -> None:
-        """Empty the staging folder but for the lock."""
+        """Empty the staging folder except for the lock."""
         if self._renamed:
             self.files.remove(self._replaced)
         else:

@@ -1,4 +1,4 @@
-"""Compare: the tensors of two checkpoints element by element, digesting them on the way."""
+"""Compare the tensors of two checkpoints element by element, and digest them on the way."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megtool.errors import FormatError, MappingError
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement, narrow, refine
 
-_CHUNK_ELEMENTS = 1 << 15  # elements whose difference is computed together
+_CHUNK_ELEMENTS = 1 << 15  # elements compared at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPair:
-    """One tensor by its two places; where one is None the other is read for its digest alone."""
+    """One tensor and its two placements; if one is None, the other is only digested."""
 
     name: str
     a: Placement | None
@@ -34,9 +34,9 @@ class TensorPair:
 
 @dataclass(slots=True, kw_only=True)
 class ComparedSource:
-    """One checkpoint of a comparison. Tensors that `sizes` names (with their bytes) are digested.
+    """One checkpoint of a comparison. `sizes` gives the tensors to digest and their bytes.
 
-    `digests` holds the result; without `sizes` no digest is computed.
+    `digests` is the result; without `sizes` no digest is computed.
     """
 
     reader: CheckpointReader
@@ -47,11 +47,11 @@ class ComparedSource:
         if self.sizes:
             self.digests = Digests(self.sizes)
             for name, num_bytes in self.sizes.items():
-                if not num_bytes:  # no bytes of it will ever pass
+                if not num_bytes:  # an empty tensor has no tiles
                     self.digests.add(name, 0, b"")
 
     def dtype(self, placement: Placement) -> DType:
-        """The type in which the reader gives a tensor's elements."""
+        """The dtype in which the reader returns a tensor's elements."""
         return self.reader.open_canonical(placement).dtype
 
     def tiles(
@@ -68,11 +68,11 @@ class ComparedSource:
 
 @dataclass(slots=True)
 class TensorDelta:
-    """How two tensors differ.
+    """The differences between two tensors.
 
-    `largest_abs` and `largest_rel` (relative to b, where that is not 0) are the largest among the
-    elements that differ, at flat indices `abs_at` and `rel_at`; a NaN that has no partner is only
-    counted, in `num_nan`. `within` is the largest difference that the tolerance let pass.
+    `largest_abs` and `largest_rel` (relative to b, if b is not 0) are the largest among the
+    elements that differ, at flat indices `abs_index` and `rel_index`. A NaN on one side only is
+    counted in `num_nan`. `within` is the largest difference inside the tolerance.
     """
 
     num_differing: int = 0
@@ -85,7 +85,7 @@ class TensorDelta:
     within: float = 0.0
 
     def merge(self, delta: TensorDelta) -> None:
-        """Take in the differences of other elements."""
+        """Add the differences of other elements."""
         self.num_differing += delta.num_differing
         self.num_nan += delta.num_nan
         self.within = max(self.within, delta.within)
@@ -98,7 +98,7 @@ class TensorDelta:
 
 
 def _exceeds(a: float | None, a_index: int | None, b: float | None, b_index: int | None) -> bool:
-    """Whether `a` is the larger, or as large and earlier: so that threads do not matter."""
+    """Whether `a` is larger, or equal and earlier: the result does not depend on threads."""
     if a is None or a_index is None:
         return False
     return b is None or b_index is None or (a, -a_index) > (b, -b_index)
@@ -114,12 +114,12 @@ def compare(
     threads: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, TensorDelta]:
-    """Read all pairs, and say by name which differ, or differ within the tolerance.
+    """Read all pairs; returns, by name, those that differ or differ within the tolerance.
 
-    Without a tolerance elements are equal if their bits are; the two types must be the same. With
-    one they are equal if `|a - b| <= atol + rtol * |b|`, or both are NaN. The two tensors of a pair
-    have as many elements. Memory is bounded by a few tiles a thread. `progress` is told of bytes of
-    a tensor (that of `a`, if there is one), from any thread.
+    Without a tolerance, elements are equal if their bits and dtypes are. With a tolerance, they are
+    equal if `|a - b| <= atol + rtol * |b|` or both are NaN. The tensors of a pair have the same
+    number of elements. Memory is bounded by a few tiles per thread. `progress` receives numbers of
+    bytes read (of `a`, if it has the tensor), from any thread.
     """
     deltas: dict[str, TensorDelta] = {}
     lock = threading.Lock()
@@ -150,7 +150,7 @@ def _split_pair(pair: TensorPair, a: ComparedSource, b: ComparedSource) -> Itera
     if p is not None and q is not None and numel(p.shape):
         try:
             p, q = refine(p, q)
-        except MappingError:  # they cannot be cut alike: one thread reads both whole
+        except MappingError:  # no common split: one thread reads both whole
             yield _Job(name=pair.name, start=0, a=p, b=q)
             return
     views = [(half, placement) for half, placement in ((a, p), (b, q)) if placement is not None]
@@ -208,7 +208,7 @@ def _compare_job(
 def _zip_tiles(
     left: Generator[tuple[int, Array], None, None], right: Generator[tuple[int, Array], None, None]
 ) -> Iterator[tuple[int, Array, Array]]:
-    """What two streams of as many elements have at the same place, tile by tile."""
+    """Pair two streams of the same number of elements, tile by tile."""
     offset = 0
     x = y = np.empty(0, np.uint8)
     while True:
@@ -269,8 +269,7 @@ def _measure_delta(
 def _distance(
     x: Array, y: Array, x_dtype: DType, y_dtype: DType
 ) -> tuple[Array, Array, Array, Array]:
-    """`|x - y|`, `|y|`, and the two as numbers; the first is NaN where one of them is, and 0 where
-    both are."""
+    """`|x - y|`, `|y|`, and both as numbers. The first is NaN if one is NaN, and 0 if both are."""
     u, v = numeric_values(x, x_dtype), numeric_values(y, y_dtype)
     if x_dtype == y_dtype and u.dtype.kind in "iu":  # 64-bit integers are not exact as float64
         big = f"<{u.dtype.kind}8"
@@ -285,6 +284,6 @@ def _distance(
 
 
 def count_pair_bytes(pair: TensorPair, a: ComparedSource, b: ComparedSource) -> int:
-    """What `compare` will tell `progress` of a pair."""
+    """The bytes of a pair that `compare` reports to `progress`."""
     half, placement = (a, pair.a) if pair.a is not None else (b, pair.b)
     return 0 if placement is None else numel(placement.shape) * half.dtype(placement).itemsize

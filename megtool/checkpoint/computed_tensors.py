@@ -1,4 +1,4 @@
-"""Feed: bytes of target tensors that are made of source tensors, not copied from them."""
+"""Target tensors that are computed from source tensors instead of copied."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TargetRegion:
 
     @property
     def placement(self) -> Placement:
-        """The box as a tensor of its own that lies in the stored one."""
+        """The placement of the box in the stored tensor."""
         shape = tuple(b - a for a, b in zip(self.lo, self.hi, strict=True))
         return Placement(
             canonical="",
@@ -43,40 +43,40 @@ class TargetRegion:
 
 
 class TensorFeed(Protocol):
-    """A part of a plan that computes what it writes; done, journaled and verified whole.
+    """A part of a plan that computes the elements it writes. It is one step of a unit of work.
 
-    All that decides its bytes is in `reads`, `writes` and `facts`, so that a run that was killed
-    is resumed by the same feeds alone. `num_bytes` are written.
+    `reads`, `writes` and `identity` determine its bytes, so an interrupted run is resumed only with
+    the same feeds. `num_bytes` are written.
     """
 
     @property
     def reads(self) -> tuple[Placement, ...]:
-        """The canonical tensors of the first source that it is made of."""
+        """The canonical tensors of the first source that it reads."""
 
     @property
     def writes(self) -> tuple[TargetRegion, ...]:
-        """What it fills, every element once; nothing else may write there."""
+        """The regions it fills, every element once; nothing else writes there."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what it fills."""
+        """Bytes of all regions."""
 
     @property
     def identity(self) -> bytes:
-        """What else decides what is written."""
+        """Everything else that determines the bytes written, for the fingerprint."""
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """The number of a region, an index from its beginning, and elements to be put there.
+        """Yield the number of a region, an index inside it, and the elements to write there.
 
-        Elements are unsigned integers as wide as the tensor's, and are done with at the next step.
+        Elements are unsigned integers of the dtype's width; the array may be reused for the next.
         """
 
 
 class RegionReader:
-    """Gives a feed the tensors it reads, in one thread, by buffers that are used again.
+    """Opens the tensors that a feed reads, in one thread, with reused buffers.
 
-    `overflowed` counts, by stored tensor, numbers that a cast on the way made infinite; a feed that
-    casts itself adds its own (`cast` says how many).
+    `overflowed` counts, by stored tensor, numbers that a cast made infinite. A feed that casts its
+    own values adds the number that `cast` returns.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RegionReader:
         self.overflowed: Counter[str] = Counter()
 
     def open(self, placement: Placement, dtype: DType) -> ElementReader:
-        """A canonical tensor, decoded and cast to `dtype`."""
+        """Open a canonical tensor, decoded and cast to `dtype`."""
         return ElementReader(
             self._locator,
             self._files,
@@ -107,12 +107,12 @@ class RegionReader:
         )
 
     def open_stored(self, placement: Placement) -> ElementReader:
-        """A tensor in the type it is stored in: its bits, whatever they mean."""
+        """Open a tensor in its stored dtype: the bits, without interpretation."""
         return self.open(placement, self._locator.catalogue[placement.stored].dtype)
 
 
 class ElementReader:
-    """One tensor in the row-major order of its elements, whatever its view. Use in `with`."""
+    """Reads one tensor in row-major order of its view. Use in `with`."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class ElementReader:
         )
 
     def read(self, first: int, end: int) -> Array:
-        """The elements `first:end` as `DType.view` holds them, in memory the next call reuses."""
+        """The elements `first:end` as `DType.view`, in memory that the next call reuses."""
         boxes = list(iter_boxes(self._shape, first, end))
         if len(boxes) == 1:
             return self._tiles.tile(*boxes[0]).reshape(-1).view(self._dtype.view)
@@ -161,7 +161,7 @@ class ElementReader:
 
 
 def locate_whole(locator: ShardLocator, placement: Placement) -> FileView:
-    """Where all of a tensor lies that is placed in a stored one."""
+    """Locate all elements of a placement in files."""
     catalogue = locator.catalogue
     number = catalogue.index[placement.stored]
     shards = catalogue.shards.of(number)

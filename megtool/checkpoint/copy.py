@@ -1,4 +1,4 @@
-"""Copy: carry out a plan, in parallel, resumably, in bounded memory."""
+"""Executes a plan: in parallel, resumable, in bounded memory."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ from megtool.tensors.box import numel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyReport:
-    """What was done.
+    """The result of executing a plan.
 
-    `num_bytes` counts bytes of the target by operation; of them, `kernel_bytes` never entered this
-    process. `verified` units had been finished by an earlier run and were compared with the source;
-    `repaired` ones of them differed and were written again. `digests` holds what was digested.
-    `overflowed` counts, by the source's names, the numbers that float16 is too narrow for: they are
-    infinite now.
+    `num_bytes` counts bytes of the target by operation; `kernel_bytes` of them never entered this
+    process. `verified` units were finished by an earlier run and compared with the source;
+    `repaired` of them differed and were written again. `overflowed` counts, by the source's names,
+    the numbers too large for float16, which became infinite.
     """
 
     num_bytes: Mapping[Op, int]
@@ -51,7 +50,7 @@ class CopyReport:
 
     @property
     def overflows(self) -> str:
-        """What `overflowed` says in a sentence; "" where nothing did."""
+        """`overflowed` as a sentence; empty if nothing overflowed."""
         if not self.overflowed:
             return ""
         total = sum(self.overflowed.values())
@@ -63,20 +62,20 @@ class CopyReport:
 
 
 class StagingArea(Protocol):
-    """Where a plan is carried out: a `Stage` on disk, or a `MemoryStage`."""
+    """Where a plan is executed: a `StagingFolder` on disk, or a `MemoryStage`."""
 
     @property
     def resumed(self) -> set[int]:
-        """Units that an earlier run finished."""
+        """Units finished by an earlier run."""
 
     def create(self, relative: str, num_bytes: int) -> Path:
-        """Give a file its final size; returns the path by which it is opened."""
+        """Create a file of its final size; returns the path that opens it."""
 
     def write(self, relative: str, data: bytes) -> Path:
         """Write a whole small file."""
 
     def finish(self, unit: int, note: str = "") -> None:
-        """Remember that a unit is done."""
+        """Record that a unit is finished."""
 
 
 def execute(
@@ -92,16 +91,16 @@ def execute(
 ) -> CopyReport:
     """Write the checkpoint that `plan` describes into an entered `stage`, up to its commit.
 
-    Files get their size first, then headers and small files, then data, then those small files
-    that mark a checkpoint complete. Units that an earlier run finished are compared with what they
-    should hold, and repaired. `progress` is told of bytes of the target as they are done, from any
-    thread, one at a time. `expected` are digests of canonical tensors in the source: one that was
-    copied unchanged must have that digest. All buffers of all threads together hold about
-    `memory_bytes` at most (no less than 384 KiB a thread).
+    Files get their size first, then headers and small files, then data, then the files that mark a
+    checkpoint complete. Units that an earlier run finished are compared with their expected
+    contents and repaired. `progress` receives numbers of target bytes, from one thread at a time.
+    `expected` are digests of canonical tensors in the source: a tensor copied unchanged must have
+    that digest. All buffers together take about `memory_bytes` at most (but at least 384 KiB per
+    thread).
 
     Raises:
         DigestError: a tensor does not have its expected digest.
-        SourceChangedError: a source file changed meanwhile.
+        SourceChangedError: a source file changed during the copy.
         StorageError: a read or a write failed.
     """
     began = time.monotonic()
@@ -138,7 +137,7 @@ def execute(
             _run_units(run, stage, alone, 1)
         except CheckpointError:
             for source in plan.sources:
-                source.check_unchanged()  # the reason behind it, perhaps
+                source.check_unchanged()  # perhaps the cause of the error
             raise
     for source in plan.sources:
         source.check_unchanged()
@@ -160,7 +159,7 @@ def execute(
 
 
 def _count_overflowed(run: CopyContext) -> dict[str, int]:
-    """Numbers that became infinite, by stored tensor; what has several places is counted once."""
+    """Numbers that became infinite, by stored tensor; a tensor copied twice counts once."""
     plan, counted = run.plan, set()
     out: Counter[str] = Counter()
     for number, n in sorted(run.overflowed.items()):
@@ -173,10 +172,10 @@ def _count_overflowed(run: CopyContext) -> dict[str, int]:
 
 
 def default_tile_bytes() -> int:
-    """Half of a core's second cache, within 256 KiB and 1 MiB: a tile is touched four times.
+    """Half of a core's L2 cache, within 256 KiB and 1 MiB: each tile is touched four times.
 
-    Larger tiles also let threads wait less for each other's writes to one file. What the processor
-    says is steadier than a trial run, whose time depends on the state of the machine's memory.
+    Larger tiles also make threads wait less for each other's writes to one file. The cache size
+    that the processor reports is more stable than a benchmark, which depends on memory state.
     """
     try:
         text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip()
@@ -189,7 +188,7 @@ def default_tile_bytes() -> int:
 def _run_units(
     run: CopyContext, stage: StagingArea, todo: Sequence[tuple[int, Unit]], threads: int
 ) -> None:
-    """Do all units; the first error, or Ctrl-C, stops every thread and is raised."""
+    """Run all units; the first error or Ctrl-C stops every thread and is raised."""
     schedule = UnitSchedule(todo)
 
     def work() -> None:
@@ -205,7 +204,7 @@ def _run_units(
 
 
 def _needs_torch(plan: ReshardPlan) -> bool:
-    """Whether torch will be needed."""
+    """Whether a cast of the plan needs torch."""
     single = dtype("float32")
     for e in plan.entries:
         source_dtype, target_dtype = single, plan.target_tensor(e).dtype
@@ -222,7 +221,7 @@ def _needs_torch(plan: ReshardPlan) -> bool:
 
 
 def _digest_sizes(plan: ReshardPlan) -> dict[str, int]:
-    """Bytes of every canonical tensor in the target's type."""
+    """Bytes of every canonical tensor in the target's dtype."""
     return {
         e.canonical: numel(e.shape) * plan.target_tensor(e).dtype.itemsize
         for e in plan.entries
@@ -231,7 +230,7 @@ def _digest_sizes(plan: ReshardPlan) -> dict[str, int]:
 
 
 def _digest_empty(plan: ReshardPlan, run: CopyContext) -> None:
-    """A tensor without elements has a digest as well, though no bytes of it ever pass."""
+    """Digest empty tensors, which have no tiles."""
     for e in plan.entries:
         if e.op is not Op.FILL and not numel(e.shape) and run.digest is not DigestMode.NONE:
             run.digests.add(e.canonical, 0, b"")

@@ -1,4 +1,4 @@
-"""Do placements claim every element of their stored tensors, and none twice?"""
+"""Proof that placements claim every element of their stored tensors, and none twice."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _Axis = tuple[int, _Steps]
 def check_placements(
     tensors: Sequence[GlobalTensor], placements: Iterable[Placement], *, complete: bool
 ) -> None:
-    """Every stored element is claimed at most once; with `whole`, exactly once.
+    """Check that every stored element is claimed at most once; with `complete`, exactly once.
 
     Along each dimension a placement claims a set of indices, and in the tensor the product of
-    these sets. Where all these sets are ranges, claims are boxes and are checked as such. Where
-    some are not (query groups, transposed permutations), indices of a dimension that belong to the
-    same sets are interchangeable, so it is enough to count claims on one of each class.
+    these sets. If all sets are ranges, claims are boxes and are checked as such. Otherwise (query
+    groups, transposed permutations) indices of a dimension that belong to the same sets are
+    interchangeable, so counting the claims on one index of each class is enough.
 
     Raises:
         CoverageError: names the tensor, an element, and how often it is claimed.
-        MappingError: a placement has another number of dimensions than its stored tensor.
+        MappingError: a placement and its stored tensor have different numbers of dimensions.
     """
     by_stored = defaultdict(list)
     for p in placements:
@@ -50,7 +50,9 @@ def check_placements(
         claims = [_claim(p, tensor, views) for p in placed]
         base = np.array([p.base for p in placed], np.int64).reshape(len(placed), len(tensor.shape))
         signature = (tensor.shape, tuple(map(id, claims)), base.tobytes())
-        if len(claims) < _MAX_CACHED_CLAIMS and signature in proved:  # another layer, placed alike
+        if (
+            len(claims) < _MAX_CACHED_CLAIMS and signature in proved
+        ):  # another layer with the same placements
             continue
         _check(tensor, placed, claims, base, complete)
         proved.add(signature)
@@ -58,9 +60,9 @@ def check_placements(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Claim:
-    """What placements of one view claim along each stored dimension, from their base on.
+    """The indices that placements of one view claim along each stored dimension, from their base.
 
-    `steps` are `(count, step)` pairs that rise, consecutive ones merged; `end` is the last index.
+    `steps` are ascending `(count, step)` pairs, consecutive ones merged; `end` is the last index.
     """
 
     steps: tuple[_Steps, ...]
@@ -68,7 +70,7 @@ class _Claim:
 
     @property
     def is_box(self) -> bool:
-        """A range of indices in every dimension."""
+        """The claim is a range of indices in every dimension."""
         return all(not s or (len(s) == 1 and s[0][1] == 1) for s in self.steps)
 
 
@@ -157,8 +159,8 @@ def _check_classes(
 def _masks(
     axes: Sequence[_Axis], size: int, tensor: GlobalTensor
 ) -> tuple[Ints, NDArray[np.bool_]]:
-    """A dimension cut wherever a claim begins or ends: starts of the segments, and which segments
-    each axis claims, bool `[axes, segments]`."""
+    """Cut a dimension where a claim begins or ends. Returns the starts of the segments, and the
+    segments that each axis claims, bool `[axes, segments]`."""
     runs = [_runs(a) for a in axes]
     cuts = distinct(np.concatenate([[0, size], *(np.concatenate([s, s + n]) for s, n in runs)]))
     masks = np.zeros((len(axes), len(cuts) - 1), bool)
@@ -174,7 +176,7 @@ def _masks(
 
 
 def _runs(axis: _Axis) -> tuple[Ints, int]:
-    """The indices an axis claims as starts and the common length of ranges."""
+    """The indices an axis claims, as starts of ranges and their common length."""
     base, steps = axis
     start, length = np.array([base], np.int64), 1
     for n, m in steps:

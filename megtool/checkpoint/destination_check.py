@@ -1,4 +1,4 @@
-"""Place: whether a destination can and may be written, found out without writing."""
+"""Checks that a destination can and may be written, without writing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megtool.errors import DestinationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DestinationCheck:
-    """A destination and what stands around it. `path` and `staging` hold no symbolic links.
+    """A destination to check. `path` and `staging` contain no symbolic links.
 
-    `is_file` tells that a single file is to be written there, not a folder; `overwrite` that what
-    exists may be replaced.
+    `is_file`: the output is a single file, not a folder. `overwrite`: existing data may be
+    replaced.
     """
 
     files: Files
@@ -28,10 +28,10 @@ class DestinationCheck:
     sources: Sequence[Path]
 
     def check_surroundings(self) -> None:
-        """Refuse a place that is bound up with a source, or that nobody may write to.
+        """Refuse a destination that overlaps a source or is not writable.
 
         Raises:
-            DestinationError: as said.
+            DestinationError: it overlaps a source, has no name, or cannot be written.
         """
         path = self.path
         if not path.name:
@@ -70,7 +70,7 @@ class DestinationCheck:
             )
 
     def check_free(self, *, completed: bool = False) -> None:
-        """Refuse to replace what must not be replaced; `completed`: an earlier run made it.
+        """Refuse to replace existing data; `completed`: an earlier run of this command wrote it.
 
         Raises:
             DestinationError: it exists, is of the wrong kind, or cannot be replaced.
@@ -114,7 +114,7 @@ class DestinationCheck:
             )
 
     def _inside(self, path: Path, folder: Path) -> bool:
-        """Whether `path` is `folder` or below it, however either is reached."""
+        """Whether `path` is `folder` or inside it, links and mounts included."""
         if path.is_relative_to(folder):
             return True
         folder_status = self.files.stat(folder)

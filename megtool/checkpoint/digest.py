@@ -1,4 +1,4 @@
-"""Digest: CRC-32C of whole tensors, put together from their pieces in any order; the sidecar."""
+"""CRC-32C digests of whole tensors, combined from pieces in any order, and their sidecar file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_SIDECAR_BYTES = 1 << 30
 
 
 class DigestMode(StrEnum):
-    """Which bytes are digested: all, those that pass through our buffers anyway, or none."""
+    """Which bytes are digested: all, those that pass through buffers anyway, or none."""
 
     ALL = "all"
     BUFFERED = "buffered"
@@ -31,12 +31,12 @@ class DigestMode(StrEnum):
 
 
 class Digests:
-    """CRC-32C of the row-major bytes of tensors, by name, from pieces as they pass. Thread-safe.
+    """CRC-32C of the row-major bytes of tensors, by name, computed from pieces. Thread-safe.
 
-    `sizes` are the bytes of each tensor; each byte must be added once. A CRC without its usual
-    start value and final inversion is linear: that of a tensor is the xor of those of its pieces,
-    each moved forward by the bytes that follow the piece. So neither order nor threads matter, and
-    runs of zeros add nothing.
+    `sizes` are the bytes of each tensor; each byte must be added once. A CRC without its start
+    value and final inversion is linear: that of a tensor is the xor of those of its pieces, each
+    shifted by the bytes that follow the piece. So order and threads do not matter, and runs of
+    zeros add nothing.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -50,11 +50,11 @@ class Digests:
         self.add_piece(name, offset, num_bytes, self.piece(data))
 
     def piece(self, data: bytes | Buffer) -> int:
-        """The linear CRC of some bytes, for `add_piece`."""
+        """The linear CRC of `data`, for `add_piece`."""
         return int(_checksums().crc32c(data, _ONES)) ^ _ONES
 
     def add_piece(self, name: str, offset: int, num_bytes: int, linear: int) -> None:
-        """Add bytes by what `piece` gave for them.
+        """Add bytes by their linear CRC, the result of `piece`.
 
         Raises:
             ValueError: the piece lies outside the tensor, or more bytes were added than it has.
@@ -66,11 +66,11 @@ class Digests:
         self._include(name, moved, num_bytes)
 
     def add_zeros(self, name: str, offset: int, num_bytes: int) -> None:
-        """Add so many zero bytes at `offset`."""
+        """Add `num_bytes` zeros at `offset`."""
         self.add_piece(name, offset, num_bytes, 0)
 
     def merge(self, digests: Digests) -> None:
-        """Add all pieces that `other`, of the same sizes, has seen."""
+        """Add all pieces of other digests of the same sizes."""
         for name, (crc, num_bytes) in digests._parts.items():
             self._include(name, crc, num_bytes)
 
@@ -82,7 +82,7 @@ class Digests:
             self._parts[name] = crc ^ crc_part, added + num_bytes
 
     def get(self, name: str) -> int | None:
-        """The CRC-32C of a tensor all of whose bytes were added, else None."""
+        """The CRC-32C of a tensor, or None if some of its bytes were not added."""
         crc, added = self._parts.get(name, (0, -1))
         size = self._sizes.get(name)
         if added != size:
@@ -94,7 +94,7 @@ class Digests:
         return {n: crc for n in self._sizes if (crc := self.get(n)) is not None}
 
     def _shift(self, linear: int, num_bytes: int) -> int:
-        """The linear CRC after so many more zero bytes."""
+        """The linear CRC after `num_bytes` more zeros."""
         return int(_checksums().combine_crc32c(linear, 0, num_bytes))
 
 
@@ -102,13 +102,13 @@ _ONES = 0xFFFFFFFF
 
 
 def crc32c(data: bytes | memoryview) -> int:
-    """The CRC-32C of some bytes."""
+    """The CRC-32C of `data`."""
     return int(_checksums().crc32c(data))
 
 
 @functools.cache
 def _checksums() -> Any:
-    """The library, imported with the first byte: where the kernel copies all, none is digested."""
+    """The checksum library, imported at first use: kernel copies need no digest."""
     from awscrt import checksums
 
     return checksums
@@ -116,7 +116,7 @@ def _checksums() -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDigest:
-    """What the sidecar says of one tensor; the dtype is that of the digested bytes."""
+    """The digest of one tensor; `dtype` is that of the digested bytes."""
 
     crc32c: int
     dtype: DType
@@ -125,7 +125,7 @@ class TensorDigest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sidecar:
-    """Digests kept beside a checkpoint, under `canonical` names of a family or as `stored`."""
+    """Digests stored with a checkpoint, by `canonical` names of a family or `stored` names."""
 
     names: Literal["canonical", "stored"]
     tool: str
@@ -134,7 +134,7 @@ class Sidecar:
 
 
 def encode_sidecar(sidecar: Sidecar) -> bytes:
-    """The contents of the file `SIDECAR`; the same digests give the same bytes."""
+    """The contents of the file `SIDECAR`; equal digests give equal bytes."""
     head = {
         "version": VERSION,
         "algorithm": "crc32c",
@@ -154,7 +154,7 @@ def encode_sidecar(sidecar: Sidecar) -> bytes:
 
 
 def read_sidecar(path: Path, *, files: Files | None = None) -> Sidecar | None:
-    """The sidecar at `path`, None where there is no such file.
+    """Read the sidecar at `path`; None if there is no such file.
 
     Raises:
         FormatError: it is damaged, hostile, or written by a later megtool.
@@ -164,7 +164,7 @@ def read_sidecar(path: Path, *, files: Files | None = None) -> Sidecar | None:
 
 
 def parse_sidecar(data: bytes, path: Path) -> Sidecar:
-    """The sidecar of these bytes; `path` is where errors say they are from."""
+    """Parse a sidecar; errors name `path`."""
     try:
         value = json.loads(
             data.decode(), object_pairs_hook=_reject_duplicates, parse_constant=reject_constant
@@ -219,10 +219,10 @@ def _tensor(name: str, entry: Any) -> TensorDigest:
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("duplicate key")
     return out
 
 
 def reject_constant(constant: str) -> None:
-    """For json: NaN and infinity are no numbers of its format."""
-    raise ValueError(f"{constant} is no number")
+    """Reject NaN and Infinity, which JSON does not allow (a `parse_constant` hook)."""
+    raise ValueError(f"{constant} is not a JSON number")

@@ -1,4 +1,4 @@
-"""The journal: which units of a staged checkpoint are finished, one line of a file for each."""
+"""The journal of a staged checkpoint: one line for each finished unit of work."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MAX_BYTES = 1 << 30
 
 @dataclass(slots=True, kw_only=True)
 class JournalRecord:
-    """What a journal tells.
+    """The contents of a journal.
 
     `finished` maps units to their notes. `lost` counts units that were finished before the machine
-    went down and may never have reached the disk. `commit` is the inode that was about to be
-    renamed to the destination. `num_bytes` is where the intact lines end.
+    crashed and may never have reached the disk. `commit` is the inode that was about to be
+    renamed to the destination. `num_bytes` is the length of the intact lines.
     """
 
     fingerprint: str
@@ -34,10 +34,9 @@ class JournalRecord:
 class Journal:
     """Appends to a journal; lines torn by a kill are overwritten. Thread-safe.
 
-    Every line carries a checksum of itself, so that nothing of a torn, zeroed or edited line is
-    believed. A finished unit survives the end of the process as soon as `finish` returns, and the
-    end of the machine once `durable` was called after it: lines since then are dropped by `read`
-    if the machine has been started anew.
+    Every line has a checksum, so torn, zeroed or edited lines are rejected. A finished unit
+    survives the process as soon as `finish` returns, and a crash of the machine once `durable` was
+    called after it: `read_journal` drops later lines if the machine was restarted.
     """
 
     def __init__(self, files: Files, path: Path, record: JournalRecord) -> None:
@@ -55,17 +54,17 @@ class Journal:
             raise
 
     def finish(self, unit: int, note: str = "") -> None:
-        """Tell that a unit is finished; `note` is kept with it."""
+        """Record that a unit is finished, with a note."""
         if "\n" in note:
             raise ValueError(f"a note is one line: {note!r}")
         self._append(f"done {unit} {note}")
 
     def durable(self) -> None:
-        """Tell that all finished units have been flushed to the disk."""
+        """Record that all finished units were flushed to the disk."""
         self._append("durable")
 
     def commit(self, inode: int) -> None:
-        """Tell that the file or folder of this inode is about to become the destination."""
+        """Record that the file or folder with this inode is about to become the destination."""
         self._append(f"commit {inode}")
 
     def close(self) -> None:
@@ -87,7 +86,7 @@ _LINE = re.compile(r"(?:run (\S+)|done (\d+) (.*)|commit (\d+)|(durable))")
 
 
 def read_journal(files: Files, path: Path) -> JournalRecord | None:
-    """What the journal at `path` tells up to its first damaged line, None where there is none."""
+    """Read the journal at `path` up to its first damaged line; None if there is no journal."""
     data = files.read_whole(path, at_most=MAX_BYTES)
     lines = (data or b"").split(b"\n")[:-1]
     texts: list[str] = []
@@ -101,7 +100,7 @@ def read_journal(files: Files, path: Path) -> JournalRecord | None:
     if header is None:
         return None
     record = JournalRecord(fingerprint=header[1], num_bytes=end)
-    pending: dict[int, str] = {}  # finished, and perhaps only in memory
+    pending: dict[int, str] = {}  # finished, but perhaps not on the disk
     boot = ""
     for text in [*texts[1:], f"run {boot_id(files)}"]:
         match = _LINE.fullmatch(text)
@@ -125,7 +124,7 @@ def read_journal(files: Files, path: Path) -> JournalRecord | None:
 
 
 def boot_id(files: Files) -> str:
-    """A name of this start of this machine: what it wrote to its memory is there until the next."""
+    """The boot id of this machine: its page cache survives until the next boot."""
     try:
         fd = files.open_read(Path("/proc/sys/kernel/random/boot_id"))
     except StorageError:

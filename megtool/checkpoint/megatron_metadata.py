@@ -1,4 +1,4 @@
-"""Facts: Megatron's args and its objects, as a catalogue holds them."""
+"""Megatron's saved args and objects in a catalogue."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from megtool.checkpoint.containers.zip_reader import load_object
 
 
 def saved_args(catalogue: Catalogue) -> Mapping[str, Any]:
-    """The args of the run that saved a checkpoint; empty where it holds none."""
+    """The args of the run that saved a checkpoint; empty if it has none."""
     args = catalogue.metadata.get("args")
     return args if isinstance(args, dict) else {}
 
 
 def vocab_divisor(catalogue: Catalogue) -> int:
-    """What the vocabulary was padded to a multiple of (times TP): Megatron's default is 128."""
+    """`make_vocab_size_divisible_by` (times TP pads the vocabulary); Megatron's default is 128."""
     value = saved_args(catalogue).get("make_vocab_size_divisible_by")
     return value if isinstance(value, int) and value > 0 else 128
 
 
 def read_object(catalogue: Catalogue, stored: StoredObject) -> Any:
-    """What an object holds, as inert data without the list around it that `torch_dist` saves."""
+    """Read an object as inert data, without the list that `torch_dist` wraps around it."""
     if stored.extent is None:
         return stored.value
     file, offset, length = stored.extent

@@ -1,7 +1,7 @@
-"""Memory: a destination whose files are memory, so that a plan loads instead of writing.
+"""An in-memory destination: executing a plan loads tensors instead of writing files.
 
-`lay_out` says where tensors lie in files of memory, `MemoryStage` is those files while the plan is
-carried out, and `tensors` are torch's tensors over the very same memory: nothing is copied twice.
+`plan_memory_layout` places tensors in memory files, `MemoryStage` holds these files while the plan
+is executed, and `MemoryStage.tensors` are torch tensors over the same memory: no second copy.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT = 64
-"""Tensors begin at multiples of this: a cache line, and the widest vector of any processor."""
+"""Tensors start at multiples of this: a cache line, and the widest vector register."""
 
 
 def plan_memory_layout(tensors: Sequence[GlobalTensor], group: Callable[[str], str]) -> Destination:
-    """Tensors whole, one after the other, in one file for each group (`group` takes a name)."""
+    """Place whole tensors one after another, in one file per group (`group` takes a name)."""
     files: dict[str, int] = {}
     sizes: list[int] = []
     file, offset = [], []
@@ -61,11 +61,11 @@ def plan_memory_layout(tensors: Sequence[GlobalTensor], group: Callable[[str], s
 
 
 class MemoryStage:
-    """Files in memory that a plan is carried out into (`copy.execute`). Use in `with`.
+    """Files in memory that `copy.execute` writes to. Use in `with`.
 
-    On Linux a file is one of `memfd_create`, reached by the name of its descriptor; elsewhere it is
-    a temporary file without a name once the `with` is left. Memory lives for as long as tensors
-    over it do, and goes back to the system with the last of them.
+    On Linux a file comes from `memfd_create` and is opened by its descriptor's path; elsewhere it
+    is a temporary file that is unlinked at the end of the `with`. The memory is freed with the last
+    tensor over it.
     """
 
     def __init__(self) -> None:
@@ -85,15 +85,15 @@ class MemoryStage:
         self._open, self._named = [], []
 
     def create(self, relative: str, num_bytes: int) -> Path:
-        """A file of zeros of the given size; returns the path by which it is opened.
+        """Create a file of zeros of the given size; returns the path that opens it.
 
         Raises:
-            StorageError: there is no memory for it, or the system gives no more files.
+            StorageError: there is no memory for it, or the system allows no more open files.
         """
         try:
             fd, path = _new_file()
         except OSError as e:
-            raise StorageError(f"cannot find memory: {e.strerror or e}", file=relative) from e
+            raise StorageError(f"cannot allocate memory: {e.strerror or e}", file=relative) from e
         self._open.append(fd)
         if path.parent != _DESCRIPTORS:
             self._named.append(path)
@@ -102,23 +102,25 @@ class MemoryStage:
                 os.ftruncate(fd, num_bytes)
                 self._mapped[relative] = mmap.mmap(fd, num_bytes)
             except (OSError, ValueError, OverflowError) as e:
-                text = f"cannot find {num_bytes:,} bytes of memory: {e}"
+                text = f"cannot allocate {num_bytes:,} bytes of memory: {e}"
                 raise StorageError(text, file=relative) from e
         return path
 
     def write(self, relative: str, data: bytes) -> Path:
-        """Small files have no place among tensors.
+        """Refuse small files: only tensors can be loaded.
 
         Raises:
             FormatError: always.
         """
-        raise FormatError(f"{len(data)} bytes that are no tensor are to be loaded", file=relative)
+        raise FormatError(
+            f"{len(data)} bytes that are not a tensor cannot be loaded", file=relative
+        )
 
     def finish(self, unit: int, note: str = "") -> None:
-        """Nothing is resumed, so nothing is noted."""
+        """Do nothing: a load is never resumed."""
 
     def tensors(self, catalogue: Catalogue) -> dict[str, torch.Tensor]:
-        """All tensors of what `lay_out` laid out, over the memory that they were written to.
+        """All tensors of a `plan_memory_layout` catalogue, over the memory they were written to.
 
         Raises:
             FormatError: this torch has no such type.
@@ -126,7 +128,7 @@ class MemoryStage:
         import torch
 
         for mapped in self._mapped.values():
-            with contextlib.suppress(OSError):  # an older kernel: pages are found at first use
+            with contextlib.suppress(OSError):  # an older kernel: pages are mapped at first use
                 mapped.madvise(_POPULATE_READ)
         shards, extents = catalogue.shards, catalogue.extents
         rows = zip(
@@ -152,11 +154,11 @@ class MemoryStage:
 
 
 _DESCRIPTORS = Path("/proc/self/fd")
-_POPULATE_READ = 22  # Linux 5.14: enter all pages into this process's tables in one call
+_POPULATE_READ = 22  # Linux 5.14: map all pages in one call
 
 
 def _new_file() -> tuple[int, Path]:
-    """An empty file of memory: its descriptor, and a path that opens it again."""
+    """An empty memory file: its descriptor, and a path that opens it again."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             fd = os.memfd_create("megtool", os.MFD_CLOEXEC)
@@ -168,10 +170,10 @@ def _new_file() -> tuple[int, Path]:
 
 
 def free_memory() -> int | None:
-    """Bytes that this process may still take before the system runs out; None where nobody tells.
+    """Bytes that this process can still allocate; None if the system does not report it.
 
-    What the kernel would take back from its caches counts as free. A limit of the control group
-    (a container's) counts where it is lower.
+    Reclaimable caches count as free. The limit of the control group (of a container) applies if it
+    is lower.
     """
     limits = [n for n in (_machine_memory(), _cgroup_memory()) if n is not None]
     return min(limits, default=None)
@@ -186,7 +188,7 @@ def _machine_memory() -> int | None:
 
 
 def _cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What a container's limit leaves (control groups version 2)."""
+    """Free memory within a container's limit (control groups version 2)."""
     try:
         limit = int((root / "memory.max").read_text())
         used = int((root / "memory.current").read_text())

@@ -1,4 +1,4 @@
-"""Sweep: many tensors read part by part, on several threads, each part in bounded memory."""
+"""Reads many tensors in parts, on several threads, each part in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 PART_BYTES = 32 << 20
-"""One thread reads so much of a tensor at a time; a larger tensor is read by several."""
+"""The part of a tensor that one thread reads; several threads read a larger tensor."""
 
 TILE_BYTES = 512 << 10
-"""What is computed on at a time: small enough for a core's second cache."""
+"""The bytes processed at a time: small enough for a core's L2 cache."""
 
 Job = TypeVar("Job")
 
@@ -25,9 +25,10 @@ Job = TypeVar("Job")
 def split_placement(
     placement: Placement, cell_bytes: int, depth: int | None = None
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Cut a view into boxes `lo:hi` that are contiguous in its row-major order.
+    """Split a view into boxes `lo:hi` that are contiguous in row-major order.
 
-    Each comes with the flat index of its first element. Dimensions from `depth` on stay whole.
+    Yields the flat index of the first element, `lo` and `hi`. Dimensions from `depth` on stay
+    whole.
     """
     step = strides(placement.shape)
     zero = (0,) * len(placement.shape)
@@ -36,17 +37,17 @@ def split_placement(
 
 
 def packed_row_depth(placement: Placement, stored: GlobalTensor) -> int | None:
-    """The `depth` at which `parts` may cut: packed rows stay whole, anything else may be cut."""
+    """The `depth` for `split_placement`: packed rows stay whole, other tensors may be cut."""
     return None if stored.packing is None else count_cuttable_dims(placement, stored)
 
 
 def default_threads(threads: int | None) -> int:
-    """The number of threads asked for, else one a core, eight at most."""
+    """The requested number of threads, or one per core, at most eight."""
     return threads or min(8, os.cpu_count() or 1)
 
 
 def run_jobs(jobs: Sequence[Job], work: Callable[[Job], None], *, threads: int) -> None:
-    """Do `work` on every job, in about their order; the first error, or Ctrl-C, ends it."""
+    """Run `work` on every job, roughly in order; the first error or Ctrl-C stops all."""
     stopped, lock = threading.Event(), threading.Lock()
     queue = iter(jobs)
 
@@ -64,8 +65,8 @@ def run_jobs(jobs: Sequence[Job], work: Callable[[Job], None], *, threads: int) 
 def run_in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -> None:
     """Run `work` in `count` threads (in this one, for 1) until each returns.
 
-    `work` has to return soon once `stopped` is set, which an error or Ctrl-C does; then the first
-    error is raised.
+    `work` must return soon after `stopped` is set. An error or Ctrl-C sets it, and the first error
+    is raised.
     """
     if count < 2:
         work()

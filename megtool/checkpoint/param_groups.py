@@ -1,6 +1,6 @@
-"""Groups: the optimizer's param groups, step and loss scale, which every format keeps elsewhere.
+"""The optimizer's param groups, step and loss scale, which each format stores differently.
 
-Megatron keeps them in the common state (`fully_reshardable`, and optimizers that are not
+Megatron stores them in the common state (`fully_reshardable`, and optimizers that are not
 distributed), in one object per data-parallel group (`dp_reshardable`), or in every rank's
 `model_optim_rng.pt` (legacy). Expert parameters spread over ranks have an optimizer of their own.
 """
@@ -32,7 +32,7 @@ _STORAGES = {
 }
 
 OptimizerState = dict[str, Any]
-"""What one optimizer of a chain keeps beside its tensors: `optimizer` and perhaps `grad_scaler`."""
+"""State of one optimizer of a chain without its tensors: `optimizer`, perhaps `grad_scaler`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,8 @@ class OptimizerGroups:
     def for_chain(self, length: int) -> list[OptimizerState]:
         """The state for a chain of another length.
 
-        Two become one by leaving out the experts', whose settings are the same; one becomes two by
-        marking a copy of its groups as expert-parallel.
+        Two become one by dropping the experts' state, which has the same settings. One becomes two
+        by marking a copy of its groups as expert-parallel.
         """
         if length <= len(self.chain):
             return [dict(c) for c in self.chain[:length]]
@@ -55,19 +55,19 @@ class OptimizerGroups:
 
 
 def read_groups(catalogue: Catalogue) -> OptimizerGroups | None:
-    """The optimizer's small state, wherever the checkpoint keeps it; None if it has none."""
+    """Read the optimizer's small state from its objects or the common state; None if absent."""
     chain = _from_objects(catalogue) or _from_common(catalogue)
     return OptimizerGroups(chain=tuple(_normalize(c) for c in chain)) if chain else None
 
 
 def is_group_object(name: str) -> bool:
-    """The object is a part of the optimizer's small state, or sizes that follow from the layout."""
+    """Whether the object is part of the optimizer's small state, or sizes given by the layout."""
     match = OPTIMIZER_OBJECT.fullmatch(name)
     return match is not None and match[3] != "param_state"
 
 
 def scalar_value(value: Any) -> float | None:
-    """A number, or the first one of a tensor that is kept as inert data; None where it is none."""
+    """A number, or the first element of an inert tensor; None for anything else."""
     if isinstance(value, int | float):
         return float(value)
     for reference in find_references(value):
@@ -78,9 +78,9 @@ def scalar_value(value: Any) -> float | None:
 
 
 def build_common_optimizer(chain: Sequence[OptimizerState], kind: str | None) -> Any:
-    """What stands under `optimizer` in Megatron's common state.
+    """The value of `optimizer` in Megatron's common state.
 
-    `kind` is the optimizer's sharding type; with `dp_reshardable` nothing but that stands there.
+    `kind` is the optimizer's sharding type; with `dp_reshardable` the value holds only that.
     """
     parts: list[dict[str, Any]] = []
     for state in chain:
@@ -90,7 +90,7 @@ def build_common_optimizer(chain: Sequence[OptimizerState], kind: str | None) ->
 
 
 def optimizer_args(kind: str) -> dict[str, Any]:
-    """Megatron's args that say how the state of a distributed optimizer was saved."""
+    """Megatron's args that describe how the state of a distributed optimizer was saved."""
     return {
         "use_distributed_optimizer": True,
         "dist_ckpt_optim_fully_reshardable": kind == FULLY_RESHARDABLE,
@@ -100,7 +100,7 @@ def optimizer_args(kind: str) -> dict[str, Any]:
 def build_content_metadata(old: Any, kind: str) -> dict[str, Any]:
     """The common state's `content_metadata`, as core 0.14 and later write it, for state of `kind`.
 
-    `old` is what the source had there.
+    `old` is the value in the source.
     """
     return {
         "singleton_local_shards": False,
@@ -111,7 +111,7 @@ def build_content_metadata(old: Any, kind: str) -> dict[str, Any]:
 
 
 def _from_objects(catalogue: Catalogue) -> list[OptimizerState]:
-    """One object per data-parallel group; all of a chain are alike, so the first will do."""
+    """One object per data-parallel group; all of a chain are equal, so the first is used."""
     names_by_optimizer: dict[int, dict[str, str]] = {}
     for name in catalogue.objects:
         match = OPTIMIZER_OBJECT.fullmatch(name)
@@ -137,9 +137,9 @@ def _from_common(catalogue: Catalogue) -> list[OptimizerState]:
 
 
 def _normalize(inner: OptimizerState) -> OptimizerState:
-    """The small state with its step in the param groups, and without what numbers parameters.
+    """The small state with its step in the param groups, and without parameter numbers.
 
-    An optimizer that is not distributed keeps a step as a tensor, for each parameter or for all.
+    An optimizer that is not distributed stores the step as a tensor, per parameter or once.
     """
     optimizer = inner["optimizer"]
     groups = optimizer.get("param_groups")
@@ -167,7 +167,7 @@ def _find_step(state: Any) -> float | None:
 
 
 def _expert_groups(inner: Any) -> Any:
-    """Param groups of the experts' own optimizer, made of the dense one's."""
+    """Param groups of the experts' optimizer, derived from the dense one's."""
     if not isinstance(inner, Mapping):
         return inner
     groups = inner.get("param_groups")

@@ -1,7 +1,7 @@
-"""The plan: every copy a job needs, as columns of n-d boxes.
+"""The plan of a reshard: every copy as columns of n-d boxes.
 
-A plan is data: `planner.build` computes it from headers alone, `copy.execute` carries it out, and
-neither models nor formats matter to it any more.
+A plan is data. `planner.build_plan` computes it from headers, `copy.execute` executes it. It is
+independent of models and formats.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KERNEL_RUN_BYTES = 64 * 1024
 
 
 class Op(StrEnum):
-    """What happens to elements on their way; the list is closed."""
+    """What happens to elements between source and target."""
 
     COPY = "copy"
     CAST = "cast"
@@ -36,7 +36,7 @@ class Op(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSource:
-    """A checkpoint to read and where its canonical tensors lie."""
+    """A checkpoint to read and the placements of its canonical tensors."""
 
     catalogue: Catalogue
     placements: Mapping[str, Placement]
@@ -44,7 +44,7 @@ class PlanSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fill:
-    """A box of a target tensor that no source holds, such as vocabulary padding."""
+    """A box of a target tensor that no source stores, such as vocabulary padding."""
 
     stored: str
     lo: tuple[int, ...]
@@ -54,9 +54,9 @@ class Fill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedItem:
-    """A source tensor or object that the target does not hold, and why.
+    """A source tensor or object that the target does not store, and the reason.
 
-    `is_lost` is false where nothing is lost by it: an empty object, a copy of another tensor.
+    `is_lost` is false if no information is lost: an empty object, or a copy of another tensor.
     """
 
     name: str
@@ -67,13 +67,13 @@ class DroppedItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEntry:
-    """One canonical tensor on its way, over a view shape that both sides share.
+    """One canonical tensor to write, over a view that source and target share.
 
     Row-major order of `shape` is row-major order of the canonical tensor. Indices count into the
     tensors of source number `source_index` and of the target; fills have no source (-1).
 
-    A reduction is one entry per source, one after the other: the first writes the sum of all, each
-    times its `share`, and the others have its number in `adds_to`, which is -1 in what writes.
+    A reduction is one entry per source, in order: the first writes the sum of all, each times its
+    `share`, and the others have its number in `adds_to`, which is -1 for entries that write.
     """
 
     canonical: str
@@ -90,13 +90,13 @@ class PlanEntry:
 
     @property
     def writes(self) -> bool:
-        """Elements of the target are written by this entry, not by the one it adds to."""
+        """Whether this entry writes its elements, instead of adding to another entry."""
         return self.adds_to < 0
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPieces:
-    """What shards hold of entries, in view space, grouped by entry.
+    """The parts of entries that shards hold, in view space, grouped by entry.
 
     Boxes are padded to the widest view with `[0, 1)`; `shard` is a row of the catalogue's shards.
     """
@@ -169,7 +169,7 @@ class _Columns:
 
 @dataclass(slots=True, kw_only=True)
 class ReshardPlan:
-    """A job as data: sources, target and the steps between them; `feeds` compute the rest."""
+    """Sources, target and the copy steps between them; `feeds` compute the other tensors."""
 
     sources: tuple[Catalogue, ...]
     target: Destination
@@ -196,7 +196,7 @@ class ReshardPlan:
         return narrow.lattice(entry, shards.lo[rows], shards.hi[rows], view_lo)
 
     def target_lattice(self, piece: Ints, view_lo: Ints) -> tuple[Ints, Ints]:
-        """The same for target pieces."""
+        """Like `source_lattice`, for target pieces."""
         entry = self.target_pieces.entry[piece].astype(np.int64)
         shards = self.target.catalogue.shards.boxes
         rows = self.target_pieces.shard[piece]
@@ -210,7 +210,7 @@ class ReshardPlan:
         return self._sides[side]
 
     def terms(self, number: int) -> list[int]:
-        """The entries whose elements make entry `number`: of a reduction one per source."""
+        """The entries that entry `number` is computed from: one per source of a reduction."""
         if self.entries[number].op is not Op.REDUCE:
             return [number]
         end = number + 1

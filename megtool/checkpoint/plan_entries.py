@@ -1,4 +1,4 @@
-"""Entries: what stands in the target paired with what sources hold, over one view of both."""
+"""Plan entries: each target tensor paired with its source, over one common view."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def build_entries(
     copies: Mapping[str, str],
     shares: Sequence[float],
 ) -> list[PlanEntry]:
-    """The entries of a plan, fills last; arguments and errors are those of `planner.build`."""
+    """The entries of a plan, fills last; see `planner.build_plan` for arguments and errors."""
     refined: _Refined = {}
     out: list[PlanEntry] = []
     for name, p in placements.items():
@@ -35,7 +35,7 @@ def build_entries(
 
 
 def placement_view(p: Placement) -> View:
-    """The view of a placement, which many placements share."""
+    """The view of a placement (shape, dims, mults), which many placements share."""
     return p.shape, p.dims, p.mults
 
 
@@ -73,8 +73,8 @@ def _copy_entry(
     if 0 in target_placement.shape:
         if 0 not in source_placement.shape:
             raise MappingError(
-                f"{name!r} has shape {list(source_placement.shape)} as {a.name!r} and {list(target_placement.shape)} as "
-                f"{b.name!r}",
+                f"{name!r} has shape {list(source_placement.shape)} as {a.name!r} and "
+                f"{list(target_placement.shape)} as {b.name!r}",
                 tensor=b.name,
             )
         placement = None
@@ -101,7 +101,7 @@ def _copy_entry(
 
 
 def _is_float_target(p: Placement, target: Catalogue) -> bool:
-    """The target's elements are numbers that have a mean."""
+    """Whether the target's dtype is a float, which can be averaged."""
     return target.tensors[_tensor_number(p, target)].dtype.is_float
 
 
@@ -125,7 +125,7 @@ def _reduction_entries(
     ] or [
         _copy_entry(
             name, source_name, target_placement, sources, target, {}
-        )  # which says that it is missing
+        )  # raises the error that it is missing
     ]
     return [
         replace(
@@ -140,7 +140,7 @@ def _reduction_entries(
 
 
 def _tensor_number(p: Placement, catalogue: Catalogue) -> int:
-    """The number of the tensor a placement lies in."""
+    """The number of the stored tensor of a placement."""
     number = catalogue.index.get(p.stored)
     if number is None:
         raise MappingError(

@@ -1,4 +1,4 @@
-"""Summary: what a plan will do, in bytes, files, memory and seconds, before it does it."""
+"""Summary of a plan before it runs: bytes, files, memory and estimated seconds."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ REDUCE_RATE = 0.7e9
 FILL_RATE = 4.0e9
 """Nominal bytes per second of one thread, in the target, with files in the page cache.
 
-They are of the size a two-core virtual machine gives: enough to tell seconds from hours.
+Measured on a two-core virtual machine: enough to tell seconds from hours.
 """
 
 THREAD_GAIN = 0.8
-"""What each thread after the first adds; beyond `MOST_GAIN` the storage is the limit."""
+"""The gain of each thread after the first; beyond `MAX_GAIN` the storage is the limit."""
 
 MAX_GAIN = 8.0
 MIN_BUFFER_BYTES = 64 << 10
-"""The executor's buffers may take this much, whatever the memory allowed."""
+"""Each buffer may take this much even if the memory limit is lower."""
 
 DEFAULT_BUFFER_BYTES = 1 << 20
-"""And this much, or what is decoded at once, whatever the size of a tensor, where memory allows."""
+"""Each buffer may take this much, or the size decoded at once, if memory allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpBytes:
-    """Bytes of the target by what happens to them.
+    """Bytes of the target by operation.
 
-    `kernel` bytes never enter the process; `strided` ones are equally unchanged, but pass through
-    buffers because they come in short runs (or are to be digested).
+    `kernel` bytes never enter the process. `strided` bytes are also unchanged, but pass through
+    buffers because they come in short runs (or are digested).
     """
 
     kernel: int
@@ -63,11 +63,10 @@ class OpBytes:
 class PlanSummary:
     """A plan in numbers.
 
-    `read_bytes` are bytes read of tensors, `header_bytes` all that is written around them.
-    `moved` stored source tensors reach the target with their elements unchanged, `derived` ones
-    are cast or decoded, and `dropped` counts what the target leaves out, of `dropped_bytes`.
-    `peak_buffer_bytes` bounds all buffers of all threads; `seconds` is an estimate at the nominal
-    rates of this file.
+    `read_bytes` are bytes read of tensors, `header_bytes` all that is written around them. `moved`
+    stored source tensors reach the target unchanged, `derived` ones are cast or decoded, and
+    `dropped` ones, of `dropped_bytes`, are not in the target. `peak_buffer_bytes` bounds all
+    buffers of all threads; `seconds` is an estimate at the nominal rates of this file.
     """
 
     source_format: str
@@ -88,7 +87,7 @@ class PlanSummary:
     fingerprint: str
 
     def lines(self) -> list[str]:
-        """The summary as a person reads it, one aligned row a fact; sizes in powers of 1024."""
+        """The summary as aligned text rows; sizes in powers of 1024."""
         rows = [("plan", f"{self.source_format} -> {self.target_format}")]
         names = {
             "kernel": "copied by the kernel",
@@ -128,14 +127,14 @@ class PlanSummary:
         return [f"{name:<{width}}  {value}" for name, value in rows]
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain data: bytes and seconds as numbers."""
+        """The summary as plain data: bytes and seconds as numbers."""
         return asdict(self)
 
 
 def summarize(
     plan: ReshardPlan, *, threads: int = 1, memory_bytes: int = 256 << 20, digest_all: bool = False
 ) -> PlanSummary:
-    """Sum up a plan as `copy.execute` would carry it out with these settings.
+    """Summarize a plan as `copy.execute` would execute it with these settings.
 
     With `digest_all` every byte passes through buffers. Works on columns, so that millions of
     steps take about a second.
@@ -193,7 +192,7 @@ def summarize(
 
 
 def _tensor_names(plan: ReshardPlan) -> set[str]:
-    """Names of the tensors that the sources store: what is dropped may be something else."""
+    """Names of the tensors that the sources store; dropped items may also be objects."""
     tensors = {t.name for c in plan.sources for t in c.tensors}
     return tensors | {s.name for c in plan.sources for s in c.ignored}
 
@@ -221,7 +220,7 @@ def _stored_bytes(catalogue: Catalogue) -> Ints:
     """Bytes that each tensor's shards take in files."""
     out = np.zeros(len(catalogue.tensors), np.int64)
     np.add.at(out, catalogue.shards.tensor, catalogue.extents.length)
-    for name, parts in catalogue.packed.items():  # beside the codes lie scales
+    for name, parts in catalogue.packed.items():  # codes and scales
         sizes = [numel(p.part.shape) * dtype(p.part.dtype).itemsize for p in parts]
         out[catalogue.index[name]] = sum(sizes)
     return out
@@ -240,7 +239,7 @@ def _files_read(plan: ReshardPlan) -> int:
 
 
 def _reduced_bytes(plan: ReshardPlan) -> int:
-    """What is added up, as bytes of the target for every source."""
+    """Bytes added up by reductions, in the target's dtype, for every source."""
     return sum(
         numel(e.shape) * plan.target_tensor(e).dtype.itemsize
         for e in plan.entries
@@ -256,7 +255,7 @@ def _peak(
     memory_bytes: int,
     slots: int = NUM_BUFFERS,
 ) -> int:
-    """No buffer outgrows its share of the memory, or a usual buffer and the largest entry."""
+    """The bound on all buffers: the share of the memory, or the largest entry if smaller."""
     if not largest_bytes:
         return 0
     share = max(memory_bytes // threads // slots, MIN_BUFFER_BYTES)
@@ -280,7 +279,7 @@ def _count(n: int, noun: str) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds as a person reads them: they are an estimate, so two figures at most."""
+    """An estimate in seconds as text, with two digits at most."""
     if seconds < 1:
         return "less than a second"
     if seconds < 90:

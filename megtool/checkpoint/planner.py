@@ -1,6 +1,6 @@
-"""Planning: join what source shards hold with what target shards want, and prove it whole.
+"""Builds a plan: joins source shards with target shards and proves that nothing is missing.
 
-Pure: headers in, `Plan` out; no tensor data is read and nothing is written.
+Pure: headers in, `ReshardPlan` out. No tensor data is read and nothing is written.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def build_plan(
 ) -> ReshardPlan:
     """Plan the copies that fill `target` from `sources`, and prove that nothing is missing.
 
-    `placements` say where each canonical tensor lies in the target; the first source that places
-    the tensor gives it. A target that holds a tensor several times (once per tensor-parallel rank,
-    say) places it under further names too, which `copies` maps to the canonical one. With `shares`,
-    one a source, the target is their weighted sum: every source that places a tensor of floats adds
-    to it. `feeds` fill what no placement does. `options` is mixed into the fingerprint.
+    `placements` locate each canonical tensor in the target; the first source that places the tensor
+    provides it. If the target stores a tensor several times (for example once per tensor-parallel
+    rank), it has further names, which `copies` maps to the canonical one. With `shares`, one per
+    source, the target is their weighted sum: every source that places a float tensor adds to it.
+    `feeds` fill what no placement does. `options` is part of the fingerprint.
 
     Raises:
-        MappingError: no source has a tensor that the target needs, or the two place it in ways
-            that do not agree.
-        CoverageError: an element would be written never or twice, or a tensor that a source
-            stores or places is neither used nor listed in `dropped`.
+        MappingError: no source has a tensor that the target needs, or source and target
+            placements do not agree.
+        CoverageError: an element would be written twice or not at all, or a source tensor is
+            neither used nor listed in `dropped`.
     """
     catalogues = tuple(s.catalogue for s in sources)
     copies = copies or {}
@@ -84,11 +84,11 @@ def build_plan(
 def _locate_pieces(
     sides: Sequence[tuple[int, int, Placement | None]], catalogues: Sequence[Catalogue], width: int
 ) -> ShardPieces:
-    """What shards hold of each entry, given as `(catalogue, tensor, placement)`.
+    """The pieces of each entry, given as `(catalogue, tensor, placement)`, in shards.
 
-    Entries are many and shards are many, so they meet in one join of the boxes that placements
-    span in their stored tensors with the boxes of shards. Placements that differ only in `base`
-    (the experts of a layer, say) are then cut together, on shards shifted by it.
+    There are many entries and many shards, so one join matches the boxes that placements span in
+    stored tensors with the boxes of shards. Placements that differ only in `base` (such as the
+    experts of a layer) are then cut together, on shards shifted by it.
     """
     numbers_by_source: dict[int, list[int]] = defaultdict(list)
     for number, (index, _, p) in enumerate(sides):
@@ -163,8 +163,7 @@ def _pad_boxes(boxes: Boxes, width: int) -> Boxes:
 def _join_pieces(
     entries: Sequence[PlanEntry], source: ShardPieces, target: ShardPieces
 ) -> CopySteps:
-    """Join source and target pieces of each entry; fills, which come last, take their target
-    pieces as they are."""
+    """Join source and target pieces of each entry; fills come last and use their target pieces."""
     fills = sum(e.op is Op.FILL for e in entries)
     filled = np.arange(target.first[len(entries) - fills], len(target), dtype=np.int64)
     i, j = join(
@@ -193,7 +192,7 @@ def prove_coverage(
     placements: Mapping[str, Placement],
     copies: Mapping[str, str],
 ) -> None:
-    """Show that every target element is written exactly once and every source tensor accounted for.
+    """Prove that every target element is written exactly once and no source tensor is forgotten.
 
     Shards tile their tensors on both sides (`Catalogue.check`), placements claim every element of
     a target tensor once and of a source tensor at most once (`check_placements`). So pieces, being
@@ -201,7 +200,7 @@ def prove_coverage(
     intersections: that each entry's steps add up to its volume is all that is left to check.
 
     Raises:
-        CoverageError: the proof fails; names the tensor.
+        CoverageError: the proof fails; it names the tensor.
         MappingError: a placement does not fit its stored tensor.
     """
     plan.target.catalogue.check()
@@ -245,7 +244,7 @@ def prove_coverage(
 
 
 def _fingerprint(plan: ReshardPlan, options: str) -> str:
-    """What must be equal for a killed run to be resumed: sources, target, entries and options."""
+    """A hash of what must be equal to resume a run: sources, target, entries and options."""
     h = hashlib.sha256()
 
     def mix(*parts: object) -> None:
@@ -265,7 +264,9 @@ def _fingerprint(plan: ReshardPlan, options: str) -> str:
     mix(len(fragments))
     places = [x for number, offset, data in fragments for x in (number, offset, len(data))]
     h.update(np.array(places, np.int64).data)
-    for start in range(0, len(fragments), 4096):  # few calls: a million headers are hashed here
+    for start in range(
+        0, len(fragments), 4096
+    ):  # few calls, because there may be a million headers
         h.update(b"".join([data for _, _, data in fragments[start : start + 4096]]))
     for path, data in plan.target.iter_small_files():
         mix(path, len(data))

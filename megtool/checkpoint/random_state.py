@@ -1,9 +1,9 @@
-"""Random state and rerun state: what belongs to single ranks, and where it may go.
+"""Random state and rerun state, which belong to single ranks, and the layouts that accept them.
 
 Random state is one object per pipeline and tensor rank, `rng_state/shard_<pp>.<tp>_<PP>.<TP>`, a
-list with one entry, or with one per data-parallel rank (`--data-parallel-random-init`). Where
-experts are spread it may be an object per data-parallel rank, too (`<pp>.<tp>.<dp>`). The rerun
-state machine keeps one object per rank of the world.
+list with one entry, or with one per data-parallel rank (`--data-parallel-random-init`). With
+expert parallelism there may be an object per data-parallel rank (`<pp>.<tp>.<dp>`). The rerun
+state machine has one object per rank of the world.
 """
 
 from __future__ import annotations
@@ -17,52 +17,61 @@ from megtool.config import ParallelConfig
 
 RNG = "rng_state"
 RERUN = "rerun_state_machine"
-NO_RNG_HINT = "start with --no-load-rng, or the run seeds itself anew"
+NO_RNG_HINT = "start with --no-load-rng; the run then uses new random seeds"
 
 _RNG = re.compile(r"(?:.*\.)?rng_state/shard_(\d+(?:\.\d+)+)_(\d+(?:\.\d+)+)")
 _RERUN = re.compile(r"rerun_state_machine_state/shard_(\d+)_(\d+)")
 
 
 def rng_object_name(pp: int, tp: int, parallel: ParallelConfig) -> str:
-    """What the random state of a pipeline and tensor rank is called."""
+    """The object name of the random state of a pipeline and tensor rank."""
     return f"{RNG}/shard_{pp}.{tp}_{parallel.pp}.{parallel.tp}"
 
 
 def is_rng_object(name: str) -> bool:
-    """The object is random state."""
+    """Whether the object is random state."""
     return _RNG.fullmatch(name) is not None
 
 
 def is_rerun_object(name: str) -> bool:
-    """The object is a rank's part of the rerun state machine."""
+    """Whether the object is a rank's part of the rerun state machine."""
     return _RERUN.fullmatch(name) is not None
 
 
 def find_rng_obstacle(catalogue: Catalogue, name: str, parallel: ParallelConfig) -> str | None:
-    """Why an object of random state cannot go to a layout; None where it can.
+    """Why random state cannot be used in a layout; None if it can.
 
-    Ranks of the new layout take the state of their pipeline and tensor rank, so these two axes have
-    to stay as they are, and the data-parallel one where its ranks differ.
+    Ranks of the new layout take the state of their pipeline and tensor rank, so pp and tp must not
+    change, nor dp if the state differs between data-parallel ranks.
     """
     match = _RNG.fullmatch(name)
     sizes = [int(n) for n in match[2].split(".")] if match else []
     saved, expected = sizes[:2], [parallel.pp, parallel.tp]
     if saved != expected:
-        return f"random state of {_format_sizes(saved)} ranks (pp, tp) in a layout of {_format_sizes(expected)}: {NO_RNG_HINT}"
+        return (
+            f"random state of {_format_sizes(saved)} ranks (pp, tp) in a layout of "
+            f"{_format_sizes(expected)}: {NO_RNG_HINT}"
+        )
     replicas = parallel.dp * parallel.cp
     for count in sizes[2:]:
         if count not in (replicas, parallel.dp):
-            return f"random state of {count} data-parallel ranks in a layout of {parallel.dp}: {NO_RNG_HINT}"
+            return (
+                f"random state of {count} data-parallel ranks in a layout of {parallel.dp}: "
+                f"{NO_RNG_HINT}"
+            )
     entries = read_object(catalogue, catalogue.objects[name])
     if isinstance(entries, list) and len(entries) not in (1, parallel.dp):
-        return f"random state of {len(entries)} data-parallel ranks in a layout of {parallel.dp}: {NO_RNG_HINT}"
+        return (
+            f"random state of {len(entries)} data-parallel ranks in a layout of {parallel.dp}: "
+            f"{NO_RNG_HINT}"
+        )
     return None
 
 
 def find_rerun_obstacle(catalogue: Catalogue, name: str, parallel: ParallelConfig) -> str | None:
-    """Why a rank's rerun state cannot go to a layout; None where it can.
+    """Why a rank's rerun state cannot be used in a layout; None if it can.
 
-    Megatron loads it in the same world of the same layout alone.
+    Megatron loads it only in the same layout.
     """
     match = _RERUN.fullmatch(name)
     count = int(match[2]) if match else 0
@@ -79,7 +88,7 @@ def find_rerun_obstacle(catalogue: Catalogue, name: str, parallel: ParallelConfi
 
 
 def is_rerun_idle(catalogue: Catalogue) -> bool:
-    """No step waits to be run again, so that the rerun state says nothing."""
+    """Whether no step is waiting to be run again, so the rerun state carries no information."""
     common = catalogue.metadata.get("common")
     rerun = common.get(RERUN) if isinstance(common, dict) else None
     state = rerun.get("state") if isinstance(rerun, dict) else None

@@ -1,4 +1,4 @@
-"""Read: the elements of a canonical or stored tensor, whole or tile by tile."""
+"""Reads canonical or stored tensors of a checkpoint, whole or tile by tile."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megtool.tensors.box import numel, strides
 from megtool.tensors.placement import Placement, pieces
 
 MAX_TILE_GROWTH = 16
-"""Where a tensor lies in short runs, tiles may grow to this many times the size asked for."""
+"""If a tensor is stored in short runs, tiles may grow to this many times `max_bytes`."""
 
 
 class CheckpointReader:
-    """Opens the files of a checkpoint as they are needed, and reads its tensors. Use in `with`."""
+    """Reads the tensors of a checkpoint; opens its files at first use. Use in `with`."""
 
     def __init__(self, catalogue: Catalogue, files: Files) -> None:
         self.catalogue = catalogue
@@ -32,12 +32,12 @@ class CheckpointReader:
         self.locator = ShardLocator(catalogue)
 
     def open_stored(self, name: str) -> TensorView:
-        """A tensor as the checkpoint holds it."""
+        """Open a tensor as stored."""
         tensor = self.catalogue[name]
         return TensorView(self, Placement.identity(name, tensor.shape))
 
     def open_canonical(self, placement: Placement) -> TensorView:
-        """The canonical tensor that lies in a stored one at `placement`."""
+        """Open the canonical tensor at `placement` in a stored one."""
         return TensorView(self, placement)
 
     def close(self) -> None:
@@ -52,11 +52,10 @@ class CheckpointReader:
 
 
 class TensorView:
-    """One tensor to be read, in row-major order of `shape` (that of its placement).
+    """One tensor to read, in row-major order of `shape` (that of its placement).
 
-    Elements come in `dtype.view`: for types numpy does not know (bfloat16, fp8) unsigned integers
-    that hold their bits. Packed tensors are decoded to the type the
-    catalogue gives them. Not for several threads at once.
+    Elements are in `dtype.view`: for dtypes that numpy lacks (bfloat16, FP8) unsigned integers with
+    their bits. Packed tensors are decoded to their catalogue dtype. Not thread-safe.
     """
 
     def __init__(self, reader: CheckpointReader, placement: Placement) -> None:
@@ -69,9 +68,9 @@ class TensorView:
         self.dtype: DType = stored.dtype
 
     def tiles(self, max_bytes: int = 1 << 20) -> Generator[tuple[int, Array], None, None]:
-        """Consecutive elements, about `max_bytes` at a time: the flat index of the first, and they.
+        """Yield the flat index of the first element and about `max_bytes` of consecutive elements.
 
-        Arrays are 1-d and used again for the next tile: copy what is to stay.
+        Arrays are 1-d and reused for the next tile: copy them to keep them.
         """
         if not numel(self.shape):
             return

@@ -1,8 +1,8 @@
-"""Regroup: the bytes of a checkpoint under other tensors, cut into other boxes.
+"""The bytes of a checkpoint as other tensors, cut into other boxes.
 
 The distributed optimizer stores flat buckets, Megatron's legacy format one file per rank. Both hold
-row-major pieces of the model's tensors, so saying which piece is which gives a catalogue in model
-space, over the same bytes. It works for a checkpoint that is read and for one laid out ahead.
+row-major pieces of the model's tensors. Naming each piece gives a catalogue in model space over the
+same bytes, for a checkpoint to read and for one to write.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 @dataclass(frozen=True, slots=True)
 class Rechunking:
-    """New tensors, and the pieces of old shards that they are made of.
+    """New tensors, and the pieces of old shards that they consist of.
 
     Piece `i` is the box `boxes[i]` (padded to the widest tensor with `[0, 1)`) of `tensors[
-    tensor[i]]`, and lies in row-major order in shard `shard[i]` of the old catalogue, from its
-    element `start[i]` on. `copies` are pieces whose box another piece has already: they are
-    compared (`verify`), never read.
+    tensor[i]]`, stored in row-major order in shard `shard[i]` of the old catalogue, from its
+    element `start[i]`. `copies` are duplicates of the box of another piece: they are compared by
+    `verify` and never read.
     """
 
     tensors: Sequence[GlobalTensor]
@@ -38,9 +38,9 @@ class Rechunking:
 
 
 def rechunk(catalogue: Catalogue, keep: Callable[[str], bool], rechunking: Rechunking) -> Catalogue:
-    """The catalogue of the old tensors that `keep` names, and of the new ones, over the same bytes.
+    """The catalogue of the old tensors that `keep` accepts and the new ones, over the same bytes.
 
-    Headers of the shards concerned are read where offsets depend on them.
+    Headers of shards are read if offsets depend on them.
 
     Raises:
         FormatError: a header is damaged.
@@ -103,7 +103,7 @@ def _pieces(r: Rechunking, chosen: NDArray[np.bool_]) -> Rechunking:
 
 
 def _locate(catalogue: Catalogue, rows: Ints) -> ShardOffsets:
-    """Offsets of many shards, each asked for once."""
+    """Offsets of many shards, each located once."""
     if not catalogue.extents.contained:
         return ShardOffsets(offset=catalogue.extents.offset[rows])
     distinct, inverse = np.unique(rows, return_inverse=True)
@@ -121,7 +121,7 @@ def _locate(catalogue: Catalogue, rows: Ints) -> ShardOffsets:
 def _make_locator(
     extents: Extents, strides: dict[int, tuple[int, ...]], order: Ints
 ) -> Callable[[NDArray[np.int64]], ShardOffsets]:
-    """A way to locate shards of which some are not row-major."""
+    """A locator for shards of which some are not row-major."""
     place = np.argsort(order)
     by_row = {int(place[k]): v for k, v in strides.items()}
 
@@ -133,7 +133,7 @@ def _make_locator(
 
 
 def _keep_replicas(catalogue: Catalogue, old: Ints, order: Ints) -> list[Replica]:
-    """Copies of the old shards that stay, by their new rows."""
+    """Replicas of the remaining old shards, by their new rows."""
     row = {
         int(s): int(k)
         for s, k in zip(old.tolist(), np.argsort(order)[: len(old)].tolist(), strict=True)
@@ -160,7 +160,7 @@ def _replicas(
     order: Ints,
     num_old: int,
 ) -> list[Replica]:
-    """Copies by the new row of the piece that has the same box."""
+    """Replicas by the new row of the piece with the same box."""
     if not len(second.tensor):
         return []
     place = np.argsort(order)
@@ -191,7 +191,7 @@ def _iter_keys(pieces: Rechunking) -> Iterator[tuple[int, ...]]:
 
 
 def _widen(array: Ints, ndim: int, value: int) -> Ints:
-    """Columns padded to `ndim` with `value`, or cut to it (what is cut is padding)."""
+    """Columns padded to `ndim` with `value`, or cut to it (only padding is cut)."""
     if array.shape[1] >= ndim:
         return array[:, :ndim]
     more = np.full((len(array), ndim - array.shape[1]), value, np.int64)

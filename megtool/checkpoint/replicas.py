@@ -1,4 +1,4 @@
-"""Replicas: second copies of shards, as two catalogues that can be compared."""
+"""Second copies of shards, as two catalogues that can be compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes
 def pair_replicas(catalogue: Catalogue) -> tuple[Catalogue, Catalogue]:
     """The shards that have replicas, and those replicas, under the same names.
 
-    Each replica is a tensor of its own in both: `<tensor> [<box>] in <file>`.
+    Each replica is a separate tensor in both: `<tensor> [<box>] in <file>`.
     """
     rows = np.array([r.shard for r in catalogue.replicas], np.int64)
     s, e = catalogue.shards, catalogue.extents
@@ -63,7 +63,7 @@ def pair_replicas(catalogue: Catalogue) -> tuple[Catalogue, Catalogue]:
 
 
 def _locate(copies: Catalogue, ids: NDArray[np.int64]) -> ShardOffsets:
-    """Where the copies' raw bytes lie inside their items."""
+    """Locate the raw bytes of the copies inside their items."""
     offset, strides = np.zeros(len(ids), np.int64), {}
     views: StorageViews = {}
     for k, row in enumerate(ids.tolist()):
@@ -83,8 +83,8 @@ def _locate(copies: Catalogue, ids: NDArray[np.int64]) -> ShardOffsets:
             os.close(fd)
         if location.dtype is not tensor.dtype or location.shape != tensor.shape:
             raise FormatError(
-                f"a replica holds {list(location.shape)} {location.dtype}, not {list(tensor.shape)} "
-                f"{tensor.dtype}",
+                f"a replica holds {list(location.shape)} {location.dtype}, not "
+                f"{list(tensor.shape)} {tensor.dtype}",
                 file=path,
                 tensor=tensor.name,
             )

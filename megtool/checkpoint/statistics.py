@@ -1,4 +1,4 @@
-"""Statistics: smallest, largest, mean and spread of tensors, and how many zeros, NaN and Inf."""
+"""Minimum, maximum, mean and standard deviation of tensors, and counts of zeros, NaN and Inf."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megtool.checkpoint.transport.strided import Array
 from megtool.dtypes import DType
 from megtool.tensors.placement import Placement, narrow
 
-_CHUNK_ELEMENTS = 1 << 16  # elements; as float64 they stay in the second cache
+_CHUNK_ELEMENTS = 1 << 16  # elements; as float64 they stay in the L2 cache
 
 
 @dataclass(slots=True)
 class TensorStatistics:
-    """What the numbers of one tensor are like.
+    """Statistics of one tensor.
 
     `min`, `max`, `mean` and `std` (of the population, summed in float64) are those of the finite
-    elements, None where there are none. A complex number counts as two.
+    elements; None if there are none. A complex number counts as two.
     """
 
     count: int = 0
@@ -45,12 +45,12 @@ class TensorStatistics:
         return math.sqrt(self._m2 / finite) if finite else None
 
     def add(self, array: Array, kind: DType) -> None:
-        """Take in some elements, as they lie in a file."""
+        """Add elements, as stored in a file."""
         for start in range(0, array.size, _CHUNK_ELEMENTS):
             self.merge(_measure_chunk(array[start : start + _CHUNK_ELEMENTS], kind))
 
     def merge(self, statistics: TensorStatistics) -> None:
-        """Take in what is known of other elements."""
+        """Add the statistics of other elements."""
         num_finite = self.count - self.nan - self.inf
         num_added = statistics.count - statistics.nan - statistics.inf
         self.count += statistics.count
@@ -99,7 +99,7 @@ def _measure_chunk(array: Array, kind: DType) -> TensorStatistics:
     if not x.size:
         return out
     out.min, out.max = x.min().item(), x.max().item()
-    with np.errstate(over="ignore", invalid="ignore"):  # float64 numbers may have no finite square
+    with np.errstate(over="ignore", invalid="ignore"):  # squares of float64 numbers may overflow
         y = x.astype(np.float64)
         out.mean = float(y.mean())
         y -= out.mean
@@ -114,9 +114,9 @@ def measure_tensors(
     threads: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, TensorStatistics]:
-    """Statistics of stored tensors, all elements of which are read once.
+    """Statistics of stored tensors; every element is read once.
 
-    `progress` is told of bytes, from any thread.
+    `progress` receives numbers of bytes, from any thread.
     """
     out = {name: TensorStatistics() for name in names}
     jobs: list[tuple[str, Placement]] = []

@@ -1,4 +1,4 @@
-"""Tensors inside a pickle: each keeps its storage as a small stream of its own, read without torch.
+"""Tensors nested in a pickle, each with its storage as a separate stream, read without torch.
 
 `pickle.dumps` of a tensor calls `torch.storage._load_from_bytes` on what `torch.save` wrote before
 release 1.6: five pickles (a number, a version, the machine, the storage, its key), the number of
@@ -40,14 +40,14 @@ _TORCH_PICKLES = re.compile(
     rb"\x80\x02\]q\0\(?X[\x01-\x14]\0\0\0\d+q\x01[ae]\.",
     re.DOTALL,
 )
-"""The last two pickles as torch writes them; others are decoded, which takes ten times as long."""
+"""The last two pickles as torch writes them; other forms are decoded, ten times slower."""
 _KEY = "0"
 
 
 def read_array(node: Any, file: str | Path = "") -> NDArray[np.float32] | None:
-    """The float32 array of an inert tensor; None of any other node.
+    """The float32 array of an inert tensor; None for any other node.
 
-    Its storage is a stream of its own (`LOAD`), or a reference with bytes attached.
+    Its storage is a separate stream (`LOAD`), or a reference with its bytes attached.
 
     Raises:
         FormatError: damaged, not of floats, or larger than its storage.
@@ -67,7 +67,7 @@ def read_array(node: Any, file: str | Path = "") -> NDArray[np.float32] | None:
     else:
         raise FormatError("a tensor in an extra state has no storage", file=file)
     if shape is None or strides is None or len(shape) != len(strides) or type(offset) is not int:
-        raise FormatError("a tensor in an extra state makes no sense", file=file)
+        raise FormatError("a tensor in an extra state has invalid sizes or strides", file=file)
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + offset
     if offset < 0 or (0 not in shape and max(last + 1, math.prod(shape)) > flat.size):
         raise FormatError("a tensor in an extra state is larger than its storage", file=file)
@@ -121,9 +121,9 @@ def _persistent_id(node: Any) -> Any:
 
 
 def _read_storage(data: bytes, file: str | Path) -> NDArray[Any]:
-    """The elements of a storage's own stream."""
+    """The elements of a storage in a separate stream."""
     if not data.startswith(_MAGIC):
-        raise FormatError("a tensor in an extra state has a storage of no known form", file=file)
+        raise FormatError("a tensor in an extra state has a storage in an unknown form", file=file)
     if data.startswith(_HEAD) and (match := _TORCH_PICKLES.match(data, len(_HEAD))):
         return _read_elements(data, match.end(), _parse_dtype(match[1].decode(), file), file)
     stream = io.BytesIO(data)
@@ -139,12 +139,12 @@ def _read_storage(data: bytes, file: str | Path) -> NDArray[Any]:
     node = pickle_reader.decode(parts[-2], file=file)
     pid = node.id if isinstance(node, PersistentRef) else None
     if not (isinstance(pid, tuple) and len(pid) > 4 and pickle_reader.is_global(pid[1])):
-        raise FormatError("a storage in an extra state is of no known form", file=file)
+        raise FormatError("a storage in an extra state is in an unknown form", file=file)
     return _read_elements(data, stream.tell(), _parse_dtype(pid[1].qualname, file), file)
 
 
 def _read_elements(data: bytes, offset: int, kind: DType, file: str | Path) -> NDArray[Any]:
-    """The elements of a stream whose pickles end at `at`: their number, and their bytes."""
+    """The elements of a stream whose pickles end at `offset`: a count, then their bytes."""
     offset += 8
     count = int.from_bytes(data[offset - 8 : offset], "little")
     if len(data) != offset + count * kind.itemsize:
@@ -165,7 +165,7 @@ def _parse_dtype(name: str, file: str | Path) -> DType:
 
 def _to_numpy(data: bytes, kind: DType, file: str | Path) -> NDArray[Any]:
     if len(data) % kind.itemsize:
-        raise FormatError("a storage in an extra state is cut short", file=file)
+        raise FormatError("a storage in an extra state is truncated", file=file)
     flat = np.frombuffer(data, kind.view)
     if kind.name == "bfloat16":
         flat = (flat.astype("<u4") << 16).view("<f4")

@@ -1,7 +1,7 @@
-"""What keeps a hostile pickle from taking memory or the C stack before it fails.
+"""Limits on the memory and C stack that a hostile pickle can use before it fails.
 
-Nothing here knows what a pickle means: `check` walks the opcodes of a small one, `guarded` runs a
-function with the memory limit and the stack depth that a large one deserves.
+No pickle is interpreted here. `check_pickle` walks the opcodes of a small one; `load_guarded` runs
+a function with a memory limit and a stack depth that suit a large one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeVar
 from megtool.errors import FormatError
 
 SMALL_BYTES = 2 << 20
-"""Up to this size opcodes are walked first (some 0.2 us each); above, memory is limited."""
+"""Up to this size opcodes are walked first (about 0.2 us each); above, memory is limited."""
 
 _BYTES_PER_BYTE = 24
 _SLACK_BYTES = 256 << 20
@@ -37,7 +37,7 @@ _ARGUMENTS = {
     b"TXB\x8b": _LENGTH - 4,
     b"\x8d\x8e\x96": _LENGTH - 8,
 }
-"""How long each opcode's argument is. Absent, so refused: DUP, INST, OBJ, PERSID, EXT, buffers."""
+"""The length of each opcode's argument. Refused: DUP, INST, OBJ, PERSID, EXT, buffers."""
 
 _LEAVES = b"NKMJGFILSVcUC\x8aTXB\x8b\x8c\x8d\x8e\x96\x88\x89\x8f}])"
 _POPS = {b"Q": 1, b"\x93": 2, b"\x92": 3}  # and push one leaf
@@ -61,10 +61,10 @@ _memory_limit = threading.Lock()
 
 
 def check_pickle(data: bytes, *, file: str | Path) -> None:
-    """Walk the opcodes of a pickle, keeping of every value only what hashing it would cost.
+    """Walk the opcodes of a pickle and track only the cost of hashing each value.
 
-    A tuple is hashed by hashing all it holds, again and again: a few dozen pairs nested in pairs,
-    used as a key, would take forever, and a million nested ones overflow the stack.
+    Hashing a tuple hashes all its items: a few dozen pairs nested in pairs, used as a key, would
+    take forever, and a million nested pairs overflow the stack.
 
     Raises:
         FormatError: an opcode that no tensor file needs, an argument past the end, a memo index
@@ -116,7 +116,7 @@ _TUPLE_N = {0x85: 1, 0x86: 2, 0x87: 3}
 
 
 class _Walk:
-    """The machine of `check`: a stack and a memo of costs."""
+    """The state of `check_pickle`: a stack and a memo of costs."""
 
     def __init__(self, data: bytes, file: str | Path) -> None:
         self.stack: list[int] = []
@@ -125,7 +125,7 @@ class _Walk:
         self._data, self._file = data, file
 
     def step(self, code: int, pops: int | None, start: int, end: int) -> None:
-        """One opcode that is no leaf; its argument is `data[start:end]`."""
+        """Handle one opcode that is not a leaf; its argument is `data[start:end]`."""
         stack = self.stack
         if pops is not None:
             self._pop(pops)
@@ -178,7 +178,7 @@ class _Walk:
 
     def _check_keys(self, costs: list[int]) -> None:
         if max(costs, default=0) > _KEY_COST:
-            raise FormatError("pickle uses an absurdly nested tuple as a key", file=self._file)
+            raise FormatError("pickle uses a deeply nested tuple as a key", file=self._file)
 
     def _index(self, code: int, start: int, end: int) -> int:
         argument = self._data[start:end]
@@ -188,17 +188,17 @@ class _Walk:
         else:
             index = int.from_bytes(argument, "little")
         if index > len(self._data):
-            raise FormatError(f"pickle memo index {index} is absurd", file=self._file)
+            raise FormatError(f"pickle memo index {index} is out of range", file=self._file)
         return index
 
 
 def load_guarded(load: Callable[[], T], data: bytes, *, file: str | Path) -> T:
     """Call `load`, which decodes `data`, so that a bad pickle fails with an exception.
 
-    Small pickles are walked first. For large ones address space is limited, while `load` runs, to
-    a multiple of their size, and the garbage collector rests: it would visit every one of the
-    millions of objects again and again. Hashing nested tuples recurses in C without a check, so a
-    pickle with many tuples is decoded on a stack that is deep enough for all of them nested.
+    Small pickles are walked first. For large ones the address space is limited to a multiple of
+    their size while `load` runs, and the garbage collector is off, because it would visit millions
+    of objects repeatedly. Hashing nested tuples recurses in C without a check, so a pickle with
+    many tuples is decoded on a stack deep enough for all of them nested.
     """
     if len(data) <= SMALL_BYTES or not _can_limit():
         check_pickle(data, file=file)
@@ -250,7 +250,7 @@ def _can_limit() -> bool:
 
 @contextmanager
 def _limited(extra: int) -> Iterator[None]:
-    """The process may map `extra` bytes more than now; one caller at a time."""
+    """Limit the process to `extra` more bytes of address space; one caller at a time."""
     import resource
 
     with _memory_limit:

@@ -1,8 +1,8 @@
-"""Pickles as data: decoded without importing anything that they name.
+"""Decodes pickles as data, without importing anything they name.
 
-Checkpoints keep their small facts in pickles, and a pickle is a program. Here every class or
-function it names becomes an inert stand-in that remembers its arguments; nothing is imported,
-called or executed. `pickle_writer.encode` writes such a tree back.
+Checkpoints store small values in pickles, and a pickle is a program. Here every class or function
+that it names becomes an inert stub that stores its arguments; nothing is imported, called or
+executed. `pickle_writer.encode` writes such a tree back.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _MAX_NAME = 500
 
 
 class Inert:
-    """Something a pickle names and builds, kept as data.
+    """An object that a pickle names and builds, stored as data.
 
-    A *global* (a class, a function, a dtype) is a subclass with `module` and `qualname`; what the
-    pickle builds from it is an instance. `made` is `reduce` for `global(*args)` and `new` for
-    `global.__new__(global, *args, **kwargs)`; `state` is what it restores afterwards (`has_state`
-    tells None from nothing), `items` what it appends or adds, `pairs` what it sets by key.
+    A *global* (a class, a function, a dtype) is a subclass with `module` and `qualname`; an object
+    that the pickle builds from it is an instance. `built_by` is `reduce` for `global(*args)` and
+    `new` for `global.__new__(global, *args, **kwargs)`. `state` is restored afterwards (`has_state`
+    distinguishes None from no state), `items` are appended or added, `pairs` are set by key.
     """
 
     __slots__ = ("args", "built_by", "has_state", "items", "kwargs", "pairs", "state")
@@ -44,7 +44,7 @@ class Inert:
     pairs: list[tuple[Any, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
-        """Keep the arguments; pickles call this for objects restored without a constructor."""
+        """Store the arguments; pickles call this for objects restored without a constructor."""
         self = object.__new__(cls)
         self.args, self.kwargs, self.built_by = args, kwargs, "new"
         self.state, self.has_state = None, False
@@ -63,20 +63,20 @@ class Inert:
         self.pairs.append((key, value))
 
     def append(self, item: Any) -> None:
-        """Keep one item of a list-like object."""
+        """Store one item of a list-like object."""
         self.items.append(item)
 
     def extend(self, items: list[Any]) -> None:
-        """Keep items of a list-like object."""
+        """Store items of a list-like object."""
         self.items.extend(items)
 
     def add(self, item: Any) -> None:
-        """Keep one item of a set-like object."""
+        """Store one item of a set-like object."""
         self.items.append(item)
 
     @property
     def name(self) -> str:
-        """The dotted name the pickle gives."""
+        """The dotted name in the pickle."""
         return f"{self.module}.{self.qualname}"
 
     def __repr__(self) -> str:
@@ -84,9 +84,9 @@ class Inert:
 
 
 class PersistentRef:
-    """A reference out of the pickle: `id` as written, and the bytes it stands for once attached.
+    """A persistent id in a pickle, and the bytes it refers to once they are attached.
 
-    torch.save keeps tensor data this way: `("storage", class, key, device, numel)`.
+    torch.save refers to tensor data this way: `("storage", class, key, device, numel)`.
     """
 
     __slots__ = ("data", "id")
@@ -120,12 +120,12 @@ _HARMLESS_BUILTINS = re.compile(
 
 @lru_cache(maxsize=_MAX_GLOBALS)
 def inert_global(module: str, qualname: str) -> type[Inert]:
-    """The stand-in for `module.qualname`: the same class each time."""
+    """The stub of `module.qualname`: the same class each time."""
     return type("Inert", (Inert,), {"__slots__": (), "module": module, "qualname": qualname})
 
 
 def is_global(value: Any, name: str | None = None) -> bool:
-    """Whether `value` is a global a pickle named, and the one called `name` where given."""
+    """Whether `value` is a global of a pickle, with this `name` if given."""
     if not (isinstance(value, type) and issubclass(value, Inert)):
         return False
     return name is None or f"{value.module}.{value.qualname}" == name
@@ -139,7 +139,7 @@ class _Unpickler(pickle.Unpickler):
         stub_classes: Mapping[tuple[str, str], Any],
         global_names: set[str] | None,
     ) -> None:
-        # Buffered, because the C unpickler reads ahead only from what can peek.
+        # Buffered, because the C unpickler reads ahead only from files that can peek.
         super().__init__(io.BufferedReader(io.BytesIO(data), 1 << 16))
         self._file = file
         self._stub_classes = stub_classes
@@ -150,7 +150,7 @@ class _Unpickler(pickle.Unpickler):
         self._num_globals += 1
         if self._num_globals > _MAX_GLOBALS or len(module) + len(name) > _MAX_NAME:
             raise FormatError(
-                f"pickle names absurdly many or long globals, such as {module[:60]!r}",
+                f"pickle names too many or too long globals, such as {module[:60]!r}",
                 file=self._file,
             )
         if f"{module}.{name}" not in _HARMLESS and (
@@ -180,11 +180,11 @@ def decode(
 ) -> Any:
     """The tree in a pickle: plain Python values, `Inert` and `Persistent` nodes.
 
-    `stand_ins` gives classes of the caller's for some `(module, name)`; they must be harmless
-    whatever arguments and state the pickle passes. `named` gets the dotted name of every global.
+    `stub_classes` are the caller's classes for some `(module, name)`; they must be harmless for any
+    arguments and state. `global_names` receives the dotted name of every global.
 
     Raises:
-        FormatError: the pickle is damaged, absurd, or names something hostile.
+        FormatError: the pickle is damaged, too large, or names something hostile.
     """
     unpickler = _Unpickler(data, file, stub_classes or {}, global_names)
     try:
@@ -214,14 +214,14 @@ _SETS = frozenset(f"{m}.{s}" for m in _BUILTINS for s in ("set", "frozenset"))
 
 
 def to_plain(tree: Any, *, file: str | Path = "") -> Any:
-    """The tree with well-known nodes as plain values.
+    """The tree with well-known nodes converted to plain values.
 
-    Namespaces and ordered dicts become dicts, `torch.Size` a tuple, dtypes and other bare globals
-    their dotted name, paths strings, encoded bytes bytes, sets lists. What is left stays `Inert`
-    (an enum member is `Inert` with its value in `args`). Shared parts stay shared.
+    Namespaces and ordered dicts become dicts, `torch.Size` a tuple, dtypes and other globals their
+    dotted name, paths strings, encoded bytes bytes, sets lists. Other nodes stay `Inert` (an enum
+    member is `Inert` with its value in `args`). Shared parts stay shared.
 
     Raises:
-        FormatError: the tree contains itself or is absurdly deep.
+        FormatError: the tree contains itself or is too deep.
     """
     try:
         return _convert(tree, {})
@@ -270,7 +270,7 @@ def _convert_inert(node: Inert, done: dict[int, Any]) -> Any:
 
 
 def as_bytes(node: Any) -> bytes | None:
-    """The bytes that a node is, None for any other: old protocols write them as encoded text."""
+    """The bytes of a node (old protocols write them as encoded text); None for other nodes."""
     if isinstance(node, bytes | bytearray):
         return bytes(node)
     is_text = isinstance(node, Inert) and node.name == "_codecs.encode" and node.args
@@ -283,7 +283,7 @@ def as_bytes(node: Any) -> bytes | None:
 
 
 def find_references(tree: Any) -> list[PersistentRef]:
-    """Every reference out of the pickle, each once, in order of appearance."""
+    """All persistent references of a tree, each once, in order of appearance."""
     references: list[PersistentRef] = []
     visited: set[int] = set()
     stack = [tree]
@@ -308,7 +308,7 @@ def find_references(tree: Any) -> list[PersistentRef]:
 
 
 def dict_items(node: Any) -> list[tuple[Any, Any]] | None:
-    """Keys and values of a dict, an inert `OrderedDict` or `defaultdict`; None for anything else."""
+    """Items of a dict, an inert `OrderedDict` or `defaultdict`; None for anything else."""
     if isinstance(node, dict):
         return list(node.items())
     if not isinstance(node, Inert) or node.name not in _DICTS:

@@ -1,7 +1,6 @@
-"""Trees of plain values and inert nodes written as pickles, again without importing what they name.
+"""Writes trees of plain values and inert nodes as pickles, without importing what they name.
 
-Protocol 2 unless asked for 3, the dialect of torch.save, so that `torch.load(weights_only=True)`
-reads it.
+Protocol 2 by default, like torch.save, so that `torch.load(weights_only=True)` reads it.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _BATCH = 1000
 def encode(tree: Any, *, replace: Callable[[Any], Any] | None = None, protocol: int = 2) -> bytes:
     """The pickle of a tree of dicts, lists, tuples, sets, scalars, bytes and inert nodes.
 
-    Objects that occur twice are written once. `stand_for` is asked for the id under which each
-    reference is written, and for what is written in place of a value of any other type. In
-    `protocol` 3 bytes are bytes, in 2 encoded text.
+    Objects that occur twice are written once. `replace` returns the id to write for each reference,
+    and the replacement of a value of any other type. Protocol 3 writes bytes as bytes, protocol 2
+    as encoded text.
 
     Raises:
         TypeError: a value of any other type.
@@ -40,7 +39,7 @@ def encode(tree: Any, *, replace: Callable[[Any], Any] | None = None, protocol: 
 
 
 def make_namespace(values: dict[str, Any]) -> Inert:
-    """An `argparse.Namespace` with the given attributes, as Megatron keeps its arguments."""
+    """An `argparse.Namespace` with the given attributes, as Megatron saves its args."""
     node = inert_global("argparse", "Namespace").__new__(inert_global("argparse", "Namespace"))
     node.__setstate__(values)
     return node
@@ -195,7 +194,7 @@ class _Writer:
             self.out.append(b"b")
 
     def _arguments(self, args: tuple[Any, ...]) -> None:
-        """Arguments: like a tuple, recalled where the same tuple was written before."""
+        """Write arguments like a tuple, or refer to the same tuple written before."""
         if not args or not self._recall(id(args)):
             self._tuple(args)
 

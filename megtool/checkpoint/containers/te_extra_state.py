@@ -1,13 +1,13 @@
-"""Transformer Engine's extra state, read and written without it: scales and histories of maxima.
+"""Transformer Engine's extra state (scales and amax histories), read and written without it.
 
-A module's delayed scaling state is a dict of float32 tensors and facts. Releases 1.x keep it as
-`torch.save` wrote it, in a BytesIO; 2.x as a pickle in a tensor of bytes, with the recipe in it.
-Modules without FP8 have None in it, or a tensor of no bytes; recipes without state (current
-scaling, MXFP8) in releases 2.x up to 2.16 have facts alone.
+A module's delayed scaling state is a dict of float32 tensors and other values. Releases 1.x save it
+with `torch.save` in a BytesIO, 2.x as a pickle in a tensor of bytes, with the recipe.
+Modules without FP8 have None or an empty tensor; recipes without state (current scaling, MXFP8) in
+releases 2.x up to 2.16 have no tensors.
 With G matrix products in a module (the experts of a grouped linear layer), `scale_fwd` is
 `[3 * G]`, `scale_bwd` `[2 * G]`; histories have one more dimension in front. The order of the
-columns changed with release 2.3: see `packing.delayed_products`, and `extra_products` for what
-Megatron-Core makes of it.
+columns changed with release 2.3: see `number_formats.grouped_delayed_scaling`, and
+`te_grouped_state` for how Megatron-Core splits it.
 Source: transformer_engine 1.13 and 2.20, `pytorch/module/base.py`.
 """
 
@@ -42,7 +42,7 @@ _RECIPE = "recipe"
 _ZIP, _PICKLE = b"PK\3\4", b"\x80"
 _MARKS = (b"amax_history", b"scale_fwd", b"extra_fp8_variables", b"transformer_engine")
 _MAX_NONE_BYTES = {1: 4096, 2: 64}
-"""Bytes that a None takes at most, saved as releases do."""
+"""The largest size of a saved None, by release."""
 
 _BYTES_IO = ("io.BytesIO", "_io.BytesIO")
 _TENSOR = "torch._utils._rebuild_tensor_v2"
@@ -79,8 +79,8 @@ class ExtraState:
     """The FP8 state of one module.
 
     `tensors` are float32: `scale_fwd`, `amax_history_fwd` and so on, and of releases 1.x
-    `scale_inv_fwd`; a recipe without state has none. `facts` is all the rest, inert. `release` is
-    the release of Transformer Engine, 1 or 2, in whose form it is.
+    `scale_inv_fwd`; a recipe without state has none. `facts` are all other values, inert. `release`
+    is the release of Transformer Engine, 1 or 2, that defines its form.
     """
 
     tensors: dict[str, Array]
@@ -89,24 +89,24 @@ class ExtraState:
 
     @property
     def is_delayed(self) -> bool:
-        """It has scales and histories."""
+        """Whether it has scales and histories."""
         return bool(self.tensors)
 
     @property
     def num_gemms(self) -> int:
-        """Matrix products of the module."""
+        """The number of GEMMs of the module."""
         count = self._variables.get(NUM_GEMMS)
         return count if isinstance(count, int) and count > 0 else 1
 
     @property
     def history_length(self) -> int:
-        """Steps of the longest history, the one under way included."""
+        """Steps of the longest history, including the current one."""
         lengths = [len(t) for n, t in self.tensors.items() if n.startswith("amax_history_")]
         return max(lengths, default=0)
 
     @property
     def recipe_name(self) -> str | None:
-        """The class of its recipe; None where it keeps none, as releases 1.x."""
+        """The class of its recipe; None if it stores none, as in releases 1.x."""
         node = self.facts.get(_RECIPE)
         return node.qualname if isinstance(node, Inert) else None
 
@@ -121,10 +121,10 @@ class ExtraState:
 
     @property
     def column_order(self) -> Columns | None:
-        """How the columns of a grouped linear layer lie in it; None where nothing tells.
+        """The column order of a grouped linear layer; None if it cannot be determined.
 
-        Columns that are not used tell, else the release: up to 1.x `blocked`; recipes pickled in
-        2.x name it by the fields they have, in few releases.
+        Unused columns show it, otherwise the release: `blocked` up to 1.x. In some 2.x releases the
+        fields of the recipe identify it.
         """
         if (order := columns_of(self.tensors)) is not None:
             return order
@@ -136,7 +136,7 @@ class ExtraState:
 
     @property
     def scaling_rule(self) -> ScalingRule:
-        """How its scales come of its histories, as the recipe says; else as the scales show it."""
+        """How scales follow from histories: from the recipe, or inferred from the scales."""
         recipe, variables = self.recipe, self._variables
         fwd, bwd = _format_maxima(recipe.get("fp8_format")) or (448.0, 57344.0)
         base_rule = ScalingRule(
@@ -163,7 +163,7 @@ class ExtraState:
 
 
 def _format_maxima(node: Any) -> tuple[float, float] | None:
-    """The largest values, forward and backward, of a pickled format: `Format((448, 57344))`."""
+    """The maxima, forward and backward, of a pickled format: `Format((448, 57344))`."""
     while isinstance(node, Inert) and node.args:
         node = node.args if len(node.args) == 2 else node.args[0]
     if isinstance(node, tuple) and len(node) == 2 and all(map(_parse_positive, node)):
@@ -177,12 +177,12 @@ def _parse_positive(value: Any) -> float | None:
 
 
 def decode(value: Any, *, file: str | Path = "") -> ExtraState | None:
-    """The state in an extra state as a checkpoint's inert tree has it; None where it holds none.
+    """The FP8 state in the inert tree of an extra state; None if there is none.
 
-    Extra states of others, such as ModelOpt's, are None too.
+    Extra states of other tools, such as ModelOpt's, give None too.
 
     Raises:
-        FormatError: it is damaged, or names something hostile.
+        FormatError: the state is damaged, or names something hostile.
     """
     tree, release = _decode_value(value, file)
     if not isinstance(tree, dict) or not any(
@@ -200,10 +200,10 @@ def decode(value: Any, *, file: str | Path = "") -> ExtraState | None:
 
 
 def is_empty(value: Any, *, file: str | Path = "") -> bool:
-    """An extra state, as an inert tree, that holds nothing: None, no bytes, or a None in bytes.
+    """Whether an extra state (an inert tree) is empty: None, no bytes, or a saved None.
 
     Raises:
-        FormatError: it is damaged, or names something hostile.
+        FormatError: the state is damaged, or names something hostile.
     """
     if value is None:
         return True
@@ -215,17 +215,17 @@ def is_empty(value: Any, *, file: str | Path = "") -> bool:
 
 
 def raw_bytes(value: Any) -> bytes:
-    """The bytes an extra state is kept in; none of None and what is not Transformer Engine's."""
+    """The bytes of an extra state; empty for None and for other tools' states."""
     return _extract_bytes(value)[0]
 
 
 def detect_release(value: Any) -> int | None:
-    """The release, 1 or 2, in whose form an extra state is; None of None and what is neither."""
+    """The release, 1 or 2, of an extra state's form; None if it has neither form."""
     return _extract_bytes(value)[1] or None
 
 
 def _decode_value(value: Any, file: str | Path) -> tuple[Any, int]:
-    """What an extra state holds, None where it is nothing, and its release; 0 if it is not TE's."""
+    """The decoded extra state (None if empty) and its release; 0 if it is not TE's."""
     data, release = _extract_bytes(value)
     if not data or not release:
         return None, release
@@ -236,22 +236,24 @@ def _decode_value(value: Any, file: str | Path) -> tuple[Any, int]:
             return load_object_bytes(data, file=file), 1
         return pickle_reader.decode(data, file=file), 2
     except FormatError as e:
-        if e.hint or any(mark in data for mark in _MARKS):  # the hint is that it is hostile
+        if e.hint or any(mark in data for mark in _MARKS):  # a hint means it is hostile
             raise
         return None, 0
 
 
 def to_tree(state: ExtraState | None, *, release: int | None = None) -> Any:
-    """A state as an inert tree again, in the form of its release; of None, one without FP8.
+    """A state as an inert tree in the form of its release; None gives the state without FP8.
 
     Raises:
-        ValueError: a `release` to which the state has not been brought by `at_release`.
+        ValueError: `release` differs from the state's; see `convert_release`.
     """
     release = release or (state.release if state else 2)
     if state is None:
         return _make_bytes_io(encode_object(None)) if release == 1 else make_bytes_tensor(b"")
     if release != state.release:
-        raise ValueError(f"a state of release {state.release} asked for in that of {release}")
+        raise ValueError(
+            f"a state of release {state.release} cannot be written as release {release}"
+        )
     values = {**state.facts, **state.tensors}
     names = [n for n in _ORDER if n in values] + [n for n in values if n not in _ORDER]
     if release == 1:
@@ -266,9 +268,9 @@ def to_tree(state: ExtraState | None, *, release: int | None = None) -> Any:
 
 
 def convert_release(state: ExtraState, release: int) -> ExtraState | None:
-    """A state in the form of another release; None where that has no form for it.
+    """A state in the form of another release; None if that release has no such form.
 
-    Releases 1.x keep inverses of scales and no recipe, and know no other than delayed scaling.
+    Releases 1.x store inverse scales and no recipe, and support only delayed scaling.
     """
     if release == state.release:
         return state
@@ -304,7 +306,7 @@ def make_delayed_recipe(rule: ScalingRule, history_length: int) -> Inert:
 
 
 def make_bytes_tensor(data: bytes) -> Inert:
-    """A tensor of bytes, as an inert tree that a `torch.save` file is written of."""
+    """A tensor of bytes as an inert tree, to be written to a `torch.save` file."""
     storage = PersistentRef(
         ("storage", inert_global("torch", "ByteStorage"), "0", "cpu", len(data))
     )
@@ -322,7 +324,7 @@ def _make_bytes_io(data: bytes) -> Inert:
 
 
 def replace_tensors(state: ExtraState, tensors: Mapping[str, Array]) -> ExtraState:
-    """The state with other tensors; the recipe's length of the history follows them."""
+    """The state with other tensors; the recipe's history length is updated."""
     out = replace(state, tensors=dict(tensors))
     length, recipe = out.history_length, out.facts.get(_RECIPE)
     if not length or not isinstance(recipe, Inert) or "amax_history_len" not in out.recipe:
@@ -346,9 +348,9 @@ def resize_history(state: ExtraState, length: int) -> ExtraState:
 def merge(
     states: Sequence[ExtraState], *, reduction: HistoryReduction = "max"
 ) -> ExtraState | None:
-    """One state of the states of several ranks; None where they do not fit together.
+    """Merge the states of several ranks; None if they are not compatible.
 
-    States of other releases are brought to the first's, and the first's facts stand for all.
+    States of other releases are converted to the first's, and the first's facts are used.
     """
     first = states[0]
     converted = [convert_release(s, first.release) for s in states]
@@ -364,7 +366,7 @@ def merge(
 
 
 def _extract_bytes(value: Any) -> tuple[bytes, int]:
-    """The bytes of an extra state, and the release (0: neither) whose form it is."""
+    """The bytes of an extra state, and the release of its form (0: neither)."""
     if (raw := pickle_reader.as_bytes(value)) is not None:
         return raw, 2
     if not isinstance(value, Inert):

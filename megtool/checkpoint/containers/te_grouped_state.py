@@ -1,11 +1,11 @@
-"""Products of an extra state: the states of experts that share a module, taken apart and joined.
+"""Splits and joins the extra states of experts that share a grouped linear module.
 
-Megatron-Core splits the state of a rank's experts, to save one for each in `torch_dist`, and joins
-them on loading, both as if columns were `blocked` (`TEGroupedLinear._split_extra_state` and
+Megatron-Core splits the state of a rank's experts, to save one per expert in `torch_dist`, and
+joins them on loading, both as if columns were `blocked` (`TEGroupedLinear._split_extra_state` and
 `merge_extra_states`, core 0.10 to 0.17 and main of 2026). From Transformer Engine 2.3 on they are
-`interleaved`: what it saves for each of G experts is then a mixture of all G, which its own joining
-puts together again for the same G and for no other number. `unmixed` gives each expert its own, and
-`mixed` is what Megatron-Core puts together rightly for that G.
+`interleaved`: it then saves a mixture of all G experts for each of them, which it joins correctly
+for the same G only. `unmix_expert_states` recovers each expert's state, and `mix_expert_states`
+produces what Megatron-Core joins correctly for that G.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megtool.number_formats.delayed_scaling import Columns
 def split_gemms(
     state: ExtraState, parts: int, default_order: Columns | None = None
 ) -> list[ExtraState] | None:
-    """The state of each of `parts` products of a module.
+    """The state of each of `parts` GEMMs of a module.
 
-    `columns` stand in where the state does not tell how its own lie. None where it is not of so
-    many products, or where nothing tells and it matters.
+    `default_order` is used if the state does not determine its column order. None if it does not
+    have `parts` GEMMs, or if the order is unknown and matters.
     """
     if not has_gemms(state, parts):
         return None
@@ -46,16 +46,16 @@ def split_gemms(
 
 
 def has_gemms(state: ExtraState, parts: int) -> bool:
-    """The state is of so many products."""
+    """Whether the state has `parts` GEMMs."""
     if not state.is_delayed:
         return state.num_gemms == parts
     return delayed_scaling.num_gemms(state.tensors) == parts
 
 
 def join_gemms(states: Sequence[ExtraState | None], column_order: Columns) -> ExtraState | None:
-    """The state of one module whose products had these; None where they do not fit together.
+    """The joined state of one module's GEMMs; None if they are not compatible.
 
-    A product without a state (None) gets one that has seen nothing.
+    A GEMM without a state (None) gets an empty history.
     """
     first = next((s for s in states if s is not None), None)
     if first is None:
@@ -78,10 +78,10 @@ def join_gemms(states: Sequence[ExtraState | None], column_order: Columns) -> Ex
 def unmix_expert_states(
     states: Sequence[ExtraState | None],
 ) -> tuple[list[ExtraState | None], Columns | None] | None:
-    """Each expert's own state, of those that Megatron-Core saved for the experts of one rank.
+    """Each expert's state, recovered from those that Megatron-Core saved for one rank.
 
-    The second value is how the columns lay before it split them, None where it makes no difference.
-    None where they do not fit together, or nothing tells.
+    The second value is the column order before the split; None if it makes no difference.
+    None if the states are not compatible or the order is unknown.
     """
     joined = join_gemms(states, "blocked")
     if joined is None:
@@ -100,9 +100,9 @@ def unmix_expert_states(
 
 
 def mix_expert_states(states: Sequence[ExtraState]) -> list[ExtraState] | None:
-    """What Megatron-Core joins to the interleaved state of one rank whose experts have these.
+    """States that Megatron-Core joins to the interleaved state of one rank's experts.
 
-    None where they do not fit together.
+    None if they are not compatible.
     """
     joined = join_gemms(states, "interleaved")
     if joined is None:

@@ -1,7 +1,7 @@
-"""One file of torch.save: opened for the places of its tensors, or laid out ahead of their data.
+"""Files of torch.save: locate the tensors of one, or plan one before its data is written.
 
-A `.pt` file is a zip container: a pickle that describes a tree, and one member for each storage
-that tensors of the tree are views of.
+A `.pt` file is a zip container: a pickle that describes a tree, and one member for each storage of
+the tree's tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DAMAGED_HINT = "the file is truncated or damaged: copy it again"
 
 
 class StorageBudget:
-    """How many bytes of small storages may still be read; shared by threads."""
+    """A limit on the bytes of small storages to read; shared by threads."""
 
     def __init__(self, num_bytes: int) -> None:
         self._limit = self._left = num_bytes
@@ -50,20 +50,20 @@ class StorageBudget:
         """Claim bytes.
 
         Raises:
-            FormatError: there are not so many left.
+            FormatError: the limit is exceeded.
         """
         with self._lock:
             self._left -= num_bytes
             if self._left < 0:
                 raise FormatError(
-                    f"what lies beside the tensors takes more than {self._limit:,} bytes",
+                    f"values that are not tensors take more than {self._limit:,} bytes",
                     file=file,
-                    hint="remove from it what is neither model, optimizer nor random state",
+                    hint="remove values that are neither model, optimizer nor random state",
                 )
 
 
 class TorchFile:
-    """A `.pt` file open for reading: `tree` is inert, `named` holds the globals that it names."""
+    """A `.pt` file open for reading. `tree` is inert; `global_names` are the globals it names."""
 
     def __init__(self, fd: int, size: int, *, file: Path) -> None:
         self.file = file
@@ -76,14 +76,14 @@ class TorchFile:
         self._small: dict[str, bytes] = {}
 
     def locate(self, view: StorageView, *, tensor: str) -> int:
-        """Absolute offset of a view's first element; each storage is looked for once.
+        """Absolute offset of a view's first element; each storage is located once.
 
         Raises:
-            FormatError: the view leaves its storage, or the container has no such storage.
+            FormatError: the view exceeds its storage, or the container has no such storage.
         """
         first, size = self._first.get(view.storage, (-1, -1))
         if size < view.span_bytes or size != view.storage_bytes:
-            # Also the way to the words of the error.
+            # Also raises the error.
             offset = locate_view(self._archive, view, tensor=tensor)
             first = offset - view.start * view.dtype.itemsize
             self._first[view.storage] = first, view.storage_bytes
@@ -93,7 +93,7 @@ class TorchFile:
         """Read the bytes of every storage that a part of the tree refers to.
 
         Raises:
-            FormatError: a storage is missing, or the budget does not allow it.
+            FormatError: a storage is missing, or the budget is exceeded.
         """
         for node in pickle_reader.find_references(tree):
             key = _storage(node)
@@ -107,7 +107,7 @@ class TorchFile:
 
 
 def _storage(node: PersistentRef) -> str | None:
-    """The storage that a reference stands for: `("storage", class, key, device, numel)`."""
+    """The storage key of a reference: `("storage", class, key, device, numel)`."""
     pid = node.id
     if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
         return None
@@ -117,14 +117,14 @@ def _storage(node: PersistentRef) -> str | None:
 
 @contextmanager
 def open_torch_file(path: Path, size: int) -> Iterator[TorchFile]:
-    """Open a `.pt` file: its end, its directory and its pickle are read.
+    """Open a `.pt` file: reads its end, its directory and its pickle.
 
-    A `FormatError` inside the `with` that gives no hint gets one about damage.
+    A `FormatError` without a hint inside the `with` gets a hint about damage.
 
     Raises:
-        FormatError: it is truncated, no file of torch.save, of the kind torch wrote before 1.6, or
-            its pickle is damaged or hostile.
-        StorageError: the operating system refuses.
+        FormatError: the file is truncated, not written by torch.save, or written before torch 1.6,
+            or its pickle is damaged or hostile.
+        StorageError: a system call failed.
     """
     files = Files()
     fd = files.open_read(path)
@@ -147,17 +147,19 @@ def _not_a_zip(start: bytes, path: Path) -> FormatError:
     if not start:
         return FormatError("an empty file", file=path, hint=_DAMAGED_HINT)
     if start[:1] == b"\x80" or start[_TAR_AT : _TAR_AT + 5] == b"ustar":
-        return FormatError("written as torch did before version 1.6", file=path, hint=_OLD_HINT)
+        return FormatError(
+            "written in the format of torch before version 1.6", file=path, hint=_OLD_HINT
+        )
     return FormatError(
-        f"begins with {start[:4]!r}, which torch.save never wrote", file=path, hint=_DAMAGED_HINT
+        f"begins with {start[:4]!r}, which torch.save never writes", file=path, hint=_DAMAGED_HINT
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFileLayout:
-    """A `.pt` file ahead of its data: `tensors[i]` belongs at byte `offsets[i]`.
+    """The layout of a `.pt` file: `tensors[i]` is stored at byte `offsets[i]`.
 
-    `fragments` are `(offset, bytes)` around the data. What neither covers is zeros.
+    `fragments` are `(offset, bytes)` around the data. All other bytes are zeros.
     """
 
     size: int
@@ -167,11 +169,11 @@ class TorchFileLayout:
 
 
 def plan_torch_file(tree: Any) -> TorchFileLayout:
-    """Lay out the file torch.save would write for a tree whose tensors are `GlobalTensor` leaves.
+    """Plan the file torch.save would write for a tree whose tensors are `GlobalTensor` leaves.
 
-    Each becomes a row-major tensor in a storage of its own; one that occurs twice is written once,
-    and torch.load gives two tensors over the same storage. References in inert parts of the tree
-    need their bytes attached (`TorchFile.attach`); what shared a storage goes on sharing it.
+    Each becomes a row-major tensor with its own storage. A leaf that occurs twice is written once,
+    and torch.load returns two tensors over the same storage. References in inert parts of the tree
+    need their bytes (`TorchFile.attach_storages`); shared storages stay shared.
 
     Raises:
         UsageError: two tensors have one name, elements are packed, or a reference has no bytes.
@@ -195,9 +197,9 @@ def plan_torch_file(tree: Any) -> TorchFileLayout:
 
 
 class _FileBuilder:
-    """A container as it grows: where it ends, and the bytes around its data.
+    """Builds a container: its current end, and the bytes around its data.
 
-    What lies between the data of two tensors is one fragment, so that each is one write.
+    The bytes between two tensors are one fragment, so each is one write.
     """
 
     def __init__(self) -> None:
@@ -213,7 +215,7 @@ class _FileBuilder:
         self._end += len(data)
 
     def add_data(self, name: str, num_bytes: int) -> int:
-        """Append a member whose bytes come later: the offset where they belong."""
+        """Append a member whose bytes come later; returns their offset."""
         large = num_bytes >= LARGE_BYTES
         self._add(name, 0, num_bytes, LARGE_ALIGNMENT if large else SMALL_ALIGNMENT)
         offset = self._end
@@ -232,7 +234,7 @@ class _FileBuilder:
         self._end += bare + padding
 
     def finish(self) -> int:
-        """Append the directory: the size of the whole."""
+        """Append the directory; returns the size of the file."""
         end = directory(self._entries, self._end)
         gap = bytes(self._end - self._since - len(self._pending))
         self.fragments.append((self._since, bytes(self._pending) + gap + end))
@@ -240,7 +242,7 @@ class _FileBuilder:
 
 
 class _Storages:
-    """The storages of a file, numbered as they appear, and what refers to them in its pickle."""
+    """The storages of a file, numbered in order of appearance, and the references to them."""
 
     def __init__(self) -> None:
         self.members: list[GlobalTensor | bytes] = []
@@ -257,7 +259,7 @@ class _Storages:
             return node.id
         if node.data is None:
             raise UsageError(f"{node!r} has no bytes attached")
-        # Trees of several files may meet here, and each numbers its storages from 0.
+        # Trees of several files may be combined, and each numbers its storages from 0.
         number = self._add((node.id[2], id(node.data)), node.data)
         return (*node.id[:2], str(number), *node.id[3:])
 
@@ -270,7 +272,8 @@ class _Storages:
     def _rebuild_node(self, tensor: GlobalTensor) -> Inert:
         if tensor.packing:
             raise UsageError(
-                f"elements packed as {tensor.packing!r} cannot be stored so", tensor=tensor.name
+                f"elements packed as {tensor.packing!r} cannot be stored in a torch file",
+                tensor=tensor.name,
             )
         number = self._add(tensor.name, tensor)
         if self.members[number] != tensor:

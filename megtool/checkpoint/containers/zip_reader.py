@@ -1,7 +1,7 @@
-"""The zip container torch.save writes, read strictly: members and where their raw bytes lie.
+"""A strict reader of torch.save's zip containers: members and the offsets of their raw bytes.
 
-A `.pt` file is one such container, an item of a `.distcp` file another one at an offset of a
-larger file. All members are stored uncompressed, so tensor data can be copied from where it is.
+A `.pt` file is one such container; each item of a `.distcp` file is one at an offset of a larger
+file. All members are uncompressed, so tensor data can be copied in place.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class ZipMember:
 
 
 class ZipArchive:
-    """A container in `length` bytes of a file, from `offset`; offsets given out are absolute.
+    """A container in `length` bytes of a file from `offset`; returned offsets are absolute.
 
     Opening reads the tail with the central directory and the first kilobyte: two small reads.
 
     Raises:
         FormatError: anything a torch.save file does not have: compression, encryption, links,
-            duplicate names, members that overlap or leave the region, sizes told twice and
-            differently, bytes after the end.
+            duplicate names, members that overlap or exceed the region, inconsistent sizes, bytes
+            after the end.
     """
 
     __slots__ = (
@@ -85,7 +85,7 @@ class ZipArchive:
 
     def _read(self, position: int, size: int) -> bytes:
         if position < 0 or size < 0 or position + size > self.length:
-            raise self._error(f"bytes {position}+{size} lie outside its {self.length} bytes")
+            raise self._error(f"bytes {position}+{size} are outside its {self.length} bytes")
         parts, end = [], self.offset + position + size
         position += self.offset
         while position < end:
@@ -161,12 +161,12 @@ class ZipArchive:
             prefix = folder
             members[name] = ZipMember(name, header, size)
         if position != len(directory):
-            raise self._error("directory holds more than its entries")
+            raise self._error("directory has bytes after its entries")
         self._check_disjoint(members, len(prefix) + 1)
         return members, prefix
 
     def _wide(self, extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
-        """Sizes and offset of an entry that keeps some of them in its zip64 field."""
+        """Sizes and offset of an entry with a zip64 field."""
         position = 0
         while position + 4 <= len(extra):
             tag, length = struct.unpack_from("<HH", extra, position)
@@ -185,7 +185,7 @@ class ZipArchive:
                     out.append(short)
             if len(out) == 3:
                 return out[0], out[1], out[2]
-        raise self._error("an entry claims zip64 sizes that it does not hold")
+        raise self._error("an entry claims zip64 sizes but has none")
 
     def _check_disjoint(self, members: dict[str, ZipMember], n_prefix: int) -> None:
         end, last = 0, ""
@@ -201,7 +201,7 @@ class ZipArchive:
         """Absolute offset of a member's bytes, and their number.
 
         Raises:
-            FormatError: there is no such member, or its local header tells another story.
+            FormatError: there is no such member, or its local header disagrees with the directory.
         """
         member = self.members.get(name)
         if member is None:
@@ -234,7 +234,7 @@ class ZipArchive:
         return self._read(position, size)
 
     def read_pickle(self) -> bytes:
-        """The pickle of the saved value, once the byte order is known to be ours."""
+        """Read the pickle of the saved value, after checking the byte order."""
         if "byteorder" in self.members and (order := self.read("byteorder")) != b"little":
             raise self._error(f"byte order {order!r}")
         member = self.members.get("data.pkl")
@@ -244,15 +244,15 @@ class ZipArchive:
 
 
 def load_object(fd: int, offset: int, length: int, *, file: str | Path) -> Any:
-    """The inert tree of a saved value, the bytes of its storages attached to their references.
+    """The inert tree of a saved value, with the bytes of its storages attached.
 
-    For small things: everything is read.
+    For small values: everything is read.
     """
     return _load_tree(ZipArchive(fd, offset, length, file=file), file)
 
 
 class _MemoryArchive(ZipArchive):
-    """A container that is no file."""
+    """A container in memory."""
 
     __slots__ = ("_data",)
 
@@ -262,12 +262,12 @@ class _MemoryArchive(ZipArchive):
 
     def _read(self, position: int, size: int) -> bytes:
         if position < 0 or size < 0 or position + size > len(self._data):
-            raise self._error(f"bytes {position}+{size} lie outside its {self.length} bytes")
+            raise self._error(f"bytes {position}+{size} are outside its {self.length} bytes")
         return self._data[position : position + size]
 
 
 def load_object_bytes(data: bytes, *, file: str | Path) -> Any:
-    """The inert tree of a saved value that lies in memory, as `load_object` gives it."""
+    """Like `load_object`, for a saved value in memory."""
     return _load_tree(_MemoryArchive(data, file=file), file)
 
 

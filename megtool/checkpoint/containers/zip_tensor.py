@@ -1,4 +1,4 @@
-"""Tensors as the pickles of torch.save describe them, and where their bytes lie in a container."""
+"""Tensors described by the pickles of torch.save, and their positions in a container."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megtool.tensors.box import strides as row_major
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageView:
-    """A tensor as a container's pickle describes it: a strided view of a storage member.
+    """A tensor in a container's pickle: a strided view of a storage member.
 
     `start` and `strides` are in elements.
     """
@@ -37,7 +37,7 @@ class StorageView:
 
     @property
     def is_row_major(self) -> bool:
-        """Whether the elements lie in row-major order without gaps."""
+        """Whether the elements are in row-major order without gaps."""
         if 0 in self.shape:
             return True
         expected = row_major(self.shape)
@@ -47,10 +47,10 @@ class StorageView:
 
 
 def parse_storage_view(node: Any, *, file: str | Path) -> StorageView | None:
-    """The view an inert node rebuilds; None where the node is no tensor.
+    """Parse the view that an inert node rebuilds; None if the node is not a tensor.
 
     Raises:
-        FormatError: a kind of tensor whose bytes are not plainly in the file, or absurd numbers.
+        FormatError: an unsupported kind of tensor, or invalid sizes.
     """
     if not isinstance(node, pickle_reader.Inert) or node.module not in (
         "torch._utils",
@@ -124,7 +124,7 @@ def _parse_sizes(values: Any) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLocation:
-    """Where a tensor's bytes start in the file; `strides` (elements) unless row-major."""
+    """The file offset of a tensor's bytes; `strides` (in elements) unless row-major."""
 
     offset: int
     dtype: DType
@@ -139,12 +139,12 @@ StorageViews = dict[bytes, StorageView]
 def locate_tensor_item(
     fd: int, offset: int, length: int, *, file: str | Path, tensor: str, views: StorageViews
 ) -> TensorLocation:
-    """Find the tensor in a container that holds nothing else, reading about 2 KiB.
+    """Locate the tensor in a container of one tensor, reading about 2 KiB.
 
-    `known` remembers parsed pickles from call to call; threads may share it.
+    `views` caches parsed pickles between calls; threads may share it.
 
     Raises:
-        FormatError: the container is damaged, or holds something else than one tensor.
+        FormatError: the container is damaged, or does not hold one tensor.
     """
     archive = ZipArchive(fd, offset, length, file=file)
     data = archive.read_pickle()
@@ -167,12 +167,12 @@ def locate_tensor_item(
 
 
 def locate_view(archive: ZipArchive, view: StorageView, *, tensor: str) -> int:
-    """Absolute offset of a view's first element, once it is known to lie inside its storage."""
+    """Absolute offset of a view's first element, after checking that it fits its storage."""
     offset, size = archive.locate(f"data/{view.storage}")
     if size != view.storage_bytes or view.span_bytes > size:
         raise FormatError(
             f"a view of {list(view.shape)} {view.dtype} ends at byte {view.span_bytes} of a "
-            f"storage of {size} bytes, said to be {view.storage_bytes}",
+            f"storage of {size} bytes, declared as {view.storage_bytes}",
             file=archive.file,
             tensor=tensor,
         )

@@ -1,4 +1,4 @@
-"""The zip container torch.save writes, laid out ahead of its data and without torch.
+"""The zip container of torch.save, planned before its data is written, without torch.
 
 Tensor data of 64 KiB and more starts at a multiple of 4096 bytes of the file, so that file systems
 that share blocks can share it; smaller data at a multiple of 64, as torch itself does.
@@ -29,8 +29,8 @@ _WIDE = 0xFFFFFFFF
 class TensorItem(NamedTuple):
     """A container around one tensor: bytes before and after its data, which starts at `offset`.
 
-    `offset` and `length` count from the start of the container. Between the end of `prefix` and
-    `offset` lie zeros, which a new file reads as without their being written.
+    `offset` and `length` count from the start of the container. The bytes between the end of
+    `prefix` and `offset` are zeros, which need not be written to a new file.
     """
 
     prefix: bytes
@@ -40,9 +40,9 @@ class TensorItem(NamedTuple):
 
 
 class TensorFrame:
-    """Containers around tensors of one dtype and shape; they differ in their padding alone.
+    """Containers around tensors of one dtype and shape; only their padding differs.
 
-    `head_bytes` come before the padding, `num_bytes` of data behind it, then `tail_bytes`.
+    `head_bytes` come before the padding, `num_bytes` of data after it, then `tail_bytes`.
     """
 
     __slots__ = (
@@ -80,11 +80,11 @@ class TensorFrame:
         self._items: dict[int, TensorItem] = {}
 
     def padding(self, offset: int) -> int:
-        """Bytes of padding of a container that starts at byte `at` of its file."""
+        """Bytes of padding of a container that starts at byte `offset` of its file."""
         return alignment_padding(offset + self.head_bytes, self.alignment)
 
     def item(self, padding: int) -> TensorItem:
-        """The container with so much padding; the same object each time."""
+        """The container with this padding; the same object each time."""
         cached = self._items.get(padding)
         if cached is None:
             offset = self.head_bytes + padding
@@ -100,12 +100,12 @@ class TensorFrame:
 
 @lru_cache(maxsize=4096)
 def tensor_frame(kind: DType, shape: tuple[int, ...]) -> TensorFrame:
-    """The frame of one dtype and shape. Checksums of data are left zero: torch verifies none."""
+    """The frame of one dtype and shape. Checksums of data are zero, because torch verifies none."""
     return TensorFrame(kind, shape)
 
 
 def plan_tensor_item(kind: DType, shape: Sequence[int], *, offset: int = 0) -> TensorItem:
-    """Lay out a container that starts at byte `at` of its file and holds one row-major tensor."""
+    """Plan a container with one row-major tensor, which starts at byte `offset` of its file."""
     frame = tensor_frame(kind, tuple(shape))
     return frame.item(frame.padding(offset))
 
@@ -153,7 +153,8 @@ def _encode_tuple(values: tuple[int, ...]) -> bytes:
 def encode_object(tree: Any) -> bytes:
     """A whole container that holds a tree of plain values and inert nodes.
 
-    Storages that the tree refers to must have their bytes attached, as `zipped.load_object` does.
+    Storages that the tree refers to must have their bytes attached, as `zip_reader.load_object`
+    does.
 
     Raises:
         ValueError: a reference without bytes.
@@ -186,13 +187,13 @@ def write_archive(members: Mapping[str, bytes]) -> bytes:
 
 
 def alignment_padding(offset: int, alignment: int) -> int:
-    """Bytes to put at `at` so that a multiple of `alignment` follows: none, or at least four."""
+    """Padding at `offset` up to a multiple of `alignment`: none, or at least four bytes."""
     short = -offset % alignment
     return short + alignment if 0 < short < 4 else short
 
 
 def local_header(name: str, crc: int, size: int, padding: int) -> bytes:
-    """A local header; the zeros of its padding, an extra field tagged as torch's, are left out."""
+    """A local header without the zeros of its padding, an extra field tagged as torch's."""
     raw = (_ROOT + name).encode()
     extra = struct.pack("<HHQQ", 1, 16, size, size) if size >= _WIDE else b""
     length = len(extra) + padding
@@ -222,7 +223,7 @@ def central_entry(name: str, crc: int, size: int, header: int) -> bytes:
 
 
 def directory(entries: list[bytes], offset: int) -> bytes:
-    """The central directory at offset `at`, and the end records, zip64 first as torch has them."""
+    """The central directory at `offset`, and the end records, zip64 first as in torch."""
     body = b"".join(entries)
     count, size = len(entries), len(body)
     end64 = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, offset)

@@ -1,4 +1,4 @@
-"""Formats on disk: which there are, and which one a path holds."""
+"""The checkpoint formats, and detection of the format of a path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megtool.errors import FormatError, UsageError
 
 
 class FormatModule(Protocol):
-    """What the module of a format offers; those that can be written also have `lay_out`."""
+    """The functions of a format's module; writable ones also have `plan_<format>_layout`."""
 
     def detect(self, path: Path) -> bool:
         """Whether the path looks like this format; reads a few bytes at most."""
@@ -27,11 +27,10 @@ class FormatModule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFormat:
-    """One format, or two that share a module: `names` are what `--to` and `Catalogue.format` say.
+    """One format, or several that share a module; `--to` and `Catalogue.format` use its `names`.
 
-    `marks` says what a path of this format shows, for the message when none does. A folder can only
-    be of this format if a name in it matches one of `inside`, a file only if `is_file`; the rest is
-    for the module to find out.
+    `description` is for the error message if no format matches. A folder can only have this format
+    if a name in it matches one of `name_patterns`, a file only if `is_file`; the module decides.
     """
 
     names: tuple[str, ...]
@@ -42,7 +41,7 @@ class CheckpointFormat:
     writable: bool = True
 
     def may_match(self, names: Sequence[str] | None) -> bool:
-        """Whether the module has to be asked about a folder with these names, or (None) a file."""
+        """Whether a folder with these names, or a file (None), may have this format."""
         if names is None:
             return self.is_file
         return any(fnmatchcase(n, p) for p in self.name_patterns for n in names)
@@ -53,13 +52,13 @@ class CheckpointFormat:
 
 
 RANK_SHARDED_FORMATS = ("torch_dist", "dcp", "megatron")
-"""Formats whose files hold what each rank has; the others hold whole tensors."""
+"""Formats whose files hold the shards of ranks; the others hold whole tensors."""
 
 ARRAY_FORMATS = ("zarr", "tensorstore", "ocdbt")
-"""Formats that keep one array per tensor: in folders, or all in one database."""
+"""Formats with one array per tensor, in folders or in one database."""
 
 HF_SUBFOLDER_FORMATS = (*RANK_SHARDED_FORMATS, *ARRAY_FORMATS)
-"""Formats beside whose data the small files of Hugging Face lie in `hf/`."""
+"""Formats that store the small files of Hugging Face in a subfolder `hf/`."""
 
 FORMATS: tuple[CheckpointFormat, ...] = (
     CheckpointFormat(
@@ -116,10 +115,10 @@ FORMATS: tuple[CheckpointFormat, ...] = (
 
 
 def open_checkpoint(path: str | Path, *, iteration: int | str | None = None) -> Catalogue:
-    """The catalogue of whatever checkpoint `path` holds; `iteration` chooses one of a save folder.
+    """Open the checkpoint at `path`, of any format; `iteration` chooses one of a save folder.
 
     Raises:
-        FormatError: there is no checkpoint that megtool knows, or it is broken.
+        FormatError: there is no checkpoint in a known format, or it is damaged.
     """
     path = Path(path)
     checkpoint_format = detect_format(path)
@@ -136,7 +135,7 @@ def detect_format(path: Path) -> CheckpointFormat:
     """The first of `FORMATS` that recognizes `path`.
 
     Raises:
-        FormatError: none does, or nothing is there.
+        FormatError: none does, or the path does not exist.
     """
     status = Files().stat(path)
     if status is None:

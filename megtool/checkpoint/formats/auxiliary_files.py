@@ -1,4 +1,4 @@
-"""The small files beside the tensors of a folder, which travel along: config, tokenizer."""
+"""Auxiliary files of a checkpoint folder, copied with the tensors: config, tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megtool.checkpoint.formats.header_reader import list_names, stays_inside
 
 MAX_AUXILIARY_BYTES = 64 << 20
 MODELOPT_FOLDER = "modelopt_state"
-"""A checkpoint of its own, in which ModelOpt keeps what it did to the model."""
+"""A nested checkpoint in which ModelOpt stores its changes to the model."""
 
 _FOLDERS = ("additional_chat_templates",)
 _MEGATRON_FOLDERS = ("hf", "tokenizer", "context", MODELOPT_FOLDER)
@@ -31,11 +31,11 @@ _EXCLUDED_SUFFIXES = (
 
 
 def find_auxiliary_files(folder: Path, warnings: list[str]) -> dict[str, Path]:
-    """Files to carry along, by path relative to `folder`; what should go but cannot is warned of.
+    """Auxiliary files by path relative to `folder`, with a warning for each that cannot be copied.
 
-    Left out in silence: dot files, our own digests, subfolders (but for chat templates), and files
-    of tensors or of an index to them. Left out with a warning: files over `MAX_ATTACHMENT_BYTES`,
-    and links that leave the folder.
+    Skipped silently: dot files, digests of megtool, subfolders (except chat templates), and files
+    of tensors or their index. Skipped with a warning: files over `MAX_ATTACHMENT_BYTES`, and links
+    that leave the folder.
     """
     out: dict[str, Path] = {}
     names = list_names(folder)
@@ -56,7 +56,7 @@ def find_auxiliary_files(folder: Path, warnings: list[str]) -> dict[str, Path]:
 
 
 def find_megatron_auxiliary_files(folder: Path, warnings: list[str]) -> dict[str, Path]:
-    """What one iteration of a Megatron checkpoint carries along, by path relative to `folder`."""
+    """Auxiliary files of one iteration of a Megatron checkpoint, by path relative to `folder`."""
     out: dict[str, Path] = {}
     places = [p for name in _MEGATRON_FOLDERS for p in sorted((folder / name).rglob("*"))]
     for path in [*places, *(folder / name for name in _MEGATRON_FILES)]:
@@ -69,7 +69,7 @@ def find_megatron_auxiliary_files(folder: Path, warnings: list[str]) -> dict[str
 
 
 def can_copy(folder: Path, name: str, warnings: list[str]) -> bool:
-    """Whether a file may be carried along: it is small, and no link out; a warning says if not."""
+    """Whether a file can be copied: it is small and no link out of the folder; warns if not."""
     if not stays_inside(folder, name):
         warnings.append(f"{name} is left out: a link that leaves the folder")
     elif (folder / name).stat().st_size > MAX_AUXILIARY_BYTES:

@@ -56,7 +56,8 @@ def split_group(
             count = min(total - position, parts[rank].numel - offset) if rank < len(parts) else 0
             if count <= 0:
                 raise FormatError(
-                    f"{len(parts)} parts of {size} elements end before element {position} of {total}",
+                    f"{len(parts)} parts of {size} elements end before element {position} "
+                    f"of {total}",
                     file=root,
                     tensor=name,
                     hint=_HINT,

@@ -1,6 +1,6 @@
-"""Headers read exactly and strictly: bounded reads, JSON without surprises, names that stay inside.
+"""Strict reading of headers: bounded reads, strict JSON, and file names that stay in the folder.
 
-What every format needs before it may trust a byte of somebody else's file.
+Every format uses this before it trusts an input file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megtool.errors import FormatError
 _FILES = Files()
 _PLAIN_HINT = "file names in a checkpoint must be plain names inside its folder"
 DAMAGED = "the file is damaged, or a faulty tool wrote it: fetch or write it again"
-"""The hint where bytes make no sense and nothing says what they should be."""
+"""The hint for bytes that cannot be interpreted."""
 
 
 def short_repr(value: object) -> str:
@@ -27,11 +27,11 @@ def short_repr(value: object) -> str:
 
 
 def read_exact(path: Path, offset: int, length: int) -> bytes:
-    """Bytes `offset` to `offset + length` of a file, whatever short reads come.
+    """Bytes `offset` to `offset + length` of a file.
 
     Raises:
-        FormatError: the file ends before.
-        StorageError: the operating system refuses the read.
+        FormatError: the file is shorter.
+        StorageError: the read failed.
     """
     data = bytearray(length)
     fd = _FILES.open_read(path)
@@ -52,7 +52,7 @@ def list_names(folder: Path, *suffixes: str) -> list[str]:
     """Sorted names in `folder` that end with one of `suffixes` (all, without).
 
     Raises:
-        StorageError: the operating system refuses.
+        StorageError: the folder cannot be read.
     """
     return [n for n in _FILES.names(folder) if not suffixes or n.endswith(suffixes)]
 
@@ -63,12 +63,11 @@ Pairs = list[tuple[str, Any]]
 def parse_json(data: bytes, path: Path, *, hook: Callable[[Pairs], Any] | None = None) -> Any:
     """The value of a JSON text, read strictly; `hook` turns each object's pairs into its value.
 
-    Refused, although many readers let them pass: duplicate keys, NaN and Infinity, a byte order
-    mark, text that is not UTF-8, escapes that stand for half a character, nesting too deep for
-    the stack.
+    Rejected, although many readers accept them: duplicate keys, NaN and Infinity, a byte order
+    mark, text that is not UTF-8, escapes of lone surrogates, nesting too deep for the stack.
 
     Raises:
-        FormatError: the text is none of JSON, or one of the above.
+        FormatError: the text is not JSON, or one of the above.
     """
     try:
         text = data.decode("utf-8")
@@ -86,10 +85,10 @@ def parse_json(data: bytes, path: Path, *, hook: Callable[[Pairs], Any] | None =
         raise FormatError("JSON is nested too deeply", file=path, hint=DAMAGED) from e
     except UnicodeEncodeError as e:
         raise FormatError(
-            "JSON holds an escape for half a character", file=path, hint=DAMAGED
+            "JSON contains an escape of a lone surrogate", file=path, hint=DAMAGED
         ) from e
     except ValueError as e:
-        raise FormatError(f"no valid JSON: {e}", file=path, hint=DAMAGED) from e
+        raise FormatError(f"invalid JSON: {e}", file=path, hint=DAMAGED) from e
     return value
 
 
@@ -97,30 +96,30 @@ def unique_keys(pairs: Pairs) -> dict[str, Any]:
     """The dictionary of an object's pairs.
 
     Raises:
-        ValueError: a key stands twice.
+        ValueError: a duplicate key.
     """
     out = dict(pairs)
     if len(out) != len(pairs):
         names: set[str] = set()
         for key, _ in pairs:
             if key in names:
-                raise ValueError(f"key {short_repr(key)} stands twice in one object")
+                raise ValueError(f"key {short_repr(key)} occurs twice in one object")
             names.add(key)
     return out
 
 
 def _reject_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON number")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def check_plain_name(name: object, path: Path) -> str:
-    """A file name that `path` (an index) gives, proved to be a plain one.
+    """Check that a file name in `path` (an index) is a plain name, and return it.
 
     Raises:
-        FormatError: it climbs out of the folder, is absolute, or is no name at all.
+        FormatError: it leaves the folder, is absolute, or is not a string.
     """
     if type(name) is not str:
-        raise FormatError(f"{short_repr(name)} is no file name", file=path, hint=_PLAIN_HINT)
+        raise FormatError(f"{short_repr(name)} is not a file name", file=path, hint=_PLAIN_HINT)
     drive = len(name) > 1 and name[1] == ":"
     if name in ("", ".", "..") or drive or any(c in name for c in "/\\\0"):
         raise FormatError(f"{short_repr(name)} leaves the folder", file=path, hint=_PLAIN_HINT)
@@ -128,7 +127,7 @@ def check_plain_name(name: object, path: Path) -> str:
 
 
 def check_inside(folder: Path, name: str) -> None:
-    """Prove that `folder/name` belongs to `folder` (see `stays_inside`).
+    """Check that `folder/name` belongs to `folder` (see `stays_inside`).
 
     Raises:
         FormatError: it is a link that leaves the folder.
@@ -144,9 +143,9 @@ def check_inside(folder: Path, name: str) -> None:
 def stays_inside(folder: Path, name: str) -> bool:
     """Whether `folder/name`, with its links resolved, is a file that belongs to `folder`.
 
-    Links inside the folder are fine, and so is the Hugging Face cache, whose
-    `snapshots/REVISION/` holds nothing but links into `blobs/` beside `snapshots/`. Any other
-    link that leaves the folder is not.
+    Links inside the folder are allowed, and so is the Hugging Face cache, whose
+    `snapshots/REVISION/` holds links into `blobs/` next to `snapshots/`. Any other link that leaves
+    the folder is not.
     """
     home = Path(os.path.realpath(folder))
     full = Path(os.path.realpath(home / name))

@@ -1,7 +1,7 @@
-"""Megatron's `torch` format (`megatron`): a folder per rank, each tensor of a rank on its own.
+"""Megatron's legacy `torch` format (`megatron`): a folder per rank, with files of torch.save.
 
-What a rank holds of the model is not known here: every tensor of every file is one of the
-catalogue, in one shard. Opening reads the end, the directory and the pickle of each file.
+The catalogue does not know the layout of the model: every tensor of every file is a tensor of its
+own, in one shard. Opening reads the end, the directory and the pickle of each file.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _RANDOM_STATE_KEYS = frozenset(
         "rng_tracker_states",
     }
 )
-_UNKNOWN_WRITER_HINT = "something else than Megatron wrote it: load it with torch, and put it right"
+_UNKNOWN_WRITER_HINT = "not written by Megatron: load the file with torch and correct it"
 _KNOWN = re.compile(
     r"(argparse|types|collections|torch|numpy|pathlib|_codecs|builtins|__builtin__|copyreg|copy_reg|"
     r"signal|io|_io|enum|datetime|megatron|transformer_engine)\..*"
@@ -72,7 +72,7 @@ _KNOWN = re.compile(
 
 
 def detect(path: Path) -> bool:
-    """Whether `path` is such a folder, or a save folder whose chosen iteration is one."""
+    """Whether `path` is such a folder, or a save folder whose selected iteration is one."""
     if not path.is_dir() or is_distributed(path):
         return False
     folder = path if is_ranked(path) else find_iteration(path, None)
@@ -85,14 +85,16 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     Tensors are called `mp_rank_00/model_optim_rng/model/...` by their path in the file's tree.
     `metadata` gets:
 
-    - `iteration` (a release has none), `args` (a dict, where there are any), `checkpoint_version`
-      (0 where the files say none);
-    - `ranks`: each folder's `(tp, pp, ep)` ranks, None for what the checkpoint is not cut by;
+    - `iteration` (a release has none), `args` (a dict, if present), `checkpoint_version`
+      (0 if absent);
+    - `ranks`: each folder's `(tp, pp, ep)` ranks, None for an axis the checkpoint is not split by;
     - `common`: the first rank's tree without tensors, models and random state;
-    - `rank_trees`: each folder's tree without tensors, inert, with the bytes of small storages, fit
+    - `rank_trees`: each folder's tree without tensors, inert, with the bytes of small storages,
+    ready
       to be written again;
-    - `trees`: each file's whole tree, by path, with `GlobalTensor` leaves: what `lay_out` takes;
-    - `aliases`: tensors that are stored under another name, by that name.
+    - `trees`: each file's whole tree, by path, with `GlobalTensor` leaves, the input of
+      `plan_megatron_legacy_layout`;
+    - `aliases`: the stored name of each tensor that has several names.
 
     Raises:
         FormatError: ranks or files are missing, do not belong together, or are damaged.
@@ -100,7 +102,7 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     is_iteration = is_ranked(path) and iteration is None
     folder = path if is_iteration else find_iteration(path, iteration)
     if folder is None or not is_ranked(folder):
-        raise FormatError("no folders of Megatron ranks here", file=path)
+        raise FormatError("no mp_rank_* folders here", file=path)
     folders, warnings = _find_rank_folders(folder)
     _check_files(folder, folders, warnings)
     budget = StorageBudget(_MAX_SMALL_BYTES)
@@ -117,13 +119,13 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
 
 
 def _find_rank_folders(root: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Rank folders in ascending order, and warnings about what looks like one and is none."""
+    """Rank folders in ascending order, and warnings about similar names."""
     folders: list[tuple[tuple[int, ...], str]] = []
     warnings: list[str] = []
     for path in root.glob("mp_rank_*"):
         parts = parse_rank_folder(path.name)
         if parts is None or not path.is_dir():
-            warnings.append(f"{path.name} is left out: no folder of a rank")
+            warnings.append(f"{path.name} is skipped: not the folder of a rank")
         else:
             folders.append((parts, path.name))
     return {name: parts for parts, name in sorted(folders)}, warnings
@@ -137,13 +139,13 @@ def _check_files(root: Path, folders: Iterable[str], warnings: list[str]) -> Non
             raise FormatError(
                 f"{MODEL_FILE} is missing, which every rank has",
                 file=root / name,
-                hint="copy the whole folder, or take another iteration",
+                hint="copy the whole folder, or choose another iteration",
             )
         for file in names:
             if file in (MODEL_FILE, OPTIMIZER_FILE):
                 check_inside(root, f"{name}/{file}")
             elif file.endswith(".pt"):
-                warnings.append(f"{name}/{file} is left out: neither model nor optimizer")
+                warnings.append(f"{name}/{file} is skipped: neither model nor optimizer")
 
 
 T = TypeVar("T")
@@ -151,7 +153,7 @@ R = TypeVar("R")
 
 
 def _in_threads(work: Callable[[T], R], jobs: list[T]) -> list[R]:
-    """Results in order; the first error ends it."""
+    """Results in order; the first error stops all."""
     with ThreadPoolExecutor(min(_THREADS, max(1, len(jobs)))) as pool:
         futures = [pool.submit(work, job) for job in jobs]
         try:
@@ -198,7 +200,7 @@ def _build_catalogue(root: Path, read: list[LegacyRankFile], warnings: list[str]
 def _make_locator(
     extents: Extents, strides: dict[int, tuple[int, ...]]
 ) -> Callable[[NDArray[np.int64]], ShardOffsets]:
-    """A way to locate shards of which some are not row-major."""
+    """A locator for shards of which some are not row-major."""
 
     def locate(shards: NDArray[np.int64]) -> ShardOffsets:
         rank_strides = {k: strides[row] for k, row in enumerate(shards.tolist()) if row in strides}
@@ -230,7 +232,7 @@ def _add_metadata(
     if args[first]:
         out["args"] = pickle_reader.to_plain(args[first], file=root / first / MODEL_FILE)
     else:
-        catalogue.warnings.append("no args: sizes are guessed from the folders")
+        catalogue.warnings.append("no args: parallel sizes are inferred from the folder names")
     out["checkpoint_version"] = tops[first].get("checkpoint_version", 0)
     out["rank_trees"] = trees = {n: remove_tensors(r.tree) for n, r in models.items()}
     out["common"] = {
@@ -242,21 +244,21 @@ def _add_metadata(
     out["aliases"] = {a: b for r in read.values() for a, b in r.aliases.items()}
     is_separate = args[first].get("use_distributed_optimizer") and "optimizer" in tops[first]
     if is_separate and len(read) == len(models):
-        catalogue.warnings.append(f"no {OPTIMIZER_FILE}: the optimizer has lost its moments")
+        catalogue.warnings.append(f"no {OPTIMIZER_FILE}: the optimizer's moments are missing")
     unknown = {n for r in read.values() for n in r.global_names if not _KNOWN.fullmatch(n)}
     catalogue.warnings += [
-        f"{name} is a class that megtool does not know: kept as it is" for name in sorted(unknown)
+        f"{name} is an unknown class: kept unchanged" for name in sorted(unknown)
     ]
 
 
 def _read_args(top: dict[str, Any], file: Path) -> dict[str, Any]:
-    """The attributes of a rank's args, inert; empty where it has none."""
+    """The attributes of a rank's args, inert; empty if it has none."""
     args = top.get("args")
     if isinstance(args, Inert) and args.name in ("argparse.Namespace", "types.SimpleNamespace"):
         args = args.state
     if args is not None and not isinstance(args, dict):
         raise FormatError(
-            f"its args are {args!r:.60}, no namespace", file=file, hint=_UNKNOWN_WRITER_HINT
+            f"its args are {args!r:.60}, not a namespace", file=file, hint=_UNKNOWN_WRITER_HINT
         )
     return args or {}
 
@@ -271,7 +273,7 @@ def _read_iteration(top: dict[str, Any], file: Path) -> int | None:
 def _add_iteration(catalogue: Catalogue, iteration: int | None) -> None:
     name = catalogue.root.name
     if name == RELEASE:
-        return  # files say 0 there, which stands for none
+        return  # its files have iteration 0, which means none
     number = name.removeprefix("iter_")
     folder_iteration = int(number) if name.startswith("iter_") and number.isdecimal() else None
     if None not in (folder_iteration, iteration) and folder_iteration != iteration:
@@ -292,9 +294,9 @@ def _check_optimizers(
     read: dict[str, LegacyRankFile],
     names: dict[str, list[str]],
 ) -> None:
-    """All ranks have an optimizer file, or none has.
+    """Check that all ranks have an optimizer file, or none has.
 
-    A rank that is only the first with its experts has none if its layers have no experts.
+    A rank that writes only experts has none if its layers have no experts.
     """
     has = {name for name in ranks if f"{name}/{OPTIMIZER_FILE}" in read}
     if not has:
@@ -313,7 +315,8 @@ def _check_optimizers(
         raise FormatError(
             f"{len(lacking)} of {len(ranks)} ranks have no {OPTIMIZER_FILE}: {some}",
             file=root,
-            hint="copy the whole folder, or remove the others' to go on without the optimizer",
+            hint="copy the whole folder, or remove the other ranks' files to continue without the "
+            "optimizer",
         )
 
 
@@ -323,12 +326,13 @@ def plan_megatron_legacy_layout(
     iteration: int | None,
     small_files: Mapping[str, bytes] | None = None,
 ) -> Destination:
-    """Lay out `.pt` files given by their path in the folder of the iteration, and by their trees.
+    """Plan `.pt` files, given by their path in the folder of the iteration and their trees.
 
     A tree holds plain values, inert nodes whose references have their bytes attached, and
-    `GlobalTensor` leaves, one for each tensor to come. A leaf that occurs twice in a file is one
-    tensor under two names. `iteration` names the folder inside the save folder, `release` when
-    None. `small` are further files by their path beside the folders of ranks.
+    `GlobalTensor` leaves, one for each tensor to write. A leaf that occurs twice in a file is one
+    tensor with two names. `iteration` names the folder inside the save folder, `release` when
+    None. `small_files` are further files by their path in the folder of the
+    iteration.
 
     Raises:
         UsageError: two tensors have one name, elements are packed, or a storage has no bytes.

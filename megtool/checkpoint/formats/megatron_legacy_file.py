@@ -1,4 +1,8 @@
-"""One file of a Megatron rank: its tensors, each view once, and the tree around them."""
+"""One file of a legacy Megatron rank: its tensors, each view once, and the tree around them.
+
+Tensors belong to a model or an optimizer. Random state, extra state of modules, loss scales and
+step counts are small values that stay in the tree.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from megtool.tensors.sharded import GlobalTensor
 
 @dataclass(slots=True, kw_only=True)
 class LegacyRankFile:
-    """What one file says: its tree with `GlobalTensor` leaves, and where each of these lies."""
+    """One file: its tree with `GlobalTensor` leaves, and the position of each of them."""
 
     stored: StoredFile
     tree: Any = None
@@ -33,10 +37,10 @@ class LegacyRankFile:
 
 
 def read_rank_file(root: Path, path: str, budget: StorageBudget) -> LegacyRankFile:
-    """Open the file at `path` below `root`; its small storages are read, as the budget allows.
+    """Open the file at `path` below `root` and read its small storages, within the budget.
 
     Raises:
-        FormatError: it is missing, damaged, hostile, or no file of a Megatron rank.
+        FormatError: the file is missing, damaged, hostile, or not a Megatron rank file.
     """
     stored = StoredFile.stat(root, path)
     out = LegacyRankFile(stored=stored)
@@ -52,14 +56,14 @@ def read_rank_file(root: Path, path: str, budget: StorageBudget) -> LegacyRankFi
 
 
 class _TensorCollector:
-    """Puts the tensors of one file into its `RankFile`, each view once."""
+    """Adds the tensors of one file to its `LegacyRankFile`, each view once."""
 
     def __init__(self, torch_file: TorchFile, prefix: str, out: LegacyRankFile) -> None:
         self._torch_file, self._prefix, self._out = torch_file, prefix, out
         self._tensors_by_view: dict[StorageView, GlobalTensor] = {}
 
     def take(self, path: str, view: StorageView) -> GlobalTensor:
-        """The tensor at this path of the tree: one seen before where it is the same view."""
+        """The tensor at this path of the tree; the same tensor for the same view."""
         out, name = self._out, f"{self._prefix}/{path}"
         tied = self._tensors_by_view.get(view)
         if tied is not None:
@@ -80,10 +84,10 @@ class _TensorCollector:
         return tensor
 
     def check_disjoint(self) -> None:
-        """Prove that no two views that differ overlap.
+        """Check that different views do not overlap.
 
         Raises:
-            FormatError: two do.
+            FormatError: two views overlap.
         """
         out = self._out
         used = sorted(
@@ -113,23 +117,23 @@ _SMALL_IN_OPTIMIZER = frozenset({"param_groups", "grad_scaler", "step"})
 _MAX_DEPTH = 64
 _MAX_TIMES = 16
 _FEW_NODES = 10_000
-_UNSUPPORTED_HINT = "load it with what wrote it, and save plain tensors of high precision"
+_UNSUPPORTED_HINT = "load it with the tool that wrote it, and save plain tensors of high precision"
 
 TakeTensor = Callable[[str, StorageView], GlobalTensor]
 
 
 def extract_tensors(tree: Any, name: str, take: TakeTensor, *, file: Path) -> Any:
-    """The tree of the file called `name` with each of its tensors replaced by what `take` gives.
+    """The tree of the file `name`, with each tensor replaced by the result of `take`.
 
-    `take` gets the tensor's path in the tree, joined by `/`, and its view. The tree itself is left
-    as it is; what holds no tensor is shared with it.
+    `take` receives the tensor's path in the tree, joined by `/`, and its view. The input tree is
+    not modified; parts without tensors are shared with it.
 
     Raises:
-        FormatError: the file holds no dict, a kind of tensor that is not supported, or the tree is
-            absurdly deep or large.
+        FormatError: the file does not hold a dict, a kind of tensor is not supported, or the tree
+            is too deep or large.
     """
     if dict_items(tree) is None and not (name == OPTIMIZER_FILE and isinstance(tree, list)):
-        raise FormatError(f"holds {tree!r:.60}, no dict of a Megatron rank", file=file)
+        raise FormatError(f"holds {tree!r:.60}, not the dict of a Megatron rank", file=file)
     walk = _Walk(take, file)
     if name == OPTIMIZER_FILE:
         return walk.descend(tree, (), frozenset())
@@ -153,7 +157,7 @@ class _Walk:
         self._nodes = set[int]()
 
     def descend(self, node: Any, path: tuple[Any, ...], small: frozenset[str]) -> Any:
-        """The node with its tensors replaced, but for those below a key named in `small`."""
+        """The node with its tensors replaced, except those below a key in `small`."""
         if isinstance(path[-1] if path else None, str) and _is_small(path[-1], small):
             return node
         if isinstance(node, list | tuple | dict | Inert) and node:
@@ -177,7 +181,7 @@ class _Walk:
             return self._take(name, view)
         if pickle_reader.find_references(node):
             raise FormatError(
-                f"a {node.name} holds its numbers in a way that is not supported",
+                f"a {node.name} stores its data in an unsupported way",
                 file=self._file,
                 tensor=name,
                 hint=_UNSUPPORTED_HINT,
@@ -188,7 +192,7 @@ class _Walk:
         self._num_nodes += 1
         self._nodes.add(id(node))
         if len(path) > _MAX_DEPTH or self._num_nodes > _FEW_NODES + _MAX_TIMES * len(self._nodes):
-            raise FormatError("a tree that is absurdly deep, or repeats itself", file=self._file)
+            raise FormatError("the tree is too deep, or repeats itself", file=self._file)
 
 
 def _is_small(key: str, small: frozenset[str]) -> bool:
@@ -204,7 +208,7 @@ def spell_key(key: Any) -> str:
 
 
 def remove_tensors(tree: Any) -> Any:
-    """The tree without its `GlobalTensor` leaves, and without what held nothing else."""
+    """The tree without its `GlobalTensor` leaves and the containers they leave empty."""
     stripped = _remove_tensors(tree, 0, {})
     return {} if stripped is _REMOVED else stripped
 
@@ -217,10 +221,10 @@ def _remove_tensors(node: Any, depth: int, done: dict[int, Any]) -> Any:
         return _REMOVED
     pairs = dict_items(node)
     if depth > _MAX_DEPTH or (pairs is None and not isinstance(node, list | tuple)):
-        return node  # no tensor lies deeper: see `_Walk`
+        return node  # there is no tensor at this depth: see `_Walk`
     if id(node) in done:
         return done[id(node)]
-    done[id(node)] = node  # where a part contains itself
+    done[id(node)] = node  # in case a part contains itself
     out: Any
     if pairs is None:
         items = [_remove_tensors(x, depth + 1, done) for x in node]

@@ -1,7 +1,7 @@
-"""The folders of Megatron's ranks: whose they are, whether all are there, and whether they agree.
+"""The rank folders of a legacy Megatron checkpoint: their ranks, completeness and agreement.
 
 `mp_rank_TT`, `mp_rank_TT_PPP`, `mp_rank_TT_EEE` or `mp_rank_TT_PPP_EEE`: the second part is the
-pipeline's rank where there is a pipeline, else the experts'. Which one it is, the args say.
+pipeline rank if there is a pipeline, else the expert rank. The args determine which.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ARGS_HINT = "load it with the Megatron that wrote it and save it again, with it
 _MAX_RANKS = 1 << 20
 
 RankId = tuple[int, int | None, int | None]
-"""Ranks of tensors, pipeline and experts; None where the folder's name has none."""
+"""Tensor, pipeline and expert ranks; None if the folder name has no such part."""
 
 SHARED_ARGS = (
     "tensor_model_parallel_size",
@@ -51,12 +51,12 @@ SHARED_ARGS = (
     "fp16",
     "use_distributed_optimizer",
 )
-"""Args in which the ranks of one checkpoint cannot differ."""
+"""Args that are equal in all ranks of one checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSizes:
-    """How many ranks there are: of tensors, pipeline, experts, and tensors inside experts."""
+    """Parallel sizes: tensor, pipeline, expert, and tensor inside experts."""
 
     tp: int
     pp: int
@@ -64,10 +64,10 @@ class RankSizes:
     etp: int
 
     def writing_ranks(self) -> dict[RankId, bool]:
-        """Every rank that writes a folder; true where it is also the first of its data ranks.
+        """Every rank that writes a folder; true if it is also the first of its data-parallel ranks.
 
-        A rank writes if it is the first that holds its part of the dense layers, or of the experts
-        (checkpointing.py). Ranks count tensors first, and inside experts tensors, then experts.
+        A rank writes if it is the first that holds its part of the dense layers or of the experts
+        (checkpointing.py). Rank order is tp first; inside experts tp, then ep.
         """
         out: dict[RankId, bool] = {}
         for p in range(self.pp):
@@ -83,21 +83,21 @@ class RankSizes:
 
 
 def rank_folder_name(rank: RankId) -> str:
-    """The folder of a rank."""
+    """The folder name of a rank."""
     return f"mp_rank_{rank[0]:02d}" + "".join(f"_{n:03d}" for n in rank[1:] if n is not None)
 
 
 def parse_rank_folder(folder: str) -> tuple[int, ...] | None:
-    """The numbers in the name of a rank's folder; None where the name is none."""
+    """The numbers in the name of a rank folder; None if it is not a rank folder."""
     match = _FOLDER.fullmatch(folder)
     return tuple(int(g) for g in match.groups() if g is not None) if match else None
 
 
 def parse_rank_sizes(args: Mapping[str, Any], *, file: Path) -> RankSizes | None:
-    """The sizes that args give; None where they give none, as in the oldest checkpoints.
+    """The parallel sizes in args; None if there are none, as in the oldest checkpoints.
 
     Raises:
-        FormatError: one is no size.
+        FormatError: a size is invalid.
     """
 
     def size(default: int, *names: str) -> int:
@@ -105,7 +105,7 @@ def parse_rank_sizes(args: Mapping[str, Any], *, file: Path) -> RankSizes | None
             value = args.get(name)
             if value is not None:
                 if type(value) is not int or not 0 < value < 1 << 20:
-                    raise FormatError(f"args say {name} {value!r:.60}", file=file, hint=_ARGS_HINT)
+                    raise FormatError(f"args have {name} {value!r:.60}", file=file, hint=_ARGS_HINT)
                 return value
         return default
 
@@ -119,7 +119,7 @@ def parse_rank_sizes(args: Mapping[str, Any], *, file: Path) -> RankSizes | None
         etp=size(tp, "expert_tensor_parallel_size"),
     )
     if out.pp * max(out.tp, out.etp * out.ep) > _MAX_RANKS:
-        raise FormatError(f"args say that there are {out}", file=file, hint=_ARGS_HINT)
+        raise FormatError(f"args have too many ranks: {out}", file=file, hint=_ARGS_HINT)
     return out
 
 
@@ -130,13 +130,13 @@ def identify_ranks(
     *,
     root: Path,
 ) -> dict[str, RankId]:
-    """Whose each folder is, proved to be all that the checkpoint needs.
+    """The rank of each folder; checks that the checkpoint is complete.
 
-    `names` are the names of each folder's tensors, the same for one layer on every rank: without
-    args they tell a pipeline, whose stages hold different layers, from experts.
+    `names` are the names of each folder's tensors, the same for one layer on every rank. Without
+    args they distinguish a pipeline, whose stages have different layers, from experts.
 
     Raises:
-        FormatError: ranks are missing, are too many, or cannot be told apart.
+        FormatError: ranks are missing, surplus or ambiguous.
     """
     counts = {len(parts) for parts in folders.values()}
     if len(counts) > 1:
@@ -150,7 +150,7 @@ def identify_ranks(
     if sizes is None:
         return _ranks_without_args(folders, names, count, root)
     expected = {rank_folder_name(rank): rank for rank in sizes.writing_ranks()}
-    # Ranks of a pipeline or of experts of one were numbered too by some versions.
+    # Some versions numbered pipeline or expert ranks even if their size is 1.
     numbered = {f"{f}_000": r for f, r in expected.items()} if sizes.pp == sizes.ep == 1 else {}
     if count == 2 and numbered:
         expected = numbered
@@ -160,7 +160,8 @@ def identify_ranks(
     extra = [f for f in folders if f not in expected]
     if extra:
         raise FormatError(
-            f"{extra[0]} is no rank of tp={sizes.tp} pp={sizes.pp} ep={sizes.ep}, as args say",
+            f"{extra[0]} is not a rank of tp={sizes.tp} pp={sizes.pp} ep={sizes.ep}, the sizes "
+            "in args",
             file=root,
             hint="folders of two checkpoints are mixed: keep those of one",
         )
@@ -182,8 +183,8 @@ def _ranks_without_args(
         )
         if first == last:
             raise FormatError(
-                f"nothing says whether {first} is a rank of a pipeline or of experts, because "
-                "there are no args",
+                f"cannot decide whether {first} is a pipeline or an expert rank, because there "
+                "are no args",
                 file=root / first,
                 hint=_ARGS_HINT,
             )
@@ -217,7 +218,7 @@ def check_agreement(args: Mapping[str, Mapping[str, Any]], *, root: Path) -> Non
     """Compare the args of every folder with those of the first.
 
     Raises:
-        FormatError: they differ where ranks of one checkpoint cannot.
+        FormatError: args differ that are equal in one checkpoint.
     """
     first = next(iter(args), "")
     for folder, rank_args in args.items():
@@ -229,7 +230,7 @@ def check_agreement(args: Mapping[str, Mapping[str, Any]], *, root: Path) -> Non
                 and value != first_value
             ):
                 raise FormatError(
-                    f"args say {key} {value!r:.60} here and {first_value!r:.60} in {first}",
+                    f"args have {key} {value!r:.60} here and {first_value!r:.60} in {first}",
                     file=root / folder,
                     hint="folders of two checkpoints are mixed: keep those of one",
                 )
@@ -239,10 +240,10 @@ _COMPARED = (int, float, str, type(None))
 
 
 def check_iterations(iterations: Mapping[str, int | None], *, root: Path) -> int | None:
-    """The iteration of all ranks; None where none says.
+    """The iteration of all ranks; None if no rank has one.
 
     Raises:
-        FormatError: they are of different iterations.
+        FormatError: ranks have different iterations.
     """
     first = next(iter(iterations), "")
     for folder, iteration in iterations.items():
@@ -250,6 +251,6 @@ def check_iterations(iterations: Mapping[str, int | None], *, root: Path) -> int
             raise FormatError(
                 f"is of iteration {iteration}, and {first} of iteration {iterations[first]}",
                 file=root / folder,
-                hint="a save was interrupted, or two are mixed: take another iteration",
+                hint="a save was interrupted, or two are mixed: choose another iteration",
             )
     return iterations.get(first)

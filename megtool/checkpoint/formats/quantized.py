@@ -1,9 +1,9 @@
-"""Quantized Hugging Face folders: codes and scales presented as the plain tensors they stand for.
+"""Quantized Hugging Face folders: codes and scales as the tensors they represent.
 
-What is decoded, by `quant_method` of config.json: `fp8` (DeepSeek, and others that publish blocks
-of 128 x 128), `fbgemm_fp8`, `mxfp4` (gpt-oss), `compressed-tensors` and `modelopt` (also where
-only `hf_quant_config.json` says so). A weight and its scales become one tensor under its plain
-name, of the dtype the config gives, with a `packing`; scales of activations are set aside.
+Supported values of `quant_method` in config.json: `fp8` (DeepSeek, and others with blocks of 128 x
+128), `fbgemm_fp8`, `mxfp4` (gpt-oss), `compressed-tensors` and `modelopt` (also if only
+`hf_quant_config.json` declares it). A weight and its scales become one tensor under its plain name,
+of the dtype in the config, with a `packing`; scales of activations are ignored.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from megtool.tensors.box import Boxes
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes, widest
 
 QUANT_FILE = "hf_quant_config.json"
-"""Where modelopt says what it did, beside (or instead of) config.json."""
+"""Where ModelOpt describes the quantization, in addition to (or instead of) config.json."""
 
 QUANT_KEYS = ("quantization_config", "compression_config")
-"""Where config.json says it."""
+"""The keys of config.json that describe the quantization."""
 
 _ACTIVATIONS = re.compile(
     r"(?:^|[._])(?:(?:input|output|activation)_(?:scale(?:_ub)?|global_scale|zero_point)"
     r"|[qkv]_(?:scale|zero_point)|[kv]_proj\.[kv]_bias)$"
 )
-_WHY_ASIDE = "scales of activations and of the KV cache: decoded weights need none"
-_WHY_SECOND = "scales what decoded weights are quantized to again: they need none"
+_WHY_ASIDE = "scales of activations and of the KV cache: not needed for decoded weights"
+_WHY_SECOND = "scale of a second quantization: not needed for decoded weights"
 _ORPHANS = re.compile(
     r"weight_(?:scale(?:_inv|_2)?|packed|global_scale|zero_point|shape|g_idx)$"
     r"|_scale_inv$|_proj_(?:weight_scale(?:_2)?|scales)$"
@@ -55,11 +55,11 @@ _SCALES = re.compile(r"_(?:scale(?:_inv|_2)?|scales|blocks|packed|global_scale|z
 def combine_packed_weights(catalogue: Catalogue) -> Catalogue:
     """The catalogue with every quantized weight as one packed tensor.
 
-    A catalogue whose config names no quantization is returned as it is. Headers, and the few bytes
-    of `weight_shape`, are all that is read.
+    A catalogue whose config names no quantization is returned unchanged. Only headers and the few
+    bytes of `weight_shape` are read.
 
     Raises:
-        FormatError: see `packed_weights`.
+        FormatError: see `find_packed_weights`.
     """
     config = quantization_config(catalogue.metadata)
     return (
@@ -72,13 +72,13 @@ def combine_packed_weights(catalogue: Catalogue) -> Catalogue:
 def find_packed_weights(
     catalogue: Catalogue, config: Mapping[str, Any]
 ) -> tuple[list[PackedWeight], PartFinder]:
-    """Every quantized weight as the stored tensors it lies in, and which of these were used.
+    """Every quantized weight with its stored parts, and the finder that knows the used tensors.
 
-    `config` is what `quantization` found. Nothing is decoded.
+    `config` is the result of `quantization_config`. Nothing is decoded.
 
     Raises:
-        FormatError: the method is not one of those above, a weight lacks its scale or a scale its
-            weight, or shapes do not belong together.
+        FormatError: the method is not supported, a weight lacks its scale or a scale its weight, or
+            shapes do not match.
     """
     method = str(config.get("quant_method", "")).lower()
     finder = next((f for name, f in _FINDERS if re.fullmatch(name, method)), None)
@@ -109,7 +109,7 @@ def find_packed_weights(
 
 
 def quantization_config(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a folder says about its quantization, as one dictionary with a `quant_method`."""
+    """The quantization config of a folder, with a `quant_method`; None if there is none."""
     config = metadata.get("config")
     config = config if isinstance(config, dict) else {}
     text = config.get("text_config")
@@ -124,14 +124,14 @@ def quantization_config(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-# ---- methods: each takes a stored tensor, and gives what it is the codes of, if of anything
+# ---- methods: each takes a stored tensor and returns the weight whose codes it is, or None
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 def _float8(stored: PartFinder, t: GlobalTensor) -> PackedWeight | None:
-    """`fp8`, `fbgemm_fp8`: eight-bit floats, with `_scale_inv` or `_scale` beside the name; among
-    them FP4 codes in int8, as transformers reads them."""
+    """`fp8`, `fbgemm_fp8`: FP8 weights with scales `NAME_scale_inv` or `NAME_scale`, and FP4 codes
+    in int8, as transformers reads them."""
     if _SCALES.search(t.name) or not t.shape:
         return None
     if t.dtype.name in _FP8:
@@ -168,7 +168,7 @@ def _one_byte(stored: PartFinder, t: GlobalTensor) -> PackedWeight | None:
 
 
 def _modelopt(stored: PartFinder, t: GlobalTensor) -> PackedWeight | None:
-    """`modelopt`: `weight` of one byte; its shape beside the scale's tells how it is packed."""
+    """`modelopt`: `weight` of one byte; its shape and the scale's determine the packing."""
     if t.dtype.name != "uint8" or _SCALES.search(t.name) or len(t.shape) < 2:
         return _one_byte(stored, t)
     scale = stored.find(t.name, "_scale")
@@ -188,11 +188,11 @@ _FINDERS: tuple[tuple[str, Callable[[PartFinder, GlobalTensor], PackedWeight | N
 )
 
 
-# ---- the catalogue that comes of it
+# ---- the resulting catalogue
 
 
 def _combine(catalogue: Catalogue, weights: list[PackedWeight], stored: PartFinder) -> Catalogue:
-    """The catalogue in which packed tensors stand where their codes stood."""
+    """The catalogue with packed tensors in place of their codes."""
     kind = _plain_dtype(catalogue)
     by_codes = {f.codes: f for f in weights}
     ignored: list[IgnoredTensor] = []
@@ -242,10 +242,10 @@ def _locate_parts(catalogue: Catalogue, f: PackedWeight) -> list[StoredPart]:
 
 
 def _check_not_orphan(catalogue: Catalogue, t: GlobalTensor) -> None:
-    """A left-over scale, or what it scaled: its partner is missing, so nothing can be decoded."""
+    """Refuse a scale without its weight: nothing can be decoded."""
     if _ORPHANS.search(t.name):
         raise FormatError(
-            "belongs to a quantized weight that is not here",
+            "belongs to a quantized weight that is missing",
             file=catalogue.path(int(catalogue.extents.file[catalogue.index[t.name]])),
             tensor=t.name,
             hint=f"is the download complete? {AS_STORED_HINT}",
@@ -253,7 +253,7 @@ def _check_not_orphan(catalogue: Catalogue, t: GlobalTensor) -> None:
 
 
 def _plain_dtype(catalogue: Catalogue) -> DType:
-    """What weights had been before: the config's dtype if it is a wide float, else bfloat16."""
+    """The dtype before quantization: the config's if it is a wide float, else bfloat16."""
     config = catalogue.metadata.get("config")
     config = config if isinstance(config, dict) else {}
     text = config.get("text_config")

@@ -1,4 +1,4 @@
-"""The parts of one quantized weight: which tensors they are, and how their shapes correspond."""
+"""The parts of one quantized weight: their tensors, and how their shapes correspond."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _is_block(value: Any) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedWeight:
     """A packed tensor: its plain name, the name of its codes, and its parts (codes first) with
-    the names of the tensors that hold them."""
+    the names of their stored tensors."""
 
     name: str
     codes: str
@@ -91,8 +91,8 @@ class PackedWeight:
 
 @dataclass(slots=True)
 class PartFinder:
-    """The stored tensors of a folder, which of them belong to packed ones (`used`), and those
-    among them that are not needed to decode (`second`)."""
+    """Finds the stored tensors of packed weights. `used` are those that belong to one;
+    `requantization_scales` are those among them that decoding does not need."""
 
     catalogue: Catalogue
     granularity: QuantGranularity
@@ -102,8 +102,8 @@ class PartFinder:
     def find(self, base: str, *suffixes: str) -> GlobalTensor | None:
         """The companion of a weight `base` that has one of `suffixes`, counted as used.
 
-        Besides `weight` and `weight_scale` there are `gate_up_proj` and
-        `gate_up_proj_weight_scale`, and what stands beside the weight (`pre_quant_scale`).
+        Names are `weight` and `weight_scale`, `gate_up_proj` and `gate_up_proj_weight_scale`, or a
+        sibling of the weight (`pre_quant_scale`).
         """
         stem = base.rpartition(".")[0]
         for suffix in suffixes:
@@ -117,10 +117,10 @@ class PartFinder:
         return None
 
     def require(self, codes: GlobalTensor, *suffixes: str, base: str | None = None) -> GlobalTensor:
-        """The same, which must be there.
+        """Like `find`, but the tensor is required.
 
         Raises:
-            FormatError: it is not.
+            FormatError: it is missing.
         """
         base = codes.name if base is None else base
         tensor = self.find(base, *suffixes)
@@ -142,12 +142,12 @@ class PartFinder:
     def scale_spans(
         self, scale: GlobalTensor, shape: Shape, t: GlobalTensor
     ) -> tuple[PartSpan, ...]:
-        """What a scale (or zero point) of `t`, whose elements have `shape`, serves.
+        """The elements that each dimension of a scale (or zero point) of `t` applies to.
 
         Raises:
-            FormatError: the two shapes do not belong together.
+            FormatError: the two shapes do not match.
         """
-        # FP4 is stored two a byte, beside weights of other blocks: its groups are checked there.
+        # FP4 is stored two per byte; its group sizes are checked in `find_byte_codes`.
         guess = not self.granularity.is_stated or shape != t.shape
         spans = match_spans(scale.shape, shape, self.granularity, guess=guess)
         if spans is None:
@@ -163,7 +163,7 @@ class PartFinder:
     def make_part(
         self, role: str, t: GlobalTensor, shape: Shape, codes: GlobalTensor
     ) -> PackedPart:
-        """A companion as a part."""
+        """A scale or zero point as a part."""
         kind = "float8_e8m0fnu" if role == SCALE and t.dtype.name == "uint8" else t.dtype.name
         spans = self.scale_spans(t, shape, codes)
         return PackedPart(role=role, dtype=kind, shape=t.shape, spans=spans)
@@ -176,7 +176,7 @@ class PartFinder:
         *,
         codes_parts: Sequence[tuple[PackedPart, str]],
     ) -> tuple[tuple[PackedPart, str], ...]:
-        """The parts of a weight: those given, its scale, and what else may stand beside it."""
+        """The parts of a weight: `codes_parts`, its scale, and optional further scales."""
         out = list(codes_parts)
         scale = self.require(codes, *self.granularity.scale_suffixes, base=base)
         out.append((self.make_part(SCALE, scale, shape, codes), scale.name))
@@ -210,15 +210,17 @@ class PartFinder:
 def match_spans(
     scale: Shape, shape: Shape, granularity: QuantGranularity, *, guess: bool = True
 ) -> tuple[PartSpan, ...] | None:
-    """Which elements of a tensor of `shape` each dimension of a scale serves; None if they do not
-    correspond. A single value serves all, a missing last dimension means one value a row.
+    """The elements of a tensor of `shape` that each dimension of a scale applies to.
 
-    Without `guess`, blocks are those of `facts` alone: a scale that lost rows would otherwise pass
-    for one of larger blocks.
+    None if they do not match. A single value applies to all; a missing last dimension means one
+    value per row.
+
+    Without `guess`, only declared block sizes are allowed: otherwise a scale that lost rows would
+    look like one of larger blocks.
     """
     if all(n == 1 for n in scale):
         return tuple(PartSpan(WHOLE) for _ in scale)
-    if len(scale) == 4 and len(shape) == 2 and scale[1] == scale[3] == 1:  # modelopt's blocks
+    if len(scale) == 4 and len(shape) == 2 and scale[1] == scale[3] == 1:  # blocks of ModelOpt
         inner = match_spans((scale[0], scale[2]), shape, granularity, guess=guess)
         return None if inner is None else (inner[0], PartSpan(WHOLE), inner[1], PartSpan(WHOLE))
     if 0 < len(scale) < len(shape) and scale == shape[: len(scale)]:
@@ -253,12 +255,12 @@ def match_spans(
 
 
 def _is_plain(scale: Shape, shape: Shape) -> bool:
-    """Every dimension has one value for all, or one for each: no blocks."""
+    """Whether every dimension has one value for all or one for each: no blocks."""
     return all(n in (1, size) for n, size in zip(scale, shape, strict=True))
 
 
 def find_one_byte_codes(stored: PartFinder, t: GlobalTensor, kind: str) -> PackedWeight:
-    """A weight of one byte an element: FP8, INT8, and MXFP8 (whose scale is in uint8)."""
+    """A weight of one byte per element: FP8, INT8, or MXFP8 (whose scale is uint8)."""
     codes = PackedPart(
         role=CODES,
         dtype=t.dtype.name,
@@ -272,7 +274,7 @@ def find_one_byte_codes(stored: PartFinder, t: GlobalTensor, kind: str) -> Packe
 
 
 def find_byte_codes(stored: PartFinder, t: GlobalTensor, base: str) -> PackedWeight:
-    """FP4 codes, two a byte along the columns: NVFP4 (E4M3 scales) or MXFP4 (powers of two)."""
+    """FP4 codes, two per byte along the columns: NVFP4 (E4M3 scales) or MXFP4 (E8M0 scales)."""
     if t.dtype.itemsize != 1 or not t.shape:
         raise stored.error(t, f"codes of {t.dtype} {list(t.shape)} are not known")
     shape = (*t.shape[:-1], t.shape[-1] * 2)
@@ -298,11 +300,11 @@ def find_byte_codes(stored: PartFinder, t: GlobalTensor, base: str) -> PackedWei
 
 
 def find_word_codes(stored: PartFinder, t: GlobalTensor) -> PackedWeight:
-    """compressed-tensors' `pack-quantized`: 4 or 8 bits an element in int32 words."""
+    """`pack-quantized` of compressed-tensors: 4 or 8 bits per element in int32 words."""
     base = t.name.removesuffix("_packed")
     shape_tensor = stored.find(base, "_shape")
     if shape_tensor is None or len(t.shape) != 2:
-        raise stored.error(t, "its shape is missing" if shape_tensor is None else "is no matrix")
+        raise stored.error(t, "its shape is missing" if shape_tensor is None else "is not a matrix")
     shape = _read_shape(stored, shape_tensor)
     bits = next(
         (
@@ -313,8 +315,8 @@ def find_word_codes(stored: PartFinder, t: GlobalTensor) -> PackedWeight:
         None,
     )
     if bits not in (4, 8):
-        reason = f"{bits} bits an element" if bits else f"that its shape is {list(shape)}"
-        raise stored.error(t, f"{list(t.shape)} words, of which is said {reason}, are not decoded")
+        reason = f"{bits} bits per element" if bits else f"shape {list(shape)}"
+        raise stored.error(t, f"{list(t.shape)} words, declared as {reason}, are not decoded")
     per = 32 // bits
     codes = PackedPart(
         role=CODES, dtype="int32", shape=t.shape, spans=(PartSpan(0), PartSpan(1, per))
@@ -335,7 +337,7 @@ def find_word_codes(stored: PartFinder, t: GlobalTensor) -> PackedWeight:
 
 
 def find_row_pair_codes(stored: PartFinder, t: GlobalTensor) -> PackedWeight:
-    """modelopt's INT4: two rows a byte; a second scale is of what comes after (W4A8)."""
+    """INT4 of ModelOpt: two rows per byte; a second scale is for requantization (W4A8)."""
     shape = (*t.shape[:-2], t.shape[-2] * 2, t.shape[-1])
     last = len(shape) - 1
     spans = (*(PartSpan(d) for d in range(last - 1)), PartSpan(last - 1, 2), PartSpan(last))
@@ -353,7 +355,7 @@ def find_transposed_blocks(stored: PartFinder, t: GlobalTensor) -> PackedWeight:
     if len(t.shape) != 4 or t.shape[-1] != _MX_BLOCK // 2 or scale.shape != t.shape[:-1]:
         raise stored.error(
             t,
-            f"blocks {list(t.shape)} and scales {list(scale.shape)} do not belong together",
+            f"blocks {list(t.shape)} and scales {list(scale.shape)} do not match",
             hint="do the files belong together?",
         )
     experts, rows, groups, _ = t.shape
@@ -391,7 +393,7 @@ def _read_shape(stored: PartFinder, t: GlobalTensor) -> Shape:
     catalogue, row = stored.catalogue, stored.catalogue.index[t.name]
     width = t.dtype.itemsize
     if t.dtype.name not in ("int64", "int32") or len(t.shape) != 1 or not 0 < t.shape[0] <= 8:
-        raise stored.error(t, f"{t.dtype} {list(t.shape)} is no shape")
+        raise stored.error(t, f"{t.dtype} {list(t.shape)} is not a shape")
     e = catalogue.extents
     raw = read_exact(catalogue.path(int(e.file[row])), int(e.offset[row]), width * t.shape[0])
     return tuple(

@@ -104,7 +104,8 @@ def _check_header(parsed: Any, path: Path, start: int, size: int) -> Safetensors
         position = e.end
     if position != size - start:
         raise FormatError(
-            f"the header describes {short_repr(position)} bytes of data, the file holds {size - start}",
+            f"the header describes {short_repr(position)} bytes of data, "
+            f"the file holds {size - start}",
             file=path,
             hint="the file is truncated or has bytes appended: fetch it again",
         )
@@ -159,7 +160,8 @@ def _check_entry(name: str, value: object, path: Path) -> SafetensorsEntry:
         numel *= n
     if numel * dtype.itemsize != offsets[1] - offsets[0]:
         raise FormatError(
-            f"shape {short_repr(shape)} of {dtype} does not take {short_repr(offsets[1] - offsets[0])} bytes",
+            f"shape {short_repr(shape)} of {dtype} does not take "
+            f"{short_repr(offsets[1] - offsets[0])} bytes",
             file=path,
             tensor=_label(name),
             hint=DAMAGED,

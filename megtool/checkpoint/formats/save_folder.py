@@ -1,4 +1,4 @@
-"""Megatron's save folder: iterations side by side, and a small file that names the newest.
+"""Megatron's save folder: iterations, and a tracker file that names the latest one.
 
 `SAVE/latest_checkpointed_iteration.txt`, `SAVE/iter_0001000/`, `SAVE/release/`.
 """
@@ -38,17 +38,17 @@ def is_distributed(path: Path) -> bool:
 
 
 def is_save_folder(path: Path) -> bool:
-    """Whether iterations lie in this folder."""
+    """Whether this folder contains iterations."""
     return bool(_iterations(path))
 
 
 def find_iteration(path: Path, iteration: int | str | None) -> Path | None:
-    """The folder of one iteration of a save folder; None when `path` is no save folder of ours.
+    """The folder of one iteration of a save folder; None if `path` is not a save folder.
 
-    Without `iteration` the tracker decides, and without a tracker the highest number.
+    Without `iteration`, the tracker decides; without a tracker, the highest number.
 
     Raises:
-        FormatError: `path` is one, but has no such iteration, or its tracker makes no sense.
+        FormatError: there is no such iteration, or the tracker is invalid.
     """
     iterations = _iterations(path)
     if iteration is None and not iterations:
@@ -60,9 +60,9 @@ def find_iteration(path: Path, iteration: int | str | None) -> Path | None:
     if chosen not in iterations:
         if path.name in (folder_name(int(chosen)) if chosen.isdecimal() else RELEASE,):
             return path if is_iteration(path) else None
-        origin = "asked for" if iteration is not None else f"named by {TRACKER}"
+        origin = "requested" if iteration is not None else f"named by {TRACKER}"
         raise FormatError(
-            f"iteration {chosen}, {origin}, is not here",
+            f"iteration {chosen}, {origin}, does not exist",
             file=path,
             hint=f"there are: {', '.join(iterations) or 'none'}",
         )
@@ -88,6 +88,6 @@ def _tracked(path: Path) -> str | None:
         text = f.read(64).decode("ascii", "replace").strip()
     if text != RELEASE and not (text.isascii() and text.isdecimal()):
         raise FormatError(
-            f"{text!r} is no iteration", file=file, hint="write a number, or name the iteration"
+            f"{text!r} is not an iteration", file=file, hint="write a number, or name the iteration"
         )
     return text

@@ -374,8 +374,8 @@ class _Locator:
                 shape = tuple(size[: len(tensor.shape)])
                 if location.dtype is not tensor.dtype or location.shape != shape:
                     raise FormatError(
-                        f"an item holds {list(location.shape)} {location.dtype} where .metadata says "
-                        f"{list(shape)} {tensor.dtype}",
+                        f"an item holds {list(location.shape)} {location.dtype}, .metadata "
+                        f"declares {list(shape)} {tensor.dtype}",
                         file=path,
                         tensor=tensor.name,
                         hint="the file is stale, or belongs to another checkpoint",

@@ -1,4 +1,4 @@
-"""Files: every system call on the files of a checkpoint, each finished or failing in words."""
+"""System calls on the files of a checkpoint, each complete or a typed error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megtool.errors import FormatError, StorageError
 
 
 class Files(FileTransfer):
-    """The operating system, as far as checkpoints need it: the one place that calls it."""
+    """The only place that makes system calls for checkpoints."""
 
     # ---- open files
 
@@ -24,7 +24,7 @@ class Files(FileTransfer):
         return self._open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def open_write(self, path: Path) -> int:
-        """Open a file for reading and writing; one that is missing is made, none is emptied."""
+        """Open a file for reading and writing; created if missing, never truncated."""
         return self._open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def _open(self, path: Path, *how: int) -> int:
@@ -33,8 +33,7 @@ class Files(FileTransfer):
         return fd
 
     def open_memory(self, path: Path, data: Buffer) -> int:
-        """A file in memory alone that holds `data` and is gone once closed; `path` is its name in
-        messages."""
+        """An in-memory file that holds `data` until it is closed; errors name `path`."""
         fd = self.call(path, "find memory for", os.memfd_create, "megtool", os.MFD_CLOEXEC)
         self._paths[fd] = path
         try:
@@ -45,14 +44,14 @@ class Files(FileTransfer):
         return fd
 
     def truncate(self, fd: int, num_bytes: int) -> None:
-        """Give an open file its size; what is new reads as zeros."""
+        """Set the size of an open file; new bytes read as zeros."""
         self.call(fd, "resize", os.ftruncate, fd, num_bytes)
 
     def read_whole(self, path: Path, *, at_most: int | None = None) -> bytes | None:
-        """All bytes of a small file, None where there is none.
+        """All bytes of a small file; None if there is no file.
 
         Raises:
-            FormatError: it is longer than `at_most` bytes.
+            FormatError: the file is longer than `at_most` bytes.
         """
         status = self.stat(path)
         if status is None:
@@ -70,7 +69,7 @@ class Files(FileTransfer):
     def lock(self, fd: int) -> bool | None:
         """Lock an open file against other processes until it is closed.
 
-        Returns False when another holds it, None when this file system knows no locks.
+        Returns False if another process holds it, None if the file system has no locks.
         """
         while True:
             try:
@@ -100,7 +99,7 @@ class Files(FileTransfer):
             self.close(fd)
 
     def fsync_dir(self, path: Path) -> None:
-        """Make the names in a folder durable, where its file system has a notion of that."""
+        """Make the names in a folder durable, if its file system supports that."""
         try:
             self.fsync(path)
         except StorageError as e:
@@ -110,7 +109,7 @@ class Files(FileTransfer):
     # ---- names
 
     def rename(self, source: Path, target: Path, *, replace: bool = True) -> None:
-        """Rename, atomically; without `replace` an existing file at `target` is an error."""
+        """Rename atomically; without `replace` an existing file at `target` is an error."""
         if not replace:
             if self._renameat2(source, target, _NOREPLACE):
                 return
@@ -119,7 +118,7 @@ class Files(FileTransfer):
         self.call(target, "rename to", os.rename, source, target)
 
     def exchange(self, first: Path, second: Path) -> bool:
-        """Swap two names, atomically; False (and nothing done) where the system cannot."""
+        """Swap two names atomically; False if the system does not support it."""
         return self._renameat2(first, second, _EXCHANGE)
 
     def _renameat2(self, source: Path, target: Path, flags: int) -> bool:
@@ -136,9 +135,9 @@ class Files(FileTransfer):
         return True
 
     def mkdir(self, path: Path) -> bool:
-        """Make a folder; False when there is one already."""
+        """Create a folder; False if it exists."""
         try:
-            self.call(path, "make folder", os.mkdir, path)
+            self.call(path, "create folder", os.mkdir, path)
         except StorageError as e:
             if isinstance(e.__cause__, FileExistsError):
                 return False
@@ -146,7 +145,7 @@ class Files(FileTransfer):
         return True
 
     def remove(self, path: Path) -> None:
-        """Remove a file, or a folder with all it holds; links are not followed. May be missing."""
+        """Remove a file, or a folder with its contents, if it exists; links are not followed."""
         status = self._stat(os.lstat, path)
         if status is None:
             return
@@ -158,7 +157,7 @@ class Files(FileTransfer):
         self.call(path, "remove", os.rmdir, path)
 
     def remove_empty(self, path: Path) -> bool:
-        """Remove a folder; False when it holds something or is missing."""
+        """Remove an empty folder; False if it is not empty or missing."""
         try:
             self.call(path, "remove", os.rmdir, path)
         except StorageError as e:
@@ -168,14 +167,14 @@ class Files(FileTransfer):
             raise
         return True
 
-    # ---- questions
+    # ---- queries
 
     def stat(self, path: Path) -> os.stat_result | None:
-        """What is at `path` (links followed), None where there is nothing."""
+        """The status of `path`, following links; None if it does not exist."""
         return self._stat(os.stat, path)
 
     def lstat(self, path: Path) -> os.stat_result | None:
-        """What is at `path` (a link itself), None where there is nothing."""
+        """The status of `path`, not following links; None if it does not exist."""
         return self._stat(os.lstat, path)
 
     def _stat(
@@ -189,7 +188,7 @@ class Files(FileTransfer):
             raise
 
     def fstat(self, fd: int) -> os.stat_result:
-        """What an open file is."""
+        """The status of an open file."""
         return self.call(fd, "look at", os.fstat, fd)
 
     def names(self, path: Path) -> list[str]:
@@ -197,10 +196,10 @@ class Files(FileTransfer):
         return sorted(self.call(path, "list", os.listdir, path))
 
     def tree(self, path: Path) -> tuple[list[Path], list[Path]]:
-        """Files below a folder, and folders from `path` downwards."""
+        """All files below a folder, and all folders including `path`."""
         files: list[Path] = []
         folders = [path]
-        for folder in folders:  # grows while it runs
+        for folder in folders:  # the list grows during the loop
             for name in self.names(folder):
                 status = self.lstat(folder / name)
                 is_folder = status is not None and stat.S_ISDIR(status.st_mode)
@@ -208,7 +207,7 @@ class Files(FileTransfer):
         return files, folders
 
     def free_space(self, path: Path) -> int:
-        """Bytes that may still be written to the file system of `path`; quotas are not seen."""
+        """Free bytes on the file system of `path`, without quotas."""
         status = self.call(path, "look at", os.statvfs, path)
         return status.f_bavail * status.f_frsize
 
@@ -218,10 +217,10 @@ _AT_FDCWD = -100
 
 
 def renameat2(source: Path, target: Path, flags: int) -> None:
-    """The system call of that name, which Python's library does not offer.
+    """Call renameat2(2), which Python's library lacks.
 
     Raises:
-        OSError: it failed; ENOSYS where there is none.
+        OSError: it failed; ENOSYS if the system lacks it.
     """
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:

@@ -1,4 +1,4 @@
-"""Lock: one run at a time writes a destination, and the others learn which."""
+"""A lock file that lets one run at a time write a destination."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from megtool.errors import DestinationError, StorageError
 
 
 class LockFile:
-    """Holds the lock file at `path`, naming process and host, until `release`.
+    """Holds the lock file at `path`, which names process and host, until `release`.
 
-    The system lets go of the lock when the process ends, however it ends, so a file left behind
-    locks nobody out. Where the file system knows no locks, `certain` is false: a living process of
-    this host is then respected, others cannot be seen.
+    The system releases the lock when the process ends, so a leftover file locks nobody out. If the
+    file system has no locks, `is_certain` is false: then only processes of this host are detected.
     """
 
     is_certain = True
 
     def __init__(self, files: Files, path: Path, make_folder: Callable[[], None]) -> None:
-        """`make_folder` makes the folder of `path`; another run may remove it at any time.
+        """`make_folder` creates the folder of `path`; another run may remove it at any time.
 
         Raises:
-            DestinationError: another run holds the lock, or the place cannot be written.
+            DestinationError: another run holds the lock, or the folder cannot be written.
         """
         self._files = files
         self._path = path
@@ -50,13 +49,13 @@ class LockFile:
                 raise
             self.release()
         raise DestinationError(
-            "cannot keep a staging folder here",
+            "cannot create a staging folder here",
             file=path.parent,
-            hint="other runs come and go on this destination, or nothing can be written here",
+            hint="other runs use this destination, or nothing can be written here",
         )
 
     def _take(self) -> bool:
-        """Lock the open file; False when it was removed meanwhile."""
+        """Lock the open file; False if another run removed it."""
         locked = self._files.lock(self._fd)
         if locked is not True:
             self._check_holder(busy=locked is False)
@@ -84,7 +83,7 @@ class LockFile:
             )
 
     def release(self) -> None:
-        """Let go; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._files.close(fd)

@@ -1,4 +1,4 @@
-"""Open files: descriptors of thousands of files, of which a few hundred are open at a time."""
+"""A cache of file descriptors: thousands of files, a few hundred open at a time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megtool.checkpoint.storage.files import Files
 class OpenFiles:
     """Descriptors of many files, of which about `limit` are open at a time.
 
-    One that is in use is never closed, so that threads may share it; all reads and writes of
-    `Files` name their offset and do not disturb each other. Those used longest ago go first.
+    Descriptors in use are never closed, so threads may share them: all reads and writes of `Files`
+    are at explicit offsets. The least recently used descriptors are closed first.
     """
 
     def __init__(self, files: Files, *, writing: bool = False, limit: int = 256) -> None:
@@ -32,7 +32,7 @@ class OpenFiles:
                 entry[1] += 1
                 self._entries.move_to_end(path)
                 return entry[0]
-        fd = self._open(path)  # not under the lock: it may take long
+        fd = self._open(path)  # outside the lock, because it may be slow
         with self._lock:
             entry = self._entries.setdefault(path, [fd, 0])
             entry[1] += 1
@@ -44,7 +44,7 @@ class OpenFiles:
         return entry[0]
 
     def release(self, path: Path) -> None:
-        """Tell that one `acquire` of `path` is over."""
+        """End one `acquire` of `path`."""
         with self._lock:
             self._entries[path][1] -= 1
             surplus = self._surplus()
@@ -61,7 +61,7 @@ class OpenFiles:
             self.release(path)
 
     def close(self) -> None:
-        """Close all; the first failure is raised once all are closed."""
+        """Close all files, then raise the first failure."""
         with self._lock:
             fds = [fd for fd, _ in self._entries.values()]
             self._entries.clear()

@@ -1,4 +1,4 @@
-"""Transfer: bytes between open files and memory, whole or not at all, failures in words."""
+"""Complete reads, writes and copies between open files and memory, with typed errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCRATCH_BYTES = 256 << 10  # larger copy buffers fall out of the CPU's cache
 SENDFILE_FROM = 256 << 10  # sendfile needs a descriptor of its own, not worth it below this
 BLOCK = 4096  # file systems share whole blocks only
 
-# What the kernel answers when a way of copying is not for these files; anything else is a failure.
+# Errors that mean a copy method does not support these files; other errors are failures.
 UNSUPPORTED = frozenset(
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ETXTBSY, errno.EPERM}
 )
@@ -46,24 +46,24 @@ HINTS = {
 class FileTransfer:
     """Reads, writes and copies at given offsets of open files. Thread-safe.
 
-    Each method does its whole job (short reads and writes are continued, interrupted calls made
-    again) or raises `StorageError` naming the file. Every call of the system passes through
-    `system`, so that a subclass can count, refuse or shorten the n-th of them.
+    Each method completes (short reads and writes continue, interrupted calls are repeated) or
+    raises `StorageError` with the file. Every system call goes through `system`, so a subclass can count,
+    refuse or shorten it.
     """
 
     def __init__(self) -> None:
         self._methods: dict[
             tuple[int, int], int
-        ] = {}  # (device, device) -> first way that may work
+        ] = {}  # (device, device) -> first method that may work
         self._scratch = threading.local()
-        self._paths: dict[int, Path] = {}  # of open files: a failed close has no name any more
+        self._paths: dict[int, Path] = {}  # of open files: after a failed close the name is gone
 
     def system(self, function: Callable[..., T], /, *args: Any) -> T:
         """Make one system call."""
         return function(*args)
 
     def call(self, file: FileRef, verb: str, function: Callable[..., T], /, *args: Any) -> T:
-        """Make one system call on `place` until it is not interrupted."""
+        """Make one system call on `file`, repeated while it is interrupted."""
         while True:
             try:
                 return self.system(function, *args)
@@ -76,13 +76,13 @@ class FileTransfer:
         """Fill `buffer` with the bytes at `offset`.
 
         Raises:
-            FormatError: the file ends before.
-            StorageError: the system refused.
+            FormatError: the file is shorter.
+            StorageError: the read failed.
         """
         self._preadv(fd, (buffer,), offset, buffer.nbytes)
 
     def pread_scatter(self, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
-        """Fill the buffers, one after the other, with the consecutive bytes at `offset`."""
+        """Fill the buffers, in order, with the consecutive bytes at `offset`."""
         for start in range(0, len(buffers), IOV_MAX):
             batch = buffers[start : start + IOV_MAX]
             num_bytes = sum(b.nbytes for b in batch)
@@ -104,7 +104,8 @@ class FileTransfer:
                 step = self.call(fd, "read", os.preadv, fd, (remaining,), offset + done)
                 if step == 0:
                     raise FormatError(
-                        f"truncated: ends at byte {offset + done:,}, {offset + expected:,} expected",
+                        f"truncated: ends at byte {offset + done:,}, {offset + expected:,} "
+                        "expected",
                         file=find_path(fd),
                         hint="the file is incomplete, or was shortened while it was read",
                     )
@@ -122,7 +123,7 @@ class FileTransfer:
             done += self._write(fd, remaining[done:], offset + done, expected - done)
 
     def pwrite_gather(self, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
-        """Write the buffers, one after the other, to the consecutive bytes at `offset`."""
+        """Write the buffers, in order, to the consecutive bytes at `offset`."""
         for start in range(0, len(buffers), IOV_MAX):
             batch = buffers[start : start + IOV_MAX]
             expected = sum(b.nbytes for b in batch)
@@ -151,18 +152,18 @@ class FileTransfer:
     def copy_range(
         self, source: int, source_offset: int, target: int, target_offset: int, num_bytes: int
     ) -> None:
-        """Copy bytes between two open files, by the best way these two devices allow.
+        """Copy bytes between two open files by the fastest method the two devices support.
 
-        `copy_file_range` (which shares the blocks where the file system can) comes first, then
-        `sendfile`, then a small buffer; what a pair of devices refuses is not tried on it again.
+        `copy_file_range` comes first (it shares blocks if the file system can), then `sendfile`,
+        then a small buffer. A method that a pair of devices rejects is not tried on it again.
 
         Raises:
-            FormatError: the source ends before.
-            StorageError: the system refused.
+            FormatError: the source is shorter.
+            StorageError: the copy failed.
         """
         head = -source_offset % BLOCK
         if 0 < head < num_bytes - BLOCK and head == -target_offset % BLOCK:
-            # Blocks are shared only by calls that start at one: copy up to it first.
+            # Only calls that start at a block boundary share blocks: copy up to it first.
             self._copy(source, source_offset, target, target_offset, head)
         else:
             head = 0
@@ -223,7 +224,7 @@ class FileTransfer:
                 )
             except InterruptedError:
                 continue
-            if copied == 0:  # the end of the file, or a file system that pretends it is
+            if copied == 0:  # end of file, or a file system that returns 0 instead of an error
                 return
             done += copied
             yield copied
@@ -231,12 +232,12 @@ class FileTransfer:
     def _copy_by_sendfile(
         self, source: int, source_offset: int, target: int, target_offset: int, num_bytes: int
     ) -> Iterator[int]:
-        """Sendfile writes where its descriptor stands: open one that no other thread moves."""
+        """Sendfile writes at its descriptor's position: open one that no other thread uses."""
         if num_bytes < SENDFILE_FROM:
             return
         try:
             private = self.system(os.open, f"/proc/self/fd/{target}", os.O_WRONLY | os.O_CLOEXEC)
-        except OSError:  # no /proc, or no permission any more: the buffer will do
+        except OSError:  # no /proc or no permission: use the buffer
             return
         try:
             self.system(os.lseek, private, target_offset, os.SEEK_SET)
@@ -255,18 +256,18 @@ class FileTransfer:
             self.close(private)
 
     def close(self, fd: int) -> None:
-        """Close a descriptor; network file systems tell failed writes here."""
+        """Close a descriptor; network file systems report failed writes here."""
         path = self._paths.pop(fd, None)
         try:
             self.system(os.close, fd)
         except InterruptedError:
-            return  # Linux has closed it all the same
+            return  # Linux has closed it anyway
         except OSError as e:
             raise to_storage_error(e, path or fd, "close") from e
 
 
 def find_path(file: FileRef) -> Path | None:
-    """The path behind a descriptor, looked up only when an error needs it."""
+    """The path of a descriptor, looked up only for errors."""
     if isinstance(file, Path):
         return file
     try:
@@ -276,7 +277,7 @@ def find_path(file: FileRef) -> Path | None:
 
 
 def to_storage_error(error: OSError, file: FileRef, verb: str, *, needed: int = 0) -> StorageError:
-    """The system's refusal as a typed error; `needed` bytes are told beside those free."""
+    """Convert an OSError to a typed error; `needed` bytes are reported with the free bytes."""
     path = find_path(file)
     message = f"cannot {verb}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and needed:

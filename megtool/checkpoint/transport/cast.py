@@ -1,4 +1,4 @@
-"""Cast: elements of one type to another, rounded to nearest even, and packed rows to elements."""
+"""Casts between dtypes, rounded to nearest even, and decoding of packed rows."""
 
 from __future__ import annotations
 
@@ -19,24 +19,28 @@ from megtool.tensors.sharded import GlobalTensor
 if TYPE_CHECKING:
     import torch
 
-_NUMPY = ("float32", "bfloat16", "float16")  # cast to each other without torch, a second to import
-_CHUNK = 1 << 16  # elements; what is computed on the way stays in a core's second cache
+_NUMPY = (
+    "float32",
+    "bfloat16",
+    "float16",
+)  # cast to each other without torch, which takes a second to import
+_CHUNK = 1 << 16  # elements; intermediate arrays stay in a core's L2 cache
 
-_TOO_LARGE = 0x477FF000  # of a float32: 65520, from which on float16 has infinity alone
+_TOO_LARGE = 0x477FF000  # float32 bits of 65520: from here on float16 is infinite
 _INFINITE = 0x7F800000
 
 Convert = Callable[[Array, Array], int]
-"""Takes a contiguous tile as read (of packed rows: uint8 `[..., row_bytes]`) and fills another;
-returns what `cast` does."""
+"""Takes a contiguous tile (of packed rows: uint8 `[..., row_bytes]`) and fills another; returns the
+result of `cast`."""
 
 
 def make_converter(
     source: GlobalTensor, target: DType, window: tuple[int, int, int] | None = None
 ) -> Convert | None:
-    """What turns tiles of a stored tensor into elements of `target`; None when they are equal.
+    """The conversion from tiles of a stored tensor to elements of `target`; None if not needed.
 
-    Of packed rows, `window` says how many elements a tile has of each, and which of them (the
-    first and the end) are wanted; without it they are whole.
+    For packed rows, `window` is the number of elements a tile holds of each row, and the first and
+    the end of those to return; without it rows are whole.
     """
     if source.packing is not None:
         packing = source.packing
@@ -54,10 +58,10 @@ def make_converter(
 
 
 def cast(values: Array, source: DType, out: Array, target: DType) -> int:
-    """Fill `out` with the elements of `what`, both contiguous and of the types' widths.
+    """Fill `out` with the elements of `values`, both contiguous and of the dtypes' widths.
 
-    The same bits as torch gives, on x86 also where an element is no number. Returns how many
-    numbers were too large for float16 and became infinite; other types' exponents are not narrow.
+    The bits equal torch's, on x86 also for NaN. Returns how many numbers were too large for float16
+    and became infinite; it is 0 for other dtypes, whose exponents are wide enough.
 
     Raises:
         FormatError: torch has no such cast.
@@ -81,12 +85,12 @@ def cast(values: Array, source: DType, out: Array, target: DType) -> int:
 
 
 def needs_torch(source: DType, target: DType) -> bool:
-    """Whether torch has to be imported to cast one type to the other."""
+    """Whether the cast needs torch."""
     return source != target and not (source.name in _NUMPY and target.name in _NUMPY)
 
 
 def encode_element(value: float, kind: DType) -> Array:
-    """`value` as one element of a type, an array of one unsigned integer of its width."""
+    """`value` as one element of a dtype: an array of one unsigned integer of its width."""
     if not value:
         return np.zeros(1, f"<u{kind.itemsize}")
     if kind.name in ("float16", "float32", "float64") or not kind.is_float:
@@ -98,9 +102,9 @@ def encode_element(value: float, kind: DType) -> Array:
 
 @contextlib.contextmanager
 def limit_torch_threads(needed: bool) -> Iterator[None]:
-    """Have torch compute on the calling thread alone: the tiles themselves go to several threads.
+    """Limit torch to the calling thread, because tiles already go to several threads.
 
-    The setting is put back afterwards; torch is not imported when it is not `needed`.
+    The setting is restored afterwards. Torch is not imported unless `needed`.
     """
     if not needed:
         yield
@@ -115,7 +119,7 @@ def limit_torch_threads(needed: bool) -> Iterator[None]:
 
 
 def _cast_by_numpy(values: Array, source: str, out: Array, target: str) -> int:
-    """Cast by way of float32, which holds the other two types exactly, so nothing rounds twice."""
+    """Cast through float32, which represents the other two dtypes exactly: one rounding."""
     overflowed = 0
     middle, *buffers = np.empty((3, min(len(values), _CHUNK)), np.uint32)
     for start in range(0, len(values), _CHUNK):
@@ -144,11 +148,11 @@ def _single_from_brain(values: Array, out: Array) -> None:
 def _single_from_half(values: Array, out: Array) -> None:
     np.copyto(out.view(np.float32), values.view(np.float16))
     if (nan := np.isnan(out.view(np.float32))).any():
-        out[nan] |= 1 << 22  # quiet, as processors make it
+        out[nan] |= 1 << 22  # quiet NaN, as processors return
 
 
 def _brain_from_single(values: Array, out: Array, scratch: Array) -> None:
-    """The upper half, plus one where the lower is more than half of it, or half and it is odd."""
+    """Round float32 to bfloat16, to nearest even."""
     np.right_shift(values, 16, out=scratch)
     np.bitwise_and(scratch, 1, out=scratch)
     np.add(scratch, 0x7FFF, out=scratch)
@@ -156,18 +160,18 @@ def _brain_from_single(values: Array, out: Array, scratch: Array) -> None:
     np.right_shift(scratch, 16, out=scratch)
     np.copyto(out, scratch, casting="unsafe")
     if (nan := np.isnan(values.view(np.float32))).any():
-        out[nan] = 0xFFFF  # what torch makes of them all
+        out[nan] = 0xFFFF  # torch's NaN
 
 
 def _half_from_single(values: Array, out: Array, scratch: Array, power: Array) -> int:
-    """numpy's own cast does one element at a time, and far slower where it under- or overflows.
+    """Round float32 to float16, to nearest even. Returns how many numbers become infinite.
 
-    A float that is 2^13 times as large as the power of two below an element has the last bit of the
-    element's half for its own: added to it, the element is rounded, and what it adds to the bits is
-    the half's significand. Returns how many numbers become infinite.
+    numpy's own cast handles one element at a time, and is far slower if it under- or overflows. A
+    float 2^13 times the power of two below an element has its last bit at the last bit of the
+    float16: adding it rounds the element, and the bits it adds are the float16's significand.
     """
     np.bitwise_and(values, 0x7FFFFFFF, out=scratch)
-    largest = int(scratch.max(initial=0))  # in place of a search for NaN, whose bits are larger yet
+    largest = int(scratch.max(initial=0))  # cheaper than a search for NaN, whose bits are larger
     overflowed = 0
     if largest >= _TOO_LARGE:
         overflowed = int(((scratch >= _TOO_LARGE) & (scratch < _INFINITE)).sum())
@@ -187,7 +191,9 @@ def _half_from_single(values: Array, out: Array, scratch: Array, power: Array) -
     if largest > _INFINITE:
         nan = np.isnan(values.view(np.float32))
         bits = values[nan]
-        out[nan] = bits >> 16 & 0x8000 | 0x7E00 | bits >> 13 & 0x3FF  # quiet, as processors make it
+        out[nan] = (
+            bits >> 16 & 0x8000 | 0x7E00 | bits >> 13 & 0x3FF
+        )  # quiet NaN, as processors return
     return overflowed
 
 
@@ -215,9 +221,9 @@ def _import_torch() -> Any:
 
 
 def numeric_values(array: Array, kind: DType) -> Array:
-    """What elements of type `kind`, as they lie in files, mean: no rounding, no torch.
+    """Elements of dtype `kind`, as stored in files, as exact numpy numbers, without torch.
 
-    Numpy's own types stay as they are; bfloat16 and the 8-bit floats become float32.
+    Numpy's own dtypes stay as they are; bfloat16 and the 8-bit floats become float32.
     """
     if kind.name == "bfloat16":
         return (array.astype("<u4") << 16).view("<f4")

@@ -1,4 +1,4 @@
-"""Cells: encoded shards decoded whole, and held for a while as files in memory."""
+"""Encoded chunks, decoded whole and cached as files in memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
 
 CACHE_BYTES = 256 << 20
-"""Decoded cells that nobody reads are dropped, those used longest ago first, beyond this."""
+"""Beyond this size, unused decoded chunks are dropped, least recently used first."""
 
 
 class SourceFiles(OpenFiles):
-    """Descriptors to read sources from: of their files, and of their cells decoded into memory.
+    """Descriptors for reading sources: of their files, and of chunks decoded into memory.
 
-    A cell thus looks like any file of raw bytes, and everything that moves bytes moves it, the
-    kernel's own copies included. Cells in use are never dropped: what a tile needs at once is the
-    least memory they take.
+    A decoded chunk looks like any file of raw bytes, so every copy path works, the kernel's copies
+    included. Chunks in use are never dropped.
     """
 
     def __init__(

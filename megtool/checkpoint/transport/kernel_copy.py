@@ -1,4 +1,4 @@
-"""Plain: the byte runs of a unit that the kernel copies, as columns in order of destination."""
+"""Byte runs that the kernel copies for a unit, as columns in order of destination."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCK = 4096  # file systems share whole blocks only
 
 @dataclass(frozen=True, slots=True)
 class CopyRuns:
-    """Runs: `length` bytes at `at` of a source's file go to `offset` of the target's file."""
+    """Runs of `length` bytes from `source_offset` of a file to `target_offset` of the target."""
 
     source: Ints
     file: Ints
@@ -36,10 +36,10 @@ class CopyRuns:
 def plan_kernel_copies(
     plan: ReshardPlan, unit: KernelUnit, sources: Sequence[ShardLocator], target: ShardLocator
 ) -> tuple[CopyRuns, list[int]]:
-    """The runs of a unit, adjacent ones joined, and the steps that are no runs after all.
+    """The runs of a unit, adjacent ones joined, and the steps that cannot be copied as runs.
 
-    The latter read a shard that turned out not to be row-major once it was located. They are listed
-    with the first part of a unit.
+    The latter read a shard that is not row-major, which is known only once it is located. They are
+    listed with the first part of a unit.
     """
     steps = plan.steps
     index = np.array([plan.entries[e].source_index for e in steps.entry[unit.steps].tolist()])
@@ -117,7 +117,7 @@ def _runs_from_source(
 
 
 def _count_outer_dims(shape: Sequence[int], run: int) -> int:
-    """How many leading dimensions enumerate runs of `run` elements."""
+    """The number of leading dimensions that enumerate runs of `run` elements."""
     outer = len(shape)
     while run > 1:
         outer -= 1
@@ -126,7 +126,7 @@ def _count_outer_dims(shape: Sequence[int], run: int) -> int:
 
 
 def _join_runs(table: CopyRuns) -> CopyRuns:
-    """In order of destination, with runs joined that follow one another on both sides."""
+    """Sort by destination and join runs that are adjacent in source and target."""
     order = np.argsort(table.target_offset, kind="stable")
     source, file, source_offset, target_offset, length = (
         c[order]
@@ -149,7 +149,7 @@ def _join_runs(table: CopyRuns) -> CopyRuns:
 
 
 def _cut_window(table: CopyRuns, begin: int, end: int) -> CopyRuns:
-    """Bytes `begin:end` of the runs laid end to end; cuts inside a run fall back to a block."""
+    """Bytes `begin:end` of the concatenated runs; a cut inside a run moves down to a block."""
     before = np.cumsum(table.length) - table.length
     lo = _cut_run(table, before, begin)
     hi = _cut_run(table, before, end)
@@ -164,7 +164,7 @@ def _cut_window(table: CopyRuns, begin: int, end: int) -> CopyRuns:
 
 
 def _cut_run(table: CopyRuns, before: Ints, position: int) -> Ints:
-    """Where a position cuts each run, moved down to a block of the target where one is inside."""
+    """The position at which each run is cut, moved down to a block of the target if possible."""
     cut = np.clip(position - before, 0, table.length)
     inside = (cut > 0) & (cut < table.length)
     return np.where(inside, np.maximum(cut - (table.target_offset + cut) % _BLOCK, 0), cut)

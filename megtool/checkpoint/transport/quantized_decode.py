@@ -1,4 +1,4 @@
-"""Packed: tiles of a tensor decoded from its parts: codes, scales and zero points, in any files."""
+"""Decodes tiles of a quantized tensor from its codes, scales and zero points, in any files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megtool.number_formats.packed_parts import PackedPart, volume
 from megtool.tensors.sharded import GlobalTensor
 
 DECODE_ELEMENTS = COMPUTED_BYTES // 4
-"""Elements decoded at once, where memory allows: they are float32 then."""
+"""Elements decoded at once, as float32, if memory allows."""
 
 
 def open_tile_reader(
@@ -40,7 +40,7 @@ def open_tile_reader(
     target: DType,
     tile_bytes: int,
 ) -> TileReader | PackedTileReader:
-    """What reads a tensor tile by tile, each converted to `target`, however it is stored."""
+    """Open a tensor, quantized or not, to read tiles converted to `target`."""
     if file_view.packed is None:
         return TileReader(
             file_view,
@@ -63,10 +63,10 @@ def open_tile_reader(
 
 
 class PackedTileReader:
-    """Reads a tensor that lies in parts tile by tile, decoded to float32 and cast.
+    """Reads a tensor stored in parts tile by tile, decoded to float32 and cast.
 
-    A tile is filled by boxes of at most `AT_A_TIME` stored elements, cut where the codes' file
-    order leaves them contiguous; so memory is bounded also where the view runs across that order.
+    A tile is filled in boxes of at most `DECODE_ELEMENTS` stored elements, cut so that the codes
+    stay contiguous in their file. So memory is bounded even if the view transposes that order.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PackedTileReader:
         self.overflowed = 0
 
     def tiles(self, lo: Index, hi: Index) -> Generator[tuple[Index, Array], None, None]:
-        """Tiles of the row-major-contiguous box `lo:hi`, as `Intake.tiles` gives them."""
+        """Tiles of the row-major-contiguous box `lo:hi`, like `TileReader.tiles`."""
         try:
             for a, b in split_box(lo, hi, self._cell, self._tile_bytes):
                 yield a, self.tile(a, b)
@@ -101,19 +101,19 @@ class PackedTileReader:
             self.close()
 
     def tile(self, lo: Index, hi: Index) -> Array:
-        """The elements of one box, whatever its size; `close` lets go of the files."""
+        """The elements of one box of any size; `close` releases the files."""
         shape = tuple(y - x for x, y in zip(lo, hi, strict=True))
         out = shaped_buffer(self._buffers, "tile", shape, self._target.itemsize)
         self._fill(lo, hi, out)
         return out
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Release the files."""
         for traffic in self._io:
             traffic.close()
 
     def _fill(self, a: Index, b: Index, out: Array) -> None:
-        """Decode the view box `a:b` into `out`, cutting it while it spans too much."""
+        """Decode the view box `a:b` into `out`, split until it fits the memory limit."""
         lo, hi = self._reach(a, b)
         size = [y - x for x, y in zip(a, b, strict=True)]
         total = volume(lo, hi)
@@ -134,7 +134,7 @@ class PackedTileReader:
             )
 
     def _reach(self, a: Index, b: Index) -> tuple[Index, Index]:
-        """The box of the stored tensor that holds the view box `a:b`."""
+        """The box of the stored tensor that contains the view box `a:b`."""
         p = self._packed
         lo, hi = list(p.base), [x + 1 for x in p.base]
         for d, m, x, y in zip(p.dims, p.mults, a, b, strict=True):
@@ -160,7 +160,7 @@ class PackedTileReader:
         np.copyto(out, as_strided(cast_back, out.shape, steps))
 
     def _window(self, part: PackedPart, shape: Index) -> Array:
-        """Memory for a window; the same array again for the same shape, which `Traffic` likes."""
+        """Memory for a window; the same array for the same shape, so `TileIO` reuses its plan."""
         window = self._windows.get(part.role)
         if window is None or window.shape != shape:
             item = dtype(part.dtype).itemsize

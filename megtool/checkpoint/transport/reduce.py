@@ -1,4 +1,4 @@
-"""Reduce: the weighted sum of several tensors tile by tile, rounded once at the end."""
+"""The weighted sum of several tensors, tile by tile, rounded once at the end."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megtool.dtypes import DType, dtype
 
 
 def sum_dtype(target: DType) -> DType:
-    """The type in which sums are computed: float32, or float64 where that is the target's."""
+    """The dtype of sums: float32, or float64 if the target is float64."""
     return dtype("float64" if target.name == "float64" else "float32")
 
 
 class WeightedSum:
-    """Reads several tensors tile by tile, and gives the sum of all, each times its share.
+    """Reads several tensors tile by tile and returns their sum, each times its share.
 
-    Every intake reads the same view and converts to `reduced_in(target)`. One tile of one intake
-    is in memory at a time, beside the sum. `cell_bytes` is the largest element on the way, and
+    Every reader reads the same view and converts to `sum_dtype(target)`. One tile of one reader and
+    the sum are in memory at a time. `cell_bytes` is the size of the largest element read, and
     dimensions from `depth` on are never cut.
     """
 
@@ -43,11 +43,11 @@ class WeightedSum:
         self.overflowed = 0
 
     def tiles(self, lo: Index, hi: Index) -> Generator[tuple[Index, Array], None, None]:
-        """Tiles of the row-major-contiguous box `lo:hi`, as `Intake.tiles` gives them."""
+        """Tiles of the row-major-contiguous box `lo:hi`, like `TileReader.tiles`."""
         try:
             for a, b in split_box(lo, hi, self._cell, self._tile_bytes, depth=self._depth):
                 total, out = self._arrays(tuple(y - x for x, y in zip(a, b, strict=True)))
-                with np.errstate(all="ignore"):  # infinities and NaN are numbers of the model too
+                with np.errstate(all="ignore"):  # weights may contain Inf and NaN
                     self._sum(a, b, total)
                 if self._kind != self._target:
                     self.overflowed += cast(total, self._kind, out, self._target)
@@ -67,7 +67,7 @@ class WeightedSum:
                 np.add(total, term, out=total)
 
     def _arrays(self, shape: Index) -> tuple[Array, Array]:
-        """The sum, and what it is rounded to; the same arrays for the same shape."""
+        """The arrays of the sum and of its rounded result, reused for the same shape."""
         if self._cached_arrays is None or self._cached_arrays[0].shape != shape:
             total = shaped_buffer(self._buffers, "sum", shape, self._kind.itemsize)
             out = total

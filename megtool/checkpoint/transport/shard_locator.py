@@ -1,4 +1,4 @@
-"""Side: where a tensor's elements lie in files, as one located lattice per shard piece."""
+"""Positions of a tensor's elements in files, as one lattice per shard piece."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megtool.tensors.sharded import GlobalTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedFileView:
-    """A view of a tensor that lies in parts: how view and tensor relate, and where the parts are.
+    """A view of a tensor stored in parts: its relation to the tensor, and the parts' positions.
 
     The element at view index `x` is stored element `base[d] + sum(x * mults)` in every dimension
-    `d` of the tensor that `dims` say. `sides[i]` holds the array `parts[i]` whole; codes come
-    first. `grain` is how many elements of each dimension of the tensor cannot be read apart.
+    `d` of the tensor that `dims` name. `file_views[i]` covers the whole array `parts[i]`; codes
+    come first. `grain` is the number of elements per dimension that cannot be read separately.
     """
 
     packing: str
@@ -41,14 +41,13 @@ class PackedFileView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileView:
-    """Pieces of one view, in files: row `i` holds the elements `lo[i]:hi[i]`.
+    """Pieces of one view in files: row `i` holds the elements `lo[i]:hi[i]`.
 
     The element at `lo[i] + x` lies at byte `start[i] + sum(x * step[i])` of `paths[i]`. An element
-    has `cell_bytes`; where a tensor is packed, an "element" is a packed row and the view is what
-    remains of it without the row's own dimension (`lo.shape[1]` dimensions). Where the view has a
-    window of every row only, the "element" is the blocks under it: so many elements decoded, of
-    which `window` says the first and the end.
-    Where it lies in several parts (`packed`), positions only tell how far elements are apart.
+    has `cell_bytes`. For a packed tensor an "element" is a packed row, and the view lacks the
+    dimension of the row (`lo.shape[1]` dimensions). If the view takes a window of every row, the
+    "element" is the blocks under it, and `window` is the number of decoded elements, the first and
+    the end. For a tensor in several parts (`packed`), positions only give distances of elements.
     """
 
     paths: list[Path]
@@ -70,7 +69,7 @@ class FileView:
 
 
 class ShardLocator:
-    """Sides of a catalogue's tensors; shards are located once, in batches, at first use."""
+    """Locates a catalogue's tensors in files; each shard once, in batches, at first use."""
 
     def __init__(self, catalogue: Catalogue, paths: Sequence[Path] | None = None) -> None:
         self.catalogue = catalogue
@@ -79,7 +78,7 @@ class ShardLocator:
         self._strides: dict[int, tuple[int, ...]] = {}
 
     def locate(self, placement: Placement, tensor: int, shards: Ints, boxes: Boxes) -> FileView:
-        """Where the view boxes lie that the given shards of a tensor hold.
+        """Locate the view boxes that the given shards of a tensor hold.
 
         Raises:
             FormatError: a shard cuts through packed rows.
@@ -124,14 +123,14 @@ class ShardLocator:
         )
 
     def files(self, shards: Ints) -> Ints:
-        """The numbers of the files that hold the given shards; a cell is one of its own."""
+        """The file numbers of the given shards; an encoded chunk counts as its own file."""
         numbers = self.catalogue.extents.file[shards].astype(np.int64)
         if (cells := self.catalogue.encoded_chunks) is not None:
             numbers = np.where(cells.mask[shards], shards + len(self.catalogue.files), numbers)
         return numbers
 
     def _locate_packed(self, placement: Placement, stored: GlobalTensor) -> FileView:
-        """The whole view: a tensor that lies in parts is one shard. An element counts as a byte."""
+        """The whole view: a tensor in parts is one shard. An element counts as one byte."""
         parts = self.catalogue.packed[stored.name]
         codes = parts[0].part
         step = [0] * len(stored.shape)
@@ -164,7 +163,7 @@ class ShardLocator:
         )
 
     def _locate_part(self, stored: StoredPart) -> FileView:
-        """A part, all of it, as it lies in its file."""
+        """A whole part in its file."""
         item = dtype(stored.part.dtype).itemsize
         shape = np.array([stored.part.shape], np.int64).reshape(1, -1)
         return FileView(
@@ -177,7 +176,7 @@ class ShardLocator:
         )
 
     def path(self, file: int) -> Path:
-        """The full path of file number `file`: where it is written, for a target."""
+        """The full path of file number `file`; for a target, the path it is written to."""
         if file >= len(self.catalogue.files):
             return self.catalogue.encoded_chunk_path(file - len(self.catalogue.files))
         return self.catalogue.path(file) if self._paths is None else self._paths[file]
@@ -193,7 +192,7 @@ class ShardLocator:
         return self._offset[shards]
 
     def is_permuted(self, shards: Ints) -> NDArray[np.bool_]:
-        """Which of the given (located) shards are not row-major."""
+        """Mask of the given (located) shards that are not row-major."""
         if not self._strides:
             return np.zeros(len(shards), bool)
         return np.array([s in self._strides for s in shards.tolist()], bool)
@@ -202,17 +201,17 @@ class ShardLocator:
 def _strided_lattice(
     p: Placement, actual: tuple[int, ...], shard_lo: Ints, view_lo: Ints
 ) -> tuple[int, list[int]]:
-    """Position and strides of a view box in a shard whose elements have strides of their own."""
+    """Position and strides of a view box in a shard that is not row-major."""
     base = sum((b - int(shard_lo[d])) * actual[d] for d, b in enumerate(p.base))
     stride = [m * actual[d] for d, m in zip(p.dims, p.mults, strict=True)]
     return base + sum(int(x) * s for x, s in zip(view_lo, stride, strict=True)), stride
 
 
 def count_cuttable_dims(placement: Placement, stored: GlobalTensor) -> int:
-    """How many leading view dimensions may be cut: all, but for those inside packed rows.
+    """The number of leading view dimensions that may be cut: all but those inside packed rows.
 
     Raises:
-        FormatError: the rows are not whole in the view.
+        FormatError: the view cuts through packed rows.
     """
     if stored.packing is None or not holds_rows(stored.packing):
         return len(placement.shape)
@@ -220,7 +219,7 @@ def count_cuttable_dims(placement: Placement, stored: GlobalTensor) -> int:
 
 
 def count_row_dims(placement: Placement, stored: GlobalTensor) -> int:
-    """How many leading view dimensions enumerate the rows of a packed tensor.
+    """The number of leading view dimensions that enumerate the rows of a packed tensor.
 
     Raises:
         FormatError: the view has neither rows nor one window of each.

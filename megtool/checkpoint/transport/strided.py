@@ -1,4 +1,4 @@
-"""Strided: an n-d block of memory as contiguous runs of a file, read and written in few calls."""
+"""N-d blocks of memory as contiguous runs of a file, read and written in few calls."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Array = NDArray[Any]
 
 SIEVE_RUN_BYTES = 1024
 SIEVE_GAP = 8
-"""Runs shorter than this with gaps of at most this many runs are moved together with the gaps."""
+"""Runs shorter than this with gaps of at most this many runs are moved with their gaps."""
 
 ROW_BYTES = 1024
-"""Memory that lies in rows of at least this size is moved row by row in one call, uncopied."""
+"""Memory in rows of at least this size is moved row by row in one call, without a copy."""
 
 CALL_BYTES = 256 * 1024
-"""A run is moved by calls of at most this size: the kernel is slower with larger ones."""
+"""The largest read or write: the kernel is slower with larger ones."""
 
-_EDGE = 64  # elements; a transposed square of this edge stays in the first cache
+_EDGE = 64  # elements; a transposed square of this edge stays in the L1 cache
 
 
 class Buffers:
-    """Scratch memory of one thread, by slot; a slot grows to the largest size asked of it."""
+    """Scratch memory of one thread, by slot; a slot grows to the largest size requested."""
 
     def __init__(self, peak: PeakMemory | None = None) -> None:
         self._slots: dict[str, NDArray[np.uint8]] = {}
         self._peak = peak
 
     def take(self, slot: str, num_bytes: int) -> NDArray[np.uint8]:
-        """`num_bytes` of uninitialized memory, the same that the slot gave before."""
+        """`num_bytes` of uninitialized memory, the same memory for the same slot."""
         slot_buffer = self._slots.get(slot)
         if slot_buffer is None or slot_buffer.nbytes < num_bytes:
             if self._peak is not None:
@@ -47,7 +47,7 @@ class Buffers:
 
 
 class PeakMemory:
-    """How much memory the buffers of all threads hold together; it never shrinks."""
+    """Total memory of the buffers of all threads; it never shrinks."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -63,10 +63,10 @@ class PeakMemory:
 class StridedBlock:
     """Runs of a file and the memory they fill.
 
-    Run `i` is the bytes at `offsets[i]` and lies in `views[i]`. Where the memory is not contiguous
-    in the order of the file, the views lie in scratch memory, and `inner` (scratch) and `outer`
-    (the memory itself) are arrays of one shape that correspond. `sieved` runs hold gaps: bytes that
-    belong to others, to be read and written back as they are.
+    Run `i` is the bytes at `offsets[i]`, in memory `views[i]`. If the memory is not contiguous in
+    the order of the file, the views are scratch memory, and `inner` (scratch) and `outer` (the
+    memory itself) are corresponding arrays of one shape. `sieved` runs contain gaps: bytes of other
+    tensors, which are read and written back unchanged.
     """
 
     offsets: list[int]
@@ -77,7 +77,7 @@ class StridedBlock:
     assign: Callable[[Array, Array], None] = np.copyto
 
     def read(self, files: Files, fd: int, shift: int) -> None:
-        """Fill the memory from the file, all offsets moved by `shift`."""
+        """Fill the memory from the file, with all offsets shifted."""
         for offset, view in zip(self.offsets, self.views, strict=True):
             files.pread_into(fd, view, offset + shift)
         if self.outer is not None and self.inner is not None:
@@ -90,7 +90,7 @@ class StridedBlock:
             files.pwrite_all(fd, view, offset + shift)
 
     def repair(self, files: Files, fd: int, shift: int, buffers: Buffers) -> bool:
-        """Compare the file with what `write` would write; write what differs, and say so."""
+        """Write what differs from the file; whether anything differed."""
         self._stage(files, fd, shift)
         differs = False
         for offset, view in zip(self.offsets, self.views, strict=True):
@@ -112,16 +112,16 @@ class StridedBlock:
 
 @dataclass(frozen=True, slots=True)
 class StridedRows:
-    """Runs of a file whose memory lies in rows: one call moves many of them without a copy.
+    """Runs of a file whose memory is in rows: one call moves many of them without a copy.
 
-    Call `i` moves the bytes at `offsets[i]` and the rows `views[i]`, one after the other.
+    Call `i` moves the bytes at `offsets[i]` to or from the rows `views[i]`, in order.
     """
 
     offsets: list[int]
     views: list[list[memoryview]]
 
     def read(self, files: Files, fd: int, shift: int) -> None:
-        """Fill the memory from the file, all offsets moved by `shift`."""
+        """Fill the memory from the file, with all offsets shifted."""
         for offset, rows in zip(self.offsets, self.views, strict=True):
             files.pread_scatter(fd, rows, offset + shift)
 
@@ -131,7 +131,7 @@ class StridedRows:
             files.pwrite_gather(fd, rows, offset + shift)
 
     def repair(self, files: Files, fd: int, shift: int, buffers: Buffers) -> bool:
-        """Compare the file with what `write` would write; write what differs, and say so."""
+        """Write what differs from the file; whether anything differed."""
         differs = False
         for offset, rows in zip(self.offsets, self.views, strict=True):
             current = buffers.take("found", sum(r.nbytes for r in rows))
@@ -143,7 +143,7 @@ class StridedRows:
 
 
 def choose_assign(target: Array, values: Array) -> Callable[[Array, Array], None]:
-    """How `to[...] = what` is done fast: in squares where the two run in different orders."""
+    """A fast `target[...] = values`: in squares if their memory orders differ."""
     if target.ndim < 2 or target.size < 4 * _EDGE * _EDGE:
         return np.copyto
     a, b = _fastest(target), _fastest(values)
@@ -151,7 +151,7 @@ def choose_assign(target: Array, values: Array) -> Callable[[Array, Array], None
 
 
 def assign_in_squares(target: Array, values: Array) -> None:
-    """`to[...] = what` in parts small enough for the first cache to hold both orders."""
+    """`target[...] = values` in squares that fit the L1 cache in both orders."""
     a, b = _fastest(target), _fastest(values)
     target, values = np.moveaxis(target, (a, b), (-1, -2)), np.moveaxis(values, (a, b), (-1, -2))
     for i in range(0, target.shape[-2], _EDGE):
@@ -167,10 +167,10 @@ def _fastest(array: Array) -> int:
 def split_blocks(
     memory: Array, start: int, step: Sequence[int], scratch: NDArray[np.uint8], *, sieve: bool
 ) -> Iterator[StridedBlock | StridedRows]:
-    """Cut an array into blocks, given the file's byte at its origin and per step of each dimension.
+    """Split an array into blocks, given its offset in the file and the bytes per step of each dim.
 
-    All blocks use the same `scratch`, so they must be moved one after the other. With `sieve`,
-    short runs that lie close together are moved with the gaps between them.
+    All blocks use the same `scratch`, so they must be moved one after another. With `sieve`, short
+    runs that are close together are moved with the gaps between them.
     """
     dims = [d for d in range(memory.ndim) if memory.shape[d] > 1]
     dims.sort(key=lambda d: -step[d])
@@ -218,7 +218,7 @@ def _split_ordered(
 
 
 def _row_block(memory: Array, start: int, steps: list[int], outer: int) -> StridedRows | None:
-    """The block as rows of memory, if they are long and several make a run of the file."""
+    """The block as rows of memory, if rows are long and several make a run of the file."""
     row, depth = memory.itemsize, memory.ndim
     while depth > outer and memory.strides[depth - 1] == row:
         depth -= 1
@@ -247,7 +247,7 @@ def _split_outermost(
     sieve: bool,
     num_bytes: int,
 ) -> Iterator[StridedBlock | StridedRows]:
-    """Cut along the dimension that is outermost in the file, until scratch memory holds a part."""
+    """Split along the outermost dimension in the file until a part fits the scratch memory."""
     n = memory.shape[0]
     rows = max(1, min(n - 1, n * scratch.nbytes // num_bytes))
     for i in range(0, n, rows):
@@ -259,7 +259,7 @@ def _split_outermost(
 
 
 def contiguous_run(shape: Sequence[int], steps: Sequence[int], cell: int) -> tuple[int, int]:
-    """Bytes of the contiguous runs, and how many leading dimensions enumerate them.
+    """The bytes of contiguous runs, and the number of leading dimensions that enumerate them.
 
     Dimensions come in falling order of `steps`, the bytes per index.
     """
@@ -271,7 +271,7 @@ def contiguous_run(shape: Sequence[int], steps: Sequence[int], cell: int) -> tup
 
 
 def sieve_run(shape: Sequence[int], steps: Sequence[int], run: int, outer: int) -> tuple[int, int]:
-    """The same once short runs are joined over their gaps; as `grow` gave it where not worth it."""
+    """The same after joining short runs over their gaps; unchanged if that does not pay."""
     span, payload = run, run
     while outer and run < SIEVE_RUN_BYTES:
         longer = span + (shape[outer - 1] - 1) * steps[outer - 1]
@@ -283,7 +283,7 @@ def sieve_run(shape: Sequence[int], steps: Sequence[int], run: int, outer: int) 
 
 
 def run_offsets(start: int, shape: Sequence[int], steps: Sequence[int]) -> list[int]:
-    """Offsets of all runs, ascending where `steps` fall."""
+    """Offsets of all runs, ascending if `steps` descend."""
     offsets = np.array([start], np.int64)
     for n, step in zip(shape, steps, strict=True):
         offsets = (offsets[:, None] + np.arange(n, dtype=np.int64) * step).reshape(-1)
@@ -291,7 +291,7 @@ def run_offsets(start: int, shape: Sequence[int], steps: Sequence[int]) -> list[
 
 
 def _views(flat: memoryview, length: int) -> list[memoryview]:
-    """Memory for runs of `length` bytes that follow one another, as much as one call takes each."""
+    """Memory of consecutive runs of `length` bytes, in pieces of at most one call."""
     step = min(length, CALL_BYTES)
     return [
         flat[position : min(position + step, begin + length)]

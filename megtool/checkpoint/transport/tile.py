@@ -1,4 +1,4 @@
-"""Tiles: row-major pieces of a tensor, gathered from shards and spread to shards."""
+"""Tiles: row-major pieces of a tensor, gathered from shards and scattered to shards."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from megtool.tensors.sharded import GlobalTensor
 Index = tuple[int, ...]
 
 DECENT_RUN_BYTES = 4096
-"""Runs of at least this size move at nearly full speed: tiles grow until both sides have them."""
+"""Runs of this size move at nearly full speed: tiles grow until source and target have them."""
 
 COMPUTED_BYTES = 4 << 20
-"""What feeds and decoding compute at a time, where memory allows. They make passes over arrays of
-numpy, and between any two of these threads wait for one another in Python: that is less with larger
-tiles, by more than it costs that they leave the second cache."""
+"""What feeds and decoding compute at a time, if memory allows. They make several passes with numpy,
+and threads wait for the interpreter between passes. Larger tiles save more of these waits than they
+cost by leaving the L2 cache."""
 
 
 def split_box(
     lo: Index, hi: Index, cell_bytes: int, max_bytes: int, *, depth: int | None = None
 ) -> Iterator[tuple[Index, Index]]:
-    """Cut a box that is contiguous in row-major order into such boxes of at most `max_bytes`.
+    """Split a box that is contiguous in row-major order into such boxes of at most `max_bytes`.
 
-    In order, and as even as whole indices of one dimension allow. Dimensions from `depth` on are
-    never cut, and neither are elements: a box may be larger than asked where that leaves no choice.
+    In order, and as even as whole indices of one dimension allow. Dimensions from `depth` on and
+    elements are never cut, so a box may be larger than `max_bytes`.
     """
     depth = len(lo) if depth is None else depth
     size = [b - a for a, b in zip(lo, hi, strict=True)]
@@ -63,7 +63,7 @@ def split_box(
 
 
 def halve_box(lo: Index, hi: Index, max_elements: int) -> Iterator[tuple[Index, Index]]:
-    """Cut any box into boxes of at most `most` elements, along its longest dimensions."""
+    """Split any box into boxes of at most `max_elements`, along its longest dimensions."""
     size = [b - a for a, b in zip(lo, hi, strict=True)]
     if math.prod(size) <= max(max_elements, 1):
         yield lo, hi
@@ -76,7 +76,7 @@ def halve_box(lo: Index, hi: Index, max_elements: int) -> Iterator[tuple[Index, 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a tile shares with one piece: blocks, and where they go when the tile moves along."""
+    """The overlap of a tile with one piece: its blocks, and their shift when the tile moves."""
 
     fd: int
     blocks: list[StridedBlock | StridedRows]
@@ -84,10 +84,10 @@ class _Part:
 
 
 class TileIO:
-    """Moves the tiles of one tensor between memory and the files of one side.
+    """Moves the tiles of one tensor between memory and files.
 
-    Consecutive tiles mostly meet the same pieces at other offsets, so the calls worked out for one
-    tile are kept and shifted for as long as that holds.
+    Consecutive tiles mostly overlap the same pieces at other offsets, so the calls planned for one
+    tile are reused with shifted offsets for as long as that is valid.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class TileIO:
             block.write(self._files, fd, shift)
 
     def repair(self, lo: Index, memory: Array) -> bool:
-        """Compare the files with the tile, rewrite what differs; whether anything did."""
+        """Compare the files with the tile and rewrite what differs; whether anything differed."""
         differs = False
         for block, fd, shift in self._shifted(lo, memory):
             differs |= block.repair(self._files, fd, shift, self._buffers)
         return differs
 
     def close(self) -> None:
-        """Let go of the files and of the memory."""
+        """Release the files and the memory."""
         for row in self._acquired:
             self._open_files.release(self._file_view.paths[row])
         self._acquired, self._parts, self._memory = [], [], None
@@ -140,7 +140,7 @@ class TileIO:
     def _shifted(
         self, lo: Index, memory: Array
     ) -> list[tuple[StridedBlock | StridedRows, int, int]]:
-        """The blocks under a tile, with their files and what to add to their offsets."""
+        """The blocks under a tile, with their files and the shift of their offsets."""
         if not self._is_same_memory(memory) or not self._follows(lo, memory.shape):
             self._plan_blocks(lo, memory)
         shifts = [0] * len(self._parts)
@@ -151,7 +151,7 @@ class TileIO:
         return [(block, p.fd, shift) for p, shift in pairs for block in p.blocks]
 
     def _is_same_memory(self, memory: Array) -> bool:
-        """Whether an array is what the blocks were worked out for, or another view of just that."""
+        """Whether the blocks were planned for this array, or for the same memory."""
         planned = self._memory
         if planned is None or memory is planned:
             return planned is not None
@@ -167,10 +167,10 @@ class TileIO:
         )
 
     def _plan_blocks(self, lo: Index, memory: Array) -> None:
-        """Find the pieces under a tile, and how far it can move with all offsets just shifted.
+        """Find the pieces under a tile, and the range in which shifting the offsets is enough.
 
-        Where every piece spans the tile in a dimension, it may move there until one of them ends:
-        pieces are disjoint, so no other piece can come in before.
+        If every piece spans the tile in a dimension, the tile may move there until one piece ends:
+        pieces are disjoint, so no other piece can appear before.
         """
         self.close()
         file_view, ndim = self._file_view, self._file_view.ndim
@@ -196,7 +196,10 @@ class TileIO:
         for row, x, y, offset, step in table:
             fd = self._open_files.acquire(file_view.paths[row])
             self._acquired.append(row)
-            index: tuple[Any, ...] = (*map(slice, x, y), ...)  # the dots keep it an array, if 0-d
+            index: tuple[Any, ...] = (
+                *map(slice, x, y),
+                ...,
+            )  # the ellipsis keeps a 0-d result an array
             within = [*step, memory.itemsize] if memory.ndim > ndim else step
             parts = list(
                 split_blocks(memory[index], offset, within, self._scratch, sieve=self._sieve)
@@ -206,9 +209,9 @@ class TileIO:
 
 
 class TileReader:
-    """Reads a tensor tile by tile in row-major order, each converted to the elements wanted.
+    """Reads a tensor tile by tile in row-major order, converted to the target dtype.
 
-    `overflowed` counts the numbers so far that became infinite.
+    `overflowed` counts the numbers that became infinite so far.
     """
 
     def __init__(
@@ -236,8 +239,8 @@ class TileReader:
     def tiles(self, lo: Index, hi: Index) -> Generator[tuple[Index, Array], None, None]:
         """Tiles of the row-major-contiguous box `lo:hi`: their first index and their elements.
 
-        Elements come as unsigned integers of the type's width in the shape of the tile; the array
-        is used again for the next one. Close the generator to let go of the files.
+        Elements are unsigned integers of the dtype's width, in the shape of the tile. The array is
+        reused for the next tile. Close the generator to release the files.
         """
         try:
             for a, b in split_box(lo, hi, self._cell, self._tile_bytes, depth=self._file_view.ndim):
@@ -246,7 +249,7 @@ class TileReader:
             self.close()
 
     def tile(self, lo: Index, hi: Index) -> Array:
-        """The elements of one box, whatever its size; `close` lets go of the files."""
+        """The elements of one box of any size; `close` releases the files."""
         raw, out = self._arrays(tuple(y - x for x, y in zip(lo, hi, strict=True)))
         self._io.read(lo[: self._file_view.ndim], raw)
         if self._convert is not None:
@@ -254,7 +257,7 @@ class TileReader:
         return out
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Release the files."""
         self._io.close()
 
     def _arrays(self, shape: Index) -> tuple[Array, Array]:
@@ -281,7 +284,7 @@ def shaped_buffer(buffers: Buffers, slot: str, shape: Index, item_bytes: int) ->
 def choose_tile_bytes(
     file_views: Sequence[FileView], lo: Index, hi: Index, cell_bytes: int, default: int, cap: int
 ) -> int:
-    """The size of tile at which both sides have decent runs: `usual`, or more up to `cap`."""
+    """The tile size at which all files have long runs: `default`, or more, up to `cap`."""
     best, best_run = default, -1
     size = default
     while True:
@@ -295,7 +298,7 @@ def choose_tile_bytes(
 
 
 def _run_bytes(file_view: FileView, lo: Index, hi: Index) -> int:
-    """The mean length of the runs in which the largest piece under a box lies in its file."""
+    """The mean run length, in its file, of the largest piece under a box."""
     a, b = np.array(lo[: file_view.ndim], np.int64), np.array(hi[: file_view.ndim], np.int64)
     first, end = np.maximum(file_view.lo, a), np.minimum(file_view.hi, b)
     volume = np.maximum(end - first, 0).prod(axis=1)

@@ -1,4 +1,4 @@
-"""Units: a plan cut into parts of about 64 MiB that are done, journaled and verified whole."""
+"""Units of work: parts of a plan of about 64 MiB, each executed, journaled and verified whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_SLABS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelUnit:
-    """Steps the kernel copies, all into one file; a long step is cut into `parts`."""
+    """Steps that the kernel copies, all into one file; a long step is split into `parts`."""
 
     steps: Ints
     files: tuple[int, ...]
@@ -47,7 +47,7 @@ class Slab:
 class TiledUnit:
     """Slabs that go through memory.
 
-    `woven` ones are written with gaps that belong to others, so nothing else may be writing.
+    `interleaved` units read and rewrite gaps that belong to others, so they must run alone.
     """
 
     slabs: tuple[Slab, ...]
@@ -59,7 +59,7 @@ class TiledUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedUnit:
-    """Feeds of a plan, by their numbers."""
+    """Feeds of a plan, by number."""
 
     feeds: tuple[int, ...]
     files: tuple[int, ...]
@@ -71,10 +71,10 @@ Unit = KernelUnit | TiledUnit | FeedUnit
 
 
 def plan_units(plan: ReshardPlan, target: ShardLocator, *, tiled_only: bool = False) -> list[Unit]:
-    """Cut a plan into units; the same plan gives the same list, in order of destination.
+    """Split a plan into units; the same plan gives the same list, in order of destination.
 
-    Entries of which all steps are plain (see `Plan.step_runs`) are copied by the kernel, all others
-    go through tiles; with `tiled_only` all do. Woven units come last.
+    Entries whose steps are all plain (see `ReshardPlan.step_runs`) are copied by the kernel, all
+    others go through tiles; with `tiled_only` all do. Interleaved units come last.
     """
     steps = plan.steps
     _, is_plain = plan.step_runs()
@@ -128,7 +128,7 @@ def _kernel_units(plan: ReshardPlan, target: ShardLocator, rows: Ints) -> Iterat
 def _tiled_units(
     plan: ReshardPlan, target: ShardLocator, entries: Sequence[int]
 ) -> Iterator[TiledUnit]:
-    """Slabs in order of destination, small entries of one file together."""
+    """Slabs in order of destination; small entries of one file share a unit."""
     pending: dict[tuple[int, bool], list[TiledUnit]] = defaultdict(list)
     total: dict[tuple[int, bool], int] = defaultdict(int)
     slabs: list[TiledUnit] = []
@@ -186,7 +186,7 @@ def _split_entry(plan: ReshardPlan, target: ShardLocator, number: int) -> Iterat
 
 
 def _feed_units(plan: ReshardPlan, target: ShardLocator) -> Iterator[FeedUnit]:
-    """Feeds one after the other, small ones of one file together."""
+    """Units of feeds, in order; small feeds of one file share a unit."""
     catalogue = target.catalogue
     pending: list[FeedUnit] = []
     for number, feed in enumerate(plan.feeds):
@@ -218,7 +218,7 @@ def _merge_feeds(batch: Sequence[FeedUnit]) -> FeedUnit:
 
 
 def cut_depth(plan: ReshardPlan, number: int) -> int:
-    """How many leading view dimensions of an entry may be cut: not those inside packed rows."""
+    """The number of leading view dimensions that may be cut: not those inside packed rows."""
     return min(
         len(e.shape) if e.source is None else count_cuttable_dims(e.source, plan.source_tensor(e))
         for e in (plan.entries[term] for term in plan.terms(number))
@@ -226,7 +226,7 @@ def cut_depth(plan: ReshardPlan, number: int) -> int:
 
 
 def _is_interleaved(plan: ReshardPlan, entry: PlanEntry, of: slice, target: ShardLocator) -> bool:
-    """Whether the largest piece is written in short runs, close together."""
+    """Whether the largest piece is written in short runs that are close together."""
     pieces, n = plan.target_pieces, len(entry.shape)
     row = of.start + int(pieces.boxes[of].volume().argmax())
     shard = target.catalogue.shards.boxes[pieces.shard[row : row + 1]]
@@ -241,10 +241,10 @@ def _is_interleaved(plan: ReshardPlan, entry: PlanEntry, of: slice, target: Shar
 
 
 class UnitSchedule:
-    """Hands units to threads so that two of them rarely write to one file. Thread-safe.
+    """Assigns units to threads so that two threads rarely write to one file. Thread-safe.
 
-    File systems let one thread at a time write to a file, so what is parallel is different files;
-    units of one file are handed out in ascending order, for the sake of disks and of read-ahead.
+    File systems let one thread at a time write to a file, so parallelism comes from different
+    files. Units of one file come in ascending order, which suits disks and read-ahead.
     """
 
     def __init__(self, units: Sequence[tuple[int, Unit]]) -> None:
@@ -255,7 +255,7 @@ class UnitSchedule:
         self._lock = threading.Lock()
 
     def take(self) -> tuple[int, Unit] | None:
-        """The next unit and its number, None when all have been handed out."""
+        """The next unit and its number; None if there are no more."""
         with self._lock:
             best, least = None, 1 << 62
             for file, queue in self._queues.items():
@@ -274,7 +274,7 @@ class UnitSchedule:
             return number, unit
 
     def release(self, unit: Unit) -> None:
-        """Tell that a unit handed out is done."""
+        """Mark a unit as done."""
         with self._lock:
             for f in unit.files:
                 self._busy[f] -= 1

@@ -1,4 +1,4 @@
-"""Worker: one thread's way through the units of a plan."""
+"""A worker thread that executes the units of a plan."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from megtool.tensors.box import strides
 from megtool.tensors.placement import Placement
 
 PROGRESS_BYTES = 4 << 20
-"""Progress is told no more often than this."""
+"""Progress is reported in steps of at least this many bytes."""
 
 NUM_BUFFERS = 6
-"""Buffers of a thread: tile, raw, scratch, found, and what decoding takes besides."""
+"""Buffers of a thread: tile, raw, scratch, found, and those of decoding."""
 
 
 Tiles = Generator[tuple[Index, Array], None, None]
@@ -58,10 +58,10 @@ class Stopped(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class CopyContext:
-    """What all threads share; `memory_bytes` is what each may use.
+    """State shared by all threads; `memory_bytes` is the limit of each.
 
-    Of every entry, `overflowed` counts the numbers that became infinite; `fed_overflowed` those of
-    feeds, by stored tensor.
+    `overflowed` counts the numbers that became infinite by entry, `fed_overflowed` those of feeds
+    by stored tensor.
     """
 
     plan: ReshardPlan
@@ -86,7 +86,7 @@ class CopyContext:
 
 
 class Worker:
-    """Does units one after the other, with buffers of its own."""
+    """Executes units one after another, with its own buffers."""
 
     def __init__(self, run: CopyContext) -> None:
         self._run, self._plan = run, run.plan
@@ -98,10 +98,10 @@ class Worker:
         self._verify = self._differs = False
 
     def do(self, unit: Unit, *, verify: bool) -> None:
-        """Do one unit; with `verify`, compare what is there and write only what differs.
+        """Execute one unit; with `verify`, compare the target and write only what differs.
 
         Raises:
-            Stopped: somebody set `Run.stopped`; the unit is not finished.
+            Stopped: `CopyContext.stopped` is set; the unit is not finished.
         """
         self._done.clear()
         self._verify, self._differs = verify, False
@@ -181,7 +181,7 @@ class Worker:
                 self._put(output_io, x, tile, Op.COPY)
 
     def _feed(self, feed: TensorFeed) -> None:
-        """Write what a feed makes."""
+        """Write the elements that a feed generates."""
         run = self._run
         size = min(COMPUTED_BYTES, self._cap)
         reader = RegionReader(
@@ -226,7 +226,7 @@ class Worker:
     def _open_tiles(
         self, slab: Slab, sink: FileView
     ) -> tuple[int, TileReader | PackedTileReader | WeightedSum]:
-        """The size of a slab's tiles, and what reads and converts them, and reduces if they are."""
+        """The tile size of a slab, and the reader that converts (and sums) its tiles."""
         plan, run = self._plan, self._run
         target = plan.target_tensor(plan.entries[slab.entry]).dtype
         terms = plan.terms(slab.entry)
@@ -301,7 +301,7 @@ class Worker:
 
 
 def _find_rows(pieces: ShardPieces, slab: Slab, entry: int) -> list[int]:
-    """Rows of an entry's pieces that share elements with a slab, which is of the same view."""
+    """Rows of an entry's pieces that overlap a slab of the same view."""
     of, n = pieces.of(entry), len(slab.lo)
     lo, hi = pieces.boxes.lo[of, :n], pieces.boxes.hi[of, :n]
     meets = ((lo < np.array(slab.hi, np.int64)) & (hi > np.array(slab.lo, np.int64))).all(axis=1)
@@ -316,6 +316,6 @@ def _locate_pieces(
     rows: list[int],
 ) -> FileView:
     if placement is None:
-        raise ValueError("an entry with elements has a placement on either side")
+        raise ValueError("an entry with elements has a placement on both sides")
     index = np.array(rows, np.int64)
     return locator.locate(placement, tensor, pieces.shard[index], pieces.boxes[index])
