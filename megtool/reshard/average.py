@@ -1,4 +1,4 @@
-"""Average: other checkpoints of one model beside the source, and the share of each in the mean."""
+"""The mean of several checkpoints of one model."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megtool.checkpoint.plan import Dropped, Source
+from megtool.checkpoint.plan import DroppedItem, PlanSource
 from megtool.console import format_bytes
 from megtool.convert.dialects import is_optimizer_state
 from megtool.errors import MappingError, UsageError
-from megtool.reshard.open_source import CheckpointSource
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Average:
-    """Opened checkpoints that are averaged with the source, and the shares of all, which sum to 1.
+    """The checkpoints that are averaged with the source, and the shares of all, which sum to 1.
 
-    Tensors of floats are averaged; what else there is, and all beside the tensors, is the source's.
+    Float tensors are averaged; everything else is the source's.
     """
 
     others: tuple[CheckpointSource, ...]
@@ -34,73 +34,74 @@ def parse_shares(text: str | None, count: int) -> tuple[float, ...]:
     if text is None:
         return (1 / count,) * count
     try:
-        given = [float(part) for part in text.split(",")]
+        weights = [float(part) for part in text.split(",")]
     except ValueError as e:
         raise UsageError(f"weights {text!r}", hint="numbers, such as 0.5,0.3,0.2") from e
-    total = math.fsum(given)
-    if not all(w > 0 and math.isfinite(w) for w in given) or not math.isfinite(total):
-        raise UsageError(f"weights {text!r}", hint="every weight is a positive number")
-    if len(given) != count:
+    total = math.fsum(weights)
+    if not all(w > 0 and math.isfinite(w) for w in weights) or not math.isfinite(total):
+        raise UsageError(f"weights {text!r}", hint="every weight has to be a positive number")
+    if len(weights) != count:
         raise UsageError(
-            f"{len(given)} weights for {count} checkpoints",
+            f"{len(weights)} weights for {count} checkpoints",
             hint="one for the source, then one for each --average, in their order",
         )
-    return tuple(w / total for w in given)
+    return tuple(w / total for w in weights)
 
 
-def check_same(
-    first: CheckpointSource, others: Sequence[CheckpointSource], *, partial: bool
+def check_same_model(
+    first: CheckpointSource, others: Sequence[CheckpointSource], *, is_partial: bool
 ) -> None:
-    """Every checkpoint holds the tensors of the first, in their shapes.
+    """Check that every checkpoint has the tensors of the first, in their shapes.
 
-    With `partial` only some tensors of the first are asked for, and others may hold more.
+    With `is_partial` only some tensors of the first are selected, and the others may have more.
 
     Raises:
         MappingError: the first difference.
     """
-    for other in others:
-        if other.is_canonical != first.is_canonical:
-            unknown = first if other.is_canonical else other
+    for source in others:
+        if source.is_canonical != first.is_canonical:
+            unknown = first if source.is_canonical else source
             raise unknown.reason or MappingError(
-                "the model is not known, so that its tensors have no names in common with others",
+                "the model is not known, so its tensors have no names in common with the others'",
                 file=unknown.path,
                 hint="--family NAME and --like HF_FOLDER supply it",
             )
-        held = other.side.canonical
-        for name, tensor in first.side.canonical.items():
-            if name not in held:
-                raise _differ(f"it lacks {name!r}, which {first.path} holds", other, name)
-            if held[name].shape != tensor.shape:
-                raise _differ(
-                    f"{name!r} has shape {list(held[name].shape)}, and {list(tensor.shape)} "
+        tensors = source.view.canonical
+        for name, tensor in first.view.canonical.items():
+            if name not in tensors:
+                raise _difference(f"it lacks {name!r}, which {first.path} has", source, name)
+            if tensors[name].shape != tensor.shape:
+                raise _difference(
+                    f"{name!r} has shape {list(tensors[name].shape)}, and {list(tensor.shape)} "
                     f"in {first.path}",
-                    other,
+                    source,
                     name,
                 )
-        extra = next((n for n in held if n not in first.side.canonical), None)
-        if extra is not None and not partial:
-            raise _differ(f"it holds {extra!r}, which {first.path} lacks", other, extra)
+        extra = next((n for n in tensors if n not in first.view.canonical), None)
+        if extra is not None and not is_partial:
+            raise _difference(f"it has {extra!r}, which {first.path} lacks", source, extra)
 
 
-def _differ(what: str, other: CheckpointSource, name: str) -> MappingError:
+def _difference(message: str, source: CheckpointSource, name: str) -> MappingError:
     return MappingError(
-        what,
-        file=other.path,
+        message,
+        file=source.path,
         tensor=name,
-        hint="only checkpoints of one model can be averaged; --select averages what they share",
+        hint="only checkpoints of one model can be averaged; --select averages shared tensors",
     )
 
 
-def sources_of(first: CheckpointSource, others: Sequence[CheckpointSource]) -> list[Source]:
-    """What each other checkpoint gives to a mean: its tensors of floats, and nothing else."""
+def averaged_sources(
+    first: CheckpointSource, sources: Sequence[CheckpointSource]
+) -> list[PlanSource]:
+    """The float tensors of each other checkpoint, as sources of the plan."""
     out = []
-    for other in others:
-        wanted = {n for n, t in first.side.canonical.items() if _has_mean(t)}
-        wanted -= first.repeats.keys()
-        placements = {n: p for n, p in other.side.placements.items() if n in wanted}
+    names = {n for n, t in first.view.canonical.items() if _has_mean(t)} - first.repeats.keys()
+    for source in sources:
+        placements = {n: p for n, p in source.view.placements.items() if n in names}
         stored = {p.stored for p in placements.values()}
-        catalogue = other.catalogue.select(stored.__contains__)
-        out.append(Source(catalogue=catalogue, placements=placements))
+        catalogue = source.catalogue.select(stored.__contains__)
+        out.append(PlanSource(catalogue=catalogue, placements=placements))
     return out
 
 
@@ -108,15 +109,15 @@ def _has_mean(tensor: GlobalTensor) -> bool:
     return tensor.dtype.is_float and not is_optimizer_state(tensor.name)
 
 
-def dropped_optimizers(opened: Sequence[CheckpointSource]) -> list[Dropped]:
-    """The optimizer state of checkpoints, which a mean does not have."""
+def dropped_optimizers(sources: Sequence[CheckpointSource]) -> list[DroppedItem]:
+    """The optimizer state of checkpoints, which their mean does not have."""
     return [
-        Dropped(
-            name=f"optimizer state of {one.path}",
-            reason=f"no run has had the mean of several checkpoints "
-            f"({format_bytes(one.optimizer_bytes)}; --optimizer none says that it may go)",
-            num_bytes=one.optimizer_bytes,
+        DroppedItem(
+            name=f"optimizer state of {source.path}",
+            reason=f"the mean of several checkpoints has no optimizer state "
+            f"({format_bytes(source.optimizer_bytes)}; --optimizer-format none leaves it out)",
+            num_bytes=source.optimizer_bytes,
         )
-        for one in opened
-        if one.optimizer_bytes
+        for source in sources
+        if source.optimizer_bytes
     ]

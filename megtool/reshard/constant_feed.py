@@ -1,4 +1,4 @@
-"""Given: feeds of small tensors: values known beforehand, and norms that take factors in."""
+"""A feed of small tensors whose values are known before anything is read."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.computed_tensors import Region, Taking
+from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion
+from megtool.checkpoint.transport.cast import cast
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
 from megtool.dtypes import DType
-from megtool.errors import CalibrationError
-from megtool.number_formats.small_floats import single
-from megtool.quant.packed_tensors.modelopt_tensors import in_dtype
-from megtool.quant.qparams import Floats
-from megtool.tensors.box import numel
+from megtool.dtypes import dtype as named_dtype
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """Tensors whose values are known beforehand."""
+class ConstantFeed:
+    """Tensors with constant values: each with its bits in the dtype that is stored."""
 
     values: tuple[tuple[GlobalTensor, NDArray[Any]], ...]
 
@@ -35,9 +32,9 @@ class Given:
         return ()
 
     @property
-    def writes(self) -> tuple[Region, ...]:
+    def writes(self) -> tuple[TargetRegion, ...]:
         """All of each tensor."""
-        return tuple(whole(t) for t, _ in self.values)
+        return tuple(whole_region(t) for t, _ in self.values)
 
     @property
     def num_bytes(self) -> int:
@@ -45,75 +42,28 @@ class Given:
         return sum(t.num_bytes for t, _ in self.values)
 
     @property
-    def facts(self) -> bytes:
+    def identity(self) -> bytes:
         """Their values."""
-        return hash_of(*(v for _, v in self.values))
+        return digest_facts(*(v for _, v in self.values))
 
-    def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
+    def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         for number, (tensor, value) in enumerate(self.values):
-            yield number, (0,) * len(tensor.shape), bits_of(value, tensor.dtype)
+            yield number, (0,) * len(tensor.shape), to_bits(value, tensor.dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Folded:
-    """A norm's weight (or bias) divided by factors, in float32 and rounded once.
-
-    `zero_centered` weights w stand for 1 + w.
-    """
-
-    placement: Placement
-    tensor: GlobalTensor
-    factors: Floats
-    zero_centered: bool
-
-    @property
-    def reads(self) -> tuple[Placement, ...]:
-        """The tensor as it was."""
-        return (self.placement,)
-
-    @property
-    def writes(self) -> tuple[Region, ...]:
-        """All of it."""
-        return (whole(self.tensor),)
-
-    @property
-    def num_bytes(self) -> int:
-        """Its bytes."""
-        return self.tensor.num_bytes
-
-    @property
-    def facts(self) -> bytes:
-        """The factors."""
-        return hash_of(self.factors, self.zero_centered, self.tensor.dtype.name)
-
-    def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `Feed`."""
-        # Taken as it is to be stored: a source of other types is then no other than its cast.
-        with taking.run(self.placement, self.tensor.dtype) as run:
-            found = run.read(0, numel(self.placement.shape))
-            values = single(found, self.tensor.dtype.name)
-        one = np.float32(self.zero_centered)
-        out = ((values + one) / self.factors.astype(np.float32) - one).astype(np.float32)
-        if not np.isfinite(out).all():
-            raise CalibrationError(
-                "factors of its columns make it infinite or NaN", tensor=self.tensor.name
-            )
-        yield 0, (0,), bits_of(in_dtype(out, self.tensor.dtype), self.tensor.dtype)
+def whole_region(tensor: GlobalTensor) -> TargetRegion:
+    """The region that is all of a tensor."""
+    return TargetRegion(stored=tensor.name, lo=(0,) * len(tensor.shape), hi=tensor.shape)
 
 
-def whole(tensor: GlobalTensor) -> Region:
-    """All of a tensor."""
-    return Region(stored=tensor.name, lo=(0,) * len(tensor.shape), hi=tensor.shape)
-
-
-def bits_of(values: NDArray[Any], dtype: DType) -> Array:
+def to_bits(values: NDArray[Any], dtype: DType) -> Array:
     """Elements as unsigned integers of the type's width."""
     return np.ascontiguousarray(values).reshape(values.shape).view(f"<u{dtype.itemsize}")
 
 
-def hash_of(*facts: Any) -> bytes:
-    """What tells whether facts (arrays among them) are the same."""
+def digest_facts(*facts: Any) -> bytes:
+    """A digest of facts, arrays among them: equal facts have equal digests."""
     h = hashlib.sha256()
     for fact in facts:
         if isinstance(fact, np.ndarray):
@@ -122,3 +72,13 @@ def hash_of(*facts: Any) -> bytes:
         else:
             h.update(repr(fact).encode())
     return h.digest()
+
+
+def round_to_dtype(values: NDArray[np.float32], dtype: DType) -> NDArray[np.generic]:
+    """Float32 values rounded once to a float dtype, as `DType.view` stores it."""
+    if dtype.name == "bfloat16":
+        out = np.empty(values.shape, "<u2")
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        cast(bits, named_dtype("float32"), out, dtype)
+        return out
+    return np.asarray(values.astype(dtype.view))

@@ -1,4 +1,4 @@
-"""Job: a reshard planned and carried out: written, digested, committed and reported."""
+"""Plan and execute a reshard: write, digest, commit and report."""
 
 from __future__ import annotations
 
@@ -7,105 +7,123 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megtool import __version__
-from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.copy import CopyReport
 from megtool.checkpoint.digest import (
     SIDECAR,
-    DigestMode,
     Sidecar,
     TensorDigest,
-    write_sidecar,
+    encode_sidecar,
 )
-from megtool.checkpoint.plan import Dropped, Op, Plan, Source
+from megtool.checkpoint.parallel_scan import default_threads
+from megtool.checkpoint.plan import DroppedItem, Op, PlanSource, ReshardPlan
 from megtool.checkpoint.plan_summary import PlanSummary, summarize
-from megtool.checkpoint.planner import build
+from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress
-from megtool.errors import CoverageError
-from megtool.reshard.average import Average, dropped_optimizers, sources_of
-from megtool.reshard.inventory import Account, account_of
+from megtool.errors import CoverageError, UsageError
+from megtool.reshard.average import Average, averaged_sources, dropped_optimizers
+from megtool.reshard.constant_feed import ConstantFeed, round_to_dtype
+from megtool.reshard.inventory import Inventory, take_inventory
 from megtool.reshard.megatron.optimizer import NONE
-from megtool.reshard.open_source import CheckpointSource
 from megtool.reshard.report import ReshardReport
-from megtool.reshard.staged_write import write_staged
-from megtool.reshard.target import Request, Target, make_target
+from megtool.reshard.source import CheckpointSource
+from megtool.reshard.staged_write import WriteOptions, write_staged
+from megtool.reshard.target import make_target
+from megtool.reshard.writers.target_spec import Target, TargetOptions
 from megtool.tensors.placement import Placement
 
-if TYPE_CHECKING:
-    from megtool.reshard.constant_feed import Given
+LEAST_THREAD_BYTES = 384 << 10
+"""The least memory for the buffers of one thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutionOptions:
-    """How a job is carried out, whatever it is.
+class ExecutionOptions(WriteOptions):
+    """How a job is executed. `strict` refuses to drop anything; `dry_run` only plans."""
 
-    All buffers of all threads take `memory_bytes` at most. `strict` refuses to drop anything.
+    strict: bool = False
+    overwrite: bool = False
+    dry_run: bool = False
+
+
+def choose_num_threads(requested: int | None, memory_bytes: int) -> int:
+    """The number of threads requested, or as many as there are cores and memory for (at most 8).
+
+    Raises:
+        UsageError: not a positive number, or too little memory for their buffers.
     """
-
-    threads: int
-    memory_bytes: int
-    digest: DigestMode
-    strict: bool
-    overwrite: bool
-    dry_run: bool
-    fsync: bool
+    if requested is not None and requested < 1:
+        raise UsageError(f"threads is {requested}", hint="a positive number")
+    most = memory_bytes // LEAST_THREAD_BYTES
+    if most < (requested or 1):
+        raise UsageError(
+            f"memory of {memory_bytes:,} bytes is too little"
+            + (f" for {requested} threads" if requested and requested > 1 else ""),
+            hint=f"a thread needs at least {LEAST_THREAD_BYTES >> 10} KiB"
+            + (f": --threads {most}, or more memory" if most else ""),
+        )
+    return requested or min(default_threads(None), most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What is read, what is to be written, the plan between them, and what becomes of it all."""
+class ReshardJob:
+    """A planned reshard: its sources, its target, the plan, and an inventory of what becomes of
+    everything in the source."""
 
-    opened: CheckpointSource
+    source: CheckpointSource
     average: Average | None
     target: Target
-    plan: Plan
-    account: Account
+    plan: ReshardPlan
+    inventory: Inventory
     destination: Path
 
     @property
-    def all_opened(self) -> list[CheckpointSource]:
+    def sources(self) -> list[CheckpointSource]:
         """The source, and the checkpoints that are averaged with it."""
-        return [self.opened, *(self.average.others if self.average else ())]
+        return [self.source, *(self.average.others if self.average else ())]
 
 
-def plan_job(
-    opened: CheckpointSource,
+def plan_reshard(
+    source: CheckpointSource,
     average: Average | None,
-    request: Request,
-    manner: ExecutionOptions,
+    options: TargetOptions,
+    execution: ExecutionOptions,
     *,
-    made: Mapping[str, NDArray[np.float32]] | None = None,
-) -> Job:
-    """Plan a reshard, of the mean of several checkpoints if `average` says so.
+    constants: Mapping[str, NDArray[np.float32]] | None = None,
+) -> ReshardJob:
+    """Plan a reshard, of the mean of several checkpoints if `average` is given.
 
-    `made` are new values of small stored tensors, in the place of the source's own of the same
-    names, whose dtypes and shapes they take.
+    `constants` are new values of small stored tensors, which replace the source's tensors of the
+    same names and take their dtypes and shapes.
 
     Raises:
         MegtoolError: see `make_target` and `planner.build`.
-        CoverageError: with `manner.strict`, something would be dropped.
+        CoverageError: with `execution.strict`, something would be dropped.
     """
-    target = make_target(opened, request)
+    target = make_target(source, options)
     others = average.others if average else ()
     dropped = list(target.dropped)
-    if average and request.optimizer != NONE:
-        dropped += dropped_optimizers([opened, *others])
-    feeds: list[Given] = []
-    if made:
-        feeds = [_given(target, made)]
-        dropped += [Dropped(name=n, reason="its values are made anew", is_lost=False) for n in made]
-    copies = {n: opened.repeats.get(c, c) for n, c in target.copies.items()}
-    copies |= {n: held for n, held in opened.repeats.items() if n in target.side.placements}
-    plan = build(
+    if average and options.optimizer != NONE:
+        dropped += dropped_optimizers([source, *others])
+    feeds: list[ConstantFeed] = []
+    if constants:
+        feeds = [_constant_feed(target, constants)]
+        dropped += [
+            DroppedItem(name=n, reason="its values are computed again", is_lost=False)
+            for n in constants
+        ]
+    copies = {n: source.repeats.get(c, c) for n, c in target.copies.items()}
+    copies |= {n: first for n, first in source.repeats.items() if n in target.side.placements}
+    plan = build_plan(
         [
-            Source(catalogue=opened.catalogue, placements=placements_read(opened, target)),
-            *sources_of(opened, others),
+            PlanSource(catalogue=source.catalogue, placements=placements_read(source, target)),
+            *averaged_sources(source, others),
         ],
         target.destination,
         target.side.placements,
@@ -114,95 +132,94 @@ def plan_job(
         copies=copies,
         shares=average.shares if average else (),
         feeds=feeds,
-        options=repr((__version__, manner.digest.value, request.amax)),
+        options=repr((__version__, execution.digest.value, options.amax)),
     )
-    account = account_of(opened, target, plan)
-    if manner.strict and (lost := [d for d in account.all_dropped if d.is_lost]):
+    inventory = take_inventory(source, target, plan)
+    if execution.strict and (lost := [d for d in inventory.all_dropped if d.is_lost]):
         raise CoverageError(
             f"{len(lost)} things would be dropped, the first because {lost[0].reason}",
             tensor=lost[0].name,
             hint="without --strict they are dropped and listed",
         )
-    return Job(
-        opened=opened,
+    return ReshardJob(
+        source=source,
         average=average,
         target=target,
         plan=plan,
-        account=account,
-        destination=request.destination,
+        inventory=inventory,
+        destination=options.destination,
     )
 
 
-def _given(target: Target, made: Mapping[str, NDArray[np.float32]]) -> Given:
-    """The feed of tensors with new values, which the target then takes from nowhere else."""
-    from megtool.quant.packed_tensors.modelopt_tensors import in_dtype
-    from megtool.reshard.constant_feed import Given
-
-    held = target.destination.catalogue
-    placements = {n: p for n, p in target.side.placements.items() if p.stored not in made}
+def _constant_feed(target: Target, constants: Mapping[str, NDArray[np.float32]]) -> ConstantFeed:
+    """The feed of tensors with new values, which the target then reads from nowhere else."""
+    catalogue = target.destination.catalogue
+    placements = {n: p for n, p in target.side.placements.items() if p.stored not in constants}
     target.side = replace(target.side, placements=placements)
-    values = [(held[name], in_dtype(value, held[name].dtype)) for name, value in made.items()]
-    return Given(values=tuple(values))
+    values = [
+        (catalogue[name], round_to_dtype(value, catalogue[name].dtype))
+        for name, value in constants.items()
+    ]
+    return ConstantFeed(values=tuple(values))
 
 
 def execute(
-    job: Job, manner: ExecutionOptions, files: Files, progress: Progress, *, began: float
+    job: ReshardJob, execution: ExecutionOptions, files: Files, progress: Progress, *, start: float
 ) -> ReshardReport:
-    """Do a planned job, or with `manner.dry_run` find out whether it can be done.
+    """Execute a planned reshard, or with `execution.dry_run` check that it can be executed.
 
-    `began` is when all that the report's seconds count did, on the monotonic clock.
+    `start` is the time on the monotonic clock from which the report counts seconds.
 
     Raises:
-        MegtoolError: see `Stage` and `execute`; nothing is left at the destination.
+        MegtoolError: see `Stage` and `copy.execute`; nothing is left at the destination.
     """
     plan = job.plan
-    summary = summarize(plan, threads=manner.threads, memory_bytes=manner.memory_bytes)
-    stage = Stage(
+    summary = summarize(plan, threads=execution.threads, memory_bytes=execution.memory_bytes)
+    stage = StagingFolder(
         job.destination,
         files=files,
         fingerprint=plan.fingerprint,
-        overwrite=manner.overwrite,
+        overwrite=execution.overwrite,
         is_file=job.target.is_file,
-        sources=[place for opened in job.all_opened for place in places_of(opened)],
+        sources=[path for source in job.sources for path in source_paths(source)],
     )
-    if manner.dry_run:
+    if execution.dry_run:
         stage.check()
         return _report(job, summary, dry_run=True)
-    written = _write(job, stage, manner, progress)
+    results = _write(job, stage, execution, progress)
     return _report(
         job,
         summary,
         dry_run=False,
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - start,
         peak_rss_bytes=peak_rss_bytes(),
         warnings=tuple(stage.messages),
-        **written,
+        **results,
     )
 
 
-def _write(job: Job, stage: Stage, manner: ExecutionOptions, progress: Progress) -> dict[str, Any]:
-    """Carry out the plan and commit it; what the report says of that."""
-    opened, target, plan = job.opened, job.target, job.plan
-    written: list[Sidecar] = []
+def _write(
+    job: ReshardJob, stage: StagingFolder, execution: ExecutionOptions, progress: Progress
+) -> dict[str, Any]:
+    """Write the plan and commit it; the fields of the report about that."""
+    source, target, plan = job.source, job.target, job.plan
+    sidecars: list[Sidecar] = []
 
     def finish(copied: CopyReport) -> None:
         if target.finish is not None:
-            target.finish(stage, manner.threads)
-        written.append(write_digests(opened, target, plan, copied, stage))
+            target.finish(stage, execution.threads)
+        sidecars.append(write_digests(source, target, plan, copied, stage))
 
     copied = write_staged(
         plan,
         stage,
-        what="reshard",
-        threads=manner.threads,
-        memory_bytes=manner.memory_bytes,
-        digest=manner.digest,
-        fsync=manner.fsync,
+        execution,
+        verb="reshard",
         progress=progress,
-        expected=expected_digests(opened),
+        expected=expected_digests(source),
         finish=finish,
     )
-    (sidecar,) = written
+    (sidecar,) = sidecars
     complete = [n for n in copied.digests.complete() if n not in target.copies]
     digested = 0 if target.is_file else len(complete)
     return {
@@ -217,64 +234,64 @@ def _write(job: Job, stage: Stage, manner: ExecutionOptions, progress: Progress)
     }
 
 
-def _report(job: Job, summary: PlanSummary, **facts: Any) -> ReshardReport:
-    opened, target, plan = job.opened, job.target, job.plan
+def _report(job: ReshardJob, summary: PlanSummary, **facts: Any) -> ReshardReport:
+    source, target, plan = job.source, job.target, job.plan
     parallel = target.parallel
     layout = {k: getattr(parallel, k) for k in _AXES} if parallel else {}
     return ReshardReport(
-        source=str(opened.path),
+        source=str(source.path),
         destination=str(job.destination),
-        source_format=opened.catalogue.format,
+        source_format=source.format,
         target_format=target.format,
-        family=opened.family_name,
+        family=source.family_name,
         layout=layout,
         tensors=len(plan.target.catalogue.tensors),
         num_bytes=plan.target.catalogue.num_bytes,
         plan=summary,
-        account=job.account,
-        left_out=opened.left_out,
+        inventory=job.inventory,
+        left_out=source.left_out,
         shares=_shares(job),
         amax=target.amax,
         **facts,
     )
 
 
-def _shares(job: Job) -> tuple[tuple[str, float], ...]:
+def _shares(job: ReshardJob) -> tuple[tuple[str, float], ...]:
     """The checkpoints that are averaged, and the share of each."""
     if job.average is None:
         return ()
-    paths = [str(o.path) for o in job.all_opened]
+    paths = [str(s.path) for s in job.sources]
     return tuple(zip(paths, job.average.shares, strict=True))
 
 
 _AXES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
 
 
-def places_of(opened: CheckpointSource) -> list[Path]:
-    """Files and folders that the destination must neither be in nor hold."""
-    catalogue = opened.catalogue
-    if opened.path.is_dir():
-        return [opened.path, catalogue.root]
-    return [opened.path, *(catalogue.path(i) for i in range(len(catalogue.files)))]
+def source_paths(source: CheckpointSource) -> list[Path]:
+    """Files and folders of a source, which the destination must neither contain nor be inside."""
+    catalogue = source.catalogue
+    if source.path.is_dir():
+        return [source.path, catalogue.root]
+    return [source.path, *(catalogue.path(i) for i in range(len(catalogue.files)))]
 
 
-def placements_read(opened: CheckpointSource, target: Target) -> Mapping[str, Placement]:
-    """The source's placements that the target asks for, under the one name they are read by."""
-    wanted = {opened.repeats.get(n, n) for n in target.side.placements}
-    return {n: p for n, p in opened.side.placements.items() if n in wanted}
+def placements_read(source: CheckpointSource, target: Target) -> Mapping[str, Placement]:
+    """The source's placements that the target needs, each under the name by which it is read."""
+    names = {source.repeats.get(n, n) for n in target.side.placements}
+    return {n: p for n, p in source.view.placements.items() if n in names}
 
 
-def expected_digests(opened: CheckpointSource) -> dict[str, int]:
-    """Digests the source is known to have, under the names this run uses."""
-    return {name: d.crc32c for name, d in _known(opened).items()}
+def expected_digests(source: CheckpointSource) -> dict[str, int]:
+    """CRC-32C of the source's tensors from its sidecar, under the names that this run uses."""
+    return {name: d.crc32c for name, d in _known_digests(source).items()}
 
 
-def _known(opened: CheckpointSource) -> dict[str, TensorDigest]:
-    sidecar = opened.sidecar
-    if sidecar is None or (sidecar.names == "canonical") != opened.is_canonical:
+def _known_digests(source: CheckpointSource) -> dict[str, TensorDigest]:
+    sidecar = source.sidecar
+    if sidecar is None or (sidecar.names == "canonical") != source.is_canonical:
         return {}
     out = {}
-    for name, tensor in opened.side.canonical.items():
+    for name, tensor in source.view.canonical.items():
         d = sidecar.tensors.get(name)
         if d is not None and d.shape == tensor.shape and d.dtype == tensor.dtype:
             out[name] = d
@@ -282,27 +299,32 @@ def _known(opened: CheckpointSource) -> dict[str, TensorDigest]:
 
 
 def write_digests(
-    opened: CheckpointSource, target: Target, plan: Plan, copied: CopyReport, stage: Stage
+    source: CheckpointSource,
+    target: Target,
+    plan: ReshardPlan,
+    copied: CopyReport,
+    stage: StagingFolder,
 ) -> Sidecar:
-    """Put the digests of what was written beside it, if there are any, and return them."""
-    sidecar = _sidecar_of(opened, target, plan, copied)
+    """Write the digests of the target's tensors to its sidecar, if any are known; return them."""
+    sidecar = _make_sidecar(source, target, plan, copied)
     if sidecar.tensors:
-        stage.write(str(Path(target.sidecar_folder) / SIDECAR), write_sidecar(sidecar))
+        stage.write(str(Path(target.sidecar_folder) / SIDECAR), encode_sidecar(sidecar))
     return sidecar
 
 
-def _sidecar_of(
-    opened: CheckpointSource, target: Target, plan: Plan, copied: CopyReport
+def _make_sidecar(
+    source: CheckpointSource, target: Target, plan: ReshardPlan, copied: CopyReport
 ) -> Sidecar:
-    """Digests of what was written: computed on the way, or the source's for unchanged bytes."""
-    known = {} if target.is_file else _known(opened)
+    """Digests of the target's tensors: computed while copying, or the source's where bytes are the
+    same."""
+    known = {} if target.is_file else _known_digests(source)
     tensors: dict[str, TensorDigest] = {}
     for entry in plan.entries:
         if (
             entry.op is Op.FILL or entry.canonical in target.copies or target.is_file
-        ):  # a bare file has nowhere to keep digests
+        ):  # a single file has no sidecar
             continue
-        shape = opened.side.canonical[entry.canonical].shape
+        shape = source.view.canonical[entry.canonical].shape
         crc = copied.digests.get(entry.canonical)
         if crc is None and entry.op is Op.COPY and entry.canonical in known:
             crc = known[entry.canonical].crc32c
@@ -310,15 +332,15 @@ def _sidecar_of(
             kind = plan.target_tensor(entry).dtype
             tensors[entry.canonical] = TensorDigest(crc32c=crc, dtype=kind, shape=shape)
     return Sidecar(
-        names="canonical" if opened.is_canonical else "stored",
+        names="canonical" if source.is_canonical else "stored",
         tool=f"megtool {__version__}",
-        family=opened.family_name if opened.is_canonical else None,
+        family=source.family_name if source.is_canonical else None,
         tensors=tensors,
     )
 
 
 def peak_rss_bytes() -> int:
-    """This process's largest resident set so far (not its parent's, which getrusage inherits)."""
+    """The peak resident set of this process (not its parent's, which getrusage inherits)."""
     try:
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) * 1024

@@ -1,4 +1,4 @@
-"""A checkpoint's own tokenizer: in its small files, wherever its format keeps them."""
+"""Find a tokenizer in a folder, or in a checkpoint of any format."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megtool.errors import FormatError
 if TYPE_CHECKING:
     from megtool.data.tokenizer import Tokenizer
 
-_PLACES = ("hf/", "tokenizer/")
-"""Where Megatron checkpoints carry a Hugging Face folder's small files, or save a tokenizer."""
+_FOLDERS = ("hf/", "tokenizer/")
+"""Folders in which Megatron checkpoints have Hugging Face files, or a saved tokenizer."""
 
 
-def find_tokenizer(place: str | Path, *, iteration: int | str | None = None) -> Tokenizer:
+def find_tokenizer(location: str | Path, *, iteration: int | str | None = None) -> Tokenizer:
     """The tokenizer in a folder of tokenizer files, or the one of a checkpoint of any format.
 
     Raises:
@@ -25,13 +25,13 @@ def find_tokenizer(place: str | Path, *, iteration: int | str | None = None) -> 
     """
     from megtool.data.tokenizer import Tokenizer, holds_vocabulary
 
-    path = Path(place)
+    path = Path(location)
     if path.is_dir() and any(holds_vocabulary(p.name) for p in path.iterdir() if p.is_file()):
         return Tokenizer.from_folder(path)
-    return tokenizer_of(open_checkpoint(path, iteration=iteration))
+    return load_tokenizer(open_checkpoint(path, iteration=iteration))
 
 
-def tokenizer_of(catalogue: Catalogue) -> Tokenizer:
+def load_tokenizer(catalogue: Catalogue) -> Tokenizer:
     """The tokenizer that an open checkpoint carries.
 
     Raises:
@@ -40,19 +40,19 @@ def tokenizer_of(catalogue: Catalogue) -> Tokenizer:
     from megtool.data.tokenizer import Tokenizer
 
     try:
-        return Tokenizer.load(tokenizer_files(catalogue))
+        return Tokenizer.load(find_tokenizer_files(catalogue))
     except FormatError as e:
         raise FormatError(e.message, file=e.file or catalogue.root, hint=e.hint) from e
 
 
-def tokenizer_files(catalogue: Catalogue) -> dict[str, Path | bytes]:
-    """The small files of a model's Hugging Face folder, those of a GGUF tokenizer made anew."""
+def find_tokenizer_files(catalogue: Catalogue) -> dict[str, Path | bytes]:
+    """The small files of a model's Hugging Face folder, or those made from a GGUF tokenizer."""
     if "tokenizer.ggml.tokens" in catalogue.metadata.get("gguf", ()):
-        from megtool.checkpoint.formats.gguf_tokenizer import tokenizer_files as made
+        from megtool.checkpoint.formats.gguf_tokenizer import convert_gguf_tokenizer as made
 
         return dict(made(catalogue.root))
-    found = catalogue.attachments
-    out: dict[str, Path | bytes] = {n: p for n, p in found.items() if "/" not in n}
-    for folder in reversed(_PLACES):
-        out |= {n.removeprefix(folder): p for n, p in found.items() if n.startswith(folder)}
+    files = catalogue.auxiliary_files
+    out: dict[str, Path | bytes] = {n: p for n, p in files.items() if "/" not in n}
+    for folder in reversed(_FOLDERS):
+        out |= {n.removeprefix(folder): p for n, p in files.items() if n.startswith(folder)}
     return out

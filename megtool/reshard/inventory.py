@@ -1,4 +1,4 @@
-"""Account: every tensor, object and small file of a source as moved, derived or dropped."""
+"""An inventory of a source: every tensor, object and small file as moved, derived or dropped."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megtool.checkpoint.formats.auxiliary_files import MODELOPT_FOLDER
-from megtool.checkpoint.plan import Dropped, Op, Plan
-from megtool.reshard.open_source import CheckpointSource
+from megtool.checkpoint.plan import DroppedItem, Op, ReshardPlan
+from megtool.reshard.source import CheckpointSource
 from megtool.reshard.writers.target_spec import Target
 
 TENSORS, OBJECTS, FILES = "tensors", "objects", "files"
@@ -16,25 +16,25 @@ KINDS = (TENSORS, OBJECTS, FILES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
-    """What became of all that the source holds, by its names there; each name stands once.
+class Inventory:
+    """What became of everything in the source, by its names there; each name occurs once.
 
-    `moved` things are in the target unchanged (wherever they lie and whatever they are called
-    there), `derived` ones cast, decoded, averaged or written anew. The keys are `KINDS`; parts of
-    Megatron's common state count as objects.
+    `moved` items are in the target unchanged, whatever their names there; `derived` ones are cast,
+    decoded, averaged or rewritten. The keys are `KINDS`; parts of Megatron's common state count as
+    objects.
     """
 
     moved: dict[str, tuple[str, ...]]
     derived: dict[str, tuple[str, ...]]
-    dropped: dict[str, tuple[Dropped, ...]]
+    dropped: dict[str, tuple[DroppedItem, ...]]
 
     @property
-    def all_dropped(self) -> tuple[Dropped, ...]:
-        """What is dropped, of every kind."""
+    def all_dropped(self) -> tuple[DroppedItem, ...]:
+        """All dropped items, of every kind."""
         return tuple(d for drops in self.dropped.values() for d in drops)
 
     def to_json(self) -> dict[str, Any]:
-        """The lists as plain data, what is dropped in one, each with its kind."""
+        """The inventory as plain data; dropped items of all kinds are one list."""
         return {
             "moved": {kind: list(names) for kind, names in self.moved.items()},
             "derived": {kind: list(names) for kind, names in self.derived.items()},
@@ -52,7 +52,7 @@ class Account:
         }
 
     def counts(self, kind: str) -> str | None:
-        """How many of a kind went where, in words; None where the source has none."""
+        """How many items of a kind were moved, derived and dropped; None where there are none."""
         numbers = {
             "moved": len(self.moved[kind]),
             "derived": len(self.derived[kind]),
@@ -60,23 +60,23 @@ class Account:
         }
         if not any(numbers.values()):
             return None
-        return ", ".join(f"{n:,} {what}" for what, n in numbers.items())
+        return ", ".join(f"{n:,} {outcome}" for outcome, n in numbers.items())
 
 
-def account_of(opened: CheckpointSource, target: Target, plan: Plan) -> Account:
-    """The account of a planned job, whose `plan.dropped` has all that is dropped but for files."""
-    held = opened.catalogue
+def take_inventory(source: CheckpointSource, target: Target, plan: ReshardPlan) -> Inventory:
+    """The inventory of a planned reshard. `plan.dropped` lists all dropped items except files."""
+    catalogue = source.catalogue
     used: dict[str, None] = {}
     changed: set[str] = set()
     for e in plan.entries:
         if e.source_index == 0:
-            name = held.tensors[e.source_tensor].name
+            name = catalogue.tensors[e.source_tensor].name
             used[name] = None
             if e.op is not Op.COPY:
                 changed.add(name)
-    moved_files, derived_files, dropped_files = _files(opened, target)
-    tensors = {t.name for t in held.tensors} | {s.name for s in held.set_aside}
-    dropped: dict[str, dict[str, Dropped]] = {kind: {} for kind in KINDS}
+    moved_files, derived_files, dropped_files = _sort_files(source, target)
+    tensors = {t.name for t in catalogue.tensors} | {s.name for s in catalogue.ignored}
+    dropped: dict[str, dict[str, DroppedItem]] = {kind: {} for kind in KINDS}
     for d in plan.dropped:
         kind = TENSORS if d.name in tensors else OBJECTS
         if kind == TENSORS and d.name in used:  # in part
@@ -84,39 +84,41 @@ def account_of(opened: CheckpointSource, target: Target, plan: Plan) -> Account:
         else:
             dropped[kind][d.name] = d
     dropped[FILES] = {d.name: d for d in dropped_files}
-    return Account(
+    return Inventory(
         moved={
             TENSORS: tuple(n for n in used if n not in changed),
-            OBJECTS: _once(target.moved),
+            OBJECTS: _unique(target.moved),
             FILES: tuple(moved_files),
         },
         derived={
             TENSORS: tuple(n for n in used if n in changed),
-            OBJECTS: _once(target.derived),
+            OBJECTS: _unique(target.derived),
             FILES: tuple(derived_files),
         },
-        dropped={kind: tuple(found.values()) for kind, found in dropped.items()},
+        dropped={kind: tuple(drops.values()) for kind, drops in dropped.items()},
     )
 
 
-def _once(names: Iterable[str]) -> tuple[str, ...]:
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _files(opened: CheckpointSource, target: Target) -> tuple[list[str], list[str], list[Dropped]]:
-    """Small files of the source that lie in the target as they are, or written anew, or neither."""
+def _sort_files(
+    source: CheckpointSource, target: Target
+) -> tuple[list[str], list[str], list[DroppedItem]]:
+    """The source's small files: in the target unchanged, in it with other contents, or dropped."""
     folder = f"{target.sidecar_folder}/" if target.sidecar_folder else ""
-    written = {n.removeprefix(folder): data for n, data in target.destination.all_small()}
+    written = {n.removeprefix(folder): data for n, data in target.destination.iter_small_files()}
     moved: list[str] = []
     derived: list[str] = []
-    dropped: list[Dropped] = []
-    for name, path in opened.catalogue.attachments.items():
-        places = (name, f"hf/{name}", name.removeprefix("hf/"), name.removeprefix("tokenizer/"))
-        data = next((written[p] for p in places if p in written), None)
+    dropped: list[DroppedItem] = []
+    for name, path in source.catalogue.auxiliary_files.items():
+        new_names = (name, f"hf/{name}", name.removeprefix("hf/"), name.removeprefix("tokenizer/"))
+        data = next((written[n] for n in new_names if n in written), None)
         if data is None:
             reason = f"{target.format!r} has no place for it"
-            lost = name.startswith(f"{MODELOPT_FOLDER}/")
-            dropped.append(Dropped(name=name, reason=reason, is_lost=lost))
+            is_lost = name.startswith(f"{MODELOPT_FOLDER}/")
+            dropped.append(DroppedItem(name=name, reason=reason, is_lost=is_lost))
         elif len(data) == path.stat().st_size and data == path.read_bytes():
             moved.append(name)
         else:

@@ -1,12 +1,12 @@
-"""A checkpoint opened for a command: its catalogue, its model, its canonical tensors."""
+"""Open a checkpoint: read its headers, identify its model, bind names, prove optimizer state."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.digest import SIDECAR, Sidecar, read_sidecar
-from megtool.checkpoint.formats import WITH_HF_FOLDER, open_checkpoint
-from megtool.checkpoint.megatron_metadata import args_of
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.digest import SIDECAR, read_sidecar
+from megtool.checkpoint.formats import open_checkpoint
+from megtool.checkpoint.megatron_metadata import saved_args
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.config import ModelConfig
 from megtool.convert.dialects import CanonicalView, detect_dialect, is_optimizer_state, read_side
-from megtool.convert.families import Family, detect_family, family
+from megtool.convert.families import detect_family, family
 from megtool.convert.gguf import config_from_gguf, factors_read
 from megtool.convert.megatron import is_encoder_decoder
 from megtool.convert.megatron_args import config_from_args
@@ -35,168 +35,101 @@ from megtool.errors import (
     UsageError,
 )
 from megtool.number_formats.small_floats import single
+from megtool.options.groups import SourceOptions
 from megtool.reshard.megatron.master_weight_check import check_masters
-from megtool.reshard.megatron.model_space import in_model_space
-from megtool.reshard.megatron.nemo_config import foreign_args
-from megtool.tensors.placement import Placement
+from megtool.reshard.megatron.model_space import to_model_space
+from megtool.reshard.megatron.nemo_config import read_foreign_args
+from megtool.reshard.source import HF_FOLDER, CheckpointSource, ModelIdentity
 
 _LOG = logging.getLogger(__name__)
-_CARRIED = "hf/"
 _STATE_OF_RANK = re.compile(r"[^/]+/(distrib_optim|model_optim_rng/optimizer)/")
 _LIKE = "--like FOLDER takes it from the config.json of a Hugging Face folder"
 
 
+NameFilter = Callable[[str], bool]
+
+_ENCODERS = "only decoders run; `megtool reshard` and `verify` take any model"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """What a checkpoint is a checkpoint of.
+class TensorFilter:
+    """Which stored tensors are opened, by name.
 
-    `family` is None for a Megatron checkpoint that names none; `hf_config` is the config.json the
-    configuration was read from, if it was one. `assumed` are keys of a config.json that nothing
-    says, and for which the family's defaults stand: forward passes alone depend on them.
+    Those that `ignore` matches are no part of the model; of the others, `select` chooses (None:
+    all), and it may leave tensors of the model out.
     """
 
-    family: Family | None
-    config: ModelConfig
-    hf_config: Mapping[str, Any] | None = None
-    assumed: tuple[str, ...] = ()
+    select: NameFilter | None = None
+    ignore: NameFilter | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class CheckpointSource:
-    """An open checkpoint. `reason` says why no model is known, where `model` is None.
-
-    `left_out` counts the stored tensors that were not selected, `optimizer_bytes` those of
-    optimizer state that was not asked for. `edited` are small files whose contents are no longer
-    those on disk. Canonical tensors that are stored once but stand twice in the model have the name
-    under which they are read in `repeats`.
-    """
-
-    path: Path
-    catalogue: Catalogue
-    model: Model | None
-    reason: MappingError | None
-    side: CanonicalView
-    sidecar: Sidecar | None
-    like: Path | None
-    left_out: int = 0
-    optimizer_bytes: int = 0
-    edited: Mapping[str, bytes] = field(default_factory=dict)
-    repeats: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def is_canonical(self) -> bool:
-        """Tensors are known by canonical names, not by their own."""
-        return self.side.dialect != "identity"
-
-    @property
-    def family_name(self) -> str | None:
-        """The model's family, where it has one."""
-        return self.model.family.name if self.model and self.model.family else None
-
-    def placement_of(self, name: str) -> Placement:
-        """Where a canonical tensor is read from; one that repeats another has no place itself."""
-        return self.side.placements[self.repeats.get(name, name)]
-
-    def attachments(self) -> dict[str, Path]:
-        """Small files of the model's Hugging Face folder, by their path inside it."""
-        if self.like is not None:
-            return _attachments(self.like)
-        found = self.catalogue.attachments
-        carried = {n.removeprefix(_CARRIED): p for n, p in found.items() if n.startswith(_CARRIED)}
-        return carried if self.catalogue.format in WITH_HF_FOLDER else dict(found)
+EVERYTHING = TensorFilter()
 
 
-def unknown_model(opened: CheckpointSource, needs: str) -> MappingError:
-    """What to raise where a model has to be known and is not; `needs` says what for."""
-    reason = opened.reason
-    return MappingError(
-        f"{needs}: {reason.message if reason else 'nothing says which it is'}",
-        file=opened.path,
-        hint=(reason.hint if reason else None) or "--family NAME and --like HF_FOLDER supply it",
-    )
-
-
-def open_model(
+def open_source(
     path: Path,
+    options: SourceOptions = SourceOptions(),  # noqa: B008
     *,
-    iteration: str | None = None,
-    family_name: str | None = None,
-    like: Path | None = None,
-    keep: Callable[[str], bool] | None = None,
-    aside: Callable[[str], bool] | None = None,
-    model: Model | None = None,
+    tensors: TensorFilter = EVERYTHING,
+    fallback: ModelIdentity | None = None,
     lenient: bool = False,
     optimizer: bool = True,
     prove_all: bool = False,
     for_format: str | None = None,
 ) -> CheckpointSource:
-    """Open a checkpoint and find its model, from headers and small files alone.
+    """Open a checkpoint and identify its model, from headers and small files alone.
 
-    State in buckets and files per rank are read as tensors of the model; `optimizer` false leaves
-    all optimizer state out, `prove_all` compares every master weight with its weight. `keep`
-    selects tensors by name; those `aside` names are no part of the model. `model` is used where
-    the checkpoint says nothing of its own. `for_format` is the format to be written: a state dict
-    of several parts keeps its names where that is its own. With `lenient`, tensors that do not fit
-    the model keep their own names and `reason` says why.
+    State in buckets and files per rank are read as tensors of the model.
+
+    Args:
+        path: The checkpoint: a folder, a save folder or a file.
+        options: What the user says about it.
+        tensors: Which stored tensors are opened.
+        fallback: The model where the checkpoint does not say which it is.
+        lenient: Tensors that do not fit the model keep their stored names, and `reason` says why.
+        optimizer: False leaves all optimizer state out.
+        prove_all: Compare every master weight with its weight, not some elements.
+        for_format: The format that will be written: a state dict of several parts keeps its names
+            where that is its own format.
 
     Raises:
-        FormatError: no checkpoint, or a broken one.
+        FormatError: no checkpoint, or a damaged one.
         MappingError: its tensors do not fit its model.
     """
-    catalogue = open_checkpoint(path, iteration=_iteration(iteration))
-    sidecar = _sidecar(catalogue)
-    if aside is not None and any(aside(t.name) for t in catalogue.tensors):
-        catalogue = catalogue.select(lambda name: not aside(name))
-    stored, unread = len(catalogue.tensors), 0
+    catalogue = open_checkpoint(path, iteration=_parse_iteration(options.iteration))
+    sidecar = read_sidecar(catalogue.root / SIDECAR) if catalogue.root.is_dir() else None
+    ignore = tensors.ignore
+    if ignore is not None and any(ignore(t.name) for t in catalogue.tensors):
+        catalogue = catalogue.select(lambda name: not ignore(name))
+    num_stored, optimizer_bytes = len(catalogue.tensors), 0
     if not optimizer:
-        unread = sum(t.num_bytes for t in catalogue.tensors if _is_state(t.name))
+        optimizer_bytes = sum(t.num_bytes for t in catalogue.tensors if _is_state(t.name))
         catalogue = catalogue.select(lambda name: not _is_state(name))
-    reason: MappingError | None = None
+    model, reason = fallback, None
     try:
-        model = _model(catalogue, family_name, like) or model
+        model = identify_model(catalogue, options.family, options.like) or fallback
     except MappingError as e:
-        if family_name or like:
+        if options.family or options.like:
             raise
         reason = e
-    config = model.config if model else None
     before = len(catalogue.tensors)
-    catalogue = in_model_space(catalogue, config, whole=prove_all, lenient=lenient)
-    stored += len(catalogue.tensors) - before
-    if keep is not None:
-        catalogue = catalogue.select(keep)
+    config = model.config if model else None
+    catalogue = to_model_space(catalogue, config, compare_all=prove_all, lenient=lenient)
+    num_stored += len(catalogue.tensors) - before
+    if tensors.select is not None:
+        catalogue = catalogue.select(tensors.select)
         if not catalogue.tensors:
             raise UsageError("no tensor is selected", hint="`megtool inspect` lists the names")
-    names = [t.name for t in catalogue.tensors]
-    dialect = detect_dialect(names)
-    if model is None or (model.family is None and dialect != "megatron"):
-        dialect = "identity"
-    if dialect == "megatron" and is_encoder_decoder(names):
-        dialect = "identity"  # carried under Megatron's own names
-    if for_format == catalogue.format == "dcp" and _is_compound(names, catalogue):
-        dialect = "identity"  # what saved it will ask for all of it, by these names
-    try:
-        side = read_side(
-            catalogue.tensors,
-            dialect=dialect,
-            family=model.family if model else None,
-            config=model.config if model else None,
-            partial=keep is not None,
-        )
-    except MappingError as e:
-        by_args = model.config if model is not None and model.family is None else None
-        if isinstance(e, UnknownTensorsError) and by_args is not None:
-            # Args name no family, and some have tensors of their own: all keep their names.
-            reason = e
-            side = read_side(catalogue.tensors, dialect="identity", config=by_args)
-        elif lenient:
-            reason, model = e, None
-            side = read_side(catalogue.tensors, dialect="identity")
-        else:
-            raise
+    model, reason, side = bind_names(
+        catalogue,
+        model,
+        reason,
+        is_partial=tensors.select is not None,
+        lenient=lenient,
+        for_format=for_format,
+    )
     if prove_all and "registration_order" not in catalogue.metadata:  # else it is proved already
-        check_masters(catalogue, side, whole=True)
-    if model is not None and side.config is not None:
-        model = replace(model, config=side.config)
+        check_masters(catalogue, side, compare_all=True)
     for warning in catalogue.warnings:
         _LOG.warning("%s", warning)
     return CheckpointSource(
@@ -204,30 +137,118 @@ def open_model(
         catalogue=catalogue,
         model=model,
         reason=reason,
-        side=side,
+        view=side,
         sidecar=sidecar,
-        like=like,
-        left_out=stored - len(catalogue.tensors),
-        optimizer_bytes=unread,
+        like=options.like,
+        left_out=num_stored - len(catalogue.tensors),
+        optimizer_bytes=optimizer_bytes,
     )
 
 
-_PARTS = ("model.model.", "model.module.", "model.lm_head.", "module.", "app.")
+def open_decoder(path: Path, options: SourceOptions = SourceOptions()) -> CheckpointSource:  # noqa: B008
+    """Open the weights of a decoder that can run, from headers and small files alone.
+
+    Raises:
+        MegtoolError: it cannot be opened, its model is not known, or is no decoder.
+    """
+    return require_decoder(open_source(path, options, optimizer=False))
+
+
+def require_decoder(source: CheckpointSource) -> CheckpointSource:
+    """The source itself, if it holds a decoder of a known configuration.
+
+    Raises:
+        MappingError: the model is not known, or is no decoder.
+    """
+    config = source.known_config
+    if not source.is_canonical or config is None:
+        why = f": {source.reason.message}" if source.reason else ""
+        raise MappingError(
+            f"no decoder of a known family{why}",
+            file=source.path,
+            hint="--family NAME and --like HF_FOLDER say which model it is; " + _ENCODERS,
+        )
+    if config.num_token_types or config.position_embedding == "relative":
+        raise MappingError("an encoder, which generates no text", file=source.path, hint=_ENCODERS)
+    if source.model is not None and source.model.assumed:
+        _LOG.warning(
+            "the checkpoint does not state %s: the family's defaults are used, which may not be "
+            "this model's; --like HF_FOLDER states them",
+            ", ".join(source.model.assumed),
+        )
+    return source
+
+
+def bind_names(
+    catalogue: Catalogue,
+    model: ModelIdentity | None,
+    reason: MappingError | None,
+    *,
+    is_partial: bool,
+    lenient: bool,
+    for_format: str | None,
+) -> tuple[ModelIdentity | None, MappingError | None, CanonicalView]:
+    """The model as its tensors show it, why it is not known, and its tensors by canonical names.
+
+    Raises:
+        MappingError: the tensors do not fit the model, and not `lenient`.
+    """
+    names = [t.name for t in catalogue.tensors]
+    dialect = _choose_dialect(catalogue, names, model, for_format)
+    try:
+        side = read_side(
+            catalogue.tensors,
+            dialect=dialect,
+            family=model.family if model else None,
+            config=model.config if model else None,
+            partial=is_partial,
+        )
+    except MappingError as e:
+        args_config = model.config if model is not None and model.family is None else None
+        if isinstance(e, UnknownTensorsError) and args_config is not None:
+            # The args name no family, and some models have more tensors: all keep their names.
+            reason = e
+            side = read_side(catalogue.tensors, dialect="identity", config=args_config)
+        elif lenient:
+            reason, model = e, None
+            side = read_side(catalogue.tensors, dialect="identity")
+        else:
+            raise
+    if model is not None and side.config is not None:
+        model = replace(model, config=side.config)
+    return model, reason, side
+
+
+def _choose_dialect(
+    catalogue: Catalogue, names: Sequence[str], model: ModelIdentity | None, for_format: str | None
+) -> str:
+    """The dialect whose names become canonical ones; `identity` where names stay as stored."""
+    dialect = detect_dialect(names)
+    if model is None or (model.family is None and dialect != "megatron"):
+        return "identity"
+    if dialect == "megatron" and is_encoder_decoder(names):
+        return "identity"  # carried under Megatron's own names
+    if for_format == catalogue.format == "dcp" and _is_compound(names, catalogue):
+        return "identity"  # the program that saved it loads all of it by these names
+    return dialect
+
+
+_COMPOUND_PREFIXES = ("model.model.", "model.module.", "model.lm_head.", "module.", "app.")
 
 
 def _is_compound(names: Sequence[str], catalogue: Catalogue) -> bool:
-    """A state dict holds more than the weights of one model, or these under a name for them all."""
+    """Whether a state dict holds more than one model's weights, or holds them under a prefix."""
     return bool(catalogue.objects) or any(
-        n.startswith(_PARTS) or is_optimizer_state(n) for n in names
+        n.startswith(_COMPOUND_PREFIXES) or is_optimizer_state(n) for n in names
     )
 
 
 def _is_state(name: str) -> bool:
-    """A stored tensor of optimizer state, in model space or not yet."""
+    """Whether a stored tensor is optimizer state, in model space or not yet."""
     return is_optimizer_state(name) or _STATE_OF_RANK.match(name) is not None
 
 
-def _iteration(text: str | None) -> int | str | None:
+def _parse_iteration(text: str | None) -> int | str | None:
     if text is None or text == "latest":
         return None
     if text == "release":
@@ -237,51 +258,54 @@ def _iteration(text: str | None) -> int | str | None:
     return int(text)
 
 
-def _sidecar(catalogue: Catalogue) -> Sidecar | None:
-    return read_sidecar(catalogue.root / SIDECAR) if catalogue.root.is_dir() else None
+def identify_model(
+    catalogue: Catalogue, family_name: str | None, like: Path | None
+) -> ModelIdentity | None:
+    """The model by the user's options, else by the checkpoint's own files; None if neither says.
 
+    Foreign files may hold values of any type: errors of arithmetic on them are errors of the file.
 
-def _model(catalogue: Catalogue, family_name: str | None, like: Path | None) -> Model | None:
-    """The model by what was given, then by what the checkpoint says; None if nothing does.
-
-    What others wrote may hold values of any type: what arithmetic on them raises is their fault.
+    Raises:
+        MappingError: the configuration cannot be used, or `family_name` is given without one.
     """
     try:
-        found = _described(catalogue, family_name, like)
+        model = _describe_model(catalogue, family_name, like)
     except UnknownFamilyError:
         raise
     except (MappingError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
-        said = e if isinstance(e, MappingError) else None
+        known = e if isinstance(e, MappingError) else None
         raise MappingError(
-            f"the model's configuration cannot be used: {said.message if said else e}",
-            file=(said and said.file) or _says_it(catalogue, like),
-            hint=(said and said.hint) or _LIKE,
+            f"the model's configuration cannot be used: {known.message if known else e}",
+            file=(known and known.file) or _config_file(catalogue, like),
+            hint=(known and known.hint) or _LIKE,
         ) from e
-    if found is None and family_name:
+    if model is None and family_name:
         raise MappingError(
-            f"family {family_name!r} is given, but nothing holds the model's configuration",
+            f"family {family_name!r} is given, but the checkpoint has no model configuration",
             file=catalogue.root,
             hint=_LIKE,
         )
-    return found
+    return model
 
 
-def _described(catalogue: Catalogue, family_name: str | None, like: Path | None) -> Model | None:
+def _describe_model(
+    catalogue: Catalogue, family_name: str | None, like: Path | None
+) -> ModelIdentity | None:
     named = family(family_name) if family_name else None
-    hf_config = read_config(like) if like is not None else _own_config(catalogue)
+    hf_config = read_config(like) if like is not None else _read_own_config(catalogue)
     if hf_config is not None:
         chosen = named or detect_family(hf_config)
         config = chosen.read_config(hf_config)
         _check_vocabulary(catalogue, config)
-        return Model(family=chosen, config=config, hf_config=hf_config)
+        return ModelIdentity(family=chosen, config=config, hf_config=hf_config)
     if "gguf" in catalogue.metadata:
         facts = catalogue.metadata["gguf"]
         chosen = named or detect_family(facts)
         factors = _values(catalogue, factors_read(facts, catalogue.tensors))
-        made = config_from_gguf(facts, chosen, catalogue.tensors, factors)
-        return Model(family=chosen, config=made)
+        config = config_from_gguf(facts, chosen, catalogue.tensors, factors)
+        return ModelIdentity(family=chosen, config=config)
     args = catalogue.metadata.get("args")
-    if not isinstance(args, dict) and (foreign := foreign_args(catalogue)) is not None:
+    if not isinstance(args, dict) and (foreign := read_foreign_args(catalogue)) is not None:
         args = catalogue.metadata["args"] = foreign
     if isinstance(args, dict) and args.get("num_attention_heads") is not None:
         if catalogue.format == "deepspeed":
@@ -289,7 +313,7 @@ def _described(catalogue: Catalogue, family_name: str | None, like: Path | None)
         config, assumed = config_from_args(args), tuple[str, ...]()
         if named is not None:
             config, assumed = named.completed(config)
-        return Model(family=named, config=config, assumed=assumed)
+        return ModelIdentity(family=named, config=config, assumed=assumed)
     return None
 
 
@@ -297,33 +321,36 @@ def _values(catalogue: Catalogue, names: Sequence[str]) -> dict[str, NDArray[np.
     """The elements of small tensors."""
     if not names:
         return {}
-    with Reader(catalogue, Files()) as reader:
-        views = {n: reader.stored(n) for n in names}
+    with CheckpointReader(catalogue, Files()) as reader:
+        views = {n: reader.open_stored(n) for n in names}
         return {n: single(v.read(), v.dtype.name) for n, v in views.items()}
 
 
 def _check_vocabulary(catalogue: Catalogue, config: ModelConfig) -> None:
-    """Refuse a configuration whose vocabulary would cut off tokens that the checkpoint's args know.
+    """Refuse a configuration whose vocabulary is smaller than the one in the checkpoint's args.
 
-    `padded_vocab_size` is not held against it: its last rows may be no tokens.
+    `padded_vocab_size` is not compared: its last rows may be padding.
+
+    Raises:
+        MappingError: tokens would be lost.
     """
-    true = args_of(catalogue).get("vocab_size")
+    true = saved_args(catalogue).get("vocab_size")
     if isinstance(true, int) and not isinstance(true, bool) and true > config.vocab_size:
         raise MappingError(
-            f"config.json has a vocabulary of {config.vocab_size}, and the checkpoint's own args "
+            f"config.json has a vocabulary of {config.vocab_size}, and the checkpoint's args "
             f"one of {true}: {true - config.vocab_size} tokens would be lost",
             hint=f"set vocab_size to {true} in the config.json, or give the one of this model",
         )
 
 
-def _says_it(catalogue: Catalogue, like: Path | None) -> Path:
-    """The file that holds the model's configuration; the checkpoint where it is no file's alone."""
+def _config_file(catalogue: Catalogue, like: Path | None) -> Path:
+    """The file with the model's configuration, the checkpoint where no single file has it."""
     if like is not None:
         return like / "config.json"
     if isinstance(catalogue.metadata.get("config"), dict):
-        own = catalogue.root / "config.json"
-        return own if own.is_file() else catalogue.root
-    return catalogue.attachments.get(_CARRIED + "config.json", catalogue.root)
+        path = catalogue.root / "config.json"
+        return path if path.is_file() else catalogue.root
+    return catalogue.auxiliary_files.get(HF_FOLDER + "config.json", catalogue.root)
 
 
 _FOLDER = "--like FOLDER needs a Hugging Face folder with the model's config.json"
@@ -333,7 +360,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a Hugging Face folder.
 
     Raises:
-        FormatError: there is none, or it is no JSON object.
+        FormatError: it is missing, or not a JSON object.
     """
     path = folder / "config.json"
     try:
@@ -341,36 +368,26 @@ def read_config(folder: Path) -> dict[str, Any]:
     except OSError as e:
         raise FormatError(f"cannot read: {e.strerror}", file=path, hint=_FOLDER) from e
     except ValueError as e:
-        raise FormatError(f"no JSON: {e}", file=path, hint=_FOLDER) from e
+        raise FormatError(f"invalid JSON: {e}", file=path, hint=_FOLDER) from e
     if not isinstance(value, dict):
-        raise FormatError("no JSON object", file=path, hint=_FOLDER)
+        raise FormatError("not a JSON object", file=path, hint=_FOLDER)
     return value
 
 
-def _own_config(catalogue: Catalogue) -> dict[str, Any] | None:
+def _read_own_config(catalogue: Catalogue) -> dict[str, Any] | None:
     if isinstance(config := catalogue.metadata.get("config"), dict):
         return config
-    carried = catalogue.attachments.get(_CARRIED + "config.json")
-    return read_config(carried.parent) if carried is not None else None
+    path = catalogue.auxiliary_files.get(HF_FOLDER + "config.json")
+    return read_config(path.parent) if path is not None else None
 
 
-def _attachments(folder: Path) -> dict[str, Path]:
-    from megtool.checkpoint.formats.auxiliary_files import find_attachments
-
-    warnings: list[str] = []
-    found = find_attachments(folder, warnings)
-    for warning in warnings:
-        _LOG.warning("%s", warning)
-    return found
-
-
-def selector(select: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool] | None:
-    """Whether a name matches one of `select` (or there are none) and none of `exclude` (globs)."""
+def name_filter(select: Sequence[str], exclude: Sequence[str]) -> NameFilter | None:
+    """A filter by globs: names that match one of `select` (if any) and none of `exclude`."""
     if not select and not exclude:
         return None
 
-    def keep(name: str) -> bool:
-        wanted = not select or any(fnmatchcase(name, g) for g in select)
-        return wanted and not any(fnmatchcase(name, g) for g in exclude)
+    def matches(name: str) -> bool:
+        is_selected = not select or any(fnmatchcase(name, glob) for glob in select)
+        return is_selected and not any(fnmatchcase(name, glob) for glob in exclude)
 
-    return keep
+    return matches

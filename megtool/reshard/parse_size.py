@@ -1,4 +1,4 @@
-"""Sizes as people write them: `5GB`, `128MiB`."""
+"""Parse sizes such as `5GB` and `128MiB`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _UNITS = {
 }
 
 
-def parse_size(text: str, what: str) -> int:
+def parse_size(text: str, option: str) -> int:
     """Bytes of a size such as `5GB`, `500MB` or `128MiB`.
 
     Raises:
-        UsageError: it is no positive size.
+        UsageError: not a positive size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", text.upper())
     unit = match[2] if match else "?"
     unit = {"K": "KB", "M": "MB", "G": "GB", "T": "TB", "B": ""}.get(unit, unit)
     unit = unit if unit in _UNITS else f"{unit}B"
     if match is None or unit not in _UNITS or int(float(match[1]) * _UNITS[unit]) <= 0:
-        raise UsageError(f"{what} {text!r}", hint="a size such as 5GB or 128MiB")
+        raise UsageError(f"{option} {text!r}", hint="a size such as 5GB or 128MiB")
     return int(float(match[1]) * _UNITS[unit])

@@ -6,25 +6,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megtool.checkpoint.formats import CUT_BY_RANKS
-from megtool.checkpoint.plan import Dropped
+from megtool.checkpoint.formats import RANK_SHARDED_FORMATS
+from megtool.checkpoint.plan import DroppedItem
 from megtool.checkpoint.plan_summary import PlanSummary
 from megtool.console import format_bytes
 from megtool.errors import listed
-from megtool.reshard.inventory import OBJECTS, Account
+from megtool.reshard.inventory import OBJECTS, Inventory
 from megtool.reshard.megatron.amax_report import AmaxReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardReport:
-    """What was done, or with `dry_run` what would be.
+    """The result of a reshard, or with `dry_run` its plan.
 
-    `left_out` counts source tensors that were not asked for (--select, --exclude, --layers,
-    --optimizer none, --optimizer-only). `shares` are the checkpoints averaged.
+    `left_out` counts source tensors that were not selected (--select, --exclude, --layers,
+    --optimizer-format none, --optimizer-only). `shares` are the checkpoints averaged.
     `digested` tensors have a digest of the bytes written, `inherited` ones the source's own,
-    `unverified` ones none. `peak_rss_bytes` is this process's largest resident set so far,
-    libraries and mapped files included. `overflowed` counts, by the source's tensors, numbers too
-    large for float16, which are infinite now. `amax` is what became of FP8's delayed scaling state.
+    `unverified` ones none. `peak_rss_bytes` is the peak resident set of this process, with
+    libraries and mapped files. `overflowed` counts, by the source's tensors, numbers that are too
+    large for float16 and became infinite. `amax` reports FP8's delayed scaling state.
     """
 
     source: str
@@ -36,7 +36,7 @@ class ReshardReport:
     tensors: int
     num_bytes: int
     plan: PlanSummary
-    account: Account
+    inventory: Inventory
     left_out: int
     shares: tuple[tuple[str, float], ...]
     dry_run: bool
@@ -55,29 +55,29 @@ class ReshardReport:
 
     @property
     def moved(self) -> dict[str, tuple[str, ...]]:
-        """What the target has unchanged: the source's names of `tensors`, `objects` and `files`."""
-        return self.account.moved
+        """What the target has unchanged: source names of `tensors`, `objects` and `files`."""
+        return self.inventory.moved
 
     @property
     def derived(self) -> dict[str, tuple[str, ...]]:
-        """What is cast, decoded, averaged or written anew, by kind."""
-        return self.account.derived
+        """What is cast, decoded, averaged or rewritten, by kind."""
+        return self.inventory.derived
 
     @property
-    def dropped(self) -> tuple[Dropped, ...]:
-        """What the target has not got, of every kind, and why."""
-        return self.account.all_dropped
+    def dropped(self) -> tuple[DroppedItem, ...]:
+        """What the target lacks, of every kind, and why."""
+        return self.inventory.all_dropped
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
-        names = [n for n in self.__dataclass_fields__ if n not in ("plan", "account", "amax")]
+        names = [n for n in self.__dataclass_fields__ if n not in ("plan", "inventory", "amax")]
         out: dict[str, Any] = {n: getattr(self, n) for n in names}
         out["plan"] = self.plan.to_json()
         out["amax"] = self.amax.to_json() if self.amax else None
-        return out | self.account.to_json()
+        return out | self.inventory.to_json()
 
     def lines(self) -> Iterator[str]:
-        """The report as a person reads it."""
+        """The report for a terminal."""
         etp = self.layout.get("tp") if self.layout.get("ep", 1) == 1 else None
         layout = " ".join(
             f"{k}={v}"
@@ -88,25 +88,25 @@ class ReshardReport:
         yield f"  {'family':<12}{self.family or 'unknown: tensors keep their names'}"
         for path, share in self.shares:
             yield f"  {'average':<12}{share:.6g} of {path}"
-        if self.target_format in CUT_BY_RANKS:
+        if self.target_format in RANK_SHARDED_FORMATS:
             yield f"  {'layout':<12}{layout}"
         if self.dry_run:
             yield from (f"  {line}" for line in self.plan.lines())
         else:
-            yield from self._done()
-        if (counts := self.account.counts(OBJECTS)) is not None:
+            yield from self._result_lines()
+        if (counts := self.inventory.counts(OBJECTS)) is not None:
             yield f"  {'objects':<12}{counts}"
         if self.amax is not None:
             yield from (f"  {'amax':<12}{line}" for line in self.amax.lines())
         if self.left_out:
-            yield f"  {'left out':<12}{self.left_out} tensors that were not asked for"
+            yield f"  {'left out':<12}{self.left_out} tensors that were not selected"
         reasons: dict[str, list[str]] = {}
         for drop in self.dropped:
             reasons.setdefault(drop.reason, []).append(drop.name)
         for reason, names in reasons.items():
             yield f"  {'dropped':<12}{listed(names, 1)}: {reason}"
 
-    def _done(self) -> Iterator[str]:
+    def _result_lines(self) -> Iterator[str]:
         rate = format_bytes(self.num_bytes / self.seconds) if self.seconds else "-"
         yield (
             f"  {'written':<12}{self.tensors} tensors, {format_bytes(self.num_bytes)} "
@@ -120,7 +120,7 @@ class ReshardReport:
         )
         if self.resumed_units:
             yield (
-                f"  {'resumed':<12}{self.resumed_units} finished pieces verified, "
+                f"  {'resumed':<12}{self.resumed_units} finished units verified, "
                 f"{self.repaired_units} written again"
             )
         yield f"  {'memory':<12}{format_bytes(self.peak_rss_bytes)} peak resident"

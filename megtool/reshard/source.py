@@ -1,17 +1,159 @@
-"""Small files beside the tensors: config, tokenizer, and where they lie in each format."""
+"""An open checkpoint: its tensors, its model, and the small files that belong to the model."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megtool.checkpoint.formats import WITH_HF_FOLDER
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.digest import Sidecar
+from megtool.checkpoint.formats import HF_SUBFOLDER_FORMATS
+from megtool.checkpoint.formats.auxiliary_files import find_auxiliary_files
 from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS
+from megtool.config import ModelConfig
+from megtool.convert.dialects import CanonicalView
+from megtool.convert.families import Family
 from megtool.dtypes import DType
-from megtool.errors import MissingPackageError
-from megtool.reshard.open_source import CheckpointSource, Model
+from megtool.errors import FormatError, MappingError, MissingPackageError
+from megtool.tensors.placement import Placement
+
+if TYPE_CHECKING:
+    from megtool.data.tokenizer import Tokenizer
+
+HF_FOLDER = "hf/"
+"""Where a Megatron checkpoint carries the small files of a Hugging Face folder."""
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIdentity:
+    """Which model a checkpoint holds.
+
+    `family` is None for a Megatron checkpoint that names none; `hf_config` is the config.json the
+    configuration was read from, if any. `assumed` are keys of a config.json that nothing in the
+    checkpoint states, so that the family's defaults are used: only forward passes depend on them.
+    """
+
+    family: Family | None
+    config: ModelConfig
+    hf_config: Mapping[str, Any] | None = None
+    assumed: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckpointSource:
+    """An open checkpoint. Where `model` is None, `reason` says why the model is not known.
+
+    `left_out` counts the stored tensors that were not selected; `optimizer_bytes` is the size of
+    optimizer state that was not asked for. `edited` maps small files to contents that replace those
+    on disk. `repeats` maps canonical tensors that the model has twice, and the checkpoint once, to
+    the name under which they are read.
+    """
+
+    path: Path
+    catalogue: Catalogue
+    model: ModelIdentity | None
+    reason: MappingError | None
+    view: CanonicalView
+    sidecar: Sidecar | None
+    like: Path | None
+    left_out: int = 0
+    optimizer_bytes: int = 0
+    edited: Mapping[str, bytes] = field(default_factory=dict)
+    repeats: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether tensors have canonical names instead of their stored ones."""
+        return self.view.dialect != "identity"
+
+    @property
+    def format(self) -> str:
+        """The checkpoint's format."""
+        return self.catalogue.format
+
+    @property
+    def family_name(self) -> str | None:
+        """The name of the model's family, None where it has none."""
+        return self.model.family.name if self.model and self.model.family else None
+
+    @property
+    def known_config(self) -> ModelConfig | None:
+        """The model's configuration, None where the model is not known."""
+        return self.view.config or (self.model.config if self.model else None)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's configuration.
+
+        Raises:
+            MappingError: the model is not known.
+        """
+        config = self.known_config
+        if config is None:
+            raise unknown_model(self, "the model's configuration is needed")
+        return config
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the selected tensors as they are stored."""
+        return sum(t.num_bytes for t in self.view.canonical.values())
+
+    def placement_of(self, name: str) -> Placement:
+        """Where a canonical tensor is read from."""
+        return self.view.placements[self.repeats.get(name, name)]
+
+    def attachments(self) -> dict[str, Path]:
+        """Small files of the model's Hugging Face folder, by their path inside it."""
+        if self.like is not None:
+            return _find_attachments(self.like)
+        files = self.catalogue.auxiliary_files
+        if self.catalogue.format not in HF_SUBFOLDER_FORMATS:
+            return dict(files)
+        return {n.removeprefix(HF_FOLDER): p for n, p in files.items() if n.startswith(HF_FOLDER)}
+
+    def tokenizer(self, folder: str | Path | None = None) -> Tokenizer:
+        """The checkpoint's own tokenizer, or the one in `folder`.
+
+        Raises:
+            FormatError: there is no tokenizer.
+            MappingError: it has tokens that the model does not know.
+        """
+        from megtool.data.tokenizer import Tokenizer
+
+        if folder is not None:
+            tokenizer = Tokenizer.from_folder(folder)
+        else:
+            files = collect_hf_files(self, None) | collect_saved_tokenizer(self)
+            try:
+                tokenizer = Tokenizer.load(files)
+            except FormatError as e:
+                raise FormatError(e.message, file=e.file or self.path, hint=e.hint) from e
+        tokenizer.check_vocabulary(self.config.vocab_size)
+        return tokenizer
+
+
+def unknown_model(source: CheckpointSource, purpose: str) -> MappingError:
+    """The error for a model that is not known, although `purpose` needs it."""
+    reason = source.reason
+    return MappingError(
+        f"{purpose}: {reason.message if reason else 'the checkpoint does not name its model'}",
+        file=source.path,
+        hint=(reason.hint if reason else None) or "--family NAME and --like HF_FOLDER supply it",
+    )
+
+
+def _find_attachments(folder: Path) -> dict[str, Path]:
+    warnings: list[str] = []
+    files = find_auxiliary_files(folder, warnings)
+    for warning in warnings:
+        _LOG.warning("%s", warning)
+    return files
 
 
 _TOKENIZER = "tokenizer/"
@@ -28,9 +170,9 @@ _TOKENIZER_FILES = (
 )
 
 
-def hugging_face_files(source: CheckpointSource, dtype: DType | None) -> dict[str, bytes]:
-    """The small files of the model's Hugging Face folder, its config.json telling the dtype."""
-    files = _plain(
+def collect_hf_files(source: CheckpointSource, dtype: DType | None) -> dict[str, bytes]:
+    """The small files of the model's Hugging Face folder, with `dtype` in its config.json."""
+    files = _without_quantization(
         {
             name: source.edited[name] if name in source.edited else path.read_bytes()
             for name, path in source.attachments().items()
@@ -40,29 +182,29 @@ def hugging_face_files(source: CheckpointSource, dtype: DType | None) -> dict[st
     if model is None or model.family is None:
         return files
     if "gguf" in source.catalogue.metadata and source.like is None:
-        files |= _tokenizer_files(source)
+        files |= _make_tokenizer_files(source)
     if "config.json" not in files:
-        files["config.json"] = _new_config(model, dtype)
+        files["config.json"] = _make_config(model, dtype)
     elif dtype is not None:
-        files["config.json"] = _with_dtype(files["config.json"], dtype)
+        files["config.json"] = _set_dtype(files["config.json"], dtype)
     return files
 
 
-def saved_tokenizer(source: CheckpointSource) -> dict[str, bytes]:
-    """The tokenizer of Hugging Face that Megatron saved beside its data, unless `hf/` has one."""
-    own = source.attachments()
-    if any(name.startswith("tokenizer") for name in own):
+def collect_saved_tokenizer(source: CheckpointSource) -> dict[str, bytes]:
+    """The Hugging Face tokenizer that Megatron saved in `tokenizer/`, unless `hf/` has one."""
+    hf_files = source.attachments()
+    if any(name.startswith("tokenizer") for name in hf_files):
         return {}
-    found = source.catalogue.attachments
+    files = source.catalogue.auxiliary_files
     return {
-        name: found[_TOKENIZER + name].read_bytes()
+        name: files[_TOKENIZER + name].read_bytes()
         for name in _TOKENIZER_FILES
-        if _TOKENIZER + name in found and name not in own
+        if _TOKENIZER + name in files and name not in hf_files
     }
 
 
-def _plain(files: dict[str, bytes]) -> dict[str, bytes]:
-    """The files without what they say about quantization: what is written is not quantized."""
+def _without_quantization(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The files without their quantization settings: what is written is not quantized."""
     out = {name: data for name, data in files.items() if name != QUANT_FILE}
     if "config.json" not in out:
         return out
@@ -71,59 +213,59 @@ def _plain(files: dict[str, bytes]) -> dict[str, bytes]:
     except ValueError:
         return out
     text = value.get("text_config") if isinstance(value, dict) else None
-    found = 0
-    for place in (value, text):
+    num_removed = 0
+    for section in (value, text):
         for key in QUANT_KEYS:
-            found += isinstance(place, dict) and place.pop(key, None) is not None
-    if found:
+            num_removed += isinstance(section, dict) and section.pop(key, None) is not None
+    if num_removed:
         if not {"dtype", "torch_dtype"} & {*value, *(text or ())}:
             value["dtype"] = "bfloat16"
         out["config.json"] = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
     return out
 
 
-def _tokenizer_files(source: CheckpointSource) -> dict[str, bytes]:
-    from megtool.checkpoint.formats.gguf_tokenizer import tokenizer_files
+def _make_tokenizer_files(source: CheckpointSource) -> dict[str, bytes]:
+    from megtool.checkpoint.formats.gguf_tokenizer import convert_gguf_tokenizer
 
     warnings: list[str] = []
     if "tokenizer.ggml.tokens" not in source.catalogue.metadata["gguf"]:
-        _LOG.warning("the file holds no tokenizer: --like FOLDER takes one from elsewhere")
+        _LOG.warning("the file has no tokenizer: --like FOLDER supplies one")
         return {}
     try:
-        found = tokenizer_files(source.path, warnings=warnings)
+        files = convert_gguf_tokenizer(source.path, warnings=warnings)
     except MissingPackageError as e:
         warnings.append(f"the tokenizer is not written: {e.message} ({e.hint})")
-        found = {}
+        files = {}
     for warning in warnings:
         _LOG.warning("%s", warning)
-    return found
+    return files
 
 
-def _new_config(model: Model, dtype: DType | None) -> bytes:
+def _make_config(model: ModelIdentity, dtype: DType | None) -> bytes:
     if model.family is None:
         raise ValueError("a config.json needs a family")
     config = model.family.write_config(model.config, dtype=dtype.name if dtype else None)
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def _with_dtype(config: bytes, dtype: DType) -> bytes:
+def _set_dtype(config: bytes, dtype: DType) -> bytes:
     value = json.loads(config)
     key = "dtype" if "dtype" in value else "torch_dtype"
     value[key] = dtype.name
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def files_beside_ranks(
+def collect_small_files(
     source: CheckpointSource, dtype: DType | None, left_out: tuple[str, ...] = ()
 ) -> dict[str, bytes]:
-    """Hugging Face files under `hf/`, and what else lies beside a Megatron checkpoint's data.
+    """The small files of a Megatron checkpoint: Hugging Face's under `hf/`, and the others.
 
-    Files of folders named in `left_out` stay behind.
+    Files of the folders in `left_out` are not among them.
     """
-    out = {f"hf/{n}": data for n, data in hugging_face_files(source, dtype).items()}
-    if source.catalogue.format in WITH_HF_FOLDER:
-        for name, path in source.catalogue.attachments.items():
-            if not name.startswith(("hf/", *left_out)):
+    out = {HF_FOLDER + n: data for n, data in collect_hf_files(source, dtype).items()}
+    if source.catalogue.format in HF_SUBFOLDER_FORMATS:
+        for name, path in source.catalogue.auxiliary_files.items():
+            if not name.startswith((HF_FOLDER, *left_out)):
                 edited = source.edited.get(name)
                 out[name] = path.read_bytes() if edited is None else edited
     return out

@@ -1,99 +1,103 @@
-"""Selection: which part of which checkpoints is read, and as what."""
+"""Which part of which checkpoints a reshard reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megtool.checkpoint.formats.save_folder import is_save_folder
 from megtool.convert.dialects import is_optimizer_state
 from megtool.errors import UsageError
-from megtool.reshard.average import Average, check_same, parse_shares
+from megtool.options.groups import SourceOptions
+from megtool.reshard.average import Average, check_same_model, parse_shares
 from megtool.reshard.layer_subset import select_layers
-from megtool.reshard.open_source import CheckpointSource, Model, open_model, selector
+from megtool.reshard.megatron.optimizer import NONE
+from megtool.reshard.open_source import NameFilter, TensorFilter, name_filter, open_source
+from megtool.reshard.source import CheckpointSource, ModelIdentity
+from megtool.reshard.writers.target_spec import TargetOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """What the user says of the checkpoints to read.
+class SelectionOptions(SourceOptions):
+    """The checkpoints that a reshard reads, and which of their tensors.
 
-    `select` and `exclude` are globs on stored names, `layers` a list of layers. `optimizer` false
-    leaves optimizer state out, `optimizer_only` everything else. `prove_all` compares every master
-    weight with its weight. `for_format` is the format to be written. The mean of
-    the source and `average` has no optimizer state; `weights` lists the shares, the source's first.
+    `select` and `exclude` are globs on stored names, `layers` a list of layers such as `0-15`.
+    `optimizer_only` reads nothing but optimizer state. `average` lists checkpoints that are
+    averaged with the source, without optimizer state; `weights` are the shares of the mean, the
+    source's first.
     """
 
-    iteration: str | None = None
-    family: str | None = None
-    like: Path | None = None
     select: Sequence[str] = ()
     exclude: Sequence[str] = ()
-    optimizer: bool = True
     optimizer_only: bool = False
     layers: str | None = None
-    prove_all: bool = False
-    for_format: str | None = None
     average: Sequence[Path] = ()
     weights: str | None = None
 
-    def open(self, path: Path) -> CheckpointSource:
-        """Open the source.
+    def open(self, path: Path, target: TargetOptions) -> CheckpointSource:
+        """Open the source of a reshard to `target`.
 
         Raises:
-            MegtoolError: see `open_model` and `select_layers`.
+            UsageError: options that exclude each other.
+            MegtoolError: see `open_source` and `select_layers`.
         """
-        if self.optimizer_only and (self.average or not self.optimizer):
+        if self.optimizer_only and (self.average or target.optimizer == NONE):
             why = "optimizer state is not averaged" if self.average else "nothing is left to write"
-            other = "--average" if self.average else "--optimizer none"
-            raise UsageError(f"--optimizer-only with {other}: {why}", hint="leave one of them out")
+            option = "--average" if self.average else "--optimizer-format none"
+            raise UsageError(f"--optimizer-only with {option}: {why}", hint="leave one of them out")
         if self.weights is not None and not self.average:
-            raise UsageError("--weights without --average", hint="--average OTHER names others")
-        return self._open(path, self.iteration, self._keep(), None)
+            raise UsageError(
+                "--average-weights without --average",
+                hint="--average PATH names the other checkpoints",
+            )
+        options = SourceOptions(iteration=self.iteration, family=self.family, like=self.like)
+        return self._open(path, options, target, select=self._tensor_filter())
 
-    def open_others(self, first: CheckpointSource) -> Average | None:
-        """Open the checkpoints to average with the source, None where there are none.
+    def open_average(self, first: CheckpointSource, target: TargetOptions) -> Average | None:
+        """Open the checkpoints that are averaged with the source, None where there are none.
 
-        Globs are about the source's names: of the others what the source has is taken. An
-        iteration is that of save folders.
+        Globs apply to the source's names: of the others, the same tensors are read. `iteration`
+        applies to those that are save folders.
 
         Raises:
-            UsageError: weights that are not one for each.
+            UsageError: not one weight for each checkpoint.
             MappingError: a checkpoint of another model.
         """
         if not self.average:
             return None
         shares = parse_shares(self.weights, len(self.average) + 1)
-        others = []
+        sources = []
         for path in self.average:
             iteration = self.iteration if is_save_folder(path) else None
-            others.append(self._open(path, iteration, None, first.model))
-        check_same(first, others, partial=self._keep() is not None)
-        return Average(others=tuple(others), shares=shares)
+            options = SourceOptions(iteration=iteration, family=self.family, like=self.like)
+            sources.append(self._open(path, options, target, fallback=first.model))
+        check_same_model(first, sources, is_partial=self._tensor_filter() is not None)
+        return Average(others=tuple(sources), shares=shares)
 
     def _open(
         self,
         path: Path,
-        iteration: str | None,
-        keep: Callable[[str], bool] | None,
-        model: Model | None,
+        options: SourceOptions,
+        target: TargetOptions,
+        *,
+        select: NameFilter | None = None,
+        fallback: ModelIdentity | None = None,
     ) -> CheckpointSource:
-        opened = open_model(
+        source = open_source(
             path,
-            iteration=iteration,
-            family_name=self.family,
-            like=self.like,
-            keep=keep,
-            model=model if self.layers is None else None,
-            optimizer=self.optimizer and not self.average,
-            prove_all=self.prove_all,
-            for_format=self.for_format,
+            options,
+            tensors=TensorFilter(select=select),
+            fallback=fallback if self.layers is None else None,
+            optimizer=target.optimizer != NONE and not self.average,
+            prove_all=target.prove_all,
+            for_format=target.to or "dcp",
         )
-        return opened if self.layers is None else select_layers(opened, self.layers)
+        return source if self.layers is None else select_layers(source, self.layers)
 
-    def _keep(self) -> Callable[[str], bool] | None:
-        """Which stored tensors of the source are wanted, None for all."""
-        keep = selector(self.select, self.exclude)
+    def _tensor_filter(self) -> NameFilter | None:
+        """Which stored tensors of the source are read, None for all."""
+        globs = name_filter(self.select, self.exclude)
         if not self.optimizer_only:
-            return keep
-        return lambda name: is_optimizer_state(name) and (keep is None or keep(name))
+            return globs
+        return lambda name: is_optimizer_state(name) and (globs is None or globs(name))

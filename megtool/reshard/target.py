@@ -1,23 +1,24 @@
-"""The target of a reshard: which format, which names, which layout."""
+"""Plan the target of a reshard: its format, names and layout."""
 
 from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Destination
-from megtool.checkpoint.formats import ARRAYS, CUT_BY_RANKS, named
-from megtool.checkpoint.megatron_metadata import args_of, divisible_by
-from megtool.checkpoint.numeric_values import numbers
-from megtool.checkpoint.param_groups import BY_DP, FULLY
-from megtool.checkpoint.plan import Dropped
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.formats import ARRAY_FORMATS, RANK_SHARDED_FORMATS, find_format
+from megtool.checkpoint.megatron_metadata import saved_args, vocab_divisor
+from megtool.checkpoint.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
+from megtool.checkpoint.plan import DroppedItem
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
-from megtool.config import ParallelConfig
+from megtool.checkpoint.transport.cast import numeric_values
+from megtool.config import LayoutOptions, ParallelConfig
 from megtool.convert.dialects import (
     STATE_FIRST,
     STATE_LAST,
@@ -33,22 +34,19 @@ from megtool.convert.parallel_args import layout_fields, merged_layout
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import LayoutError, UnknownFamilyError, UsageError
-from megtool.reshard.megatron.amax_report import AmaxWish
 from megtool.reshard.megatron.master_weight_check import (
-    box_of,
     check_masters,
-    index_of,
-    parts,
-    probes,
+    place_box,
+    sample_runs,
+    split_box,
+    unravel_in_box,
 )
-from megtool.reshard.megatron.optimizer import LEGACY, choose_optimizer, has_own_layers
-from megtool.reshard.open_source import CheckpointSource, unknown_model
+from megtool.reshard.megatron.optimizer import LEGACY, choose_optimizer, uses_local_layers
+from megtool.reshard.source import CheckpointSource, unknown_model
 from megtool.reshard.writers import hf, megatron_legacy, torch_dist, zarr
-from megtool.reshard.writers.target_spec import Request, Target, fill_of
+from megtool.reshard.writers.target_spec import Target, TargetOptions, make_fill
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
-
-__all__ = ["Request", "Target", "choose_format", "make_target"]
 
 MEGATRON = ("torch_dist", "megatron")
 """Formats whose tensors have Megatron's names."""
@@ -59,84 +57,67 @@ _LOG = logging.getLogger(__name__)
 
 
 def choose_format(source: Catalogue, to: str | None) -> str:
-    """The format to write: the one asked for, or the source's own (`hf` where that is read only).
+    """The format to write: `to`, or the source's own (`hf` where that can only be read).
 
     Raises:
         UsageError: the format is unknown, or megtool only reads it.
     """
     name = to or ("hf" if source.format in _READ_ONLY else source.format)
-    if not named(name).writable:
+    if not find_format(name).writable:
         raise UsageError(f"format {name!r} can be read but not written", hint="--to hf")
     return name
 
 
-def make_target(source: CheckpointSource, request: Request) -> Target:
-    """Decide what to write, down to the last byte that is not tensor data.
+def make_target(source: CheckpointSource, options: TargetOptions) -> Target:
+    """Plan the target, with the contents of everything that is not tensor data.
 
     Raises:
-        UsageError: options that make no sense together.
+        UsageError: options that do not fit the format or each other.
         LayoutError: the layout does not divide the model.
         MappingError: the target needs a family that is not known.
     """
-    kind = choose_format(source.catalogue, request.to)
-    if request.max_shard_bytes is not None and kind not in ("hf", *ARRAYS):
-        files = "whose files are one a rank" if kind in CUT_BY_RANKS else "which is one file"
-        raise UsageError(
-            f"--max-shard-size means nothing for --to {kind}, {files}",
-            hint="--to hf writes a folder of shards",
-        )
-    if request.compress is not None and kind not in ARRAYS:
-        raise UsageError(
-            f"--compress means nothing for --to {kind}", hint=f"--to {' or '.join(ARRAYS)}"
-        )
-    for flag, asked in (("bridge", request.bridge), ("core-version", request.core_version)):
-        if asked and kind != "torch_dist":
-            raise UsageError(f"--{flag} means nothing for --to {kind}", hint="--to torch_dist")
-    if request.amax != AmaxWish() and kind not in MEGATRON:
-        raise UsageError(
-            f"--amax, --te and --amax-history mean nothing for --to {kind}",
-            hint=f"--to {' or '.join(MEGATRON)}",
-        )
-    dialect = _dialect(source, kind)
-    parallel = _parallel(source, request, kind)
-    dtype = request.dtype
-    held = source.catalogue
-    if dtype is None and any(t.packing and t.name not in held.packed for t in held.tensors):
+    kind = choose_format(source.catalogue, options.to)
+    dialect = _target_dialect(source, kind)
+    parallel = _choose_layout(source, options.layout, kind)
+    dtype, catalogue = options.dtype, source.catalogue
+    if dtype is None and any(
+        t.packing and t.name not in catalogue.packed for t in catalogue.tensors
+    ):
         dtype = named_dtype("bfloat16")
-    optimizer = choose_optimizer(request.optimizer, source.catalogue, source.side, kind)
-    if optimizer in (BY_DP, LEGACY):  # read again, their masters have to be the weights
-        check_masters(source.catalogue, source.side)
-    side = _write(source, kind, dialect, parallel, dtype, optimizer)
-    if source.side.canonical and not side.tensors:
+    optimizer = choose_optimizer(options.optimizer, source.catalogue, source.view, kind)
+    if optimizer in (DP_RESHARDABLE, LEGACY):  # they are read by their master weights
+        check_masters(source.catalogue, source.view)
+    side = _bind_target(source, kind, dialect, parallel, dtype, optimizer)
+    if source.view.canonical and not side.tensors:
         raise UsageError(
-            f"nothing that was selected has a place in {kind!r}: {side.dropped[0][1]}",
+            f"{kind!r} holds none of the selected tensors: {side.dropped[0][1]}",
             hint="--to torch_dist holds everything",
         )
-    if request.renames:
-        side = _renamed(side, request.renames)
-    if source.model is not None and kind in MEGATRON and source.side.dialect != "megatron":
+    if options.renames:
+        side = _rename_tensors(side, options.renames)
+    if source.model is not None and kind in MEGATRON and source.view.dialect != "megatron":
         for limit in megatron_limits(source.model.config, source.model.family):
             _LOG.warning("%s", limit)
-    out = Target(
+    target = Target(
         format=kind,
         dialect=dialect,
         parallel=parallel,
         side=side,
         destination=Destination(catalogue=source.catalogue, fragments=[]),
-        fills=[fill_of(f.placement, f.value) for f in side.fills],
-        dropped=_dropped_tensors(source, side, whole=request.prove_all),
+        fills=[make_fill(f.placement, f.value) for f in side.fills],
+        dropped=_dropped_tensors(source, side, compare_all=options.prove_all),
     )
-    lay_out = {
-        "hf": hf.lay_out,
-        "safetensors": hf.lay_out,
-        "megatron": megatron_legacy.lay_out,
-        **dict.fromkeys(ARRAYS, zarr.lay_out),
-    }.get(kind, torch_dist.lay_out)
-    lay_out(source, replace(request, optimizer=optimizer), out, dtype)
-    return out
+    plan_layout = {
+        "hf": hf.plan_hf_layout,
+        "safetensors": hf.plan_hf_layout,
+        "megatron": megatron_legacy.plan_megatron_legacy_layout,
+        **dict.fromkeys(ARRAY_FORMATS, zarr.plan_zarr_layout),
+    }.get(kind, torch_dist.plan_torch_dist_layout)
+    plan_layout(source, replace(options, optimizer=optimizer), target, dtype)
+    return target
 
 
-def _write(
+def _bind_target(
     source: CheckpointSource,
     kind: str,
     dialect: str,
@@ -144,7 +125,7 @@ def _write(
     dtype: DType | None,
     optimizer: str | None,
 ) -> TargetView:
-    """The target's tensors. What follows ranks or buckets is named layer by layer."""
+    """The target's tensors. State in rank files or buckets is named layer by layer."""
 
     def write(
         part: CanonicalView, *, per_layer: bool | None, main: str | None = None
@@ -153,27 +134,27 @@ def _write(
             part,
             dialect=dialect,
             family=source.model.family if source.model else None,
-            config=source.model.config if source.model else None,
+            config=source.known_config,
             dtype=dtype,
             parallel=parallel if dialect == "megatron" or _is_megatron(source) else None,
             per_layer=per_layer,
-            divisible_by=divisible_by(source.catalogue),
+            divisible_by=vocab_divisor(source.catalogue),
             main=main,
-            own_layers=has_own_layers(source.catalogue),
+            own_layers=uses_local_layers(source.catalogue),
             state_names=_state_names(kind, dialect),
         )
 
-    if optimizer == FULLY:
-        return write(source.side, per_layer=None, main="param")
+    if optimizer == FULLY_RESHARDABLE:
+        return write(source.view, per_layer=None, main="param")
     if kind == "megatron":
-        return write(source.side, per_layer=True, main="param")
-    if optimizer != BY_DP:
-        return write(source.side, per_layer=None)
-    held = source.side.canonical
-    weights = {n: t for n, t in held.items() if ":" not in n}
-    states = {n: t for n, t in held.items() if ":" in n}
-    a = write(replace(source.side, canonical=weights), per_layer=None)
-    b = write(replace(source.side, canonical=states), per_layer=True, main="param")
+        return write(source.view, per_layer=True, main="param")
+    if optimizer != DP_RESHARDABLE:
+        return write(source.view, per_layer=None)
+    canonical = source.view.canonical
+    weights = {n: t for n, t in canonical.items() if ":" not in n}
+    states = {n: t for n, t in canonical.items() if ":" in n}
+    a = write(replace(source.view, canonical=weights), per_layer=None)
+    b = write(replace(source.view, canonical=states), per_layer=True, main="param")
     return TargetView(
         tensors=a.tensors + b.tensors,
         placements=a.placements | b.placements,
@@ -184,25 +165,29 @@ def _write(
 
 
 def _state_names(kind: str, dialect: str) -> str | None:
-    """How optimizer state is called; None for what the dialect is used to."""
+    """How optimizer state is named; None for the dialect's usual names."""
     if dialect != "hf" or kind == "hf":
         return None
     return STATE_LAST if kind == "dcp" else STATE_FIRST
 
 
-def _dialect(source: CheckpointSource, kind: str) -> str:
-    """How the target's tensors are named."""
-    own = source.side.dialect
+def _target_dialect(source: CheckpointSource, kind: str) -> str:
+    """The dialect of the target's tensor names.
+
+    Raises:
+        MappingError: other names are needed, and the model is not known.
+    """
+    source_dialect = source.view.dialect
     if kind in MEGATRON:
-        wanted = "megatron"
+        dialect = "megatron"
     elif kind == "hf":
-        wanted = "hf"
+        dialect = "hf"
     else:
-        wanted = "hf" if own == "gguf" else own
-    if own != "identity":
-        return wanted
-    named_so = detect_dialect([t.name for t in source.catalogue.tensors])
-    if kind in ("dcp", "safetensors", *ARRAYS) or named_so == wanted:
+        dialect = "hf" if source_dialect == "gguf" else source_dialect
+    if source_dialect != "identity":
+        return dialect
+    stored_dialect = detect_dialect([t.name for t in source.catalogue.tensors])
+    if kind in ("dcp", "safetensors", *ARRAY_FORMATS) or stored_dialect == dialect:
         return "identity"
     reason = source.reason
     if reason is not None and not isinstance(reason, UnknownFamilyError):
@@ -214,45 +199,47 @@ def _is_megatron(source: CheckpointSource) -> bool:
     return is_megatron(t.name for t in source.catalogue.tensors)
 
 
-def _parallel(source: CheckpointSource, request: Request, kind: str) -> ParallelConfig | None:
-    """The layout asked for; what was not said stays as the source's args have it, else 1."""
-    said = [k for k, v in request.layout.items() if v not in (None, False, 1)]
-    if kind not in CUT_BY_RANKS:
-        if said:
+def _choose_layout(
+    source: CheckpointSource, layout: LayoutOptions, kind: str
+) -> ParallelConfig | None:
+    """The layout to write: the options, else the source's args, else 1.
+
+    Raises:
+        UsageError: the format has no such layout.
+        LayoutError: the options do not fit the model or each other.
+    """
+    explicit = [k for k, v in layout.explicit().items() if v not in (0, 1)]
+    if kind not in RANK_SHARDED_FORMATS:
+        if explicit:
             raise UsageError(
-                f"--{_flag(said[0])} means nothing for --to {kind}, whose files hold whole tensors",
+                f"--{_flag(explicit[0])} has no effect with --to {kind}: it has no files per rank",
                 hint="--max-shard-size sets how many files there are"
                 if kind == "hf"
                 else "leave it out",
             )
         return None
-    if kind == "dcp" and not _is_megatron(source) and (cut := [k for k in said if k != "dp"]):
+    if kind == "dcp" and not _is_megatron(source) and (axes := [k for k in explicit if k != "dp"]):
         raise UsageError(
-            f"--{_flag(cut[0])} needs Megatron's names",
+            f"--{_flag(axes[0])} needs Megatron's names",
             hint="--dp N cuts tensors into N ranks' rows",
         )
-    config = source.model.config if source.model else None
-    etp = request.layout.get("etp") or 1
-    if config and not config.num_experts and etp not in (1, request.layout.get("tp")):
+    config = source.known_config
+    etp = layout.etp or 1
+    if config and not config.num_experts and etp not in (1, layout.tp):
         raise LayoutError(f"etp={etp}, but the model has no experts", hint="leave --etp out")
-    args = args_of(source.catalogue)
+    args = saved_args(source.catalogue)
     known = layout_fields(args) if args else {}
-    return merged_layout(known, request.layout)
+    return merged_layout(known, layout)
 
 
 def _flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _renamed(side: TargetView, renames: Sequence[str]) -> TargetView:
-    """The same tensors under the names the user gives them."""
-    new = dict(
-        zip(
-            (t.name for t in side.tensors),
-            renamed([t.name for t in side.tensors], renames),
-            strict=True,
-        )
-    )
+def _rename_tensors(side: TargetView, renames: Sequence[str]) -> TargetView:
+    """The same tensors under the names that `--rename` patterns give them."""
+    names = [t.name for t in side.tensors]
+    new = dict(zip(names, apply_renames(names, renames), strict=True))
     return replace(
         side,
         tensors=[replace(t, name=new[t.name]) for t in side.tensors],
@@ -264,41 +251,45 @@ def _renamed(side: TargetView, renames: Sequence[str]) -> TargetView:
     )
 
 
-def _dropped_tensors(source: CheckpointSource, side: TargetView, *, whole: bool) -> list[Dropped]:
-    """Stored tensors that the target does not hold, each with its reason.
+def _dropped_tensors(
+    source: CheckpointSource, side: TargetView, *, compare_all: bool
+) -> list[DroppedItem]:
+    """Stored tensors that the target does not have, each with its reason.
 
-    What a family's table leaves out (a tied copy, rotary frequencies) is no loss, unless it is no
-    copy: some elements are compared, or the `whole`.
+    What a family's table leaves out (a tied copy, rotary frequencies) is not lost, unless it
+    differs from what it copies: some elements are compared, all with `compare_all`.
     """
     catalogue = source.catalogue
-    differ = no_copies(source, whole=whole)
+    differ = find_false_copies(source, compare_all=compare_all)
     out = [
-        Dropped(
+        DroppedItem(
             name=name,
             reason=differ.get(name, reason),
             num_bytes=catalogue[name].num_bytes,
             is_lost=name in differ or is_optimizer_state(name),
         )
-        for name, reason in source.side.dropped
+        for name, reason in source.view.dropped
     ]
     out += [
-        Dropped(name=s.name, reason=s.reason, num_bytes=s.num_bytes, is_lost=False)
-        for s in catalogue.set_aside
+        DroppedItem(name=s.name, reason=s.reason, num_bytes=s.num_bytes, is_lost=False)
+        for s in catalogue.ignored
     ]
-    used = {source.side.placements[c].stored for c in side.placements}
+    used = {source.view.placements[c].stored for c in side.placements}
     for canonical, reason in side.dropped:
-        stored = source.side.placements[canonical].stored
+        stored = source.view.placements[canonical].stored
         if stored not in used:
             used.add(stored)
-            out.append(Dropped(name=stored, reason=reason, num_bytes=catalogue[stored].num_bytes))
+            out.append(
+                DroppedItem(name=stored, reason=reason, num_bytes=catalogue[stored].num_bytes)
+            )
     return out
 
 
-def renamed(names: Sequence[str], renames: Sequence[str]) -> list[str]:
-    """Names after `OLD=NEW` patterns, in order: each `*` of OLD is put for the same `*` of NEW.
+def apply_renames(names: Sequence[str], renames: Sequence[str]) -> list[str]:
+    """Apply `OLD=NEW` patterns to names, in order: what a `*` of OLD matches replaces that of NEW.
 
     Raises:
-        UsageError: a pattern is none, matches nothing, or gives two tensors one name.
+        UsageError: an invalid pattern, one that matches nothing, or two tensors of one name.
     """
     names = list(names)
     for text in renames:
@@ -314,44 +305,46 @@ def renamed(names: Sequence[str], renames: Sequence[str]) -> list[str]:
             for k, part in enumerate(parts):
                 out += part + (m[k + 1] if k + 1 < len(parts) else "")
             names[i] = out
-    twice = {n for n in names if names.count(n) > 1} if len(set(names)) != len(names) else set()
-    if twice:
-        raise UsageError(f"renaming gives two tensors the name {min(twice)!r}")
+    duplicates = {n for n, count in Counter(names).items() if count > 1}
+    if duplicates:
+        raise UsageError(f"renaming gives two tensors the name {min(duplicates)!r}")
     return names
 
 
-_SAME_AS = {"head.weight": "embed.weight"}
-"""Where embeddings are tied the one is not there, and is the other."""
+_TIED = {"head.weight": "embed.weight"}
+"""Canonical tensors that are absent where embeddings are tied, and the ones that replace them."""
 
 
-def no_copies(source: CheckpointSource, *, whole: bool = False) -> dict[str, str]:
-    """Stored tensors that are said to repeat another one and do not, each with what differs.
+def find_false_copies(source: CheckpointSource, *, compare_all: bool = False) -> dict[str, str]:
+    """Stored tensors that should be copies of others and differ, each with the difference.
 
-    Some elements of each are compared, all with `whole`. What they repeat may not have been
-    selected: then there is nothing to compare.
+    Some elements of each are compared, all with `compare_all`. Where the original is not selected,
+    nothing is compared.
     """
-    side = source.side
+    side = source.view
     out: dict[str, str] = {}
     if not side.copies:
         return out
-    with Reader(source.catalogue, Files()) as reader:
+    with CheckpointReader(source.catalogue, Files()) as reader:
         for name, canonical in side.copies.items():
             if canonical not in side.placements:
-                canonical = _SAME_AS.get(canonical, canonical)
+                canonical = _TIED.get(canonical, canonical)
             original = side.placements.get(canonical)
             if original is None:
                 continue
-            found = _difference(reader, name, original, whole=whole)
-            if found is not None:
-                out[name] = f"no copy of {original.stored}, though it should be: {found}"
+            difference = _find_difference(reader, name, original, compare_all=compare_all)
+            if difference is not None:
+                out[name] = f"not a copy of {original.stored}, though it should be: {difference}"
     return out
 
 
-def _difference(reader: Reader, name: str, original: Placement, *, whole: bool) -> str | None:
-    """How a stored tensor differs from a canonical one (which may be the longer by padding)."""
+def _find_difference(
+    reader: CheckpointReader, name: str, original: Placement, *, compare_all: bool
+) -> str | None:
+    """How a stored tensor differs from a canonical one, which may be longer by padding."""
     stored = reader.catalogue[name]
     if not original.is_identity:
-        return f"{original.stored} is laid out in another way"
+        return f"{original.stored} has another layout"
     shape = original.shape
     if len(stored.shape) != len(shape) or any(
         n < m if d == 0 else n != m
@@ -360,17 +353,17 @@ def _difference(reader: Reader, name: str, original: Placement, *, whole: bool) 
         return f"its shape is {list(stored.shape)}, not {list(shape)}"
     if not numel(shape):
         return None
-    one, other = reader.catalogue[original.stored].dtype, stored.dtype
+    original_dtype = reader.catalogue[original.stored].dtype
     lo, hi = [0] * len(shape), list(shape)
-    for box in parts(lo, hi) if whole else probes(lo, hi, (0.0, 0.5, 1.0)):
+    for box in split_box(lo, hi) if compare_all else sample_runs(lo, hi, (0.0, 0.5, 1.0)):
         a, b = (
-            reader.canonical(box_of(held, *box)).read().reshape(-1)
-            for held in (original.stored, name)
+            reader.open_canonical(place_box(n, *box)).read().reshape(-1)
+            for n in (original.stored, name)
         )
-        x, y = numbers(a, one), numbers(b, other)
+        x, y = numeric_values(a, original_dtype), numeric_values(b, stored.dtype)
         differ = np.flatnonzero(~np.isclose(x, y, rtol=0.0, atol=0.0, equal_nan=True))
         if len(differ):
-            at = int(differ[0])
-            there = list(index_of(at, *box))
-            return f"{float(y[at]):g} where that has {float(x[at]):g}, at {there}"
+            k = int(differ[0])
+            index = list(unravel_in_box(k, *box))
+            return f"{float(y[k]):g} where that has {float(x[k]):g}, at {index}"
     return None

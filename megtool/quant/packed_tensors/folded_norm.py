@@ -13,7 +13,7 @@ from megtool.checkpoint.transport.tile import Index
 from megtool.errors import CalibrationError
 from megtool.number_formats.small_floats import single
 from megtool.quant.qparams import Floats
-from megtool.reshard.constant_feed import to_bits, digest_facts, round_to_dtype, whole_region
+from megtool.reshard.constant_feed import digest_facts, round_to_dtype, to_bits, whole_region
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor

@@ -1,4 +1,4 @@
-"""Found: the FP8 states, and ModelOpt's amaxes, of a checkpoint that was opened."""
+"""Collect the FP8 states, and ModelOpt's amax buffers, of an open checkpoint."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megtool.checkpoint.containers.te_extra_state import ExtraState, decode
-from megtool.checkpoint.megatron_metadata import object_value
+from megtool.checkpoint.megatron_metadata import read_object
 from megtool.errors import CalibrationError, UsageError
-from megtool.reshard.fp8_state.modelopt_amax import Buffer, read_buffers
+from megtool.reshard.fp8_state.modelopt_amax import AmaxBuffer, read_amax_buffers
 from megtool.reshard.megatron.amax_report import AmaxFinding
-from megtool.reshard.megatron.extra_state_names import Site, holds_nothing, is_extra_state, site_of
-from megtool.reshard.megatron.rank_extra_state import expert_states, merged_of
-from megtool.reshard.open_source import CheckpointSource
+from megtool.reshard.megatron.expert_extra_state import separate_expert_states
+from megtool.reshard.megatron.extra_state_names import (
+    Site,
+    is_empty_value,
+    is_extra_state,
+    parse_site,
+)
+from megtool.reshard.megatron.rank_extra_state import read_merge
+from megtool.reshard.source import CheckpointSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """One module's state, by the name of the object that holds it; `site` None if it says no one
-    module."""
+class ModuleState:
+    """One module's state and the name of its object; `site` is None where that names no module."""
 
     name: str
     site: Site | None
@@ -26,99 +31,101 @@ class State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scaling:
-    """All that a checkpoint holds of it.
+class FP8ScalingState:
+    """All FP8 scaling state of a checkpoint.
 
-    `empty` extra states hold nothing, `foreign` ones something that is not Transformer Engine's.
-    `findings` are of states that were merged or told apart on the way; of those in `untold`, by
-    name, it is not known whose columns are whose.
+    `empty` counts empty extra states, `foreign` those that are not Transformer Engine's.
+    `findings` are about states that were merged or separated. `ambiguous` names states whose
+    columns cannot be assigned to experts.
     """
 
-    states: tuple[State, ...]
+    states: tuple[ModuleState, ...]
     empty: int
     foreign: int
-    buffers: tuple[Buffer, ...] = field(default=())
+    buffers: tuple[AmaxBuffer, ...] = field(default=())
     findings: tuple[AmaxFinding, ...] = ()
-    untold: frozenset[str] = frozenset()
+    ambiguous: frozenset[str] = frozenset()
 
     @property
     def linear(self) -> set[Site]:
-        """The modules whose weights something is known about."""
-        own = {s.site for s in self.states if s.site is not None and s.state.is_delayed}
-        return own | {b.site for b in self.buffers}
+        """The modules whose weights have a state or a buffer."""
+        sites = {s.site for s in self.states if s.site is not None and s.state.is_delayed}
+        return sites | {b.site for b in self.buffers}
 
 
-def scaling_of(opened: CheckpointSource) -> Scaling:
-    """Read the states, and no weight.
+def collect_fp8_state(source: CheckpointSource) -> FP8ScalingState:
+    """Read all states; no weight is read.
 
     Raises:
         FormatError: a state is damaged or hostile.
     """
-    catalogue = opened.catalogue
+    catalogue = source.catalogue
     states: dict[str, ExtraState] = {}
     empty = foreign = 0
-    for name, held in catalogue.objects.items():
+    for name, stored in catalogue.objects.items():
         if not is_extra_state(name):
             continue
-        file = catalogue.path(held.extent[0]) if held.extent else opened.path
-        value = object_value(catalogue, held)
+        file = catalogue.path(stored.extent[0]) if stored.extent else source.path
+        value = read_object(catalogue, stored)
         state = decode(value, file=file)
         if state is not None:
             states[name] = state
-        elif holds_nothing(value):
+        elif is_empty_value(value):
             empty += 1
         else:
             foreign += 1
-    right = expert_states(catalogue, states)
-    return Scaling(
+    corrected = separate_expert_states(catalogue, states)
+    return FP8ScalingState(
         states=tuple(
-            State(name=n, site=site_of(n), state=right.states.get(n, s)) for n, s in states.items()
+            ModuleState(name=n, site=parse_site(n), state=corrected.states.get(n, s))
+            for n, s in states.items()
         ),
         empty=empty,
         foreign=foreign,
-        buffers=tuple(read_buffers(catalogue)),
-        findings=(*merged_of(catalogue).findings, *right.findings),
-        untold=right.untold,
+        buffers=tuple(read_amax_buffers(catalogue)),
+        findings=(*read_merge(catalogue).findings, *corrected.findings),
+        ambiguous=corrected.ambiguous,
     )
 
 
-def require_told(scaling: Scaling, opened: CheckpointSource) -> None:
-    """Refuse a checkpoint of which it is not known which expert's some of the numbers are.
+def require_known_experts(scaling: FP8ScalingState, source: CheckpointSource) -> None:
+    """Refuse a checkpoint with states whose columns cannot be assigned to experts.
 
     Raises:
-        CalibrationError: it is such a one.
+        CalibrationError: it has such states.
     """
-    if scaling.untold:
+    if scaling.ambiguous:
         raise CalibrationError(
-            f"{len(scaling.untold):,} FP8 states are of several experts, and which of their "
-            "columns are of which expert cannot be told",
-            file=opened.path,
-            tensor=min(scaling.untold),
+            f"{len(scaling.ambiguous):,} FP8 states belong to several experts, and their columns "
+            "cannot be assigned to the experts",
+            file=source.path,
+            tensor=min(scaling.ambiguous),
             hint="Transformer Engine 2.3 changed their order, and columns that it never uses are "
-            "in use here; train some steps and save again, or megtool quantize --data",
+            "in use; train some steps and save again, or use megtool quantize --data",
         )
 
 
-def require(scaling: Scaling, opened: CheckpointSource) -> None:
-    """Refuse a checkpoint that holds nothing of it.
+def require_fp8_state(scaling: FP8ScalingState, source: CheckpointSource) -> None:
+    """Refuse a checkpoint without FP8 scaling state.
 
     Raises:
-        UsageError: it does; says what it has instead.
+        UsageError: it has none; the message says what it has instead.
     """
     if any(s.state.is_delayed for s in scaling.states) or scaling.buffers:
         return
     raise UsageError(
-        f"{opened.path} holds no FP8 scaling state: {'; '.join(_instead(scaling)) or 'none'}",
-        hint="it is kept by checkpoints of Megatron's that were trained with delayed scaling "
-        "(--fp8-recipe delayed), or quantized by ModelOpt",
+        f"{source.path} has no FP8 scaling state: "
+        f"{'; '.join(_list_other_states(scaling)) or 'no extra states'}",
+        hint="Megatron checkpoints have it after training with delayed scaling "
+        "(--fp8-recipe delayed), or after quantization by ModelOpt",
     )
 
 
-def _instead(scaling: Scaling) -> Iterator[str]:
+def _list_other_states(scaling: FP8ScalingState) -> Iterator[str]:
     if scaling.states:
-        names = sorted({s.state.recipe_name or "a recipe of its own" for s in scaling.states})
-        yield f"{len(scaling.states):,} states of recipes without any ({', '.join(names)})"
+        names = sorted({s.state.recipe_name or "another recipe" for s in scaling.states})
+        yield f"{len(scaling.states):,} states of stateless recipes ({', '.join(names)})"
     if scaling.empty:
         yield f"{scaling.empty:,} empty extra states"
     if scaling.foreign:
-        yield f"{scaling.foreign:,} extra states of others"
+        yield f"{scaling.foreign:,} extra states of other libraries"

@@ -1,4 +1,4 @@
-"""The report of `amax inspect`: what each module's scaling says, and what is wrong with it."""
+"""The report of `amax inspect`: each module's FP8 scaling, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megtool.reports import columns, fold_names
-from megtool.reshard.fp8_state.checks import Found
+from megtool.reshard.fp8_state.checks import StateFinding
 from megtool.reshard.megatron.amax_report import AmaxFinding
 
 FAILED = 7
@@ -16,7 +16,7 @@ FAILED = 7
 
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _MOST = 8
-_UNTOLD = ("columns",)
+_AMBIGUOUS = ("columns",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +24,9 @@ class AmaxLine:
     """One module, or one expert of it.
 
     `release` is Transformer Engine's (1 or 2; 0 for ModelOpt's buffers), `steps` the length of its
-    histories. `amax`, `scale` and `implied` (the scale that the history asks for) are by what they
-    are of: `input`, `weight`, `output`, `grad_output`, `grad_input`, or a quantizer's name; None
-    stands for what is not there. `weight` is the amax of the weight itself, None if it was not
-    looked at.
+    histories. `amax`, `scale` and `implied` (the scale that the history implies) are keyed by
+    tensor: `input`, `weight`, `output`, `grad_output`, `grad_input`, or a quantizer's name; None
+    where there is no value. `weight` is the amax of the weight itself, None if it was not read.
     """
 
     module: str
@@ -40,72 +39,72 @@ class AmaxLine:
     scale: dict[str, float | None]
     implied: dict[str, float | None]
     weight: float | None
-    findings: tuple[Found, ...]
+    findings: tuple[StateFinding, ...]
 
     @property
     def name(self) -> str:
-        """The module, and the expert it is of."""
+        """The module's name, with the expert's number."""
         return self.module if self.expert is None else f"{self.module}.{self.expert}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AmaxInspection:
-    """What a checkpoint's FP8 scaling says.
+    """The FP8 scaling state of a checkpoint.
 
-    `stateless` counts modules whose recipe keeps no state, by recipe; `empty` extra states hold
-    nothing, `foreign` ones something that is not Transformer Engine's. `ranks` of a module's states
-    were merged into one where files are per rank; `together` is what was found of ranks that do
-    not agree, and of experts that share a state. `compared` says that weights were read.
+    `stateless` counts modules whose recipe keeps no state, by recipe; `empty` counts empty extra
+    states, `foreign` those that are not Transformer Engine's. States of up to `ranks` ranks were
+    merged where files are per rank. `joint_findings` are about ranks that disagree, and experts
+    that share a state. `compared` tells whether weights were read.
     """
 
     source: str
     format: str
-    lines_of: tuple[AmaxLine, ...]
+    modules: tuple[AmaxLine, ...]
     stateless: dict[str, int]
     empty: int
     foreign: int
     ranks: int
     differing: int
     compared: bool
-    in_full: bool = False
-    together: tuple[AmaxFinding, ...] = ()
+    is_full: bool = False
+    joint_findings: tuple[AmaxFinding, ...] = ()
 
     @property
-    def findings(self) -> list[tuple[AmaxLine, Found]]:
-        """All that was found, with the module it was found in."""
-        return [(line, f) for line in self.lines_of for f in line.findings]
+    def findings(self) -> list[tuple[AmaxLine, StateFinding]]:
+        """All findings, each with its module."""
+        return [(line, f) for line in self.modules for f in line.findings]
 
     @property
     def exit_status(self) -> int:
-        """0, or 7 where something is wrong."""
+        """0, or 7 if anything is wrong."""
         return FAILED if self.num_wrong else 0
 
     @property
     def num_wrong(self) -> int:
-        """How many things are wrong."""
-        return len(self.together) + sum(f.is_wrong for _, f in self.findings)
+        """The number of things that are wrong."""
+        return len(self.joint_findings) + sum(f.is_wrong for _, f in self.findings)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
         return {
             "source": self.source,
             "format": self.format,
-            "modules": [asdict(line) for line in self.lines_of],
+            "modules": [asdict(line) for line in self.modules],
             "stateless": self.stateless,
             "empty": self.empty,
             "foreign": self.foreign,
             "ranks": self.ranks,
             "differing": self.differing,
             "compared": self.compared,
-            "together": [asdict(f) for f in self.together],
+            "together": [asdict(f) for f in self.joint_findings],
             "wrong": self.num_wrong,
         }
 
     def lines(self) -> Iterator[str]:
-        """The report as a person reads it."""
+        """The report for a terminal."""
         yield f"{self.source} ({self.format})"
-        states = [line for line in self.lines_of if line.release]
-        buffers = len(self.lines_of) - len(states)
+        states = [line for line in self.modules if line.release]
+        buffers = len(self.modules) - len(states)
         facts: list[tuple[str, str]] = []
         if states:
             releases = sorted({line.release for line in states})
@@ -113,106 +112,106 @@ class AmaxInspection:
             facts.append(
                 (
                     "states",
-                    f"{len(states):,} of Transformer Engine {_either(releases)}.x, "
+                    f"{len(states):,} of Transformer Engine {_join_numbers(releases)}.x, "
                     f"{', '.join(sorted({s.recipe for s in states}))}, "
-                    f"histories of {_either(steps)} steps",
+                    f"histories of {_join_numbers(steps)} steps",
                 )
             )
         if buffers:
             facts.append(("buffers", f"of ModelOpt's quantizers in {buffers:,} modules"))
         facts += [("stateless", f"{n:,} of {recipe}") for recipe, n in self.stateless.items()]
         if self.empty:
-            facts.append(("empty", f"{self.empty:,} extra states that hold nothing"))
+            facts.append(("empty", f"{self.empty:,} empty extra states"))
         if self.foreign:
-            facts.append(("others", f"{self.foreign:,} extra states that are not its own"))
+            facts.append(("others", f"{self.foreign:,} extra states of other libraries"))
         if self.ranks > 1:
             facts.append(
                 ("ranks", f"merged by max over {self.ranks}, which differ in {self.differing:,}")
             )
         if states or buffers:
-            said = "compared with them" if self.compared else "not looked at"
-            facts.append(("weights", said))
-        yield from (f"  {what:<10}  {text}" for what, text in facts)
-        if self.lines_of:
+            status = "compared" if self.compared else "not read"
+            facts.append(("weights", status))
+        yield from (f"  {label:<10}  {text}" for label, text in facts)
+        if self.modules:
             yield ""
             yield from self._table()
-        yield from self._found()
+        yield from self._finding_lines()
 
     def _table(self) -> Iterator[str]:
         head = ["module", "steps", "input", "weight", "true", "scale", "implied", "found"]
         rows = [head]
-        groups = [[line] for line in self.lines_of] if self.in_full else fold(self.lines_of)
+        groups = [[line] for line in self.modules] if self.is_full else group_modules(self.modules)
         for some in groups:
             rows.append(
                 [
                     fold_names([line.name for line in some])[0][0],
-                    _span(line.steps or None for line in some),
-                    _span(_of(line, "input") for line in some),
-                    _span(_of(line, "weight") for line in some),
-                    _span(line.weight for line in some),
-                    _span(line.scale.get("weight") for line in some),
-                    _span(line.implied.get("weight") for line in some),
-                    _kinds(some),
+                    _format_range(line.steps or None for line in some),
+                    _format_range(_amax_of_tensor(line, "input") for line in some),
+                    _format_range(_amax_of_tensor(line, "weight") for line in some),
+                    _format_range(line.weight for line in some),
+                    _format_range(line.scale.get("weight") for line in some),
+                    _format_range(line.implied.get("weight") for line in some),
+                    _format_kinds(some),
                 ]
             )
         yield from columns(rows)
 
-    def _found(self) -> Iterator[str]:
-        kinds: dict[str, list[tuple[AmaxLine, Found]]] = {}
-        for line, found in self.findings:
-            kinds.setdefault(found.kind, []).append((line, found))
-        if kinds or self.together:
+    def _finding_lines(self) -> Iterator[str]:
+        kinds: dict[str, list[tuple[AmaxLine, StateFinding]]] = {}
+        for line, finding in self.findings:
+            kinds.setdefault(finding.kind, []).append((line, finding))
+        if kinds or self.joint_findings:
             yield ""
-        for one in self.together:
-            yield f"{one.kind}: {one.module}: {one.text}"
-        for kind, some in kinds.items():
-            shown = some if self.in_full else some[:_MOST]
-            for line, found in shown:
-                sign = "" if found.is_wrong else " (no fault)"
-                yield f"{kind}{sign}: {line.name}: {found.text}"
-            if len(some) > len(shown):
-                yield f"{kind}: and {len(some) - len(shown):,} more (--modules lists them)"
+        for joint in self.joint_findings:
+            yield f"{joint.kind}: {joint.module}: {joint.text}"
+        for kind, findings in kinds.items():
+            shown = findings if self.is_full else findings[:_MOST]
+            for line, finding in shown:
+                sign = "" if finding.is_wrong else " (no fault)"
+                yield f"{kind}{sign}: {line.name}: {finding.text}"
+            if len(findings) > len(shown):
+                yield f"{kind}: and {len(findings) - len(shown):,} more (--modules lists them)"
         if self.num_wrong:
-            yield from self._what_now()
-        elif self.lines_of:
+            yield from self._summary_lines()
+        elif self.modules:
             yield ""
             yield "nothing is wrong"
 
-    def _what_now(self) -> Iterator[str]:
-        """How much is wrong, what `fix` makes of it, and what it leaves."""
-        wrong = self.num_wrong
-        yield f"{wrong:,} {'thing is' if wrong == 1 else 'things are'} wrong"
-        stays = [f.kind for _, f in self.findings if f.is_wrong and not f.is_mended]
-        untold = [f.kind for f in self.together if f.kind in _UNTOLD]
-        if untold:
+    def _summary_lines(self) -> Iterator[str]:
+        """How many things are wrong, how many `fix` rebuilds, and how many it leaves."""
+        num_wrong = self.num_wrong
+        yield f"{num_wrong:,} {'thing is' if num_wrong == 1 else 'things are'} wrong"
+        unfixable = [f.kind for _, f in self.findings if f.is_wrong and not f.is_fixable]
+        ambiguous = [f.kind for f in self.joint_findings if f.kind in _AMBIGUOUS]
+        if ambiguous:
             yield "`megtool amax fix` refuses states whose experts cannot be told apart"
             return
-        if len(stays) < wrong:
-            yield "`megtool amax fix` puts right what follows from weights and histories" + (
-                f": {wrong - len(stays):,} of them" if stays else ""
+        if len(unfixable) < num_wrong:
+            yield "`megtool amax fix` rebuilds what follows from weights and histories" + (
+                f": {num_wrong - len(unfixable):,} of them" if unfixable else ""
             )
-        if stays:
+        if unfixable:
             yield (
-                f"{len(stays):,} follow from neither ({', '.join(dict.fromkeys(stays))}), and stay "
-                "until FP8 training goes on"
+                f"{len(unfixable):,} cannot ({', '.join(dict.fromkeys(unfixable))}): they "
+                "stay until FP8 training resumes"
             )
 
 
-def fold(lines: Iterable[AmaxLine]) -> list[list[AmaxLine]]:
-    """Modules that differ in numbers alone, together."""
+def group_modules(lines: Iterable[AmaxLine]) -> list[list[AmaxLine]]:
+    """Group modules whose names differ only in numbers."""
     groups: dict[tuple[str, ...], list[AmaxLine]] = {}
     for line in lines:
         groups.setdefault(tuple(_NUMBERS.split(line.name)), []).append(line)
     return list(groups.values())
 
 
-def _of(line: AmaxLine, what: str) -> float | None:
-    found = line.amax.get(what)
-    return line.amax.get(f"{what}_quantizer") if found is None else found
+def _amax_of_tensor(line: AmaxLine, tensor: str) -> float | None:
+    value = line.amax.get(tensor)
+    return line.amax.get(f"{tensor}_quantizer") if value is None else value
 
 
-def _span(values: Iterable[float | int | None]) -> str:
-    """The smallest and the largest of some numbers."""
+def _format_range(values: Iterable[float | int | None]) -> str:
+    """The smallest and the largest of some numbers as text."""
     known = [v for v in values if v is not None]
     if not known:
         return "-"
@@ -223,10 +222,10 @@ def _span(values: Iterable[float | int | None]) -> str:
     return low if low == high else f"{low}..{high}"
 
 
-def _kinds(some: Sequence[AmaxLine]) -> str:
-    found = dict.fromkeys(f.kind for line in some for f in line.findings)
-    return ", ".join(found) or "-"
+def _format_kinds(some: Sequence[AmaxLine]) -> str:
+    kinds = dict.fromkeys(f.kind for line in some for f in line.findings)
+    return ", ".join(kinds) or "-"
 
 
-def _either(numbers: Sequence[int]) -> str:
+def _join_numbers(numbers: Sequence[int]) -> str:
     return " and ".join(map(str, numbers))

@@ -1,144 +1,113 @@
-"""Rewrite: a checkpoint written again as it is, but for its FP8 scaling: `fix` and `strip`."""
+"""Rewrite a checkpoint in its own format with other FP8 scaling state: `amax fix` and `strip`."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict
 
-from megtool.checkpoint.digest import DigestMode
-from megtool.checkpoint.parallel_scan import usual_threads
-from megtool.checkpoint.param_groups import BY_DP
+from megtool.checkpoint.param_groups import DP_RESHARDABLE
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress, silent
 from megtool.errors import UsageError
-from megtool.reshard.execute import ExecutionOptions, execute, plan_job
-from megtool.reshard.fp8_state.collect import Scaling, require, require_told, scaling_of
-from megtool.reshard.fp8_state.modelopt_amax import Array, rebuilt_buffers
-from megtool.reshard.fp8_state.weight_amax import weight_amaxes
-from megtool.reshard.megatron.amax_report import AmaxFinding, AmaxHow, AmaxReport, AmaxWish
-from megtool.reshard.megatron.optimizer import sharding_type
-from megtool.reshard.open_source import CheckpointSource, open_model
-from megtool.reshard.parse_size import parse_size
+from megtool.options.groups import SourceOptions
+from megtool.reshard.execute import ExecutionOptions, execute, plan_reshard
+from megtool.reshard.fp8_state.collect import (
+    FP8ScalingState,
+    collect_fp8_state,
+    require_fp8_state,
+    require_known_experts,
+)
+from megtool.reshard.fp8_state.modelopt_amax import Array, rebuild_buffers
+from megtool.reshard.fp8_state.weight_amax import read_weight_amaxes
+from megtool.reshard.megatron.amax_report import AmaxFinding, AmaxMode, AmaxOptions, AmaxReport
+from megtool.reshard.megatron.optimizer import read_sharding_type
+from megtool.reshard.open_source import open_source
 from megtool.reshard.report import ReshardReport
-from megtool.reshard.target import Request
+from megtool.reshard.source import CheckpointSource
+from megtool.reshard.writers.target_spec import TargetOptions
 
 FORMATS = ("torch_dist", "megatron")
 
 
-class Options(TypedDict, total=False):
-    """What `rewrite` takes besides; see `reshard` for all of them."""
-
-    iteration: str | None
-    family: str | None
-    like: str | Path | None
-    threads: int | None
-    memory: str
-    overwrite: bool
-    dry_run: bool
-    fsync: bool
-    progress: Progress
-
-
-def rewrite(
-    source: Path,
+def rewrite_fp8_state(
+    path: Path,
     destination: Path,
-    how: AmaxHow,
+    mode: AmaxMode,
+    options: SourceOptions,
+    execution: ExecutionOptions,
     *,
-    iteration: str | None = None,
-    family: str | None = None,
-    like: str | Path | None = None,
-    threads: int | None = None,
-    memory: str = "128MiB",
-    overwrite: bool = False,
-    dry_run: bool = False,
-    fsync: bool = True,
     progress: Progress = silent,
 ) -> ReshardReport:
-    """Write `source` to `destination` in its own format and layout, with its states as `how` says.
+    """Write a checkpoint in its own format and layout, with its FP8 states rebuilt or stripped.
 
     Raises:
-        UsageError: there is no FP8 state in it, or its format is not Megatron's.
-        CalibrationError: states to be mended are of experts that cannot be told apart.
-        MegtoolError: see `reshard`; nothing is left at the destination.
+        UsageError: it has no FP8 state, or its format is not Megatron's.
+        CalibrationError: states to rebuild belong to several experts and cannot be told apart.
+        MegtoolError: see `megtool.errors`; nothing is left at the destination.
     """
-    began = time.monotonic()
-    named: dict[str, Any] = dict(
-        iteration=iteration, family_name=family, like=None if like is None else Path(like)
-    )
-    opened = open_model(source, lenient=True, for_format="torch_dist", **named)
-    scaling = scaling_of(opened)
-    if not scaling.buffers:  # with them, all tensors keep the names they have
-        opened = open_model(source, for_format="torch_dist", **named)
-    catalogue = opened.catalogue
-    if how == "rebuild":
-        require_told(scaling, opened)
-        require(scaling, opened)
+    start = time.monotonic()
+    source = open_source(path, options, lenient=True, for_format="torch_dist")
+    scaling = collect_fp8_state(source)
+    if not scaling.buffers:  # with buffers, all tensors keep their stored names
+        source = open_source(path, options, for_format="torch_dist")
+    catalogue = source.catalogue
+    if mode == "rebuild":
+        require_known_experts(scaling, source)
+        require_fp8_state(scaling, source)
     elif not (scaling.states or scaling.empty):
-        raise UsageError(f"{source} holds no extra states", hint="there is nothing to strip")
+        raise UsageError(f"{path} has no extra states", hint="there is nothing to strip")
     if catalogue.format not in FORMATS:
         raise UsageError(
-            f"{source} is of format {catalogue.format!r}, and FP8 states are written again in "
+            f"{path} has format {catalogue.format!r}, and FP8 states can be rewritten only in "
             f"{' and '.join(FORMATS)}",
-            hint=f"megtool reshard SRC DST --to torch_dist --amax {how}",
+            hint=f"megtool reshard SRC DST --to torch_dist --amax {mode}",
         )
-    made, findings = _buffers(opened, scaling, how, threads)
-    in_buckets = opened.side.states and sharding_type(catalogue) == BY_DP
-    request = Request(
+    constants, findings = _rebuild_buffers(source, scaling, mode, execution.threads)
+    in_buckets = source.view.states and read_sharding_type(catalogue) == DP_RESHARDABLE
+    target = TargetOptions(
         to=catalogue.format,
-        layout={},
-        optimizer=BY_DP if in_buckets and catalogue.format == "torch_dist" else None,
+        optimizer=DP_RESHARDABLE if in_buckets and catalogue.format == "torch_dist" else None,
         destination=destination,
-        amax=AmaxWish(how=how),
+        amax=AmaxOptions(mode=mode),
     )
-    manner = ExecutionOptions(
-        threads=threads or min(8, os.cpu_count() or 1),
-        memory_bytes=parse_size(memory, "memory"),
-        digest=DigestMode("buffered"),
-        strict=False,
-        overwrite=overwrite,
-        dry_run=dry_run,
-        fsync=fsync,
-    )
-    job = plan_job(opened, None, request, manner, made=made)
+    job = plan_reshard(source, None, target, execution, constants=constants)
     if findings:
-        job.target.amax = _with(job.target.amax, how, len(made), findings)
-    return execute(job, manner, Files(), progress, began=began)
+        job.target.amax = _add_findings(job.target.amax, mode, len(constants), findings)
+    return execute(job, execution, Files(), progress, start=start)
 
 
-def _buffers(
-    opened: CheckpointSource, scaling: Scaling, how: AmaxHow, threads: int | None
+def _rebuild_buffers(
+    source: CheckpointSource, scaling: FP8ScalingState, mode: AmaxMode, threads: int
 ) -> tuple[dict[str, Array], list[AmaxFinding]]:
-    """New values of ModelOpt's buffers that weights contradict, and what was wrong.
+    """New values of ModelOpt's amax buffers that contradict their weights, and the findings.
 
     Raises:
-        UsageError: they are in files per rank, which are not written without the model.
+        UsageError: they are in files per rank, which cannot be written without the model.
     """
-    if how != "rebuild" or not scaling.buffers:
+    if mode != "rebuild" or not scaling.buffers:
         return {}, []
-    if opened.catalogue.format != "torch_dist":
+    if source.catalogue.format != "torch_dist":
         raise UsageError(
-            f"{opened.path} holds ModelOpt's amax buffers in files per rank",
-            hint="they are put right in torch_dist: save it so",
+            f"{source.path} has ModelOpt's amax buffers in files per rank",
+            hint="only those of torch_dist can be rebuilt: save the checkpoint in that format",
         )
     sites = {b.site for b in scaling.buffers if b.quantizer.startswith("weight_quantizer")}
-    amaxes = weight_amaxes(opened.catalogue, sites, threads=usual_threads(threads))
-    return rebuilt_buffers(opened.catalogue, scaling.buffers, amaxes)
+    amaxes = read_weight_amaxes(source.catalogue, sites, threads=threads)
+    return rebuild_buffers(source.catalogue, scaling.buffers, amaxes)
 
 
-def _with(
-    report: AmaxReport | None, how: AmaxHow, rebuilt: int, findings: Sequence[AmaxFinding]
+def _add_findings(
+    report: AmaxReport | None, mode: AmaxMode, rebuilt: int, findings: Sequence[AmaxFinding]
 ) -> AmaxReport:
-    """The report of states, if any, with what was found of buffers."""
+    """The report of extra states, if any, with the findings about buffers."""
     if report is not None:
         more = (*report.findings, *findings)
         return replace(report, rebuilt=report.rebuilt + rebuilt, findings=more)
     zero = dict.fromkeys(("modules", "stateless", "empty", "merged", "differing"), 0)
     return AmaxReport(
-        how=how,
+        mode=mode,
         **zero,
         ranks=1,
         source_release=None,

@@ -1,6 +1,6 @@
-"""Weights: which stored tensor each FP8 state is about, and the largest magnitude in it.
+"""The weight of each FP8 state, and the largest magnitude in it.
 
-Only what is asked for is read, tile by tile: memory does not grow with the model.
+Only the weights asked for are read, tile by tile: memory does not grow with the model.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from itertools import product
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.numeric_values import numbers
-from megtool.checkpoint.parallel_scan import TILE_BYTES, each, parts, whole_rows
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.parallel_scan import TILE_BYTES, packed_row_depth, run_jobs, split_placement
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.transport.cast import numeric_values
 from megtool.checkpoint.transport.strided import Array
 from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.megatron import split_state
@@ -24,7 +24,7 @@ from megtool.dtypes import DType
 from megtool.number_formats.amax import amax
 from megtool.number_formats.decode import SCALE
 from megtool.number_formats.packed_parts import PackedPart
-from megtool.reshard.megatron.extra_state_names import SUFFIX, Site, site_of
+from megtool.reshard.megatron.extra_state_names import SUFFIX, Site, parse_site
 from megtool.tensors.placement import Placement, narrow
 from megtool.tensors.sharded import GlobalTensor
 
@@ -35,11 +35,10 @@ _STACKED = ("decoder.layers.", "encoder.layers.")
 _DIRECT = ("float32", "float16", "bfloat16")
 
 
-def sites_of(tensor: GlobalTensor, suffix: str) -> dict[Site, tuple[int, ...]]:
-    """The modules whose `suffix` a stored tensor holds, with the leading indices of each.
+def find_sites(tensor: GlobalTensor, suffix: str) -> dict[Site, tuple[int, ...]]:
+    """The modules whose tensor `suffix` is in a stored tensor, with the leading indices of each.
 
-    A tensor may hold those of all layers, of all experts, or both; none where it is called
-    otherwise.
+    A stored tensor may stack all layers, all experts, or both. Empty for other names.
     """
     if not tensor.name.endswith(suffix) or is_optimizer_state(tensor.name):
         return {}
@@ -54,31 +53,33 @@ def sites_of(tensor: GlobalTensor, suffix: str) -> dict[Site, tuple[int, ...]]:
     axes = tensor.shape[:lead]
     sizes = ".".join(map(str, axes or (1,)))
     out = {}
-    for at in product(*map(range, axes)):
-        spelled = f"{module}{SUFFIX}/shard_{'.'.join(map(str, at or (0,)))}_{sizes}"
-        if (site := site_of(spelled)) is not None:
-            out[site] = at
+    for index in product(*map(range, axes)):
+        spelled = f"{module}{SUFFIX}/shard_{'.'.join(map(str, index or (0,)))}_{sizes}"
+        if (site := parse_site(spelled)) is not None:
+            out[site] = index
     return out
 
 
-def weights_of(tensors: Iterable[GlobalTensor]) -> dict[Site, Placement]:
-    """Where each module's weight lies, for those that have one of two dimensions."""
+def find_weights(tensors: Iterable[GlobalTensor]) -> dict[Site, Placement]:
+    """The placement of each module's weight, for weights of two dimensions."""
     out: dict[Site, Placement] = {}
     for t in tensors:
-        for site, at in sites_of(t, WEIGHT).items():
-            if len(t.shape) == len(at) + 2:
-                lo, hi = box_at(t, at)
+        for site, index in find_sites(t, WEIGHT).items():
+            if len(t.shape) == len(index) + 2:
+                lo, hi = index_box(t, index)
                 out[site] = narrow(Placement.identity(t.name, t.shape), lo, hi)
     return out
 
 
-def box_at(tensor: GlobalTensor, at: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The box of a stored tensor behind its leading indices."""
-    rest = tensor.shape[len(at) :]
-    return (*at, *(0 for _ in rest)), (*(i + 1 for i in at), *rest)
+def index_box(
+    tensor: GlobalTensor, index: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The box of a stored tensor at its leading indices."""
+    tail = tensor.shape[len(index) :]
+    return (*index, *(0 for _ in tail)), (*(i + 1 for i in index), *tail)
 
 
-def weight_amaxes(
+def read_weight_amaxes(
     catalogue: Catalogue,
     sites: Collection[Site],
     *,
@@ -87,53 +88,53 @@ def weight_amaxes(
 ) -> dict[Site, float]:
     """The largest magnitude of the weights of these modules; NaN where one holds NaN.
 
-    Modules whose weight is not stored are left out. `progress` is told of bytes.
+    Modules whose weight is not stored are left out. `progress` is called with bytes.
 
     Raises:
         StorageError: a file cannot be read.
         SourceChangedError: one changed meanwhile.
     """
-    found = weights_of(catalogue.tensors)
-    out = {site: 0.0 for site in sites if site in found}
+    placements = find_weights(catalogue.tensors)
+    out = {site: 0.0 for site in sites if site in placements}
     jobs: list[tuple[Site, Placement]] = []
     for site in out:
-        place = found[site]
+        place = placements[site]
         stored = catalogue[place.stored]
-        cuts = parts(place, stored.dtype.itemsize, whole_rows(place, stored))
+        cuts = split_placement(place, stored.dtype.itemsize, packed_row_depth(place, stored))
         jobs += [(site, narrow(place, lo, hi)) for _, lo, hi in cuts]
     lock = threading.Lock()
-    with Reader(catalogue, Files()) as reader:
+    with CheckpointReader(catalogue, Files()) as reader:
 
         def work(job: tuple[Site, Placement]) -> None:
             site, place = job
-            view, top = reader.canonical(place), 0.0
+            view, top = reader.open_canonical(place), 0.0
             with closing(view.tiles(TILE_BYTES)) as tiles:
                 for _, tile in tiles:
-                    top = float(np.maximum(top, largest(tile, view.dtype)))
+                    top = float(np.maximum(top, tile_amax(tile, view.dtype)))
                     if progress is not None:
                         progress(tile.nbytes)
             with lock:
                 out[site] = float(np.maximum(out[site], top))
 
-        each(jobs, work, threads=threads)
+        run_jobs(jobs, work, threads=threads)
     catalogue.check_unchanged()
     return out
 
 
-def largest(values: Array, kind: DType) -> float:
-    """The largest magnitude of some elements, as they lie in a file; NaN where one is."""
+def tile_amax(values: Array, kind: DType) -> float:
+    """The largest magnitude of elements as they are stored; NaN if one is NaN."""
     if not values.size:
         return 0.0
     if kind.name in _DIRECT:
         return float(amax(values, kind.name, _WHOLE, (0,), (values.size,)))
-    return float(np.abs(numbers(values, kind)).max())
+    return float(np.abs(numeric_values(values, kind)).max())
 
 
-def num_bytes(catalogue: Catalogue, sites: Collection[Site]) -> int:
+def count_weight_bytes(catalogue: Catalogue, sites: Collection[Site]) -> int:
     """The bytes of the weights of these modules."""
-    found: Mapping[Site, Placement] = weights_of(catalogue.tensors)
+    placements: Mapping[Site, Placement] = find_weights(catalogue.tensors)
     return sum(
         int(np.prod(p.shape)) * catalogue[p.stored].dtype.itemsize
-        for site, p in found.items()
+        for site, p in placements.items()
         if site in sites
     )

@@ -1,4 +1,4 @@
-"""The report of what became of FP8's delayed scaling state: merged, brought to a form, found."""
+"""Options and report of what a reshard does with FP8's delayed scaling state."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any, Literal
 
 from megtool.number_formats.delayed_scaling import Columns
 
-AmaxHow = Literal["keep", "rebuild", "strip"]
-HOW: tuple[AmaxHow, ...] = ("keep", "rebuild", "strip")
+AmaxMode = Literal["keep", "rebuild", "strip"]
+AMAX_MODES: tuple[AmaxMode, ...] = ("keep", "rebuild", "strip")
 RELEASES = (1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AmaxWish:
-    """What the user asks of extra states.
+class AmaxOptions:
+    """What to do with extra states.
 
-    `how`: `keep` them, `rebuild` what the weights contradict, or `strip` those that hold nothing
-    where Megatron loads without. `release` of Transformer Engine (1 or 2) is that in whose form
-    they are written, None for their own, and `columns` how it lays out those of several experts;
-    `history` is the number of steps of histories, None for as many as there are.
+    `mode`: `keep` them, `rebuild` those that contradict their weights, or `strip` empty ones that
+    Megatron loads without. `release` of Transformer Engine (1 or 2) is the one to write for, None
+    for their own, and `columns` its layout of several experts; `history` is the number of steps of
+    histories, None for the current number.
     """
 
-    how: AmaxHow = "keep"
+    mode: AmaxMode = "keep"
     release: int | None = None
     history: int | None = None
     columns: Columns | None = None
@@ -31,7 +31,7 @@ class AmaxWish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AmaxFinding:
-    """Something about the state of one module: `kind` is one word, `text` says what and where."""
+    """A finding about the state of one module; `kind` is one word."""
 
     module: str
     kind: str
@@ -42,13 +42,14 @@ class AmaxFinding:
 class AmaxReport:
     """What became of a checkpoint's extra states of Transformer Engine.
 
-    `modules` have scales and histories (each expert counts), `stateless` a recipe alone, `empty`
-    ones nothing. States of `merged` modules come from up to `ranks` ranks each, which differed in
-    `differing`. `release` and `history` are those written (the longest). `rewritten` states were
-    changed in form or numbers, `rebuilt` ones from weights; `stripped` ones are left out.
+    `modules` counts states with scales and histories (each expert counts), `stateless` those with
+    only a recipe, `empty` the empty ones. `merged` modules have states of up to `ranks` ranks,
+    which differed in `differing`. `release` and `history` are those written (the longest).
+    `rewritten` states changed in form or numbers, `rebuilt` ones were computed from weights, and
+    `stripped` ones are left out.
     """
 
-    how: AmaxHow
+    mode: AmaxMode
     modules: int
     stateless: int
     empty: int
@@ -73,31 +74,31 @@ class AmaxReport:
         return out
 
     def lines(self) -> Iterator[str]:
-        """The report as a person reads it, for the section `amax`."""
-        steps = f", histories of {_change(self.source_history, self.history)} steps"
-        release = _change(self.source_release, self.release)
+        """The section `amax` of a report for a terminal."""
+        steps = f", histories of {_format_change(self.source_history, self.history)} steps"
+        release = _format_change(self.source_release, self.release)
         yield (
             f"{self.modules:,} FP8 states of Transformer Engine {release}"
             + (steps if self.modules else "")
             + (f"; {self.stateless:,} of recipes without state" if self.stateless else "")
         )
         if self.ranks > 1:
-            said = f"merged by max over {self.ranks} ranks"
+            summary = f"merged by max over {self.ranks} ranks"
             if self.differing:
-                yield f"{said}, which differ in {self.differing:,}: scales computed again"
+                yield f"{summary}, which differ in {self.differing:,}: scales computed again"
             else:
-                yield f"{said}, which agree"
+                yield f"{summary}, which agree"
         if self.rebuilt:
             yield f"{self.rebuilt:,} rebuilt from the weights"
         if self.stripped:
-            yield f"{self.stripped:,} that hold nothing are left out"
+            yield f"{self.stripped:,} empty ones are left out"
         kinds: dict[str, list[AmaxFinding]] = {}
         for finding in self.findings:
             kinds.setdefault(finding.kind, []).append(finding)
-        for kind, found in kinds.items():
-            more = f", and {len(found) - 1:,} more" if len(found) > 1 else ""
-            yield f"{kind}: {found[0].module}: {found[0].text}{more}"
+        for kind, findings in kinds.items():
+            more = f", and {len(findings) - 1:,} more" if len(findings) > 1 else ""
+            yield f"{kind}: {findings[0].module}: {findings[0].text}{more}"
 
 
-def _change(before: int | None, after: int | None) -> str:
+def _format_change(before: int | None, after: int | None) -> str:
     return f"{after}" if before in (None, after) else f"{before} -> {after}"

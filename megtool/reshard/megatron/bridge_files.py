@@ -8,8 +8,8 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from megtool.checkpoint.containers.pickle_reader import Inert, Persistent, inert_global
-from megtool.checkpoint.containers.zip_writer import object_item
+from megtool.checkpoint.containers.pickle_reader import Inert, PersistentRef, inert_global
+from megtool.checkpoint.containers.zip_writer import encode_object
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.megatron_args import args_from_config
 from megtool.convert.parallel_args import layout_args
@@ -26,7 +26,7 @@ _ACTIVATIONS = {
 _TANH_GELU = "megatron.core.activations.fast_gelu"
 
 # Args whose names and meanings are those of the provider's fields.
-_SAME = (
+_SHARED_FIELDS = (
     "num_layers",
     "hidden_size",
     "ffn_hidden_size",
@@ -76,8 +76,8 @@ _SAME = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
-_OF_EXPERTS = ("moe_router_topk", "moe_layer_freq", "moe_grouped_gemm")
-_LATENT = (
+_EXPERT_FIELDS = ("moe_router_topk", "moe_layer_freq", "moe_grouped_gemm")
+_MLA_FIELDS = (
     "q_lora_rank",
     "kv_lora_rank",
     "qk_head_dim",
@@ -93,7 +93,7 @@ _LATENT = (
 )
 
 
-def bridge_files(
+def make_bridge_files(
     config: ModelConfig,
     parallel: ParallelConfig,
     *,
@@ -101,24 +101,24 @@ def bridge_files(
     divisible_by: int = 128,
     iteration: int | None = None,
     has_optimizer: bool = False,
-    have: Mapping[str, bytes] | None = None,
+    existing: Mapping[str, bytes] | None = None,
 ) -> dict[str, bytes]:
-    """run_config.yaml and train_state.pt by their names; those in `have` are kept.
+    """run_config.yaml and train_state.pt by their names; those in `existing` are kept.
 
     `divisible_by` is what the vocabulary is padded to, times TP, and `iteration` the step.
     """
     out = {
-        BRIDGE_FILE: run_config(config, parallel, dtype, divisible_by, has_optimizer),
-        "train_state.pt": train_state(iteration or 0),
+        BRIDGE_FILE: make_run_config(config, parallel, dtype, divisible_by, has_optimizer),
+        "train_state.pt": make_train_state(iteration or 0),
     }
-    return out | {name: data for name, data in (have or {}).items() if name in out}
+    return out | {name: data for name, data in (existing or {}).items() if name in out}
 
 
-def at_layout(data: bytes, parallel: ParallelConfig) -> bytes:
-    """A run_config.yaml at another layout: the sizes of parallel axes in its model's section.
+def edit_layout(data: bytes, parallel: ParallelConfig) -> bytes:
+    """Set the sizes of parallel axes in the model's section of a run_config.yaml.
 
-    Where they change, random state does not travel, and it says so too. Everything else stays byte
-    for byte.
+    Where they change, random state is not carried, and `save_rng` says so. Everything else stays
+    byte for byte.
     """
     sizes = layout_args(parallel)
     text = data.decode("utf-8", "surrogateescape")
@@ -135,16 +135,16 @@ def at_layout(data: bytes, parallel: ParallelConfig) -> bytes:
 
     inner = _SIZE.sub(put, model[0])
     text = text[: model.start()] + inner + text[model.end() :]
-    if changed and (held := _section("checkpoint").search(text)):
-        without = re.sub(r"(?m)^(\s+save_rng: *)true *$", r"\1false", held[0])
-        text = text[: held.start()] + without + text[held.end() :]
+    if changed and (section := _section("checkpoint").search(text)):
+        new_section = re.sub(r"(?m)^(\s+save_rng: *)true *$", r"\1false", section[0])
+        text = text[: section.start()] + new_section + text[section.end() :]
     return text.encode("utf-8", "surrogateescape")
 
 
-def with_model(data: bytes, changed: Mapping[str, Any]) -> bytes:
-    """A run_config.yaml of another model: the fields of its model's section that `changed` has.
+def edit_model(data: bytes, changed: Mapping[str, Any]) -> bytes:
+    """Set the fields in `changed` in the model's section of a run_config.yaml.
 
-    A field is there in one line, or with a list below it; one that is not there stays away.
+    A field has one line, or a list below it; a missing field is not added.
     """
     text = data.decode("utf-8", "surrogateescape")
     model = _section("model").search(text)
@@ -169,7 +169,7 @@ _SIZE = re.compile(
 )
 
 
-def run_config(
+def make_run_config(
     config: ModelConfig,
     parallel: ParallelConfig,
     dtype: str = "bfloat16",
@@ -182,20 +182,20 @@ def run_config(
     `training/checkpointing.py` and `training/model_load_save.py`.
     """
     args = args_from_config(config, parallel, dtype=dtype, divisible_by=divisible_by)
-    names = [n for n in _SAME if config.num_experts or n not in _OF_EXPERTS]
+    names = [n for n in _SHARED_FIELDS if config.num_experts or n not in _EXPERT_FIELDS]
     model: dict[str, Any] = {
         "_target_": _LATENT_PROVIDER if config.kv_lora_rank else _PROVIDER,
         **{name: args[name] for name in names if args.get(name) is not None},
         "num_moe_experts": config.num_experts or None,
-        "activation_func": _named(_ACTIVATIONS.get(config.activation, _TANH_GELU)),
+        "activation_func": _target_entry(_ACTIVATIONS.get(config.activation, _TANH_GELU)),
         "share_embeddings_and_output_weights": config.tied_embeddings,
         "should_pad_vocab": True,
         "rope_scaling": bool(args.get("use_rope_scaling")),
-        "params_dtype": _named(f"torch.{dtype}"),
-        "pipeline_dtype": _named(f"torch.{dtype}"),
+        "params_dtype": _target_entry(f"torch.{dtype}"),
+        "pipeline_dtype": _target_entry(f"torch.{dtype}"),
     }
     if config.kv_lora_rank:
-        model |= {name: args[name] for name in _LATENT if args.get(name) is not None}
+        model |= {name: args[name] for name in _MLA_FIELDS if args.get(name) is not None}
         model["multi_latent_attention"] = True
     checkpoint = {
         "save_optim": has_optimizer,
@@ -210,7 +210,7 @@ def run_config(
     return ("\n".join(lines) + "\n").encode()
 
 
-def train_state(step: int) -> bytes:
+def make_train_state(step: int) -> bytes:
     """A train_state.pt at which training begins with this step; the samples seen are not known."""
     counts = ("step", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
     tree: dict[str, Any] = {}
@@ -222,19 +222,19 @@ def train_state(step: int) -> bytes:
     )
     for name in ("do_train", "do_valid", "do_test"):
         tree[name] = _tensor("BoolStorage", len(tree), b"\0")
-    return object_item(tree)
+    return encode_object(tree)
 
 
 def _tensor(storage: str, number: int, data: bytes) -> Inert:
     """A 0-d tensor."""
-    node = Persistent(("storage", inert_global("torch", storage), str(number), "cpu", 1))
+    node = PersistentRef(("storage", inert_global("torch", storage), str(number), "cpu", 1))
     node.data = data
     hooks = inert_global("collections", "OrderedDict")()
     return inert_global("torch._utils", "_rebuild_tensor_v2")(node, 0, (), (), False, hooks)
 
 
-def _named(target: str) -> dict[str, Any]:
-    """What a function or a dtype looks like in such a file."""
+def _target_entry(target: str) -> dict[str, Any]:
+    """A function or dtype as such a file names it."""
     return {"_call_": False, "_target_": target}
 
 

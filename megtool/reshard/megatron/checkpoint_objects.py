@@ -1,4 +1,4 @@
-"""Objects: what a checkpoint holds beside its tensors, and which of it goes where."""
+"""Plan what becomes of a checkpoint's objects: everything that is not a tensor."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue, StoredObject
 from megtool.checkpoint.containers.te_extra_state import decode, to_tree
-from megtool.checkpoint.containers.te_grouped_state import join
+from megtool.checkpoint.containers.te_grouped_state import join_gemms
 from megtool.checkpoint.containers.zip_reader import load_object
-from megtool.checkpoint.containers.zip_writer import object_item
+from megtool.checkpoint.containers.zip_writer import encode_object
 from megtool.checkpoint.formats.header_reader import read_exact
-from megtool.checkpoint.megatron_metadata import object_value
+from megtool.checkpoint.megatron_metadata import read_object
 from megtool.checkpoint.param_groups import is_group_object
-from megtool.checkpoint.plan import Dropped
+from megtool.checkpoint.plan import DroppedItem
 from megtool.checkpoint.random_state import (
-    NO_RNG,
-    is_rerun,
+    NO_RNG_HINT,
+    find_rerun_obstacle,
+    find_rng_obstacle,
     is_rerun_idle,
-    is_rng,
-    rerun_obstacle,
-    rng_obstacle,
+    is_rerun_object,
+    is_rng_object,
 )
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
@@ -31,16 +31,16 @@ from megtool.reshard.megatron.amax_report import AmaxFinding
 from megtool.reshard.megatron.extra_state_names import (
     EMPTY,
     Site,
-    Spelling,
-    asked_for,
-    holds_nothing,
+    StateNaming,
     is_empty_state,
+    is_empty_value,
     is_extra_state,
-    site_of,
+    list_required_states,
+    parse_site,
 )
-from megtool.reshard.megatron.model_space import saved_layout
-from megtool.reshard.megatron.rank_objects import is_of_rank
-from megtool.reshard.open_source import CheckpointSource
+from megtool.reshard.megatron.model_space import read_saved_layout
+from megtool.reshard.megatron.rank_objects import is_rank_object
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
 
 _IN_COMMON = ("args", "checkpoint_version", "iteration", "num_floating", "opt_param_scheduler.")
@@ -48,103 +48,105 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
-class Carried:
-    """Objects on their way.
+class CarriedObjects:
+    """Objects that are carried from a source to a target.
 
-    `kept` holds, by its name in the target, where each that travels lies in the source. The others
-    are lists of names in the source: `moved` as they are, `derived` written anew, or dropped.
+    `objects` maps names in the target to the source's objects. The lists have names in the source:
+    objects that are `moved` unchanged, `derived`, or dropped.
     """
 
-    kept: dict[str, StoredObject] = field(default_factory=dict)
+    objects: dict[str, StoredObject] = field(default_factory=dict)
     moved: list[str] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)
-    dropped: list[Dropped] = field(default_factory=list)
+    dropped: list[DroppedItem] = field(default_factory=list)
 
     def drop(self, name: str, reason: str, *, is_lost: bool = True) -> None:
-        """List an object as dropped."""
-        self.dropped.append(Dropped(name=name, reason=reason, is_lost=is_lost))
+        """Record an object as dropped."""
+        self.dropped.append(DroppedItem(name=name, reason=reason, is_lost=is_lost))
 
 
-def carried_objects(
+def plan_objects(
     source: CheckpointSource, tensors: Sequence[GlobalTensor], parallel: ParallelConfig, target: str
-) -> Carried:
-    """What becomes of every object in a `target` of Megatron's that stores `tensors`.
+) -> CarriedObjects:
+    """Plan what becomes of every object in a `target` format that stores `tensors`.
 
-    Extra states follow their layers and experts to the names that the target has for them; random
-    and rerun state stay while their ranks do, with a warning where they do not.
+    Extra states get the target's names for their layers and experts; random and rerun state is
+    kept if its ranks stay, else dropped with a warning.
     """
-    out = Carried()
-    held = source.catalogue
-    spelling = Spelling.of(tensors)
+    out = CarriedObjects()
+    catalogue = source.catalogue
+    spelling = StateNaming.of(tensors)
     has_state = any(is_optimizer_state(t.name) for t in tensors)
-    obstacle = _obstacles(held, parallel, target)
-    for name in held.objects:
+    obstacle = _obstacle_finder(catalogue, parallel, target)
+    for name in catalogue.objects:
         if is_group_object(name) and target != "dcp":
             _place_group(out, source, name, target, has_state)
-        elif held.format == "dcp" and target != "dcp" and name.startswith(_IN_COMMON):
+        elif catalogue.format == "dcp" and target != "dcp" and name.startswith(_IN_COMMON):
             out.derived.append(name)
         elif (reason := obstacle(name)) is not None:
-            idle = is_rerun(name) and is_rerun_idle(held)
+            idle = is_rerun_object(name) and is_rerun_idle(catalogue)
             out.drop(name, f"{reason}; none was pending" if idle else reason, is_lost=not idle)
         elif is_extra_state(name) and source.is_canonical:
             _place_state(out, source, name, spelling)
         else:
-            _keep(out, held, name, name)
-    if any(is_rng(d.name) for d in out.dropped):
-        _LOG.warning("random state is left out, it belongs to other ranks: %s", NO_RNG)
+            _carry(out, catalogue, name, name)
+    if any(is_rng_object(d.name) for d in out.dropped):
+        _LOG.warning("random state is left out, it belongs to other ranks: %s", NO_RNG_HINT)
     return out
 
 
-def _keep(out: Carried, held: Catalogue, name: str, new: str) -> None:
-    if new in out.kept:
+def _carry(out: CarriedObjects, catalogue: Catalogue, name: str, new: str) -> None:
+    if new in out.objects:
         out.drop(name, f"another object becomes {new!r}")
         return
-    out.kept[new] = held.objects[name]
+    out.objects[new] = catalogue.objects[name]
     out.moved.append(name)
 
 
 def _place_group(
-    out: Carried, source: CheckpointSource, name: str, target: str, has_state: bool
+    out: CarriedObjects, source: CheckpointSource, name: str, target: str, has_state: bool
 ) -> None:
     if has_state:
         out.derived.append(name)
-    elif source.side.states:
+    elif source.view.states:
         out.drop(name, f"optimizer state has no place in {target!r}")
     else:
         out.drop(name, "its optimizer state is left out", is_lost=False)
 
 
-def _place_state(out: Carried, source: CheckpointSource, name: str, spelling: Spelling) -> None:
-    """An extra state under the name the target has for it."""
-    site = site_of(name)
+def _place_state(
+    out: CarriedObjects, source: CheckpointSource, name: str, spelling: StateNaming
+) -> None:
+    """Carry an extra state under the target's name for it, or drop it."""
+    site = parse_site(name)
     if site is not None and spelling.has(site):
-        _keep(out, source.catalogue, name, spelling.name(site))
+        _carry(out, source.catalogue, name, spelling.name(site))
     elif is_empty_state(source.catalogue, name):
         out.drop(name, EMPTY, is_lost=False)
     elif site is not None:
         out.drop(name, "the target lacks its layer or expert")
     else:
-        out.drop(name, "an extra state of several modules together, which is not taken apart")
+        out.drop(name, "an extra state of several modules, which cannot be separated")
 
 
-def _obstacles(
-    held: Catalogue, parallel: ParallelConfig, target: str
+def _obstacle_finder(
+    catalogue: Catalogue, parallel: ParallelConfig, target: str
 ) -> Callable[[str], str | None]:
-    """Why an object cannot travel; None where it can, or is an extra state."""
+    """A function that says why an object cannot be carried, None if it can or is an extra state."""
 
     def reason(name: str) -> str | None:
         if target == "dcp":
             return None
-        if is_rng(name):
-            return rng_obstacle(held, name, parallel)
-        if is_rerun(name):
+        if is_rng_object(name):
+            return find_rng_obstacle(catalogue, name, parallel)
+        if is_rerun_object(name):
             if target != "torch_dist":
                 return f"rerun state has no place in {target!r}"
-            return rerun_obstacle(held, name, parallel)
-        if is_of_rank(name):
+            return find_rerun_obstacle(catalogue, name, parallel)
+        if is_rank_object(name):
             if target != "megatron":
                 return f"ModelOpt's state of a rank has no place in {target!r}"
-            return _rank_obstacle(held, parallel)
+            return _rank_obstacle(catalogue, parallel)
         if is_extra_state(name):
             return None
         foreign = target == "megatron" or "/shard_" not in name
@@ -153,8 +155,8 @@ def _obstacles(
     return reason
 
 
-def _rank_obstacle(held: Catalogue, want: ParallelConfig) -> str | None:
-    """Why what belongs to the modules of single ranks cannot go to a layout."""
+def _rank_obstacle(catalogue: Catalogue, target: ParallelConfig) -> str | None:
+    """Why the state of single ranks' modules cannot be carried to a layout."""
     axes = (
         "tp",
         "pp",
@@ -167,104 +169,108 @@ def _rank_obstacle(held: Catalogue, want: ParallelConfig) -> str | None:
         "account_for_loss",
         "pipeline_layout",
     )
-    have = saved_layout(held)
-    moved = [a for a in axes if getattr(have, a) != getattr(want, a)]
-    return f"ModelOpt's state of the old layout's ranks ({', '.join(moved)})" if moved else None
+    saved = read_saved_layout(catalogue)
+    changed = [a for a in axes if getattr(saved, a) != getattr(target, a)]
+    return f"ModelOpt's state of the old layout's ranks ({', '.join(changed)})" if changed else None
 
 
-def written_objects(
+def encode_objects(
     source: CheckpointSource,
-    carried: Carried,
+    carried: CarriedObjects,
     tensors: Sequence[GlobalTensor],
     *,
     megatron: bool,
-    nothing: Any = None,
+    empty_state: Any = None,
 ) -> dict[str, Any]:
     """The objects of a `torch_dist` checkpoint (or, unless `megatron`, a plain one), as bytes.
 
-    Extra states that Megatron may ask for and the source lacks are `nothing`, unless the source is
-    a checkpoint of the same kind that has some: its own run did not ask for more.
+    Extra states that Megatron may load and the source lacks are `empty_state`, unless the source
+    has the same format and some extra states: then its run does not load more.
     """
-    held = source.catalogue
-    out: dict[str, Any] = {n: item_of(held, o) for n, o in carried.kept.items()}
-    has_own = held.format == "torch_dist" and any(map(is_extra_state, held.objects))
-    if megatron and not has_own:
-        out |= dict.fromkeys(asked_for(tensors, out), nothing)
+    catalogue = source.catalogue
+    out: dict[str, Any] = {
+        n: encode_stored_object(catalogue, o) for n, o in carried.objects.items()
+    }
+    has_states = catalogue.format == "torch_dist" and any(map(is_extra_state, catalogue.objects))
+    if megatron and not has_states:
+        out |= dict.fromkeys(list_required_states(tensors, out), empty_state)
     return out
 
 
-def item_of(catalogue: Catalogue, held: StoredObject) -> bytes:
-    """An object as torch_dist keeps one, a saved list of it alone; its own bytes if it is that."""
-    if held.extent is None:
-        return object_item([held.value])
-    data = read_exact(catalogue.path(held.extent[0]), *held.extent[1:])
-    if held.kind != "object":
+def encode_stored_object(catalogue: Catalogue, stored: StoredObject) -> bytes:
+    """An object as torch_dist stores it, a saved list of one; its own bytes if it is one."""
+    if stored.extent is None:
+        return encode_object([stored.value])
+    data = read_exact(catalogue.path(stored.extent[0]), *stored.extent[1:])
+    if stored.kind != "object":
         return data
-    path = catalogue.path(held.extent[0])
+    path = catalogue.path(stored.extent[0])
     with open(path, "rb") as f:
-        return object_item([load_object(f.fileno(), *held.extent[1:], file=path)])
+        return encode_object([load_object(f.fileno(), *stored.extent[1:], file=path)])
 
 
-def values_of(source: CheckpointSource, carried: Carried) -> dict[str, Any]:
-    """The objects on their way by their new names, as inert trees."""
-    return {n: object_value(source.catalogue, o) for n, o in carried.kept.items()}
+def read_objects(source: CheckpointSource, carried: CarriedObjects) -> dict[str, Any]:
+    """The carried objects by their new names, as inert trees."""
+    return {n: read_object(source.catalogue, o) for n, o in carried.objects.items()}
 
 
-def join_grouped(
+def join_expert_states(
     source: CheckpointSource,
-    carried: Carried,
+    carried: CarriedObjects,
     experts: int,
     findings: list[AmaxFinding],
     *,
     columns: Columns,
 ) -> dict[Site, Any]:
-    """The states of experts that share one module, `experts` of them, each as that of the first.
+    """Join the states of the `experts` that share a module, by the site of the first of them.
 
-    Transformer Engine keeps one state for all of them together, with its `columns` as the release
-    that will read it has them. They are taken out of what is carried; those that hold nothing need
-    no place, or have seen nothing where others have, which is added to `findings`, and those that
-    do not fit together are dropped.
+    Transformer Engine keeps one state for all of them, with the `columns` of the release that will
+    load it. The states are removed from `carried`. Empty ones are dropped; if only some are empty,
+    that is added to `findings`. States that do not fit together are dropped.
     """
     if experts == 1:
         return {}
-    found: dict[Site, list[str]] = {}
-    for name in carried.kept:
-        if (site := site_of(name)) is not None and site.expert is not None:
+    names_of: dict[Site, list[str]] = {}
+    for name in carried.objects:
+        if (site := parse_site(name)) is not None and site.expert is not None:
             first = site.expert // experts * experts
-            found.setdefault(Site(site.module, first), []).append(name)
+            names_of.setdefault(Site(site.module, first), []).append(name)
     out: dict[Site, Any] = {}
-    for site, names in found.items():
-        held = {_expert(name) - (site.expert or 0): carried.kept.pop(name) for name in names}
+    for site, names in names_of.items():
+        stored = {
+            _expert_index(name) - (site.expert or 0): carried.objects.pop(name) for name in names
+        }
         values = [
-            object_value(source.catalogue, held[k]) if k in held else None for k in range(experts)
+            read_object(source.catalogue, stored[k]) if k in stored else None
+            for k in range(experts)
         ]
-        gone = {o.name for o in held.values()}
-        carried.moved = [name for name in carried.moved if name not in gone]
-        joined = _joined(values, columns)
-        if all(map(holds_nothing, values)):
-            for name in sorted(gone):
+        joined_names = {o.name for o in stored.values()}
+        carried.moved = [name for name in carried.moved if name not in joined_names]
+        joined = _join_states(values, columns)
+        if all(map(is_empty_value, values)):
+            for name in sorted(joined_names):
                 carried.drop(name, EMPTY, is_lost=False)
         elif joined is None:
-            for name in sorted(gone):
+            for name in sorted(joined_names):
                 carried.drop(name, "the extra states of these experts do not fit together")
         else:
             out[site] = joined
-            carried.derived += sorted(gone)
-            if few := [k for k, v in enumerate(values) if holds_nothing(v)]:
-                text = f"of expert {few[0] + (site.expert or 0)}, though others have one"
+            carried.derived += sorted(joined_names)
+            if missing := [k for k, v in enumerate(values) if is_empty_value(v)]:
+                text = f"of expert {missing[0] + (site.expert or 0)}, though others have one"
                 findings.append(AmaxFinding(module=site.module, kind="missing", text=text))
     return out
 
 
-def _expert(name: str) -> int:
-    site = site_of(name)
+def _expert_index(name: str) -> int:
+    site = parse_site(name)
     return site.expert or 0 if site is not None else 0
 
 
-def _joined(values: Sequence[Any], columns: Columns) -> Any:
-    """One extra state of several modules', in the order of their experts; None if there is none."""
-    states = [None if holds_nothing(v) else decode(v) for v in values]
-    if any(s is None and not holds_nothing(v) for s, v in zip(states, values, strict=True)):
+def _join_states(values: Sequence[Any], columns: Columns) -> Any:
+    """One extra state of several experts, in their order; None if they do not fit or are empty."""
+    states = [None if is_empty_value(v) else decode(v) for v in values]
+    if any(s is None and not is_empty_value(v) for s, v in zip(states, values, strict=True)):
         return None
-    whole = join(states, columns)
-    return None if whole is None else to_tree(whole)
+    joined = join_gemms(states, columns)
+    return None if joined is None else to_tree(joined)

@@ -1,4 +1,4 @@
-"""Megatron's state beside the tensors: args, iteration, objects, at a new layout."""
+"""Megatron's common state (args, iteration, param groups) at a new layout."""
 
 from __future__ import annotations
 
@@ -7,31 +7,42 @@ from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.pickle_reader import Inert, inert_global
-from megtool.checkpoint.containers.pickle_writer import namespace
+from megtool.checkpoint.containers.pickle_writer import make_namespace
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.formats.torch_dist_integrity import INTEGRITY_FILE
-from megtool.checkpoint.megatron_metadata import args_of, divisible_by
-from megtool.checkpoint.param_groups import content_of, in_common, read_groups, saving_args
-from megtool.checkpoint.plan import Dropped
-from megtool.checkpoint.random_state import RERUN, RNG, is_rerun, is_rerun_idle, is_rng
+from megtool.checkpoint.megatron_metadata import saved_args, vocab_divisor
+from megtool.checkpoint.param_groups import (
+    build_common_optimizer,
+    build_content_metadata,
+    optimizer_args,
+    read_groups,
+)
+from megtool.checkpoint.plan import DroppedItem
+from megtool.checkpoint.random_state import (
+    RERUN,
+    RNG,
+    is_rerun_idle,
+    is_rerun_object,
+    is_rng_object,
+)
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.megatron_args import args_from_config
 from megtool.convert.parallel_args import layout_args, layout_fields
 from megtool.dtypes import DType
 from megtool.reshard.megatron.rank_objects import MODELOPT
-from megtool.reshard.open_source import CheckpointSource
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
 
 
-def source_layout(catalogue: Catalogue) -> dict[str, int]:
-    """The layout a Megatron checkpoint was saved at, as far as its args say."""
-    args = args_of(catalogue)
-    found = layout_fields(args) if args else {}
-    return {k: v for k, v in found.items() if isinstance(v, int)}
+def read_source_layout(catalogue: Catalogue) -> dict[str, int]:
+    """The layout that a Megatron checkpoint was saved at, as far as its args state it."""
+    args = saved_args(catalogue)
+    layout = layout_fields(args) if args else {}
+    return {k: v for k, v in layout.items() if isinstance(v, int)}
 
 
-def common_state(
+def make_common_state(
     source: CheckpointSource,
     parallel: ParallelConfig,
     tensors: Sequence[GlobalTensor],
@@ -43,13 +54,17 @@ def common_state(
 ) -> dict[str, Any]:
     """Megatron's common state: the source's with its args at the new layout, or a new one.
 
-    `optimizer` is the sharding type of the state written, None where the source's small state
-    stays as it is. `target` is the format, and `objects` are the names of the objects in it: what
-    the args and the rest say of them is true of the target.
+    `optimizer` is the sharding type of the state written, None where the source's param groups
+    stay as they are. `target` is the format, and `objects` are the names of the objects in it,
+    which the args describe.
     """
     tree = source.catalogue.metadata.get("common")
-    old = tree.get("args") if isinstance(tree, dict) else None
-    known = dict(old.state) if isinstance(old, Inert) and isinstance(old.state, dict) else {}
+    source_args = tree.get("args") if isinstance(tree, dict) else None
+    known = (
+        dict(source_args.state)
+        if isinstance(source_args, Inert) and isinstance(source_args.state, dict)
+        else {}
+    )
     args: dict[str, Any] = dict(known)
     if source.model is not None:
         weights = [t.dtype.name for t in tensors if t.dtype.is_float]
@@ -58,7 +73,7 @@ def common_state(
             source.model.config,
             parallel,
             dtype=name,
-            divisible_by=divisible_by(source.catalogue),
+            divisible_by=vocab_divisor(source.catalogue),
             base_args={} if dtype is not None and not known else known,
         )
         if not known or dtype is not None:
@@ -69,17 +84,17 @@ def common_state(
     common = dict(tree) if isinstance(tree, dict) else {"checkpoint_version": 3.0}
     common.setdefault("iteration", 0)
     common = {k: v for k, v in common.items() if not MODELOPT.fullmatch(str(k))}
-    if not any(is_rerun(name) for name in objects):
+    if not any(is_rerun_object(name) for name in objects):
         common.pop(RERUN, None)
     has_state = any(is_optimizer_state(t.name) for t in tensors)
     if args:
-        is_trained = bool(known and saved_iteration(source.catalogue))
-        has_rng = any(is_rng(name) or name == RNG for name in objects)
+        is_trained = bool(known and read_iteration(source.catalogue))
+        has_rng = any(is_rng_object(name) or name == RNG for name in objects)
         args |= _saving_args(optimizer, has_state, target)
         if is_trained:
             absent = {"no_save_optim": not has_state, "no_save_rng": not has_rng}
             args |= {k: no or None for k, no in absent.items() if bool(args.get(k)) != no}
-        common["args"] = namespace(args)
+        common["args"] = make_namespace(args)
     _set_optimizer(common, source, has_state, tensors, parallel, optimizer)
     if target != "torch_dist":
         common.pop("content_metadata", None)
@@ -87,10 +102,10 @@ def common_state(
 
 
 def _saving_args(optimizer: str | None, has_state: bool, target: str) -> dict[str, Any]:
-    """The args that say how a checkpoint was saved."""
+    """The args that describe how a checkpoint was saved."""
     out: dict[str, Any] = {"ckpt_format": "torch" if target == "megatron" else "torch_dist"}
     if has_state and optimizer is not None:
-        out |= saving_args(optimizer)
+        out |= optimizer_args(optimizer)
     return out
 
 
@@ -102,7 +117,7 @@ def _set_optimizer(
     parallel: ParallelConfig,
     optimizer: str | None,
 ) -> None:
-    """The optimizer's part of the common state, as its sharding type has it."""
+    """Set the optimizer's part of the common state for its sharding type."""
     if not has_state:
         common.pop("optimizer", None)
         content = common.get("content_metadata")
@@ -117,11 +132,11 @@ def _set_optimizer(
     has_experts = any(".experts." in t.name for t in tensors)
     length = 2 if parallel.ep > 1 and has_experts else 1
     inner = groups.for_chain(length) if groups else [{} for _ in range(length)]
-    common["optimizer"] = in_common(inner, optimizer)
-    common["content_metadata"] = content_of(common.get("content_metadata"), optimizer)
+    common["optimizer"] = build_common_optimizer(inner, optimizer)
+    common["content_metadata"] = build_content_metadata(common.get("content_metadata"), optimizer)
 
 
-def saved_iteration(catalogue: Catalogue) -> int | None:
+def read_iteration(catalogue: Catalogue) -> int | None:
     """The iteration a checkpoint was saved at; None for a release."""
     iteration = catalogue.metadata.get("iteration")
     if not isinstance(iteration, int) or catalogue.root.name == folder_name(None):
@@ -129,44 +144,44 @@ def saved_iteration(catalogue: Catalogue) -> int | None:
     return iteration
 
 
-_NOTHING_LOST = ("args", "checkpoint_version", "content_metadata")
+_RECOVERABLE = ("args", "checkpoint_version", "content_metadata")
 _OPTIMIZER = ("optimizer", "opt_param_scheduler", "lr_scheduler")
 
 
 def account_for_common(
     source: CheckpointSource, written: Mapping[str, Any] | None, target: str
-) -> tuple[list[str], list[str], list[Dropped]]:
-    """What becomes of each part of the common state: moved, derived, or dropped and why.
+) -> tuple[list[str], list[str], list[DroppedItem]]:
+    """What becomes of each part of the common state: moved, derived, or dropped with a reason.
 
-    `written` is the target's, None where it has no place for one: there args become the model's
-    configuration, and an iteration of 0 says nothing, so that neither is lost.
+    `written` is the target's, None where the format has none: there the args become the model's
+    configuration, and an iteration of 0 has no information, so neither is lost.
     """
-    held = source.catalogue.metadata.get("common")
+    source_state = source.catalogue.metadata.get("common")
     moved: list[str] = []
     derived: list[str] = []
-    dropped: list[Dropped] = []
+    dropped: list[DroppedItem] = []
     if source.catalogue.format == "dcp":
-        held = None  # it is made of objects, which are listed
-    for key, value in held.items() if isinstance(held, dict) else ():
+        source_state = None  # its parts are objects, which are listed
+    for key, value in source_state.items() if isinstance(source_state, dict) else ():
         name = f"common state: {key}"
         if MODELOPT.fullmatch(str(key)) and source.catalogue.format == "megatron":
-            continue  # of the first rank; an object for every rank is listed
+            continue  # the first rank's; every rank's object is listed
         if written is not None and key in written:
             (moved if written[key] is value else derived).append(name)
-        elif written is None and (key in _NOTHING_LOST or (key == "iteration" and value == 0)):
+        elif written is None and (key in _RECOVERABLE or (key == "iteration" and value == 0)):
             derived.append(name)
         else:
-            harmless = key == "content_metadata"
-            without = key in _OPTIMIZER and not source.side.states
-            idle = key == RERUN and is_rerun_idle(source.catalogue)
+            is_harmless = key == "content_metadata"
+            is_unused = key in _OPTIMIZER and not source.view.states
+            is_idle = key == RERUN and is_rerun_idle(source.catalogue)
             reason = f"{target!r} has no place for it"
             if key == RERUN:
                 reason = "rerun state belongs to the ranks of the old layout"
-            elif without:
+            elif is_unused:
                 reason = "its optimizer state is left out"
-            lost = not (harmless or without or idle)
-            dropped.append(Dropped(name=name, reason=reason, is_lost=lost))
+            is_lost = not (is_harmless or is_unused or is_idle)
+            dropped.append(DroppedItem(name=name, reason=reason, is_lost=is_lost))
     if (source.catalogue.root / INTEGRITY_FILE).is_file():
         reason = "checksums of the source's files; megtool.json has digests of the tensors"
-        dropped.append(Dropped(name=INTEGRITY_FILE, reason=reason, is_lost=False))
+        dropped.append(DroppedItem(name=INTEGRITY_FILE, reason=reason, is_lost=False))
     return moved, derived, dropped

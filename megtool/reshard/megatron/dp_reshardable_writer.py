@@ -1,7 +1,7 @@
-"""To buckets: optimizer state of the model's tensors, laid out as Megatron's default format has it.
+"""Plan optimizer state in Megatron's default format, `dp_reshardable`.
 
-The format is `dp_reshardable`: one flat tensor per bucket, state and data-parallel group. Buckets
-have to be cut as the run that loads them cuts its own: Megatron compares their sizes.
+It has one flat tensor per bucket, state and data-parallel group. Buckets have to be cut as the run
+that loads them cuts its own: Megatron compares their sizes.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megtool.checkpoint.containers.pickle_reader import inert_global
-from megtool.checkpoint.rechunk import Regrouping
+from megtool.checkpoint.rechunk import Rechunking
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.rank_parameters import Parameter, RankPlace, of_tensor_rank, rank_parameters
 from megtool.dtypes import DType
 from megtool.errors import LayoutError
 from megtool.parallel.mesh import Mesh
-from megtool.reshard.megatron.box_runs import Collected, boxes_of
-from megtool.reshard.megatron.dp_reshardable import is_buffer
+from megtool.reshard.megatron.box_runs import BoxRunCollector, split_into_boxes
+from megtool.reshard.megatron.dp_reshardable import is_module_buffer
 from megtool.tensors import buckets
 from megtool.tensors.registration_order import Order, registered
 from megtool.tensors.sharded import GlobalTensor, Shards
@@ -27,8 +27,8 @@ _PREFIX = "optimizer.distributed.dp_group_idx_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What decides how a run cuts its buckets.
+class BucketSettings:
+    """The settings of a run that decide how it cuts its buckets.
 
     `param_dtype` and `grad_dtype` are torch's names; `bucket_size` (elements) is None unless
     gradient reduction overlaps with the backward pass, as then only the first chunk of the first
@@ -42,8 +42,8 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Laid:
-    """Buckets laid out: flat tensors, their shards, and where the state of which parameter lies.
+class BucketPlan:
+    """Planned buckets: flat tensors, their shards, and the places of each parameter's state.
 
     `slots` are `(stored tensor of each state, parameter, start in it)`. `sizes` are, for every
     data-parallel group of a chain, the padded and unpadded bucket sizes of every buffer.
@@ -56,31 +56,33 @@ class Laid:
     num_chains: int = 1
 
 
-def lay_out_buckets(
+def plan_buckets(
     weights: Sequence[GlobalTensor],
     states: Mapping[str, DType],
     config: ModelConfig,
     parallel: ParallelConfig,
-    run: Run,
-) -> Laid:
+    settings: BucketSettings,
+) -> BucketPlan:
     """Buckets of all ranks for a model's weights (under Megatron's names).
 
-    `states` are the states to store, as they are spelled, and their dtypes. Experts spread over
-    ranks have buffers, and a chain, of their own.
+    `states` are the states to store, by stored name, and their dtypes. Experts that are spread over
+    ranks have their own buffers, in another chain.
 
     Raises:
         LayoutError: buckets cannot hold experts at this layout.
     """
-    weights = [t for t in weights if not is_buffer(t.name)]
+    weights = [t for t in weights if not is_module_buffer(t.name)]
     ranks = rank_parameters(weights, config, parallel)
-    has_own = parallel.ep > 1 and any(p.is_expert for found in ranks.values() for p in found)
-    if not has_own and config.num_experts and parallel.tp % parallel.etp:
+    has_expert_chain = parallel.ep > 1 and any(
+        p.is_expert for found in ranks.values() for p in found
+    )
+    if not has_expert_chain and config.num_experts and parallel.tp % parallel.etp:
         raise LayoutError(
             f"etp={parallel.etp} with tp={parallel.tp} and ep=1: buckets hold experts among the "
             "dense parameters of their tensor ranks",
-            hint=f"--etp {parallel.tp} or a divisor of it, or --optimizer fully_reshardable",
+            hint=f"--etp {parallel.tp} or a divisor of it, or --optimizer-format fully_reshardable",
         )
-    laid = Laid(num_chains=1 + has_own)
+    layout = BucketPlan(num_chains=1 + has_expert_chain)
     for stage in range(parallel.pp):
         for tp in range(parallel.tp):
             group = stage * parallel.tp + tp
@@ -88,33 +90,33 @@ def lay_out_buckets(
                 [
                     p
                     for p in of_tensor_rank(ranks, parallel, stage, chunk, tp)
-                    if not (p.is_expert and has_own)
+                    if not (p.is_expert and has_expert_chain)
                 ]
                 for chunk in range(parallel.vpp)
             ]
-            owners = [_dense_owner(parallel, stage, tp, r) for r in range(_replicas(parallel))]
-            _lay_group(laid, (0, group), members, states, run, stage, owners)
-    for place in range(parallel.pp * parallel.ep * parallel.etp if has_own else 0):
-        stage, rest = divmod(place, parallel.ep * parallel.etp)
-        ep, tp = divmod(rest, parallel.etp)
+            owners = [_dense_owner(parallel, stage, tp, r) for r in range(_num_replicas(parallel))]
+            _plan_group(layout, (0, group), members, states, settings, stage, owners)
+    for expert_group in range(parallel.pp * parallel.ep * parallel.etp if has_expert_chain else 0):
+        stage, rank_in_stage = divmod(expert_group, parallel.ep * parallel.etp)
+        ep, tp = divmod(rank_in_stage, parallel.etp)
         members = [
-            [p for p in _at(ranks, stage, chunk, ep, tp) if p.is_expert]
+            [p for p in _parameters_at(ranks, stage, chunk, ep, tp) if p.is_expert]
             for chunk in range(parallel.vpp)
         ]
         owners = [
             _expert_owner(parallel, stage, ep, tp, r) for r in range(max(parallel.expert_dp, 1))
         ]
-        _lay_group(laid, (1, place), members, states, run, stage, owners)
-    return laid
+        _plan_group(layout, (1, expert_group), members, states, settings, stage, owners)
+    return layout
 
 
-def _at(
+def _parameters_at(
     ranks: Mapping[RankPlace, list[Parameter]], stage: int, chunk: int, ep: int, tp: int
 ) -> list[Parameter]:
     return ranks.get(RankPlace(stage, chunk, ep, tp), [])
 
 
-def _replicas(parallel: ParallelConfig) -> int:
+def _num_replicas(parallel: ParallelConfig) -> int:
     return parallel.dp * parallel.cp
 
 
@@ -127,85 +129,90 @@ def _expert_owner(parallel: ParallelConfig, stage: int, ep: int, tp: int, replic
     return int(Mesh(parallel).expert_rank(etp=tp, ep=ep, edp=replica, pp=stage))
 
 
-def _lay_group(
-    laid: Laid,
+def _plan_group(
+    layout: BucketPlan,
     key: tuple[int, int],
     members: Sequence[Sequence[Parameter]],
     states: Mapping[str, DType],
-    run: Run,
+    settings: BucketSettings,
     stage: int,
     owners: Sequence[int],
 ) -> None:
     """Buffers of one data-parallel group: one per chunk that holds any of its parameters."""
     chain, group = key
-    chained = f"chained_{chain}." if laid.num_chains > 1 else ""
-    dtypes = f"dtype_(torch.{run.param_dtype}, torch.{run.grad_dtype})"
-    laid.sizes[key] = []
-    for chunk, found in enumerate(members):
-        if not found:  # chunks without such parameters have no buffer, and no number
+    chained = f"chained_{chain}." if layout.num_chains > 1 else ""
+    dtypes = f"dtype_(torch.{settings.param_dtype}, torch.{settings.grad_dtype})"
+    layout.sizes[key] = []
+    for chunk, parameters in enumerate(members):
+        if not parameters:  # chunks without such parameters have no buffer and no number
             continue
-        order = registered([(p.module_key, p.expert) for p in found], run.order)
-        ordered = [found[i] for i in order]
+        order = registered([(p.module_key, p.expert) for p in parameters], settings.order)
+        ordered = [parameters[i] for i in order]
         slots, sizes = buckets.lay_out(
             [p.numel for p in ordered],
             [p.is_shared for p in ordered],
-            bucket_size=run.bucket_size if stage == 0 and chunk == 0 else None,
+            bucket_size=settings.bucket_size if stage == 0 and chunk == 0 else None,
         )
-        number = len(laid.sizes[key])
-        laid.sizes[key].append(([buckets.padded(n, len(owners)) for n in sizes], sizes))
+        number = len(layout.sizes[key])
+        layout.sizes[key].append(([buckets.padded(n, len(owners)) for n in sizes], sizes))
         buffer = f"{chained}{_PREFIX}{group}.gbuf_idx_{number}.{dtypes}"
         numbers: list[dict[str, int]] = []
         for bucket, size in enumerate(sizes):
             numbers.append({})
             for state, kind in states.items():
-                numbers[-1][state] = len(laid.tensors)
+                numbers[-1][state] = len(layout.tensors)
                 name = f"{buffer}.bucket_idx_{bucket}.{state}"
-                laid.tensors.append(GlobalTensor(name=name, shape=(size,), dtype=kind))
+                layout.tensors.append(GlobalTensor(name=name, shape=(size,), dtype=kind))
                 ranges = buckets.local_ranges(size, len(owners))
-                laid.ranges.append(
+                layout.ranges.append(
                     [(a, b, o) for (a, b), o in zip(ranges, owners, strict=True) if a < b]
                 )
-        laid.slots.extend(
+        layout.slots.extend(
             (numbers[s.bucket], p, s.start) for p, s in zip(ordered, slots, strict=True)
         )
 
 
-def regrouping_of(
-    laid: Laid, shards: Shards, first: int, state_names: Mapping[str, str]
-) -> tuple[Regrouping, dict[str, list[str]]]:
-    """The buckets as tensors of the model's state, and under which names each is stored.
+def plan_regrouping(
+    layout: BucketPlan, shards: Shards, first: int, state_names: Mapping[str, str]
+) -> tuple[Rechunking, dict[str, list[str]]]:
+    """The buckets as tensors of the model's state, and all stored names of each.
 
     `shards` are all shards of the destination, in which the buckets' tensors are numbered from
     `first`; `state_names` maps a state to the prefix of its tensors' names. A parameter that
     several ranks hold is stored under further names, `NAME#1` and so on.
     """
-    collected = Collected(repeat=True)
-    for numbers, p, start in laid.slots:
+    collected = BoxRunCollector(repeat=True)
+    for numbers, p, start in layout.slots:
         for state, number in numbers.items():
-            kind = laid.tensors[number].dtype
+            kind = layout.tensors[number].dtype
             tensor = GlobalTensor(name=state_names[state] + p.key, shape=p.shape, dtype=kind)
             rows = shards.of(first + number)
             for row in range(rows.start, rows.stop):
                 lo, hi = int(shards.boxes.lo[row, 0]), int(shards.boxes.hi[row, 0])
                 a, b = max(lo, start), min(hi, start + p.numel)
                 if a < b:
-                    for box, position in boxes_of(p, a - start, b - start):
+                    for box, position in split_into_boxes(p, a - start, b - start):
                         collected.add(tensor, box, row, a - lo + position)
     return collected.regrouping(), collected.names
 
 
-def objects_of(laid: Laid, run: Run, inner: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The sharded objects beside the buckets: sizes, and each group's `inner` optimizer state.
+def make_bucket_objects(
+    layout: BucketPlan, settings: BucketSettings, inner: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The sharded objects that go with the buckets: sizes, and each group's `inner` state.
 
     `inner` holds one dict per chain (`optimizer`: param groups; `grad_scaler` where there is one).
     """
-    dtypes = (inert_global("torch", run.param_dtype), inert_global("torch", run.grad_dtype))
+    dtypes = (
+        inert_global("torch", settings.param_dtype),
+        inert_global("torch", settings.grad_dtype),
+    )
     out: dict[str, Any] = {}
-    for (chain, group), buffers in laid.sizes.items():
-        chained = f"chained_{chain}." if laid.num_chains > 1 else ""
+    for (chain, group), buffers in layout.sizes.items():
+        chained = f"chained_{chain}." if layout.num_chains > 1 else ""
         prefix = f"{chained}{_PREFIX}{group}."
-        for which, name in enumerate(("per_bucket_numel", "per_bucket_numel_unpadded")):
-            out[f"{prefix}{name}/shard_0_1"] = [{dtypes: list(b[which])} for b in buffers]
+        for k, name in enumerate(("per_bucket_numel", "per_bucket_numel_unpadded")):
+            out[f"{prefix}{name}/shard_0_1"] = [{dtypes: list(b[k])} for b in buffers]
         for name, value in inner[min(chain, len(inner) - 1)].items():
             out[f"{prefix}{name}/shard_0_1"] = value
     return out

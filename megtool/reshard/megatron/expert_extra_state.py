@@ -1,8 +1,8 @@
-"""Expert states: each expert's own FP8 state, whatever a checkpoint of objects makes of it.
+"""Separate the FP8 states of experts that Megatron-Core mixed in a checkpoint of objects.
 
-What Megatron-Core saves there for the experts of one rank is a mixture where Transformer Engine is
-of release 2.3 or later (see `checkpoint.containers.extra_products`), and says so nowhere: it is
-recognized by the columns that are never used, and put right.
+With Transformer Engine 2.3 or later, Megatron-Core saves mixed states for the experts of one rank
+(see `checkpoint.containers.te_grouped_state`). Nothing in the checkpoint says so: mixed states are
+recognized by their columns that are never used.
 """
 
 from __future__ import annotations
@@ -13,110 +13,120 @@ from dataclasses import dataclass, replace
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.te_extra_state import ExtraState
-from megtool.checkpoint.containers.te_grouped_state import unmixed
-from megtool.checkpoint.megatron_metadata import args_of
+from megtool.checkpoint.containers.te_grouped_state import unmix_expert_states
+from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.number_formats.delayed_scaling import Columns
 from megtool.number_formats.grouped_delayed_scaling import is_idle
 from megtool.reshard.megatron.amax_report import AmaxFinding
-from megtool.reshard.megatron.extra_state_names import Site, site_of
-from megtool.reshard.megatron.model_space import saved_layout
-from megtool.reshard.megatron.optimizer import registration_order
-from megtool.reshard.megatron.rank_extra_state import UNTOLD, merged_of
+from megtool.reshard.megatron.extra_state_names import Site, parse_site
+from megtool.reshard.megatron.model_space import read_saved_layout
+from megtool.reshard.megatron.optimizer import find_registration_order
+from megtool.reshard.megatron.rank_extra_state import AMBIGUOUS, read_merge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertStates:
-    """What was put right, by the objects' names.
+    """The corrected states, by the names of their objects.
 
-    `columns` is how the run that saved them lays several experts out, None where nothing tells. Of
-    `untold` ones it cannot be told whose numbers they hold.
+    `columns` is the column layout of the run that saved them, None if unknown. `ambiguous` names
+    states whose numbers cannot be assigned to experts.
     """
 
     states: Mapping[str, ExtraState]
     columns: Columns | None
-    untold: frozenset[str]
+    ambiguous: frozenset[str]
     findings: tuple[AmaxFinding, ...]
 
 
-def expert_states(catalogue: Catalogue, states: Mapping[str, ExtraState]) -> ExpertStates:
-    """The states of a checkpoint that have to be put right, of all it holds, by name."""
-    merged = merged_of(catalogue)
-    if merged.ranks:  # rank by rank, they were told apart when they were read
-        columns = merged.columns or _said(states.values())
-        return ExpertStates(states={}, columns=columns, untold=merged.untold, findings=())
-    modules = by_expert(states)
-    alone = ExpertStates(states={}, columns=_said(states.values()), untold=frozenset(), findings=())
-    if not modules or not registration_order(catalogue).grouped_experts:
-        return alone
-    sound = all(is_idle(states[n].tensors, "blocked") for m in modules.values() for n in m.values())
+def separate_expert_states(catalogue: Catalogue, states: Mapping[str, ExtraState]) -> ExpertStates:
+    """Find the mixed states among all states of a checkpoint, and separate them."""
+    merged = read_merge(catalogue)
+    if merged.ranks:  # in files per rank, they were separated when they were read
+        columns = merged.columns or _declared_columns(states.values())
+        return ExpertStates(states={}, columns=columns, ambiguous=merged.ambiguous, findings=())
+    modules = group_by_expert(states)
+    unchanged = ExpertStates(
+        states={}, columns=_declared_columns(states.values()), ambiguous=frozenset(), findings=()
+    )
+    if not modules or not find_registration_order(catalogue).grouped_experts:
+        return unchanged
+    is_unmixed = all(
+        is_idle(states[n].tensors, "blocked") for m in modules.values() for n in m.values()
+    )
     experts = max(max(m) for m in modules.values()) + 1
-    said = local_experts(catalogue, experts)
-    for number in _candidates(said, experts, sound=sound):
-        found = _put_right(states, modules, number)
-        if found is not None:
-            return found if found.columns is not None else replace(found, columns=alone.columns)
-    if said == 1:
-        return alone
+    declared = count_local_experts(catalogue, experts)
+    for number in _candidates(declared, experts, is_unmixed=is_unmixed):
+        separated = _unmix_modules(states, modules, number)
+        if separated is not None:
+            return (
+                separated
+                if separated.columns is not None
+                else replace(separated, columns=unchanged.columns)
+            )
+    if declared == 1:
+        return unchanged
     return replace(
-        alone,
+        unchanged,
         untold=frozenset(n for m in modules.values() for n in m.values()),
         findings=tuple(
-            AmaxFinding(module=name, kind="columns", text=UNTOLD) for name in sorted(modules)
+            AmaxFinding(module=name, kind="columns", text=AMBIGUOUS) for name in sorted(modules)
         ),
     )
 
 
-def local_experts(catalogue: Catalogue, experts: int) -> int | None:
-    """The experts that share a module on each rank of the run that saved it; None if not said."""
-    args = args_of(catalogue)
+def count_local_experts(catalogue: Catalogue, experts: int) -> int | None:
+    """The number of experts on each rank of the run that saved it; None if not known."""
+    args = saved_args(catalogue)
     if not isinstance(args.get("expert_model_parallel_size"), int):
         return None
-    each, rest = divmod(experts, saved_layout(catalogue).ep)
-    return each if each and not rest else None
+    num_local, remainder = divmod(experts, read_saved_layout(catalogue).ep)
+    return num_local if num_local and not remainder else None
 
 
-def by_expert(states: Mapping[str, ExtraState]) -> dict[str, dict[int, str]]:
-    """The objects with scales and histories of experts, by module and expert."""
+def group_by_expert(states: Mapping[str, ExtraState]) -> dict[str, dict[int, str]]:
+    """The names of objects with delayed scaling state of experts, by module and expert."""
     out: dict[str, dict[int, str]] = {}
     for name, state in states.items():
-        site: Site | None = site_of(name)
+        site: Site | None = parse_site(name)
         if site is not None and site.expert is not None and state.is_delayed:
             out.setdefault(site.module, {})[site.expert] = name
     return out
 
 
-def _candidates(said: int | None, experts: int, *, sound: bool) -> list[int]:
-    """The numbers of experts on a rank that are possible, the likeliest first; 1 if all are so."""
-    others = [n for n in range(experts, 1, -1) if experts % n == 0]
-    likely = [said] if said is not None and (said > 1 or sound) else []
-    return list(dict.fromkeys([*likely, *([1] if sound else []), *others]))
+def _candidates(declared: int | None, experts: int, *, is_unmixed: bool) -> list[int]:
+    """Possible numbers of experts on a rank, the likeliest first; 1 if no state is mixed."""
+    divisors = [n for n in range(experts, 1, -1) if experts % n == 0]
+    likely = [declared] if declared is not None and (declared > 1 or is_unmixed) else []
+    return list(dict.fromkeys([*likely, *([1] if is_unmixed else []), *divisors]))
 
 
-def _put_right(
+def _unmix_modules(
     states: Mapping[str, ExtraState], modules: Mapping[str, Mapping[int, str]], number: int
 ) -> ExpertStates | None:
-    """Those of a run with `number` experts on each rank; None where this cannot be."""
+    """The states of a run with `number` experts on each rank; None if that is impossible."""
     out: dict[str, ExtraState] = {}
-    told: Counter[Columns] = Counter()
-    for held in modules.values():
-        for first in range(0, max(held) + 1, number) if number > 1 else ():
-            names = [held.get(first + k) for k in range(number)]
+    votes: Counter[Columns] = Counter()
+    for name_of in modules.values():
+        for first in range(0, max(name_of) + 1, number) if number > 1 else ():
+            names = [name_of.get(first + k) for k in range(number)]
             if not any(names):
                 continue
-            found = unmixed([states[n] if n is not None else None for n in names])
-            if found is None:
+            unmixed_states = unmix_expert_states(
+                [states[n] if n is not None else None for n in names]
+            )
+            if unmixed_states is None:
                 return None
-            right, columns = found
+            parts, columns = unmixed_states
             if columns is not None:
-                told[columns] += 1
+                votes[columns] += 1
             if columns == "interleaved":
-                pairs = zip(names, right, strict=True)
+                pairs = zip(names, parts, strict=True)
                 out |= {n: s for n, s in pairs if n is not None and s is not None}
-    columns = told.most_common(1)[0][0] if told else None
-    return ExpertStates(states=out, columns=columns, untold=frozenset(), findings=())
+    columns = votes.most_common(1)[0][0] if votes else None
+    return ExpertStates(states=out, columns=columns, ambiguous=frozenset(), findings=())
 
 
-def _said(states: Iterable[ExtraState]) -> Columns | None:
-    """How the release that pickled the recipes lays columns out, where they name it."""
-    said = {c for s in states if s.is_delayed and (c := s.columns) is not None}
-    return said.pop() if len(said) == 1 else None
+def _declared_columns(states: Iterable[ExtraState]) -> Columns | None:
+    """The column layout of the release that pickled the recipes, if they name it."""
+    columns = {c for s in states if s.is_delayed and (c := s.column_order) is not None}
+    return columns.pop() if len(columns) == 1 else None

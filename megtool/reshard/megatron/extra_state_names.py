@@ -1,4 +1,4 @@
-"""Extra states: what Transformer Engine and ModelOpt keep per module, under every name it has.
+"""The names of modules' extra states (of Transformer Engine and ModelOpt) in checkpoints.
 
 A module's `_extra_state` is a sharded object, `<module>._extra_state/shard_<offsets>_<sizes>`: with
 layers stacked the layer is an offset, with one key per layer a part of the module's name, and the
@@ -14,13 +14,13 @@ from itertools import product
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.containers.pickle_reader import Inert, references
+from megtool.checkpoint.containers.pickle_reader import Inert, find_references
 from megtool.checkpoint.containers.te_extra_state import is_empty
-from megtool.checkpoint.megatron_metadata import object_value
+from megtool.checkpoint.megatron_metadata import read_object
 from megtool.convert.megatron import split_state
 from megtool.tensors.sharded import GlobalTensor
 
-EMPTY = "an extra state that holds nothing"
+EMPTY = "an empty extra state"
 SUFFIX = "._extra_state"
 
 _NAME = re.compile(r"(.+)\._extra_state/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
@@ -56,45 +56,45 @@ _SITES = (
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Whose state it is: a module by its name with one key per layer, and the expert it is of."""
+    """The owner of a state: a module, by its name with one key per layer, and an expert."""
 
     module: str
     expert: int | None = None
 
     @property
     def layer(self) -> int | None:
-        """The number of its layer; None for a module of no decoder layer."""
+        """The number of its layer; None for a module outside the layers."""
         match = _LAYER.fullmatch(self.module)
         return int(match[2]) if match else None
 
 
 def is_extra_state(name: str) -> bool:
-    """The object is a module's extra state."""
+    """Whether the object is a module's extra state."""
     return f"{SUFFIX}/shard_" in name
 
 
-def site_of(name: str) -> Site | None:
-    """Whose state an object of this name is; None where its offsets say something else."""
+def parse_site(name: str) -> Site | None:
+    """The owner of the state that an object of this name is; None if its offsets fit none."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
     module = split_state(match[1])[2]
-    at, sizes = ([int(n) for n in match[k].split(".")] for k in (2, 3))
-    if len(at) != len(sizes) or any(a >= n for a, n in zip(at, sizes, strict=True)):
+    offsets, sizes = ([int(n) for n in match[k].split(".")] for k in (2, 3))
+    if len(offsets) != len(sizes) or any(a >= n for a, n in zip(offsets, sizes, strict=True)):
         return None
     if stacked := _STACKED.match(module):
-        module = f"{stacked[1]}{at[0]}.{module[stacked.end() :]}"
-        at, sizes = at[1:], sizes[1:]
+        module = f"{stacked[1]}{offsets[0]}.{module[stacked.end() :]}"
+        offsets, sizes = offsets[1:], sizes[1:]
     if single := _SINGLE.fullmatch(module):
-        return Site(single[1] + single[3], int(single[2])) if not any(at) else None
+        return Site(single[1] + single[3], int(single[2])) if not any(offsets) else None
     if _EXPERTS in module:
-        return Site(module, at[0]) if len(at) == 1 else None
-    return Site(module) if not any(at) else None
+        return Site(module, offsets[0]) if len(offsets) == 1 else None
+    return Site(module) if not any(offsets) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Spelling:
-    """How a checkpoint names its extra states: by the number of stacked layers, and of experts.
+class StateNaming:
+    """How a checkpoint names its extra states: with layers and experts stacked or not.
 
     A number is 0 where there is no such axis. `modules` are the modules of the model, layers
     counted one by one where they are stacked.
@@ -105,8 +105,8 @@ class Spelling:
     layers: frozenset[str]
 
     @classmethod
-    def of(cls, tensors: Iterable[GlobalTensor]) -> Spelling:
-        """The one of a checkpoint that stores these tensors."""
+    def of(cls, tensors: Iterable[GlobalTensor]) -> StateNaming:
+        """The naming of a checkpoint with these tensors."""
         stacked = experts = 0
         layers: set[str] = set()
         for t in tensors:
@@ -124,33 +124,35 @@ class Spelling:
         return cls(stacked, experts, frozenset(layers))
 
     def has(self, site: Site) -> bool:
-        """The model has the layer and the expert."""
+        """Whether the model has the layer and the expert."""
         match = _LAYER.fullmatch(site.module)
         known = match is None or match[1] + match[2] in self.layers
         return known and (site.expert is None or site.expert < self.experts)
 
     def name(self, site: Site) -> str:
-        """The object's name."""
-        module, at, sizes = site.module, list[int](), list[int]()
+        """The name of the object with the state of a site."""
+        module, offsets, sizes = site.module, list[int](), list[int]()
         match = _LAYER.fullmatch(module)
         if match and self.stacked:
             module = match[1] + match[3]
-            at, sizes = [int(match[2])], [self.stacked]
+            offsets, sizes = [int(match[2])], [self.stacked]
         if site.expert is not None:
-            at, sizes = [*at, site.expert], [*sizes, self.experts]
-        index = "_".join(".".join(map(str, x)) for x in (at or [0], sizes or [1]))
+            offsets, sizes = [*offsets, site.expert], [*sizes, self.experts]
+        index = "_".join(".".join(map(str, x)) for x in (offsets or [0], sizes or [1]))
         return f"{module}{SUFFIX}/shard_{index}"
 
 
-def asked_for(tensors: Sequence[GlobalTensor], have: Collection[str]) -> dict[str, None]:
-    """The `_extra_state` objects Megatron asks for: one per layer, expert and module, and None.
+def list_required_states(
+    tensors: Sequence[GlobalTensor], existing: Collection[str]
+) -> dict[str, None]:
+    """The `_extra_state` objects that Megatron loads, one per layer, expert and module.
 
-    Megatron's default strictness refuses a checkpoint that lacks one it asks for, and ignores one
-    it does not. So every site that some version asks for is named: the linear modules, attention
-    itself (before core 0.15), and the norms of Transformer Engine. `have` are left out.
+    Megatron's default strictness refuses a checkpoint that lacks one it loads, and ignores others.
+    So every site that any version loads is named: the linear modules, attention itself (before core
+    0.15), and the norms of Transformer Engine. Names in `existing` are left out.
     """
     names: dict[str, None] = {}
-    for t in tensors:  # BERT's and T5's, which have a bias; a GPT's is not asked for
+    for t in tensors:  # BERT's and T5's, which have a bias; a GPT's is not loaded
         if f".{t.name}".endswith(".output_layer.bias") and not t.name.startswith("optimizer."):
             names[f"{t.name.removesuffix('.bias')}{SUFFIX}/shard_0_1"] = None
     for t in tensors:
@@ -163,27 +165,27 @@ def asked_for(tensors: Sequence[GlobalTensor], have: Collection[str]) -> dict[st
         sites = [module] if site in _SITES else []
         if site in ("linear_qkv", "linear_kv", "linear_kv_up_proj"):
             sites.append(module.replace(site, "core_attention"))
-        for found in sites:
-            for at in product(*map(range, axes)):
-                index = f"{'.'.join(map(str, at))}_{'.'.join(map(str, axes))}"
-                names[f"{found}{SUFFIX}/shard_{index}"] = None
-    return {n: None for n in names if n not in have}
+        for module_name in sites:
+            for offsets in product(*map(range, axes)):
+                index = f"{'.'.join(map(str, offsets))}_{'.'.join(map(str, axes))}"
+                names[f"{module_name}{SUFFIX}/shard_{index}"] = None
+    return {n: None for n in names if n not in existing}
 
 
 def is_empty_state(catalogue: Catalogue, name: str) -> bool:
-    """The object is the `_extra_state` of a layer that has none (None, or a tensor of 0 bytes)."""
+    """Whether the object is an empty `_extra_state`: None, or a tensor of 0 bytes."""
     if not is_extra_state(name):
         return False
-    held = catalogue.objects[name]
-    is_long = held.extent is not None and held.extent[2] > _EMPTY_BYTES
-    return not is_long and holds_nothing(object_value(catalogue, held))
+    stored = catalogue.objects[name]
+    is_long = stored.extent is not None and stored.extent[2] > _EMPTY_BYTES
+    return not is_long and is_empty_value(read_object(catalogue, stored))
 
 
-def holds_nothing(value: Any) -> bool:
-    """An extra state is None, or bytes (a tensor, a buffer) of which none, or a None in bytes."""
+def is_empty_value(value: Any) -> bool:
+    """Whether an extra state is empty: None, no bytes in a tensor or buffer, or a pickled None."""
     if value is None or is_empty(value):
         return True
     if isinstance(value, bytes):
         return not value
     is_tensor = isinstance(value, Inert) and value.name.startswith("torch._utils._rebuild")
-    return is_tensor and not any(p.data for p in references(value))
+    return is_tensor and not any(p.data for p in find_references(value))

@@ -1,4 +1,4 @@
-"""From fragments: optimizer state that cores up to 0.15 stored flattened, read in model space.
+"""Read flattened optimizer state of cores up to 0.15 in its original shapes.
 
 `fully_sharded_model_space` cut every parameter into a grid of equal cells (one a tensor-parallel
 rank, layer or expert), and stored each cell flattened: a parameter of shape `[X, Y]` in cells of
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.rechunk import Regrouping, regroup
+from megtool.checkpoint.rechunk import Rechunking, rechunk
 from megtool.errors import FormatError
 from megtool.tensors.box import Boxes, Ints, from_flat, numel
 from megtool.tensors.sharded import GlobalTensor, widest
@@ -27,8 +27,8 @@ _CHAIN = re.compile(r"chained_\d+\.(?=optimizer\.state\.)")
 
 
 @dataclass(frozen=True, slots=True)
-class _Pieces:
-    """Pieces of one tensor: boxes, the shards that hold them, and where in these they begin."""
+class _CellRuns:
+    """Runs of one tensor: boxes, the shards that have them, and their first elements there."""
 
     lo: Ints
     hi: Ints
@@ -36,48 +36,48 @@ class _Pieces:
     start: Ints
 
 
-def has_fragments(catalogue: Catalogue) -> bool:
-    """The checkpoint holds flattened state of the old kind."""
-    return bool(_shapes(catalogue))
+def has_flattened_cells(catalogue: Catalogue) -> bool:
+    """Whether the checkpoint has flattened optimizer state."""
+    return bool(_original_shapes(catalogue))
 
 
-def from_fragments(catalogue: Catalogue) -> Catalogue:
-    """The catalogue with flattened tensors in their own shapes, over the same bytes.
+def read_fully_sharded_model_space(catalogue: Catalogue) -> Catalogue:
+    """The catalogue with flattened tensors in their original shapes, over the same bytes.
 
-    They keep their names, but for the number of the optimizer in a chain.
+    They keep their names, except for the number of the optimizer in a chain.
 
     Raises:
         FormatError: a stored shape is no grid of cells of the shape that the metadata gives.
     """
-    shapes = _shapes(catalogue)
-    rest = {t.name for t in catalogue.tensors} - shapes.keys()
+    shapes = _original_shapes(catalogue)
+    used_names = {t.name for t in catalogue.tensors} - shapes.keys()
     tensors: list[GlobalTensor] = []
-    found: list[_Pieces] = []
+    runs: list[_CellRuns] = []
     for name, shape in shapes.items():
         new = _CHAIN.sub("", name)
-        if new in rest:
+        if new in used_names:
             new = name
-        rest.add(new)
+        used_names.add(new)
         tensors.append(replace(catalogue[name], name=new, shape=shape))
-        found.append(_pieces(catalogue, name, shape))
+        runs.append(_find_runs(catalogue, name, shape))
     ndim = widest(tensors)
-    regrouping = Regrouping(
+    regrouping = Rechunking(
         tensors,
-        np.repeat(np.arange(len(found)), [len(p.shard) for p in found]),
+        np.repeat(np.arange(len(runs)), [len(p.shard) for p in runs]),
         Boxes(
-            np.concatenate([_wide(p.lo, ndim, 0) for p in found]),
-            np.concatenate([_wide(p.hi, ndim, 1) for p in found]),
+            np.concatenate([_pad_columns(p.lo, ndim, 0) for p in runs]),
+            np.concatenate([_pad_columns(p.hi, ndim, 1) for p in runs]),
         ),
-        np.concatenate([p.shard for p in found]),
-        np.concatenate([p.start for p in found]),
-        np.zeros(sum(len(p.shard) for p in found), bool),
+        np.concatenate([p.shard for p in runs]),
+        np.concatenate([p.start for p in runs]),
+        np.zeros(sum(len(p.shard) for p in runs), bool),
     )
-    out = regroup(catalogue, lambda name: name not in shapes, regrouping)
+    out = rechunk(catalogue, lambda name: name not in shapes, regrouping)
     out.metadata = {k: v for k, v in catalogue.metadata.items() if k != "mcore_data"}
     return out
 
 
-def _shapes(catalogue: Catalogue) -> dict[str, tuple[int, ...]]:
+def _original_shapes(catalogue: Catalogue) -> dict[str, tuple[int, ...]]:
     """The shapes that flattened tensors had, in the order of the tensors."""
     data = catalogue.metadata.get("mcore_data")
     if not isinstance(data, dict):
@@ -98,16 +98,16 @@ def _shapes(catalogue: Catalogue) -> dict[str, tuple[int, ...]]:
     return out
 
 
-def _pieces(catalogue: Catalogue, name: str, shape: tuple[int, ...]) -> _Pieces:
-    """Where the elements of one tensor lie."""
+def _find_runs(catalogue: Catalogue, name: str, shape: tuple[int, ...]) -> _CellRuns:
+    """The runs of one tensor."""
     stored = catalogue[name].shape
-    cell = _cell(stored, shape)
+    cell = _cell_shape(stored, shape)
     if cell is None:
         raise FormatError(
             f"{list(stored)} is no grid of flattened cells of the shape {list(shape)} it had",
             file=catalogue.root / ".metadata",
             tensor=name,
-            hint="--optimizer none leaves the optimizer out",
+            hint="--optimizer-format none leaves the optimizer out",
         )
     size, ndim = stored[-1], len(shape)
     rows = catalogue.shards.of(catalogue.index[name])
@@ -117,7 +117,7 @@ def _pieces(catalogue: Catalogue, name: str, shape: tuple[int, ...]) -> _Pieces:
     whole = single & (lo[:, ndim] == 0) & (hi[:, ndim] == size)
     corner = lo[whole][:, :ndim] * np.array(cell, np.int64)
     out = [
-        _Pieces(
+        _CellRuns(
             corner,
             corner + np.array(cell, np.int64),
             np.flatnonzero(whole) + rows.start,
@@ -128,11 +128,11 @@ def _pieces(catalogue: Catalogue, name: str, shape: tuple[int, ...]) -> _Pieces:
         a, b = int(lo[k, ndim]), int(hi[k, ndim])
         cut = from_flat(cell, a, b)
         begin = np.cumsum(cut.volume()) - cut.volume()
-        for number, at in enumerate(_cells(lo[k, :ndim].tolist(), hi[k, :ndim].tolist())):
-            corner = np.array(at, np.int64) * np.array(cell, np.int64)
+        for number, index in enumerate(_cell_indices(lo[k, :ndim].tolist(), hi[k, :ndim].tolist())):
+            corner = np.array(index, np.int64) * np.array(cell, np.int64)
             row = np.full(len(begin), rows.start + k, np.int64)
-            out.append(_Pieces(cut.lo + corner, cut.hi + corner, row, begin + number * (b - a)))
-    return _Pieces(
+            out.append(_CellRuns(cut.lo + corner, cut.hi + corner, row, begin + number * (b - a)))
+    return _CellRuns(
         np.concatenate([p.lo for p in out]),
         np.concatenate([p.hi for p in out]),
         np.concatenate([p.shard for p in out]),
@@ -140,8 +140,8 @@ def _pieces(catalogue: Catalogue, name: str, shape: tuple[int, ...]) -> _Pieces:
     )
 
 
-def _cell(stored: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape of a cell; None where the stored shape is no grid of such."""
+def _cell_shape(stored: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape of a cell; None if the stored shape is not a grid of cells."""
     grid = stored[:-1]
     if len(grid) != len(shape) or min((*grid, *shape), default=1) < 1:
         return None
@@ -151,14 +151,14 @@ def _cell(stored: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...] | 
     return cell if numel(cell) == stored[-1] else None
 
 
-def _cells(lo: list[int], hi: list[int]) -> Iterator[tuple[int, ...]]:
-    """Places in the grid from `lo` to before `hi`, the last dimension fastest."""
+def _cell_indices(lo: list[int], hi: list[int]) -> Iterator[tuple[int, ...]]:
+    """Indices in the grid from `lo` to before `hi`, the last dimension fastest."""
     shape = [h - x for x, h in zip(lo, hi, strict=True)]
-    for at in np.ndindex(*shape):
-        yield tuple(x + i for x, i in zip(lo, at, strict=True))
+    for index in np.ndindex(*shape):
+        yield tuple(x + i for x, i in zip(lo, index, strict=True))
 
 
-def _wide(array: Ints, ndim: int, value: int) -> Ints:
+def _pad_columns(array: Ints, ndim: int, value: int) -> Ints:
     """Columns padded to `ndim` with `value`."""
-    more = np.full((len(array), ndim - array.shape[1]), value, np.int64)
-    return np.concatenate([array, more], axis=1)
+    padding = np.full((len(array), ndim - array.shape[1]), value, np.int64)
+    return np.concatenate([array, padding], axis=1)

@@ -1,7 +1,7 @@
-"""Rank names: what a rank's own modules call a parameter, against its name in the whole model.
+"""Convert names of a rank's modules and parameters to names in the whole model, and back.
 
-`model_optim_rng.pt` keeps names of the module tree: layers count from the first of the chunk,
-experts are numbered within the rank, and norms are called as the layer implementation has them.
+`model_optim_rng.pt` has names of the module tree: layers are numbered from the first of the chunk,
+experts within the rank, and the names of norms depend on the layer implementation.
 """
 
 from __future__ import annotations
@@ -26,61 +26,61 @@ _NORMS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Global:
+class GlobalName:
     """A rank's tensor by its name in the whole model; `expert` counts over all ranks."""
 
     key: str
     expert: int | None
 
 
-def to_global(name: str, *, first_layer: int, first_expert: int) -> Global:
+def to_global(name: str, *, first_layer: int, first_expert: int) -> GlobalName:
     """The global key of a rank's own name for a parameter or a module.
 
-    `first_layer` and `first_expert` are those the rank's chunk begins with; layers that predict
+    `first_layer` and `first_expert` are the first ones of the rank's chunk; layers that predict
     further tokens are all in one chunk.
     """
     match = _LAYER.fullmatch(name)
     if match is None:
-        return Global(name, None)
+        return GlobalName(name, None)
     first = 0 if match[1] == "mtp" else first_layer
     head = f"{match[1]}.layers.{first + int(match[2])}.{match[3]}"
     suffix = match[4]
-    if found := _GROUPED.fullmatch(suffix):
-        key = f"{head}mlp.experts.experts.linear_fc{found[1]}.{found[2]}"
-        return Global(key, first_expert + int(found[3]))
-    if found := _SEQUENTIAL.fullmatch(suffix):
-        key = f"{head}mlp.experts.experts.linear_fc{found[2]}.{found[3]}"
-        return Global(key, first_expert + int(found[1]))
-    if found := _SEQUENTIAL_MODULE.fullmatch(suffix):
-        key = f"{head}mlp.experts.experts.linear_fc{found[2]}"
-        return Global(key, first_expert + int(found[1]))
-    return Global(head + suffix, None)
+    if inner := _GROUPED.fullmatch(suffix):
+        key = f"{head}mlp.experts.experts.linear_fc{inner[1]}.{inner[2]}"
+        return GlobalName(key, first_expert + int(inner[3]))
+    if inner := _SEQUENTIAL.fullmatch(suffix):
+        key = f"{head}mlp.experts.experts.linear_fc{inner[2]}.{inner[3]}"
+        return GlobalName(key, first_expert + int(inner[1]))
+    if inner := _SEQUENTIAL_MODULE.fullmatch(suffix):
+        key = f"{head}mlp.experts.experts.linear_fc{inner[2]}"
+        return GlobalName(key, first_expert + int(inner[1]))
+    return GlobalName(head + suffix, None)
 
 
 def to_local(
     parameter: Parameter, *, first_layer: int, first_expert: int, fused: bool, grouped: bool
 ) -> str:
-    """The name a rank's own modules give a parameter.
+    """The name of a parameter in a rank's module tree.
 
-    `fused`: Transformer Engine's layers, which hold the norms in the linear layers behind them;
-    `grouped`: experts numbered in the weights' names.
+    `fused`: Transformer Engine's layers, whose norms are part of the next linear layer;
+    `grouped`: experts are numbered in the weights' names.
     """
     match = _LAYER.fullmatch(parameter.module_key)
     if match is None:
         return parameter.module_key
     suffix = match[4]
     expert = parameter.expert - first_expert
-    if found := _GLOBAL_EXPERT.fullmatch(suffix):
-        linear, kind = found[1], found[2]
+    if inner := _GLOBAL_EXPERT.fullmatch(suffix):
+        linear, kind = inner[1], inner[2]
         suffix = (
             f"mlp.experts.linear_fc{linear}.{kind}{expert}"
             if grouped
             else f"mlp.experts.local_experts.{expert}.linear_fc{linear}.{kind}"
         )
     elif not fused:
-        for of_linear, own in _NORMS:
-            if suffix.startswith(of_linear):
-                suffix = own + suffix.removeprefix(of_linear)
+        for fused_prefix, separate_prefix in _NORMS:
+            if suffix.startswith(fused_prefix):
+                suffix = separate_prefix + suffix.removeprefix(fused_prefix)
     first = 0 if match[1] == "mtp" else first_layer
     return f"{match[1]}.layers.{int(match[2]) - first}.{match[3]}{suffix}"
 
@@ -96,8 +96,8 @@ def module_to_local(
     if match is None:
         return module
     suffix = match[4]
-    if found := _EXPERT_MODULE.fullmatch(suffix):
+    if inner := _EXPERT_MODULE.fullmatch(suffix):
         local = "" if grouped else f"local_experts.{(expert or 0) - first_expert}."
-        suffix = f"mlp.experts.{local}{found[1]}"
+        suffix = f"mlp.experts.{local}{inner[1]}"
     first = 0 if match[1] == "mtp" else first_layer
     return f"{match[1]}.layers.{int(match[2]) - first}.{match[3]}{suffix}"

@@ -1,4 +1,21 @@
-"""Masters: master weights held against the weights, where the state needs no decoding."""
+"""Prove that optimizer state belongs to the model: master weights, rounded, are the weights.
+
+What is proved, and what is not:
+
+- Of every run of a parameter (that one rank stored in a bucket) a few elements at its beginning,
+  and of every parameter some in the middle of its first run and at the end of its last, are those
+  of the model: all elements with `compare_all`. A parameter at a wrong place would need the
+  same numbers in all these places.
+- `decode_buckets` refuses a second order that passes the same test with other places for any
+  parameter, all of whose elements are compared then: so exactly one of the known orders is right,
+  however similar the parameters are. What is the same in all orders (norms that are all ones)
+  needs no distinction.
+- Moments are at the places of the master weights of the same bucket. That they belong to them is
+  not proved: nothing else has them.
+- Copies of a parameter or its state, which several ranks store, are equal at their beginning, in
+  their middle and at their end: some copies of each, and all of a tied embedding (`check_copies`);
+  with `compare_all`, all are equal.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +26,10 @@ from pathlib import Path
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Replica
-from megtool.checkpoint.numeric_values import numbers
-from megtool.checkpoint.read import Reader
-from megtool.checkpoint.replicas import as_pair
+from megtool.checkpoint.read import CheckpointReader
+from megtool.checkpoint.replicas import pair_replicas
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.cast import cast
+from megtool.checkpoint.transport.cast import cast, numeric_values
 from megtool.checkpoint.transport.strided import Array
 from megtool.convert.dialects import CanonicalView
 from megtool.convert.megatron import MAIN, split_optimizer, split_state
@@ -26,32 +42,34 @@ from megtool.tensors.placement import Placement, narrow, refine
 _SHARES = (0.0, 0.5, 1.0)
 
 
-def check_masters(catalogue: Catalogue, side: CanonicalView, *, whole: bool = False) -> None:
-    """Compare master weights, rounded, with the weights `side` reads from `catalogue`.
+def check_masters(catalogue: Catalogue, side: CanonicalView, *, compare_all: bool = False) -> None:
+    """Compare master weights, rounded, with the weights that `side` reads from `catalogue`.
 
-    Some elements at the beginning, in the middle and at the end of every tensor, or with `whole`
-    all of them. Masters of weights that are not there, and quantized weights, are passed over:
-    nothing says how the latter were rounded. Memory is bounded by one part of a tensor.
+    Compares some elements at the beginning, in the middle and at the end of every tensor, or with
+    `compare_all` all. Masters without weights, and of quantized weights, are skipped: how the
+    latter were rounded is not known. Memory is bounded by one part of a tensor.
 
     Raises:
         FormatError: a master weight is not its weight.
     """
-    with Reader(catalogue, Files()) as reader:
+    with CheckpointReader(catalogue, Files()) as reader:
         for name, main, weight in _pairs(catalogue, side):
             kind, target = catalogue[main.stored].dtype, catalogue[weight.stored].dtype
             lo, hi = [0] * len(main.shape), list(main.shape)
-            for box in parts(lo, hi) if whole else probes(lo, hi, _SHARES):
-                a = reader.canonical(narrow(main, *box)).read().reshape(-1)
-                b = reader.canonical(narrow(weight, *box)).read().reshape(-1)
-                wrong = difference(a, kind, b, target)
+            for box in split_box(lo, hi) if compare_all else sample_runs(lo, hi, _SHARES):
+                a = reader.open_canonical(narrow(main, *box)).read().reshape(-1)
+                b = reader.open_canonical(narrow(weight, *box)).read().reshape(-1)
+                wrong = find_difference(a, kind, b, target)
                 if wrong is not None:
-                    at, x, y = wrong
-                    found = Mismatch(key=name, index=index_of(at, *box), main=x, weight=y)
-                    raise found.error(catalogue.root)
+                    offset, x, y = wrong
+                    mismatch = MasterWeightMismatch(
+                        key=name, index=unravel_in_box(offset, *box), main=x, weight=y
+                    )
+                    raise mismatch.to_error(catalogue.root)
 
 
 def _pairs(catalogue: Catalogue, side: CanonicalView) -> Iterator[tuple[str, Placement, Placement]]:
-    """Every weight that has a master: its name, the master's place and its own."""
+    """Every weight with a master weight: its name, the master's placement and its own."""
     for name, main in side.placements.items():
         if side.dialect == "identity":
             state, _, key = split_optimizer(name)
@@ -82,7 +100,7 @@ _PART_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
+class MasterWeightMismatch:
     """The first parameter whose master weights are not its weights."""
 
     key: str
@@ -90,7 +108,7 @@ class Mismatch:
     main: float
     weight: float
 
-    def error(self, root: Path) -> FormatError:
+    def to_error(self, root: Path) -> FormatError:
         """What to say when no order of the parameters is any better."""
         return FormatError(
             f"the optimizer's master weight is {self.main:g} where the model has "
@@ -98,71 +116,82 @@ class Mismatch:
             file=root,
             tensor=self.key,
             hint="the optimizer belongs to another model or iteration, or its parameters are "
-            "registered in an order megtool does not know; --optimizer none leaves it out",
+            "registered in an order megtool does not know; --optimizer-format none leaves it out",
         )
 
 
-def disproof(candidate: Catalogue, model: Catalogue, *, whole: bool = False) -> Mismatch | None:
+def find_mismatch(
+    candidate: Catalogue, model: Catalogue, *, compare_all: bool = False
+) -> MasterWeightMismatch | None:
     """The first parameter of which probes disagree, or None: then the decoding is right.
 
     `candidate` holds the state per layer, `model` the weights under the same keys or stacked over
-    layers. With `whole` every element is compared.
+    layers. With `compare_all` every element is compared.
 
     Raises:
         FormatError: master weights of which the model has no weight.
     """
-    keys = _keys(model)
-    with Reader(candidate, Files()) as mains, Reader(model, Files()) as weights:
+    keys = _weight_names(model)
+    with CheckpointReader(candidate, Files()) as mains, CheckpointReader(model, Files()) as weights:
         for number, tensor in enumerate(candidate.tensors):
             state, _, key = split_state(tensor.name)
             if state != MAIN:
                 continue
-            stored, lead = _weight_of(keys, key, candidate.root)
+            weight_name, lead = _find_weight(keys, key, candidate.root)
             rows = candidate.shards.of(number)
             pieces = range(rows.start, rows.stop)
-            if not whole and len(pieces) > MOST_PIECES:
+            if not compare_all and len(pieces) > MOST_PIECES:
                 pieces = range(rows.start, rows.stop, -(-len(pieces) // MOST_PIECES))
             for k, row in enumerate(pieces):
                 lo = candidate.shards.boxes.lo[row, : len(tensor.shape)].tolist()
                 hi = candidate.shards.boxes.hi[row, : len(tensor.shape)].tolist()
                 shares = _shares(k, len(pieces))
-                for box in parts(lo, hi) if whole else probes(lo, hi, shares):
-                    main = mains.canonical(box_of(tensor.name, *box)).read().reshape(-1)
-                    weight = weights.canonical(
-                        box_of(stored, [*lead, *box[0]], [*(x + 1 for x in lead), *box[1]])
+                for box in split_box(lo, hi) if compare_all else sample_runs(lo, hi, shares):
+                    main = mains.open_canonical(place_box(tensor.name, *box)).read().reshape(-1)
+                    weight = weights.open_canonical(
+                        place_box(weight_name, [*lead, *box[0]], [*(x + 1 for x in lead), *box[1]])
                     ).read()
-                    wrong = difference(main, tensor.dtype, weight.reshape(-1), model[stored].dtype)
+                    wrong = find_difference(
+                        main, tensor.dtype, weight.reshape(-1), model[weight_name].dtype
+                    )
                     if wrong is not None:
-                        at, x, y = wrong
-                        return Mismatch(key=key, index=index_of(at, *box), main=x, weight=y)
+                        k_wrong, x, y = wrong
+                        return MasterWeightMismatch(
+                            key=key, index=unravel_in_box(k_wrong, *box), main=x, weight=y
+                        )
     return None
 
 
-def check_copies(catalogue: Catalogue, *, whole: bool = False) -> None:
+def check_copies(catalogue: Catalogue, *, compare_all: bool = False) -> None:
     """Compare what several ranks store of the same parameter: norms, a tied embedding, their state.
 
-    All elements of all copies with `whole`, otherwise some of a bounded number of copies.
+    All elements of all copies with `compare_all`, otherwise some of a bounded number of copies.
 
     Raises:
         FormatError: two differ; names the tensor and both files.
     """
-    chosen = _replicas(catalogue) if whole else _some(catalogue)
+    chosen = _replicas(catalogue) if compare_all else _sample_replicas(catalogue)
     if not chosen:
         return
-    one, other = as_pair(replace(catalogue, replicas=chosen))
-    with Reader(one, Files()) as first, Reader(other, Files()) as second:
-        for number, (copy, tensor) in enumerate(zip(chosen, one.tensors, strict=True)):
+    first_copies, second_copies = pair_replicas(replace(catalogue, replicas=chosen))
+    with (
+        CheckpointReader(first_copies, Files()) as first,
+        CheckpointReader(second_copies, Files()) as second,
+    ):
+        for number, (copy, tensor) in enumerate(zip(chosen, first_copies.tensors, strict=True)):
             lo, hi = [0] * len(tensor.shape), list(tensor.shape)
-            for box in parts(lo, hi) if whole else probes(lo, hi, (0.0, 0.5, 1.0)):
-                place = box_of(tensor.name, *box)
-                a = first.canonical(place).read().reshape(-1)
-                b = second.canonical(place).read().reshape(-1)
+            for box in split_box(lo, hi) if compare_all else sample_runs(lo, hi, (0.0, 0.5, 1.0)):
+                placement = place_box(tensor.name, *box)
+                a = first.open_canonical(placement).read().reshape(-1)
+                b = second.open_canonical(placement).read().reshape(-1)
                 differ = np.flatnonzero(a.view(np.uint8) != b.view(np.uint8))
                 if len(differ):
-                    at = int(differ[0]) // a.itemsize
-                    values = [float(numbers(x, tensor.dtype)[at]) for x in (a, b)]
-                    file = int(one.extents.file[number])
-                    raise _differing(catalogue, copy, file, index_of(at, *box), values)
+                    offset = int(differ[0]) // a.itemsize
+                    values = [float(numeric_values(x, tensor.dtype)[offset]) for x in (a, b)]
+                    file = int(first_copies.extents.file[number])
+                    raise _copies_differ(
+                        catalogue, copy, file, unravel_in_box(offset, *box), values
+                    )
 
 
 def _replicas(catalogue: Catalogue) -> list[Replica]:
@@ -174,26 +203,26 @@ def _replicas(catalogue: Catalogue) -> list[Replica]:
     ]
 
 
-def _some(catalogue: Catalogue) -> list[Replica]:
+def _sample_replicas(catalogue: Catalogue) -> list[Replica]:
     """Some replicas of every tensor; all of the embedding, which the last stage trains too."""
-    found: dict[int, list[Replica]] = {}
+    copies_of: dict[int, list[Replica]] = {}
     for copy in _replicas(catalogue):
-        found.setdefault(int(catalogue.shards.tensor[copy.shard]), []).append(copy)
+        copies_of.setdefault(int(catalogue.shards.tensor[copy.shard]), []).append(copy)
     return [
         copy
-        for number, copies in found.items()
+        for number, copies in copies_of.items()
         for copy in (
-            copies if catalogue.tensors[number].name == EMBEDDING else _spaced(copies, number)
+            copies if catalogue.tensors[number].name == EMBEDDING else _space_evenly(copies, number)
         )
     ]
 
 
-def _spaced(copies: list[Replica], first: int) -> list[Replica]:
+def _space_evenly(copies: list[Replica], first: int) -> list[Replica]:
     step = -(-len(copies) // MOST_COPIES)
     return copies[first % step :: step]
 
 
-def _differing(
+def _copies_differ(
     catalogue: Catalogue,
     copy: Replica,
     file: int,
@@ -202,11 +231,13 @@ def _differing(
 ) -> FormatError:
     name = catalogue.tensors[int(catalogue.shards.tensor[copy.shard])].name
     lo = catalogue.shards.boxes.lo[copy.shard].tolist()
-    at = [i + x for i, x in zip(index, lo, strict=False)]
-    way_out = ", or leave the optimizer out: --optimizer none" if split_state(name)[0] else ""
+    global_index = [i + x for i, x in zip(index, lo, strict=False)]
+    way_out = (
+        ", or leave the optimizer out: --optimizer-format none" if split_state(name)[0] else ""
+    )
     return FormatError(
         f"copies of it differ: {values[0]:g} in {catalogue.files[file].path} and {values[1]:g} "
-        f"in {catalogue.files[copy.file].path}, at {at}",
+        f"in {catalogue.files[copy.file].path}, at {global_index}",
         file=catalogue.path(copy.file),
         tensor=name,
         hint="a file is damaged, or of another save: `megtool verify` lists all that differ; take "
@@ -214,12 +245,12 @@ def _differing(
     )
 
 
-def _weight_of(keys: dict[str, str], key: str, root: Path) -> tuple[str, tuple[int, ...]]:
+def _find_weight(keys: dict[str, str], key: str, root: Path) -> tuple[str, tuple[int, ...]]:
     """The stored weight of a per-layer key, and the layer's index in it where it is stacked."""
     if key in keys:
         return keys[key], ()
-    head, _, rest = key.partition(".layers.")
-    layer, _, suffix = rest.partition(".")
+    head, _, tail = key.partition(".layers.")
+    layer, _, suffix = tail.partition(".")
     stacked = f"{head}.layers.{suffix}"
     if layer.isdigit() and stacked in keys:
         return keys[stacked], (int(layer),)
@@ -227,11 +258,11 @@ def _weight_of(keys: dict[str, str], key: str, root: Path) -> tuple[str, tuple[i
         "the optimizer has state of a parameter that the model lacks",
         file=root,
         tensor=key,
-        hint="--optimizer none leaves the optimizer out",
+        hint="--optimizer-format none leaves the optimizer out",
     )
 
 
-def _keys(model: Catalogue) -> dict[str, str]:
+def _weight_names(model: Catalogue) -> dict[str, str]:
     """Stored names of weights by their keys without wrappers."""
     split = ((split_state(t.name), t.name) for t in model.tensors)
     return {key: name for (state, _, key), name in split if state == ""}
@@ -242,7 +273,7 @@ def _shares(number: int, of: int) -> tuple[float, ...]:
     return (0.0, *[0.5] * (number == 0), *[1.0] * (number == of - 1))
 
 
-def probes(
+def sample_runs(
     lo: list[int], hi: list[int], shares: tuple[float, ...]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Runs of a few elements of a box, along its last dimension; no run twice."""
@@ -250,17 +281,18 @@ def probes(
         yield lo, hi
         return
     size = min(hi[-1] - lo[-1], PROBE_ELEMENTS)
-    seen: list[list[int]] = []
+    starts: list[list[int]] = []
     for share in shares:
         last = [
-            x + int((h - n - x) * share) for x, h, n in zip(lo, hi, _ends(lo, size), strict=True)
+            x + int((h - n - x) * share)
+            for x, h, n in zip(lo, hi, _run_shape(lo, size), strict=True)
         ]
-        if last not in seen:
-            seen.append(last)
-            yield last, [x + n for x, n in zip(last, _ends(lo, size), strict=True)]
+        if last not in starts:
+            starts.append(last)
+            yield last, [x + n for x, n in zip(last, _run_shape(lo, size), strict=True)]
 
 
-def parts(lo: list[int], hi: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+def split_box(lo: list[int], hi: list[int]) -> Iterator[tuple[list[int], list[int]]]:
     """A box in parts that fit into memory."""
     shape = [h - x for x, h in zip(lo, hi, strict=True)]
     if numel(shape) <= _PART_ELEMENTS:
@@ -268,22 +300,22 @@ def parts(lo: list[int], hi: list[int]) -> Iterator[tuple[list[int], list[int]]]
         return
     dim = shape.index(max(shape))
     middle = lo[dim] + shape[dim] // 2
-    yield from parts(lo, [*hi[:dim], middle, *hi[dim + 1 :]])
-    yield from parts([*lo[:dim], middle, *lo[dim + 1 :]], hi)
+    yield from split_box(lo, [*hi[:dim], middle, *hi[dim + 1 :]])
+    yield from split_box([*lo[:dim], middle, *lo[dim + 1 :]], hi)
 
 
-def _ends(lo: list[int], size: int) -> list[int]:
+def _run_shape(lo: list[int], size: int) -> list[int]:
     return [*[1] * (len(lo) - 1), size]
 
 
-def index_of(at: int, lo: list[int], hi: list[int]) -> tuple[int, ...]:
+def unravel_in_box(offset: int, lo: list[int], hi: list[int]) -> tuple[int, ...]:
     """The index in the tensor of an element of a box."""
     shape = [h - x for x, h in zip(lo, hi, strict=True)]
-    place = np.unravel_index(at, shape) if shape else ()
-    return tuple(int(i) + x for i, x in zip(place, lo, strict=True))
+    index = np.unravel_index(offset, shape) if shape else ()
+    return tuple(int(i) + x for i, x in zip(index, lo, strict=True))
 
 
-def box_of(stored: str, lo: list[int], hi: list[int]) -> Placement:
+def place_box(stored: str, lo: list[int], hi: list[int]) -> Placement:
     """A box of a stored tensor as a tensor of its own."""
     n = len(lo)
     return Placement(
@@ -296,7 +328,7 @@ def box_of(stored: str, lo: list[int], hi: list[int]) -> Placement:
     )
 
 
-def difference(
+def find_difference(
     main: Array, kind: DType, weight: Array, target: DType
 ) -> tuple[int, float, float] | None:
     """The first element that differs once the master weights have the model's dtype."""
@@ -308,10 +340,10 @@ def difference(
     differ = np.flatnonzero(rounded != weight)
     if not len(differ):
         return None
-    a, b = numbers(main, kind), numbers(weight, target)
+    a, b = numeric_values(main, kind), numeric_values(weight, target)
     close = np.isclose(a, b, rtol=_tolerance(weight, target), atol=0.0, equal_nan=True)
-    for at in differ[~close[differ]][:1].tolist():
-        return at, float(a[at]), float(b[at])
+    for k in differ[~close[differ]][:1].tolist():
+        return k, float(a[k]), float(b[k])
     return None
 
 

@@ -1,6 +1,6 @@
-"""The model in NeMo's and Megatron-Bridge's YAML, as the args Megatron-LM would have kept.
+"""The model in NeMo's and Megatron-Bridge's YAML, as Megatron-LM's args.
 
-NeMo 2 writes `context/model.yaml` beside `weights/`, Megatron-Bridge `run_config.yaml` into every
+NeMo 2 writes `context/model.yaml` next to `weights/`, Megatron-Bridge `run_config.yaml` into every
 iteration; neither keeps args. Both describe a dataclass by `_target_` and its fields. It is read as
 plain data: nothing that a target names is imported.
 """
@@ -44,10 +44,10 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def read_foreign_args(catalogue: Catalogue) -> dict[str, Any] | None:
-    """Args of the model in the YAML beside the data, as plain values; None where there is none.
+    """The args of the model in the checkpoint's YAML, as plain values; None without YAML.
 
     Raises:
-        FormatError: the file is no YAML, or describes no model.
+        FormatError: the file is invalid, or describes no model.
         MissingPackageError: reading it needs PyYAML.
     """
     for name, key in ((BRIDGE_FILE, "model"), (NEMO_FILE, "config")):
@@ -63,7 +63,7 @@ def read_foreign_args(catalogue: Catalogue) -> dict[str, Any] | None:
 
 
 def args_from_section(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Args of a model that a dataclass's fields describe, those of an inner `transformer` too."""
+    """The args of a model from a dataclass's fields, with those of an inner `transformer`."""
     inner = section.get("transformer")
     fields = {**(inner if isinstance(inner, dict) else {}), **section}
     out = dict(_DEFAULTS)
@@ -97,10 +97,10 @@ def args_from_section(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file holds, whatever its tags ask to be built, as plain values.
+    """The contents of a YAML file as plain values; its tags are ignored.
 
     Raises:
-        FormatError: it is too large, or no YAML.
+        FormatError: it is too large, or invalid.
     """
     yaml: Any = importlib.import_module("yaml")
 
@@ -121,7 +121,7 @@ def read_yaml(path: Path) -> Any:
     try:
         return yaml.load(path.read_bytes(), Loader=loader)
     except (yaml.YAMLError, ValueError, RecursionError, TypeError) as e:
-        raise FormatError(f"no readable YAML: {' '.join(str(e).split())[:120]}", file=path) from e
+        raise FormatError(f"invalid YAML: {' '.join(str(e).split())[:120]}", file=path) from e
 
 
 def _target_name(value: Any) -> str:
@@ -131,7 +131,7 @@ def _target_name(value: Any) -> str:
 
 
 def _vocabulary_args(catalogue: Catalogue) -> dict[str, Any]:
-    """The padded size, which both leave to be computed."""
+    """The padded vocabulary size, which neither file has."""
     for t in catalogue.tensors:
         state, _, key = split_state(t.name)
         if not state and key == EMBEDDING and t.shape:

@@ -1,4 +1,4 @@
-"""From groups: state of an optimizer that is not distributed, as rank files number it.
+"""Read the state of a non-distributed optimizer, which rank files number.
 
 `Float16OptimizerWithFloat16Params` keeps one tensor per parameter and state, numbered through its
 param groups; within a group, parameters follow as they are registered. Source: megatron-core
@@ -12,40 +12,40 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.rechunk import regroup
+from megtool.checkpoint.rechunk import rechunk
 from megtool.convert.rank_parameters import Parameter
 from megtool.errors import FormatError
-from megtool.reshard.megatron.box_runs import Collected, boxes_of
-from megtool.reshard.megatron.master_weight_check import disproof
+from megtool.reshard.megatron.box_runs import BoxRunCollector, split_into_boxes
+from megtool.reshard.megatron.master_weight_check import find_mismatch
 from megtool.tensors.sharded import GlobalTensor
 
 NUMBERED = re.compile(
     r"([^/]+)/model_optim_rng/optimizer/(?:optimizer/state/(\d+)/(\w+)"
     r"|fp32_from_fp16_params/(\d+)/(\d+))"
 )
-_HINT = "--optimizer none leaves the optimizer out"
+_HINT = "--optimizer-format none leaves the optimizer out"
 
 
-def has_numbered(catalogue: Catalogue) -> bool:
-    """The rank files hold state of an optimizer that is not distributed."""
+def has_numbered_state(catalogue: Catalogue) -> bool:
+    """Whether the rank files have state of a non-distributed optimizer."""
     return any(NUMBERED.fullmatch(t.name) for t in catalogue.tensors)
 
 
-def from_groups(
-    catalogue: Catalogue, members: Mapping[str, Sequence[Parameter]], *, whole: bool = False
+def read_numbered_state(
+    catalogue: Catalogue, members: Mapping[str, Sequence[Parameter]], *, compare_all: bool = False
 ) -> Catalogue:
     """The catalogue with numbered state as `optimizer.state.STATE.KEY`, one tensor per layer.
 
     `catalogue` holds the weights in model space, `members` every rank folder's parameters as they
-    are registered. `whole` compares all master weights with the model's.
+    are registered. `compare_all` compares all master weights with the model's.
 
     Raises:
         FormatError: groups that do not fit the parameters, or master weights of another model.
     """
-    collected = Collected()
+    collected = BoxRunCollector()
     index = catalogue.index
     for folder, parameters in members.items():
-        for name, state, p in _numbered(catalogue, folder, parameters):
+        for name, state, p in _list_numbered(catalogue, folder, parameters):
             stored = catalogue.tensors[index[name]]
             if stored.shape != p.local_shape:
                 raise FormatError(
@@ -59,25 +59,25 @@ def from_groups(
                 name=f"optimizer.state.{state}.{p.key}", shape=p.shape, dtype=stored.dtype
             )
             row = catalogue.shards.of(index[name]).start
-            for box, position in boxes_of(p, 0, p.numel):
+            for box, position in split_into_boxes(p, 0, p.numel):
                 collected.add(tensor, box, row, position)
-    out = regroup(catalogue, lambda n: NUMBERED.fullmatch(n) is None, collected.regrouping())
-    mismatch = disproof(out, catalogue, whole=whole)
+    out = rechunk(catalogue, lambda n: NUMBERED.fullmatch(n) is None, collected.regrouping())
+    mismatch = find_mismatch(out, catalogue, compare_all=compare_all)
     if mismatch is not None:
-        raise mismatch.error(catalogue.root)
+        raise mismatch.to_error(catalogue.root)
     return out
 
 
-def _numbered(
+def _list_numbered(
     catalogue: Catalogue, folder: str, parameters: Sequence[Parameter]
 ) -> Iterator[tuple[str, str, Parameter]]:
-    """Every stored state tensor of a rank, which state it is, and of which parameter."""
-    groups = _groups(catalogue, folder)
-    parted = _parted(groups, parameters, catalogue, folder)
+    """Every stored state tensor of a rank, with its state and its parameter."""
+    groups = _read_param_groups(catalogue, folder)
+    parameters_of = _split_by_group(groups, parameters, catalogue, folder)
     of_number: dict[int, Parameter] = {}
-    for group, held in zip(groups, parted, strict=True):
+    for group, group_parameters in zip(groups, parameters_of, strict=True):
         numbers = group["params"]
-        of_number |= dict(zip(numbers, held, strict=True))
+        of_number |= dict(zip(numbers, group_parameters, strict=True))
     prefix = f"{folder}/"
     for t in catalogue.tensors:
         match = NUMBERED.fullmatch(t.name) if t.name.startswith(prefix) else None
@@ -89,13 +89,13 @@ def _numbered(
                 continue
             yield t.name, state, of_number[number]
         else:
-            yield t.name, "param", parted[int(match[4])][int(match[5])]
+            yield t.name, "param", parameters_of[int(match[4])][int(match[5])]
 
 
-def _groups(catalogue: Catalogue, folder: str) -> list[dict[str, Any]]:
+def _read_param_groups(catalogue: Catalogue, folder: str) -> list[dict[str, Any]]:
     tree = catalogue.metadata["rank_trees"].get(folder)
-    held = tree.get("optimizer") if isinstance(tree, dict) else None
-    inner = held.get("optimizer") if isinstance(held, dict) else None
+    optimizer = tree.get("optimizer") if isinstance(tree, dict) else None
+    inner = optimizer.get("optimizer") if isinstance(optimizer, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     if not isinstance(groups, list) or not all(
         isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
@@ -106,36 +106,37 @@ def _groups(catalogue: Catalogue, folder: str) -> list[dict[str, Any]]:
     return groups
 
 
-def _parted(
+def _split_by_group(
     groups: Sequence[Mapping[str, Any]],
     parameters: Sequence[Parameter],
     catalogue: Catalogue,
     folder: str,
 ) -> list[list[Parameter]]:
-    """Each group's parameters: biases and 1-d ones are in those without weight decay."""
+    """Each group's parameters: biases and 1-d parameters are in groups without weight decay."""
     if len(groups) == 1:
-        parted = [list(parameters)]
+        parameters_of = [list(parameters)]
     else:
-        decayed = {bool(g.get("wd_mult", 1.0)) for g in groups}
-        if len(groups) > 2 or len(decayed) != 2:
+        decay_values = {bool(g.get("wd_mult", 1.0)) for g in groups}
+        if len(groups) > 2 or len(decay_values) != 2:
             raise FormatError(
-                f"{len(groups)} param groups that weight decay alone does not tell apart",
+                f"{len(groups)} param groups that differ in more than weight decay",
                 file=catalogue.root / folder,
                 hint=_HINT,
             )
-        parted = [
-            [p for p in parameters if _decays(p) == bool(g.get("wd_mult", 1.0))] for g in groups
+        parameters_of = [
+            [p for p in parameters if _has_weight_decay(p) == bool(g.get("wd_mult", 1.0))]
+            for g in groups
         ]
-    for group, held in zip(groups, parted, strict=True):
-        if len(group["params"]) != len(held):
+    for group, group_parameters in zip(groups, parameters_of, strict=True):
+        if len(group["params"]) != len(group_parameters):
             raise FormatError(
                 f"a param group of {len(group['params'])} parameters, where the model has "
-                f"{len(held)}",
+                f"{len(group_parameters)}",
                 file=catalogue.root / folder,
                 hint=f"the optimizer belongs to another model; {_HINT}",
             )
-    return parted
+    return parameters_of
 
 
-def _decays(p: Parameter) -> bool:
+def _has_weight_decay(p: Parameter) -> bool:
     return len(p.local_shape) > 1 and not p.key.endswith(".bias")

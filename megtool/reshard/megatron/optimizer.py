@@ -1,4 +1,4 @@
-"""Optimizer: in which format its state is asked for, and what a run that loads it expects."""
+"""The format of optimizer state to write, and what the run that loads it expects."""
 
 from __future__ import annotations
 
@@ -6,86 +6,90 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.formats import CUT_BY_RANKS
-from megtool.checkpoint.megatron_metadata import args_of
-from megtool.checkpoint.param_groups import BY_DP, FULLY
+from megtool.checkpoint.formats import RANK_SHARDED_FORMATS
+from megtool.checkpoint.megatron_metadata import saved_args
+from megtool.checkpoint.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import CanonicalView, TargetView, is_optimizer_state
 from megtool.convert.megatron import MAIN, split_state
 from megtool.dtypes import DType
 from megtool.errors import MappingError, UsageError
-from megtool.reshard.megatron.dp_reshardable_writer import Run
-from megtool.reshard.open_source import CheckpointSource
+from megtool.reshard.megatron.dp_reshardable_writer import BucketSettings
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.buckets import default_bucket_size
 from megtool.tensors.registration_order import Order, likely_orders
 from megtool.tensors.sharded import GlobalTensor
 
 _LOG = logging.getLogger(__name__)
 NONE, LEGACY = "none", "legacy"
-KINDS = (FULLY, BY_DP, LEGACY, NONE)
-_FORMATS = {FULLY: "torch_dist", BY_DP: "torch_dist", LEGACY: "megatron"}
+OPTIMIZER_FORMATS = (FULLY_RESHARDABLE, DP_RESHARDABLE, LEGACY, NONE)
+_FORMAT_OF = {FULLY_RESHARDABLE: "torch_dist", DP_RESHARDABLE: "torch_dist", LEGACY: "megatron"}
 
 
-def choose_optimizer(asked: str | None, source: Catalogue, side: CanonicalView, to: str) -> str | None:
-    """The format of the optimizer state to write; None where it stays as it is spelled.
+def choose_optimizer(
+    requested: str | None, source: Catalogue, side: CanonicalView, to: str
+) -> str | None:
+    """The format of the optimizer state to write; None where its names stay.
 
     Raises:
-        UsageError: an unknown format, one that the target cannot hold, or one that is cut by
-            weights which are not there.
+        UsageError: an unknown format, one that the target cannot hold, or one that needs weights
+            which are missing.
     """
-    if asked is not None and asked not in KINDS:
-        raise UsageError(f"optimizer format {asked!r}", hint=f"one of {', '.join(KINDS)}")
-    home = _FORMATS.get(asked or "")
-    if home is not None and home != to:
+    if requested is not None and requested not in OPTIMIZER_FORMATS:
         raise UsageError(
-            f"optimizer format {asked!r} belongs to --to {home}, not to {to!r}",
-            hint=f"--to {home}, or leave --optimizer out",
+            f"optimizer format {requested!r}", hint=f"one of {', '.join(OPTIMIZER_FORMATS)}"
         )
-    if asked == NONE:
+    required_format = _FORMAT_OF.get(requested or "")
+    if required_format is not None and required_format != to:
+        raise UsageError(
+            f"optimizer format {requested!r} belongs to --to {required_format}, not to {to!r}",
+            hint=f"--to {required_format}, or leave --optimizer-format out",
+        )
+    if requested == NONE:
         return None
-    if asked is not None and not any(
+    if requested is not None and not any(
         is_optimizer_state(n) for n in (*side.canonical, *side.states)
     ):
         raise UsageError(
-            f"optimizer format {asked!r}, and the source has no optimizer state",
-            hint="leave --optimizer out",
+            f"optimizer format {requested!r}, and the source has no optimizer state",
+            hint="leave --optimizer-format out",
         )
     if not side.states:
         return None
-    by_weights = to == "megatron" or asked == BY_DP
+    by_weights = to == "megatron" or requested == DP_RESHARDABLE
     if by_weights and not any(":" not in name for name in side.canonical):
         raise UsageError(
-            f"optimizer state as {LEGACY if to == 'megatron' else asked!r} goes by the weights, "
+            f"optimizer state as {LEGACY if to == 'megatron' else requested!r} needs the weights, "
             "and there are none",
-            hint=f"--to torch_dist --optimizer {FULLY} holds state alone",
+            hint=f"--to torch_dist --optimizer-format {FULLY_RESHARDABLE} holds state alone",
         )
     if by_weights and MAIN not in side.states:
-        kind = LEGACY if to == "megatron" else asked
+        kind = LEGACY if to == "megatron" else requested
         raise UsageError(
             f"optimizer state as {kind!r} needs master weights, and the source has only "
-            f"{', '.join(side.states)}: nothing could tell where a parameter's state lies",
-            hint=f"--optimizer none leaves the state out; --to torch_dist --optimizer {FULLY} "
-            "holds it as it is",
+            f"{', '.join(side.states)}: the place of a parameter's state could not be found",
+            hint="--optimizer-format none leaves the state out; --to torch_dist "
+            f"--optimizer-format {FULLY_RESHARDABLE} holds it as it is",
         )
     if to == "megatron":
         return LEGACY
     if to != "torch_dist":
         return None
-    if asked is not None:
-        return asked
-    is_distributed = sharding_type(source) is not None or source.format == "megatron"
-    return FULLY if is_distributed or side.states.get(MAIN) == "param" else None
+    if requested is not None:
+        return requested
+    is_distributed = read_sharding_type(source) is not None or source.format == "megatron"
+    return FULLY_RESHARDABLE if is_distributed or side.states.get(MAIN) == "param" else None
 
 
-def sharding_type(source: Catalogue) -> str | None:
-    """How a checkpoint says its distributed optimizer is stored; None where it has none."""
+def read_sharding_type(source: Catalogue) -> str | None:
+    """The format of distributed optimizer state that a checkpoint declares; None if none."""
     content = source.metadata.get("content_metadata")
-    found = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
-    return found if isinstance(found, str) else None
+    value = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    return value if isinstance(value, str) else None
 
 
-def states_of(side: TargetView) -> dict[str, DType]:
-    """The optimizer states among stored tensors, as they are spelled, and their dtypes."""
+def find_state_dtypes(side: TargetView) -> dict[str, DType]:
+    """The optimizer states among stored tensors, by stored name, and their dtypes."""
     out: dict[str, DType] = {}
     for t in side.tensors:
         state, spelled, _ = split_state(t.name)
@@ -94,25 +98,25 @@ def states_of(side: TargetView) -> dict[str, DType]:
     return out
 
 
-def require_states(side: TargetView, wanted: Iterable[str]) -> None:
-    """Demand the state tensors that flat buffers are filled with, one of each state a parameter.
+def require_states(side: TargetView, expected: Iterable[str]) -> None:
+    """Require the state tensors that flat buffers need: one of each state per parameter.
 
     Raises:
-        MappingError: one is missing, or is of no parameter of the model; names state and tensor.
+        MappingError: one is missing, or belongs to no parameter of the model.
     """
-    held = {t.name for t in side.tensors}
-    asked = set()
-    hint = "--optimizer none leaves the optimizer out"
-    for name in wanted:
-        asked.add(name)
-        if name not in held:
+    stored = {t.name for t in side.tensors}
+    used = set()
+    hint = "--optimizer-format none leaves the optimizer out"
+    for name in expected:
+        used.add(name)
+        if name not in stored:
             _, spelled, key = split_state(name)
             raise MappingError(
                 f"the optimizer's state is incomplete: {key!r} has no {spelled!r}",
                 tensor=name,
                 hint=hint,
             )
-    for name in sorted(held - asked):
+    for name in sorted(stored - used):
         _, spelled, key = split_state(name)
         if spelled:
             raise MappingError(
@@ -122,11 +126,11 @@ def require_states(side: TargetView, wanted: Iterable[str]) -> None:
             )
 
 
-def run_of(
+def choose_bucket_settings(
     source: CheckpointSource, parallel: ParallelConfig, weights: Sequence[GlobalTensor]
-) -> Run:
-    """How the run that will load the checkpoint cuts its buckets, as far as the source says."""
-    args = args_of(source.catalogue)
+) -> BucketSettings:
+    """How the run that will load the checkpoint cuts its buckets, as far as the args state."""
+    args = saved_args(source.catalogue)
     floats = [t.dtype.name for t in weights if t.dtype.is_float]
     param = max(set(floats), key=floats.count) if floats else "float32"
     known = source.catalogue.metadata.get("bucket_dtypes")
@@ -134,56 +138,61 @@ def run_of(
     grad = known[1] if known else ("float32" if in_fp32 else param)
     size = None
     if args.get("overlap_grad_reduce"):
-        given = args.get("ddp_bucket_size")
+        declared = args.get("ddp_bucket_size")
         replicas = parallel.dp * parallel.cp
-        size = given if isinstance(given, int) and given > 0 else default_bucket_size(replicas)
-    return Run(
-        order=registration_order(source.catalogue),
+        size = (
+            declared
+            if isinstance(declared, int) and declared > 0
+            else default_bucket_size(replicas)
+        )
+    return BucketSettings(
+        order=find_registration_order(source.catalogue),
         param_dtype=param,
         grad_dtype=grad,
         bucket_size=size,
     )
 
 
-def registration_order(catalogue: Catalogue) -> Order:
-    """In which order the parameters are registered: as found, or as the args make likely."""
-    found = catalogue.metadata.get("registration_order")
-    if isinstance(found, Order):
-        return found
-    args = args_of(catalogue)
-    implementation = "local" if has_own_layers(catalogue) else None
+def find_registration_order(catalogue: Catalogue) -> Order:
+    """The order in which parameters are registered: the proved one, or the likely one."""
+    order = catalogue.metadata.get("registration_order")
+    if isinstance(order, Order):
+        return order
+    args = saved_args(catalogue)
+    implementation = "local" if uses_local_layers(catalogue) else None
     return likely_orders(implementation, args.get("moe_grouped_gemm"))[0]
 
 
-def warn_of_order(catalogue: Catalogue, order: Order) -> None:
-    """Say so where nothing tells which layers will load state that is laid out in their order."""
-    args = args_of(catalogue)
+def warn_unknown_order(catalogue: Catalogue, order: Order) -> None:
+    """Warn if the args do not state which layers will load state that depends on their order."""
+    args = saved_args(catalogue)
     if not args or catalogue.metadata.get("registration_order") is not None:
         return
     has_experts = any(".experts." in t.name for t in catalogue.tensors)
-    unsaid = [
+    unstated = [
         name
         for name, matters in (("transformer_impl", True), ("moe_grouped_gemm", has_experts))
         if args.get(name) is None and matters
     ]
-    if unsaid and catalogue.format in CUT_BY_RANKS:
+    if unstated and catalogue.format in RANK_SHARDED_FORMATS:
         _LOG.warning(
-            "the args do not say %s: the optimizer is laid out for %s. Megatron would load it into "
-            "other layers without an error, and wrong; --optimizer fully_reshardable fits all",
-            " and ".join(unsaid),
+            "the args do not state %s: the optimizer is laid out for %s. Megatron would load it "
+            "into other layers without an error, but wrong; --optimizer-format fully_reshardable "
+            "fits all layers",
+            " and ".join(unstated),
             order,
         )
 
 
-def has_own_layers(catalogue: Catalogue) -> bool:
-    """The model is of megatron-core's own layers, not of Transformer Engine's.
+def uses_local_layers(catalogue: Catalogue) -> bool:
+    """Whether the model uses Megatron Core's local layers, not Transformer Engine's.
 
-    The args say so, or the names: of a first norm outside the linear layer behind it in rank files,
-    of a norm inside an MLP of experts in `torch_dist`.
+    The args say so, or the names: a first norm outside the next linear layer in rank files, a norm
+    inside an MLP of experts in `torch_dist`.
     """
-    said = args_of(catalogue).get("transformer_impl")
-    if said is not None:
-        return bool(said == "local")
+    implementation = saved_args(catalogue).get("transformer_impl")
+    if implementation is not None:
+        return bool(implementation == "local")
     names = [split_state(t.name)[2] for t in catalogue.tensors]
     if catalogue.format == "megatron":
         return any(".input_layernorm." in n for n in names) and not any(

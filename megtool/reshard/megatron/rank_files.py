@@ -1,4 +1,4 @@
-"""From ranks: the legacy `mp_rank_*` files, read as tensors of the model and their state."""
+"""Read Megatron's legacy `mp_rank_*` files as tensors of the model and their optimizer state."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.rechunk import regroup
+from megtool.checkpoint.rechunk import rechunk
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.rank_parameters import EMBEDDING, OUTPUT, Parameter, boxes_of_rank
 from megtool.convert.sharding import Glu, rule_of
 from megtool.errors import FormatError, LayoutError
 from megtool.parallel.pipeline_split import Pipeline
-from megtool.reshard.megatron.box_runs import Collected, boxes_of
-from megtool.reshard.megatron.bucket_decoding import Bucket, Holder, decode
-from megtool.reshard.megatron.dp_reshardable import bucket_sizes
+from megtool.reshard.megatron.box_runs import BoxRunCollector, split_into_boxes
+from megtool.reshard.megatron.bucket_decoding import Bucket, FlatBuffer, decode_buckets
+from megtool.reshard.megatron.dp_reshardable import candidate_bucket_sizes
 from megtool.reshard.megatron.local_names import to_global
 from megtool.reshard.megatron.master_weight_check import check_copies
-from megtool.reshard.megatron.non_distributed_optimizer import from_groups, has_numbered
-from megtool.reshard.megatron.rank_extra_state import remember
-from megtool.reshard.megatron.rank_objects import rank_objects
+from megtool.reshard.megatron.non_distributed_optimizer import (
+    has_numbered_state,
+    read_numbered_state,
+)
+from megtool.reshard.megatron.rank_extra_state import with_merge
+from megtool.reshard.megatron.rank_objects import read_rank_objects
 from megtool.tensors.sharded import GlobalTensor
 
 _WEIGHT = re.compile(r"([^/]+)/model_optim_rng/model(\d*)/(.+)")
@@ -31,8 +34,8 @@ _BUFFERS = (".expert_bias", ".inv_freq", ".local_tokens_per_expert")
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
-    """A rank's place; `expert_tp` is its rank among those that cut experts."""
+class RankFolder:
+    """The rank of a folder; `expert_tp` is its rank among those that shard experts."""
 
     tp: int
     pp: int
@@ -41,76 +44,84 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """A rank's tensor: its stored name, and which parameter it is."""
+class _RankTensor:
+    """A rank's tensor: its stored name and its parameter."""
 
     stored: str
     parameter: Parameter
 
 
-def from_ranks(
+def read_rank_files(
     catalogue: Catalogue,
     config: ModelConfig,
     parallel: ParallelConfig,
     *,
-    whole: bool = False,
-    alike: bool = True,
+    compare_all: bool = False,
+    require_equal_copies: bool = True,
 ) -> Catalogue:
     """The catalogue with every rank's tensors in model space, one per layer, and their objects.
 
-    `parallel` is the layout the checkpoint was saved at. `alike` demands that what several ranks
-    hold is the same on all.
+    `parallel` is the layout the checkpoint was saved at. `require_equal_copies`
+    refuses copies of several ranks that differ.
 
     Raises:
         FormatError: ranks that do not fit the layout or disagree, or an optimizer of another model.
     """
-    held = dict(_parameters(catalogue, config, parallel))
-    small, merged = rank_objects(catalogue, ranks_of(catalogue, parallel), config, parallel)
+    chunks = dict(_read_chunks(catalogue, config, parallel))
+    rank_objects, merged = read_rank_objects(
+        catalogue, list_ranks(catalogue, parallel), config, parallel
+    )
     catalogue = replace(
         catalogue,
-        objects=catalogue.objects | small,
-        metadata=remember(catalogue.metadata, merged),
+        objects=catalogue.objects | rank_objects,
+        metadata=with_merge(catalogue.metadata, merged),
     )
-    collected = Collected()
-    for found in held.values():
-        for one in found:
-            kind = catalogue[one.stored].dtype
-            p = one.parameter
+    collected = BoxRunCollector()
+    for tensors in chunks.values():
+        for rank_tensor in tensors:
+            kind = catalogue[rank_tensor.stored].dtype
+            p = rank_tensor.parameter
             tensor = GlobalTensor(name=p.key, shape=p.shape, dtype=kind)
-            row = catalogue.shards.of(catalogue.index[one.stored]).start
-            for box, position in boxes_of(p, 0, p.numel):
+            row = catalogue.shards.of(catalogue.index[rank_tensor.stored]).start
+            for box, position in split_into_boxes(p, 0, p.numel):
                 collected.add(tensor, box, row, position)
-    out = regroup(catalogue, lambda n: _WEIGHT.fullmatch(n) is None, collected.regrouping())
-    if has_numbered(out):
+    out = rechunk(catalogue, lambda n: _WEIGHT.fullmatch(n) is None, collected.regrouping())
+    if has_numbered_state(out):
         members: dict[str, list[Parameter]] = {}
-        for (folder, _), found in sorted(held.items()):
-            own = [one.parameter for one in found if not one.parameter.key.endswith(_BUFFERS)]
-            members.setdefault(folder, []).extend(own)
-        out = from_groups(out, members, whole=whole)
-    elif holders := list(_holders(out, held, parallel)):
-        out = decode(out, holders, lambda n: _FLAT.fullmatch(n) is not None, whole=whole)
-    if alike:
-        check_copies(out, whole=whole)
+        for (folder, _), tensors in sorted(chunks.items()):
+            parameters = [
+                rank_tensor.parameter
+                for rank_tensor in tensors
+                if not rank_tensor.parameter.key.endswith(_BUFFERS)
+            ]
+            members.setdefault(folder, []).extend(parameters)
+        out = read_numbered_state(out, members, compare_all=compare_all)
+    elif flat_buffers := list(_flat_buffers(out, chunks, parallel)):
+        out = decode_buckets(
+            out, flat_buffers, lambda n: _FLAT.fullmatch(n) is not None, compare_all=compare_all
+        )
+    if require_equal_copies:
+        check_copies(out, compare_all=compare_all)
     return out
 
 
-def _parameters(
+def _read_chunks(
     catalogue: Catalogue, config: ModelConfig, parallel: ParallelConfig
-) -> Iterator[tuple[tuple[str, int], list[_Held]]]:
-    """What every rank folder's chunks hold, in the order of the file."""
-    listed: dict[tuple[str, int], list[tuple[str, str]]] = {}
+) -> Iterator[tuple[tuple[str, int], list[_RankTensor]]]:
+    """The tensors of every chunk in every rank folder, in the order of the file."""
+    names_of: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for t in catalogue.tensors:
         if match := _WEIGHT.fullmatch(t.name):
-            listed.setdefault((match[1], int(match[2] or 0)), []).append((t.name, match[3]))
+            names_of.setdefault((match[1], int(match[2] or 0)), []).append((t.name, match[3]))
     for alias, first in catalogue.metadata.get("aliases", {}).items():
         match = _WEIGHT.fullmatch(alias)  # two names for one tensor: another checkpoint has both
         if match and first in catalogue:
-            listed.setdefault((match[1], int(match[2] or 0)), []).append((first, match[3]))
-    ranks = ranks_of(catalogue, parallel)
+            names_of.setdefault((match[1], int(match[2] or 0)), []).append((first, match[3]))
+    ranks = list_ranks(catalogue, parallel)
     _check_version(catalogue)
-    _check_stages(catalogue, listed, ranks)
+    _check_stages(catalogue, names_of, ranks)
     pipeline = Pipeline.of(parallel)
-    for (folder, chunk), names in listed.items():
+    for (folder, chunk), names in names_of.items():
         rank = ranks[folder]
         if chunk >= parallel.vpp:
             raise FormatError(
@@ -128,14 +139,14 @@ def _parameters(
         yield (
             (folder, chunk),
             [
-                _Held(stored, _parameter(t, g.expert, rank, glu, config, parallel))
+                _RankTensor(stored, _parameter(t, g.expert, rank, glu, config, parallel))
                 for t, (stored, g) in zip(tensors, renamed, strict=True)
             ],
         )
 
 
 def _check_version(catalogue: Catalogue) -> None:
-    """Refuse files whose rows of queries, keys and values lie in another order.
+    """Refuse files whose rows of queries, keys and values are in another order.
 
     Source: `fix_query_key_value_ordering` in Megatron-LM's checkpointing.py.
     """
@@ -146,69 +157,78 @@ def _check_version(catalogue: Catalogue) -> None:
     raise FormatError(
         f"checkpoint_version {version!r:.20}, and only 2 and 3 are known",
         file=catalogue.root / first / "model_optim_rng.pt",
-        hint="rows of queries, keys and values lie in another order before version 2: load it with "
-        "Megatron-LM, which puts them right, and save it again",
+        hint="rows of queries, keys and values are in another order before version 2: load it with "
+        "Megatron-LM, which reorders them, and save it again",
     )
 
 
 def _check_stages(
     catalogue: Catalogue,
-    listed: Mapping[tuple[str, int], Sequence[tuple[str, str]]],
-    ranks: Mapping[str, Rank],
+    names_of: Mapping[tuple[str, int], Sequence[tuple[str, str]]],
+    ranks: Mapping[str, RankFolder],
 ) -> None:
-    """All ranks of a pipeline stage hold the same tensors, of the same shapes and types.
+    """Check that all ranks of a pipeline stage have the same tensors, shapes and dtypes.
 
     Raises:
-        FormatError: one lacks a tensor, or has another; names it, the file and a rank that differs.
+        FormatError: one lacks a tensor or has another one.
     """
     first: dict[tuple[int, int], str] = {}
     facts: dict[tuple[str, int], dict[str, GlobalTensor]] = {}
-    for at, names in listed.items():
-        facts[at] = {key: catalogue[stored] for stored, key in names if not key.endswith(_OWN)}
-    chunks = {chunk for _, chunk in listed}
+    for chunk_key, names in names_of.items():
+        facts[chunk_key] = {
+            key: catalogue[stored] for stored, key in names if not key.endswith(_EXTRA_STATE)
+        }
+    chunks = {chunk for _, chunk in names_of}
     for folder, rank in ranks.items():
         for chunk in chunks:
-            other = first.setdefault((rank.pp, chunk), folder)
-            mine, theirs = facts.get((folder, chunk), {}), facts.get((other, chunk), {})
-            for key in sorted(mine.keys() ^ theirs.keys())[:1]:
-                lacks, has = (folder, other) if key in theirs else (other, folder)
+            reference = first.setdefault((rank.pp, chunk), folder)
+            tensors, reference_tensors = (
+                facts.get((folder, chunk), {}),
+                facts.get((reference, chunk), {}),
+            )
+            for key in sorted(tensors.keys() ^ reference_tensors.keys())[:1]:
+                lacks, has = (
+                    (folder, reference) if key in reference_tensors else (reference, folder)
+                )
                 raise FormatError(
                     f"is missing, and {has} of the same pipeline stage has it",
                     file=catalogue.root / lacks / "model_optim_rng.pt",
                     tensor=key,
-                    hint=_MIXED,
+                    hint=_MIXED_HINT,
                 )
-            for key, t in mine.items():
-                o = theirs[key]
-                if (t.shape, t.dtype) != (o.shape, o.dtype):
+            for key, t in tensors.items():
+                expected = reference_tensors[key]
+                if (t.shape, t.dtype) != (expected.shape, expected.dtype):
                     raise FormatError(
-                        f"is {list(t.shape)} {t.dtype.name}, and {list(o.shape)} {o.dtype.name} "
-                        f"in {other} of the same pipeline stage",
+                        f"is {list(t.shape)} {t.dtype.name}, and {list(expected.shape)} "
+                        f"{expected.dtype.name} in {reference} of the same pipeline stage",
                         file=catalogue.root / folder / "model_optim_rng.pt",
                         tensor=key,
-                        hint=_MIXED,
+                        hint=_MIXED_HINT,
                     )
 
 
-_OWN = "._extra_state"
-_MIXED = "the file is damaged or of another checkpoint: copy it again, or take another iteration"
+_EXTRA_STATE = "._extra_state"
+_MIXED_HINT = (
+    "the file is damaged or of another checkpoint: copy it again, or take another iteration"
+)
 
 
 def _parameter(
     t: GlobalTensor,
     expert: int | None,
-    rank: Rank,
+    rank: RankFolder,
     glu: Glu,
     config: ModelConfig,
     parallel: ParallelConfig,
 ) -> Parameter:
-    """A rank's tensor as a part of the model's."""
+    """A rank's tensor as a part of the model's tensor."""
     rule = rule_of(t.name, glu(t.name))
-    ranks, which = (parallel.etp, rank.expert_tp) if expert is not None else (parallel.tp, rank.tp)
+    ranks, index = (parallel.etp, rank.expert_tp) if expert is not None else (parallel.tp, rank.tp)
     shape = list(t.shape)
     if rule.tp_dim and shape:
         shape[rule.tp_dim] *= ranks
-    boxes = boxes_of_rank(t.name, tuple(shape), rule, ranks, which)
+    boxes = boxes_of_rank(t.name, tuple(shape), rule, ranks, index)
     key, registered_as = t.name, ""
     is_tied = (
         parallel.pp > 1
@@ -232,24 +252,24 @@ def _parameter(
     )
 
 
-def ranks_of(catalogue: Catalogue, parallel: ParallelConfig) -> dict[str, Rank]:
-    """The place of every rank folder."""
-    out: dict[str, Rank] = {}
+def list_ranks(catalogue: Catalogue, parallel: ParallelConfig) -> dict[str, RankFolder]:
+    """The rank of every rank folder."""
+    out: dict[str, RankFolder] = {}
     for folder, (tp, pp, ep) in catalogue.metadata["ranks"].items():
-        place = Rank(tp, pp or 0, ep or 0, expert_rank(tp, ep or 0, parallel))
-        if place.tp >= parallel.tp or place.pp >= parallel.pp or place.ep >= parallel.ep:
+        rank = RankFolder(tp, pp or 0, ep or 0, expert_rank(tp, ep or 0, parallel))
+        if rank.tp >= parallel.tp or rank.pp >= parallel.pp or rank.ep >= parallel.ep:
             raise FormatError(
                 f"a rank outside of tp={parallel.tp} pp={parallel.pp} ep={parallel.ep}, "
                 "which the args say",
                 file=catalogue.root / folder,
                 hint="the folder belongs to another checkpoint",
             )
-        out[folder] = place
+        out[folder] = rank
     return out
 
 
 def expert_rank(tp: int, ep: int, parallel: ParallelConfig) -> int:
-    """Which part of its experts the folder of a (tp, ep) rank holds.
+    """Which part of its experts the folder of a (tp, ep) rank has.
 
     Ranks of a stage count tensors first, and for experts their own tensor ranks first, then `ep`.
     """
@@ -260,11 +280,11 @@ def expert_rank(tp: int, ep: int, parallel: ParallelConfig) -> int:
     raise LayoutError(f"no rank has tp={tp} and ep={ep} at etp={parallel.etp}")
 
 
-def _holders(
+def _flat_buffers(
     catalogue: Catalogue,
-    held: Mapping[tuple[str, int], list[_Held]],
+    chunk_tensors: Mapping[tuple[str, int], list[_RankTensor]],
     parallel: ParallelConfig,
-) -> Iterator[Holder]:
+) -> Iterator[FlatBuffer]:
     """Every flat buffer of every rank's distrib_optim.pt, with the parameters in it."""
     buffers: dict[tuple[str, int, int, str], dict[str, dict[int, GlobalTensor]]] = {}
     chained: set[str] = set()
@@ -281,38 +301,38 @@ def _holders(
     per_folder: dict[tuple[str, int], int] = {}
     for folder, chain, _, _ in buffers:
         per_folder[folder, chain] = per_folder.get((folder, chain), 0) + 1
-    candidates = bucket_sizes(catalogue)
+    candidates = candidate_bucket_sizes(catalogue)
     for (folder, chain, number, dtype), states in sorted(buffers.items()):
         chunks = [
             [
-                one.parameter
-                for one in held.get((folder, chunk), [])
-                if not one.parameter.key.endswith(_BUFFERS)
-                and (parallel.ep == 1 or one.parameter.is_expert == bool(chain))
+                rank_tensor.parameter
+                for rank_tensor in chunk_tensors.get((folder, chunk), [])
+                if not rank_tensor.parameter.key.endswith(_BUFFERS)
+                and (parallel.ep == 1 or rank_tensor.parameter.is_expert == bool(chain))
             ]
             for chunk in range(parallel.vpp)
         ]
-        # Buffers are numbered over those chunks that have any parameters of the chain.
+        # Buffers are numbered over the chunks that have parameters of the chain.
         filled = [found for found in chunks if found]
         dtypes = max(per_folder[folder, chain] // max(len(filled), 1), 1)
         if number >= dtypes * len(filled):
             raise FormatError(
                 f"flat buffer {number} of optimizer {chain}, for {len(filled)} model chunks",
                 file=catalogue.root / folder / "distrib_optim.pt",
-                hint="the file is of another layout than the args; --optimizer none leaves it out",
+                hint="the args have another layout; --optimizer-format none leaves the state out",
             )
         members = [p for p in filled[number // dtypes] if dtypes == 1 or p.dtype == dtype]
-        first = next(iter(states.values()))
-        whole = len(first) == 1
-        yield Holder(
+        first_state = next(iter(states.values()))
+        is_coalesced = len(first_state) == 1
+        yield FlatBuffer(
             members=members,
             buckets=[
                 Bucket(
-                    first[k].numel,
+                    first_state[k].numel,
                     {s: parts[k].name for s, parts in states.items() if k in parts},
                 )
-                for k in sorted(first)
+                for k in sorted(first_state)
             ],
-            is_coalesced=whole,
+            is_coalesced=is_coalesced,
             bucket_sizes=candidates,
         )

@@ -1,4 +1,4 @@
-"""Rank objects: small state inside legacy rank files, as the objects other formats have, and back.
+"""Convert small state inside legacy rank files to the objects of other formats, and back.
 
 Extra states are entries of each rank's model, by the names of its own modules; random state and
 ModelOpt's are entries of each rank's file.
@@ -11,15 +11,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from megtool.checkpoint.catalogue import Catalogue, StoredObject
-from megtool.checkpoint.formats.megatron_legacy_file import MODEL_KEY, entries
-from megtool.checkpoint.random_state import RNG, rng_name
+from megtool.checkpoint.containers.pickle_reader import dict_items
+from megtool.checkpoint.formats.megatron_legacy_file import MODEL_KEY
+from megtool.checkpoint.random_state import RNG, rng_object_name
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.parallel.pipeline_split import Pipeline
-from megtool.reshard.megatron.extra_state_names import Site, Spelling
-from megtool.reshard.megatron.rank_extra_state import Merged, RankStates
+from megtool.reshard.megatron.extra_state_names import Site, StateNaming
+from megtool.reshard.megatron.rank_extra_state import RankStateCollector, StateMerge
 
 MODELOPT = re.compile(r"modelopt_state(?:_\d+)?")
-_OF_RANK = re.compile(r"(mp_rank_[\d_]+)/(modelopt_state(?:_\d+)?)")
+_MODELOPT_OF_RANK = re.compile(r"(mp_rank_[\d_]+)/(modelopt_state(?:_\d+)?)")
 _OLD_RNG = (
     "random_rng_state",
     "np_rng_state",
@@ -29,8 +30,8 @@ _OLD_RNG = (
 )
 
 
-class Rank(Protocol):
-    """A rank's place."""
+class RankPosition(Protocol):
+    """The position of a rank in the layout."""
 
     @property
     def tp(self) -> int:
@@ -45,29 +46,29 @@ class Rank(Protocol):
         """Its expert rank."""
 
 
-def rank_objects(
+def read_rank_objects(
     catalogue: Catalogue,
-    ranks: Mapping[str, Rank],
+    ranks: Mapping[str, RankPosition],
     config: ModelConfig,
     parallel: ParallelConfig,
-) -> tuple[dict[str, StoredObject], Merged]:
-    """The objects that the files of `ranks` (by folder) hold, at the layout they were saved at.
+) -> tuple[dict[str, StoredObject], StateMerge]:
+    """The objects in the files of `ranks` (by folder), at the layout they were saved at.
 
-    Extra states that are None, as of layers that have none, are left out. Those of one module in
+    Extra states that are None are left out. Those of one module in
     several files are merged; the second value says how.
     """
-    found: dict[str, Any] = {}
-    states = RankStates()
+    values_by_name: dict[str, Any] = {}
+    states = RankStateCollector()
     trees = catalogue.metadata.get("rank_trees")
-    each = config.num_experts // parallel.ep
+    experts_per_rank = config.num_experts // parallel.ep
     for folder, rank in ranks.items():
-        top = entries(trees[folder]) if isinstance(trees, dict) and folder in trees else None
-        held = {k: v for k, v in top or () if isinstance(k, str)}
-        if rank.ep == 0 and (state := _random_state(held)) is not None:
-            found[rng_name(rank.pp, rank.tp, parallel)] = state
-        for key, value in held.items():
+        top = dict_items(trees[folder]) if isinstance(trees, dict) and folder in trees else None
+        top_level = {k: v for k, v in top or () if isinstance(k, str)}
+        if rank.ep == 0 and (state := _random_state(top_level)) is not None:
+            values_by_name[rng_object_name(rank.pp, rank.tp, parallel)] = state
+        for key, value in top_level.items():
             if MODELOPT.fullmatch(key):
-                found[f"{folder}/{key}"] = value
+                values_by_name[f"{folder}/{key}"] = value
             elif MODEL_KEY.fullmatch(key):
                 chunk = int(key.removeprefix("model") or 0)
                 layers = Pipeline.of(parallel).layers_of(config.num_layers, rank.pp, chunk)
@@ -75,31 +76,31 @@ def rank_objects(
                     value,
                     f"{folder}/{key}",
                     first_layer=layers.start,
-                    first_expert=rank.ep * each,
-                    experts=each,
+                    first_expert=rank.ep * experts_per_rank,
+                    experts=experts_per_rank,
                 )
-    spelling = Spelling(0, config.num_experts, frozenset())
+    spelling = StateNaming(0, config.num_experts, frozenset())
     values = states.values()
     for site, value in values.items():
-        found[spelling.name(site) if isinstance(site, Site) else site] = value
-    objects = {n: StoredObject(name=n, kind="object", value=v) for n, v in found.items()}
-    return objects, states.merged(values)
+        values_by_name[spelling.name(site) if isinstance(site, Site) else site] = value
+    objects = {n: StoredObject(name=n, kind="object", value=v) for n, v in values_by_name.items()}
+    return objects, states.summarize_merge(values)
 
 
-def _random_state(held: Mapping[str, Any]) -> Any:
-    """A rank's random state; old files keep its parts by themselves."""
-    if held.get(RNG) is not None:
-        return held[RNG]
-    parts = {k: held[k] for k in _OLD_RNG if k in held}
+def _random_state(entries_by_key: Mapping[str, Any]) -> Any:
+    """A rank's random state; old files store its parts separately."""
+    if entries_by_key.get(RNG) is not None:
+        return entries_by_key[RNG]
+    parts = {k: entries_by_key[k] for k in _OLD_RNG if k in entries_by_key}
     return [parts] if parts else None
 
 
-def of_chunk(
+def select_chunk_sites(
     sites: Iterable[Site], layers: range, experts: range, modules: Iterable[str]
 ) -> list[Site]:
     """The sites that a rank's chunk has: of its layers and experts, and of its other `modules`."""
-    known = set(modules)
-    parents = {m.rpartition(".")[0] for m in known}
+    module_names = set(modules)
+    parents = {m.rpartition(".")[0] for m in module_names}
     out = []
     for site in sites:
         inner = site.module.removesuffix(".core_attention")
@@ -108,26 +109,26 @@ def of_chunk(
         if site.layer is not None:
             if site.layer in layers:
                 out.append(site)
-        elif site.module in known or (inner != site.module and inner in parents):
+        elif site.module in module_names or (inner != site.module and inner in parents):
             out.append(site)
     return out
 
 
-def own_state(
+def select_rank_state(
     objects: Mapping[str, Any], folder: str, rank: tuple[int, int], parallel: ParallelConfig
 ) -> dict[str, Any]:
-    """What the rank of a `folder`, at (tensor rank, stage), keeps beside its model."""
+    """The state other than its model of the rank of a `folder`, at (tensor rank, stage)."""
     out: dict[str, Any] = {}
     tp, pp = rank
-    if (name := rng_name(pp, tp, parallel)) in objects:
+    if (name := rng_object_name(pp, tp, parallel)) in objects:
         out[RNG] = objects[name]
     for name, value in objects.items():
-        match = _OF_RANK.fullmatch(name)
+        match = _MODELOPT_OF_RANK.fullmatch(name)
         if match and match[1] == folder:
             out[match[2]] = value
     return out
 
 
-def is_of_rank(name: str) -> bool:
-    """The object is ModelOpt's state of one rank's modules."""
-    return _OF_RANK.fullmatch(name) is not None
+def is_rank_object(name: str) -> bool:
+    """Whether the object is ModelOpt's state of one rank's modules."""
+    return _MODELOPT_OF_RANK.fullmatch(name) is not None

@@ -1,1 +1,1 @@
-"""One kind of destination a file: its tensors, their cuts, and the files beside them."""
+"""Plan the files of a target, one module per format."""

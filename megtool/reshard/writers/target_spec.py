@@ -1,32 +1,32 @@
-"""What a reshard was asked for, and what it will write."""
+"""The options of a reshard's target, and the target that is planned from them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from megtool.checkpoint.catalogue import Destination
-from megtool.checkpoint.commit import Stage
-from megtool.checkpoint.plan import Dropped, Fill
-from megtool.config import ParallelConfig
+from megtool.checkpoint.commit import StagingFolder
+from megtool.checkpoint.plan import DroppedItem, Fill
+from megtool.config import LayoutOptions, ParallelConfig
 from megtool.convert.dialects import TargetView
 from megtool.dtypes import DType
-from megtool.reshard.megatron.amax_report import AmaxReport, AmaxWish
+from megtool.reshard.megatron.amax_report import AmaxOptions, AmaxReport
+from megtool.tensors.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What the user asked for.
+class TargetOptions:
+    """What to write and where.
 
-    `layout` holds fields of ParallelConfig, None (or false) where nothing was said. `optimizer` is
-    the format of optimizer state, None for the usual one of the target. `prove_all` compares all
-    elements of what is left out as a copy of something else, not some.
+    `to` is the format, None for the source's own. `optimizer` is the format of optimizer state,
+    None for the target's usual one. `prove_all` compares all elements of tensors that are left out
+    as copies of other tensors, instead of some. `renames` are patterns `OLD=NEW`.
     """
 
     to: str | None = None
-    layout: Mapping[str, Any] = field(default_factory=dict)
+    layout: LayoutOptions = field(default_factory=LayoutOptions)
     optimizer: str | None = None
     prove_all: bool = False
     core_version: str | None = None
@@ -35,19 +35,18 @@ class Request:
     max_shard_bytes: int | None = None
     compress: str | None = None
     renames: Sequence[str] = ()
-    amax: AmaxWish = field(default_factory=AmaxWish)
+    amax: AmaxOptions = field(default_factory=AmaxOptions)
     destination: Path = Path()
 
 
 @dataclass(slots=True, kw_only=True)
 class Target:
-    """A destination laid out, and how it relates to the canonical tensors.
+    """A planned destination, and its relation to the canonical tensors.
 
-    A destination that holds a tensor several times places it under further names in
-    `side.placements`; `copies` maps each to the canonical one. `moved` and `derived` name objects
-    and parts of the common state that travel as they are, or are written anew. `finish(stage,
-    threads)` is what is to be done to the staged files once all bytes are in them. `amax` is what
-    became of FP8's delayed scaling state, where there is any.
+    A tensor that the destination has several times has more names in `side.placements`; `copies`
+    maps each to the canonical name. `moved` and `derived` name objects and parts of the common
+    state that are written unchanged, or rewritten. `finish(stage, threads)` is called when all
+    bytes are staged. `amax` reports FP8's delayed scaling state, if there is any.
     """
 
     format: str
@@ -57,26 +56,26 @@ class Target:
     destination: Destination
     fills: list[Fill]
     copies: dict[str, str] = field(default_factory=dict)
-    dropped: list[Dropped] = field(default_factory=list)
+    dropped: list[DroppedItem] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)
     is_file: bool = False
     sidecar_folder: str = ""
-    finish: Callable[[Stage, int], None] | None = None
+    finish: Callable[[StagingFolder, int], None] | None = None
     amax: AmaxReport | None = None
 
     def account(
-        self, moved: Iterable[str], derived: Iterable[str], dropped: Iterable[Dropped]
+        self, moved: Iterable[str], derived: Iterable[str], dropped: Iterable[DroppedItem]
     ) -> None:
-        """List objects, or parts of the common state, as what becomes of them."""
+        """Record what becomes of objects, or of parts of the common state."""
         self.moved += moved
         self.derived += derived
         self.dropped += dropped
 
-    def store_under(self, names: Mapping[str, Sequence[str]]) -> None:
-        """Let each stored tensor be written under all its `names`, the first of which is its own.
+    def add_copies(self, names: Mapping[str, Sequence[str]]) -> None:
+        """Write each stored tensor under all its `names`, of which the first is its own.
 
-        Tensors that are not among them stay as they are.
+        Tensors without an entry stay as they are.
         """
         placements = dict(self.side.placements)
         for canonical, p in self.side.placements.items():
@@ -90,8 +89,8 @@ class Target:
         ]
 
 
-def fill_of(placement: Any, value: float) -> Fill:
-    """The box of a stored tensor that a placement of padding claims."""
-    lo = tuple(placement.base)
+def make_fill(placement: Placement, value: float) -> Fill:
+    """The box of a stored tensor that a placement fills with padding."""
+    lo = placement.base
     hi = tuple(b + n for b, n in zip(placement.base, placement.shape, strict=True))
     return Fill(stored=placement.stored, lo=lo, hi=hi, value=value)

@@ -5,50 +5,57 @@ from __future__ import annotations
 from functools import partial
 
 from megtool.checkpoint.catalogue import Destination
-from megtool.checkpoint.commit import Stage
-from megtool.checkpoint.formats.tensorstore import gather
+from megtool.checkpoint.commit import StagingFolder
+from megtool.checkpoint.formats.tensorstore import write_database
 from megtool.checkpoint.formats.zarr_compression import compress
 from megtool.checkpoint.formats.zarr_layout import DEFAULT_SHARD_BYTES
-from megtool.checkpoint.formats.zarr_layout import lay_out as lay_out_arrays
+from megtool.checkpoint.formats.zarr_layout import plan_zarr_layout as lay_out_arrays
 from megtool.dtypes import DType
-from megtool.reshard.megatron.checkpoint_objects import item_of
+from megtool.reshard.megatron.checkpoint_objects import encode_stored_object
 from megtool.reshard.megatron.common_state import account_for_common
-from megtool.reshard.open_source import CheckpointSource
-from megtool.reshard.source import files_beside_ranks
-from megtool.reshard.writers.target_spec import Request, Target
+from megtool.reshard.source import CheckpointSource, collect_small_files
+from megtool.reshard.writers.target_spec import Target, TargetOptions
 
 
-def lay_out(source: CheckpointSource, request: Request, out: Target, dtype: DType | None) -> None:
-    """Lay out the arrays, and beside them all objects and the common state as the source has them.
+def plan_zarr_layout(
+    source: CheckpointSource, options: TargetOptions, out: Target, dtype: DType | None
+) -> None:
+    """Plan the arrays, with all objects and the common state as the source has them.
 
-    Nothing here depends on a layout of ranks, so what belongs to the source's ranks stays true.
+    Nothing here depends on a layout of ranks, so state of the source's ranks stays valid.
     """
-    found = source.catalogue
-    held = found.metadata.get("common")
-    common = held if isinstance(held, dict) else None
+    catalogue = source.catalogue
+    source_state = catalogue.metadata.get("common")
+    common = source_state if isinstance(source_state, dict) else None
     out.destination = lay_out_arrays(
         out.side.tensors,
         kind=out.format,
-        shard_bytes=request.max_shard_bytes or DEFAULT_SHARD_BYTES,
+        shard_bytes=options.max_shard_bytes or DEFAULT_SHARD_BYTES,
         objects={
-            name: held.value if held.extent is None else item_of(found, held)
-            for name, held in found.objects.items()
+            name: source_state.value
+            if source_state.extent is None
+            else encode_stored_object(catalogue, source_state)
+            for name, source_state in catalogue.objects.items()
         },
         common=common,
-        small=files_beside_ranks(source, dtype),
-        compress=request.compress,
+        small_files=collect_small_files(source, dtype),
+        compress=options.compress,
     )
-    out.moved += found.objects
+    out.moved += catalogue.objects
     out.account(*account_for_common(source, common, out.format))
-    if request.compress is not None or out.format == "ocdbt":
+    if options.compress is not None or out.format == "ocdbt":
         is_database = out.format == "ocdbt"
-        out.finish = partial(_finish, out.destination, request.compress, is_database)
+        out.finish = partial(_finish, out.destination, options.compress, is_database)
 
 
 def _finish(
-    destination: Destination, how: str | None, is_database: bool, stage: Stage, threads: int
+    destination: Destination,
+    codec: str | None,
+    is_database: bool,
+    stage: StagingFolder,
+    threads: int,
 ) -> None:
-    if how is not None:
-        compress(destination, stage, how, threads=threads)
+    if codec is not None:
+        compress(destination, stage, codec, threads=threads)
     if is_database:
-        gather(destination, stage)
+        write_database(destination, stage)
