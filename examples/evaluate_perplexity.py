@@ -6,8 +6,7 @@ python examples/evaluate_perplexity.py ./SmolLM2-135M-Instruct ./scratch text.tx
 import sys
 from pathlib import Path
 
-from megtool.commands.evaluate import evaluate
-from megtool.commands.reshard import reshard
+from megtool import evaluate, reshard
 
 source, scratch, text = map(Path, sys.argv[1:4])
 reshard(source, scratch / "megatron", to="torch_dist", tp=3, pp=2)

@@ -6,14 +6,11 @@ python examples/export_for_engines.py ./SmolLM2-135M-Instruct ./scratch
 import sys
 from pathlib import Path
 
-from megtool.commands.export import export
-from megtool.commands.lint import lint
-from megtool.commands.quantize import quantize
-from megtool.commands.verify import verify
+from megtool import export, lint, quantize, verify
 
 source, scratch = map(Path, sys.argv[1:3])
 scratch.mkdir(exist_ok=True)
-quantize(source, scratch / "fp8", recipe="fp8_kv_fp8", samples=4, length=32)
+quantize(source, scratch / "fp8", recipe="fp8_kv_fp8", samples=4, seq_length=32)
 
 for form in ("vllm", "sglang", "trtllm", "compressed-tensors"):
     report = export(scratch / "fp8", scratch / form, to=form)

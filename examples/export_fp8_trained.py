@@ -6,8 +6,7 @@ python examples/export_fp8_trained.py ./checkpoints/fp8-run ./scratch
 import sys
 from pathlib import Path
 
-from megtool.commands.amax import derive_amax, inspect_amax
-from megtool.commands.quantize import quantize
+from megtool import derive_amax, inspect_amax, quantize
 
 source, scratch = map(Path, sys.argv[1:3])
 scratch.mkdir(exist_ok=True)

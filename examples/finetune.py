@@ -5,10 +5,10 @@ python examples/finetune.py ./SmolLM2-135M-Instruct ./tuned text.txt
 
 import sys
 
-from megtool.commands.finetune import finetune
+from megtool import finetune
 
 source, folder, text = sys.argv[1:4]
-options = {"seq_length": 16, "hold_out": 0.2, "global_batch_size": 2, "lr": 1e-4, "to": "hf"}
+options = {"seq_length": 16, "eval_split": 0.2, "global_batch_size": 2, "lr": 1e-4, "to": "hf"}
 
 finetune(source, folder, data=[text], train_iters=4, exit_duration_in_mins=0.001, **options)
 report = finetune(source, folder, data=[text], train_iters=4, **options)

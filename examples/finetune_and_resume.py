@@ -23,7 +23,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("source", type=Path)
 parser.add_argument("scratch", type=Path)
 parser.add_argument("--data", type=Path, required=True, help="a text")
-parser.add_argument("--hold-out", type=float, default=0.02, help="its last part, never learned")
+parser.add_argument("--eval-split", type=float, default=0.02, help="its last part, never learned")
 parser.add_argument("--train-iters", type=int, default=50)
 parser.add_argument("--save-interval", type=int, default=20)
 parser.add_argument("--seq-length", type=int, default=128)
@@ -31,7 +31,7 @@ asked = parser.parse_args()
 
 asked.scratch.mkdir(parents=True)
 text = asked.data.read_text()
-border = round(len(text) * (1 - asked.hold_out))
+border = round(len(text) * (1 - asked.eval_split))
 learned, held = asked.scratch / "learned.txt", asked.scratch / "held.txt"
 learned.write_text(text[:border])
 held.write_text(text[border:])
@@ -45,7 +45,7 @@ def command(folder: Path) -> list[str]:
     run += ["--seq-length", str(asked.seq_length), "--global-batch-size", "4", "--lr", "2e-5"]
     for every in ("--save-interval", "--eval-interval"):
         run += [every, str(asked.save_interval)]
-    return [*run, "--lr-warmup-iters", "5", "--keep", "1", "--device", "cpu", "--to", "hf"]
+    return [*run, "--lr-warmup-iters", "5", "--most-recent-k", "1", "--device", "cpu", "--to", "hf"]
 
 
 def kill_between_saves(folder: Path) -> int:

@@ -5,7 +5,7 @@ python examples/generate_text.py ./SmolLM2-135M-Instruct "Once upon a time"
 
 import sys
 
-from megtool.commands.generate import generate
+from megtool import generate
 
 source, prompt = sys.argv[1:3]
 for seed in range(3):

@@ -6,11 +6,10 @@ python examples/reshard_optimizer.py ./checkpoints ./checkpoints-tp2-pp2
 import sys
 from pathlib import Path
 
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
+from megtool import reshard, verify
 
 source, destination = map(Path, sys.argv[1:3])
-report = reshard(source, destination, tp=2, pp=2, prove_all=True)
+report = reshard(source, destination, tp=2, pp=2, verify_master_weights=True)
 print("\n".join(report.lines()))
 
 found = verify(source, destination)

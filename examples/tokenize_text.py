@@ -6,7 +6,7 @@ python examples/tokenize_text.py ./SmolLM2-135M-Instruct corpus.jsonl ./corpus
 import sys
 from pathlib import Path
 
-from megtool.commands.tokenize import tokenize
+from megtool import tokenize
 from megtool.data.indexed import IndexedDataset
 from megtool.data.packing import pack
 from megtool.data.tokenize_documents import EncodedDocument

@@ -6,8 +6,7 @@ python examples/verify_roundtrip.py ./SmolLM2-135M-Instruct ./scratch
 import sys
 from pathlib import Path
 
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
+from megtool import reshard, verify
 
 source, scratch = map(Path, sys.argv[1:3])
 reshard(source, scratch / "megatron", to="torch_dist", tp=3, pp=2)

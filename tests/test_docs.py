@@ -154,7 +154,7 @@ def bash_commands() -> Iterator[Any]:
             if block.language != "bash":
                 continue
             for line in re.sub(r"\\\n", " ", block.text).splitlines():
-                words = shlex.split(line, comments=True)
+                words = shlex.split(line.partition(">")[0], comments=True)
                 if "megtool" in words:
                     yield pytest.param(words[words.index("megtool") + 1 :], id=line.strip())
 
@@ -246,3 +246,12 @@ def test_the_architecture_page_names_every_folder(checkout: Path) -> None:
     folders = [x.parent for x in (checkout / "megtool").glob("*/__init__.py")]
     assert {x.relative_to(checkout).as_posix() for x in folders} <= set(named)
     assert [x for x in named if not (checkout / x).is_dir()] == []
+
+
+def test_the_recipe_format_page_names_every_key(checkout: Path) -> None:
+    from megtool.quant.recipes import algorithm, recipe
+
+    text = (checkout / "docs/reference/recipe-format.md").read_text()
+    keys = {*recipe._TOP, *recipe._FORMAT, *recipe._RULE, *algorithm.METHODS}
+    keys |= {option for options in algorithm.METHODS.values() for option in options}
+    assert [key for key in sorted(keys) if f"`{key}" not in text] == []

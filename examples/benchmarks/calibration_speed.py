@@ -42,7 +42,7 @@ def main() -> None:
     with workplace(given) as folder:
         root = Path(folder)
         small = llama(root / "small", given.small_gib, shape=SMOLLM2, finite=True)
-        how = {"samples": given.samples, "length": given.length, "threads": given.threads}
+        how = {"samples": given.samples, "seq_length": given.length, "threads": given.threads}
         both: dict[str, Any] = {**how, "source": str(small.folder), "recipe": "fp8"}
         jobs = [
             ("ModelOpt, float32", "peer_calibrate", "float32"),
@@ -80,7 +80,7 @@ def main() -> None:
                 amax=watched.facts["amax"],
             )
         large = llama(root / "large", given.gib, finite=True)
-        size = {**how, "length": min(256, given.length), "dtype": "float32", "recipe": "fp8"}
+        size = {**how, "seq_length": min(256, given.length), "dtype": "float32", "recipe": "fp8"}
         watched = run_job("calibrate", {**size, "source": str(large.folder)}, watch=True)
         anonymous, shared = watched.peak_of_both()
         name = f"megtool, float32, {mib(large.num_bytes)} MiB of weights"

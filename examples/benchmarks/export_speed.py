@@ -20,7 +20,7 @@ from bench.race import Entrant, Result, race, run_job
 from bench.synthetic import llama
 from bench.table import Table, mib, parser, show, times, verdict, workplace
 
-from megtool.commands.reshard import reshard
+from megtool import reshard
 
 PLAIN, CODED = 1.1, 3.0
 """Limits: of weights that stay as they are, and of quantized ones."""

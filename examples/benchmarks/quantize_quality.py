@@ -23,19 +23,19 @@ from typing import Any
 import torch
 from bench.table import Table, parser, show, workplace
 
-from megtool.commands.evaluate import read_texts
-from megtool.commands.quantize import quantize
+from megtool import quantize
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import MegtoolError, MissingPackageError
 from megtool.inference.compare import differences
 from megtool.inference.evaluate import token_scores
+from megtool.inference.evaluation_texts import read_token_documents
 from megtool.inference.windows import IGNORED, batches
-from megtool.quant.backend_modelopt import modelopt_config, quantized_model
-from megtool.quant.pipeline.calibration_data import Wanted, read_samples
+from megtool.quant.backend_modelopt import build_modelopt_config, quantize_model
+from megtool.quant.pipeline.calibration_data import CalibrationDataOptions, read_samples
 from megtool.quant.pipeline.report import QuantizeReport
 from megtool.quant.recipes.dialects import load_recipe, recipe_names
-from megtool.quant.resolve import Decided, decide
-from megtool.reshard.open_source import open_model
+from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
+from megtool.reshard.open_source import open_source
 
 WINDOW = 2048
 
@@ -165,7 +165,7 @@ def group_for(given: argparse.Namespace, name: str) -> int:
     if not formats:
         return 0
     try:
-        decide(given.model, name)
+        resolve_recipe(given.model, name)
     except MegtoolError:
         return int(given.group_size)
     return 0
@@ -183,11 +183,11 @@ def quantized(
             group_size=group or None,
             data=given.data,
             samples=given.samples,
-            length=given.length,
-            evaluate=given.held_out,
-            evaluate_tokens=given.tokens,
+            seq_length=given.length,
+            eval_data=given.held_out,
+            eval_tokens=given.tokens,
             dtype="float32",
-            resident=True,
+            stream_layers=False,
             fsync=False,
         )
     except MegtoolError as e:
@@ -204,16 +204,16 @@ class Peer:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self._given = given
-        opened = open_model(given.model)
+        opened = open_source(given.model)
         tokenizer = Tokenizer.load(opened.attachments())
-        config = opened.side.config
+        config = opened.view.config
         if config is None:
             raise SystemExit(f"{given.model} is no model")
-        wanted = Wanted(data=given.data, samples=given.samples, length=given.length)
+        wanted = CalibrationDataOptions(data=given.data, samples=given.samples, length=given.length)
         self._samples = read_samples(
             wanted, tokenizer, vocab_size=config.vocab_size, max_positions=config.max_positions
         ).batches()
-        self._texts = read_texts(given.held_out, tokenizer, max_tokens=given.tokens)
+        self._texts = read_token_documents(given.held_out, tokenizer, max_tokens=given.tokens)
         self._window = min(WINDOW, config.max_positions)
         self._model: Any = None
 
@@ -222,24 +222,24 @@ class Peer:
         try:
             if self._model is None:
                 off = {"quant_cfg": [{"quantizer_name": "*", "enable": False}], "algorithm": "max"}
-                self._model = quantized_model(self._given.model, off, ())
-            decided = decide(self._given.model, name, group_size=group or None)
+                self._model = quantize_model(self._given.model, off, ())
+            decided = resolve_recipe(self._given.model, name, group_size=group or None)
             config = self._config(name, decided)
-            found = quantized_model(self._given.model, config, self._samples)
+            found = quantize_model(self._given.model, config, self._samples)
         except MissingPackageError as e:
             return None, e.hint or e.message
         except MegtoolError as e:
             return None, e.message
         return self._compared(found), ""
 
-    def _config(self, name: str, decided: Decided) -> dict[str, Any]:
+    def _config(self, name: str, decided: ResolvedRecipe) -> dict[str, Any]:
         """Its settings for our decisions, with the algorithm of its preset."""
         recipe = replace(decided.recipe, algorithm={"method": "max"})
         decisions = [
             replace(d, format=replace(d.format, method="")) if d.format else d
             for d in decided.matched.decisions
         ]
-        config = modelopt_config(recipe, decisions)
+        config = build_modelopt_config(recipe, decisions)
         return {**config, "algorithm": dict(PRESETS[name])}
 
     @torch.inference_mode()

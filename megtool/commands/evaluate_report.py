@@ -18,8 +18,8 @@ class WorstPosition:
     kl: float
     before: str
     expected: str
-    ours: str
-    theirs: str
+    predicted: str
+    reference: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +128,8 @@ def _against(d: Divergence) -> Iterator[str]:
         yield "  worst       KL        token       this        other       after"
     for w in d.worst[:5]:
         yield (
-            f"              {w.kl:<8.2g}  {_quoted(w.expected)}  {_quoted(w.ours)}  "
-            f"{_quoted(w.theirs)}  ...{w.before[-32:]!r}"
+            f"              {w.kl:<8.2g}  {_quoted(w.expected)}  {_quoted(w.predicted)}  "
+            f"{_quoted(w.reference)}  ...{w.before[-32:]!r}"
         )
 
 

@@ -57,7 +57,9 @@ def export(
         from megtool.export.trtllm_legacy.write_checkpoint import export_trtllm_legacy
 
         ranks: dict[str, Any] = {"tp": options.tp or 1, "pp": options.pp or 1}
-        return export_trtllm_legacy(source, destination, dtype=options.dtype, **ranks, **model, **copying)
+        return export_trtllm_legacy(
+            source, destination, dtype=options.dtype, **ranks, **model, **copying
+        )
     if to == "gguf":
         from megtool.export.gguf.write_file import export_gguf
 

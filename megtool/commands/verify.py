@@ -23,11 +23,11 @@ from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.replicas import pair_replicas
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.digest_check import Kept
+from megtool.commands.digest_check import DigestIndex
 from megtool.commands.options.checkpoints import VerifyOptions
 from megtool.commands.verify_metadata import check_configs, check_quant_config
 from megtool.commands.verify_quantized import QuantizedPair, packings_differ
-from megtool.commands.verify_report import Difference, Kind, VerifyReport
+from megtool.commands.verify_report import Difference, DifferenceKind, VerifyReport
 from megtool.console import Progress, silent
 from megtool.convert.binding import missing
 from megtool.convert.canonical import VOCABULARY, CanonicalModel
@@ -72,31 +72,46 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
         if b is None
         else [*open_aligned(options.a, b, options)]
     )
-    found = _Found()
-    near: QuantizedPair | None = None
-    kept = [Kept(o) for o in sources]
+    findings = _Findings()
+    quantized: QuantizedPair | None = None
+    digests = [DigestIndex(o) for o in sources]
     with ExitStack() as stack:
         readers = [stack.enter_context(CheckpointReader(o.catalogue, Files())) for o in sources]
         for reader in readers:  # finds every shard, whether or not its bytes will be read
             reader.locator.offsets(np.arange(len(reader.catalogue.shards)))
-        halves = [k.half(r) for k, r in zip(kept, readers, strict=True)]
+        compared_sources = [
+            index.compared_source(r) for index, r in zip(digests, readers, strict=True)
+        ]
         if b is None:
-            found.differences += _incomplete(sources[0])
-            found.check_files(sources[0].catalogue, threads)
-            pairs = list(kept[0].alone())
+            findings.differences += _find_missing(sources[0])
+            findings.check_files(sources[0].catalogue, threads)
+            pairs = list(digests[0].plan_reads())
         else:
             if not has_tolerance and packings_differ(sources[0], sources[1]):
-                near = QuantizedPair.of(sources[0], sources[1], readers, options.sqnr)
-            apart = near.apart() if near else set()
-            pairs = list(_matched(sources[0], sources[1], halves, has_tolerance, found, apart))
+                quantized = QuantizedPair.of(sources[0], sources[1], readers, options.sqnr)
+            excluded = quantized.names() if quantized else set()
+            pairs = list(
+                _match_tensors(
+                    sources[0], sources[1], compared_sources, has_tolerance, findings, excluded
+                )
+            )
         for o in sources:
-            found.take(*check_quant_config(o))
+            findings.add(*check_quant_config(o))
         if b is not None and any(o.catalogue.packed for o in sources):
-            found.take(list(check_configs(sources[0], sources[1])), ())
-        tasks = [_Task(pairs, halves[0], halves[-1], lambda d: found.values(pairs, d))]
+            findings.add(list(check_configs(sources[0], sources[1])), ())
+        tasks = [
+            _Task(
+                pairs,
+                compared_sources[0],
+                compared_sources[-1],
+                lambda d: findings.add_values(pairs, d),
+            )
+        ]
         for side in range(len(sources)):
-            tasks += _asides(sources[side], kept[side], readers[side], found, stack)
-        total = sum(task.num_bytes for task in tasks) + 4 * (near.num_elements if near else 0)
+            tasks += _plan_own_checks(sources[side], digests[side], readers[side], findings, stack)
+        total = sum(task.num_bytes for task in tasks) + 4 * (
+            quantized.num_elements if quantized else 0
+        )
         progress("verify", 0, total)
         for number, task in enumerate(tasks):
             deltas = compare(
@@ -108,16 +123,16 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
                 threads=threads,
                 progress=lambda n: progress("verify", n, total),
             )
-            task.settle(deltas)
-        if near is not None:
-            near.run(
+            task.report(deltas)
+        if quantized is not None:
+            quantized.run(
                 threads=threads,
                 progress=lambda n: progress("verify", 4 * n, total),
             )
-            found.take(near.differences, near.notes)
-    for k, half in zip(kept, halves, strict=True):
-        k.hold(half)
-        k.opened.catalogue.check_unchanged()
+            findings.add(quantized.differences, quantized.notes)
+    for index, compared_source in zip(digests, compared_sources, strict=True):
+        index.check_computed(compared_source)
+        index.source.catalogue.check_unchanged()
     families = [o.model.family.name for o in sources if o.model and o.model.family]
     return VerifyReport(
         a=str(options.a),
@@ -129,19 +144,19 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
         atol=options.atol,
         rtol=options.rtol,
         num_tensors=sum(b is None or (p.a is not None and p.b is not None) for p in pairs)
-        + (len(near.apart()) if near else 0),
-        num_bytes=tasks[0].num_bytes + (near.num_bytes if near else 0),
+        + (len(quantized.names()) if quantized else 0),
+        num_bytes=tasks[0].num_bytes + (quantized.num_bytes if quantized else 0),
         num_replicas=sum(len(o.catalogue.replicas) for o in sources),
         seconds=time.monotonic() - start,
-        within=found.within,
-        digests=tuple(k.check() for k in kept),
-        differences=(*found.differences, *(d for k in kept for d in k.differences)),
-        notes=(*found.notes, *(n for k in kept for n in k.notes)),
-        weights=tuple(near.rows) if near else (),
+        within=findings.within,
+        digests=tuple(index.summarize() for index in digests),
+        differences=(*findings.differences, *(d for k in digests for d in k.differences)),
+        notes=(*findings.notes, *(n for k in digests for n in k.notes)),
+        weights=tuple(quantized.rows) if quantized else (),
     )
 
 
-class _Found:
+class _Findings:
     """What has been found so far."""
 
     def __init__(self) -> None:
@@ -149,7 +164,7 @@ class _Found:
         self.notes: list[str] = []
         self.within = 0.0
 
-    def take(self, differences: Sequence[Difference], notes: Sequence[str]) -> None:
+    def add(self, differences: Sequence[Difference], notes: Sequence[str]) -> None:
         """Take in what was found elsewhere."""
         self.differences += differences
         self.notes += notes
@@ -158,17 +173,22 @@ class _Found:
         """Hold whole files against the checksums that Megatron wrote, where it did."""
         if catalogue.format != "torch_dist":
             return
-        unsound = check_integrity(catalogue.root, threads=threads)
-        if unsound is None:
+        damaged = check_integrity(catalogue.root, threads=threads)
+        if damaged is None:
             return
-        for one in unsound:
+        for damaged_file in damaged:
             self.differences.append(
-                Difference(tensor=one.file, stored=one.file, kind="file", text=one.reason)
+                Difference(
+                    tensor=damaged_file.file,
+                    stored=damaged_file.file,
+                    kind="file",
+                    text=damaged_file.reason,
+                )
             )
-        if not unsound:
+        if not damaged:
             self.notes.append("every file is what integrity.json says")
 
-    def values(self, pairs: Sequence[TensorPair], deltas: Deltas) -> None:
+    def add_values(self, pairs: Sequence[TensorPair], deltas: Deltas) -> None:
         """Take in the tensors that differ, in the order of the pairs."""
         for pair in pairs:
             delta = deltas.get(pair.name)
@@ -189,7 +209,7 @@ class _Task:
     pairs: list[TensorPair]
     a: ComparedSource
     b: ComparedSource
-    settle: Callable[[Deltas], None]
+    report: Callable[[Deltas], None]
 
     @property
     def num_bytes(self) -> int:
@@ -198,7 +218,7 @@ class _Task:
 
 
 def _difference(
-    name: str, place: Placement, delta: TensorDelta, kind: Kind = "values"
+    name: str, place: Placement, delta: TensorDelta, kind: DifferenceKind = "values"
 ) -> Difference:
     shape = place.shape
 
@@ -233,28 +253,28 @@ def _at(index: tuple[int, ...] | None) -> str:
     return str(list(index or ()))
 
 
-def _incomplete(opened: CheckpointSource) -> Iterator[Difference]:
+def _find_missing(source: CheckpointSource) -> Iterator[Difference]:
     """Tensors that the model should have and the checkpoint has not."""
-    model, side = opened.model, opened.view
-    if not opened.is_canonical or model is None:
+    model, side = source.model, source.view
+    if not source.is_canonical or model is None:
         return
     more = model.family.vocabulary if model.family else {}
     for name in missing(side.canonical, CanonicalModel(model.config, {**VOCABULARY, **more}))[0]:
         yield Difference(tensor=name, stored=name, kind="missing", text="the model has it")
 
 
-def _matched(
+def _match_tensors(
     a: CheckpointSource,
     b: CheckpointSource,
-    halves: Sequence[ComparedSource],
-    loosely: bool,
-    found: _Found,
-    apart: Collection[str] = (),
+    compared_sources: Sequence[ComparedSource],
+    has_tolerance: bool,
+    findings: _Findings,
+    excluded: Collection[str] = (),
 ) -> Iterator[TensorPair]:
     """Pairs of tensors to compare; those that cannot be compared are differences, and are paired
     with nothing, so that their digests are checked all the same. So are those `apart`, which are
     compared in another way."""
-    alone: Counter[tuple[str, str, str]] = Counter()
+    num_unmatched: Counter[tuple[str, str, str]] = Counter()
     x, y = a.view, b.view
     for name in (*x.placements, *(n for n in y.placements if n not in x.placements)):
         p, q = x.placements.get(name), y.placements.get(name)
@@ -262,85 +282,99 @@ def _matched(
             has, lacks, place = (a, b, p) if p is not None else (b, a, q)
             state = name.rpartition(":")[0] if has.is_canonical else ""
             if state and lacks.view.dialect in _STATELESS:
-                alone[state, str(has.path), lacks.catalogue.format] += 1
+                num_unmatched[state, str(has.path), lacks.catalogue.format] += 1
             elif place is not None:
                 text = f"is not in {lacks.path}"
-                found.differences.append(
+                findings.differences.append(
                     Difference(tensor=name, stored=place.stored, kind="missing", text=text)
                 )
         elif x.canonical[name].shape != y.canonical[name].shape:
-            one, other = list(x.canonical[name].shape), list(y.canonical[name].shape)
-            text = f"{one} in {a.path}, {other} in {b.path}"
-            found.differences.append(
+            shape_a, shape_b = list(x.canonical[name].shape), list(y.canonical[name].shape)
+            text = f"{shape_a} in {a.path}, {shape_b} in {b.path}"
+            findings.differences.append(
                 Difference(tensor=name, stored=p.stored, kind="shape", text=text)
             )
-        elif name in apart:
+        elif name in excluded:
             pass
-        elif not loosely and halves[0].dtype(p) != halves[1].dtype(q):
-            text = f"{halves[0].dtype(p)} in {a.path}, {halves[1].dtype(q)} in {b.path}"
-            found.differences.append(
+        elif not has_tolerance and compared_sources[0].dtype(p) != compared_sources[1].dtype(q):
+            dtypes = [s.dtype(x) for s, x in zip(compared_sources, (p, q), strict=True)]
+            text = f"{dtypes[0]} in {a.path}, {dtypes[1]} in {b.path}"
+            findings.differences.append(
                 Difference(tensor=name, stored=p.stored, kind="dtype", text=text)
             )
         else:
             yield TensorPair(name=name, a=p, b=q)
             continue
-        if name in halves[0].sizes and p is not None:
+        if name in compared_sources[0].sizes and p is not None:
             yield TensorPair(name=name, a=p, b=None)
-        if name in halves[1].sizes and q is not None:
+        if name in compared_sources[1].sizes and q is not None:
             yield TensorPair(name=name, a=None, b=q)
-    for (state, path, kind), n in alone.items():
-        found.notes.append(
+    for (state, path, kind), n in num_unmatched.items():
+        findings.notes.append(
             f"{state} of {n} tensors is in {path} alone, for {kind!r} has no place for it"
         )
 
 
-def _asides(
-    opened: CheckpointSource, kept: Kept, reader: CheckpointReader, found: _Found, stack: ExitStack
+def _plan_own_checks(
+    source: CheckpointSource,
+    digests: DigestIndex,
+    reader: CheckpointReader,
+    findings: _Findings,
+    stack: ExitStack,
 ) -> Iterator[_Task]:
     """What is checked in each checkpoint by itself: digests of tensors that are not compared as
     they are, replicas, and copies of the tied embedding."""
-    pairs, half = kept.rest(reader)
-    yield _Task(pairs, half, half, lambda deltas: kept.hold(half))
-    if opened.catalogue.replicas:
-        one, other = (
+    pairs, compared_source = digests.plan_stored_reads(reader)
+    yield _Task(
+        pairs,
+        compared_source,
+        compared_source,
+        lambda deltas: digests.check_computed(compared_source),
+    )
+    if source.catalogue.replicas:
+        first, second = (
             ComparedSource(reader=stack.enter_context(CheckpointReader(c, Files())))
-            for c in pair_replicas(opened.catalogue)
+            for c in pair_replicas(source.catalogue)
         )
-        yield _replicas(one, other, found)
-    yield _tied_copies(opened, ComparedSource(reader=reader), found)
+        yield _compare_replicas(first, second, findings)
+    yield _compare_tied_copies(source, ComparedSource(reader=reader), findings)
 
 
-def _replicas(one: ComparedSource, other: ComparedSource, found: _Found) -> _Task:
-    tensors = one.reader.catalogue.tensors
-    places = {t.name: Placement.identity(t.name, t.shape) for t in tensors}
+def _compare_replicas(first: ComparedSource, second: ComparedSource, findings: _Findings) -> _Task:
+    tensors = first.reader.catalogue.tensors
+    placements = {t.name: Placement.identity(t.name, t.shape) for t in tensors}
 
-    def settle(deltas: Deltas) -> None:
-        found.differences += [
-            _difference(name, places[name], d, "replica") for name, d in sorted(deltas.items())
+    def report(deltas: Deltas) -> None:
+        findings.differences += [
+            _difference(name, placements[name], d, "replica") for name, d in sorted(deltas.items())
         ]
 
-    return _Task([TensorPair(name=n, a=p, b=p) for n, p in places.items()], one, other, settle)
+    return _Task(
+        [TensorPair(name=n, a=p, b=p) for n, p in placements.items()], first, second, report
+    )
 
 
-def _tied_copies(opened: CheckpointSource, half: ComparedSource, found: _Found) -> _Task:
+def _compare_tied_copies(
+    source: CheckpointSource, compared_source: ComparedSource, findings: _Findings
+) -> _Task:
     """Output matrices that are no part of the model, because they repeat its embedding: do they?"""
     pairs = []
-    place = opened.view.placements.get(_EMBEDDING)
-    for stored, reason in opened.view.dropped:
-        tensor = opened.catalogue[stored]
+    place = source.view.placements.get(_EMBEDDING)
+    for stored, reason in source.view.dropped:
+        tensor = source.catalogue[stored]
         if reason != _TIED or place is None:
-            found.notes.append(f"{stored} of {opened.path} is not compared: {reason}")
+            findings.notes.append(f"{stored} of {source.path} is not compared: {reason}")
             continue
-        want = opened.view.canonical[_EMBEDDING]
-        if tensor.dtype != want.dtype or tensor.shape[1:] != want.shape[1:]:
-            found.notes.append(f"{stored} of {opened.path} is not like the embedding it repeats")
+        embedding = source.view.canonical[_EMBEDDING]
+        if tensor.dtype != embedding.dtype or tensor.shape[1:] != embedding.shape[1:]:
+            findings.notes.append(f"{stored} of {source.path} is not like the embedding it repeats")
             continue
-        copy = Placement.identity(_EMBEDDING, want.shape, stored=stored)
+        copy = Placement.identity(_EMBEDDING, embedding.shape, stored=stored)
         pairs.append(TensorPair(name=stored, a=place, b=copy))
 
-    def settle(deltas: Deltas) -> None:
+    def report(deltas: Deltas) -> None:
         for name, delta in deltas.items():
             text = _difference(name, pairs[0].a or copy, delta).text
-            found.notes.append(f"{name} of {opened.path} does not repeat the embedding: {text}")
+            findings.notes.append(f"{name} of {source.path} does not repeat the embedding: {text}")
 
-    return _Task(pairs, half, half, settle)
+    return _Task(pairs, compared_source, compared_source, report)

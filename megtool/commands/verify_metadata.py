@@ -16,21 +16,21 @@ from megtool.lint.folder_view import open_folder
 from megtool.reshard.source import CheckpointSource
 
 
-def check_quant_config(opened: CheckpointSource) -> tuple[list[Difference], list[str]]:
+def check_quant_config(source: CheckpointSource) -> tuple[list[Difference], list[str]]:
     """Contradictions between the files of a quantized folder and its tensors, and what is odd.
 
     Nothing for a checkpoint that is no such folder.
     """
-    if not opened.catalogue.packed or not (opened.path / "config.json").is_file():
+    if not source.catalogue.packed or not (source.path / "config.json").is_file():
         return [], []
     differences: dict[Difference, None] = {}
     notes: dict[str, None] = {}
-    with open_folder(opened.path) as folder:
+    with open_folder(source.path) as folder:
         for finding in check_consistency(folder):
             if finding.severity == "error":
                 differences[_difference(finding.module, finding.message)] = None
             else:
-                notes[f"{finding.module} of {opened.path}: {finding.message}"] = None
+                notes[f"{finding.module} of {source.path}: {finding.message}"] = None
     return list(differences), list(notes)
 
 
@@ -44,31 +44,31 @@ _IN_ARGS = ("num_layers", "hidden_size", "rope_base", "norm_eps")
 def check_configs(a: CheckpointSource, b: CheckpointSource) -> Iterator[Difference]:
     """What the configurations of two checkpoints say otherwise of the model: layers and heads,
     positions, norms. Nothing where one is not known."""
-    mine, theirs = _config(a), _config(b)
-    if mine is None or theirs is None:
+    config_a, config_b = _config(a), _config(b)
+    if config_a is None or config_b is None:
         return
-    whole = all(_config_file(o) is not None for o in (a, b))
-    names = [f.name for f in fields(ModelConfig)] if whole else _IN_ARGS
+    is_complete = all(_config_file(o) is not None for o in (a, b))
+    names = [f.name for f in fields(ModelConfig)] if is_complete else _IN_ARGS
     for name in names:
-        one, other = getattr(mine, name), getattr(theirs, name)
-        if one == other or name in _UNCOMPARED:
+        value_a, value_b = getattr(config_a, name), getattr(config_b, name)
+        if value_a == value_b or name in _UNCOMPARED:
             continue
-        text = f"{name} is {_plain(one)} in {a.path}, and {_plain(other)} in {b.path}"
+        text = f"{name} is {_plain(value_a)} in {a.path}, and {_plain(value_b)} in {b.path}"
         yield _difference("config.json", text)
 
 
-def _config_file(opened: CheckpointSource) -> Path | None:
-    found = opened.path / "config.json"
-    return found if found.is_file() else None
+def _config_file(source: CheckpointSource) -> Path | None:
+    file = source.path / "config.json"
+    return file if file.is_file() else None
 
 
-def _config(opened: CheckpointSource) -> ModelConfig | None:
+def _config(source: CheckpointSource) -> ModelConfig | None:
     """By the config.json of a folder, whether or not its tensors fit it."""
-    if (file := _config_file(opened)) is None:
-        return opened.model.config if opened.model is not None else None
+    if (file := _config_file(source)) is None:
+        return source.model.config if source.model is not None else None
     try:
-        said = json.loads(file.read_bytes())
-        return detect_family(said).read_config(said)
+        values = json.loads(file.read_bytes())
+        return detect_family(values).read_config(values)
     except (MappingError, TypeError, ValueError, ArithmeticError, AttributeError):
         return None
 

@@ -35,24 +35,24 @@ def packings_differ(a: CheckpointSource, b: CheckpointSource) -> bool:
     return any(_packing(a, n) != _packing(b, n) for n in x if n in y)
 
 
-def _packing(opened: CheckpointSource, name: str) -> str:
-    place = opened.view.placements.get(name)
-    stored = opened.catalogue[place.stored] if place is not None else None
+def _packing(source: CheckpointSource, name: str) -> str:
+    placement = source.view.placements.get(name)
+    stored = source.catalogue[placement.stored] if placement is not None else None
     return (stored.packing or "") if stored is not None else ""
 
 
-def _numbers(opened: CheckpointSource, name: str) -> str:
+def _numbers(source: CheckpointSource, name: str) -> str:
     """The packing by the numbers that it stores: compressed-tensors keeps codes of four bits in a
     byte each where inputs have codes too (W4A8), and they are no closer for that."""
-    packing = _packing(opened, name)
-    said = quantization_config(opened.catalogue.metadata) or {}
-    if not packing.startswith("int8") or not isinstance(said.get("config_groups"), dict):
+    packing = _packing(source, name)
+    quant_config = quantization_config(source.catalogue.metadata) or {}
+    if not packing.startswith("int8") or not isinstance(quant_config.get("config_groups"), dict):
         return packing
-    stored = opened.view.placements[name].stored
-    weights = (find_group(said, stored.rpartition(".")[0]) or {}).get("weights")
+    stored = source.view.placements[name].stored
+    weights = (find_group(quant_config, stored.rpartition(".")[0]) or {}).get("weights")
     bits = weights.get("num_bits") if isinstance(weights, dict) else None
-    few = isinstance(bits, int) and bits <= 4
-    return packing.replace(packing.partition(":")[0], "int4", 1) if few else packing
+    has_four_bits = isinstance(bits, int) and bits <= 4
+    return packing.replace(packing.partition(":")[0], "int4", 1) if has_four_bits else packing
 
 
 @dataclass(slots=True)
@@ -83,31 +83,38 @@ class QuantizedPair:
         sqnr: float | None,
     ) -> QuantizedPair:
         """Sort the tensors of both: what is in neither list is compared bit by bit."""
-        turned = _is_quantized(a) and not _is_quantized(b)
-        one, other = (b, a) if turned else (a, b)
-        first, second = reversed(readers) if turned else readers
-        out = cls(one, other, sqnr)
-        mine, theirs = one.view, other.view
-        both = [
+        is_swapped = _is_quantized(a) and not _is_quantized(b)
+        reference, quantized = (b, a) if is_swapped else (a, b)
+        first, second = reversed(readers) if is_swapped else readers
+        pair = cls(reference, quantized, sqnr)
+        reference_view, quantized_view = reference.view, quantized.view
+        names = [
             n
-            for n, t in mine.canonical.items()
-            if n in theirs.canonical and t.shape == theirs.canonical[n].shape
+            for n, t in reference_view.canonical.items()
+            if n in quantized_view.canonical and t.shape == quantized_view.canonical[n].shape
         ]
-        packed = {n for n in both if _packing(one, n) != _packing(other, n)}
-        points = [p for p in list_norm_sites(mine) if any(f"{m}.weight" in packed for m in p.modules)]
-        out.norms = find_changed_norms(points, mine, theirs, first, second)
-        behind = {f"{m}.weight" for n in out.norms.values() for m in n.point.modules}
-        for n in both:
-            if len(mine.canonical[n].shape) < 2:
-                if _dtype(one, n) != _dtype(other, n) and n.rpartition(".")[0] not in out.norms:
-                    out.casts.append(n)
-            elif n in packed or n in behind:
-                out.weights.append(n)
-            elif _dtype(one, n) != _dtype(other, n):
-                out.casts.append(n)
-        return out
+        packed = {n for n in names if _packing(reference, n) != _packing(quantized, n)}
+        points = [
+            p
+            for p in list_norm_sites(reference_view)
+            if any(f"{m}.weight" in packed for m in p.modules)
+        ]
+        pair.norms = find_changed_norms(points, reference_view, quantized_view, first, second)
+        after_norms = {f"{m}.weight" for n in pair.norms.values() for m in n.point.modules}
+        for n in names:
+            if len(reference_view.canonical[n].shape) < 2:
+                if (
+                    _dtype(reference, n) != _dtype(quantized, n)
+                    and n.rpartition(".")[0] not in pair.norms
+                ):
+                    pair.casts.append(n)
+            elif n in packed or n in after_norms:
+                pair.weights.append(n)
+            elif _dtype(reference, n) != _dtype(quantized, n):
+                pair.casts.append(n)
+        return pair
 
-    def apart(self) -> set[str]:
+    def names(self) -> set[str]:
         """Names that are not compared bit by bit."""
         folded = {f"{n}.{last}" for n in self.norms for last in ("weight", "bias")}
         return {*self.weights, *self.casts, *folded}
@@ -120,34 +127,36 @@ class QuantizedPair:
     @property
     def num_bytes(self) -> int:
         """Bytes of the reference's tensors that are compared here."""
-        mine = self.a.view.canonical
-        return sum(mine[n].num_bytes for n in self.apart() if n in mine)
+        tensors = self.a.view.canonical
+        return sum(tensors[n].num_bytes for n in self.names() if n in tensors)
 
     def run(self, *, threads: int, progress: Callable[[int], None]) -> None:
         """Measure the weights, and say which are not close, or not the cast of the other's."""
-        mine, theirs = self.a.view, self.b.view
-        catalogue, columns = split_pre_quant_scales(self.b.catalogue)
+        reference_view, quantized_view = self.a.view, self.b.view
+        catalogue, pre_quant_scales = split_pre_quant_scales(self.b.catalogue)
         with ExitStack() as stack:
             a = stack.enter_context(CheckpointReader(self.a.catalogue, Files()))
             b = stack.enter_context(CheckpointReader(catalogue, Files()))
-            whole = stack.enter_context(CheckpointReader(self.b.catalogue, Files()))
+            unsplit = stack.enter_context(CheckpointReader(self.b.catalogue, Files()))
             norm_of = {f"{m}.weight": n for n in self.norms.values() for m in n.point.modules}
             weights = []
             for name in self.weights:
-                shape = mine.canonical[name].shape
-                stored = theirs.placements[name].stored
+                shape = reference_view.canonical[name].shape
+                stored = quantized_view.placements[name].stored
                 weights.append(
                     WeightPair(
                         name=name,
-                        source=mine.placements[name],
-                        written=theirs.placements[name],
+                        source=reference_view.placements[name],
+                        written=quantized_view.placements[name],
                         shape=(numel(shape[:-1]), shape[-1]),
-                        input_factors=_together(norm_of.get(name), columns.get(stored)),
+                        input_factors=_together(norm_of.get(name), pre_quant_scales.get(stored)),
                     )
                 )
             sums = measure_errors(weights, a, b, threads=threads, progress=progress)
-            for found in compare_unquantized(mine, theirs, a, whole, self.casts, threads=threads):
-                self._differ(found.module, f"{found.message.partition(',')[0]}")
+            for finding in compare_unquantized(
+                reference_view, quantized_view, a, unsplit, self.casts, threads=threads
+            ):
+                self._differ(finding.module, f"{finding.message.partition(',')[0]}")
         for w in weights:
             row = compare_with_threshold(
                 w.name,

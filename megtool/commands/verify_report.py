@@ -1,4 +1,4 @@
-"""Findings: what verify found out, as data and as a person reads it."""
+"""Reports of `verify`: what differs, as data and as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = 20
 _GROUPS = 6
 _WORST = 5
 
-Kind = Literal[
+DifferenceKind = Literal[
     "missing",
     "shape",
     "dtype",
@@ -31,7 +31,7 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One tensor (or file) that is not what it should be; `text` says how, in words.
+    """One tensor (or file) that is not what it should be; `text` explains it.
 
     `stored` is its name in the files. Where numbers differ: how many of them, by how much at most
     (absolute, and relative to B where that is not 0), and at which index of the tensor.
@@ -39,7 +39,7 @@ class Difference:
 
     tensor: str
     stored: str
-    kind: Kind
+    kind: DifferenceKind
     text: str
     num_elements: int | None = None
     num_differing: int | None = None
@@ -51,18 +51,18 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DigestCheck:
-    """How the digests kept beside one checkpoint compare with its bytes; `unverified` have none."""
+    """How the digests stored with one checkpoint compare with its bytes; `unverified` have none."""
 
     path: str
-    holding: int
+    matching: int
     differing: int
     unverified: tuple[str, ...]
 
-    def words(self) -> str:
-        """The three counts."""
-        if not self.holding and not self.differing:
+    def format_counts(self) -> str:
+        """The three counts as text."""
+        if not self.matching and not self.differing:
             return f"none: all {len(self.unverified)} tensors are unverified"
-        return f"{self.holding} hold, {self.differing} differ, {len(self.unverified)} unverified"
+        return f"{self.matching} match, {self.differing} differ, {len(self.unverified)} unverified"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class VerifyReport:
         return {"verdict": self.verdict, **asdict(self)}
 
     def lines(self) -> Iterator[str]:
-        """The report as a person reads it."""
+        """The human-readable report."""
         other = f" and {self.b} ({self.b_format})" if self.b is not None else ""
         yield f"{self.a} ({self.a_format}){other}: {self.verdict}"
         for name, text in self._facts():
@@ -143,7 +143,7 @@ class VerifyReport:
                 f"{worst.least_db:>5g} dB{cosine:>9.5f}"
             )
         for w in self.weights[:_WORST]:
-            scaled = ", columns scaled" if w.is_scaled else ""
+            scaled = ", with pre_quant_scale" if w.is_scaled else ""
             yield (
                 f"  {w.sqnr_db:>5.1f} dB    {w.tensor}: cosine {w.cosine:.5f}, off by "
                 f"{w.max_error:.3g} at most{scaled}"
@@ -168,8 +168,8 @@ class VerifyReport:
             )
         for check in self.digests:
             of = f"{check.path}: " if len(self.digests) > 1 else ""
-            yield "digests", f"{of}{check.words()}"
-        if len(self.digests) == 1 and (self.digests[0].holding or self.digests[0].differing):
+            yield "digests", f"{of}{check.format_counts()}"
+        if len(self.digests) == 1 and (self.digests[0].matching or self.digests[0].differing):
             for name, n in fold_names(self.digests[0].unverified)[:_GROUPS]:
                 yield "unverified", f"{name}{f' ({n} tensors)' if n > 1 else ''}"
         if self.num_replicas:

@@ -294,7 +294,7 @@ def _homeless(
         return MappingError(
             f"{text}: {stored!r} is {detail}, and {lacks!r} has no such state",
             tensor=f"{state}:{lacks}",
-            hint="the optimizer's state is incomplete: --optimizer none leaves it out",
+            hint="the optimizer's state is incomplete: --optimizer-format none leaves it out",
         )
     return MappingError(
         f"{text}: {stored!r} is {detail}, and {lacks!r} is the first missing",

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.lock import Lock
+from megtool.checkpoint.storage.lock import LockFile
 from megtool.errors import DestinationError, MegtoolError
 
 DATA, INDEX = ".bin", ".idx"
@@ -77,7 +77,7 @@ class DatasetFiles:
 
     def __enter__(self) -> Self:
         self.check()
-        self._lock = Lock(self._files, self._folder / "lock", self._make_folder)
+        self._lock = LockFile(self._files, self._folder / "lock", self._make_folder)
         try:
             for suffix in (DATA, INDEX):
                 self._files.remove(self._path(suffix, self.staged))

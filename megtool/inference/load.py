@@ -152,7 +152,7 @@ def check_memory(
     needed = max(resident, default=0) if on_demand else sum(resident)
     if free is None or needed <= free:
         return
-    ways = [] if on_demand or is_trained else ["load layers on demand (--on-demand)"]
+    ways = [] if on_demand or is_trained else ["keep one layer in memory at a time (--stream-layers)"]
     if not is_trained and any(weights.kind(n).itemsize > 2 for n in weights.tensors):
         ways.append("cast (--dtype bfloat16)")
     if axis := _wider(weights.config, weights.parallel):

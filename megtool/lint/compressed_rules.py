@@ -10,7 +10,7 @@ from megtool.lint.context import LinearModule, LintContext
 from megtool.lint.engines import EngineTarget, load_engines, rows_for
 from megtool.lint.finding import Finding
 from megtool.lint.folder_view import CONFIG_FILE
-from megtool.quant.recipes.compressed_targets import means
+from megtool.quant.recipes.compressed_arguments import means
 from megtool.tensors.box import numel
 
 _FLOATS = ("float32", "bfloat16", "float16")

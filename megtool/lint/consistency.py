@@ -11,7 +11,7 @@ from megtool.lint.engines import EngineTarget
 from megtool.lint.finding import Finding, error
 from megtool.lint.folder_view import CONFIG_FILE, FolderView
 from megtool.lint.rules import apply_rules, load_rules
-from megtool.quant.recipes.compressed_targets import means
+from megtool.quant.recipes.compressed_arguments import means
 from megtool.quant.recipes.engine_support import EngineVersion
 
 _ALWAYS_ERRORS = frozenset(("kv-scales-half",))

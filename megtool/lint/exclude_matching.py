@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from megtool.lint.context import parts_of
-from megtool.quant.recipes.compressed_targets import EXPRESSION, means
+from megtool.quant.recipes.compressed_arguments import EXPRESSION, means
 
 Patterns = Sequence[str]
 

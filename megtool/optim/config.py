@@ -1,4 +1,4 @@
-"""Settings: everything an optimizer can be told, checked."""
+"""The configuration of an optimizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OptimizerConfig:
     elements, None for Megatron's choice.
 
     Raises:
-        UsageError: a value out of its range; the hint names the option.
+        UsageError: a value is out of its range; the hint names the option.
     """
 
     optimizer: Literal["adam", "sgd", "muon"] = "adam"
@@ -91,7 +91,7 @@ class OptimizerConfig:
 
     @property
     def moment_dtype(self) -> torch.dtype:
-        """What states are stored in."""
+        """The dtype of states."""
         return torch.bfloat16 if self.moments == "bfloat16" else torch.float32
 
 
@@ -100,7 +100,7 @@ _CHOICES = {
     "main_params": ("float32", "remainder"),
     "moments": ("float32", "bfloat16"),
 }
-# Options that are not called as their field is.
+# Options with another name than their field.
 _OPTIONS = {
     "offload_fraction": "optimizer-offload-fraction",
     "bucket_size": "ddp-bucket-size",

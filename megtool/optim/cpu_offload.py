@@ -86,7 +86,7 @@ class HybridDeviceOptimizer(Optimizer):
         return [s for s in self.segments if isinstance(s, OffloadedSegment)]
 
     @property
-    def stored(self) -> list[Segment]:
+    def state_segments(self) -> list[Segment]:
         """The parts that main parameters and states lie in."""
         out: list[Segment] = []
         for s in self.segments:
@@ -99,7 +99,7 @@ class HybridDeviceOptimizer(Optimizer):
         """Memory of main parameters (that are not parameters) and states on the device."""
         on_host = {id(s.host_part) for s in self.offloaded_segments}
         parameters = {f.parameter.untyped_storage().data_ptr() for f in self.param_infos}
-        return _storage_bytes([s for s in self.stored if id(s) not in on_host], parameters)
+        return _storage_bytes([s for s in self.state_segments if id(s) not in on_host], parameters)
 
     @property
     def host_bytes(self) -> int:

@@ -1,8 +1,8 @@
-"""Distributed optimizer: gradients, main parameters and states lie in equal parts on all replicas.
+"""The distributed optimizer: gradients, main parameters and states are sharded over replicas.
 
-Every replica holds all parameters of its rank in Megatron's flat buffers, sums gradients up for its
-shard of every bucket alone, updates that, and gathers the parameters from the others. Dense
-parameters are shared out over `Groups.replicas`, experts over `Groups.expert_dp`.
+Every replica has all parameters of its rank in Megatron's flat buffers. It reduces the gradients of
+its shard of every bucket, updates that, and gathers parameters from the others. Dense parameters
+are sharded over `ProcessGroups.replicas`, experts over `ProcessGroups.expert_dp`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megtool.tensors.buckets import default_bucket_size
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BucketShard:
-    """What this process updates of a bucket: segments, from so many elements of its shard on."""
+    """The part of a bucket that this process updates: offsets in its shard, and segments."""
 
     bucket: ParamAndGradBucket
     segments: tuple[tuple[int, Segment], ...]
@@ -44,17 +44,16 @@ class BucketShard:
 class DistributedOptimizer(Optimizer):
     """See `Optimizer` for the protocol of a step.
 
-    `chunks` are the modules that hold the parameters, a rank's virtual chunks in their order: each
-    has buffers of its own, and with `overlap_param_gather` they wait for their parameters, which
-    may be under way after `step`. Who reads or saves them without running the modules calls
-    `wait_for_parameters` before.
+    `chunks` are the modules with the parameters, a rank's virtual chunks in order. Each has its own
+    buffers, and with `overlap_param_gather` they wait for their parameters, which may still be
+    gathered after `step`. To read or save parameters without running the modules, call
+    `wait_for_parameters` first.
 
-    Gradients are added up in fp32, or with `reduce_in_fp32` in the parameters' type within a rank,
-    and in fp32 over ranks.
+    Gradients are summed in fp32. With `reduce_in_fp32` they are summed in the parameters' dtype
+    within a rank, and in fp32 over ranks.
 
-    Raises (by `__init__`, beside what `Optimizer` does):
-        UsageError: a parameter holds nothing yet, or those that are to be gathered as FP8 are none
-            that can be.
+    Raises (by `__init__`, in addition to those of `Optimizer`):
+        UsageError: a parameter has no memory yet, or parameters cannot be gathered as FP8.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class DistributedOptimizer(Optimizer):
         if settings.fp8_param_gather:
             _check_fp8(self.param_infos, settings)
         self.buffers = self._make_buffers(chunks)
-        # Backward passes fill the last chunk first, forward passes need the first one first.
+        # Backward passes fill the last chunk first; forward passes need the first one first.
         backwards = sorted(self.buffers, key=lambda b: -b.kind.chunk)
         buckets = [bucket for buffer in backwards for bucket in buffer.buckets]
         self.grad_reduce = GradReduce(
@@ -113,10 +112,10 @@ class DistributedOptimizer(Optimizer):
         """See `Optimizer.sum_in_place`.
 
         Raises:
-            UsageError: settings ask for what a pass would have to begin or wait for.
+            UsageError: passes would have to start or wait for communication.
         """
         if self.param_gather.overlap:
-            raise UsageError("parameters that passes wait for cannot be part of a graph")
+            raise UsageError("passes that wait for parameters cannot be a graph")
         self.grad_reduce.sum_in_place()
 
     def reduce_gradients(self) -> None:
@@ -135,7 +134,7 @@ class DistributedOptimizer(Optimizer):
             params = shard.bucket.param_shard
             for offset, segment in shard.segments:
                 place = params[offset : offset + segment.numel]
-                # fp32 parameters are their own main ones, but where an update keeps those elsewhere
+                # fp32 parameters are their own main parameters, unless those are elsewhere
                 if segment.main is not None and segment.main.data_ptr() != place.data_ptr():
                     into.append(place)
                     mains.append(segment.main)
@@ -159,7 +158,7 @@ class DistributedOptimizer(Optimizer):
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
-        """Take parameters that are no views of the buffers (any more) into them."""
+        """Move parameters that are not views of the buffers into them."""
         self.param_gather.wait()
         for shard in self.shards:
             for member in shard.bucket.members:
@@ -167,7 +166,7 @@ class DistributedOptimizer(Optimizer):
                 forget(member.param_info.parameter)
 
     def close(self) -> None:
-        """Take the hooks off parameters and modules; parameters stay in their buffers."""
+        """Remove the hooks of parameters and modules; parameters stay in their buffers."""
         self.param_gather.close()
         self.grad_reduce.close()
 
@@ -177,7 +176,7 @@ class DistributedOptimizer(Optimizer):
         return gather_quantized(bucket, mains, tag=tag)
 
     def _make_buffers(self, chunks: Sequence[nn.Module]) -> list[ParamAndGradBuffer]:
-        """Chunk by chunk, dense before experts, and by dtypes in the order they come in."""
+        """Make the buffers by chunk, dense before experts, and by dtypes in order of appearance."""
         chunk_of = {id(p): i for i, module in enumerate(chunks) for p in module.parameters()}
         kinds: dict[BufferKey, list[ParamInfo]] = {}
         for f in in_registration_order(self.param_infos):
@@ -199,14 +198,14 @@ class DistributedOptimizer(Optimizer):
         return self.groups.expert_dp if kind.is_expert else self.groups.replicas
 
     def _bucket_size(self, kind: BufferKey) -> int | None:
-        """Elements of a bucket, as Megatron chooses: None is one bucket for all.
+        """Elements of a bucket as in Megatron; None is one bucket for all.
 
-        Later stages and chunks have one too: their communication is hidden behind the first ones'.
+        Later stages and chunks have one bucket: their communication overlaps with the first ones.
         """
         return None if self.groups.pp.rank or kind.chunk else self.bucket_size
 
     def _make_shard(self, bucket: ParamAndGradBucket) -> BucketShard:
-        """Segments of a bucket: what lies one after the other and is updated alike."""
+        """The segments of a bucket: adjacent spans with the same settings."""
         spans = bucket.spans()
         params = bucket.param_shard
         used = spans[-1].end if spans else 0
@@ -248,12 +247,12 @@ class DistributedOptimizer(Optimizer):
 
 
 def _check_fp8(facts: Sequence[ParamInfo], settings: OptimizerConfig) -> None:
-    """Refuse FP8 gathers that nothing is gained by, or that would lose main parameters."""
+    """Check that parameters can be gathered as FP8 without losing main parameters."""
     marked = [f for f in facts if is_marked(f.parameter)]
     if not marked:
         raise UsageError(
-            "parameters are to be gathered as FP8, and none of them is used so",
-            hint="--fp8-param-gather goes with --fp8-recipe delayed or tensorwise",
+            "no parameter is used in FP8 that could be gathered as FP8",
+            hint="--fp8-param-gather needs --fp8-recipe delayed or tensorwise",
         )
     fp32_param = next((f for f in marked if f.parameter.dtype == torch.float32), None)
     if fp32_param is not None or settings.main_params == "remainder" or settings.offload_fraction:

@@ -1,4 +1,4 @@
-"""Optimizer: the protocol of a step, from summed gradients to parameters that are written.
+"""The base of optimizers: the protocol of a step, from gradients to updated parameters.
 
     optimizer.zero_grad()
     optimizer.begin(num_microbatches)
@@ -6,8 +6,8 @@
     optimizer.finish(num_labels)                                   # of all microbatches and ranks
     result = optimizer.step(lr, weight_decay)
 
-A subclass says where parameters, gradients and states lie. It makes its segments in `__init__`,
-hands them to `hold`, and fills in the abstract methods; all else is here, the same for all.
+A subclass decides where parameters, gradients and states are in memory. It makes its segments in
+`__init__`, passes them to `set_segments`, and implements the abstract methods.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megtool.optim.update_rules import Muon, UpdateRule, make_update_rule, updat
 from megtool.parallel.collectives import all_max, all_sum
 from megtool.parallel.process_groups import Group, ProcessGroups
 
-# A group's learning rate: one for all, or the schedule's for the group's own ends.
+# The learning rate: one for all groups, or a function of the group.
 Rate = float | Callable[[ParamGroup], float]
 
 
@@ -60,13 +60,13 @@ class StepResult:
 class Optimizer(ABC):
     """The parameters that are trained, their fp32 main parameters and states, and their update.
 
-    `facts` are of the trainable parameters, in the order of `named_parameters`; `param_groups` the
-    same on every rank; `segments` what this process updates. Every rank of the world has to make
-    its optimizer, and call its methods, at the same time.
+    `param_infos` are those of the trainable parameters, in the order of `named_parameters`.
+    `param_groups` are the same on every rank; `segments` are what this process updates. Every rank
+    of the world has to make its optimizer, and call its methods, at the same time.
 
     Raises (by `__init__`):
-        MappingError: a parameter comes twice, or is of a type that is not trained.
-        UsageError: a rule that matches nothing, or settings that do not go with the parameters.
+        MappingError: a parameter is given twice, or has a dtype that cannot be trained.
+        UsageError: a rule matches nothing, or settings do not fit the parameters.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class Optimizer(ABC):
         for f in self.param_infos:
             if f.parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise MappingError(
-                    f"parameter {f.name!r} is {f.parameter.dtype}, which is not trained",
+                    f"parameter {f.name!r} is {f.parameter.dtype}, which cannot be trained",
                     tensor=f.name,
                     hint="freeze it, or load the model as float32, bfloat16 or float16",
                 )
             if f.parameter.dtype == torch.float16 and settings.main_params == "remainder":
                 raise UsageError(
-                    f"parameter {f.name!r} is float16, and remainders are of bfloat16",
+                    f"parameter {f.name!r} is float16, and remainders need bfloat16",
                     hint="train in bfloat16, or keep main parameters as float32",
                 )
         self.param_groups: list[ParamGroup] = group_parameters(
@@ -102,49 +102,49 @@ class Optimizer(ABC):
         }
         self.segments: list[Segment] = []
         self.num_steps = 0
-        # The same on every rank, though only some may hold fp16 parameters.
+        # The same on every rank, though only some may have fp16 parameters.
         has_fp16 = float(any(f.parameter.dtype == torch.float16 for f in self.param_infos))
         any_fp16 = all_max(torch.tensor(has_fp16, device=groups.device), groups.world)
         self.scaler: GradScaler = make_grad_scaler(settings, has_fp16=bool(any_fp16))
         self._num_labels: Tensor | None = None
         self._rates: dict[int, tuple[float, float]] = {}
 
-    # What a subclass fills in.
+    # Implemented by subclasses.
 
     @abstractmethod
     def zero_grad(self) -> None:
-        """Forget the gradients. To be called before the first backward pass of a step."""
+        """Clear the gradients, before the first backward pass of a step."""
 
     @abstractmethod
     def begin(self, num_microbatches: int) -> None:
-        """Say how many backward passes each parameter's stage will do until `finish`."""
+        """Begin a step with so many backward passes of each stage until `finish`."""
 
     @abstractmethod
     def sum_in_place(self) -> None:
-        """From now on let backward passes do what a CUDA graph can repeat.
+        """Make backward passes repeatable by a CUDA graph from now on.
 
-        Gradients are added, by every pass alike, to sums that never move and that `zero_grad` sets
-        to zero; nothing is sent before `finish`. Sums are the same but for the sign of zeros.
+        Every pass adds gradients to sums that never move and that `zero_grad` sets to zero;
+        nothing is sent before `finish`. Sums are the same except for the sign of zeros.
         """
 
     @abstractmethod
     def reduce_gradients(self) -> None:
-        """Give every segment its `grad`: the sum over microbatches and data-parallel replicas.
+        """Set the `grad` of every segment: the sum over micro batches and data-parallel replicas.
 
-        fp32, as long as the segment; zeros for parameters without a gradient, and for padding.
+        It is fp32 and as long as the segment; zero for parameters without a gradient and padding.
         """
 
     @abstractmethod
     def publish(self) -> None:
-        """Give parameters the values of the main parameters, on every replica."""
+        """Copy main parameters to parameters, on every replica."""
 
     def wait_for_parameters(self) -> None:
         """Wait until all parameters are those of the last step; `publish` may return earlier."""
 
     def update_segments(self, segments: list[Segment]) -> None:
-        """Update main parameters and states from the segments' gradients (whole and clipped).
+        """Update main parameters and states from the segments' gradients (reduced and clipped).
 
-        Rates are those of `rates`, and `num_steps` counts this step already.
+        Rates are those of `rates`; `num_steps` includes this step.
         """
         for group in self.param_groups:
             update = self.updates[group.update]
@@ -157,7 +157,7 @@ class Optimizer(ABC):
                 facts = [self._facts_by_name[name] for name in group.names]
                 orthogonalize_matrices(update, facts, group_segments, self.groups, lr=lr)
 
-    # What a subclass calls.
+    # Called by subclasses.
 
     def set_segments(self, segments: list[Segment]) -> None:
         """Take the segments, and make the states (zeros) that they do not have yet.
@@ -182,30 +182,30 @@ class Optimizer(ABC):
 
     @property
     def bucket_size(self) -> int | None:
-        """Elements of a bucket of the first stage, the same on every rank; None: it has one."""
+        """Elements of a bucket of the first stage, the same on every rank; None: there is one bucket."""
         return None
 
     @property
     def sums_in_fp32(self) -> bool:
-        """Gradients of microbatches are added up in fp32, whatever the parameters are."""
+        """Whether gradients of micro batches are summed in fp32, whatever the parameters' dtype."""
         return True
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied with now."""
+        """The current loss scale."""
         return self.scaler.scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss to call `backward` of."""
+        """The scaled loss, to call `backward` on."""
         return loss if self.loss_scale == 1.0 else loss * self.loss_scale
 
     @torch.no_grad()
     def finish(self, num_labels: Tensor) -> None:
-        """Make the gradients of all segments whole, after the last backward pass.
+        """Reduce the gradients of all segments, after the last backward pass.
 
-        Adds up over replicas, over tp what each rank has a part of, and over the first and the last
-        stage what is tied. `num_labels` (one element, of all microbatches and replicas) is what the
-        gradient of the summed loss is divided by; less than 1 counts as 1.
+        It sums over replicas, over tp for parameters with partial gradients, and over the first and
+        last stage for tied ones. The gradient of the summed loss is divided by `num_labels` (one
+        element, of all micro batches and replicas); less than 1 counts as 1.
         """
         self.reduce_gradients()
         self._sum_spans(lambda f: f.is_partial, self.groups.tp)
@@ -214,15 +214,15 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def step(self, lr: Rate, weight_decay: float) -> StepResult:
-        """Check, unscale and clip the gradient, and update parameters with it.
+        """Check, unscale and clip the gradient, and update the parameters.
 
-        `lr` is for all groups, or gives each one's; it is multiplied with the group's `lr_mult`, as
-        `weight_decay` with its `wd_mult`.
+        `lr` is a number, or a function of the group. It is multiplied by the group's `lr_mult`, and
+        `weight_decay` by its `wd_mult`.
         """
         if self._num_labels is None:
             raise RuntimeError("step was called without finish")
         scale = self.loss_scale
-        # Read together with the rest: on a GPU each reading waits for it.
+        # Read together: on a GPU each reading waits for the device.
         sums = local_statistics(self.segments, self.groups, count_zeros=self.settings.count_zeros)
         sums = all_sum(sums, self.groups.world)
         labels = self._num_labels.reshape(1).to(sums)
@@ -244,7 +244,7 @@ class Optimizer(ABC):
             factor *= clip_coefficient(norm, self.settings.clip_grad)
         if factor != 1.0:
             grads = [s.grad for s in self.segments if s.grad is not None and s.numel]
-            if grads:  # of a small model a rank may have none
+            if grads:  # a rank of a small model may have none
                 torch._foreach_mul_(grads, factor)
         self.num_steps += 1
         for group in self.param_groups:
@@ -258,11 +258,11 @@ class Optimizer(ABC):
 
     @property
     def state_segments(self) -> list[Segment]:
-        """The segments that main parameters and states lie in: all, or what they are cut into."""
+        """The segments that hold main parameters and states, or the parts of offloaded ones."""
         return self.segments
 
     def pieces(self) -> Iterator[StatePiece]:
-        """All state that this process holds: main parameters first, then the update's states."""
+        """All state of this process: main parameters first, then the states of the update rule."""
         for segment in self.state_segments:
             for span in segment.spans:
                 yield _piece("main", span, segment.read_main(span.offset, span.end))
@@ -273,12 +273,13 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def load(self, read: Callable[[str, str], Tensor]) -> None:
-        """Take main parameters and states, and write the parameters.
+        """Load main parameters and states, and write the parameters.
 
-        `read(state, parameter name)` gives the whole local parameter's, of any float type.
+        `read(state, parameter name)` returns the state of the whole local parameter, of any float
+        dtype.
 
         Raises:
-            CheckpointError: a tensor has another number of elements than its parameter.
+            CheckpointError: a state has another number of elements than its parameter.
         """
         for segment in self.state_segments:
             for span in segment.spans:
@@ -292,14 +293,14 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def reload_parameters(self) -> None:
-        """Take the main parameters from the parameters, after weights were loaded into them."""
+        """Copy parameters to main parameters, after weights were loaded into them."""
         for segment in self.state_segments:
             for span in segment.spans:
                 values = span.param_info.parameter.detach().flatten()[span.start : span.stop]
                 segment.write_main(span.offset, span.end, values.to(segment.device, torch.float32))
 
     def small_state(self) -> dict[str, Any]:
-        """What Megatron saves beside the tensors: `optimizer.param_groups`, and `grad_scaler`."""
+        """What Megatron saves in addition to tensors: `optimizer.param_groups`, and `grad_scaler`."""
         out: dict[str, Any] = {
             "optimizer": {"param_groups": [self._group_state(g) for g in self.param_groups]}
         }
@@ -309,13 +310,13 @@ class Optimizer(ABC):
         return out
 
     def load_small_state(self, state: dict[Any, Any] | list[Any]) -> None:
-        """Take the number of steps, and the loss scale, of what `small_state` or Megatron gave.
+        """Load the number of steps and the loss scale from a state of `small_state` or Megatron.
 
-        One optimizer's or a chain's, of any of Megatron's optimizers. Rates, decay and the update's
-        settings are those of this run.
+        It may be that of one optimizer or of a chain, of any of Megatron's. Rates, decay and
+        hyperparameters are those of this run.
 
         Raises:
-            CheckpointError: there are no parameter groups in it.
+            CheckpointError: it has no parameter groups.
         """
         members = _members(state)
         steps: list[int] = []
@@ -328,16 +329,16 @@ class Optimizer(ABC):
                 self.scaler.load_state_dict(member["grad_scaler"])
         if not members:
             raise CheckpointError(
-                f"the saved optimizer has no parameter groups, but {type(state).__name__} of "
+                f"the saved optimizer has no parameter groups, but a {type(state).__name__} of "
                 f"{sorted(map(str, state))[:8]}",
-                hint="start with a new optimizer state, by --no-load-optim",
+                hint="start a new run from the checkpoint's weights",
             )
         self.num_steps = max(steps, default=0)
 
     # Parts of the above.
 
     def _sum_spans(self, is_summed: Callable[[ParamInfo], bool], group: Group) -> None:
-        """Add up over a group the gradients of the spans whose parameters are `wanted`."""
+        """Sum over a group the gradients of the spans that `is_summed` selects."""
         if group.size == 1:
             return
         parts = [
@@ -346,14 +347,14 @@ class Optimizer(ABC):
             for span in s.spans
             if s.grad is not None and is_summed(span.param_info)
         ]
-        # Both ends, or all tp ranks, hold the same parameters, so all have something or nothing.
+        # Both ends, or all tp ranks, have the same parameters, so all have something or nothing.
         if not parts:
             return
         total = all_sum(torch.cat(parts), group)
         copy_parts(total, parts)
 
     def _first_nonfinite(self) -> str | None:
-        """The parameter, over all ranks, whose gradient was the first that is not finite."""
+        """The first parameter, over all ranks, whose gradient is NaN or Inf."""
         names = [f.name for f in self.param_infos]
         return first_nonfinite_of_ranks(find_nonfinite(self.segments, names), names, self.groups)
 
@@ -377,12 +378,12 @@ class Optimizer(ABC):
 
 
 def _is_small_state(state: Any) -> bool:
-    """Does it hold the parameter groups of one optimizer?"""
+    """Whether a state holds the parameter groups of one optimizer."""
     return isinstance(state, dict) and "param_groups" in state.get("optimizer", state)
 
 
 def _members(state: Any) -> list[dict[str, Any]]:
-    """One optimizer's small state, or a chain's: Megatron numbers them, or has a list of them."""
+    """The small states of one optimizer or of a chain, which Megatron numbers or lists."""
     if _is_small_state(state):
         return [state]
     values = state.values() if isinstance(state, dict) else state
@@ -401,6 +402,6 @@ def _slice_for_span(tensor: Tensor, state: str, span: Span) -> Tensor:
         raise CheckpointError(
             f"state {state!r} has {tensor.numel()} elements, and its parameter {expected}",
             tensor=span.param_info.name,
-            hint="the state is of another model, or of another layout than the parameters",
+            hint="the state has another model or layout than the parameters",
         )
     return tensor.detach().flatten()[span.start : span.stop]

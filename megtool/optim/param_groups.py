@@ -1,4 +1,4 @@
-"""Parameter groups: what a parameter is to other ranks, and the settings it is updated with."""
+"""Parameter groups, and how each parameter is distributed over ranks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _NOT_HIDDEN = ("*embedding*", "*output_layer*")
 
 @dataclass(frozen=True, slots=True)
 class GroupRule:
-    """What parameters whose Megatron name matches `glob` are updated with; the first match holds.
+    """Settings of parameters whose Megatron name matches `glob`; the first matching rule applies.
 
     `lr_mult` multiplies the learning rate; `wd_mult` replaces the factor of weight decay (None:
-    0 for biases and 1-D parameters, 1 for others); `max_lr` and `min_lr` replace the ends of the
+    0 for biases and 1-D parameters, 1 for others); `max_lr` and `min_lr` replace those of the
     schedule.
     """
 
@@ -40,13 +40,13 @@ class GroupRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ParamInfo:
-    """A parameter that is trained, and what makes its gradient whole.
+    """A trained parameter, and how its gradient is reduced.
 
-    `is_expert`: its replicas are those of `expert_dp`. `is_tp_duplicate`: every tp rank holds the
+    `is_expert`: its replicas are those of `expert_dp`. `is_tp_duplicate`: every tp rank has the
     same, so norms count it on one. `is_partial`: each tp rank has a part of its gradient.
-    `is_tied`: the first and the last stage both have a part of it; `is_shared_copy`: it is the last
-    stage's, which norms skip. `row_parts`: the whole matrix is several in one, in groups of so many
-    rows of each.
+    `is_tied`: the first and the last stage both have a part of its gradient; `is_shared_copy`: it
+    is the copy on the last stage, which norms skip. `row_parts`: the matrix is several fused ones,
+    in groups of so many rows of each.
     """
 
     name: str
@@ -61,9 +61,9 @@ class ParamInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamGroup:
-    """Parameters that are updated with the same settings; `names` are this rank's, maybe none.
+    """Parameters with the same settings; `names` are those of this rank, possibly none.
 
-    `max_lr` and `min_lr` are None where the schedule's own hold.
+    `max_lr` and `min_lr` are None for those of the schedule.
     """
 
     lr_mult: float = 1.0
@@ -75,17 +75,17 @@ class ParamGroup:
     names: tuple[str, ...] = ()
 
 
-# What tells groups from each other, the first of them first.
+# What distinguishes groups, in the order they are sorted by.
 _Key = tuple[bool, float, float, float | None, float | None, _Kind]
 
 
 def collect_param_infos(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[ParamInfo]:
-    """Facts of the parameters that are trained (`requires_grad`), from their marks.
+    """The infos of the parameters that are trained (`requires_grad`), from their attributes.
 
-    A parameter without marks is one that every tp rank holds alike.
+    A parameter without attributes is the same on every tp rank.
 
     Raises:
-        MappingError: a name or a parameter comes twice.
+        MappingError: a name or a parameter is given twice.
     """
     out: list[ParamInfo] = []
     names: set[str] = set()
@@ -93,10 +93,10 @@ def collect_param_infos(named_parameters: Iterable[tuple[str, nn.Parameter]]) ->
     for name, p in named_parameters:
         if name in names or id(p) in name_of_param:
             raise MappingError(
-                f"parameter {name!r} comes twice in the optimizer"
+                f"parameter {name!r} is given twice to the optimizer"
                 + (f", as {name_of_param[id(p)]!r} too" if id(p) in name_of_param else ""),
                 tensor=name,
-                hint="one name for each parameter, with the stage in it where there are several",
+                hint="use one name for each parameter, with the stage in it if there are several",
             )
         names.add(name)
         name_of_param[id(p)] = name
@@ -122,13 +122,13 @@ def group_parameters(
     settings: OptimizerConfig,
     world: Group = ALONE,
 ) -> list[ParamGroup]:
-    """Groups in Megatron's order: dense before experts, those without overrides first.
+    """Parameter groups in Megatron's order: dense before experts, those without overrides first.
 
-    Every rank of `world` gets the same groups in the same order, as checkpoints want, so some may
-    be empty here. Biases and 1-D parameters have no weight decay. Every rank has to call this.
+    Every rank of `world` gets the same groups in the same order, as checkpoints need, so some may
+    be empty. Biases and 1-D parameters have no weight decay. Every rank has to call this.
 
     Raises:
-        UsageError: a rule's glob matches no parameter of any rank.
+        UsageError: a rule matches no parameter of any rank.
     """
     local_names: dict[_Key, list[str]] = {}
     used: set[int] = set()
@@ -148,9 +148,9 @@ def group_parameters(
     idle = [rule.glob for i, rule in enumerate(settings.rules) if i not in matched]
     if idle:
         raise UsageError(
-            f"the rule for {idle[0]!r} is of no parameter",
-            hint="names are Megatron's, as decoder.layers.0.mlp.linear_fc1.weight; an earlier rule "
-            "may have taken them",
+            f"the rule for {idle[0]!r} matches no parameter",
+            hint="names are Megatron's, such as decoder.layers.0.mlp.linear_fc1.weight; an earlier "
+            "rule may match the same parameters",
         )
     keys = {key for keys, _ in all_ranks for key in keys}
     return [
@@ -173,7 +173,7 @@ def _key(facts: ParamInfo, rule: GroupRule, settings: OptimizerConfig) -> _Key:
     decay = plain if rule.wd_mult is None else rule.wd_mult
     update = settings.optimizer
     if update == "muon":
-        # Of stacked experts each has a matrix; their biases, stacked, are none.
+        # Stacked experts have a matrix each; their stacked biases are not matrices.
         is_matrix = len(shape) == 2 or (len(shape) == 3 and facts.is_expert)
         is_matrix = is_matrix and not facts.name.endswith("bias")
         if not is_matrix or any(fnmatchcase(facts.name, glob) for glob in _NOT_HIDDEN):
@@ -182,7 +182,7 @@ def _key(facts: ParamInfo, rule: GroupRule, settings: OptimizerConfig) -> _Key:
 
 
 def _order(key: _Key) -> tuple[Any, ...]:
-    """Dense first, and what has no override before what has one."""
+    """Sort dense groups first, and groups without overrides before others."""
     is_expert, decay, mult, max_lr, min_lr, update = key
     overridden = (decay, mult, max_lr, min_lr) != (1.0, 1.0, None, None)
     ends = (max_lr is not None, max_lr or 0.0, min_lr is not None, min_lr or 0.0)

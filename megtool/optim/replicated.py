@@ -1,4 +1,4 @@
-"""PlainOptimizer: nothing is sharded; every replica holds and updates all of its parameters."""
+"""The optimizer without sharding: every replica updates all parameters."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _REDUCED_NUMEL = 16 * 2**20
 
 
 class ReplicatedOptimizer(Optimizer):
-    """Gradients are added up over replicas, and each replica does the same update.
+    """Sums gradients over replicas; each replica does the same update.
 
-    fp32 parameters are their own main parameters, and their `grad` is used as it is. Gradients of
-    bf16 and fp16 parameters are added up in fp32, microbatch by microbatch, and `grad` is dropped.
+    fp32 parameters are their own main parameters, and their `grad` is used directly. Gradients of
+    bf16 and fp16 parameters are summed in fp32 after each micro batch, and `grad` is freed.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ReplicatedOptimizer(Optimizer):
                 raise MappingError(
                     f"parameter {f.name!r} is not contiguous",
                     tensor=f.name,
-                    hint="replace it by parameter.contiguous() before making the optimizer",
+                    hint="replace it by parameter.contiguous() before the optimizer is made",
                 )
             flat = f.parameter.detach().view(-1)
             span = Span(param_info=f, start=0, stop=flat.numel(), offset=0)
@@ -61,12 +61,12 @@ class ReplicatedOptimizer(Optimizer):
             self._flat.append(flat)
             segments.append(segment)
         self.set_segments(segments)
-        # Hooks of an optimizer that is gone would take the gradients from the next one.
+        # Hooks of a deleted optimizer would take gradients away from the next one.
         weakref.finalize(self, _remove, handles)
 
     @torch.no_grad()
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for segment in self.segments:
             segment.grad = None
         if self._in_place:
@@ -91,16 +91,16 @@ class ReplicatedOptimizer(Optimizer):
                 self._begun.add(id(p))
 
     def _places(self) -> list[Tensor]:
-        """What gradients are added to in place."""
+        """The tensors that gradients are added to in place."""
         grads = [p.grad for p in (f.parameter for f in self.param_infos) if p.grad is not None]
         return [*grads, *self._sums.values()]
 
     def begin(self, num_microbatches: int) -> None:
-        """Nothing to start: gradients are added up when all are there."""
+        """Do nothing: gradients are reduced in `finish`."""
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Add up over replicas, dense parameters and experts each over their own."""
+        """Sum over replicas, of dense parameters and of experts separately."""
         for f, segment in zip(self.param_infos, self.segments, strict=True):
             p = f.parameter
             if p.dtype == torch.float32:
@@ -120,7 +120,7 @@ class ReplicatedOptimizer(Optimizer):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the main parameters to the parameters' type, where they are not the same."""
+        """Copy main parameters to parameters of another dtype."""
         pairs = [
             (flat, s.main)
             for flat, s in zip(self._flat, self.segments, strict=True)
@@ -131,7 +131,7 @@ class ReplicatedOptimizer(Optimizer):
 
 
 def _summing(sums: dict[int, Tensor], begun: set[int]) -> Callable[[Tensor], None]:
-    """A hook that adds a parameter's gradient to its fp32 sum, and drops it."""
+    """A hook that adds a parameter's gradient to its fp32 sum, and frees it."""
 
     def add(p: Tensor) -> None:
         if p.grad is None:
@@ -161,7 +161,7 @@ def _remove(handles: list[RemovableHandle]) -> None:
 
 
 def _sum_in_place(grads: list[Tensor], group: Group) -> None:
-    """Add up fp32 tensors over a group, many at a time."""
+    """Sum fp32 tensors over a group, many at a time."""
     if group.size == 1:
         return
     batch: list[Tensor] = []

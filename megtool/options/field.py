@@ -12,7 +12,6 @@ import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -163,10 +162,18 @@ class Options:
             object.__setattr__(self, entry.name, value)
 
 
-@cache
 def all_fields(cls: type[Any]) -> tuple[OptionField, ...]:
     """The fields of a dataclass that are options, offered or not, in the order they are shown:
     arguments first, a class's fields before its groups', groups from left to right."""
+    if cls not in _FIELDS:
+        _FIELDS[cls] = _collect_fields(cls)
+    return _FIELDS[cls]
+
+
+_FIELDS: dict[type[Any], tuple[OptionField, ...]] = {}
+
+
+def _collect_fields(cls: type[Any]) -> tuple[OptionField, ...]:
     hints = get_type_hints(cls)
     by_name = {f.name: f for f in dataclasses.fields(cls) if "option" in f.metadata}
     entries = []
@@ -250,7 +257,7 @@ def _shown(name: str, value: object, file: str | Path | None) -> str:
 def _number(value: Any, kind: type[Any], *, from_text: bool) -> int | float | None:
     """A number of the type asked for; YAML 1.1 reads 2e-5, which has no dot, as a text."""
     if isinstance(value, int):
-        return kind(value)
+        return value if kind is int else float(value)
     if kind is int:
         return None
     if isinstance(value, float):

@@ -1,1 +1,1 @@
-"""Quantization: recipes, and which rule of a recipe decides about which module of a model."""
+"""Quantization: recipes, calibration, algorithms, packing and verification."""

@@ -1,7 +1,7 @@
-"""Backend: NVIDIA ModelOpt calibrates instead, on the model as transformers builds it.
+"""The ModelOpt backend: NVIDIA ModelOpt calibrates the transformers model.
 
-Decisions become ModelOpt's quantizer settings by exact names, it is run over the same batches, and
-its amaxes and factors are read back as treatments before it would export them.
+Decisions become ModelOpt quantizer settings with exact names. ModelOpt runs over the same batches,
+and its amaxes and `pre_quant_scale`s are read back as quantization parameters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _METHODS: Mapping[str, str] = {
     "awq_full": "awq_full",
     "awq_clip": "awq_clip",
 }
-"""Our algorithms, and its own, by its names."""
+"""Our algorithms and ModelOpt's, by ModelOpt's names."""
 
 
 def calibrate_with_modelopt(
@@ -54,13 +54,13 @@ def calibrate_with_modelopt(
     device: torch.device | str = "cpu",
     progress: Progress = silent,
 ) -> QParams:
-    """What ModelOpt makes of the model in a Hugging Face folder, shown all batches.
+    """Calibrate the model in a Hugging Face folder with ModelOpt on all batches.
 
     Raises:
-        MissingPackageError: it is not installed.
-        RecipeError: it cannot do what the recipe asks for, or not to this model.
-        UsageError: it needs a GPU for it.
-        CalibrationError: it found no amax where one is needed.
+        MissingPackageError: ModelOpt is not installed.
+        RecipeError: ModelOpt does not support the recipe, or not for this model.
+        UsageError: ModelOpt needs a GPU for it.
+        CalibrationError: an amax is missing.
     """
     config = build_modelopt_config(recipe, decisions, device=str(device))
     model = quantize_model(folder, config, batches, dtype=dtype, device=device, progress=progress)
@@ -70,18 +70,18 @@ def calibrate_with_modelopt(
 def build_modelopt_config(
     recipe: Recipe, decisions: Sequence[Decision], *, device: str = "cpu"
 ) -> dict[str, Any]:
-    """ModelOpt's configuration for decisions: everything off, then each module by its name.
+    """Build ModelOpt's configuration: everything disabled, then each module by name.
 
     Raises:
-        RecipeError: algorithms that it does not have, or several at once; amaxes by rows of weights
-            that transformers has in one module.
-        UsageError: what it can calibrate on a GPU alone.
+        RecipeError: an algorithm that ModelOpt does not have, or several at once; per-row amaxes of
+            weights that are one module in transformers.
+        UsageError: something that ModelOpt can only calibrate on a GPU.
     """
     quantized = [d for d in decisions if d.format is not None]
     if undecided := [d for d in quantized if d.format and d.format.choose]:
         raise RecipeError(
-            f"the format of {undecided[0].module.name} is still to be chosen",
-            hint="an automatic recipe is decided before it is calibrated",
+            f"the format of {undecided[0].module.name} is not chosen yet",
+            hint="choose formats before calibrating",
         )
     methods = dict.fromkeys(
         (d.format.method if d.format else "") or recipe.method for d in quantized
@@ -89,16 +89,16 @@ def build_modelopt_config(
     if len(methods) > 1:
         raise RecipeError(
             f"recipe {recipe.name} asks for {' and '.join(methods)}, and ModelOpt runs one "
-            "algorithm over the whole model",
-            hint="--backend megtool runs several",
+            "algorithm for the whole model",
+            hint="--backend megtool supports several",
         )
     algorithm = _algorithm(recipe, next(iter(methods), "none"))
     if device == "cpu" and algorithm["method"] != "max":
         for d in quantized:
             if d.format and d.format.algo and packing_of(d.format).startswith(("nvfp4", "mxfp")):
                 raise UsageError(
-                    f"ModelOpt runs {algorithm['method']} for {d.format.algo} on a GPU alone",
-                    hint="--backend megtool does it on any device",
+                    f"ModelOpt runs {algorithm['method']} for {d.format.algo} only on a GPU",
+                    hint="--backend megtool supports any device",
                 )
     _check_shared_tensors(quantized)
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
@@ -108,8 +108,8 @@ def build_modelopt_config(
 
 
 def _check_shared_tensors(quantized: Sequence[Decision]) -> None:
-    """Refuse weights that transformers has in one module, where rows have amaxes of their own:
-    which of ModelOpt's are whose is not known here."""
+    """Reject per-row amaxes of weights that are one module in transformers: the rows of each cannot
+    be told apart."""
     by_name: dict[str, Decision] = {}
     for d in quantized:
         packing = packing_of(d.format) if d.format and d.format.algo else "tensor"
@@ -119,7 +119,7 @@ def _check_shared_tensors(quantized: Sequence[Decision]) -> None:
             raise RecipeError(
                 f"{first.module.name} and {d.module.name} are rows of {_hf_name(d)}, and "
                 f"ModelOpt's amaxes of {d.label} are by rows",
-                hint="--backend megtool calibrates each",
+                hint="--backend megtool calibrates each of them",
             )
 
 
@@ -128,13 +128,13 @@ def _algorithm(recipe: Recipe, method: str) -> dict[str, Any]:
     if method not in _METHODS:
         names = ", ".join(m for m in _METHODS if m != "none")
         raise RecipeError(
-            f"ModelOpt is not asked for {method!r}",
-            hint=f"--backend megtool, or one of {names}",
+            f"the ModelOpt backend does not support {method!r}",
+            hint=f"use --backend megtool, or one of {names}",
         )
     if recipe.folds_scales:
         raise RecipeError(
-            f"recipe {recipe.name} stores no factors of columns, and ModelOpt does",
-            hint="--backend megtool, or `fold: false`",
+            f"recipe {recipe.name} has `fold: true`, and ModelOpt stores pre_quant_scale",
+            hint="use --backend megtool, or `fold: false`",
         )
     out: dict[str, Any] = {"method": _METHODS[method]}
     if method == "awq" and options.get("clip"):
@@ -170,8 +170,8 @@ def _hf_name(decision: Decision) -> str:
     names = decision.module.names_in("hf")
     if not names:
         raise RecipeError(
-            f"{decision.module.name} has no name in transformers",
-            hint="--backend megtool needs none",
+            f"{decision.module.name} has no module name in transformers",
+            hint="use --backend megtool",
         )
     return names[0]
 
@@ -184,7 +184,7 @@ def _block_config(bits: tuple[int, int], size: int, scale: tuple[int, int]) -> d
 
 
 def _quantizer_config(packing: str) -> dict[str, Any]:
-    """The settings of a quantizer for numbers packed so, as `fp8:tensor` or `int4rows:128`."""
+    """The quantizer settings for a packing such as `fp8:tensor` or `int4rows:128`."""
     name, _, granularity = packing.partition(":")
     if name == "nvfp4":
         return _block_config((2, 1), int(granularity), (4, 3))
@@ -210,7 +210,7 @@ def quantize_model(
     device: torch.device | str = "cpu",
     progress: Progress = silent,
 ) -> Any:
-    """The transformers model of a folder after `mtq.quantize`: its forward pass is simulated.
+    """Load the transformers model of a folder and run `mtq.quantize` (fake quantization).
 
     Raises:
         MissingPackageError: ModelOpt or transformers is not installed.
@@ -233,14 +233,14 @@ def quantize_model(
                     model(**_transformers_inputs(batch, model.dtype, device), use_cache=False)
                     progress("calibrate", number + 1, len(batches))
 
-        # A copy: it changes what it is given.
+        # A copy, because mtq.quantize modifies its argument.
         return mtq.quantize(model, {**config, "quant_cfg": list(config["quant_cfg"])}, run)
 
 
 def _transformers_inputs(
     batch: Batch, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Any]:
-    """A batch as transformers takes it; tokens attend within their documents alone."""
+    """Convert a batch to transformers inputs; tokens attend only within their document."""
     import torch
 
     valid_BS, documents_BS = batch.valid_BS, batch.documents_BS
@@ -264,13 +264,13 @@ def _transformers_inputs(
 def read_qparams(
     model: Any, decisions: Sequence[Decision], sites: Sequence[ActivationSite]
 ) -> QParams:
-    """Treatments, caches and norms of a model that `mtq.quantize` has calibrated.
+    """Read the quantization parameters of a model that `mtq.quantize` has calibrated.
 
-    Siblings get one factor for each column as ModelOpt's export gives it to them (the mean, weights
-    and their amax made anew), the largest amax of inputs, and under NVFP4 of whole weights.
+    Fused siblings share one smoothing scale, as in ModelOpt's export (the mean, with amaxes of the
+    weights recomputed), the largest input amax, and for NVFP4 the largest global amax.
 
     Raises:
-        RecipeError: a module has no quantizer in ModelOpt, as fused experts have none by expert.
+        RecipeError: a module has no quantizer in ModelOpt, as with fused experts.
         CalibrationError: an amax is missing.
     """
     by_name = {d.module.name: d for d in decisions if d.format is not None}
@@ -297,16 +297,16 @@ def read_qparams(
 
 
 def find_quantizer_module(modules: Mapping[str, Any], decision: Decision, quantizer: str) -> Any:
-    """The module of a decision among a model's, by name.
+    """Find the module of a decision by name.
 
     Raises:
-        RecipeError: it has no quantizer of `what` in ModelOpt.
+        RecipeError: it has no such quantizer in ModelOpt.
     """
     module = modules.get(_hf_name(decision))
     if module is None or not hasattr(module, f"{quantizer}_quantizer"):
         raise RecipeError(
             f"ModelOpt has no quantizer for {_hf_name(decision)}, as transformers builds the model",
-            hint="--backend megtool knows every module; or keep it by a rule",
+            hint="use --backend megtool, or add a rule that keeps this module",
         )
     return module
 
@@ -314,8 +314,8 @@ def find_quantizer_module(modules: Mapping[str, Any], decision: Decision, quanti
 def _read_site(
     qparams: QParams, site: ActivationSite, group: Sequence[tuple[Decision, Any]], *, folds: bool
 ) -> None:
-    """Take over what was found of one input. Its factors go into the norm before (`folds`) only if
-    all that the norm feeds has the same ones; else each module stores its own."""
+    """Read the parameters of one site. The smoothing scale is folded into the norm (`folds`) only if
+    all readers of the norm share it; else each module stores its own."""
     by_format: dict[tuple[RecipeFormat | None, bool], list[tuple[Decision, Any]]] = defaultdict(
         list
     )
@@ -328,7 +328,7 @@ def _read_site(
         if scale is not None and into_norm:
             qparams.norm_scales[site.norm] = scale
         groups.append([_read_weight(d, m, scale, stores=not into_norm) for d, m in members])
-    if not any(smoothed for _, smoothed in by_format):  # all of them multiply the same numbers
+    if not any(smoothed for _, smoothed in by_format):  # all of them read the same inputs
         groups = [[t for weights in groups for t in weights]]
     for weights in groups:
         input_amax = max(t.input_amax for t in weights)
@@ -336,12 +336,12 @@ def _read_site(
         for t in weights:
             is_shared = packing_of(t.format).startswith("nvfp4")
             qparams.weights[t.module] = replace(
-                t, input_amax=input_amax, second_amax=global_amax if is_shared else t.global_amax
+                t, input_amax=input_amax, global_amax=global_amax if is_shared else t.global_amax
             )
 
 
 def _read_smoothing_scale(modules: Sequence[Any]) -> Floats:
-    """What ModelOpt divides the columns of one input by, the same for all its modules."""
+    """Read the smoothing scale of one site, the same for all its modules."""
     if len(modules) > 1:
         from modelopt.torch.export.quant_utils import preprocess_linear_fusion
 
@@ -409,8 +409,8 @@ def _amax_shape(packing: str, shape: Sequence[int]) -> tuple[int, ...]:
 def _require_amax(amax: Any, decision: Decision) -> Any:
     if amax is None:
         raise CalibrationError(
-            f"ModelOpt has found no largest magnitude for {decision.module.name}",
-            hint="did the data reach it? experts that no token goes to have none",
+            f"ModelOpt has no amax for {decision.module.name}",
+            hint="check that the data reaches it; experts without tokens have no amax",
         )
     return amax
 
@@ -426,16 +426,15 @@ def check_quantizers(
     decisions: Sequence[Decision],
     sites: Sequence[ActivationSite],
 ) -> None:
-    """Refuse modules that ModelOpt could not quantize one by one, such as experts that transformers
-    has fused.
+    """Check that ModelOpt has a quantizer for every module; fused experts have none.
 
-    The model of `hf_config`, a config.json, is built on torch's meta device, and ModelOpt puts
-    quantizers into it by `config` (`backend_modelopt.modelopt_config`), as into the real one.
+    The model of `hf_config`, a config.json, is built on torch's meta device, and ModelOpt inserts
+    quantizers by `config` (see `build_modelopt_config`), as for the real model.
 
     Raises:
         MissingPackageError: ModelOpt or transformers is not installed.
         RecipeError: a module has no quantizer; says which.
-        UsageError: transformers builds no such model.
+        UsageError: transformers cannot build the model.
     """
     mtq, transformers = import_modelopt()
     import torch
@@ -457,8 +456,8 @@ def check_quantizers(
         except (ValueError, KeyError, OSError) as e:
             first = next(iter(str(e).splitlines()), type(e).__name__)
             raise UsageError(
-                f"--backend modelopt runs transformers' model, and that is none: {first}",
-                hint="--backend megtool runs megtool's own",
+                f"--backend modelopt needs a transformers model, which failed to build: {first}",
+                hint="--backend megtool does not need transformers",
             ) from e
         entries = list(config["quant_cfg"])  # a copy: it changes what it is given
         model = mtq.quantize(model, {**config, "quant_cfg": entries, "algorithm": None}, None)

@@ -1,4 +1,4 @@
-"""ModelOpt packages: NVIDIA ModelOpt and transformers, imported when asked for, and kept quiet."""
+"""Lazy imports of NVIDIA ModelOpt and transformers, with their output silenced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megtool.errors import MissingPackageError
 
 @contextlib.contextmanager
 def silence_output() -> Iterator[None]:
-    """Without what the packages print and warn of: their progress is ours to tell."""
+    """Suppress what the packages print and warn about."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
@@ -21,7 +21,7 @@ def silence_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_progress_bars(transformers: Any) -> Iterator[None]:
-    """Without transformers' progress bars."""
+    """Turn off the progress bars of transformers."""
     logging = transformers.utils.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -33,7 +33,7 @@ def without_progress_bars(transformers: Any) -> Iterator[None]:
 
 
 def import_modelopt() -> tuple[Any, Any]:
-    """`modelopt.torch.quantization` and transformers.
+    """Import `modelopt.torch.quantization` and transformers.
 
     Raises:
         MissingPackageError: one is not installed.

@@ -1,4 +1,4 @@
-"""Treatments: all that was decided about each weight before a byte of it is packed."""
+"""Quantization parameters of weights, KV caches and norms, solved before any packing."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightQParams:
-    """How one weight `[out, in]` is packed, and what is known about its inputs.
+    """Quantization parameters of one weight `[out, in]` and its inputs.
 
-    The weight is multiplied by `columns` `[in]` (None: ones), then clipped to and scaled by `amax`,
-    in the shape of the packing's scales before they are turned into scales (`[]`, `[out]`,
-    `[out, in/group]`, `[out/block, in/block]`; None: the largest magnitudes of the weight itself
-    after `columns`), then rounded. `second_amax` is the one of the whole tensor under formats with
-    two levels of scales, where siblings share it (0: the weight's own). `codes` int8 `[out, in]`
-    are the integers chosen for it where they are not the nearest ones (GPTQ).
+    The weight is multiplied by `smoothing_scale` `[in]` (None: ones), then clipped to and scaled by
+    `amax`, which has the shape of the scales of the packing (`[]`, `[out]`, `[out, in/group]`,
+    `[out/block, in/block]`; None: the amax of the weight itself after smoothing), then rounded.
+    `global_amax` is the per-tensor amax of formats with two-level scales, shared by fused siblings
+    (0: the weight's own). `codes` int8 `[out, in]` are the integer codes if they are not the
+    nearest ones (GPTQ).
 
-    Inputs are divided by `columns`: by the norm before them, whose factors are in
-    `Settlement.norms`, or, with `stores_columns`, by the engine, from `pre_quant_scale` stored as
-    `1 / columns`. `input_amax` is the amax of inputs after that (0: the format needs none).
+    Inputs are divided by `smoothing_scale`: by the preceding norm (`QParams.norm_scales`) or, with
+    `stores_pre_quant_scale`, by the engine, which reads `pre_quant_scale = 1 / smoothing_scale`.
+    `input_amax` is the amax of inputs after that (0: the format needs none).
     """
 
     module: str
@@ -40,7 +40,7 @@ class WeightQParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheQParams:
-    """The KV cache of a layer: largest magnitudes of keys (after rotation) and values."""
+    """Quantization parameters of one layer's KV cache: amax of keys (after RoPE) and of values."""
 
     module: str
     format: RecipeFormat
@@ -50,11 +50,11 @@ class KVCacheQParams:
 
 @dataclass(slots=True, kw_only=True)
 class QParams:
-    """What becomes of a whole model, by canonical names.
+    """Quantization parameters of a model, by canonical module names.
 
-    `norms` are factors `[hidden]` that the outputs of a norm are divided by, its weight and bias
-    are therefore (`(1 + w) / f - 1` where gammas are stored around zero). `notes` are for people:
-    what was filled in, left out, or clipped.
+    `norm_scales` are the smoothing scales `[hidden]` folded into norms: the weight and bias of the
+    norm are divided by them (`(1 + w) / s - 1` for zero-centered weights). `notes` are messages for
+    the report.
     """
 
     weights: dict[str, WeightQParams] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class QParams:
     notes: list[str] = field(default_factory=list)
 
     def update(self, part: QParams) -> None:
-        """Take over what another part of the model was given."""
+        """Add the parameters of another part of the model."""
         self.weights |= part.weights
         self.kv_caches |= part.kv_caches
         self.norm_scales |= part.norm_scales

@@ -1,4 +1,4 @@
-"""Needs: what must be seen of inputs and weights before a module is settled; without torch."""
+"""The data that calibration has to collect for a module; without torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from megtool.quant.recipes.recipe import Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRequirements:
-    """What a decision takes: any statistics, the Gram matrix (an `even` one) or sample among them,
-    and whether later layers should see what rounding made of this one."""
+    """Data that a module's quantization parameters depend on.
+
+    `data`: any activation statistics; `gram`: the Gram matrix of inputs (`normalized_gram`: of
+    token-normalized inputs); `sample`: sampled input rows; `sequential`: later layers see the
+    outputs of this layer after quantization.
+    """
 
     data: bool = False
     gram: bool = False
@@ -23,10 +27,10 @@ class CalibrationRequirements:
 
 
 def derive_requirements(recipe: Recipe, decision: Decision) -> CalibrationRequirements:
-    """What must be seen of the inputs of a module before it is settled.
+    """Derive what has to be collected for a module.
 
     Raises:
-        RecipeError: its algorithm is not known here.
+        RecipeError: the algorithm is not supported.
     """
     format = decision.format
     if format is None or format.choose:
@@ -34,8 +38,8 @@ def derive_requirements(recipe: Recipe, decision: Decision) -> CalibrationRequir
     if format.kv_algo:
         return CalibrationRequirements(data=not format.constant)
     config = resolve_algorithm(recipe, format)
-    searches = config.smoothing == "search" and format.number.smooths
-    smooths = config.smoothing == "smooth" and format.number.smooths
+    searches = config.smoothing == "awq" and format.number.smooths
+    smooths = config.smoothing == "smoothquant" and format.number.smooths
     rounds = format.algo in INPUT_PACKINGS
     by_output = (config.clips_weights or config.gptq) and not config.mse
     gram = by_output or (searches and not rounds)
@@ -50,15 +54,15 @@ def derive_requirements(recipe: Recipe, decision: Decision) -> CalibrationRequir
 
 
 def is_two_level(format: RecipeFormat) -> bool:
-    """Scales have a scale of their own, which modules that engines fuse share."""
+    """Block scales have a global scale, which modules that engines fuse share."""
     return packing_of(format).startswith("nvfp4") or format.algo == "W4A8_AWQ"
 
 
 def is_format_only(recipe: Recipe, decision: Decision) -> bool:
-    """Nothing at all is looked at: the format says what becomes of the weight, row by row.
+    """Neither data nor other weights are needed: rows are quantized by the format alone.
 
     Raises:
-        RecipeError: its algorithm is not known here.
+        RecipeError: the algorithm is not supported.
     """
     format = decision.format
     if format is None:

@@ -1,4 +1,4 @@
-"""Decided: a checkpoint opened, a recipe read, and what the one becomes by the other."""
+"""A recipe resolved against a checkpoint: the format of every module, from headers alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megtool.reshard.source import CheckpointSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedRecipe:
-    """What a recipe makes of a checkpoint, from headers alone."""
+    """A checkpoint, a recipe, and the decisions of the recipe about every module."""
 
     source: CheckpointSource
     recipe: Recipe
@@ -35,17 +35,17 @@ class ResolvedRecipe:
 
     @property
     def family(self) -> str | None:
-        """The model's family, where it has one."""
+        """The model family, if known."""
         return self.source.family_name
 
     @property
     def architecture(self) -> str:
-        """The model's class as config.json names it; "" where nothing does."""
+        """The model class in config.json, or "" if unknown."""
         return _find_architecture(self.source)
 
     @property
     def doubt(self) -> str:
-        """What speaks against the target's running the model, though it loads the formats."""
+        """Why the target may not run the model even though it loads the formats, or ""."""
         name = self.architecture
         if self.target is None or not name or not is_unlisted(self.target.engine, [name]):
             return ""
@@ -62,15 +62,16 @@ def resolve_recipe(
     family: str | None = None,
     like: str | Path | None = None,
 ) -> ResolvedRecipe:
-    """Open `source` and let a recipe decide about every module of it.
+    """Open the checkpoint `path` and apply a recipe to every module of it.
 
-    `target` is an engine, or `engine@version`, that is to load the result. `group_size` replaces
-    that of formats which have several.
+    `target` is the engine, or `engine@version`, that will load the result. `group_size` overrides
+    the group size of formats with several.
 
     Raises:
-        RecipeError: with all that is wrong with the recipe, for this model, and for the engine.
-        UsageError: no such engine.
-        MegtoolError: the checkpoint cannot be read, or is of no known model.
+        RecipeError: the recipe is invalid, or does not fit the model or the engine; lists all
+            problems.
+        UsageError: unknown engine.
+        MegtoolError: the checkpoint cannot be read, or the model is unknown.
     """
     engine = parse_engine(target) if target else None
     problems = RecipeProblems(str(recipe))
@@ -100,7 +101,7 @@ def resolve_recipe(
 
 
 def _find_architecture(source: CheckpointSource) -> str:
-    """The first of `architectures` in the config.json that goes with a model, or would."""
+    """Find the first of `architectures` in the model's config.json."""
     model = source.model
     if model is None:
         return ""
@@ -112,10 +113,10 @@ def _find_architecture(source: CheckpointSource) -> str:
 
 
 def _check_names(recipe: Recipe, modules: Modules, problems: RecipeProblems) -> None:
-    """Patterns for others' names need a model that has such names."""
+    """Check that the model has names in the scheme that the patterns use."""
     if recipe.scheme not in modules.schemes:
         problems.add(
             0,
-            f"this recipe uses names of {recipe.scheme!r}, and this model has none known",
-            "--family NAME says what it is",
+            f"this recipe uses {recipe.scheme!r} names, and this model has no such names",
+            "--family NAME sets the model family",
         )

@@ -1,4 +1,4 @@
-"""Settle: from what was seen of inputs to what becomes of each weight, cache and norm."""
+"""Solves the quantization parameters of weights, KV caches and norms from statistics."""
 
 from __future__ import annotations
 
@@ -32,11 +32,9 @@ ReadWeight = Callable[[str], Tensor]
 ReadNorm = Callable[[str], NormWeights]
 
 KV_AMAX_OF_UNIT_SCALE: Mapping[str, float] = {"FP8": 448.0, "NVFP4": 448.0 * 6.0}
-"""The amax under which the scale of a KV cache is 1."""
+"""The amax for which the scale of a KV cache is 1."""
 
-FOLD_NOTE = (
-    "columns have factors only where a norm before takes them in, as the recipe asks (`fold`)"
-)
+FOLD_NOTE = "smoothing scales are used only where the preceding norm can absorb them (`fold: true`)"
 
 _ATTN_NORM_READERS = ("q", "k", "v", "gate", "q_down", "kv_down")
 
@@ -52,17 +50,26 @@ def solve_qparams(
     read_norm: ReadNorm | None = None,
     progress: Progress = silent,
 ) -> QParams:
-    """Settle all modules of `points` for which `decisions` (by module) have a format.
+    """Solve the quantization parameters of all modules of `sites` that have a format.
 
-    `statistics` are by the points' names. `weights` gives a canonical module's weight as float32
-    `[out, in]`, to one thread at a time; it is asked only where weights are looked at, as `norms`
-    is where one takes factors in (None: these are then not those of the rounded norm). The result
-    depends neither on the number of threads (`torch.get_num_threads()`) nor on the order of points.
-    `progress` counts points.
+    The result depends neither on the number of threads (`torch.get_num_threads()`) nor on the order
+    of sites.
+
+    Args:
+        sites: the activation sites to solve.
+        statistics: by site name.
+        decisions: by module name.
+        recipe: the recipe, for its algorithm.
+        read_weight: reads a canonical module's weight as float32 `[out, in]`, called by one thread
+            at a time and only for weights that are needed.
+        config: the model config.
+        read_norm: reads the norm that absorbs a smoothing scale (None: the scale is not rounded to
+            the dtype of the norm).
+        progress: counts sites.
 
     Raises:
-        CalibrationError: a decision needs data and there is none at all.
-        RecipeError: an algorithm is not known here.
+        CalibrationError: a decision needs data and there is none.
+        RecipeError: an algorithm is not supported.
     """
     listed = tuple(sites)
     sites_per_norm = Counter(p.norm for p in listed if p.norm)
@@ -80,13 +87,13 @@ def solve_qparams(
     with _single_threaded() as threads, ThreadPoolExecutor(threads) as pool:
         for part in pool.map(solver.solve, listed):
             qparams.update(part)
-            progress("settle", 1, len(listed))
+            progress("solve", 1, len(listed))
     return qparams
 
 
 @contextlib.contextmanager
 def _single_threaded() -> Iterator[int]:
-    """Within it every sum is taken in one order; gives how many threads there are."""
+    """Make sums independent of the number of threads; yields that number."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -97,7 +104,7 @@ def _single_threaded() -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Solver:
-    """All that points are settled by; `shared` are norms before several of them."""
+    """Solves sites; `shared_norms` are norms that feed several of them."""
 
     statistics: Mapping[str, ActivationStatistics]
     decisions: Mapping[str, Decision]
@@ -110,7 +117,7 @@ class _Solver:
     shared_norms: frozenset[str]
 
     def solve(self, site: ActivationSite) -> QParams:
-        """What becomes of the modules of one point."""
+        """Solve the modules of one site."""
         formats = {
             m: f
             for m in site.modules
@@ -145,7 +152,9 @@ class _Solver:
         config = resolve_algorithm(self.recipe, format)
         stores = not self._is_foldable(site)
         if not is_whole and config.smoothing != "none":
-            qparams.notes.append(f"{site.name}: no factors of columns, as its formats differ")
+            qparams.notes.append(
+                f"{site.name}: no smoothing scale, because its modules have different formats"
+            )
             config = config.without_smoothing()
         if stores and config.fold and config.smoothing != "none" and format.number.smooths:
             qparams.notes.append(FOLD_NOTE)
@@ -153,18 +162,18 @@ class _Solver:
         requirements = [derive_requirements(self.recipe, self.decisions[m]) for m in modules]
         if statistics is None and any(n.data for n in requirements) and site.expert is None:
             raise CalibrationError(
-                f"nothing was seen of the inputs of {site.name}",
-                hint="calibrate with data that reaches it",
+                f"no calibration data for the inputs of {site.name}",
+                hint="calibrate with data that reaches this module",
             )
         if statistics is not None:
             _check_second_moments(site, statistics, requirements)
             smooths = config.smoothing != "none" and format.number.smooths
             if not statistics.has_channels and (smooths or config.input_observer != "max"):
                 raise CalibrationError(
-                    f"of the inputs of {site.name} nothing is known but the largest, and the "
-                    f"recipe asks for {'their columns' if smooths else config.input_observer}",
-                    hint="a calibration derived from FP8 training serves recipes with plain static "
-                    "scales, such as fp8; else calibrate with data",
+                    f"only the amax of the inputs of {site.name} is known, and the "
+                    f"recipe needs {'per-channel statistics' if smooths else config.input_observer}",
+                    hint="calibration files derived from FP8 training work for recipes with plain "
+                    "static scales, such as fp8; else calibrate with data",
                 )
         needs_weights = statistics is not None and any(n.gram or n.sample for n in requirements)
         needs_weights |= (
@@ -185,9 +194,13 @@ class _Solver:
             result.input_amax = format.input_amax
         elif statistics is None and max_input_code(format):
             result.input_amax = self._fallback_input_amax(site)
-            qparams.notes.append(f"{site.name} saw no token: its input scale is that of others")
+            qparams.notes.append(
+                f"{site.name} received no tokens: its input scale is that of other experts"
+            )
         elif statistics is None and any(n.data for n in requirements):
-            qparams.notes.append(f"{site.name} saw no token: its weights were rounded as they are")
+            qparams.notes.append(
+                f"{site.name} received no tokens: its weights are rounded without calibration"
+            )
         if result.smoothing_scale is not None and not stores:
             qparams.norm_scales[site.norm] = result.smoothing_scale
         for module in modules:
@@ -199,12 +212,12 @@ class _Solver:
                 amax=result.amax.get(module),
                 global_amax=result.global_amax,
                 codes=result.codes.get(module),
-                # Nothing but zeros was seen: any scale will do.
+                # All inputs were zero: any scale is fine.
                 input_amax=result.input_amax or max_input_code(format),
             )
 
     def _is_foldable(self, site: ActivationSite) -> bool:
-        """Whether the norm before the point feeds nothing but its modules."""
+        """Whether the preceding norm feeds only the modules of the site."""
         if not site.norm or site.expert is not None or site.norm in self.shared_norms:
             return False
         if site.norm.endswith(".attn_norm"):
@@ -214,8 +227,8 @@ class _Solver:
         return True
 
     def _fallback_input_amax(self, site: ActivationSite) -> float:
-        """The amax of inputs of an expert that saw none: that of the others of its layer, of the
-        layer's other points, or of the whole model's."""
+        """The input amax for an expert without tokens: that of the other experts of its layer, of
+        the layer's other sites, or of the whole model."""
         last = site.name.rpartition(".")[2]
         measured = [
             (p, float(s.amax.max()))
@@ -231,7 +244,7 @@ class _Solver:
         amax = max(siblings or layer or [a for _, a in measured], default=0.0)
         if not amax:
             raise CalibrationError(
-                f"nothing was seen of the inputs of {site.name}, nor of any other",
+                f"no calibration data for the inputs of {site.name}, or of any other site",
                 hint="calibrate with data",
             )
         return amax
@@ -248,7 +261,7 @@ class _Solver:
             if not format.constant:
                 if statistics is None:
                     raise CalibrationError(
-                        f"nothing was seen of {site.name}", hint="calibrate with data"
+                        f"no calibration data for {site.name}", hint="calibrate with data"
                     )
                 half = site.width // 2
                 latent = bool(self.config.kv_lora_rank)
@@ -267,11 +280,11 @@ def _check_second_moments(
     statistics: ActivationStatistics,
     requirements: Iterable[CalibrationRequirements],
 ) -> None:
-    """What is kept while a layer is settled, and in no artefact, is there where it is needed."""
+    """Check that Gram matrices and samples, which calibration files do not store, are available."""
     for n in requirements:
         if (n.gram and statistics.gram is None) or (n.sample and statistics.sample is None):
             missing = "second moments" if n.gram and statistics.gram is None else "a sample"
             raise CalibrationError(
-                f"{site.name} needs {missing} of its inputs, and there are none",
-                hint="calibrate with data again: artefacts do not hold them",
+                f"{site.name} needs {missing} of its inputs, which is missing",
+                hint="calibrate with data again: calibration files do not store it",
             )

@@ -1,8 +1,8 @@
-"""Derive: a calibration file of what FP8 training, or ModelOpt, already knows about inputs.
+"""Derives a calibration file from the FP8 state of a checkpoint, without data.
 
-Delayed scaling keeps the largest input of every step, so static scales need no data at all. What a
-module of Megatron's saw is what the modules fused in it see: one amax for queries, keys and values,
-one for gate and up, one for each expert.
+Delayed scaling records the input amax of every step, and ModelOpt stores amaxes, so static scales
+need no data. A Megatron module's amax applies to all modules fused in it: one for queries, keys and
+values, one for gate and up, one for each expert.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _SHOWN = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputAmaxes:
-    """What is known about the inputs of modules: amaxes, and why there is none, by module.
+    """Input amaxes by module, and the reason for each missing one.
 
-    `caches` are the amaxes of keys and of values, by layer.
+    `kv_caches` are the amaxes of keys and of values, by layer.
     """
 
     amax: dict[Site, float]
@@ -70,15 +70,15 @@ def derive_amax(
 ) -> DeriveReport:
     """Write the calibration file `destination` from the FP8 scaling of the checkpoint at `path`.
 
-    `megtool quantize --calibration` takes it for recipes whose inputs have one static scale. Points
-    of modules that trained without FP8 are left out of it: a recipe that needs them is refused.
+    `megtool quantize --calibration` accepts it for recipes with one static scale per input. Sites
+    of modules that trained without FP8 are omitted: recipes that need them are rejected.
 
     Raises:
-        UsageError: the checkpoint holds no such state.
-        CalibrationError: a history is empty or broken, or of experts that cannot be told apart;
-            says of which modules.
-        MappingError: the model is not known.
-        DestinationError: there is a file already.
+        UsageError: the checkpoint has no FP8 state.
+        CalibrationError: an amax history is empty or invalid, or experts cannot be distinguished;
+            names the modules.
+        MappingError: the model is unknown.
+        DestinationError: the destination exists.
     """
     from megtool.quant.calibration.activation_sites import list_activation_sites
     from megtool.quant.recipes.modules import list_modules
@@ -92,7 +92,9 @@ def derive_amax(
     modules = list_modules(model.view)
     config = model.view.config
     if config is None:
-        raise MappingError("nothing says what model this is", hint="--like HF_FOLDER")
+        raise MappingError(
+            "the model is unknown: the checkpoint has no config", hint="--like HF_FOLDER"
+        )
     activation_sites = list_activation_sites(modules.modules, config)
     inputs = read_input_amaxes(scaling)
     sites = map_modules(model.view, model.catalogue.tensors)
@@ -100,7 +102,7 @@ def derive_amax(
     statistics, derived = _statistics(activation_sites, inputs, sites)
     if not statistics:
         raise CalibrationError(
-            "none of the modules that have FP8 scaling is one of the model's",
+            "no module with FP8 state belongs to this model",
             file=path,
             hint="--like FOLDER with the config.json of this model",
         )
@@ -122,7 +124,7 @@ def derive_amax(
 
 
 def read_input_amaxes(scaling: FP8ScalingState) -> InputAmaxes:
-    """What states and buffers say about inputs, ModelOpt's first where there are both."""
+    """Read input amaxes from FP8 states and ModelOpt buffers; ModelOpt's take precedence."""
     amax: dict[Site, float] = {}
     broken: dict[Site, str] = {}
     for state in scaling.states:
@@ -155,41 +157,39 @@ def read_input_amaxes(scaling: FP8ScalingState) -> InputAmaxes:
 
 
 def input_amax(state: ExtraState) -> tuple[float, str]:
-    """The largest input that a state of one product knows of; why there is none, or nothing.
+    """Return the largest input amax of a state, or 0 and the reason why there is none.
 
-    It is that of the whole history, whatever the recipe takes of it. Histories of one step are
-    empty between steps, and their scale says what was seen.
+    Uses the whole history, whatever the FP8 recipe uses. Histories of one step are empty between
+    steps; the amax then follows from the scale.
     """
     history, scale = (state.tensors.get(f"{n}_fwd") for n in ("amax_history", "scale"))
     if history is None or not len(history):
-        return 0.0, "no history of inputs"
+        return 0.0, "no amax history of inputs"
     column = history[:, INPUT]
     if not np.isfinite(column).all() or (column < 0).any():
-        defect = (
-            "NaN" if np.isnan(column).any() else "infinity" if (column > 0).any() else "negative"
-        )
-        return 0.0, f"{defect} in the history of inputs"
+        defect = "NaN" if np.isnan(column).any() else "Inf" if (column > 0).any() else "negative"
+        return 0.0, f"{defect} in the amax history of inputs"
     largest = float(column.max())
     if largest > 0:
         return largest, ""
     if len(history) > 1 or scale is None:
-        return 0.0, "nothing but zeros in the history of inputs"
+        return 0.0, "only zeros in the amax history of inputs"
     rule, value = state.scaling_rule, float(scale[INPUT])
     if not (math.isfinite(value) and value > 0) or value == 1:
-        return 0.0, "a history of one step, which is empty, and a scale that says nothing"
+        return 0.0, "an empty amax history of one step, and no usable scale"
     return rule.max_fwd / value / 2.0**rule.margin, ""
 
 
 def _buffer_amax(buffer: AmaxBuffer) -> tuple[float, str]:
     if not (math.isfinite(buffer.amax) and np.isfinite(buffer.values).all()):
-        return 0.0, f"{buffer.quantizer} holds NaN or infinity"
+        return 0.0, f"{buffer.quantizer} has NaN or Inf"
     if (buffer.values < 0).any() or buffer.amax <= 0:
-        return 0.0, f"{buffer.quantizer} holds no magnitude"
+        return 0.0, f"{buffer.quantizer} has no positive amax"
     return buffer.amax, ""
 
 
 def map_modules(view: CanonicalView, tensors: Iterable[GlobalTensor]) -> dict[str, Site]:
-    """Megatron's module (and expert) that holds each canonical module's weight."""
+    """Map each canonical module to the Megatron module (and expert) with its weight."""
     stored_sites: dict[str, list[Site]] = {t.name: list(find_sites(t, WEIGHT)) for t in tensors}
     out: dict[str, Site] = {}
     for name, place in view.placements.items():
@@ -208,7 +208,7 @@ def map_modules(view: CanonicalView, tensors: Iterable[GlobalTensor]) -> dict[st
 def _statistics(
     activation_sites: Iterable[ActivationSite], inputs: InputAmaxes, sites: Mapping[str, Site]
 ) -> tuple[dict[str, ActivationStatistics], list[DerivedAmax]]:
-    """What is known at each point, and of which modules it is."""
+    """Make the statistics of each site, with the modules that they come from."""
     from megtool.quant.calibration.expert_coverage import MIN_EXPERT_TOKENS
     from megtool.quant.calibration.statistics import ActivationStatistics
 
@@ -234,18 +234,18 @@ def _statistics(
 
 
 def _check_complete(inputs: InputAmaxes, model_sites: set[Site], path: Path) -> None:
-    """Refuse where a module has a state that says nothing about its inputs."""
+    """Reject FP8 states without a usable input amax."""
     broken = {s: error for s, error in inputs.errors.items() if s in model_sites}
     if not broken:
         return
     first = [f"{_label(s)} ({error})" for s, error in list(broken.items())[:_SHOWN]]
     more = f", and {len(broken) - _SHOWN:,} more" if len(broken) > _SHOWN else ""
     raise CalibrationError(
-        f"{len(broken):,} of {len(broken) + len(inputs.amax):,} modules have a scaling that says "
-        f"nothing about their inputs: {'; '.join(first)}{more}",
+        f"{len(broken):,} of {len(broken) + len(inputs.amax):,} modules have FP8 state without "
+        f"a usable input amax: {'; '.join(first)}{more}",
         file=path,
-        hint="`megtool amax inspect` lists them; train some steps with FP8 and save within them, "
-        "or calibrate with data: megtool quantize --data",
+        hint="`megtool amax inspect` lists them; train a few steps with FP8 and save, or calibrate "
+        "with data: megtool quantize --data",
     )
 
 
@@ -254,7 +254,7 @@ def _check_experts(
     statistics: Mapping[str, ActivationStatistics],
     path: Path,
 ) -> None:
-    """Refuse where some experts of a layer are known and others are not."""
+    """Reject layers in which only some experts have statistics."""
     layers: dict[str, list[tuple[str, bool]]] = {}
     for p in activation_sites:
         if p.expert is not None:
@@ -265,11 +265,11 @@ def _check_experts(
         missing = [name for name, is_measured in experts if not is_measured]
         if missing and len(missing) < len(experts):
             raise CalibrationError(
-                f"{len(missing)} of {len(experts)} experts have no FP8 scaling, though others of "
-                "their layer have",
+                f"{len(missing)} of {len(experts)} experts have no FP8 state, but others of "
+                "their layer do",
                 file=path,
                 tensor=missing[0],
-                hint="the checkpoint is incomplete; or calibrate with data",
+                hint="the checkpoint is incomplete; calibrate with data instead",
             )
 
 
@@ -299,16 +299,16 @@ def _save(
 
 def _check_destination(target: Path, overwrite: bool) -> None:
     if target.is_dir():
-        raise DestinationError("a folder stands where a file is to be written", file=target)
+        raise DestinationError("the destination is a folder, not a file", file=target)
     if target.exists() and not overwrite:
         raise DestinationError(
-            "the file exists", file=target, hint="name another, or --overwrite replaces it"
+            "the file exists", file=target, hint="choose another name, or use --overwrite"
         )
     if not target.parent.is_dir():
         raise DestinationError(
-            f"there is no folder {str(target.parent)!r} to write it to",
+            f"the folder {str(target.parent)!r} does not exist",
             file=target,
-            hint="make the folder first, or name another file",
+            hint="create the folder first, or choose another file",
         )
 
 
@@ -324,7 +324,7 @@ def _origin(scaling: FP8ScalingState) -> str:
 
 
 def _is_rarely_quantized(point: ActivationSite) -> bool:
-    """No recipe asks for it by default: the head and routers."""
+    """The head and routers, which shipped recipes do not quantize."""
     return point.name == "head" or point.name.endswith(".router")
 
 
@@ -337,8 +337,8 @@ _MOST = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerivedAmax:
-    """The amax of the inputs at one point (the larger of keys' and values' for a cache), and the
-    modules of Megatron's that knew it."""
+    """The amax of one activation site (for a KV cache the larger of keys and values), and the
+    Megatron modules that it comes from."""
 
     site: str
     module: str
@@ -347,7 +347,7 @@ class DerivedAmax:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeriveReport:
-    """What `derive` found and wrote. `without` are the points of layers that trained without."""
+    """Report of `amax derive`. `missing` are sites of modules that trained without FP8."""
 
     source: str
     destination: str
@@ -362,13 +362,13 @@ class DeriveReport:
         return asdict(self)
 
     def lines(self) -> Iterator[str]:
-        """The report as a person reads it."""
+        """The human-readable report."""
         yield f"{self.source} ({self.format}) -> {self.destination}"
         yield f"  from        {self.origin}"
-        yield f"  derived     the amax of {len(self.derived):,} inputs, no data seen"
+        yield f"  derived     the amax of {len(self.derived):,} inputs, without data"
         if self.missing:
             named = ", ".join(n for n, _ in fold_names(self.missing)[:_MOST])
-            yield f"  without     {len(self.missing):,} that trained without FP8: {named}"
+            yield f"  missing     {len(self.missing):,} trained without FP8: {named}"
         groups: dict[str, list[DerivedAmax]] = {}
         for d in self.derived:
             key = "".join(c for c in d.site if not c.isdigit())
@@ -387,7 +387,7 @@ class DeriveReport:
         yield from columns(rows, left=2)
         yield ""
         if self.dry_run:
-            yield "nothing is written (--dry-run)"
+            yield "dry run: nothing is written"
         else:
             yield f"megtool quantize {self.source} DST --recipe fp8 --calibration " + (
                 self.destination

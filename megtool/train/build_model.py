@@ -1,4 +1,4 @@
-"""Setup: the stages of a model, with their weights out of any open checkpoint, ready to train."""
+"""Build the stages of a model for training, with weights from any open checkpoint."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def load_for_training(
     vocab_multiple: int | None = None,
     progress: Progress = silent,
 ) -> list[Decoder]:
-    """This rank's virtual chunks with their weights, in training mode; every rank calls it.
+    """Load this rank's virtual chunks in training mode; every rank calls it.
 
-    Weights become `dtype`, else what most of them are stored as (bfloat16 where that is
+    Weights become `dtype`, by default the dtype of most stored weights (bfloat16 if that is
     quantized), on the device of `groups`. Parameters require gradients. `source` is any
     checkpoint that megtool reads, at any layout; the layout is that of `groups`. The vocabulary is
     padded as the checkpoint's is, or to a multiple of `vocab_multiple * tp`.
 
     Raises:
-        MappingError: the checkpoint is no whole decoder, or has other tensors than the model.
+        MappingError: the checkpoint is not a whole decoder, or has other tensors than the model.
         LayoutError: the layout does not divide the model; the hint says which sizes do.
         OutOfMemoryError: the weights do not fit into memory; the hint says what would.
         CheckpointError: they cannot be read.
@@ -81,7 +81,7 @@ def load_for_training(
 
 
 def rank_coordinates(groups: ProcessGroups) -> RankCoordinates:
-    """Where a process sits on the axes that divide a model."""
+    """The coordinates of a process on the axes that split a model."""
     return RankCoordinates(
         stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank
     )

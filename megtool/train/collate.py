@@ -1,4 +1,4 @@
-"""Batches: a replica's rows of a step, as the model takes them."""
+"""Collation of rows into the batches that a model takes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from megtool.model.batch import Batch
 
 
 class RowDataset(Protocol):
-    """Samples by their numbers in a run; see `megtool.data.dataset.Feed`."""
+    """Rows by their number in a run; see `megtool.data.dataset.TokenDataset`."""
 
     def __len__(self) -> int:
-        """Samples of one pass over the data."""
+        """Rows of one pass over the data."""
 
     def rows(self, first: int, count: int) -> PackedRows:
-        """Samples number `first` and the next of the run, the same on every rank."""
+        """`count` rows of the run from number `first`, the same on every rank."""
 
 
 def collate_rows(rows: PackedRows, device: torch.device) -> tuple[Batch, Tensor]:
     """Rows as a batch, and their labels [B, S].
 
-    Where no row holds two texts, the batch says nothing of documents: tokens that fill a row up
-    come after all others, so a causal mask is enough. Losses of routers leave them out.
+    If no row holds two texts, the batch has no documents: padding comes after all other tokens, so
+    a causal mask is enough. Router losses exclude padding.
     """
 
     def to_device(array: NDArray[Any]) -> Tensor:
@@ -47,7 +47,7 @@ def collate_rows(rows: PackedRows, device: torch.device) -> tuple[Batch, Tensor]
 
 
 def pad_rows(rows: PackedRows, count: int) -> PackedRows:
-    """Rows, made as many as `count` by ones that have no labels."""
+    """Rows, with rows without labels added up to `count`."""
     num_rows = len(rows.tokens_BS)
     if num_rows == count:
         return rows

@@ -506,7 +506,7 @@ def _check_steps(s: TrainConfig) -> None:
         raise UsageError("--lr-decay-style WSD without --lr-wsd-decay-iters")
     if s.global_batch_size is not None and s.global_batch_size % s.micro_batch_size:
         raise UsageError(
-            f"--global-batch-size {s.global_batch_size} is no multiple of "
+            f"--global-batch-size {s.global_batch_size} is not a multiple of "
             f"--micro-batch-size {s.micro_batch_size}"
         )
     if s.patience is not None and not (s.eval_data or s.eval_split):

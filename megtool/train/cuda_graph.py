@@ -1,9 +1,9 @@
-"""Graphed: a micro batch there and back as one CUDA graph, replayed for all of them.
+"""Forward and backward passes of micro batches as one CUDA graph, which is replayed for each.
 
-What a graph repeats are the passes: forward, loss and backward, with gradients added to the sums of
-the optimizer, which never move. Replicas add up after the last pass, and the step itself, its
-evaluations and its checkpoints are no part of a graph. Losses and gradients have the bits that they
-have without graphs, as far as a device's kernels give the same bits twice.
+A graph covers the forward pass, the loss and the backward pass, and adds gradients to the
+optimizer's sums, which never move in memory. Gradients are reduced after the last pass; the
+optimizer's step, evaluations and checkpoints are outside of graphs. Losses and gradients have the
+same bits as without graphs if the device's kernels are deterministic.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ _LOG = logging.getLogger(__name__)
 
 
 class GraphedSchedule(PipelineSchedule):
-    """A `Schedule` of one stage whose micro batches of `shape` (rows, tokens) are replayed.
+    """A `PipelineSchedule` of one stage that replays micro batches of `shape` (rows, tokens).
 
-    There is a graph for each set of facts that batches have: rows of several texts have positions
-    and documents, filled-up rows have `counted_BS`. A batch of another shape goes without a graph,
-    and so does every one while `is_settled` says that passes are not yet what they will be. Between
-    `Optimizer.zero_grad` and `Optimizer.finish` all micro batches have the same facts: a graph is
-    captured before anything is summed up. On a CPU the rules of graphs are rehearsed, which is for
-    tests.
+    There is a graph for each set of tensors in a batch: packed rows have positions and documents,
+    padded rows have `counted_BS`. A batch of another shape runs without a graph, and so do all
+    batches until `is_steady` is true. Between `Optimizer.zero_grad` and `Optimizer.finish` all
+    micro batches have the same set of tensors: a graph is captured before gradients are summed. On
+    a CPU the rules of graphs are checked by emulation, for tests.
 
     Raises (by `step`):
-        GraphRuleError: the passes cannot be captured; what breaks the rule is named by a rehearsal.
+        GraphRuleError: the passes cannot be captured; the emulation names the operation.
     """
 
     def __init__(
@@ -55,18 +54,18 @@ class GraphedSchedule(PipelineSchedule):
         self._optimizer, self._shape, self._is_settled = optimizer, shape, is_steady
         device = self.groups.device
         is_scaled = isinstance(optimizer.scaler, DynamicGradScaler) or optimizer.loss_scale != 1.0
-        # A tensor: a graph repeats a number that it was captured with.
+        # A tensor, since a graph would repeat a number that it was captured with.
         self._factor = torch.ones((), device=device) if is_scaled else None
         self._graphs = graphed(self._forward_backward, device, undo=optimizer.zero_grad)
         self.num_replays = 0
 
     @property
     def num_graphs(self) -> int:
-        """How many graphs there are."""
+        """The number of captured graphs."""
         return len(self._graphs.captured)
 
     def _pass(self, part: Batch, labels_BS: Tensor) -> None:
-        """One microbatch there and back; notes its loss."""
+        """Do the passes of one micro batch, and record its loss."""
         if part.shape != self._shape or not self._is_settled():
             super()._pass(part, labels_BS)
             return
@@ -76,7 +75,7 @@ class GraphedSchedule(PipelineSchedule):
         before = self.num_graphs
         loss: Tensor = self._graphs(part.tokens_BS, labels_BS, self._factor, *facts)
         if self.num_graphs > before and self.groups.rank == 0:
-            _LOG.info("micro batches of %d x %d tokens are a CUDA graph", *self._shape)
+            _LOG.info("micro batches of %d x %d tokens run as a CUDA graph", *self._shape)
         self.num_replays += 1
         self._losses.append(loss)
 
@@ -90,7 +89,7 @@ class GraphedSchedule(PipelineSchedule):
         documents_BS: Tensor | None,
         counted_BS: Tensor | None,
     ) -> Tensor:
-        """What is recorded; it leaves none of its tensors behind in the model."""
+        """The passes to capture; they leave no tensor behind in the model."""
         (decoder,) = self.stages
         batch = Batch(
             tokens_BS=tokens_BS,
@@ -105,21 +104,21 @@ class GraphedSchedule(PipelineSchedule):
 
 
 def check_graphs(settings: TrainConfig, config: ModelConfig) -> None:
-    """Refuse beforehand a model or a device whose passes are no graphs; options are checked before.
+    """Check that the passes of the model on the device can be graphs.
 
     Raises:
-        UsageError: the model has experts, or the device is no GPU.
+        UsageError: the model has experts, or the device is not a GPU.
     """
     if settings.cuda_graph_impl == "none":
         return
     if config.moe_layers:
         raise UsageError(
-            "--cuda-graph-impl local of a model with experts: the shapes of their products are "
-            "what routers choose, and a graph repeats shapes",
+            "--cuda-graph-impl local of a model with experts: routers decide the shapes of their "
+            "products, and a graph has fixed shapes",
             hint="without --cuda-graph-impl",
         )
     if not torch.cuda.is_available() or (settings.device or "cuda").startswith("cpu"):
         raise UsageError(
-            f"--cuda-graph-impl local on {settings.device or 'cpu'}: graphs are of CUDA devices",
+            f"--cuda-graph-impl local on {settings.device or 'cpu'}: it needs a CUDA device",
             hint="without --cuda-graph-impl",
         )

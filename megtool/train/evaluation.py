@@ -1,4 +1,4 @@
-"""Evaluation during training: the mean loss of held-out samples, on all ranks together."""
+"""Evaluation during training: the mean loss of the validation data over all ranks."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def evaluate(
     num_samples: int | None = None,
     on_samples: Callable[[int], None] = lambda _: None,
 ) -> Evaluation:
-    """Every sample of the feed once, or its first `num_samples`, shared out over the replicas.
+    """Evaluate all samples of a data set once, or its first `num_samples`, split over replicas.
 
-    `counted` is told how many samples more are done. Every rank has to call this, and gets the
-    same.
+    `on_samples` is called with the number of further samples done. Every rank has to call this, and
+    gets the same result.
     """
     groups = stages[0].groups
     total = len(dataset) if num_samples is None else min(len(dataset), num_samples)
     labels: list[Tensor] = []
 
     def batches() -> Iterator[Batch]:
-        # As many passes on every replica: their tensor-parallel and expert ranks wait for another.
+        # Every replica does as many passes: its tensor- and expert-parallel ranks wait for others.
         each = micro_batch_size
         for first in range(0, total, each * groups.dp.size):
             begin = first + groups.dp.rank * each
@@ -76,11 +76,10 @@ def evaluate(
 def world_sum(
     values: Sequence[float], groups: ProcessGroups, everywhere: Sequence[float] = ()
 ) -> list[float]:
-    """Sums over replicas of what the last stages have: each replica counts once, and so does each
-    of the ranks that share its rows (context parallelism).
+    """Sum values of the last stages over replicas, and over context-parallel ranks.
 
-    The same bits on every rank, so that all of them decide alike. `everywhere` are added up over
-    all ranks instead.
+    The result has the same bits on every rank, so that all make the same decisions. `everywhere`
+    are summed over all ranks instead.
     """
     counts = groups.tp.is_first and groups.pp.is_last
     local = [*(values if counts else [0.0] * len(values)), *everywhere]

@@ -1,4 +1,4 @@
-"""Trouble: a loss or a gradient that is no finite number, and the first tensor that is not."""
+"""Errors for NaN and Inf in training, which name the first tensor that has one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from megtool.parallel.process_groups import ProcessGroups
 def find_nonfinite_tensor(
     stages: Sequence[Decoder], batch: Batch, labels_BS: Tensor, num_microbatches: int = 1
 ) -> str | None:
-    """The first tensor with a NaN or an infinity: a parameter, else what a module gives.
+    """The first tensor with a NaN or Inf: a parameter, else the output of a module.
 
-    Runs the batch forward again, in as many parts as the step did, so every rank has to call this;
-    with several it is the first of the first rank in the order of the stages that has one. None if
-    all are numbers.
+    It runs the batch forward again, in as many micro batches as the step, so every rank has to call
+    it. Of several ranks the first in the order of pipeline stages counts. None if all are finite.
     """
     name = _parameter(stages)
     if all(x is None for x in _all_gather_names(name, stages[0].groups)):
@@ -34,12 +33,12 @@ def find_nonfinite_tensor(
 
 @torch.no_grad()
 def find_nonfinite_parameter(stages: Sequence[Decoder]) -> str | None:
-    """The first parameter with a NaN or an infinity, of all ranks; every rank has to call this."""
+    """The first parameter with a NaN or Inf on any rank; every rank has to call this."""
     return _first_of_ranks(_parameter(stages), stages[0].groups)
 
 
 def _first_of_ranks(local_name: str | None, groups: ProcessGroups) -> str | None:
-    """What the first rank in the order of the stages has found, the same on every rank."""
+    """The name given by the first rank in the order of pipeline stages, on every rank."""
     named = [
         f"{name} (rank {rank})" if groups.world.size > 1 else name
         for rank, name in sorted(
@@ -53,18 +52,18 @@ def _first_of_ranks(local_name: str | None, groups: ProcessGroups) -> str | None
 def nonfinite_error(
     problem: str, tensor: str | None, *, iteration: int, last_saved: int | None
 ) -> TrainingError:
-    """The error that ends a run: `what` went wrong in a step, and which checkpoint is left."""
+    """The error that ends a run, with the problem, the tensor, and the last good checkpoint."""
     remaining = (
-        f"iteration {last_saved} is the last good checkpoint, which it goes on from"
+        f"the run resumes from iteration {last_saved}, the last good checkpoint"
         if last_saved
         else "there is no checkpoint yet"
     )
     return TrainingError(
         f"step {iteration}: {problem}",
         tensor=tensor,
-        hint="the same command meets the same again: a lower --lr, more --lr-warmup-iters or "
-        f"--clip-grad may help; {remaining}; `megtool inspect SRC --stats` looks for NaN in what it "
-        "began with",
+        hint="repeating the command gives the same error: a lower --lr, more --lr-warmup-iters or "
+        f"--clip-grad may help; {remaining}; `megtool inspect SRC --stats` looks for NaN in the "
+        "initial weights",
     )
 
 
@@ -79,7 +78,7 @@ def _parameter(stages: Sequence[Decoder]) -> str | None:
 def _activation(
     stages: Sequence[Decoder], batch: Batch, labels_BS: Tensor, number: int
 ) -> str | None:
-    """The first module whose output is not finite, in the order in which modules finish."""
+    """The first module whose output is not finite, in the order modules finish."""
     names: list[str] = []
     handles = []
     for stage in stages:

@@ -1,4 +1,4 @@
-"""Log of a run: a line of JSON for every step and evaluation, TensorBoard, and lines for people."""
+"""The log of a run: a line of JSON for every step and evaluation, TensorBoard, and messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOG = logging.getLogger(__name__)
 LOG_FILE = "log.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
-# In TensorBoard under the names that Megatron gives them.
+# Names in TensorBoard, which are Megatron's.
 _MEGATRON_NAMES = {
     "loss": "lm loss",
     "eval_loss": "lm loss validation",
@@ -38,25 +38,25 @@ LogLine = dict[str, Any]
 
 
 class SummaryWriterProtocol(Protocol):
-    """What TensorBoard's writer is to a log."""
+    """The part of TensorBoard's `SummaryWriter` that a log uses."""
 
     def add_scalar(self, tag: str, value: float, global_step: int) -> object:
-        """Note a value of a step."""
+        """Write a value of a step."""
 
     def close(self) -> None:
-        """Write what is not yet written."""
+        """Flush and close."""
 
 
 class RunLog:
-    """The log of a run that is at `iteration`: later lines of an earlier attempt are dropped.
+    """The log of a run that is at `iteration`: later lines of an interrupted run are dropped.
 
-    A line has `iteration` and either `loss` (with `lr`, `grad_norm`, ...) or `eval_loss`; floats
-    are written so that reading gives the same bits. Each line is handed to the system at once. Only
-    rank 0 writes; elsewhere `folder` is None, and nothing happens.
+    A line has `iteration` and either `loss` (with `lr`, `grad_norm`, ...) or `eval_loss`. Floats
+    are written so that reading gives the same bits, and each line is flushed. Only rank 0 writes;
+    on others `folder` is None, and nothing happens.
 
     Raises:
         StorageError: the log cannot be read or written.
-        MissingPackageError: TensorBoard is asked for, and not there.
+        MissingPackageError: TensorBoard is needed and not installed.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class RunLog:
         if folder is None:
             return
         path = folder / LOG_FILE
-        # A run that begins anew has no line yet, not even of its first evaluation.
+        # A new run has no lines, not even of its first evaluation.
         self.lines = [x for x in read_log(path) if x["iteration"] <= iteration and iteration]
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ class RunLog:
         return [(x["iteration"], x["loss"]) for x in self.lines if "loss" in x]
 
     def close(self) -> None:
-        """Write what is not yet written, and let go of the files."""
+        """Flush and close the files."""
         if self._file is not None:
             self._file.close()
         if self._board is not None:
@@ -123,7 +123,7 @@ class RunLog:
 
 
 def read_log(path: Path) -> list[LogLine]:
-    """All whole lines of a log; none where there is no file. What a kill has cut off is left out.
+    """All complete lines of a log; none without a file. A line cut off by an interruption is skipped.
 
     Raises:
         StorageError: it cannot be read.
@@ -163,7 +163,7 @@ def _open_tensorboard(folder: Path, begin: int) -> SummaryWriterProtocol:
 
 
 def format_line(line: Mapping[str, Any], last: int, seconds_left: float | None = None) -> str:
-    """A line of a step or an evaluation, as a person reads it."""
+    """A line of a step or an evaluation in readable form."""
     progress = f"step {line['iteration']:,} of {last:,}"
     if "eval_loss" in line:
         return f"{progress}: evaluation {line['eval_loss']:.4f} of {line['eval_labels']:,} tokens"

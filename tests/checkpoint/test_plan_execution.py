@@ -48,13 +48,13 @@ def plan(raw, tmp_path) -> ReshardPlan:
         "inert": StoredObject(name="inert", kind="pickle", extent=(0, 0, 4), value=object()),
     }
     sides[0].metadata = {"iteration": 3, "config": {"a": [1, {"b": None}]}, "odd": {object()}}
-    sides[0].attachments = {"tokenizer.json": tmp_path / "tokenizer.json"}
+    sides[0].auxiliary_files = {"tokenizer.json": tmp_path / "tokenizer.json"}
     sides[0].replicas = [Replica(shard=0, file=1, offset=2, length=3)]
     sides[0].warnings = ["careful"]
     same = {n: Placement.identity(n, s) for n, s in SHAPES.items()}
     return planner.build_plan(
         [PlanSource(catalogue=sides[0], placements=same)],
-        raw.destination(sides[1], small={"z": b"\0\1", "index": b""}, last={"done": b"2"}),
+        raw.destination(sides[1], small_files={"z": b"\0\1", "index": b""}, final_files={"done": b"2"}),
         same,
         fills=[Fill(stored="w", lo=(6, 0), hi=(8, 4), value=float("-inf"))],
         dropped=[DroppedItem(name="inert", reason="no tensor", num_bytes=4)],

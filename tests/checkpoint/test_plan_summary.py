@@ -52,7 +52,7 @@ def plan(raw) -> ReshardPlan:
     to = {t.name: at[t.name] for t in target}
     return planner.build_plan(
         [PlanSource(catalogue=a, placements=at)],
-        raw.destination(b, small={"index": b"12345"}, last={"done": b"6"}),
+        raw.destination(b, small_files={"index": b"12345"}, final_files={"done": b"6"}),
         to,
         fills=[Fill(stored="encoded", lo=(4,), hi=(6,))],
         dropped=[DroppedItem(name="dropped", reason="asked for", num_bytes=12)],

@@ -504,7 +504,7 @@ def test_a_source_that_is_replaced_meanwhile(
         os.replace(desk.hf / "new", desk.hf / "model.safetensors")
         return real(*arguments, **options)
 
-    monkeypatch.setattr(copy, "units", units)
+    monkeypatch.setattr(copy, "plan_units", units)
     status = main(["reshard", str(desk.hf), str(desk.root / "out"), "--to=torch_dist"])
     told = capsys.readouterr()
     assert status == 3

@@ -60,7 +60,7 @@ def test_a_run_goes_on_from_a_resharded_checkpoint(model, data, tmp_path) -> Non
 
 
 def test_only_so_many_checkpoints_are_kept(model, data, tmp_path) -> None:
-    tune(model, tmp_path / "out", data, save_interval=1, keep=2)
+    tune(model, tmp_path / "out", data, save_interval=1, most_recent_k=2)
     assert len(list((tmp_path / "out").glob("iter_*"))) <= 3
     assert (tmp_path / "out/iter_0000006").is_dir()
 
@@ -123,7 +123,7 @@ def test_the_command_line_reads_a_yaml(model, data, tmp_path, capsys) -> None:
         ["finetune", str(model), out, "--config", str(file), "--train-iters", "2", "--json", "-q"]
     )
     told = json.loads(capsys.readouterr().out)
-    assert (status, told["iteration"], told["saved"]) == (0, 2, 2)
+    assert (status, told["iteration"], told["saved_iteration"]) == (0, 2, 2)
 
 
 def test_another_model_or_other_data_are_refused(model, data, tmp_path) -> None:
@@ -138,7 +138,7 @@ def test_another_model_or_other_data_are_refused(model, data, tmp_path) -> None:
         tune(model, out, text)
     with raises(TrainingError, "seq_length", "32", "16"):
         tune(model, out, data, seq_length=16)
-    with pytest.raises(DestinationError, match="iteration 2 of a run lies there"):
+    with pytest.raises(DestinationError, match="it has iteration 2 of a run"):
         tune(model, out, data, resume=False)
     assert curve(out)[-1][0] == 2
     tune(model, out, data, train_iters=3)  # nothing is lost
@@ -147,7 +147,7 @@ def test_another_model_or_other_data_are_refused(model, data, tmp_path) -> None:
 def test_a_folder_of_something_else_is_left_alone(model, data, tmp_path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("years of work")
-    with pytest.raises(DestinationError, match="no run of `megtool finetune`"):
+    with pytest.raises(DestinationError, match="other than a run of `megtool finetune`"):
         tune(model, tmp_path / "out", data)
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["thesis.tex"]
 
@@ -174,13 +174,13 @@ def test_long_samples_are_split_truncated_or_refused_and_counted(model, data, tm
     }
     assert counts["split"]["split"] == counts["truncate"]["truncated"] == 20
     with pytest.raises(FormatError, match="a row has 32"):
-        tune(model, tmp_path / "error", data, long="error", packing=False)
+        tune(model, tmp_path / "error", data, overflow="error", packing=False)
 
 
 def test_what_does_not_fit_is_said_before_anything_is_loaded(model, data, tmp_path) -> None:
     with raises(LayoutError, "--tp 2", "2 processes"):
         tune(model, tmp_path / "out", data, tp=2)
-    with pytest.raises(UsageError, match="the model has 128 positions"):
+    with pytest.raises(UsageError, match="the model's 128 positions"):
         tune(model, tmp_path / "out", data, seq_length=256)
     with pytest.raises(UsageError, match="nothing to learn from"):
         finetune(model, tmp_path / "out")
@@ -193,7 +193,7 @@ def test_a_loss_turned_nan_keeps_the_last_good_checkpoint(model, data, tmp_path)
         tune(model, out, data, lr=1e30, clip_grad=0.0, save_interval=1, lr_warmup_iters=2)
     assert caught.value.tensor
     good = int((out / "latest_checkpointed_iteration.txt").read_text())
-    assert f"iteration {good} is the last good checkpoint" in (caught.value.hint or "")
+    assert f"iteration {good}, the last good checkpoint" in (caught.value.hint or "")
     assert verify(out).exit_status == 0
 
 

@@ -14,7 +14,7 @@ from tests.support.runs.finetune_runs import curve, tune
 
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_a_cpu_has_no_graphs(dry_run: bool, model: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="graphs are of CUDA devices"):
+    with pytest.raises(UsageError, match="it needs a CUDA device"):
         finetune(
             model,
             tmp_path / "out",
@@ -54,7 +54,7 @@ def test_a_run_that_is_broken_off_has_the_same_curve(
     tune(model, tmp_path / "plain", data, **how)
     caplog.set_level("INFO", "megtool.train.cuda_graph")
     tune(model, tmp_path / "whole", data, cuda_graph_impl="local", **how)
-    assert "are a CUDA graph" in caplog.text
+    assert "run as a CUDA graph" in caplog.text
     assert curve(tmp_path / "whole") == curve(tmp_path / "plain")
     steps: list[int] = []
 

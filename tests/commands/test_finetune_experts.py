@@ -149,11 +149,11 @@ def test_an_exported_model_is_the_adapted_one(model, data, tmp_path) -> None:
 
 def test_what_the_model_has_not_is_refused_before_data_are_read(model, tmp_path) -> None:
     dense, data = tiny_text.save(tmp_path / "dense"), tmp_path / "nowhere.txt"
-    with pytest.raises(UsageError, match="the model has no experts"):
+    with pytest.raises(UsageError, match="router losses for a model without experts"):
         tune(dense, tmp_path / "out", data, moe_aux_loss_coeff=0.1)
-    with raises(UsageError, "--moe-losses-of-checkpoint"):
+    with raises(UsageError, "--moe-losses-from-checkpoint"):
         tune(dense, tmp_path / "out", data, moe_losses_from_checkpoint=True)
-    with pytest.raises(UsageError, match="--lora-rank, which freezes"):
+    with pytest.raises(UsageError, match="--lora-rank, which trains adapters only"):
         tune(dense, tmp_path / "out", data, moe_router_bias_update_rate=0.1, lora_rank=2)
     with pytest.raises(UsageError, match="for experts, which take none"):
         tune(model, tmp_path / "out", data, lora_rank=2, lora_dropout=0.1)

@@ -118,7 +118,7 @@ def test_a_run_that_knows_of_rounding_loses_less_by_it(data, tmp_path) -> None:
 
 
 def test_rounding_takes_scales_of_inputs_from_a_calibration(model, data, tmp_path) -> None:
-    with pytest.raises(CalibrationError, match="needs to know the model's inputs"):
+    with pytest.raises(CalibrationError, match="needs statistics of the model's inputs"):
         tune(model, tmp_path / "out", data, qat="fp8")
     quantize(
         model,
@@ -150,7 +150,7 @@ def test_a_teacher_is_learned_from(model, data, tmp_path) -> None:
     assert losses[-1] < losses[0]
     tune(model, tmp_path / "both", data, teacher=teacher, **more | LORA)
     small = tiny_text.save(tmp_path / "small", vocab_size=300)
-    with pytest.raises(MappingError, match="vocabulary of 300"):
+    with pytest.raises(MappingError, match="vocabulary has 300"):
         tune(model, tmp_path / "bad", data, teacher=small)
 
 
@@ -172,16 +172,16 @@ def test_what_headers_forbid_is_refused_before_data_are_read(model, tmp_path) ->
 @pytest.mark.parametrize(
     ("wrong", "kind", "message"),
     [
-        ({"lr_warmup_iters": 10}, UsageError, "10 steps of warm-up"),
-        ({"micro_batch_size": 2, "global_batch_size": 3}, UsageError, "no multiple"),
+        ({"lr_warmup_iters": 10}, UsageError, "10 warm-up steps"),
+        ({"micro_batch_size": 2, "global_batch_size": 3}, UsageError, "not a multiple"),
         ({"dp": 1, "seq_length": 5000}, UsageError, "128 positions"),
-        ({"freeze": ("nothing",)}, UsageError, "--freeze 'nothing' is of no parameter"),
+        ({"freeze": ("nothing",)}, UsageError, "--freeze 'nothing' matches no parameter"),
         ({"freeze": ("nothing",), "tp": 2, "pp": 2}, UsageError, "--freeze 'nothing'"),
         ({"lr_mult": ("nothing=2",), "optimizer": "muon"}, UsageError, "--lr-mult 'nothing'"),
         ({"wd_mult": ("*.mlp.*=2", "*.lora_A=2")}, UsageError, "--wd-mult '[*].lora_A'"),
         ({"fp8_recipe": "delayed", "num_layers_at_end_in_bf16": 9}, UsageError, "9 last"),
         ({"qat": "no_such_recipe"}, RecipeError, "no_such_recipe"),
-        ({"qat": "fp8"}, CalibrationError, "needs to know the model's inputs"),
+        ({"qat": "fp8"}, CalibrationError, "needs statistics of the model's inputs"),
         ({"load": Path("nowhere")}, CheckpointError, "does not exist"),
     ],
 )

@@ -100,7 +100,7 @@ def test_an_adapter_goes_on_with_its_own_base_and_type_alone(model, text, tmp_pa
     weights[name] = weights[name].roll(1, 0).contiguous()
     safetensors.save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     more: dict[str, Any] = how | {"bf16": True, "train_iters": 3}
-    with pytest.raises(TrainingError, match="weights of SRC are others"):
+    with pytest.raises(TrainingError, match="weights of SRC differ"):
         tune(other, tmp_path / "out", text, **more)
     with pytest.raises(CheckpointError, match="belongs to another model"):
         tune(other, tmp_path / "new", text, **more, load=tmp_path / "out")
@@ -130,9 +130,9 @@ def test_a_plan_refuses_what_the_run_would(model, text, tmp_path) -> None:
     small = tiny_text.save(tmp_path / "small", vocab_size=300)
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"qat": "no_such_recipe"}, RecipeError, "no_such_recipe"),
-        ({"qat": "fp8"}, CalibrationError, "needs to know the model's inputs"),
+        ({"qat": "fp8"}, CalibrationError, "needs statistics of the model's inputs"),
         ({"teacher": tmp_path / "nowhere"}, CheckpointError, "nowhere"),
-        ({"teacher": small}, MappingError, "vocabulary of 300"),
+        ({"teacher": small}, MappingError, "vocabulary has 300"),
         ({"fp8_recipe": "delayed", "fp8_margin": 99}, UsageError, "FP8 margin 99"),
         ({"fp8_recipe": "delayed", "num_layers_at_end_in_bf16": 99}, UsageError, "99 last"),
     ]
@@ -162,7 +162,7 @@ def test_an_adapter_goes_on_with_its_base_in_another_format(model, text, tmp_pat
     weights = {n: t + 1e-3 for n, t in weights.items()}
     safetensors.save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     reshard(other, tmp_path / "others", to="torch_dist", tp=2)
-    with pytest.raises(TrainingError, match="weights of SRC are others"):
+    with pytest.raises(TrainingError, match="weights of SRC differ"):
         tune(tmp_path / "others", tmp_path / "out", text, **how, train_iters=6)
 
 

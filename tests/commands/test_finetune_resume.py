@@ -85,7 +85,7 @@ def test_weights_turned_nan_are_not_saved(model, data, tmp_path) -> None:
     more = {"lr_warmup_iters": 1, "clip_grad": 0.0, "save_interval": 1, "most_recent_k": 1}
     # The first step has a rate of zero; the second makes weights infinite.
     with raises(
-        TrainingError, match="no finite number", hint="iteration 1 is the last good checkpoint"
+        TrainingError, match="NaN or Inf", hint="iteration 1, the last good checkpoint"
     ) as caught:
         tune(model, out, data, lr=1e38, weight_decay=1e38, train_iters=2, **more)
     assert caught.value.tensor
@@ -96,7 +96,7 @@ def test_weights_turned_nan_are_not_saved(model, data, tmp_path) -> None:
 def test_an_evaluation_that_is_no_number_comes_before_the_save(model, data, tmp_path) -> None:
     out = tmp_path / "out"
     more = {"lr_warmup_iters": 1, "clip_grad": 0.0, "save_interval": 1, "eval_split": 0.1}
-    with raises(TrainingError, "2", "evaluation"):
+    with raises(TrainingError, "2", "validation loss"):
         tune(model, out, data, lr=1e38, weight_decay=1e38, train_iters=2, eval_interval=1, **more)
     assert {p.name for p in out.glob("iter_*")} == {"iter_0000001"}
 
@@ -133,7 +133,7 @@ def test_a_batch_of_another_size_goes_on_in_the_schedule(
     tune(model, place, data, global_batch_size=4, train_iters=6, **more)
     rates = {x["iteration"]: x["lr"] for x in read_log(place / "log.jsonl")}
     assert [rates[n] for n in (4, 5, 6)] == pytest.approx([5e-4, 1e-3 / 3, 1e-3 / 6])
-    assert "steps had 2 rows so far, and have 4" in warned(caplog)
+    assert "the global batch size was 2 and is 4" in warned(caplog)
 
 
 def test_another_model_is_not_loaded(model, data, out, tmp_path) -> None:
@@ -143,7 +143,7 @@ def test_another_model_is_not_loaded(model, data, out, tmp_path) -> None:
 
 
 def test_a_run_that_is_loaded_at_its_end_is_told(model, data, out, tmp_path) -> None:
-    with raises(UsageError, match="is of step 3, and the run has 3", hint="--train-iters"):
+    with raises(UsageError, match="is at step 3, and the run has 3", hint="--train-iters"):
         tune(model, tmp_path / "new", data, load=out, train_iters=3)
     report = tune(model, tmp_path / "new", data, load=out, train_iters=4)
     assert (report.start_iteration, report.saved_iteration) == (3, 4)
@@ -157,7 +157,7 @@ def test_other_weights_in_src_are_told(model, data, done, out, tmp_path, caplog)
     other = tmp_path / "other"
     reshard(done, other, to="hf", optimizer_format="none")
     tune(other, again, data)
-    assert "the weights of SRC are others" in warned(caplog)
+    assert "the weights of SRC differ" in warned(caplog)
 
 
 def test_a_tracker_of_what_is_not_there(model, data, out, caplog) -> None:
@@ -174,12 +174,12 @@ def test_iterations_that_are_not_whole_are_not_begun_anew(model, data, out) -> N
         for file in folder.glob("*.distcp"):
             file.unlink()
         (folder / ".metadata").unlink()
-    with pytest.raises(DestinationError, match="iteration 3 of a run should lie there"):
+    with pytest.raises(DestinationError, match="it should have iteration 3 of a run"):
         tune(model, out, data)
     assert curve(out) == before
     for folder in out.glob("iter_*"):
         shutil.rmtree(folder)
-    with pytest.raises(DestinationError, match="iteration 3 of a run should lie there"):
+    with pytest.raises(DestinationError, match="it should have iteration 3 of a run"):
         tune(model, out, data)
 
 
@@ -187,16 +187,16 @@ def test_src_in_dst_is_refused(model, data, out, tmp_path) -> None:
     with pytest.raises(UsageError, match="DST is SRC"):
         tune(out, out, data)
     shutil.copytree(model, out / "hf")
-    with raises(UsageError, match="SRC lies in DST", hint="give another DST"):
+    with raises(UsageError, match="SRC is inside DST", hint="give another DST"):
         tune(out / "hf", out, data, to="hf")
 
 
 def test_a_dst_that_cannot_be_is_refused_before_data_are_read(model, tmp_path) -> None:
     data = tmp_path / "nowhere.txt"
-    with pytest.raises(UsageError, match="DST lies in SRC"):
+    with pytest.raises(UsageError, match="DST is inside SRC"):
         tune(model, model / "out", data)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DestinationError, match="file is no folder"):
+    with pytest.raises(DestinationError, match="file is not a folder"):
         tune(model, tmp_path / "file/out", data)
 
 
@@ -252,7 +252,7 @@ def test_no_more_checkpoints_lie_there_than_have_to(model, data, tmp_path, monke
         seen.append(len(list(place.folder.glob("iter_*"))))
 
     monkeypatch.setattr(StagedIteration, "require_space", counting)
-    tune(model, tmp_path / "out", data, save_interval=1, keep=1)
+    tune(model, tmp_path / "out", data, save_interval=1, most_recent_k=1)
     assert seen == [0, 1, 1, 1]
     assert [p.name for p in (tmp_path / "out").glob("iter_*")] == ["iter_0000004"]
 
@@ -269,8 +269,8 @@ def test_what_became_of_documents_is_said(model, data, tmp_path) -> None:
 def test_micro_batches_that_do_not_divide_the_runs_steps(model, data, out) -> None:
     with raises(
         UsageError,
-        match="steps of the run have 2 rows, no multiple",
-        hint="--micro-batch-size that divides them",
+        match="global batch size of 2, not a multiple",
+        hint="--micro-batch-size that divides it",
     ):
         tune(model, out, data, global_batch_size=None, micro_batch_size=4)
     assert tune(model, out, data, global_batch_size=None, micro_batch_size=2).start_iteration == 3

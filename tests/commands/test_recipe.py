@@ -143,7 +143,7 @@ def test_errors_are_status_4_and_name_what_is_near(
     assert main(["recipe", "explain", str(tmp_path / "none"), "--recipe", "fp8"]) == 3
     (tmp_path / "bad.yaml").write_text("rules: [\n")
     assert main(["recipe", "show", str(tmp_path / "bad.yaml")]) == 4
-    assert "line 2: no YAML" in capsys.readouterr().err
+    assert "line 2: invalid YAML" in capsys.readouterr().err
 
 
 def test_a_group_that_does_not_divide_and_one_that_does(tmp_path: Path, capsys: Any) -> None:

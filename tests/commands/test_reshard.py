@@ -304,7 +304,7 @@ def test_selected_excluded_and_renamed(tmp_path: Path, hf: Path) -> None:
         ({"dtype": "float9"}, "float9"),
         ({"to": "zip"}, "'zip'"),
         ({"to": "gguf"}, "'gguf'"),
-        ({"tp": 2}, "--tp means nothing"),
+        ({"tp": 2}, "--tp has no effect"),
         ({"threads": 0}, "threads"),
     ],
 )

@@ -92,14 +92,14 @@ def test_the_same_model_in_other_formats_and_layouts(
     )
     assert report.num_bytes == sum(2 * torch.Size(s).numel() for s in SHAPES.values())
     assert sum(n for n, _ in seen) == seen[0][1] == report.num_bytes
-    held = {d.path: d.holding for d in report.digests}
+    held = {d.path: d.matching for d in report.digests}
     assert held[str(made / b)] == len(SHAPES)
 
 
 def test_one_whose_digests_all_hold_is_ok(made: Path) -> None:
     report = verify(made / "megatron")
     assert (report.verdict, report.exit_status) == ("ok", 0)
-    assert report.digests[0].holding == len(SHAPES)
+    assert report.digests[0].matching == len(SHAPES)
     assert report.digests[0].unverified == ()
 
 
@@ -207,7 +207,7 @@ def test_a_flipped_bit_is_found_by_the_digest(
     (found,) = report.differences
     assert (found.kind, found.stored) == ("digest", stored)
     assert found.tensor.startswith(hit)
-    assert report.digests[0].holding == len(SHAPES) - 1
+    assert report.digests[0].matching == len(SHAPES) - 1
     assert any(found.tensor in line for line in report.lines())
 
 
@@ -263,7 +263,7 @@ def test_digests_of_a_tensor_that_is_gone_or_another(tmp_path: Path) -> None:
         ("c", "digest"),
     ]
     check = report.digests[0]
-    assert (check.holding, check.differing, check.unverified) == (1, 2, ("d",))
+    assert (check.matching, check.differing, check.unverified) == (1, 2, ("d",))
 
 
 @pytest.mark.parametrize("differs", [False, True])
@@ -335,7 +335,7 @@ def test_another_dtype_differs_unless_a_tolerance_is_given(made: Path, tmp_path:
     report = verify(tmp_path / "wide", made / "megatron")
     assert {d.kind for d in report.differences} == {"dtype"}
     assert len(report.differences) == len(SHAPES)
-    assert sum(c.holding for c in report.digests) == 2 * len(SHAPES)
+    assert sum(c.matching for c in report.digests) == 2 * len(SHAPES)
     report = verify(tmp_path / "wide", made / "megatron", rtol=1e-9)
     assert (report.verdict, report.within) == ("equal", 0.0)
 

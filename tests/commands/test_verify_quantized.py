@@ -214,8 +214,8 @@ def test_words_against_tensors(made: Path, tmp_path: Path) -> None:
     report = verify(folder)
     assert {d.kind for d in report.differences} == {"metadata"}
     told = " ".join(d.text for d in report.differences)
-    assert "holds codes, and config.json says that it is not quantized" in told
-    assert "holds no codes, and config.json says that it is FP8" in told
+    assert "holds codes, and config.json excludes it" in told
+    assert "holds no codes, and config.json declares FP8" in told
     assert verify(made / "fp8").differences == ()
 
 
@@ -260,17 +260,17 @@ def list_a_stranger(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "work", "text"),
     [
-        ("ct nvfp4", of_group(group_size=32), "a scale a tensor_group of 32 has"),
-        ("ct nvfp4", of_group(num_bits=8), "float of 8 bits has none so packed"),
+        ("ct nvfp4", of_group(group_size=32), "one scale per tensor_group of 32 has"),
+        ("ct nvfp4", of_group(num_bits=8), "float of 8 bits has no such packing"),
         (
             "nvfp4",
             stored(lambda t: t.update({f"{DOWN}.weight_global_scale": ONE})),
-            "NVFP4 has not",
+            "NVFP4 does not have",
         ),
         (
             "fp8",
             stored(lambda t: t.update({f"{DOWN}.pre_quant_scale": torch.ones(256)})),
-            "has not",
+            "FP8 does not have",
         ),
         ("fp8", stored(lambda t: t.pop(K_SCALE)), "has v_scale, and no k_scale"),
         ("fp8", stored(lambda t: t.update({K_SCALE: torch.ones(2)})), "not one number"),
@@ -338,8 +338,8 @@ def test_oddities_are_notes(made: Path, tmp_path: Path) -> None:
     report = verify(made / "llama", changed(made / "fp8", tmp_path / "x", scaled), threads=1)
     assert report.verdict == "close", report.differences
     told = " ".join(report.notes)
-    assert "no k_scale or v_scale is there" in told
-    assert "that of inputs up to" in told
+    assert "there is no k_scale or v_scale" in told
+    assert "which means inputs up to" in told
 
 
 def test_a_global_scale_of_its_own_is_a_note(made: Path, tmp_path: Path) -> None:

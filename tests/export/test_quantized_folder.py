@@ -134,7 +134,7 @@ def test_what_has_no_place(made: dict[str, Path], tmp_path: Path) -> None:
         quiet(of(made, "fp8"), out, to="vllm", target="sglang")
     with pytest.raises(UsageError, match=r"nothing is known about vllm 0\.1"):
         quiet(of(made, "fp8"), out, to="vllm", target="vllm@0.1")
-    with pytest.raises(UsageError, match="--tp means nothing"):
+    with pytest.raises(UsageError, match="--tp has no effect"):
         quiet(of(made, "fp8"), out, to="vllm", tp=2)
     out.mkdir()
     (out / "mine").touch()

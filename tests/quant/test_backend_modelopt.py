@@ -196,7 +196,7 @@ def test_what_it_cannot_do_is_said_before_anything_is_loaded(folder: Path) -> No
         build_modelopt_config(decided.recipe, decided.matched.decisions)
     assert build_modelopt_config(decided.recipe, decided.matched.decisions, device="cuda")
     decided = resolve_recipe(folder, "auto_nvfp4_fp8")
-    with pytest.raises(RecipeError, match="is still to be chosen"):
+    with pytest.raises(RecipeError, match="is not chosen yet"):
         build_modelopt_config(decided.recipe, decided.matched.decisions)
 
 

@@ -60,7 +60,7 @@ def test_objects_to_scales_with_no_data(tmp_path: Path) -> None:
     report = derive_amax(tmp_path / "td", tmp_path / "objects")
     assert len(report.derived) == len(sites())
     assert report.without == ()
-    assert "no data seen" in "\n".join(report.lines())
+    assert "without data" in "\n".join(report.lines())
     quantized(tmp_path / "td", tmp_path / "q", tmp_path / "objects")
     assert_scales(tmp_path / "q", tmp_path / "hf")
     # From rank files the same file comes, and it is good for every format of the model.
@@ -79,7 +79,7 @@ def test_recipes_that_ask_for_more_are_refused(tmp_path: Path) -> None:
     own = "algorithm: percentile"
     percentile.write_text(re.sub("algorithm: max.*", own, shown))
     for recipe, match in (
-        (str(percentile), "nothing is known but the largest"),
+        (str(percentile), "only the amax of the inputs"),
         ("int8_sq", "needs the inputs of layers.0.attn.q themselves"),
         ("fp8_kv_fp8", "knows nothing about the inputs of layers.0.attn.kv"),
     ):

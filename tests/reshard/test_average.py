@@ -125,7 +125,7 @@ def test_nobody_has_trained_the_mean(tmp_path: Path, materialize: Any) -> None:
     found = open_checkpoint(tmp_path / "mean")
     assert not any(t.name.startswith("optimizer") for t in found.tensors)
     assert "optimizer" not in found.metadata["common"]
-    with pytest.raises(CoverageError, match="no run has had the mean"):
+    with pytest.raises(CoverageError, match="the mean of several checkpoints has no optimizer state"):
         reshard(folders[0], tmp_path / "c", average=folders[1:], strict=True)
     reshard(folders[0], tmp_path / "c", average=folders[1:], strict=True, optimizer_format="none")
 

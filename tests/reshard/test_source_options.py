@@ -38,7 +38,7 @@ def test_weights_alone(to: str, trained: tuple[Path, Path], tmp_path: Path) -> N
         source, tmp_path / "out", to=to, optimizer_format="none", strict=True, **layout
     )
     assert report.left_out
-    assert any("that were not asked for" in line for line in report.lines())
+    assert any("that were not selected" in line for line in report.lines())
     found = open_checkpoint(tmp_path / "out")
     assert not any("optim/" in t.name or t.name.startswith("optimizer") for t in found.tensors)
     reshard(tmp_path / "out", tmp_path / "back", to="torch_dist", tp=1, pp=1)
@@ -76,6 +76,6 @@ def test_state_alone(to: str, trained: tuple[Path, Path], tmp_path: Path) -> Non
 def test_state_that_cannot_be_alone(
     options: dict[str, str], trained: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match=r"goes by the weights|nothing is left"):
+    with pytest.raises(UsageError, match=r"needs the weights|nothing is left"):
         reshard(trained[1], tmp_path / "out", optimizer_only=True, **options)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()

@@ -19,7 +19,7 @@ class raises(Generic[E]):
 
     Args:
         error: The type, or several. Its exit status is checked with it.
-        facts: Values that the message holds, in this order: names, numbers, options.
+        facts: Values that the error holds, in this order: names, numbers, options.
         file: The file that the error names; a path, or the end of one.
         tensor: The tensor that the error names.
         hint: Whether there is a hint, or a value that it holds.
@@ -58,11 +58,11 @@ class raises(Generic[E]):
     def _check(self, error: E) -> None:
         statuses = {kind.exit_status for kind in self._types if isinstance(error, kind)}
         assert error.exit_status in statuses, f"exit status {error.exit_status}: {error}"
-        start = 0
+        text, start = str(error), 0
         for fact in self._facts:
-            found = error.message.find(fact, start)
-            assert found >= 0, f"the message does not hold {fact!r}: {error}"
-            start = found + len(fact)
+            position = text.find(fact, start)
+            assert position >= 0, f"the error does not hold {fact!r}: {text}"
+            start = position + len(fact)
         if self._file is not None:
             path = os.fspath(self._file)
             assert error.file is not None, f"no file is named: {error}"

@@ -60,7 +60,7 @@ def test_megatron_knows_these_options() -> None:
         ({"adam_beta2": 1.0}, "--adam-beta2 1"),
         ({"train_iters": 0}, "--train-iters 0"),
         ({"train_iters": 3, "epochs": 1.0}, "--train-iters and --epochs"),
-        ({"micro_batch_size": 3, "global_batch_size": 4}, "no multiple of --micro-batch-size 3"),
+        ({"micro_batch_size": 3, "global_batch_size": 4}, "not a multiple of --micro-batch-size 3"),
         ({"lr_decay_style": "step"}, "--lr-decay-style 'step'"),
         ({"lr_decay_style": "WSD"}, "without --lr-wsd-decay-iters"),
         ({"patience": 2}, "nothing to evaluate on"),

@@ -146,7 +146,7 @@ def test_a_run_has_the_same_bits(
     assert mine == plain
     assert len(plain) == STEPS
     # Those of one text, of two, and of rows that end early.
-    assert sum("are a CUDA graph" in text for text in caplog.messages) == 3
+    assert sum("run as a CUDA graph" in text for text in caplog.messages) == 3
     if name == "a scale that falls":
         assert len({scale for _, _, scale, _ in plain}) > 1
         assert len({skipped for *_, skipped in plain}) == 2

@@ -18,26 +18,26 @@ from bench.gpu import decoder, fill, race, theirs
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import PipelineSchedule
-from megtool.optim.cpu_offload import HybridOptimizer
+from megtool.optim.config import OptimizerConfig
+from megtool.optim.cpu_offload import HybridDeviceOptimizer
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.settings import OptimizerSettings
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.cuda_graph import GraphedSchedule
 
 LR, DECAY, CLIP = 1e-5, 0.1, 1.0
 
 
-def optimizer_of(model: Decoder, **how: Any) -> DistributedOptimizer | HybridOptimizer:
+def optimizer_of(model: Decoder, **how: Any) -> DistributedOptimizer | HybridDeviceOptimizer:
     """Megtool's, for one process."""
-    settings = OptimizerSettings(lr=LR, weight_decay=DECAY, clip_grad=CLIP, **how)
+    settings = OptimizerConfig(lr=LR, weight_decay=DECAY, clip_grad=CLIP, **how)
     named = model.named_parameters()
     made = DistributedOptimizer(named, settings, ProcessGroups.alone("cuda"), chunks=[model])
-    return HybridOptimizer(made) if settings.offload_fraction else made
+    return HybridDeviceOptimizer(made) if settings.offload_fraction else made
 
 
 def our_step(
     model: Decoder,
-    optimizer: DistributedOptimizer | HybridOptimizer,
+    optimizer: DistributedOptimizer | HybridDeviceOptimizer,
     tokens: Tensor,
     *,
     graphed: bool = False,

@@ -188,12 +188,12 @@ GROUPS = (
         jobs=(
             Job(
                 name="dp_reshardable TP1 → fully_reshardable PP2",
-                options={"optimizer": "fully_reshardable", "pp": 2},
+                options={"optimizer_format": "fully_reshardable", "pp": 2},
                 limits=OPTIMIZER,
             ),
             Job(
                 name="dp_reshardable TP1 → dp_reshardable TP2 PP2",
-                options={"optimizer": "dp_reshardable", "tp": 2, "pp": 2},
+                options={"optimizer_format": "dp_reshardable", "tp": 2, "pp": 2},
                 limits=OPTIMIZER,
             ),
             Job(

@@ -17,7 +17,7 @@ from phases import Options, Phases
 
 def reshard(options: Options, phase: Phases) -> Options:
     """Run `megtool.commands.reshard.reshard` with the options given."""
-    from megtool.commands.reshard import reshard
+    from megtool import reshard
 
     with phase("job"):
         report = reshard(**options)
@@ -27,18 +27,18 @@ def reshard(options: Options, phase: Phases) -> Options:
 def quantize(options: Options, phase: Phases) -> Options:
     """Write the source by a recipe that needs no data; amax of inputs are made up."""
     from megtool.quant.pipeline.write import write
-    from megtool.quant.qparams import Settlement, Treatment
-    from megtool.quant.resolve import decide
+    from megtool.quant.qparams import QParams, WeightQParams
+    from megtool.quant.resolve import resolve_recipe
 
-    decided = decide(options["source"], options["recipe"])
-    settlement = Settlement()
+    decided = resolve_recipe(options["source"], options["recipe"])
+    settlement = QParams()
     for d in decided.matched.decisions:
         if d.format is not None:
             name = d.module.name
-            settlement.treatments[name] = Treatment(module=name, format=d.format, input_amax=1.0)
+            settlement.weights[name] = WeightQParams(module=name, format=d.format, input_amax=1.0)
     with phase("job"):
         report = write(
-            decided.opened,
+            decided.source,
             decided.matched.decisions,
             settlement,
             Path(options["destination"]),
@@ -50,7 +50,7 @@ def quantize(options: Options, phase: Phases) -> Options:
 
 def export(options: Options, phase: Phases) -> Options:
     """Run `megtool.commands.export.export` with the options given."""
-    from megtool.commands.export import export
+    from megtool import export
 
     with phase("job"):
         export(**options, fsync=False)
@@ -97,20 +97,25 @@ def transformers(options: Options, phase: Phases) -> Options:
 
 def plan(options: Options, phase: Phases) -> Options:
     """Open a checkpoint and plan a reshard of it, in two phases, by the functions reshard uses."""
-    from megtool.checkpoint.plan import Source
-    from megtool.checkpoint.planner import build
-    from megtool.reshard.open_source import open_model
-    from megtool.reshard.target import Request, make_target
+    from megtool.checkpoint.plan import PlanSource
+    from megtool.checkpoint.planner import build_plan
+    from megtool.config import LayoutOptions
+    from megtool.reshard.open_source import open_source
+    from megtool.reshard.target import make_target
+    from megtool.reshard.writers.target_spec import TargetOptions
 
     with phase("open"):
-        opened = open_model(Path(options["source"]))
+        opened = open_source(Path(options["source"]))
     with phase("plan"):
-        target = make_target(opened, Request(destination=Path("unused"), layout=options["layout"]))
+        target = make_target(
+            opened,
+            TargetOptions(destination=Path("unused"), layout=LayoutOptions(**options["layout"])),
+        )
         placements = {
-            n: p for n, p in opened.side.placements.items() if n in target.side.placements
+            n: p for n, p in opened.view.placements.items() if n in target.side.placements
         }
-        made = build(
-            [Source(catalogue=opened.catalogue, placements=placements)],
+        made = build_plan(
+            [PlanSource(catalogue=opened.catalogue, placements=placements)],
             target.destination,
             target.side.placements,
             fills=target.fills,

@@ -13,14 +13,14 @@ def forward(options: Options, phase: Phases) -> Options:
     """Load a decoder, whole or on demand, and run one forward pass over so many tokens."""
     import torch
 
-    from megtool.inference.load import Source, load
+    from megtool.inference.load import load
     from megtool.model.batch import Batch
-    from megtool.reshard.open_source import open_model
+    from megtool.reshard.open_source import open_source
 
     torch.set_num_threads(options["threads"])
     with phase("load"):
-        opened = open_model(Path(options["source"]), optimizer=False)
-        source = Source(catalogue=opened.catalogue, side=opened.side, config=opened.side.config)
+        opened = open_source(Path(options["source"]), optimizer=False)
+        source = opened
         decoder = load(source, on_demand=options["on_demand"], threads=options["threads"])
     tokens = torch.arange(options["tokens"]).unsqueeze(0)
     with phase("forward"), torch.inference_mode():
@@ -51,21 +51,20 @@ def calibrate(options: Options, phase: Phases) -> Options:
     """Show a model random tokens, layer by layer, and settle what becomes of it."""
     import torch
 
-    from megtool.inference.load import Source
     from megtool.model.batch import Batch
-    from megtool.quant.calibration.activation_sites import list_points
+    from megtool.quant.calibration.activation_sites import list_activation_sites
     from megtool.quant.calibration.calibrate import calibrate
     from megtool.quant.calibration.fingerprint import Fingerprint
-    from megtool.quant.resolve import decide
+    from megtool.quant.resolve import resolve_recipe
 
     torch.set_num_threads(options["threads"])
     with phase("load"):
-        decided = decide(options["source"], options["recipe"])
-        side, config = decided.opened.side, decided.opened.side.config
+        decided = resolve_recipe(options["source"], options["recipe"])
+        config = decided.source.known_config
         if config is None:
             raise SystemExit("no model")
-        source = Source(catalogue=decided.opened.catalogue, side=side, config=config)
-        points = list_points(decided.modules.modules, config)
+        source = decided.source
+        points = list_activation_sites(decided.modules.modules, config)
     batches = [Batch(tokens_BS=t) for t in rows_of_tokens(options, config.vocab_size)]
     with phase("calibrate"):
         found = calibrate(

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megtool.checkpoint.containers.pickle_writer import namespace
-from megtool.checkpoint.formats.torch_dist_layout import lay_out
+from megtool.checkpoint.containers.pickle_writer import make_namespace
+from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout
 from megtool.config import ParallelConfig
 from megtool.dtypes import dtype
 from megtool.parallel.pipeline_split import Pipeline, even_text
@@ -145,15 +145,15 @@ def write(folder: Path, layers: int, experts: int) -> None:
         "hidden_size": HIDDEN,
         "num_attention_heads": HEADS,
     }
-    common = {"iteration": 1, "checkpoint_version": 3.0, "args": namespace(dict(sizes))}
-    laid = lay_out(tensors, shards, num_files=WORLD, common=common, iteration=1, megatron=True)
+    common = {"iteration": 1, "checkpoint_version": 3.0, "args": make_namespace(dict(sizes))}
+    laid = plan_torch_dist_layout(tensors, shards, num_files=WORLD, common=common, iteration=1, megatron=True)
     print(f"laid out in {time.perf_counter() - start:.1f} s")
     for file in laid.catalogue.files:
         path = folder / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as f:
             f.truncate(file.size)
-    for name, data in laid.all_small():
+    for name, data in laid.iter_small_files():
         (folder / name).write_bytes(data)
 
 

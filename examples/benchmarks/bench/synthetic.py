@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megtool.checkpoint.formats.safetensors import lay_out
+from megtool.checkpoint.formats.safetensors import plan_safetensors_layout
 from megtool.dtypes import dtype as named_dtype
 from megtool.tensors.sharded import GlobalTensor
 
@@ -79,10 +79,10 @@ def llama(
             if any(part in name for part in only)
         ]
     num_bytes = sum(t.num_bytes for t in tensors)
-    laid = lay_out(
+    laid = plan_safetensors_layout(
         tensors,
         max_shard_bytes=num_bytes // num_files + max(t.num_bytes for t in tensors),
-        small={"config.json": configuration(shape, layers, dtype)},
+        small_files={"config.json": configuration(shape, layers, dtype)},
     )
     folder.mkdir(parents=True)
     block = np.random.default_rng(0).integers(0, 256, (8 << 20) + 4099, np.uint8).data
@@ -98,7 +98,7 @@ def llama(
         with (folder / laid.catalogue.files[number].path).open("r+b") as out:
             out.seek(offset)
             out.write(data)
-    for name, data in laid.all_small():
+    for name, data in laid.iter_small_files():
         (folder / name).write_bytes(data)
     os.sync()
     return Synthetic(

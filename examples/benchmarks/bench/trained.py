@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.race import run_job
 from bench.synthetic import LARGE, SMALL, configuration, shapes
-from megtool.checkpoint.formats.safetensors import lay_out
+from megtool.checkpoint.formats.safetensors import plan_safetensors_layout
 from megtool.dtypes import dtype
 from megtool.tensors.sharded import GlobalTensor
 
@@ -29,7 +29,7 @@ def trained(root: Path, gib: float, *, to: str, optimizer: str, **layout: Any) -
     source = root / "trained-hf"
     num_bytes = _hugging_face(source, gib)
     made = root / optimizer
-    options = {"source": str(source), "destination": str(made), "to": to, "optimizer": optimizer}
+    options = {"source": str(source), "destination": str(made), "to": to, "optimizer_format": optimizer}
     run_job("reshard", {**options, **layout, "fsync": False, "digest": "none"})
     shutil.rmtree(source)
     os.sync()
@@ -48,10 +48,10 @@ def _hugging_face(folder: Path, gib: float) -> int:
         prefix = f"optimizer.state.{state}."
         tensors += [replace(t, name=prefix + t.name, dtype=dtype("float32")) for t in weights]
     num_bytes = sum(t.num_bytes for t in tensors)
-    laid = lay_out(
+    laid = plan_safetensors_layout(
         tensors,
         max_shard_bytes=num_bytes // 4,
-        small={"config.json": configuration(shape, layers, "bfloat16")},
+        small_files={"config.json": configuration(shape, layers, "bfloat16")},
     )
     folder.mkdir(parents=True)
     block = np.random.default_rng(0).standard_normal(1 << 20).astype("<f4").view("<u4") >> 16
@@ -72,6 +72,6 @@ def _hugging_face(folder: Path, gib: float) -> int:
         with (folder / catalogue.files[at].path).open("r+b") as out:
             out.seek(offset)
             out.write(data)
-    for name, data in laid.all_small():
+    for name, data in laid.iter_small_files():
         (folder / name).write_bytes(data)
     return num_bytes

@@ -21,8 +21,8 @@ from megtool.config import ParallelConfig
 from megtool.convert.families import family
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
+from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.settings import OptimizerSettings
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import ProcessGroups
 
@@ -99,7 +99,7 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> int:
 def ours(groups: ProcessGroups, **how: Any) -> tuple[Step, Callable[[], int]]:
     """The distributed optimizer on the decoder."""
     made = decoder()
-    settings = OptimizerSettings(lr=LR, weight_decay=DECAY, clip_grad=CLIP, **how)
+    settings = OptimizerConfig(lr=LR, weight_decay=DECAY, clip_grad=CLIP, **how)
     optimizer = DistributedOptimizer(made.named_parameters(), settings, groups, chunks=[made])
 
     def step(tokens_BS: Tensor, labels_BS: Tensor) -> None:

@@ -1,1 +1,1 @@
-"""Algorithms of calibration: pure functions of weights and of what was seen of their inputs."""
+"""Quantization algorithms: pure functions of weights and activation statistics."""

@@ -1,4 +1,4 @@
-"""Method: what a recipe asks to be searched for a weight, in one vocabulary for every dialect."""
+"""Configuration of the quantization algorithm of a weight, the same for every recipe dialect."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.recipe import Recipe
 
 InputObserver = Literal["max", "percentile", "mse", "entropy"]
-Smoothing = Literal["none", "smooth", "search"]
+Smoothing = Literal["none", "smoothquant", "awq"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
-    """How columns, scales and codes are chosen.
+    """How smoothing scales, quantization scales and codes are chosen.
 
-    `columns`: none, by SmoothQuant's formula, or searched as AWQ does. `alpha` is the share of the
-    inputs in SmoothQuant's factors (None: searched). `alpha_step` is that of the search. `robust`
-    takes the root mean squares of inputs for them, not the largest (see `smooth.measures`). `clip`:
-    how much of the largest magnitudes is cut off is searched too, of weights (not with SmoothQuant)
-    and of inputs, by the error of outputs. `mse` searches it by the weight alone. `gptq`: the
-    rounding of each column is made up for by later ones; `damping`, `shrinkage` (see `gptq.damped`)
-    and `descending` are its options, and `refinements` is how often scales and codes are then
-    improved by turns. `even`: in second moments a token counts by the size of its inputs, not by
-    its square. `fold`: columns have factors only where a norm before takes them in. `inputs` says
-    how else the scale of inputs is found (`percentile` of it). `exact` does as ModelOpt does, and
-    no better.
+    Args:
+        smoothing: no smoothing scale, SmoothQuant's formula, or AWQ's search.
+        alpha: share of the inputs in SmoothQuant's scale (None: searched in steps of `alpha_step`).
+        robust: use RMS instead of max of input channels (see `smoothquant.measure_inputs`).
+        clip: also search clipping thresholds by output error, of weights (not with SmoothQuant)
+            and of inputs.
+        mse: search the clipping threshold of weights by the error of the weight alone.
+        gptq: later columns compensate for the rounding of earlier ones, with the options
+            `damping`, `shrinkage` (see `gptq.damp_gram`), `desc_act`, and `refinements`, the number
+            of alternating passes over codes and scales.
+        normalize_tokens: divide each token's contribution to the second moments by the norm of its
+            input.
+        fold: use a smoothing scale only where the preceding norm can absorb it.
+        input_observer: how the amax of inputs is computed (`percentile` is an option of it).
+        matches_modelopt: search exactly what ModelOpt searches.
     """
 
     smoothing: Smoothing = "none"
@@ -52,26 +56,26 @@ class AlgorithmConfig:
 
     @property
     def clips_weights(self) -> bool:
-        """Whether the scales of weights are searched by the error of outputs."""
-        return self.clip and self.smoothing != "smooth"
+        """Whether clipping thresholds of weights are searched by output error."""
+        return self.clip and self.smoothing != "smoothquant"
 
     @property
     def clips_inputs(self) -> bool:
-        """Whether the scale of inputs is searched by the error of outputs."""
+        """Whether the clipping threshold of inputs is searched by output error."""
         return self.clip and not self.matches_modelopt
 
     def without_smoothing(self) -> AlgorithmConfig:
-        """The same, but with no factors of columns."""
-        return replace(self, columns="none")
+        """The same configuration without a smoothing scale."""
+        return replace(self, smoothing="none")
 
 
 _MODELOPT_ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
-    "smoothquant": {"columns": "smooth", "alpha": 1.0},
-    "awq": {"columns": "search"},
-    "awq_lite": {"columns": "search"},
-    "awq_full": {"columns": "search", "clip": True},
+    "smoothquant": {"smoothing": "smoothquant", "alpha": 1.0},
+    "awq": {"smoothing": "awq"},
+    "awq_lite": {"smoothing": "awq"},
+    "awq_full": {"smoothing": "awq", "clip": True},
     "awq_clip": {"clip": True},
-    "gptq": {"gptq": True, "descending": False, "refinements": 0},
+    "gptq": {"gptq": True, "desc_act": False, "refinements": 0},
     "local_hessian": {"clip": True},
     "mse": {"mse": True},
     "max": {},
@@ -80,16 +84,16 @@ _MODELOPT_ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "kl_div": {},
     "gradient": {},
 }
-"""ModelOpt's names, with its defaults."""
+"""ModelOpt's algorithm names with their defaults."""
 
 _MODELOPT_OPTIONS = {"alpha": "alpha", "alpha_step": "alpha_step", "perc_damp": "damping"}
 
 
 def resolve_algorithm(recipe: Recipe, format: RecipeFormat | None) -> AlgorithmConfig:
-    """What is searched for a weight in `format`, by its own algorithm or else the recipe's.
+    """Resolve the algorithm of a weight in `format`: that of the format, else that of the recipe.
 
     Raises:
-        RecipeError: the recipe is of another dialect and names an algorithm that is not known here.
+        RecipeError: the recipe is of another dialect and its algorithm is not supported.
     """
     name = (format.method if format else "") or recipe.method
     options = dict(recipe.algorithm) if name == recipe.method else {}
@@ -97,7 +101,7 @@ def resolve_algorithm(recipe: Recipe, format: RecipeFormat | None) -> AlgorithmC
     if recipe.dialect != "megtool":
         if name not in _MODELOPT_ALGORITHMS:
             raise RecipeError(
-                f"algorithm {name!r} of recipe {recipe.name} is not carried out here",
+                f"algorithm {name!r} of recipe {recipe.name} is not supported",
                 hint=suggest(name, _MODELOPT_ALGORITHMS),
             )
         translated = {
@@ -114,9 +118,9 @@ def resolve_algorithm(recipe: Recipe, format: RecipeFormat | None) -> AlgorithmC
     if name in ("smoothquant", "awq"):
         options["fold"] = recipe.folds_scales
     if name == "smoothquant":
-        return AlgorithmConfig(smoothing="smooth", **options)
+        return AlgorithmConfig(smoothing="smoothquant", **options)
     if name == "awq":
-        return AlgorithmConfig(smoothing="search", **options)
+        return AlgorithmConfig(smoothing="awq", **options)
     if name == "gptq":
         return AlgorithmConfig(gptq=True, **options)
     if name == "mse":

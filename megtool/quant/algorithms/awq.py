@@ -1,8 +1,8 @@
-"""AWQ: factors for input columns, searched so that rounding loses least of the output.
+"""AWQ's search for the per-channel smoothing scale with the least output error.
 
 Ji Lin and others, "AWQ: Activation-aware Weight Quantization" (2024): the weight's columns are
-multiplied by `inputs ** alpha / weight ** (1 - alpha)` and their inputs divided by it. Columns
-whose inputs are large are rounded more finely so, those that share a scale with them more coarsely.
+multiplied by `inputs ** alpha / weight ** (1 - alpha)` and their inputs divided by it. Channels
+with large inputs then get a finer resolution, at the cost of others that share their scale.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def measure_weight_share(weights_OI: Sequence[Tensor], group_size: int) -> Tensor:
-    """How large each column is beside the largest weight under the same scale, a mean over rows."""
+    """Measure each column relative to the largest weight in its group, averaged over rows."""
     total = torch.zeros(weights_OI[0].shape[1])
     for w in weights_OI:
         size = w.abs().reshape(-1, group_size or w.shape[1])
@@ -31,9 +31,9 @@ def measure_weight_share(weights_OI: Sequence[Tensor], group_size: int) -> Tenso
 def compute_scale(
     inputs_I: Tensor, share_I: Tensor, alpha: float, beta: float | None = None
 ) -> Tensor:
-    """`inputs ** alpha / share ** beta` (`1 - alpha`), so that largest times smallest is 1.
+    """`inputs ** alpha / share ** beta` (default `1 - alpha`), with max * min normalized to 1.
 
-    Source: modelopt 0.47 `model_calib.py` awq_lite's get_scale, its limits too.
+    Source: modelopt 0.47 `model_calib.py` awq_lite's get_scale, including its limits.
     """
     beta = 1 - alpha if beta is None else beta
     out = (inputs_I.pow(alpha) / (share_I.pow(beta) + _TINY)).clamp(MIN_SCALE, MAX_SCALE)
@@ -43,8 +43,8 @@ def compute_scale(
 def propose_scales(
     inputs: Sequence[Tensor], share_I: Tensor, step: float, *, matches_modelopt: bool = False
 ) -> Iterator[Tensor]:
-    """What is tried: alphas from 0 to 1 with each measure of the inputs, with and without the
-    weight's share; `exact`: the first measure alone, with it, as ModelOpt does."""
+    """Yield candidate scales: alphas from 0 to 1 with each input measure, with and without the
+    weight's share; `matches_modelopt`: only the first measure with the weight's share."""
     steps = round(1 / step)
     alphas = [i / steps for i in range(steps + 1)]
     if matches_modelopt:
@@ -59,14 +59,14 @@ def propose_scales(
 
 
 def measure_output_error(error_OI: Tensor, gram_II: Tensor) -> float:
-    """The squared error of the outputs: tr(D H D^T)."""
+    """The squared output error: tr(D H D^T)."""
     return float(((error_OI @ gram_II) * error_OI).sum(dtype=torch.float64))
 
 
 def search_scale(
     weights_OI: Sequence[Tensor], gram_II: Tensor, grid: Grid, scales: Iterator[Tensor]
 ) -> Tensor:
-    """Of the factors that are tried, those under which rounded weights lose least."""
+    """Find the candidate scale with the least output error."""
     best, min_loss = torch.ones(len(gram_II)), float("inf")
     for scale in scales:
         loss = 0.0

@@ -1,9 +1,9 @@
-"""Clip: how far below the largest magnitude a scale is best set, found by trying.
+"""Search for the clipping threshold of weight scales.
 
-Large weights are rare, and a scale that is a little too small for them is finer for all others.
-`by_output` weighs errors by the Gram matrix of the inputs under each scale (as AWQ's clip search
-does with a few rows of them: Ji Lin and others, "AWQ: Activation-aware Weight Quantization", 2024);
-`by_weight` weighs them alike.
+Large weights are rare, and clipping them gives all others a finer resolution. `search_by_output`
+weighs errors by the Gram matrix of the inputs (as AWQ's clip search does with a few sampled rows:
+Ji Lin and others, "AWQ: Activation-aware Weight Quantization", 2024); `search_by_weight` weighs
+all errors equally.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from megtool.quant.algorithms.weight_grid import Grid
 
 CLIP_RATIOS = tuple(round(1.0 - 0.025 * i, 3) for i in range(21))
-"""Shares of the largest magnitude that are tried, the whole of it first."""
+"""Candidate thresholds as fractions of the amax, 1 first."""
 
 
 def search_by_output(
@@ -26,10 +26,9 @@ def search_by_output(
     global_amax: float | None = None,
     ratios: Sequence[float] = CLIP_RATIOS,
 ) -> Tensor:
-    """The `amax` under which each scale's share of the output is nearest to what it was.
+    """Find the `amax` of each scale with the least output error.
 
-    Errors of different groups are taken as independent; of a row with one scale nothing is left
-    out.
+    Errors of different groups are treated as independent; with one scale per row this is exact.
     """
     out, width = weight_OI.shape
     group_size = grid.columns or width
@@ -52,7 +51,7 @@ def search_by_weight(
     ratios: Sequence[float] = CLIP_RATIOS,
     weights_I: Tensor | None = None,
 ) -> Tensor:
-    """The `amax` of least squared error of the weight itself, columns weighed by `weights_I`."""
+    """Find the `amax` with the least squared error of the weight, weighted by `weights_I`."""
     out, width = weight_OI.shape
     group_size = grid.columns or width
 
@@ -72,7 +71,7 @@ def _search(
     ratios: Sequence[float],
     errors: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The best `amax` by `errors`, of each row's groups, `[out, groups]`."""
+    """Find the best `amax` by `errors`, which gives the errors of groups `[out, groups]`."""
     full_amax = grid.amax(weight_OI)
     best = full_amax
     min_loss: Tensor | None = None
@@ -90,7 +89,7 @@ def _search(
 
 
 def _sum_per_scale(errors_OG: Tensor, grid: Grid, like: Tensor) -> Tensor:
-    """Errors of each row's groups added up to those of each scale."""
+    """Sum the errors of groups to errors of scales."""
     if like.dim() == 0:
         return errors_OG.sum()
     if like.dim() == 1:

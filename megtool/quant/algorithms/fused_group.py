@@ -1,4 +1,4 @@
-"""Joint: the weights that multiply one input, decided about together."""
+"""Quantization parameters of the weights that share one input, solved together."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megtool.quant.calibration.statistics import ActivationStatistics
 from megtool.quant.recipes.formats import INPUT_PACKINGS, RecipeFormat
 
 CHUNK_ELEMENTS = 1 << 22
-"""Of a weight, those that are worked on at a time where rows do not depend on each other."""
+"""Elements processed at a time if the rows of a weight are independent."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FusedGroupResult:
-    """What was decided: by module, where it is of one weight. Empty or zero is nobody's choice."""
+    """The result for a group; `amax` and `codes` are by module. Empty or zero means the default."""
 
     smoothing_scale: NDArray[np.float32] | None = None
     input_amax: float = 0.0
@@ -47,10 +47,11 @@ def solve_fused_group(
     norm: NormWeights | None = None,
     stores_pre_quant_scale: bool = False,
 ) -> FusedGroupResult:
-    """Decide about `weights` (float32 `[out, in]`, by module), all to be in `format`.
+    """Solve the parameters of `weights` (float32 `[out, in]`, by module) in `format`.
 
-    `seen` is of their input (None: nothing is known). Factors of columns are such as can be stored:
-    with `stores_columns` in a vector of inverses, else in `norm` (None: as they were found).
+    `statistics` are those of their common input (None: unknown). The smoothing scale is rounded to
+    what can be stored: a `pre_quant_scale` vector with `stores_pre_quant_scale`, else the weights
+    of `norm` (None: not rounded).
     """
     grid = make_grid(format)
     measured = statistics if statistics is not None and statistics.num_tokens else None
@@ -87,7 +88,7 @@ def _solve_smoothing(
     statistics: ActivationStatistics,
     to_stored: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor | None, float]:
-    """Factors of columns, as they are stored, and the amax of inputs that are divided by them."""
+    """Solve the smoothing scale (as stored) and the amax of the smoothed inputs."""
     weights_OI = list(weights.values())
     amax_I = torch.from_numpy(statistics.amax)
     scale = None
@@ -100,10 +101,10 @@ def _solve_smoothing(
     clips = smoothquant.CLIP_RATIOS if config.clips_inputs else (1.0,)
     rms_I = _root_mean_square(statistics)
     sizes = smoothquant.measure_inputs(amax_I, rms_I, robust=config.robust)
-    if smooths and config.smoothing == "smooth" and config.alpha is not None:
+    if smooths and config.smoothing == "smoothquant" and config.alpha is not None:
         scale = smoothquant.compute_scale(sizes[0], weights_OI, config.alpha)
     elif smooths:
-        if config.smoothing == "smooth":
+        if config.smoothing == "smoothquant":
             scales = smoothquant.propose_scales(sizes, weights_OI, config.alpha_step)
         else:
             measures = [torch.from_numpy(statistics.abs_mean), rms_I]
@@ -150,7 +151,7 @@ def _root_mean_square(statistics: ActivationStatistics) -> Tensor:
 def _gram(
     statistics: ActivationStatistics | None, scale: Tensor | None, config: AlgorithmConfig
 ) -> Tensor | None:
-    """Second moments of the inputs after columns, where weights are decided about by them."""
+    """Second moments of the smoothed inputs, if the algorithm uses them."""
     if statistics is None or statistics.gram is None or not (config.clips_weights or config.gptq):
         return None
     gram_II = torch.from_numpy(statistics.gram) / statistics.num_tokens
@@ -167,7 +168,7 @@ def _solve_weight(
     config: AlgorithmConfig,
     global_amax: float,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The amax and the codes of one weight, None where they are its own and the nearest ones."""
+    """Solve the amax and codes of one weight; None for the weight's own amax and nearest codes."""
     global_amax_ = global_amax or None
     if grid.has_global_scale and global_amax_ is None:
         global_amax_ = float(weight_OI.abs().max())

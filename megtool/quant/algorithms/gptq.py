@@ -1,14 +1,14 @@
-"""GPTQ: integers for a weight, each column rounded so that later ones make up for its error.
+"""GPTQ: columns of a weight are quantized in order, and later ones compensate for the error.
 
 Elias Frantar and others, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 Transformers" (2023): with H the Gram matrix of the inputs, the error of column i, divided by the
 i-th diagonal of the upper Cholesky factor of H^-1, is taken from the columns after it times that
-factor's row. Scales are given (static groups), so that columns may be taken in any order.
+factor's row. Scales are fixed in advance (static groups), so columns may be taken in any order.
 
-What it leaves is then lowered further, as the error tr((W-Q) H (W-Q)^T) is quadratic: by turns,
-each column is given the integer that is best with all others as they are (`improved`; Kayhan
-Behdin and others, "QuantEase", 2023), and each group the best scale for its integers (`rescaled`).
-Neither can raise the error.
+The remaining error tr((W-Q) H (W-Q)^T) is quadratic and is then reduced by coordinate descent: in
+turn, each column gets the best codes with all others fixed (`refine_codes`; Kayhan Behdin and
+others, "QuantEase", 2023), and each group the best scale for its codes (`refit_amax`). Neither
+step can increase the error.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ BLOCK = 64
 
 
 def damp_gram(gram_II: Tensor, damping: float, shrinkage: float = 0.0) -> Tensor:
-    """`gram_II` with `damping` times the mean of its diagonal added to the diagonal, ones for
-    columns that are never anything but zero, and `shrinkage` of all beside the diagonal taken off:
-    correlations seen in a few thousand tokens of one kind are partly chance, and rounding that
-    makes up for errors by them does worse on other text."""
+    """Regularize `gram_II`: add `damping` times the mean of the diagonal to the diagonal, replace
+    zeros on it, and scale off-diagonal elements by `1 - shrinkage`. Correlations in a few thousand
+    tokens are partly sampling noise, and compensating by them does worse on other text."""
     out = gram_II * (1 - shrinkage)
     diagonal = out.diagonal()
     diagonal.copy_(gram_II.diagonal())
@@ -37,7 +36,7 @@ def damp_gram(gram_II: Tensor, damping: float, shrinkage: float = 0.0) -> Tensor
 
 
 def order_columns(gram_II: Tensor, *, desc_act: bool) -> Tensor:
-    """The order in which columns are rounded: as they stand, or largest inputs first."""
+    """The order in which columns are quantized: natural, or by descending input size."""
     if not desc_act:
         return torch.arange(len(gram_II))
     return torch.argsort(gram_II.diagonal(), descending=True, stable=True)
@@ -51,8 +50,8 @@ def quantize_columns(
     amax: Tensor,
     global_amax: float | None = None,
 ) -> Tensor:
-    """The integers `[out, in]`, float32, under scales from `amax`, columns taken in `order_I`;
-    `upper_II` is the `upper_factor` of the Gram matrix in that order."""
+    """Quantize columns in `order_I` to codes `[out, in]`, float32, under scales from `amax`;
+    `upper_II` is `compute_inverse_cholesky` of the Gram matrix in that order."""
     scale = grid.broadcast(grid.scale(amax, global_amax))
     scale = scale.expand_as(weight_OI)[:, order_I].T.contiguous()
     remaining = weight_OI[:, order_I].T.contiguous()
@@ -83,7 +82,7 @@ def refine_codes(
     *,
     passes: int = 1,
 ) -> Tensor:
-    """Integers of lower error: `passes` times over all columns, the best one for each in turn."""
+    """Refine codes column by column, `passes` times over all columns."""
     scale = grid.broadcast(grid.scale(amax, global_amax))
     scale = scale.expand_as(weight_OI).T.contiguous()
     codes = codes_OI.T.contiguous()
@@ -115,8 +114,8 @@ def refine_codes(
 def refit_amax(
     weight_OI: Tensor, codes_OI: Tensor, gram_II: Tensor, grid: Grid, amax: Tensor
 ) -> Tensor:
-    """The `amax` of least error for these integers, row by row by least squares; rows for which it
-    would be no better, or not above zero, keep theirs."""
+    """Refit the `amax` to the codes, row by row by least squares; rows that would not improve, or
+    whose scales would not be positive, keep their `amax`."""
     out, width = weight_OI.shape
     group_size = grid.columns or width
     groups = width // group_size
@@ -140,17 +139,17 @@ def refit_amax(
 
 
 def row_errors(weight_OI: Tensor, codes_OI: Tensor, scales: Tensor, gram_II: Tensor) -> Tensor:
-    """The squared error of each output."""
+    """The squared error of each output row."""
     group_size = weight_OI.shape[1] // scales.shape[1]
     error = weight_OI - codes_OI * scales.repeat_interleave(group_size, dim=1)
     return ((error @ gram_II) * error).sum(dim=1)
 
 
 def compute_inverse_cholesky(gram_II: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse of what `damped` gives.
+    """Compute the upper Cholesky factor of the inverse of a damped Gram matrix.
 
     Raises:
-        CalibrationError: it has none.
+        CalibrationError: the matrix is not positive definite.
     """
     try:
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram_II.double()))

@@ -1,8 +1,8 @@
-"""Stored columns: factors as they are once what divides inputs by them has been rounded.
+"""Rounding of smoothing scales to what a checkpoint can store.
 
-Inputs are divided by a norm whose weights were divided beforehand, or by a stored vector of
-inverses. Both have few bits. Factors are therefore moved to those that the rounded numbers stand
-for, before weights are multiplied by them: what is written is then the model that was decided on.
+Inputs are divided by the smoothing scale through the weights of the preceding norm, or through a
+stored `pre_quant_scale`. Both have low precision. Smoothing scales are rounded accordingly before
+weights are multiplied by them, so that both sides of the product match exactly.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 LOW_PRECISION_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Types of fewer bits than factors have."""
+"""Dtypes with less precision than smoothing scales."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormWeights:
-    """A norm before a point: its weights float32 `[in]`, the type they are stored in (torch's
-    name), and whether a stored w stands for 1 + w."""
+    """The norm before an activation site: weights float32 `[in]`, their stored dtype (torch's
+    name), and whether a stored w means 1 + w."""
 
     weight: Tensor
     dtype: str
@@ -27,14 +27,14 @@ class NormWeights:
 
 
 def round_to_pre_quant_scale(scale: Tensor) -> Tensor:
-    """Factors whose inverses are bfloat16 numbers."""
+    """Round a smoothing scale so that its inverse is a bfloat16 number."""
     return 1 / (1 / scale).bfloat16().float()
 
 
 def round_to_folded_norm(scale: Tensor, norm: NormWeights) -> Tensor:
-    """Factors that the weights of `norm`, divided by them and rounded, stand for.
+    """Round a smoothing scale to what the weights of `norm`, divided by it, can represent.
 
-    A factor under which a weight would vanish is given up (1).
+    Where the divided weight would underflow to zero, the scale becomes 1.
     """
     dtype = LOW_PRECISION_DTYPES.get(norm.dtype)
     if dtype is None:

@@ -1,10 +1,9 @@
-"""SmoothQuant: outliers of inputs moved into weights, by how much being searched.
+"""SmoothQuant: outliers of inputs are moved into weights; the migration strength is searched.
 
 Guangxuan Xiao and others, "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large
 Language Models" (2023): inputs are divided, and weights multiplied, by
-`inputs ** alpha / weight ** (1 - alpha)` of largest magnitudes by column. Here alpha is found for
-each point by trying, with the sample of its inputs: the error of the output, that of the inputs'
-rounding included.
+`inputs ** alpha / weight ** (1 - alpha)` of the amax by channel. Here alpha is searched for each
+activation site by the output error on sampled inputs, including the error of quantized inputs.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _EPSILON = 2.0**-31
 
 
 def compute_scale(amax_I: Tensor, weights_OI: Sequence[Tensor], alpha: float) -> Tensor:
-    """What inputs are divided by; 1 for columns that are always zero.
+    """Compute the smoothing scale, which inputs are divided by; 1 for channels that are all zero.
 
-    Source: modelopt 0.47 `model_calib.py` smoothquant, its limits too.
+    Source: modelopt 0.47 `model_calib.py` smoothquant, including its limits.
     """
     weight_amax = torch.stack([w.abs().amax(dim=0) for w in weights_OI]).amax(dim=0)
     inverse = weight_amax.pow(1 - alpha) / amax_I.pow(alpha)
@@ -34,14 +33,12 @@ def compute_scale(amax_I: Tensor, weights_OI: Sequence[Tensor], alpha: float) ->
 
 
 def measure_inputs(amax_I: Tensor, rms_I: Tensor, *, robust: bool) -> tuple[Tensor, ...]:
-    """The sizes of inputs, by column, that factors come from: their largest magnitudes, and their
-    root mean squares; `robust`: these alone.
+    """The input sizes by channel that scales are computed from: amax and RMS; `robust`: RMS only.
 
-    Factors from largest magnitudes bring as many columns as they can up to the same one, which
-    looks best on the tokens that said so. Every one of them then has to be above none of its own
-    in other text, and of a thousand some always are, and are cut off. By root mean squares, the
-    one scale of all inputs is that of the largest outlier, beside its column's usual size, of all
-    columns: what all of them have to go by was seen in all of them.
+    Scales from the amax bring as many channels as possible to the same maximum, which is best for
+    the calibration data. On other text some of a thousand channels always exceed their calibrated
+    amax and are clipped. With RMS, the one scale of all inputs comes from the largest outlier
+    relative to its channel's RMS over all channels, which is estimated from all of them.
     """
     return (rms_I,) if robust else (amax_I, rms_I)
 
@@ -49,7 +46,7 @@ def measure_inputs(amax_I: Tensor, rms_I: Tensor, *, robust: bool) -> tuple[Tens
 def propose_scales(
     sizes: Sequence[Tensor], weights_OI: Sequence[Tensor], step: float
 ) -> Iterator[Tensor]:
-    """What is tried: nothing, and alphas up to 1 with each measure of the inputs."""
+    """Yield candidate scales: ones, and alphas up to 1 with each measure of the inputs."""
     yield torch.ones_like(sizes[0])
     steps = round(1 / step)
     for size_I in sizes:
@@ -58,10 +55,10 @@ def propose_scales(
 
 
 class OutputErrorTrial:
-    """What becomes of the outputs of a point's weights, by its sampled inputs.
+    """The output error of the weights of an activation site on its sampled inputs.
 
-    Errors of a row count for less the larger its output is: beside a residual stream that is as
-    large, they matter less.
+    Errors of a row are divided by the size of its output: they matter less in a residual stream
+    that is as large.
     """
 
     def __init__(self, sample_TI: Tensor, amax_I: Tensor, weights_OI: Sequence[Tensor]) -> None:
@@ -74,8 +71,8 @@ class OutputErrorTrial:
     def input_amax(
         self, scale_I: Tensor, format: RecipeFormat, ratios: Sequence[float] = CLIP_RATIOS
     ) -> float:
-        """The inputs' amax, after columns, of the shares `clips` of the largest magnitude the one
-        that loses least. Columns count by the weights that multiply them."""
+        """Search the amax of smoothed inputs over the fractions `ratios` of the largest magnitude.
+        Errors of channels are weighted by the weights that multiply them."""
         amax = float((self.amax / scale_I).max())
         if not max_input_code(format) or len(ratios) == 1:
             return amax
@@ -96,7 +93,7 @@ class OutputErrorTrial:
         format: RecipeFormat,
         input_amax: float,
     ) -> float:
-        """The error of the outputs with weights (after columns) that have been rounded."""
+        """The output error with smoothed and quantized weights."""
         x = fake_quantize_inputs(self.sample / scale_I, format, input_amax)
         loss = 0.0
         for w, y in zip(quantized_OI, self.outputs, strict=True):
@@ -111,7 +108,7 @@ def search_scale(
     scales: Iterator[Tensor],
     ratios: Sequence[float] = CLIP_RATIOS,
 ) -> tuple[Tensor, float]:
-    """Of the factors that are tried those of least error, and the inputs' amax under them."""
+    """Find the candidate scale with the least output error, and the amax of inputs under it."""
     ones = torch.ones(trial.sample.shape[1])
     best, min_loss = (ones, trial.input_amax(ones, format, ratios)), float("inf")
     for scale in scales:

@@ -1,6 +1,6 @@
-"""Grids: what weights and inputs become when they are rounded, as fast as searches need it.
+"""Fake quantization of weights and inputs in torch, fast enough for searches.
 
-The same numbers as `megtool.number_formats` makes, in torch and without bytes: float32 throughout.
+Gives the same values as `megtool.number_formats`, in float32 and without packing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _INTEGERS = {"int8": 127.0, "int4rows": 7.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """How a weight `[out, in]` is rounded: `kind` (the packing's first word) with a scale for what
-    `rows` and `columns` are together (0: all of them); `second` as well, of all, in FP8 or NVFP4.
+    """The quantization grid of a weight `[out, in]`.
+
+    `kind` is the first word of the packing. One scale covers `rows` x `columns` elements (0: all of
+    that dimension); `has_global_scale`: scales have a per-tensor scale in turn.
     """
 
     algo: str
@@ -40,7 +42,7 @@ class Grid:
 
     @property
     def is_integer(self) -> bool:
-        """Whether codes may be chosen one by one."""
+        """Whether codes are integers, which GPTQ can choose freely."""
         return self.kind in _INTEGERS
 
     @property
@@ -49,7 +51,7 @@ class Grid:
         return _INTEGERS.get(self.kind, E2M1_LARGEST if "fp4" in self.kind else E4M3_LARGEST)
 
     def amax(self, weight_OI: Tensor) -> Tensor:
-        """Largest magnitudes, in the shape that a treatment's `amax` has."""
+        """The amax of a weight, in the shape of `WeightQParams.amax`."""
         size = weight_OI.abs()
         if not self.rows and not self.columns:
             return size.amax()
@@ -62,7 +64,7 @@ class Grid:
         return size
 
     def broadcast(self, amax: Tensor) -> Tensor:
-        """Numbers of groups, blocks, rows or the tensor, in a shape that its elements' fits."""
+        """Expand values per group, block, row or tensor to the shape of the weight."""
         if amax.dim() == 0:
             return amax
         if amax.dim() == 1:
@@ -72,7 +74,7 @@ class Grid:
         return amax.repeat_interleave(self.columns, dim=1)
 
     def scale(self, amax: Tensor, global_amax: float | None = None) -> Tensor:
-        """What weights are divided by, from largest magnitudes; 1 for zeros."""
+        """The scale that weights are divided by, from the amax; 1 for zeros."""
         if self.kind.startswith("mx"):
             return power_scale(amax, self.largest)
         if self.kind == "nvfp4":
@@ -83,7 +85,7 @@ class Grid:
     def fake_quantize(
         self, weight_OI: Tensor, amax: Tensor | None = None, global_amax: float | None = None
     ) -> Tensor:
-        """What a weight is after packing; both scales are its own where they are not given."""
+        """The weight after quantization and dequantization; both amaxes default to its own."""
         amax = self.amax(weight_OI) if amax is None else amax
         if self.has_global_scale and global_amax is None:
             global_amax = float(weight_OI.abs().max())
@@ -101,7 +103,7 @@ class Grid:
         return to_integers(values, -int(self.largest) - 1, int(self.largest))
 
     def requantize(self, values: Tensor, global_amax: float | None) -> Tensor:
-        """Scaled integers as an engine multiplies them: rounded to FP8 where it does so."""
+        """Round dequantized integers to FP8, for formats whose engines multiply in FP8."""
         if not self.has_global_scale or global_amax is None or not self.is_integer:
             return values
         scale = plain_scale(torch.tensor(global_amax), E4M3_LARGEST)
@@ -109,7 +111,7 @@ class Grid:
 
 
 def make_grid(format: RecipeFormat) -> Grid:
-    """The grid of a format's weights."""
+    """The grid of the weights of a format."""
     kind, _, granularity = packing_of(format).partition(":")
     if granularity == "tensor":
         return Grid(algo=format.algo, kind=kind, rows=0, columns=0)
@@ -129,7 +131,7 @@ def make_grid(format: RecipeFormat) -> Grid:
 
 
 def max_input_code(format: RecipeFormat) -> float:
-    """The largest code of a format's inputs under one calibrated scale (0: there is none)."""
+    """The largest code of inputs with one calibrated scale (0: they have no such scale)."""
     kind = INPUT_PACKINGS.get(format.algo, "")
     if not format.number.calibrates:
         return 0.0
@@ -137,7 +139,7 @@ def max_input_code(format: RecipeFormat) -> float:
 
 
 def fake_quantize_inputs(x_TI: Tensor, format: RecipeFormat, amax: float = 0.0) -> Tensor:
-    """What inputs (after columns) are in an engine, with `amax` where they have a scale from it."""
+    """Fake-quantize smoothed inputs as an engine does, with `amax` if their scale is static."""
     kind, _, granularity = INPUT_PACKINGS.get(format.algo, "none:").partition(":")
     if kind == "none":
         return x_TI

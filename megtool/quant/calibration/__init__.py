@@ -1,1 +1,1 @@
-"""Calibration: a model shown data layer by layer, and what is kept of it."""
+"""Calibration: runs data through a model layer by layer and collects activation statistics."""

@@ -1,4 +1,4 @@
-"""Points: where activations are looked at, and which modules each of them feeds."""
+"""Activation sites: where activations are measured, and which modules each site feeds."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SiteKind = Literal["input", "kv_cache"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationSite:
-    """The one input that `modules` (canonical names, in the model's order) all multiply.
+    """The common input of `modules` (canonical names, in model order), or a KV cache.
 
-    `name` is that of `fused_with` (`layers.3.attn.qkv`, `layers.3.mlp.down`; before latent
-    attention `layers.3.attn.down`, whatever reads it), or of the KV cache (`layers.3.attn.kv`),
-    whose `width` is that of keys and values together. `norm` is the canonical norm whose output the
-    input is and that nothing else reads, so that factors may be folded into it; empty where there
-    is none. `expert` is the number of the one expert that sees the input. `together` are
-    modules that a Hugging Face folder stores in one tensor, a tuple for each such tensor.
+    `name` is that of `find_fused_name` (`layers.3.attn.qkv`, `layers.3.mlp.down`; before latent
+    attention `layers.3.attn.down`), or of the KV cache (`layers.3.attn.kv`), whose `width` is that
+    of keys and values together. `norm` is the canonical norm that produces the input and feeds
+    nothing else, so that a smoothing scale can be folded into it; empty if there is none. `expert`
+    is the number of the expert that receives the input. `stored_groups` are modules that a Hugging
+    Face folder stores in one tensor, a tuple per tensor.
     """
 
     name: str
@@ -38,10 +38,9 @@ class ActivationSite:
 def list_activation_sites(
     modules: Iterable[ModuleInfo], config: ModelConfig
 ) -> tuple[ActivationSite, ...]:
-    """The points of a model's layers and head, in the model's order.
+    """List the activation sites of a model's layers and head, in model order.
 
-    Embeddings, norms and layers of multi-token prediction have none, and of mixtures the router has
-    one of its own.
+    Embeddings, norms and multi-token prediction layers have none; routers have their own site.
     """
     groups: dict[str, list[ModuleInfo]] = defaultdict(list)
     for m in modules:
@@ -56,10 +55,10 @@ ATTN_NORM_READERS = ("q", "k", "v", "gate", "q_down", "kv_down")
 def map_norm_readers(
     sites: Iterable[ActivationSite], modules: Iterable[ModuleInfo]
 ) -> dict[str, tuple[str, ...]]:
-    """The linear modules that multiply what comes out of a norm, by norm.
+    """Map each norm to the linear modules that read its output.
 
-    Those of points, and of a mixture also its router and its experts, whose point has no norm:
-    factors may go into a norm only where all of these take them up.
+    Includes the router and experts of MoE layers, whose sites have no norm: a smoothing scale may
+    be folded into a norm only if all readers are scaled.
     """
     main_modules = [m for m in modules if "mtp" not in m.roles]
     names = {m.name for m in main_modules}
@@ -74,16 +73,16 @@ def map_norm_readers(
         if m.name.rpartition(".")[0] == f"{layer}.attn" and last in ATTN_NORM_READERS:
             out[f"{layer}.attn_norm"][m.name] = None
         elif m.name.startswith(f"{layer}.mlp.") and last != "down":
-            mlp_norm = f"{layer}.mlp_norm"  # else one norm is before both
+            mlp_norm = f"{layer}.mlp_norm"  # else one norm feeds both
             out[mlp_norm if mlp_norm in names else f"{layer}.attn_norm"][m.name] = None
     return {norm: tuple(fed) for norm, fed in out.items()}
 
 
 def _site_name(module: ModuleInfo, config: ModelConfig) -> str:
-    """The point whose numbers a module multiplies, or holds.
+    """The name of the site that a module reads, or that a KV cache is.
 
-    Queries of latent attention that are projected directly read what keys and values are made of,
-    and gates of attention what queries are.
+    In latent attention, directly projected queries share the input of keys and values; attention
+    gates share the input of queries.
     """
     parent, _, last = module.name.rpartition(".")
     if module.kind == "kv_cache":
@@ -114,7 +113,7 @@ def _make_site(name: str, readers: list[ModuleInfo], config: ModelConfig) -> Act
 
 
 def _stored_groups(readers: Iterable[ModuleInfo]) -> tuple[tuple[str, ...], ...]:
-    """Modules by the tensor they are stored in, where that holds several."""
+    """Group modules that are stored in one tensor."""
     groups: dict[str, list[str]] = defaultdict(list)
     for m in readers:
         for stored in m.names_in("hf")[:1]:
@@ -123,7 +122,7 @@ def _stored_groups(readers: Iterable[ModuleInfo]) -> tuple[tuple[str, ...], ...]
 
 
 def _foldable_norm(name: str, module: ModuleInfo, config: ModelConfig) -> str:
-    """The norm before a module that feeds nothing else."""
+    """The norm that feeds only this site, or ""."""
     parent, _, last = name.rpartition(".")
     if module.layer is None:
         return "norm" if module.name == "head" else ""
@@ -133,5 +132,5 @@ def _foldable_norm(name: str, module: ModuleInfo, config: ModelConfig) -> str:
             return f"{layer}.attn_norm"
         inner = {"q_up": "q_down_norm", "kv_up": "kv_down_norm"}
         return f"{parent}.{inner[last]}" if last in inner and config.qk_norm else ""
-    # A mixture's norm also feeds its router, and all experts at once.
+    # The norm of an MoE layer also feeds the router and all experts.
     return f"{layer}.mlp_norm" if name == f"{layer}.mlp.fc1" else ""

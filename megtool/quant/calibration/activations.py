@@ -1,4 +1,4 @@
-"""Activations: what enters a layer, batch by batch, in memory or in a file."""
+"""Inputs of a layer, batch by batch, in memory or in a file."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megtool.errors import FormatError, StorageError
 from megtool.quant.calibration.calibration_file_io import array_crc32c
 
 _DEVICE_MEMORY_DIVISOR = 2
-"""Of free device memory, the share (one in so many) that activations may take."""
+"""Activations may use one part in this many of the free device memory."""
 
 
 class Activations:
-    """Rows `[T, width]` of several batches, which one layer takes and replaces for the next.
+    """Rows `[T, width]` of several batches, which each layer reads and replaces.
 
-    `rows` are the T of the batches. With a `path` given to `begin` what is put is written there
-    too, or with `spilled` only there: `get` then reads the file of the layer before. Files are read
-    and written, not mapped, so that a full disk is an error and no signal. A file is its batches
-    one after the other, and their digests.
+    `rows` are the T of the batches. If `begin` gets a `path`, batches are also written to that
+    file, or with `spilled` only there: `get` then reads the file of the previous layer. Files are
+    read and written, not mapped, so that a full disk raises an error instead of a signal. A file
+    contains the batches in order, then their digests.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class Activations:
         return int(self._starts[-1])
 
     def get(self, number: int) -> Tensor:
-        """A batch, on the device; not to be written to."""
+        """Get a batch on the device; must not be modified."""
         x_TH = self._resident[number]
         if x_TH is None:
             x_TH = self._read(self._source_fd, number)[0]
         return x_TH.to(self._device, non_blocking=True)
 
     def put(self, number: int, x_TH: Tensor) -> None:
-        """What the layer made of a batch.
+        """Store the output of the layer for a batch.
 
         Raises:
             StorageError: the disk is full.
@@ -79,7 +79,7 @@ class Activations:
             self._resident[number] = x_TH.to(self._store)
 
     def begin(self, path: Path | None) -> None:
-        """Write what is put from now on to this file as well."""
+        """Write subsequent batches to this file as well."""
         if path is None:
             return
         self._target = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -87,7 +87,7 @@ class Activations:
         self._files.truncate(self._target_fd, self.num_bytes)
 
     def end(self, path: Path | None) -> None:
-        """All batches were put: make their file durable, and give it its name."""
+        """Finish the file after all batches: fsync and rename."""
         if path is None or self._target is None:
             return
         fd, place = self._target_fd, self._target
@@ -101,12 +101,12 @@ class Activations:
             self.open(path)
 
     def open(self, path: Path) -> None:
-        """Take batches from this file."""
+        """Read batches from this file."""
         self._close_source()
         self._source, self._source_fd = path, self._files.open_read(path)
 
     def load(self, path: Path) -> bool:
-        """Take batches from a file that an earlier run wrote; false where it is not sound."""
+        """Read batches from a file of an earlier run; False if it is not valid."""
         if self._files.stat(path) is None:
             return False
         fd = self._files.open_read(path)
@@ -130,7 +130,7 @@ class Activations:
         return True
 
     def close(self) -> None:
-        """Let go of everything; a file that is not whole is removed."""
+        """Release everything; an incomplete file is removed."""
         self._close_source()
         if self._target_fd >= 0 and self._target is not None:
             self._files.close(self._target_fd)
@@ -151,14 +151,14 @@ class Activations:
         return x_TH, array_crc32c(data)
 
     def _fits_on_device(self) -> bool:
-        """There is room for all batches where they are computed."""
+        """Whether all batches fit into device memory."""
         if self._device.type != "cuda":
             return False
         return self.num_bytes * _DEVICE_MEMORY_DIVISOR < torch.cuda.mem_get_info(self._device)[0]
 
 
 def _bytes(x: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """The memory of a tensor on the CPU (of a copy there, where it is elsewhere)."""
+    """The bytes of a tensor, copied to the CPU if needed."""
     out: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = (
         x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     )

@@ -1,9 +1,9 @@
-"""Calibrate: a model shown data layer by layer, each layer settled before the next one is read.
+"""Layer-by-layer calibration of a model.
 
-The loop over layers is outside, that over data inside: one layer's weights are in memory, and what
-enters it is kept between layers. What a layer's inputs were is taken by a Recorder, settled by
-`settle`, and kept; where the algorithm wants later layers to see what rounding makes of this one,
-the layer is run once more as the engine will run it.
+The outer loop is over layers and the inner loop over data: only one layer's weights are in memory,
+and its inputs are kept between layers. An `ActivationRecorder` collects statistics of a layer's
+inputs and `solve_qparams` turns them into quantization parameters. If the algorithm is sequential,
+the layer then runs once more with fake quantization, so later layers see its quantized outputs.
 """
 
 from __future__ import annotations
@@ -60,27 +60,46 @@ def calibrate(
     progress: Progress = silent,
     emulate_graphs: bool = False,
 ) -> CalibrationFile:
-    """Statistics of all points, and what becomes of all modules that have one.
+    """Calibrate a model: collect statistics of all sites and solve quantization parameters.
 
-    Every rank is given the same batches; data-parallel ranks share them out. With `resident` the
-    model is loaded once, whole. `sequential` has later layers see what was made of earlier ones
-    (None: where an algorithm asks for it). `policy` and `route_all` are for experts without data
-    (see `coverage`). `work` is a folder to go on from after a kill; with `spill` it holds what is
-    between layers, too, instead of memory. The same on every rank comes back.
+    Every rank gets the same batches and returns the same result.
+
+    Args:
+        source: the checkpoint.
+        decisions: the format of each module.
+        recipe: the recipe, for its algorithm.
+        sites: all activation sites of the model.
+        batches: the data; data-parallel ranks split it.
+        groups: process groups (None: a single process).
+        dtype: dtype of activations and weights.
+        device: device of a single process.
+        resident: load the whole model once instead of layer by layer.
+        sequential: later layers see the quantized outputs of earlier ones (None: if the algorithm
+            asks for it).
+        policy: how experts without data are handled (see `expert_coverage`).
+        route_all: experts see all tokens.
+        resume_folder: folder to resume from after an interruption.
+        fingerprint: identifies model, recipe and data.
+        spills: keep activations between layers in `resume_folder` instead of memory.
+        threads: threads that read weights.
+        progress: reports tokens.
+        emulate_graphs: emulate CUDA graphs on a CPU, for tests.
 
     Raises:
-        CalibrationError: no data, a NaN (says in which layer and sample), work that belongs to
+        CalibrationError: no data; NaN or Inf (names layer and sample); `resume_folder` belongs to
             another calibration.
-        UsageError: `spill` without `work`; weights that do not fit.
+        UsageError: `spills` without `resume_folder`; weights that do not fit.
         CheckpointError: the weights cannot be read; the disk is full.
     """
     if spills and resume_folder is None:
         raise UsageError(
-            "activations have nowhere to go", hint="--work-dir FOLDER says where they are spilled to"
+            "spilling activations needs a folder", hint="set it with --work-dir FOLDER"
         )
     groups = ProcessGroups.alone(device) if groups is None else groups
     if source.config is None:
-        raise CalibrationError("nothing says what model this is", hint="--like HF_FOLDER")
+        raise CalibrationError(
+            "the model is unknown: the checkpoint has no config", hint="--like HF_FOLDER"
+        )
     by_module = {d.module.name: d for d in decisions}
     if sequential is None:
         sequential = any(derive_requirements(recipe, d).sequential for d in decisions)
@@ -159,17 +178,19 @@ def resolve_calibration(
     stored_recipe: str = "",
     policy: str | None = None,
 ) -> CalibrationFile:
-    """The artefact as if it had been made with these decisions, which statistics suffice for.
+    """Solve quantization parameters again from stored statistics, for other decisions.
 
-    `artefact.check_fits` comes first. `fingerprint` is that of the recipe at hand, `written` the
-    hash of it with formats still to be chosen, where that is another one;
-    `policy` is for experts without data (None: that of the artefact).
+    Call `calibration_file.check_fits` first. `fingerprint` is that of the current recipe,
+    `stored_recipe` its hash before formats are chosen, if different; `policy` is for experts
+    without data (None: as in the file).
 
     Raises:
-        CalibrationError: a decision needs what is not there.
+        CalibrationError: a decision needs data that the file does not have.
     """
     if source.config is None:
-        raise CalibrationError("nothing says what model this is", hint="--like HF_FOLDER")
+        raise CalibrationError(
+            "the model is unknown: the checkpoint has no config", hint="--like HF_FOLDER"
+        )
     policy = calibration.policy if policy is None else policy
     by_module = {d.module.name: d for d in decisions}
     qparams = QParams()
@@ -202,8 +223,8 @@ def resolve_calibration(
     return replace(
         calibration,
         fingerprint=replace(calibration.fingerprint, recipe=stored_recipe or solved_recipe),
-        settled_for=solved_recipe,
+        solved_recipe=solved_recipe,
         policy=policy,
-        settlement=qparams,
-        needs_settling=False,
+        qparams=qparams,
+        needs_solving=False,
     )

@@ -1,4 +1,4 @@
-"""Statistics and settlements as named arrays and plain facts, and back, with suspicion."""
+"""Encoding of statistics and quantization parameters as arrays and JSON, and checked decoding."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SUMS = (("amax", "float32"), ("abs_sum", "float64"), ("square_sum", "float64"))
 def encode_statistics(
     statistics: Mapping[str, ActivationStatistics], arrays: dict[str, Array]
 ) -> dict[str, Any]:
-    """Facts of statistics by point; their arrays go into `arrays`.
+    """Encode statistics by activation site as JSON data; their arrays are added to `arrays`.
 
-    Of a histogram the bins between the first and the last that counted anything are kept. Products
-    of inputs and samples of them are not.
+    Of a histogram, the bins from the first to the last nonzero one are stored. Gram matrices and
+    samples are not stored.
     """
     out = {}
     for name, s in statistics.items():
@@ -37,10 +37,10 @@ def encode_statistics(
 
 
 def decode_statistics(facts: Mapping[str, Any], arrays: Arrays) -> dict[str, ActivationStatistics]:
-    """The statistics that facts and arrays say.
+    """Decode statistics.
 
     Raises:
-        KeyError, TypeError, ValueError: they cannot be.
+        KeyError, TypeError, ValueError: the data is invalid.
     """
     out = {}
     for name, entry in facts.items():
@@ -48,15 +48,15 @@ def decode_statistics(facts: Mapping[str, Any], arrays: Arrays) -> dict[str, Act
         part = _array(arrays, f"statistics/{name}/histogram", "int64")
         low, tokens = _count(entry["low"]), _count(entry["num_tokens"])
         if part.ndim != 1 or not 1 <= low <= BINS - len(part) or (part < 0).any():
-            raise ValueError(f"the histogram of {name!r} is none")
+            raise ValueError(f"the histogram of {name!r} is invalid")
         for key, array in sums.items():
             if array.ndim != 1 or array.shape != sums["amax"].shape:
                 raise ValueError(f"{key} of {name!r} has shape {list(array.shape)}")
             if not (np.isfinite(array).all() and (array >= 0).all()):
-                raise ValueError(f"{key} of {name!r} holds what is no magnitude")
+                raise ValueError(f"{key} of {name!r} holds negative or non-finite values")
         histogram = np.zeros(BINS, np.int64)
         histogram[0], histogram[low : low + len(part)] = _count(entry["zeros"]), part
-        # Small, and to be computed with: not left in the file.
+        # Small, and used in computations: copied out of the mapped file.
         out[name] = ActivationStatistics(
             num_tokens=tokens, histogram=histogram, **{k: np.array(a) for k, a in sums.items()}
         )
@@ -64,17 +64,17 @@ def decode_statistics(facts: Mapping[str, Any], arrays: Arrays) -> dict[str, Act
 
 
 def encode_qparams(qparams: QParams, arrays: dict[str, Array]) -> dict[str, Any]:
-    """Facts of a settlement; its arrays go into `arrays`."""
+    """Encode quantization parameters as JSON data; their arrays are added to `arrays`."""
     formats: dict[RecipeFormat, int] = {}
     weights, kv_caches = {}, {}
     for name, t in qparams.weights.items():
-        for key in ("columns", "amax", "codes"):
+        for key in ("smoothing_scale", "amax", "codes"):
             if (array := getattr(t, key)) is not None:
-                arrays[f"treatments/{name}/{key}"] = array
+                arrays[f"weights/{name}/{key}"] = array
         weights[name] = {
             "format": formats.setdefault(t.format, len(formats)),
-            "stores_columns": bool(t.stores_pre_quant_scale),
-            "second_amax": float(t.global_amax),
+            "stores_pre_quant_scale": bool(t.stores_pre_quant_scale),
+            "global_amax": float(t.global_amax),
             "input_amax": float(t.input_amax),
         }
     for name, c in qparams.kv_caches.items():
@@ -84,53 +84,53 @@ def encode_qparams(qparams: QParams, arrays: dict[str, Array]) -> dict[str, Any]
             "value_amax": float(c.value_amax),
         }
     for name, factors in qparams.norm_scales.items():
-        arrays[f"norms/{name}"] = factors
+        arrays[f"norm_scales/{name}"] = factors
     return {
         "formats": [_encode_format(f) for f in formats],
-        "treatments": weights,
-        "caches": kv_caches,
-        "norms": sorted(qparams.norm_scales),
+        "weights": weights,
+        "kv_caches": kv_caches,
+        "norm_scales": sorted(qparams.norm_scales),
         "notes": list(qparams.notes),
     }
 
 
 def decode_qparams(facts: Mapping[str, Any], arrays: Arrays) -> QParams:
-    """The settlement that facts and arrays say.
+    """Decode quantization parameters.
 
     Raises:
-        KeyError, TypeError, ValueError, IndexError: they cannot be.
+        KeyError, TypeError, ValueError, IndexError: the data is invalid.
     """
     formats = [_decode_format(f) for f in facts["formats"]]
     out = QParams(notes=[str(n) for n in facts["notes"]])
-    for name, entry in facts["treatments"].items():
-        prefix = f"treatments/{name}"
+    for name, entry in facts["weights"].items():
+        prefix = f"weights/{name}"
         codes = _array(arrays, f"{prefix}/codes", "int8", minimum=None)
-        scale = _array(arrays, f"{prefix}/columns", "float32")
+        scale = _array(arrays, f"{prefix}/smoothing_scale", "float32")
         if scale is not None and (scale.ndim != 1 or not (scale > 0).all()):
-            raise ValueError(f"columns of {name!r} are no factors")
+            raise ValueError(f"the smoothing scale of {name!r} is not positive")
         if codes is not None and codes.ndim != 2:
             raise ValueError(f"codes of {name!r} have shape {list(codes.shape)}")
         out.weights[name] = WeightQParams(
             module=name,
             format=formats[_count(entry["format"])],
             smoothing_scale=scale,
-            stores_pre_quant_scale=entry["stores_columns"] is True,
+            stores_pre_quant_scale=entry["stores_pre_quant_scale"] is True,
             amax=_array(arrays, f"{prefix}/amax", "float32"),
-            global_amax=_magnitude(entry["second_amax"]),
+            global_amax=_magnitude(entry["global_amax"]),
             codes=codes,
             input_amax=_magnitude(entry["input_amax"]),
         )
-    for name, entry in facts["caches"].items():
+    for name, entry in facts["kv_caches"].items():
         out.kv_caches[name] = KVCacheQParams(
             module=name,
             format=formats[_count(entry["format"])],
             key_amax=_magnitude(entry["key_amax"]),
             value_amax=_magnitude(entry["value_amax"]),
         )
-    for name in facts["norms"]:
-        scales = arrays[f"norms/{name}"]
+    for name in facts["norm_scales"]:
+        scales = arrays[f"norm_scales/{name}"]
         if scales.ndim != 1 or not (np.isfinite(scales).all() and (scales > 0).all()):
-            raise ValueError(f"factors of {name!r} are none")
+            raise ValueError(f"the norm scale of {name!r} is not finite and positive")
         out.norm_scales[name] = np.array(scales, np.float32)
     return out
 
@@ -164,7 +164,7 @@ def _decode_format(entry: Mapping[str, Any]) -> RecipeFormat:
 
 
 def _array(arrays: Arrays, name: str, kind: str, *, minimum: float | None = 0) -> Any:
-    """An array of a type, finite and not less than `least`; None where there is none."""
+    """Get an array of a dtype, finite and at least `minimum`; None if it is missing."""
     array = arrays.get(name)
     if array is None:
         if name.startswith("statistics/"):
@@ -173,17 +173,17 @@ def _array(arrays: Arrays, name: str, kind: str, *, minimum: float | None = 0) -
     if array.dtype.name != kind:
         raise TypeError(f"{name!r} is of {array.dtype.name}")
     if minimum is not None and not (np.isfinite(array).all() and (array >= minimum).all()):
-        raise ValueError(f"{name!r} holds what is no magnitude")
+        raise ValueError(f"{name!r} holds negative or non-finite values")
     return array
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
 def _magnitude(value: Any) -> float:
     if type(value) not in (float, int) or not 0 <= value <= sys.float_info.max:
-        raise ValueError(f"{value!r} is no magnitude")
+        raise ValueError(f"{value!r} is not a magnitude")
     return float(value)

@@ -1,4 +1,4 @@
-"""The calibration artefact: statistics and decisions of a run, in a small file that adds up."""
+"""The calibration file: activation statistics and quantization parameters of one or more runs."""
 
 from __future__ import annotations
 
@@ -26,28 +26,27 @@ from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.requirements import derive_requirements
 
-_VERSION = 3
-_READABLE_VERSIONS = (2, 3)
-"""Version 2 knows nothing of sensitivities."""
+_VERSION = 4
 
-_RECALIBRATE_HINT = "calibrate with this recipe: leave out --calibration, and give --data"
+_RECALIBRATE_HINT = "calibrate with this recipe: give --data instead of --calibration"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationFile:
-    """What calibration has found: statistics by point, and what became of every module.
+    """Result of a calibration: statistics by activation site, and quantization parameters.
 
-    `num_samples` are rows of tokens, `num_tokens` those of them that are no padding. Statistics are
-    as they were seen (nothing filled in), of all points of the model. With `needs_settling`, which
-    is so after a merge, `settlement` is empty: see `calibrate.settled_anew`.
-
-    `seen` are the hashes of all data that were added up, sorted. If `sequential`, layers saw what
-    rounding had made of those before them. `policy` is what experts without data were settled by,
-    and with `route_all` every expert saw every token.
-
-    Of a recipe that chooses formats, `fingerprint` has the hash of what it leaves open, the same
-    on every machine; `sensitivities` are what it was chosen by, from which another budget chooses
-    anew; and `settled_for` is the hash of the recipe with what was chosen.
+    Args:
+        num_samples: rows of tokens.
+        num_tokens: tokens without padding.
+        data_hashes: sorted hashes of all merged data.
+        sequential: layers saw the quantized outputs of the layers before them.
+        policy: how experts without data were handled.
+        route_all: every expert saw every token.
+        statistics: as measured (nothing filled in), for all sites of the model.
+        needs_solving: `qparams` is empty, as after a merge: see `calibrate.resolve_calibration`.
+        sensitivities: for recipes that choose formats; another budget can choose again from them.
+        solved_recipe: hash of the recipe with the chosen formats. `fingerprint` has the hash of the
+            recipe before the choice, which is the same on every machine.
     """
 
     fingerprint: Fingerprint
@@ -65,15 +64,15 @@ class CalibrationFile:
 
     def __post_init__(self) -> None:
         if not self.solved_recipe:
-            object.__setattr__(self, "settled_for", self.fingerprint.recipe)
+            object.__setattr__(self, "solved_recipe", self.fingerprint.recipe)
         if not self.data_hashes:
-            object.__setattr__(self, "seen", (self.fingerprint.data,))
+            object.__setattr__(self, "data_hashes", (self.fingerprint.data,))
 
     def save(self, path: Path, files: Files | None = None) -> None:
-        """Write it to a file, which is there whole or not, and replaces one that was.
+        """Write to a file atomically; replaces an existing file.
 
         Raises:
-            StorageError: the disk is full, or refuses otherwise.
+            StorageError: the file cannot be written, as when the disk is full.
         """
         arrays: dict[str, calibration_file_io.Array] = {}
         facts = {
@@ -87,32 +86,32 @@ class CalibrationFile:
             },
             "num_samples": self.num_samples,
             "num_tokens": self.num_tokens,
-            "seen": list(self.data_hashes),
+            "data_hashes": list(self.data_hashes),
             "sequential": self.sequential,
             "policy": self.policy,
             "calibrate_all_experts": self.route_all,
-            "needs_settling": self.needs_solving,
-            "settled_for": self.solved_recipe,
+            "needs_solving": self.needs_solving,
+            "solved_recipe": self.solved_recipe,
             "sensitivities": None if self.sensitivities is None else self.sensitivities.to_json(),
             "statistics": encode_statistics(self.statistics, arrays),
-            "settlement": encode_qparams(self.qparams, arrays),
+            "qparams": encode_qparams(self.qparams, arrays),
         }
         calibration_file_io.write(path, arrays, facts, files)
 
     @classmethod
     def load(cls, path: Path) -> CalibrationFile:
-        """Read a file; large arrays stay on disk until they are looked at.
+        """Read a file; large arrays are memory-mapped.
 
         Raises:
-            CalibrationError: it is no artefact, a damaged one, or one of a later version.
+            CalibrationError: not a calibration file, a damaged one, or one of another version.
         """
         facts, arrays = calibration_file_io.read(path)
         try:
-            if facts["version"] not in _READABLE_VERSIONS:
+            if facts["version"] != _VERSION:
                 raise CalibrationError(
-                    f"the calibration is of version {facts['version']!r}, and {_VERSION} is known",
+                    f"calibration file of version {facts['version']!r}; version {_VERSION} is expected",
                     file=path,
-                    hint="another megtool wrote it: calibrate again with this one",
+                    hint="calibrate again with this version of megtool",
                 )
             fingerprint = facts["fingerprint"]
             texts = {k: _text(fingerprint[k]) for k in ("model", "recipe", "data", "version")}
@@ -121,36 +120,36 @@ class CalibrationFile:
                 fingerprint=Fingerprint(**texts, seed=_count(fingerprint["seed"], minimum=None)),
                 num_samples=_count(facts["num_samples"]),
                 num_tokens=_count(facts["num_tokens"]),
-                seen=tuple(sorted(_text(d) for d in facts["seen"])),
+                data_hashes=tuple(sorted(_text(d) for d in facts["data_hashes"])),
                 sequential=_flag(facts["sequential"]),
                 policy=_text(facts["policy"]),
                 route_all=_flag(facts["route_all"]),
                 statistics=decode_statistics(facts["statistics"], arrays),
-                settlement=decode_qparams(facts["settlement"], arrays),
-                needs_settling=_flag(facts["needs_settling"]),
-                settled_for=_text(facts.get("settled_for", "")),
+                qparams=decode_qparams(facts["qparams"], arrays),
+                needs_solving=_flag(facts["needs_solving"]),
+                solved_recipe=_text(facts.get("solved_recipe", "")),
                 sensitivities=None if losses is None else Sensitivities.from_json(losses),
             )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, FormatError) as e:
             raise CalibrationError(
-                f"a damaged calibration: {type(e).__name__}: {e}",
+                f"damaged calibration file: {type(e).__name__}: {e}",
                 file=path,
-                hint="calibrate again, or take another file",
+                hint="calibrate again, or use another file",
             ) from e
 
 
 def merge_calibrations(calibrations: Sequence[CalibrationFile]) -> CalibrationFile:
-    """One of several machines' artefacts, as if one had seen all of their data.
+    """Merge the calibration files of several machines into one.
 
-    The result needs settling: statistics add up, and what follows from them does not. It has
-    sensitivities, the means over all tokens, if every one of them has.
+    Statistics are combined; quantization parameters have to be solved again. Sensitivities are
+    averaged over all tokens if every file has them.
 
     Raises:
-        CalibrationError: there is none, or they are of different models or recipes, or two have
-            seen the same data, or experts in different ways.
+        CalibrationError: no files, different models or recipes, different handling of experts, or
+            two files with the same data.
     """
     if not calibrations:
-        raise CalibrationError("no calibrations to merge", hint="name at least one file")
+        raise CalibrationError("no calibration files to merge", hint="give at least one file")
     first = calibrations[0]
     for number, calibration in enumerate(calibrations[1:], 2):
         differences = {"model", "recipe"} & set(
@@ -158,9 +157,9 @@ def merge_calibrations(calibrations: Sequence[CalibrationFile]) -> CalibrationFi
         )
         if differences:
             raise CalibrationError(
-                f"the first calibration and number {number} are of different "
+                f"calibration files 1 and {number} are of different "
                 + " and ".join(f"{name}s" for name in sorted(differences)),
-                hint="only calibrations of the same model with the same recipe add up",
+                hint="only calibrations of the same model with the same recipe can be merged",
             )
         if set(first.statistics) != set(calibration.statistics):
             name = sorted(set(first.statistics) ^ set(calibration.statistics))[0]
@@ -171,15 +170,15 @@ def merge_calibrations(calibrations: Sequence[CalibrationFile]) -> CalibrationFi
             )
         if first.route_all != calibration.route_all:
             raise CalibrationError(
-                f"the first calibration and number {number}: one was made with --calibrate-all-experts, and "
-                "the other without",
-                hint="calibrate all parts in the same way",
+                f"calibration files 1 and {number}: one was made with --calibrate-all-experts, the "
+                "other without",
+                hint="calibrate all parts with the same options",
             )
     data_hashes = sorted(data for a in calibrations for data in a.data_hashes)
     if len(set(data_hashes)) < len(data_hashes):
         raise CalibrationError(
-            "two calibrations have seen the same data, which would count twice",
-            hint="name each file once, and none beside another that it was added to",
+            "two calibration files used the same data, which would count twice",
+            hint="give each file once, and no file that is already part of another",
         )
     if len(calibrations) == 1:
         return first
@@ -218,24 +217,23 @@ def check_fits(
     policy: str | None = None,
     route_all: bool = False,
 ) -> bool:
-    """Whether what an artefact has settled can be used as it is; else it is settled anew.
+    """Return whether the stored parameters can be used as they are; if not, solve them again.
 
-    `fingerprint` is that of the model and recipe at hand, formats being chosen; its data do not
-    count. `policy` is what
-    experts without data are to be settled by (None: as the artefact was), and with `route_all`
-    every expert is to have seen every token.
+    `fingerprint` is that of the current model and recipe, with chosen formats; its data hash is
+    ignored. `policy` is how experts without data are handled (None: as in the file), and with
+    `route_all` every expert must have seen every token.
 
     Raises:
-        CalibrationError: the artefact is of another model, or of another recipe, policy or several
-            runs, and an algorithm needs more than statistics; says which. Or its statistics are
-            those of layers behind others that were rounded by another recipe.
+        CalibrationError: the file is of another model; or of another recipe, policy or of several
+            runs while an algorithm needs more than statistics; or its statistics come from layers
+            behind others that were quantized by another recipe.
     """
     check_model(calibration, fingerprint)
     listed = tuple(sites)
     experts = any(p.expert is not None for p in listed)
     if route_all and experts and not calibration.route_all:
         raise CalibrationError(
-            "--calibrate-all-experts, and in the calibration experts saw the tokens that were routed to them",
+            "--calibrate-all-experts does not match the calibration file, which was made without it",
             hint=_RECALIBRATE_HINT,
         )
     reason = "several runs" if calibration.needs_solving else ""
@@ -247,8 +245,8 @@ def check_fits(
         return True
     if calibration.sequential and reason == "another recipe":
         raise CalibrationError(
-            "the calibration is of another recipe, whose algorithm showed each layer what rounding "
-            "had made of those before it: its statistics are of no use here",
+            "the calibration file is of another recipe, whose algorithm quantized each layer before "
+            "the next one was measured: its statistics cannot be used",
             hint=_RECALIBRATE_HINT,
         )
     measured = {module for p in listed if p.name in calibration.statistics for module in p.modules}
@@ -258,7 +256,7 @@ def check_fits(
         requirements = derive_requirements(recipe, d)
         if requirements.data and d.module.name not in measured:
             raise CalibrationError(
-                f"the calibration knows nothing about the inputs of {d.module.name}",
+                f"the calibration file has no statistics of the inputs of {d.module.name}",
                 tensor=d.module.name,
                 hint=_RECALIBRATE_HINT,
             )
@@ -274,32 +272,32 @@ def check_fits(
 
 
 def check_model(calibration: CalibrationFile, fingerprint: Fingerprint) -> None:
-    """Refuse an artefact of another model than `fingerprint` is of.
+    """Check that a calibration file is of the model of `fingerprint`.
 
     Raises:
-        CalibrationError: it is.
+        CalibrationError: it is of another model.
     """
     if calibration.fingerprint.model != fingerprint.model:
         raise CalibrationError(
-            f"the calibration is of another model ({calibration.fingerprint.model[:12]}, and this one "
+            f"the calibration file is of another model ({calibration.fingerprint.model[:12]}, and this one "
             f"is {fingerprint.model[:12]})",
-            hint="calibrate this model: leave out --calibration, and give --data",
+            hint="calibrate this model: give --data instead of --calibration",
         )
 
 
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"{value!r} is neither true nor false")
+        raise ValueError(f"{value!r} is not true or false")
     return value
 
 
 def _count(value: Any, minimum: int | None = 0) -> int:
     if type(value) is not int or (minimum is not None and value < minimum):
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > 200:
-        raise ValueError(f"{value!r} is no text")
+        raise ValueError(f"{value!r} is not a string")
     return value

@@ -1,4 +1,4 @@
-"""The artefact's file: named arrays and facts in one safetensors file, the same bytes each time."""
+"""Reading and writing calibration files: arrays and JSON data in one safetensors file."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ _CHUNK_BYTES = 64 << 20
 
 
 def write(path: Path, arrays: Arrays, facts: Mapping[str, Any], files: Files | None = None) -> None:
-    """Write a file beside its place, make it durable, and rename it: it is there whole or not.
+    """Write a file atomically: to a temporary file, fsync, rename.
 
-    Arrays are in the order of their names, facts in that of their keys, so equal contents are equal
-    bytes.
+    Arrays and JSON keys are sorted, so equal contents give equal bytes.
 
     Raises:
-        StorageError: the disk is full, or refuses otherwise; nothing is left behind.
+        StorageError: the file cannot be written; the temporary file is removed.
     """
     files = Files() if files is None else files
     entries, offset = [], 0
@@ -45,7 +44,7 @@ def write(path: Path, arrays: Arrays, facts: Mapping[str, Any], files: Files | N
         entries.append(SafetensorsEntry(name, kind, array.shape, offset, offset + array.nbytes))
         offset += array.nbytes
     metadata = {"crc32c": [array_crc32c(array) for array in flat.values()], "facts": facts}
-    metadata = json.loads(_to_json(metadata))  # as it comes back
+    metadata = json.loads(_to_json(metadata))  # normalized as JSON
     text = _to_json({**metadata, "sealed": _seal(entries, metadata)})
     header = encode_header(entries, {_KEY: text}, str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -69,10 +68,10 @@ def write(path: Path, arrays: Arrays, facts: Mapping[str, Any], files: Files | N
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Facts and arrays of a file, the arrays mapped from it and not to be written.
+    """Read the JSON data and the arrays of a file; the arrays are memory-mapped.
 
     Raises:
-        CalibrationError: it is none, or not what was written.
+        CalibrationError: not a calibration file, or a damaged one.
     """
     hint = "calibrate again; a file written by `megtool quantize --calibrate-only` is expected"
     try:
@@ -83,28 +82,28 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
         if not isinstance(facts, dict) or len(digests) != len(header.entries):
             raise ValueError("facts are missing")
         if "sealed" in metadata and metadata["sealed"] != _seal(header.entries, metadata):
-            raise ValueError("facts or names are not what was written")
+            raise ValueError("checksum mismatch in metadata")
         data = np.memmap(path, np.uint8, "c")
         arrays: dict[str, Array] = {}
         for entry, digest in zip(header.entries, digests, strict=True):
             part = data[header.start + entry.begin : header.start + entry.end]
             if entry.dtype.name not in ("float32", "float64", "int64", "int8"):
-                raise ValueError(f"{entry.name!r} is of {entry.dtype.name}")
+                raise ValueError(f"{entry.name!r} has dtype {entry.dtype.name}")
             if array_crc32c(part) != digest:
-                raise ValueError(f"{entry.name!r} is not what was written")
+                raise ValueError(f"checksum mismatch in {entry.name!r}")
             arrays[entry.name] = part.view(entry.dtype.view).reshape(entry.shape)
     except OSError as e:
         raise CalibrationError(f"cannot be read: {e.strerror}", file=path, hint=hint) from e
     except FormatError as e:
         raise CalibrationError(e.message, file=path, hint=hint) from e
     except (KeyError, TypeError, ValueError, RecursionError) as e:
-        message = f"no calibration, or a damaged one: {e}"
+        message = f"not a calibration file, or a damaged one: {e}"
         raise CalibrationError(message, file=path, hint=hint) from e
     return facts, arrays
 
 
 def _seal(entries: Iterable[SafetensorsEntry], metadata: Mapping[str, Any]) -> int:
-    """The CRC-32C of what arrays are called, and of all that is said, which no array's covers."""
+    """The CRC-32C of the names of arrays and of all metadata, which no array digest covers."""
     names = [[e.name, e.dtype.name, list(e.shape)] for e in entries]
     return crc32c(_to_json([names, metadata["crc32c"], metadata["facts"]]).encode())
 
@@ -114,7 +113,7 @@ def _to_json(value: Any) -> str:
 
 
 def array_crc32c(array: Array) -> int:
-    """The CRC-32C of an array's bytes, a part at a time."""
+    """Compute the CRC-32C of an array's bytes, chunk by chunk."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     if flat.nbytes <= _CHUNK_BYTES:
         return crc32c(flat.data)

@@ -1,4 +1,4 @@
-"""Canonical weights: those of modules by their own names, whatever file and layout they lie in."""
+"""Weights by canonical module name, read from a checkpoint in any format and layout."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TILE = 1 << 20
 
 
 class CanonicalWeights:
-    """Reads a module's weight, float32 `[out, in]` on the CPU, each time it is asked for.
+    """Reads a module's weight, float32 `[out, in]` on the CPU, on each call.
 
-    Nothing is kept, and no parallel layout has a say: what is settled by these is the same for all.
-    Use in `with`; not for several threads at once.
+    Nothing is cached, and results do not depend on the parallel layout. Use in `with`; not thread
+    safe.
     """
 
     def __init__(self, source: CheckpointSource) -> None:
@@ -28,15 +28,15 @@ class CanonicalWeights:
         self._reader = CheckpointReader(source.catalogue, Files())
 
     def __call__(self, module: str) -> Tensor:
-        """A weight.
+        """Read a weight.
 
         Raises:
-            CalibrationError: it holds a NaN or an infinity.
+            CalibrationError: it has NaN or Inf.
             StorageError: it cannot be read.
         """
         name = f"{module}.weight"
         view = self._reader.open_canonical(self._side.placements[name])
-        shape = self._side.canonical[name].shape  # a view may cut dimensions into finer ones
+        shape = self._side.canonical[name].shape  # a view may split dimensions
         out = np.empty(shape, np.float32)
         flat = out.reshape(-1)
         for offset, tile in view.tiles(_TILE):
@@ -48,13 +48,13 @@ class CanonicalWeights:
                 raise CalibrationError(
                     f"element {index} of the weight is {flat[position]}",
                     tensor=name,
-                    hint="`megtool inspect SRC --stats` counts them; load a sound checkpoint, or "
+                    hint="`megtool inspect SRC --stats` counts them; use an intact checkpoint, or "
                     "one of an earlier iteration",
                 )
         return torch.from_numpy(out)
 
     def norm(self, module: str) -> NormWeights:
-        """A norm's weights, and how they are stored.
+        """Read the weights of a norm, and how they are stored.
 
         Raises:
             CalibrationError: see above.

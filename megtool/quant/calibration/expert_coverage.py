@@ -1,4 +1,4 @@
-"""Coverage: how many tokens each expert saw, and what becomes of those that saw few."""
+"""Expert coverage: how many calibration tokens each expert received, and how gaps are filled."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megtool.quant.calibration.statistics import ActivationStatistics
 UnseenExpertPolicy = Literal["share", "weights", "none"]
 POLICIES: tuple[UnseenExpertPolicy, ...] = get_args(UnseenExpertPolicy)
 MIN_EXPERT_TOKENS = 16
-"""Tokens from which on an expert's own statistics are used."""
+"""An expert with at least this many tokens uses its own statistics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertCoverage:
-    """The experts of one layer (`mixture` is `layers.3.mlp`) and the tokens that each saw."""
+    """Tokens per expert of one MoE layer (`mixture` is `layers.3.mlp`)."""
 
     mixture: str
     layer: int
@@ -29,18 +29,18 @@ class ExpertCoverage:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The part of the mixture's tokens that went to each expert; all of them add up to 1."""
+        """The share of the layer's tokens per expert; the sum is 1."""
         total = max(sum(self.tokens), 1)
         return tuple(n / total for n in self.tokens)
 
     @property
     def unseen(self) -> tuple[int, ...]:
-        """Experts without a token."""
+        """Experts without tokens."""
         return tuple(e for e, n in enumerate(self.tokens) if not n)
 
     @property
     def uncovered(self) -> tuple[int, ...]:
-        """Experts with fewer tokens than are enough, or none."""
+        """Experts with fewer than `min_tokens` tokens."""
         return tuple(e for e, n in enumerate(self.tokens) if n < self.min_tokens)
 
 
@@ -50,9 +50,9 @@ def measure_coverage(
     *,
     min_tokens: int = MIN_EXPERT_TOKENS,
 ) -> list[ExpertCoverage]:
-    """The coverage of every mixture with points among these, in their order.
+    """Measure the coverage of every MoE layer among `sites`, in their order.
 
-    An expert's number is the most that any of its points saw.
+    The count of an expert is the maximum over its sites.
     """
     tokens_of: dict[str, dict[int, int]] = defaultdict(dict)
     layers: dict[str, int] = {}
@@ -81,20 +81,20 @@ def fill_missing_statistics(
     *,
     min_tokens: int = MIN_EXPERT_TOKENS,
 ) -> tuple[dict[str, ActivationStatistics], list[str]]:
-    """Statistics with which no expert is left with too few tokens, and notes on what was done.
+    """Replace the statistics of experts with too few tokens; returns them with notes.
 
-    - `share`: such an expert gets what all experts of its layer saw at the same place, together.
-    - `weights`: it gets none, so that its weights alone decide.
-    - `none`: it keeps the few it has; one without any gets none, as above.
+    - `share`: such an expert gets the merged statistics of all experts of its layer.
+    - `weights`: it gets none, so it is quantized by its weights alone.
+    - `none`: it keeps what it has; without any tokens it gets none, as above.
 
-    So do all where none saw a token. Other points stay as they are.
+    If no expert of a layer has tokens, all get none. Other sites are unchanged.
 
     Raises:
-        CalibrationError: no policy is called so.
+        CalibrationError: unknown policy.
     """
     if policy not in POLICIES:
         raise CalibrationError(
-            f"no policy for experts without data is called {policy!r}",
+            f"unknown policy {policy!r} for experts without data",
             hint=f"known: {', '.join(POLICIES)}",
         )
     out = dict(statistics)
@@ -120,11 +120,11 @@ def fill_missing_statistics(
                 del out[p.name]
             else:
                 out[p.name] = shared
-        action = "their weights alone decide"
+        action = "they are quantized by their weights alone"
         if shared is not None:
-            action = f"they share what all {len(siblings)} saw"
+            action = f"they use the merged statistics of all {len(siblings)}"
         shortage = "no token" if policy == "none" else f"fewer than {min_tokens} tokens"
-        notes[f"{mixture}: {numbers} saw {shortage}; {action}"] = None
+        notes[f"{mixture}: {numbers} received {shortage}; {action}"] = None
     return out, list(notes)
 
 

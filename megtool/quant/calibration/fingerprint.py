@@ -1,4 +1,4 @@
-"""Fingerprint: which model, recipe and data something was calibrated with, in a few hashes."""
+"""Hashes of the model, recipe and data of a calibration."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from megtool.model.batch import Batch
 
 NUM_PROBES, PROBE_ELEMENTS = 8, 2048
-"""Of every tensor so many places are looked at, of so many elements: training changes all."""
+"""Number and size of the probes of each tensor: training changes all of them."""
 
 _UNUSED_FIELDS = frozenset(
     ("extra", "max_positions", "moe_layer_freq", "window_skip_freq", "num_mtp_layers")
 )
-"""Fields that no forward pass asks for, or that have several ways to say the same."""
+"""Config fields that no forward pass uses, or that have several equivalent spellings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """Hashes, as hexadecimal text, of all that decides what calibration finds.
+    """Hashes, in hexadecimal, of everything that a calibration result depends on.
 
-    `model` is the same for every format and layout of a checkpoint, `recipe` for every way to write
+    `model` is the same for every format and layout of a checkpoint, `recipe` for every spelling of
     the same decisions. `version` is megtool's.
     """
 
@@ -50,7 +50,7 @@ class Fingerprint:
     version: str = __version__
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Names of the fields that are not the same."""
+        """Names of the fields that differ."""
         names = [f.name for f in fields(self)]
         return [n for n in names if getattr(self, n) != getattr(other, n)]
 
@@ -64,7 +64,7 @@ def compute_fingerprint(
     *,
     seed: int = 0,
 ) -> Fingerprint:
-    """The fingerprint of a run."""
+    """Compute the fingerprint of a run."""
     return Fingerprint(
         model=hash_model(catalogue, side),
         recipe=hash_recipe(recipe, decisions),
@@ -74,11 +74,11 @@ def compute_fingerprint(
 
 
 def hash_model(catalogue: Catalogue, side: CanonicalView) -> str:
-    """Of how the model computes, and of names, shapes, types and bytes of all canonical tensors,
-    optimizer state left out.
+    """Hash the model config, and names, shapes, dtypes and sampled bytes of all canonical tensors
+    without optimizer state.
 
-    Bytes are those at `PROBES` places of each: a model that was trained further is another one, and
-    one of which a large part of any tensor was changed. A few elements elsewhere do not show.
+    `NUM_PROBES` places of each tensor are sampled: this detects further training and large edits,
+    but not a few changed elements elsewhere.
 
     Raises:
         StorageError: a file cannot be read.
@@ -100,11 +100,11 @@ def hash_model(catalogue: Catalogue, side: CanonicalView) -> str:
 
 
 def _forward_config(config: ModelConfig) -> dict[str, Any]:
-    """What of a configuration changes the numbers of a forward pass, the same for every format."""
+    """The config values that affect a forward pass, the same for every format."""
     values = {
         f.name: getattr(config, f.name) for f in fields(config) if f.name not in _UNUSED_FIELDS
     }
-    if config.rope_scaling is not None:  # nothing else looks at how long a text may be
+    if config.rope_scaling is not None:  # nothing else uses the maximum length
         values["max_positions"] = config.max_positions
         values["rope_scaling"] = {k: v for k, v in config.rope_scaling.items() if v is not None}
     values["moe_layers"] = sorted(config.moe_layers)
@@ -127,9 +127,10 @@ def _plain(value: Any) -> Any:
 def _probe_tensor(
     reader: CheckpointReader, placement: Placement, shape: Sequence[int]
 ) -> Iterator[bytes]:
-    """The bytes of a tensor at places in rows from the first to the last, and in columns all over.
+    """Yield the bytes of a tensor at probes spread over rows and columns.
 
-    They do not depend on how the tensor is stored: `place` may have more dimensions than `shape`.
+    They do not depend on how the tensor is stored: `placement` may have more dimensions than
+    `shape`.
     """
     rows, columns = math.prod(shape[:-1]), math.prod(shape[-1:])
     width, last = min(PROBE_ELEMENTS, columns), NUM_PROBES - 1
@@ -143,7 +144,7 @@ def _probe_tensor(
         depth = count_cuttable_dims(placement, reader.catalogue[placement.stored])
     except FormatError:
         depth = -1
-    if depth < outer:  # its rows cannot be read alone
+    if depth < outer:  # rows cannot be read separately
         tensor = reader.open_canonical(placement).read().reshape(rows, columns)
         for row, start in dict.fromkeys(probes):
             yield tensor[row, start : start + width].tobytes()
@@ -160,7 +161,7 @@ def _probe_tensor(
 
 
 def hash_recipe(recipe: Recipe, decisions: Iterable[Decision]) -> str:
-    """Of what every module becomes, and of the algorithm with its options."""
+    """Hash the format of every module, and the algorithm with its options."""
     digest = hashlib.sha256(_line({k: recipe.algorithm[k] for k in sorted(recipe.algorithm)}))
     for d in sorted(decisions, key=lambda d: d.module.name):
         if (f := d.format) is None:
@@ -179,7 +180,7 @@ def hash_recipe(recipe: Recipe, decisions: Iterable[Decision]) -> str:
 
 
 def hash_batches(batches: Sequence[Batch]) -> str:
-    """Of tokens and what is said about them; how rows are put into batches does not count."""
+    """Hash tokens, positions and masks, independent of how rows are batched."""
     digest = hashlib.sha256()
     for batch in batches:
         rows, width = batch.shape

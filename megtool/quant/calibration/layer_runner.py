@@ -1,4 +1,4 @@
-"""Layers: a decoder run one layer at a time over many pieces, its weights there while needed."""
+"""Runs a decoder one layer at a time over many micro-batches, with weights loaded on demand."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from megtool.quant.calibration.micro_batches import MicroBatch, move_to_device
 _LOG = logging.getLogger(__name__)
 
 MAX_PREFETCH_BYTES = 256 << 20
-"""Units of weights up to this size are read while the one before is used; larger ones are not,
-since they are used for longer than reading takes, and two of them in memory are too many."""
+"""Weights of a unit are prefetched up to this size. Larger units are not: they compute for longer
+than reading takes, and two of them in memory are too many."""
 
 MIN_GRAPH_REPEATS = 8
-"""A graph is worth its capture, for which a layer runs four times, from so many pieces on."""
+"""Capturing a CUDA graph (four runs of the layer) pays off from this many micro-batches on."""
 
 
 class LayerRunner:
-    """Runs the layers of a stage. With `rehearsed` graphs are rehearsed on a CPU, for tests."""
+    """Runs the layers of a stage. `rehearsed` emulates CUDA graphs on a CPU, for tests."""
 
     def __init__(
         self, decoder: Decoder, pieces: Sequence[MicroBatch], *, rehearsed: bool = False
@@ -54,14 +54,14 @@ class LayerRunner:
 
     @torch.no_grad()
     def embed(self) -> Iterator[Tensor]:
-        """What enters the first layer, piece by piece."""
+        """Yield the input of the first layer, by micro-batch."""
         for piece in self.micro_batches:
             yield self.decoder.embed(piece.batch, self._frame(piece))
         self.release()
 
     @torch.no_grad()
     def run(self, layer: int, number: int, x_TH: Tensor) -> Tensor:
-        """What a layer makes of a piece."""
+        """Run a layer on a micro-batch."""
         out: Tensor = self.decoder.decoder.layers[str(layer)](
             x_TH, self._frame(self.micro_batches[number])
         )
@@ -69,12 +69,12 @@ class LayerRunner:
 
     @torch.no_grad()
     def finish(self, x_TH: Tensor) -> Tensor:
-        """What enters the head, of which nothing but the norm is loaded."""
+        """Compute the input of the head, with only the final norm loaded."""
         return self.decoder.finish(x_TH)
 
     @contextlib.contextmanager
     def only_final_norm(self) -> Iterator[None]:
-        """Within it, `finish` loads no more than it needs."""
+        """Load only the final norm for `finish`, not the head."""
         if self._streamer is None:
             yield
             return
@@ -85,12 +85,12 @@ class LayerRunner:
             yield
 
     def release(self) -> None:
-        """Let go of the weights in memory, where they come on demand."""
+        """Release weights that are loaded on demand."""
         if self._streamer is not None:
             self._streamer.release()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self._frames.clear()
         if self._streamer is not None:
             self._streamer.close()
@@ -98,9 +98,9 @@ class LayerRunner:
     def capture_layer(
         self, layer: int, state: Sequence[Tensor], *, graphable: bool
     ) -> GraphedLayer | None:
-        """The layer as graphs, one for each shape of which there are enough pieces.
+        """Capture the layer as CUDA graphs, one per shape with enough micro-batches.
 
-        None where there are none to be: on a CPU, or where a pass waits for the host.
+        None if graphs cannot be used: on a CPU, or if a pass synchronizes with the host.
         """
         if not (self._allows_graphs and graphable) or self.decoder.groups.world.size > 1:
             return None
@@ -115,7 +115,7 @@ class LayerRunner:
         return GraphedLayer(self, layer, often, state) if often else None
 
     def graphs(self, function: Function, state: Sequence[Tensor]) -> CudaGraphs:
-        """Graphs of a function; all of them take turns in one pool of memory."""
+        """Make CUDA graphs of a function; all share one memory pool."""
         options = {} if self._pool is None else {"pool": self._pool}
         captured = graphed(function, self.device, state=state, copies=True, **options)
         if self.device.type == "cuda":
@@ -123,7 +123,7 @@ class LayerRunner:
         return captured
 
     def _frame(self, piece: MicroBatch) -> ForwardContext:
-        """Positions and masks of a piece: the same ones for all plain pieces of a shape."""
+        """Positions and masks of a micro-batch; cached by shape for plain ones."""
         if not piece.is_plain:
             return self.decoder.frame(piece.batch)
         shape = piece.batch.shape
@@ -133,7 +133,7 @@ class LayerRunner:
 
 
 class GraphedLayer:
-    """One layer, captured once a shape and replayed; as it is once a capture has failed."""
+    """One layer, captured once per shape and replayed; runs eagerly after a failed capture."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class GraphedLayer:
         self._graphs: dict[tuple[int, int], CudaGraphs] = {}
 
     def __call__(self, number: int, x_TH: Tensor) -> Tensor:
-        """What the layer makes of a piece."""
+        """Run the layer on a micro-batch."""
         layers, piece = self._layers, self._layers.micro_batches[number]
         shape = piece.batch.shape
         if not piece.is_plain or shape not in self._shapes:
@@ -167,7 +167,7 @@ class GraphedLayer:
                 out: Tensor = graphs(x_TH)
         except GraphRuleError as error:
             if len(graphs.captured) > captured:
-                raise  # captured, and replayed otherwise: the results could be wrong
+                raise  # a failed replay could give wrong results
             _LOG.info("layer %d runs without CUDA graphs: %s", self._layer, error.message)
             self._shapes.discard(shape)
             return layers.run(self._layer, number, x_TH)
@@ -176,7 +176,7 @@ class GraphedLayer:
 
 
 def mask_uncounted(micro_batch: MicroBatch) -> Batch:
-    """What is to be seen of a piece: of one that does not count, no token."""
+    """The batch to observe; all tokens are masked if the micro-batch is not counted."""
     valid_T = micro_batch.valid_T
     if valid_T is None or micro_batch.is_counted:
         return micro_batch.batch

@@ -1,4 +1,4 @@
-"""Pieces: calibration data in parts small enough for a layer, shared out over ranks."""
+"""Micro-batches of calibration data, small enough for a layer, sharded over ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megtool.parallel.process_groups import Group
 
 MAX_TOKENS = 4096
 MAX_INTERMEDIATE_BYTES = 160 << 20
-"""Of what a layer makes of a piece on its way, in float32."""
+"""Limit of the intermediate activations of a layer, in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Some rows of a batch, the first of which is the data's row `first`.
+    """Rows of a batch, starting at row `first_row` of the data.
 
-    One that does not `count` is run for the sake of other ranks, which wait for each other.
+    One without `is_counted` only runs so that all ranks run the same number.
     """
 
     batch: Batch
@@ -36,7 +36,7 @@ class MicroBatch:
 
     @property
     def valid_T(self) -> Tensor | None:
-        """What is to be seen of the piece; None for all of it."""
+        """Mask of the tokens to observe; None for all."""
         if not self.is_counted:
             return torch.zeros(
                 self.num_tokens, dtype=torch.bool, device=self.batch.tokens_BS.device
@@ -45,18 +45,18 @@ class MicroBatch:
 
     @property
     def is_plain(self) -> bool:
-        """It has nothing but tokens, so that its shape decides about positions and masks."""
+        """It has only tokens, so positions and masks follow from its shape."""
         b = self.batch
         return b.positions_BS is None and b.valid_BS is None and b.documents_BS is None
 
 
 def split_batches(batches: Sequence[Batch], config: ModelConfig) -> list[MicroBatch]:
-    """Batches in pieces of whole rows, of about as many tokens as a layer can hold the middle of.
+    """Split batches into micro-batches of whole rows, sized by a layer's intermediate activations.
 
-    The same for every layout, so that sums are.
+    The split does not depend on the parallel layout, so neither do sums.
 
     Raises:
-        CalibrationError: there is nothing to see.
+        CalibrationError: the data has no tokens.
     """
     max_tokens, out, first = compute_micro_batch_tokens(config), [], 0
     for batch in batches:
@@ -68,22 +68,22 @@ def split_batches(batches: Sequence[Batch], config: ModelConfig) -> list[MicroBa
         first += rows
     if not any(_num_valid(p.batch) for p in out):
         raise CalibrationError(
-            "the data has no tokens, so there is nothing to calibrate on",
-            hint="--data FILE with text in it; --field names the field that holds it",
+            "the data has no tokens, so there is nothing to calibrate with",
+            hint="--data FILE with text; --field names the text field",
         )
     return out
 
 
 def shard_micro_batches(micro_batches: Sequence[MicroBatch], dp: Group) -> list[MicroBatch]:
-    """The pieces of a data-parallel rank: as many on each, some of them for the others' sake."""
+    """The micro-batches of a data-parallel rank, padded to the same number on each rank."""
     local = list(micro_batches[dp.rank :: dp.size])
     if len(local) < -(-len(micro_batches) // dp.size):
-        local.append(replace(micro_batches[-1], counts=False))
+        local.append(replace(micro_batches[-1], is_counted=False))
     return local
 
 
 def compute_micro_batch_tokens(config: ModelConfig) -> int:
-    """How many tokens a layer takes: a power of two, so that rows of usual lengths fill it."""
+    """The tokens per micro-batch: a power of two, which usual row lengths divide."""
     halves = 1 + config.gated
     inner = config.ffn_hidden_size * (halves + 1)
     if config.num_experts:
@@ -93,12 +93,12 @@ def compute_micro_batch_tokens(config: ModelConfig) -> int:
 
 
 def num_valid(micro_batches: Sequence[MicroBatch]) -> int:
-    """Tokens that are no padding."""
+    """Tokens without padding."""
     return sum(_num_valid(p.batch) for p in micro_batches if p.is_counted)
 
 
 def move_to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The piece where it is computed."""
+    """Move a micro-batch to a device."""
     b = micro_batch.batch
     values = {
         n: None if (t := getattr(b, n)) is None else t.to(device)
@@ -112,7 +112,7 @@ def _num_valid(batch: Batch) -> int:
 
 
 def slice_rows(batch: Batch, some: slice, rows: int) -> Batch:
-    """Some of the `rows` of a batch."""
+    """Slice the `rows` rows of a batch."""
 
     def part(t: Tensor | None) -> Tensor | None:
         return t if t is None or (t.shape[0] == 1 and rows != 1) else t[some]

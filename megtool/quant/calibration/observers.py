@@ -1,4 +1,4 @@
-"""Observers: from statistics of an activation to the magnitude that its largest code stands for."""
+"""Observers: the amax of an activation from its statistics."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Floats = NDArray[np.float32]
 ObserverName = Literal["max", "percentile", "mse", "entropy"]
 OBSERVERS: tuple[ObserverName, ...] = get_args(ObserverName)
 
-_SAMPLES_PER_BIN = 8  # magnitudes tried for each bin of a histogram: codes may be closer than bins
-_COARSE, _FINE = 96, 32  # clips tried for the least error: over all, then around the best
+_SAMPLES_PER_BIN = 8  # magnitudes per histogram bin: codes may be closer than bins
+_COARSE, _FINE = 96, 32  # clipping candidates: a coarse grid, then a fine one around the best
 _LOWEST_CLIP = 2.0**-7  # of amax
-_LINEAR_BINS, _FIRST_BINS, _STRIDE = 2048, 128, 4  # of the search by entropy: TensorRT's
+_LINEAR_BINS, _FIRST_BINS, _STRIDE = 2048, 128, 4  # of the entropy search, as in TensorRT
 
 
 def observe_amax(
@@ -38,30 +38,30 @@ def observe_amax(
     kind: str = "fp8:tensor",
     smoothing_scale: Floats | None = None,
 ) -> float:
-    """The magnitude that becomes the largest code of a tensor's inputs; never above the true one.
+    """Compute the amax of inputs, at most their largest magnitude.
 
-    - `max`: the largest seen.
-    - `percentile`: what so many per cent of magnitudes are below, linear within a bin.
-    - `mse`: the clip whose expected squared error of rounding is least.
-    - `entropy`: the clip that changes the distribution least (KL), as TensorRT searches for it.
+    - `max`: the largest magnitude.
+    - `percentile`: a percentile of the magnitudes, linear within a bin.
+    - `mse`: the clipping threshold with the least expected squared error.
+    - `entropy`: the clipping threshold with the least KL divergence, as in TensorRT.
 
-    `kind` is the rounding in the words of `treatment.INPUTS`, of numbers up to `largest`. Scales
-    that come as they are needed (by token or group) leave nothing to clip: `mse` and `entropy` are
-    then `max`. With `columns`, by which inputs are divided, a clip takes the same part
-    of the largest magnitude as it does without them. 0 where all inputs were.
+    `kind` is the format of inputs as in `formats.INPUT_PACKINGS`, with magnitudes up to `largest`.
+    With dynamic scales (by token or group) nothing is clipped: `mse` and `entropy` are then `max`.
+    With a `smoothing_scale`, which inputs are divided by, the clipping ratio stays the same.
+    Returns 0 if all inputs are 0.
 
     Raises:
-        CalibrationError: no token was seen, or `how` is unknown.
+        CalibrationError: no tokens, or an unknown `observer`.
     """
     if observer not in OBSERVERS:
         raise CalibrationError(
-            f"no observer is called {observer!r}", hint=f"known: {', '.join(OBSERVERS)}"
+            f"unknown observer {observer!r}", hint=f"known: {', '.join(OBSERVERS)}"
         )
     if not 0 < percentile <= 100:
         raise CalibrationError(f"percentile {percentile}", hint="above 0, at most 100")
     if not statistics.num_tokens:
         raise CalibrationError(
-            "an amax of no tokens", hint="quant.coverage.filled says what to take instead"
+            "an amax of no tokens", hint="see expert_coverage.fill_missing_statistics"
         )
     largest_input = float(statistics.amax.max())
     amax = (
@@ -85,21 +85,21 @@ def observe_amax(
 
 
 def channel_amax(statistics: ActivationStatistics, smoothing_scale: Floats | None = None) -> Floats:
-    """The largest magnitude of each column, after a division by `columns`."""
+    """The amax of each channel, divided by `smoothing_scale`."""
     return statistics.amax if smoothing_scale is None else statistics.amax / smoothing_scale
 
 
 def group_amax(
     statistics: ActivationStatistics, group: int, smoothing_scale: Floats | None = None
 ) -> Floats:
-    """The largest magnitude in each `group` columns next to each other; the last may be fewer."""
+    """The amax of each group of `group` adjacent channels; the last may be smaller."""
     by_column = channel_amax(statistics, smoothing_scale)
     return np.maximum.reduceat(by_column, np.arange(0, len(by_column), group))
 
 
 @cache
 def bin_edges() -> Doubles:
-    """Where the bins of a histogram begin, and where the last one ends: `[BINS + 1]`."""
+    """The edges of histogram bins: `[BINS + 1]`."""
     place = np.arange(BINS)
     octave, part = np.divmod(place, BINS_PER_OCTAVE)
     begins = np.ldexp(1 + part / BINS_PER_OCTAVE, OCTAVES[0] + octave)
@@ -109,15 +109,15 @@ def bin_edges() -> Doubles:
 
 
 def _edges(statistics: ActivationStatistics) -> Doubles:
-    """Those of the bins, no further than the largest magnitude that there is."""
+    """The edges of histogram bins, limited to the largest magnitude."""
     amax = float(statistics.amax.max())
     edges = np.minimum(bin_edges(), amax)
-    edges[-1] = amax  # the last bin also holds what is beyond
+    edges[-1] = amax  # the last bin also counts larger values
     return edges
 
 
 def _percentile(statistics: ActivationStatistics, percentile: float) -> float:
-    """As NumPy's, of all elements, were those of a bin spread evenly over it."""
+    """The percentile as in NumPy, with the elements of a bin spread evenly over it."""
     counts, edges = statistics.histogram, _edges(statistics)
     cumulative = np.cumsum(counts)
     last = int(cumulative[-1]) - 1
@@ -137,7 +137,7 @@ def _percentile(statistics: ActivationStatistics, percentile: float) -> float:
 def _min_error_clip(
     statistics: ActivationStatistics, rounded: Callable[[Doubles], Doubles]
 ) -> float:
-    """The clip with the least squared error over the histogram; the largest of equal ones."""
+    """The clipping threshold with the least squared error; the largest of equal ones."""
     used = np.flatnonzero(statistics.histogram)
     edges = _edges(statistics)
     parts = (np.arange(_SAMPLES_PER_BIN) + 0.5) / _SAMPLES_PER_BIN
@@ -166,7 +166,7 @@ def _min_error_clip(
 
 
 def _round_function(kind: str, largest: float) -> Callable[[Doubles], Doubles]:
-    """Rounding of magnitudes in parts of the clip."""
+    """A function that rounds magnitudes, given as fractions of the threshold."""
     if kind.startswith("int"):
         return lambda x: np.minimum(np.rint(x * largest), largest) / largest
     if kind.startswith("fp8"):
@@ -190,7 +190,7 @@ def _to_e4m3(x: Doubles, largest: float) -> Doubles:
 
 @cache
 def _levels(kind: str, largest: float) -> Doubles:
-    """The magnitudes that a kind has codes for, in parts of the largest one, ascending."""
+    """The representable magnitudes of a format as fractions of the largest one, ascending."""
     if kind.startswith("int"):
         levels = np.arange(int(largest) + 1) / largest
     elif kind.startswith("fp8"):
@@ -203,13 +203,13 @@ def _levels(kind: str, largest: float) -> Doubles:
     elif kind.startswith("fp4") or kind.startswith("nvfp4") or kind.startswith("mxfp4"):
         levels = np.array(FP4) / 6.0
     else:
-        raise CalibrationError(f"no rounding of inputs is called {kind!r}")
+        raise CalibrationError(f"unknown input format {kind!r}")
     levels.flags.writeable = False
     return levels
 
 
 def rebin_linearly(statistics: ActivationStatistics, num: int) -> NDArray[np.int64]:
-    """The histogram over equal bins from 0 to the largest magnitude, its bins spread evenly."""
+    """Convert the histogram to equal bins from 0 to the largest magnitude."""
     edges = _edges(statistics)
     cumulative = np.concatenate(([0], np.cumsum(statistics.histogram)))
     below = np.interp(np.linspace(0, edges[-1], num + 1), edges, cumulative)
@@ -221,12 +221,12 @@ def rebin_linearly(statistics: ActivationStatistics, num: int) -> NDArray[np.int
 def find_min_divergence_bins(
     counts: NDArray[np.int64], levels: Doubles, *, first: int = _FIRST_BINS, stride: int = 1
 ) -> int:
-    """How many bins of a linear histogram to keep so that rounding changes it least.
+    """Find the number of bins of a linear histogram to keep for the least KL divergence.
 
-    For every number of bins, what is beyond goes to the last one, and what rounds alike is spread
-    evenly over the bins that it came from, where there was something; the number with the least
-    Kullback-Leibler divergence is taken, the largest of equal ones. Uniform `levels` get equal
-    parts of the bins, as in TensorRT, others what is nearest to them.
+    For every number of bins, counts beyond go to the last bin, and counts that round to the same
+    level are spread evenly over their nonzero bins; returns the number with the least
+    Kullback-Leibler divergence, the largest of equal ones. Uniform `levels` get equal numbers of
+    bins, as in TensorRT; others get the nearest bins.
     Source: S. Migacz, "8-bit inference with TensorRT", GTC 2017.
     """
     values = counts.astype(np.float64)
@@ -255,7 +255,7 @@ def find_min_divergence_bins(
 
 
 def _kl_divergence(p: Doubles, q: Doubles) -> float:
-    """KL(p || q) of two distributions that need not add up to one."""
+    """KL(p || q) of two unnormalized distributions."""
     nonzero = p > 0
     if not q.sum() or bool((q[nonzero] == 0).any()):
         return float("inf")

@@ -1,4 +1,4 @@
-"""Ranks: what the processes of a calibration tell each other, and how they fail together."""
+"""Synchronization of the ranks of a calibration, including errors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megtool.parallel.process_groups import ProcessGroups
 
 @dataclass(slots=True, kw_only=True)
 class RankSync:
-    """What the ranks of a calibration tell each other."""
+    """Exchanges Python objects and errors between the ranks of a calibration."""
 
     groups: ProcessGroups
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value."""
+        """Gather the values of all ranks."""
         world = self.groups.world
         if world.size == 1:
             return [value]
@@ -30,9 +30,9 @@ class RankSync:
 
     @contextlib.contextmanager
     def raise_together(self) -> Iterator[None]:
-        """Every rank has done this without an error, or every rank has the first of the errors.
+        """Run the body on every rank; if any fails, raise the first error on all of them.
 
-        It is also where ranks wait for each other, so that none waits long at once.
+        Also a barrier, which keeps ranks from waiting too long in a later collective.
         """
         fault: MegtoolError | None = None
         try:
@@ -46,7 +46,7 @@ class RankSync:
                 raise error_
 
     def gather_stage(self, value: Any) -> list[Any]:
-        """The values of the ranks that have the same layers, in one order on all of them."""
+        """Gather the values of the ranks of this pipeline stage, in the same order on all of them."""
         out = [value]
         for group in (self.groups.tp, self.groups.dp):
             if group.size > 1:

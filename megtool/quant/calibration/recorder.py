@@ -1,4 +1,4 @@
-"""Record: taps on one layer at a time, and the statistics of all ranks' activations."""
+"""Records activation statistics of one layer at a time with hooks, over all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megtool.quant.calibration.statistics import ActivationStatistics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WatchedSite:
-    """A point, where it is, and what was seen there so far (None: others hold the expert)."""
+    """A site, its hook place, and its statistics so far (None: the expert is on another rank)."""
 
     site: ActivationSite
     place: HookLocation
@@ -33,15 +33,16 @@ class _WatchedSite:
 
 
 class ActivationRecorder:
-    """Keeps statistics of the inputs of one layer after the other while a decoder runs.
+    """Records statistics of the inputs of one layer at a time while a decoder runs.
 
-    `start` a layer, run its batches, each told to `see` before, and `take` its statistics. Points
-    named in `gram` and `sample` have these too, those in `even` an even gram (see `Tally`). With
-    `route_all` every expert sees every token, for statistics alone: the pass is the same.
+    Call `start` for a layer, `set_batch` before each forward pass, and `collect` for the
+    statistics. Sites named in `gram` and `sample` also get these, and those in `normalize_tokens` a
+    token-normalized Gram matrix (see `RunningStatistics`). With `route_all` every expert observes
+    every token; the outputs of the pass do not change.
 
-    Every rank makes the same calls. Statistics are of all ranks' tokens and columns, the same on
-    every rank of a pipeline stage. An activation that is not finite is an error of the pass on one
-    process and a CPU, and of `take` elsewhere.
+    Every rank makes the same calls. Statistics cover all ranks' tokens and columns and are the same
+    on every rank of a pipeline stage. NaN or Inf raises during the pass with one process on a CPU,
+    and in `collect` otherwise.
     """
 
     def __init__(
@@ -70,20 +71,20 @@ class ActivationRecorder:
 
     @property
     def state(self) -> list[Tensor]:
-        """The tensors that a pass over the layer advances: `state` of `kernels.graphs.Graphs`."""
+        """The tensors that a forward pass updates: `state` of `kernels.cuda_graphs.CudaGraphs`."""
         return [t for w in self._watched if w.statistics is not None for t in w.statistics.state]
 
     @property
     def is_graphable(self) -> bool:
-        """A pass over the layer neither waits for the device nor keeps rows of it."""
+        """A forward pass neither synchronizes with the device nor samples rows."""
         tallies = [w.statistics for w in self._watched if w.statistics is not None]
         return self._moe is None and all(t.sample_rows is None for t in tallies)
 
     def start(self, layer: int | None) -> None:
-        """Watch a layer (None: the head), and no other.
+        """Start recording a layer (None: the head), and stop any other.
 
         Raises:
-            MappingError: a point of it is not in this decoder.
+            MappingError: a site is not in this decoder.
         """
         self.stop()
         watched: dict[tuple[int, str], list[_WatchedSite]] = defaultdict(list)
@@ -103,13 +104,13 @@ class ActivationRecorder:
             mlp.shows_all = self._route_all
 
     def set_batch(self, batch: Batch, *, first_sample: int = 0) -> None:
-        """What the next pass is over: padding does not count, and rows have numbers in errors."""
+        """Announce the batch of the next pass, for its padding mask and row numbers in errors."""
         rows, tokens = batch.shape
         samples_B = torch.arange(first_sample, first_sample + rows)
         labels_T = samples_B.repeat_interleave(tokens).to(self.groups.device)
         if batch.valid_BS is not None:
             labels_T = labels_T.masked_fill(~batch.valid_BS.flatten().to(labels_T.device), -1)
-        # The same storage for the same shape, as graphs need it.
+        # CUDA graphs need the same storage for the same shape.
         buffer = self._labels.setdefault(len(labels_T), labels_T)
         if buffer is not labels_T:
             buffer.copy_(labels_T)
@@ -118,10 +119,10 @@ class ActivationRecorder:
             self._moe.labels_T = self._local_labels(buffer)
 
     def collect(self) -> dict[str, ActivationStatistics]:
-        """The statistics of the layer by point, which is watched no longer.
+        """Return the statistics of the layer by site, and stop recording.
 
         Raises:
-            CalibrationError: an activation is NaN or infinite.
+            CalibrationError: an activation is NaN or Inf.
         """
         watched = self._watched
         self.stop()
@@ -139,7 +140,7 @@ class ActivationRecorder:
         }
 
     def stop(self) -> None:
-        """Watch nothing, and forget what was seen."""
+        """Stop recording and discard statistics."""
         for w in self._watched:
             w.place.set(None)
         self._watched, self._labels_T = [], None
@@ -159,7 +160,7 @@ class ActivationRecorder:
         )
 
     def _install_hook(self, entries: Sequence[_WatchedSite]) -> None:
-        """Put the tap of all points that are at one place."""
+        """Install the hook of all sites at one place."""
         place = entries[0].place
         local = [w for w in entries if w.statistics is not None]
 
@@ -185,22 +186,22 @@ class ActivationRecorder:
             place.set(cache if place.attribute == "cache_tap" else rows)
 
     def _row_labels(self, x_TW: Tensor, ranks: int) -> Tensor:
-        """The labels of this rank's rows, of which all `ranks` have some.
+        """The labels of this rank's rows, which are split over `ranks`.
 
         Raises:
-            UsageError: the pass is over something else than what was seen.
+            UsageError: the pass is not over the announced batch.
         """
         labels_T = self._labels_T
         if labels_T is None or len(labels_T) != x_TW.shape[0] * ranks:
             expected = "nothing" if labels_T is None else f"{len(labels_T)} tokens"
             raise UsageError(
                 f"a pass over {x_TW.shape[0] * ranks} tokens, and {expected} to see",
-                hint="Recorder.see is told of every batch before its pass",
+                hint="call set_batch before every pass",
             )
         return self._local_labels(labels_T) if ranks > 1 else labels_T
 
     def _local_labels(self, labels_T: Tensor) -> Tensor:
-        """Of this rank's rows of what lies between blocks."""
+        """The labels of this rank's rows between blocks (sequence parallelism)."""
         if not self.decoder.sequence_parallel:
             return labels_T
         tp = self.groups.tp
@@ -248,7 +249,7 @@ class ActivationRecorder:
             statistics.bad_row.fill_(min(sample, int(statistics.bad_row)))
 
     def _is_padded(self, labels_T: Tensor) -> bool:
-        """Some rows do not count; looked up on a CPU alone."""
+        """Whether some rows are padding; checked on a CPU only."""
         return self._on_host and bool((labels_T < 0).any())
 
     @staticmethod
@@ -256,7 +257,7 @@ class ActivationRecorder:
         return statistics.gram is not None and columns.size > 1
 
     def _raise_nonfinite(self, watched: Sequence[_WatchedSite]) -> None:
-        """Raise the first fault that any rank of the stage has found, on all of them."""
+        """Raise the first NaN or Inf of any rank of the stage, on all of them."""
         if not watched:
             return
         none = torch.tensor(NO_BAD_ROW, device=self.groups.device)
@@ -273,6 +274,6 @@ class ActivationRecorder:
 def _raise_at(point: ActivationSite, sample: int) -> NoReturn:
     location = "the head" if point.layer is None else f"layer {point.layer}"
     raise CalibrationError(
-        f"an activation at {point.name} ({location}) is NaN or infinite, in sample {sample}",
+        f"an activation at {point.name} ({location}) is NaN or Inf, in sample {sample}",
         hint="`megtool inspect --stats` shows NaN in weights; float16 overflows: --dtype float32",
     )

@@ -1,4 +1,4 @@
-"""Reduction: what each rank saw of an activation, made into the statistics of all of it."""
+"""Reduction of activation statistics over ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def reduce_statistics(
     gram: bool = False,
     sample: bool = False,
 ) -> ActivationStatistics:
-    """The statistics of `[all rows, width]`, the same on every rank of the stage.
+    """Reduce statistics to `[all rows, width]`, the same on every rank of the stage.
 
-    Columns of ranks are put side by side, rows add up, and experts come from the rank that has
-    them; `tally` is None on the others.
+    Columns of ranks are concatenated, rows are added, and experts come from the rank that has them;
+    `local` is None on the others.
     """
     device = groups.device
     sums = _local_sums(local, place, width, device)
@@ -42,7 +42,7 @@ def reduce_statistics(
             rows = _gather_sample(rows, sums, group)
         sums = sums.all_reduce(group)
         product = None if product is None else all_sum(product, group)
-    if is_expert:  # one rank of the ep group has it, and nothing adds nothing
+    if is_expert:  # one rank of the ep group has it; the others add zeros
         sums = sums.all_reduce(groups.ep)
         product = None if product is None else all_sum(product, groups.ep)
         if rows is not None:
@@ -54,22 +54,22 @@ def reduce_statistics(
 
 
 class _Sums:
-    """What adds up, in one tensor: sums by column, counts by bin, tokens; and what does not."""
+    """Sums by column, counts by bin and tokens in one tensor, and the amax."""
 
     def __init__(self, sums: Tensor, amax: Tensor) -> None:
         self.sums, self.amax = sums, amax
 
     def all_reduce(self, group: Group) -> _Sums:
-        """Of all ranks of the group."""
+        """Reduce over all ranks of the group."""
         return _Sums(all_sum(self.sums, group), all_max(self.amax, group))
 
     @property
     def num_tokens(self) -> int:
-        """Rows."""
+        """The number of rows."""
         return int(self.sums[-1])
 
     def to_host(self, gram: Tensor | None, sample: Tensor | None) -> ActivationStatistics:
-        """On the host."""
+        """Copy to the host."""
         width = len(self.amax)
         sums = self.sums.cpu().numpy()
         return ActivationStatistics(
@@ -86,7 +86,7 @@ class _Sums:
 def _local_sums(
     local: RunningStatistics | None, place: HookLocation, width: int, device: torch.device
 ) -> _Sums:
-    """This rank's rows, all columns. Counts below 2^53 are whole in float64."""
+    """Sums of this rank's rows, all columns. Counts below 2^53 are exact in float64."""
     if local is None:
         sums = torch.zeros(2 * width + BINS + 1, dtype=torch.float64, device=device)
         return _Sums(sums, torch.zeros(width, device=device))
@@ -118,7 +118,7 @@ def _gram(
 def _rows(
     local: RunningStatistics | None, place: HookLocation, width: int, device: torch.device
 ) -> Tensor:
-    """All columns of the rows this rank has kept, the same of which other columns' ranks have."""
+    """All columns of this rank's sampled rows; ranks with other columns sample the same rows."""
     sampled = None if local is None else local.sample
     if sampled is None:
         return torch.zeros(0, width, device=device)
@@ -126,7 +126,7 @@ def _rows(
 
 
 def _gather_sample(rows: Tensor, sums: _Sums, group: Group) -> Tensor:
-    """A sample of all ranks' rows."""
+    """Merge the samples of all ranks."""
     if group.size == 1:
         return rows
     sizes = torch.tensor([[len(rows), sums.num_tokens]], device=rows.device)

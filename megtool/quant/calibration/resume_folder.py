@@ -1,9 +1,9 @@
-"""Work: what a calibration has finished, in a folder from which a killed run goes on.
+"""The folder from which an interrupted calibration resumes.
 
-There is a file for every finished unit (a layer, or the head), with its statistics and what was
-settled, and files of the activations that enter the next one, of every data-parallel rank. All of
-them appear under their names when they are whole, and hold digests: a run goes on behind the last
-unit that is sound, with what enters it. On several hosts the folder is on storage they share.
+It has one file per finished unit (a layer, or the head) with its statistics and quantization
+parameters, and files of the activations that enter the next unit, one per data-parallel rank. Files
+are renamed into place when complete and have digests: a run resumes after the last valid unit. With
+several hosts the folder must be on shared storage.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from megtool.quant.qparams import QParams
 
 _LOG = logging.getLogger(__name__)
 
-SENSITIVITY_FOLDER = "choosing"
-"""The folder in it of what was measured before, to choose formats by."""
+SENSITIVITY_FOLDER = "sensitivity"
+"""The subfolder with sensitivities, which are measured before formats are chosen."""
 
 _METADATA_FILE = "calibration.json"
 _MAX_METADATA_BYTES = 1 << 20
 
 
 class ResumeFolder:
-    """The folder of one calibration. `settings` are those that change its numbers.
+    """The resume folder of one calibration. `settings` are those that change its results.
 
-    `leads` is the process that locks the folder and says whose it is; every process reads it. Use
-    `claim` before anything else.
+    The process with `is_leader` locks the folder and writes its metadata; every process reads it.
+    Use `claim` before anything else.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class ResumeFolder:
 
     @contextlib.contextmanager
     def claim(self) -> Iterator[None]:
-        """Hold the folder, which is made where it is missing.
+        """Lock the folder; creates it if missing.
 
         Raises:
-            CalibrationError: it belongs to another calibration; says what is different.
-            DestinationError: another run works in it, or it cannot be written.
-            StorageError: the system refuses.
+            CalibrationError: it belongs to another calibration; names the differences.
+            DestinationError: another run uses it, or it cannot be written.
+            StorageError: an I/O error.
         """
         if not self.is_leader:
             yield
@@ -93,7 +93,7 @@ class ResumeFolder:
             ]
             if unknown:
                 raise CalibrationError(
-                    f"the folder for work holds {unknown[0]!r}, which no calibration made",
+                    f"the resume folder contains {unknown[0]!r}, which is not part of a calibration",
                     file=self.folder,
                     hint="--work-dir NAME: an empty folder, or one that does not exist yet",
                 )
@@ -120,7 +120,7 @@ class ResumeFolder:
             differences = ["kind"]
         if differences:
             raise CalibrationError(
-                "the folder for work belongs to another calibration: not the same "
+                "the resume folder belongs to another calibration: different "
                 + " and ".join(differences),
                 file=self.folder,
                 hint="remove the folder, or choose another (--work-dir NAME)",
@@ -131,21 +131,21 @@ class ResumeFolder:
     def write_unit(
         self, unit: int, statistics: Mapping[str, ActivationStatistics], qparams: QParams
     ) -> None:
-        """Keep what came of a unit.
+        """Write the results of a unit.
 
         Raises:
-            StorageError: the disk is full, or refuses otherwise.
+            StorageError: the file cannot be written, as when the disk is full.
         """
         arrays: dict[str, calibration_file_io.Array] = {}
         facts = {
             "unit": unit,
             "statistics": encode_statistics(statistics, arrays),
-            "settlement": encode_qparams(qparams, arrays),
+            "qparams": encode_qparams(qparams, arrays),
         }
         calibration_file_io.write(self._unit_file(unit), arrays, facts, self.files)
 
     def read_unit(self, unit: int) -> tuple[dict[str, ActivationStatistics], QParams] | None:
-        """What came of a unit; None where it is not finished, or its file is damaged."""
+        """Read the results of a unit; None if it is not finished or its file is damaged."""
         path = self._unit_file(unit)
         if self.files.stat(path) is None:
             return None
@@ -154,13 +154,13 @@ class ResumeFolder:
             if facts["unit"] != unit:
                 raise ValueError(f"it is of unit {facts['unit']}")
             statistics = decode_statistics(facts["statistics"], arrays)
-            return statistics, decode_qparams(facts["settlement"], arrays)
+            return statistics, decode_qparams(facts["qparams"], arrays)
         except (CalibrationError, KeyError, TypeError, ValueError, IndexError) as e:
-            _LOG.warning("%s is damaged, and is made again: %s", path, e)
+            _LOG.warning("%s is damaged and will be computed again: %s", path, e)
             return None
 
     def num_finished(self, num_units: int) -> int:
-        """How many units are finished, from the first on."""
+        """The number of finished units, counted from the first without a gap."""
         for unit in range(num_units):
             if self.read_unit(unit) is None:
                 return unit
@@ -169,11 +169,11 @@ class ResumeFolder:
     # ---- activations
 
     def activations_file(self, unit: int, part: int) -> Path:
-        """The file of what enters a unit on a data-parallel rank."""
+        """The file of the activations that enter a unit on a data-parallel rank."""
         return self.folder / f"into-{unit:05d}-{part:04d}.bin"
 
     def remove_activations(self, unit: int, part: int) -> None:
-        """Remove what entered a unit."""
+        """Remove the activations that entered a unit."""
         self.files.remove(self.activations_file(unit, part))
 
     def _unit_file(self, unit: int) -> Path:

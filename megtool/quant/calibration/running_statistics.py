@@ -1,4 +1,4 @@
-"""Tally: running sums over the rows of one activation, cheap beside the product they go into."""
+"""Running statistics over the rows of one activation, cheap relative to the matmul it feeds."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import Tensor
 
 from megtool.quant.calibration.statistics import BINS, BINS_PER_OCTAVE, MAX_SAMPLE_ROWS, OCTAVES
 
-_TILE = (1 << 15) - 1  # elements worked on at a time: a cache's worth, and less than torch cuts
-_SHIFT = 23 - BINS_PER_OCTAVE.bit_length() + 1  # bits of a float32 below those that tell the bin
+_TILE = (1 << 15) - 1  # elements per tile: fits the cache, below torch's parallel threshold
+_SHIFT = 23 - BINS_PER_OCTAVE.bit_length() + 1  # low bits of a float32 that do not affect the bin
 _ALL_BINS = 1 << (31 - _SHIFT)
 _FIRST_BIN = (
     127 + OCTAVES[0]
-) * BINS_PER_OCTAVE  # the pattern of the smallest magnitude with a bin
-_COPIES = 32  # of the counts on a GPU, so that few of its threads add to one at a time
+) * BINS_PER_OCTAVE  # bit pattern of the smallest magnitude with its own bin
+_COPIES = 32  # copies of the counts on a GPU, against contention of atomic adds
 _TINY = torch.finfo(torch.float32).tiny
 NO_BAD_ROW = torch.iinfo(torch.int64).max
 
 
 class RunningStatistics:
-    """What was seen of `[rows, width]`, in tensors on one device.
+    """Statistics of rows `[rows, width]`, in tensors on one device.
 
-    `gram_width` is that of the rows that the gram's columns come from (0: no gram), which is more
-    than `width` where ranks have some columns each. Into an `even` one rows go divided by the root
-    of their length: a few tokens have inputs a thousand times as large as all others, and would be
-    all that its sums are of. On a CPU, rows that are not finite are told at once and leave no
-    trace. Elsewhere nothing waits for the device, so that calls can be recorded as a graph (`state`
-    is what they change), unless `samples`: `fault` then holds the smallest label of a bad row.
+    `gram_width` is the width of the full rows (0: no Gram matrix), larger than `width` if columns
+    are split over ranks. With `normalize_tokens`, each row's contribution to the Gram matrix is
+    divided by its norm: a few tokens have inputs a thousand times as large as all others and would
+    dominate the sums. On a CPU, non-finite rows are reported at once and not added. Elsewhere
+    nothing synchronizes with the device (unless `keep_sample`), so calls can be captured in a CUDA
+    graph (`state` is what they change), and `bad_row` holds the smallest label of a non-finite row.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class RunningStatistics:
         return state if self.gram is None else (*state, self.gram)
 
     def add(self, x_TW: Tensor, full_TV: Tensor | None = None) -> int | None:
-        """Count rows in, on a CPU; the first that is not finite, where there is one.
+        """Add rows, on a CPU; returns the index of the first non-finite row, if any.
 
-        `full_TV` are the same rows with all ranks' columns, where they are not the same.
+        `full_TV` are the same rows with all ranks' columns, if these differ.
         """
         if not x_TW.shape[0]:
             return None
@@ -91,7 +91,7 @@ class RunningStatistics:
         return None
 
     def add_labeled(self, x_TW: Tensor, labels_T: Tensor, full_TV: Tensor | None = None) -> None:
-        """Count rows in whose label is not negative, without waiting for the device."""
+        """Add rows with nonnegative labels, without synchronizing with the device."""
         is_real_T = labels_T >= 0
         x_TW = x_TW.detach().float().masked_fill(~is_real_T.unsqueeze(1), 0.0)
         size = x_TW.abs()
@@ -124,7 +124,7 @@ class RunningStatistics:
             self.gram.addmm_(x_TW.T, full)
 
     def _sample(self, x_TW: Tensor) -> None:
-        """Keep every n-th of all rows there ever were, n doubling as they become too many."""
+        """Keep every n-th row; n doubles when there are too many."""
         if self.sample_rows is None:
             return
         start = -self._num_rows % self._stride
@@ -136,7 +136,7 @@ class RunningStatistics:
 
     @property
     def sample(self) -> Tensor | None:
-        """The rows kept."""
+        """The sampled rows."""
         if self.sample_rows is None:
             return None
         return (
@@ -147,15 +147,15 @@ class RunningStatistics:
 
     @property
     def histogram(self) -> Tensor:
-        """The counts in the bins of `Statistics.histogram`."""
+        """The counts in the bins of `ActivationStatistics.histogram`."""
         return fold_bins(self.counts.sum(0))
 
 
 def _sums(x_TW: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """By column the largest magnitudes, their sums and those of squares; counts of bit patterns.
+    """The amax, sum and sum of squares of magnitudes by column, and counts of bit patterns.
 
-    Tiles are too small for torch to cut, and go over its threads whole; what they give is added up
-    in their order, so that the result does not depend on the number of threads.
+    Tiles are too small for torch to parallelize and are distributed over threads as a whole; their
+    results are added in order, so the result does not depend on the number of threads.
     """
     width = x_TW.shape[1]
     tiles = torch.split(x_TW, max(1, _TILE // width))
@@ -189,16 +189,16 @@ def _sums(x_TW: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="megtool-tally")
+    return ThreadPoolExecutor(threads, thread_name_prefix="megtool-statistics")
 
 
 def _bins(size: Tensor) -> Tensor:
-    """The bit pattern of magnitudes down to the mantissa's bits that tell the bin."""
+    """The leading bits of magnitudes, which determine the bin."""
     return size.view(torch.int32) >> _SHIFT
 
 
 def fold_bins(counts: Tensor) -> Tensor:
-    """Counts of all bit patterns, `[2^13]`, as those of `BINS`: outer ones take what is beyond."""
+    """Convert counts of bit patterns `[2^13]` to `BINS`; the outer bins take the rest."""
     end = _FIRST_BIN + BINS - 1
     out = counts.new_zeros(BINS)
     out[0] = counts[:_FIRST_BIN].sum()

@@ -1,4 +1,4 @@
-"""Sensitivities: what rounding each unit alone costs, kept so that another budget needs no data."""
+"""Sensitivities: the loss from quantizing one decision group, stored for later budgets."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SensitivityMethod = Literal["kl_div", "gradient"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivities:
-    """Losses by unit and by format (`units.key_of`), in nats a token over `num_tokens` tokens.
+    """Losses by decision group and format, in nats per token over `num_tokens` tokens.
 
-    `kl_div` is the divergence of the model's answers from those of the model as it was; `gradient`
-    estimates the same from one backward pass, to within a factor that is alike for all.
+    `kl_div` is the KL divergence from the unquantized model's output; `gradient` estimates the same
+    from one backward pass, up to a common factor.
     """
 
     method: SensitivityMethod
@@ -25,7 +25,7 @@ class Sensitivities:
     losses: Mapping[str, Mapping[str, float]]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; numbers come back exactly."""
+        """As JSON data; numbers round-trip exactly."""
         return {
             "method": self.method,
             "num_tokens": self.num_tokens,
@@ -34,10 +34,10 @@ class Sensitivities:
 
     @classmethod
     def from_json(cls, value: Any) -> Sensitivities:
-        """From what `to_json` gave.
+        """Parse the output of `to_json`.
 
         Raises:
-            FormatError: it is something else.
+            FormatError: it is invalid.
         """
         try:
             method, tokens, losses = value["method"], value["num_tokens"], value["losses"]
@@ -47,17 +47,17 @@ class Sensitivities:
             }
             count = int(tokens)
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as e:
-            raise FormatError(f"no sensitivities: {e}") from e
+            raise FormatError(f"invalid sensitivities: {e}") from e
         if method not in ("kl_div", "gradient") or count < 1:
             raise FormatError(f"sensitivities by {method!r} over {tokens!r} tokens")
         if any(not 0 <= x < math.inf for some in parsed.values() for x in some.values()):
-            raise FormatError("sensitivities hold what is no loss")
+            raise FormatError("sensitivities contain negative or non-finite losses")
         return cls(method=method, num_tokens=count, losses=parsed)
 
 
 def merge_sensitivities(parts: Sequence[Sensitivities]) -> Sensitivities | None:
-    """Of several machines' sensitivities the mean over all of their tokens, of what every one knows
-    about; None where they were measured in different ways, or there are none."""
+    """Average the sensitivities of several machines over all tokens, for the groups and formats that
+    all of them have; None for different methods or an empty list."""
     methods = {part.method for part in parts}
     if len(methods) != 1:
         return None

@@ -1,4 +1,4 @@
-"""Steps: a calibration's layers, and its head, one after the other on the ranks that have them."""
+"""The calibration loop over layers and the head, on the ranks that have them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LayerResult = tuple[dict[str, ActivationStatistics], QParams]
 
 @dataclass(slots=True, kw_only=True)
 class CalibrationRun:
-    """One calibration on one rank. Units are layers by number, then the head."""
+    """One calibration on one rank. Units are the layers in order, then the head."""
 
     source: CheckpointSource
     config: ModelConfig
@@ -62,16 +62,16 @@ class CalibrationRun:
 
     @property
     def num_units(self) -> int:
-        """Layers, and the head."""
+        """The number of layers, plus the head."""
         return self.config.num_layers + 1
 
     @property
     def num_tokens(self) -> int:
-        """What this rank runs, padding included."""
+        """Tokens that this rank runs, including padding."""
         return sum(p.num_tokens for p in self.micro_batches)
 
     def run(self) -> dict[int, LayerResult]:
-        """What came of every unit."""
+        """Run all units and return their results."""
         begin = self._load_finished()
         total = self.num_tokens * self.num_units
         self.progress("calibrate", begin * self.num_tokens, total)
@@ -104,12 +104,12 @@ class CalibrationRun:
         return self._gather_results()
 
     def sites_of(self, unit: int) -> list[ActivationSite]:
-        """The points of a unit."""
+        """The sites of a unit."""
         layer = None if unit == self.config.num_layers else unit
         return [p for p in self.sites if p.layer == layer]
 
     def _load_finished(self) -> int:
-        """The unit to begin with: behind all that is finished, and sound, on every rank."""
+        """Load finished units; returns the first unit that some rank has not finished."""
         if self.resume is None:
             return 0
         num_finished: int = min(self.ranks.all_gather(self.resume.num_finished(self.num_units)))
@@ -119,7 +119,7 @@ class CalibrationRun:
         return num_finished
 
     def _gather_results(self) -> dict[int, LayerResult]:
-        """All units on all ranks."""
+        """Gather the results of all units on all ranks."""
         if self.ranks.groups.pp.size > 1:
             for results in self.ranks.all_gather(self.results):
                 self.results |= {u: f for u, f in results.items() if u not in self.results}
@@ -128,7 +128,7 @@ class CalibrationRun:
 
 @dataclass(slots=True, kw_only=True)
 class _UnitRunner:
-    """One unit after the other, on the ranks of the stage that has it."""
+    """Runs units in order, each on the ranks of its pipeline stage."""
 
     run: CalibrationRun
     decoder: Decoder
@@ -144,20 +144,20 @@ class _UnitRunner:
 
     @property
     def groups(self) -> ProcessGroups:
-        """This process' groups."""
+        """The process groups."""
         return self.run.ranks.groups
 
     def has(self, unit: int) -> bool:
-        """This rank has the unit (-1: the embedding)."""
+        """Whether this rank has the unit (-1: the embedding)."""
         return self.groups.pp.rank == self._stage(unit)
 
     def activations_file(self, unit: int) -> Path | None:
-        """Where what enters a unit is kept."""
+        """The file of the input of a unit, if there is a resume folder."""
         work = self.run.resume
         return None if work is None else work.activations_file(unit, self.groups.dp.rank)
 
     def prepare_input(self, unit: int) -> None:
-        """Have what enters a unit: what an earlier run has left, or what becomes of the tokens."""
+        """Prepare the input of a unit, from an earlier run or from the tokens."""
         for place in (unit, unit - 1):
             if place > 0 and self._load_input(place):
                 for previous in range(place, unit):
@@ -174,7 +174,7 @@ class _UnitRunner:
             self.run_unit(previous)
 
     def run_unit(self, unit: int) -> None:
-        """One layer, or the head."""
+        """Run one layer, or the head."""
         run = self.run
         with run.ranks.raise_together():
             if self.has(unit):
@@ -182,7 +182,9 @@ class _UnitRunner:
         self._send_output(unit)
         work, part = run.resume, self.groups.dp.rank
         if work is not None and self._writes and self.has(unit):
-            work.remove_activations(unit - 1, part)  # of the unit itself it may still be wanted
+            work.remove_activations(
+                unit - 1, part
+            )  # the input of the unit itself may still be needed
             if unit == run.config.num_layers:
                 work.remove_activations(unit, part)
         run.progress("calibrate", run.num_tokens, run.num_tokens * run.num_units)
@@ -191,14 +193,14 @@ class _UnitRunner:
         return 0 if unit < 0 else self.stages[unit]
 
     def _load_input(self, unit: int) -> bool:
-        """All ranks that have the unit have found what enters it."""
+        """Whether all ranks of the unit have loaded its input."""
         path = self.activations_file(unit)
         sound = path is not None and (not self.has(unit) or self.activations.load(path))
         return all(self.run.ranks.all_gather(sound))
 
     @property
     def _writes(self) -> bool:
-        """Ranks that have the same rows leave them to the first."""
+        """Of ranks with the same rows, only the first writes."""
         return self.groups.tp.is_first
 
     def _run_local_unit(self, unit: int) -> None:
@@ -254,7 +256,7 @@ class _UnitRunner:
     def _run_layer(
         self, unit: int, recorder: ActivationRecorder | None, *, stores_output: bool
     ) -> None:
-        """Run a layer over everything, watched or as it will be."""
+        """Run a layer over all micro-batches, with a recorder or fake-quantized."""
         state = [] if recorder is None else recorder.state
         graphable = recorder is not None and recorder.is_graphable
         replayed = self.layers.capture_layer(unit, state, graphable=graphable)
@@ -277,10 +279,10 @@ class _UnitRunner:
                 self.layers.finish(self.activations.get(number))
 
     def _check_finite(self, unit: int, piece: MicroBatch, y_TH: Tensor) -> None:
-        """What leaves a layer are numbers; with several ranks a later layer's input tells.
+        """Check the output of a layer; with several ranks the recorder of a later layer does so.
 
         Raises:
-            CalibrationError: they are not; names the layer, the sample and the token.
+            CalibrationError: NaN or Inf; names the layer, the sample and the token.
         """
         if self.groups.world.size > 1 or bool(torch.isfinite(y_TH.sum())):
             return
@@ -291,21 +293,21 @@ class _UnitRunner:
             return
         row, token = divmod(int((~is_finite_T).int().argmax()), piece.batch.shape[1])
         raise CalibrationError(
-            f"layer {unit} makes NaN or infinity of token {token} of sample {piece.first_row + row}",
-            hint="`megtool inspect SRC --stats` counts NaN in weights; where there are none, "
+            f"layer {unit} outputs NaN or Inf for token {token} of sample {piece.first_row + row}",
+            hint="`megtool inspect SRC --stats` counts NaN in weights; if there are none, use "
             "--dtype float32",
         )
 
     def _locate_nonfinite(self, unit: int, error: CalibrationError) -> CalibrationError:
-        """The error, and the weight that is to blame for it where one is no number."""
+        """Add the weight that causes the error, if one has NaN or Inf."""
         if unit < self.run.config.num_layers:
             prefix = f"decoder.layers.{unit}"
             for name, weight in self.decoder.get_submodule(prefix).named_parameters():
                 if not weight.is_meta and not bool(torch.isfinite(weight.sum())):
                     return CalibrationError(
-                        f"{error.message}: a weight of layer {unit} holds NaN or infinity",
+                        f"{error.message}: a weight of layer {unit} has NaN or Inf",
                         tensor=f"{prefix}.{name}",
-                        hint="`megtool inspect SRC --stats` counts them; load a sound checkpoint",
+                        hint="`megtool inspect SRC --stats` counts them; use an intact checkpoint",
                     )
         return error
 
@@ -314,13 +316,13 @@ class _UnitRunner:
         return [d for d in decisions if d is not None]
 
     def _is_changed(self, sites: list[ActivationSite]) -> bool:
-        """Something of the unit is quantized."""
+        """Whether any module of the unit is quantized."""
         return any(d.format is not None for p in sites for d in self._decisions(p))
 
     def _solve(
         self, sites: list[ActivationSite], statistics: Mapping[str, ActivationStatistics]
     ) -> QParams:
-        """The unit's settlement, each rank of the stage having settled some of the points."""
+        """Solve the unit's parameters; the ranks of the stage split the sites."""
         run, ranks = self.run, self.run.ranks
         full, notes = fill_missing_statistics(sites, statistics, run.policy)
         stage_ranks = ranks.gather_stage(self.groups.rank)
@@ -356,7 +358,7 @@ class _UnitRunner:
             notes=out.notes,
         )
 
-    # ---- what passes between units
+    # ---- activations between units
 
     def _begin(self, unit: int) -> None:
         self.activations.begin(self.activations_file(unit) if self._writes else None)
@@ -366,7 +368,7 @@ class _UnitRunner:
             self.activations.end(self.activations_file(unit))
 
     def _send_output(self, unit: int) -> None:
-        """Bring what leaves a unit to the ranks of the stage that has the next one."""
+        """Send the output of a unit to the stage of the next one."""
         if unit + 1 == len(self.stages):
             return
         sender, receiver = self._stage(unit), self._stage(unit + 1)
@@ -377,9 +379,9 @@ class _UnitRunner:
         if path is not None:
             if self.has(unit + 1) and not self.activations.load(path):
                 raise CalibrationError(
-                    f"what enters layer {unit + 1} is not there",
+                    f"what enters layer {unit + 1} is missing",
                     file=path,
-                    hint="the folder for work has to be on storage that all hosts share",
+                    hint="the resume folder must be on storage that all hosts share",
                 )
             return
         pp = self.groups.pp

@@ -1,4 +1,4 @@
-"""Statistics: what calibration keeps of the activations at a point, and how two of them add up."""
+"""Activation statistics of one site, and how they are merged."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from megtool.errors import CalibrationError
 Floats = NDArray[np.float32]
 
 OCTAVES = (-40, 24)
-"""Magnitudes between these powers of two have bins of their own; others go to the outer ones."""
+"""Magnitudes between these powers of two have their own bins; others go to the outer bins."""
 
 BINS_PER_OCTAVE = 32
 MAX_SAMPLE_ROWS = 512
-"""Rows of a sample at most."""
+"""Maximum number of sampled rows."""
 
 BINS = (OCTAVES[1] - OCTAVES[0]) * BINS_PER_OCTAVE + 1
-"""Bin 0 is for zeros and what is below; bin `1 + i` holds magnitudes whose exponent and first five
-bits of mantissa are the i-th. Bins never move, so histograms of any parts add up exactly."""
+"""Bin 0 counts zeros and smaller magnitudes; bin `1 + i` counts magnitudes with the i-th exponent
+and leading five mantissa bits. Bins are fixed, so histograms can be added exactly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationStatistics:
-    """What was seen at one point, over `num_tokens` rows of `width` columns.
+    """Statistics of one site over `num_tokens` rows of `width` channels.
 
-    `amax` `[width]` are largest magnitudes, `abs_sum` and `square_sum` float64 `[width]` sums of
-    magnitudes and of squares, all by column; `histogram` int64 `[BINS]` counts magnitudes of all
-    columns. Two are kept while a layer is being decided about, and in no artefact, where an
-    algorithm asks for them: `gram` float32 `[width, width]`, X^T X (an even one: see `Tally`), and
-    `sample` float32 `[at most SAMPLE, width]`, some of the rows.
+    `amax` `[width]` is the largest magnitude, `abs_sum` and `square_sum` float64 `[width]` are sums
+    of magnitudes and squares, all by channel; `histogram` int64 `[BINS]` counts magnitudes of all
+    channels. Two are only kept while a layer is solved, and not in calibration files: `gram` float32
+    `[width, width]`, X^T X (or token-normalized: see `RunningStatistics`), and `sample` float32
+    `[at most MAX_SAMPLE_ROWS, width]`, sampled rows.
     """
 
     num_tokens: int
@@ -46,7 +46,7 @@ class ActivationStatistics:
 
     @classmethod
     def empty(cls, width: int, *, gram: bool = False) -> ActivationStatistics:
-        """Of no tokens."""
+        """Statistics of no tokens."""
         return cls(
             num_tokens=0,
             amax=np.zeros(width, np.float32),
@@ -58,26 +58,26 @@ class ActivationStatistics:
 
     @classmethod
     def from_amax(cls, amax: Floats, *, num_tokens: int) -> ActivationStatistics:
-        """Of inputs of which nothing but the largest magnitude is known, the same in all columns.
+        """Statistics with only a per-tensor amax, repeated in `amax` `[width]`.
 
-        `amax` `[width]` is that; sums and histogram are empty.
+        Sums and histogram are empty.
         """
         return replace(cls.empty(len(amax)), num_tokens=num_tokens, amax=amax)
 
     @property
     def has_channels(self) -> bool:
-        """Columns were looked at one by one, and their magnitudes counted."""
+        """Whether there are per-channel statistics and a histogram."""
         return not self.num_tokens or bool(self.histogram.any())
 
     def merge(self, part: ActivationStatistics) -> ActivationStatistics:
-        """Of the tokens of both.
+        """Merge with the statistics of other tokens.
 
         Raises:
-            CalibrationError: they are not of the same number of columns.
+            CalibrationError: different numbers of channels.
         """
         if self.amax.shape != part.amax.shape:
             raise CalibrationError(
-                f"statistics of {len(self.amax)} and of {len(part.amax)} columns do not add up",
+                f"statistics of {len(self.amax)} and of {len(part.amax)} channels cannot be merged",
                 hint="they are of different models",
             )
         has_gram = self.gram is not None and part.gram is not None
@@ -93,14 +93,14 @@ class ActivationStatistics:
 
     @property
     def abs_mean(self) -> Floats:
-        """Mean magnitudes by column."""
+        """The mean magnitude by channel."""
         return (self.abs_sum / max(self.num_tokens, 1)).astype(np.float32)
 
 
 def merge_samples(parts: Sequence[tuple[Floats | None, int]]) -> Floats | None:
-    """One sample of all parts, given those of each and its number of tokens.
+    """Merge samples, given the rows of each and its number of tokens.
 
-    Each part has as large a share of it as of the tokens, evenly spaced.
+    Each part contributes in proportion to its tokens, with evenly spaced rows.
     """
     samples = [(rows, tokens) for rows, tokens in parts if rows is not None and len(rows)]
     if not samples:

@@ -325,4 +325,4 @@ def _decided(
     decision: Decision, recipe: Recipe, number_format: RecipeFormat | None, reason: str
 ) -> Decision:
     size = estimate_bytes(recipe, decision.module, number_format)
-    return replace(decision, format=number_format, why=reason, num_bytes=size, choices=())
+    return replace(decision, format=number_format, reason=reason, num_bytes=size, choices=())

@@ -35,7 +35,7 @@ from megtool.number_formats.small_floats import E2M1, E4M3, single
 from megtool.quant.packed_tensors.modelopt_tensors import second_scale
 from megtool.quant.qparams import WeightQParams
 from megtool.quant.recipes.formats import packing_of
-from megtool.reshard.constant_feed import to_bits, digest_facts
+from megtool.reshard.constant_feed import digest_facts, to_bits
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 

@@ -1,1 +1,1 @@
-"""Recipes: what a file says about each module, in every dialect, and what engines load."""
+"""Quantization recipes in every dialect, and the formats that engines support."""

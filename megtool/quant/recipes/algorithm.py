@@ -1,4 +1,4 @@
-"""Algorithm: the methods of calibration, what their options may be, and where each does nothing."""
+"""Calibration methods, their options, and the formats that each has an effect on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megtool.quant.recipes.rules import RecipeProblems
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmOption:
-    """What an option of a method may be: a `kind`, and of numbers a range with both ends, the
-    lower one left out with `above`."""
+    """The type and inclusive range of an option; `excludes_minimum` makes the lower bound
+    exclusive."""
 
     kind: type
     minimum: float = 0.0
@@ -25,7 +25,7 @@ class AlgorithmOption:
     excludes_minimum: bool = False
 
     def accepts(self, value: Any) -> bool:
-        """The value is of the kind and in the range; NaN and infinities never are."""
+        """Whether the value has the type and is in the range; NaN and Inf never are."""
         if self.kind is bool or isinstance(value, bool):
             return self.kind is bool and isinstance(value, bool)
         types = int if self.kind is int else int | float
@@ -36,7 +36,7 @@ class AlgorithmOption:
         )
 
     def describe(self) -> str:
-        """The range for people."""
+        """The range in words."""
         if self.kind is bool:
             return "true or false"
         kind = "a whole number" if self.kind is int else "a number"
@@ -50,8 +50,8 @@ _STEP = AlgorithmOption(float, minimum=0.001)
 _GPTQ = {
     "damping": AlgorithmOption(float, maximum=100.0),
     "shrinkage": _SHARE,
-    "even": _FLAG,
-    "descending": _FLAG,
+    "normalize_tokens": _FLAG,
+    "desc_act": _FLAG,
     "clip": _FLAG,
     "refinements": AlgorithmOption(int, maximum=100),
 }
@@ -76,7 +76,7 @@ METHODS: Mapping[str, Mapping[str, AlgorithmOption]] = MappingProxyType(
         "gradient": {},
     }
 )
-"""Methods with the options each has; `none` needs no data, the last two are for choices."""
+"""Methods with their options; `none` needs no data, the last two choose formats."""
 
 SENSITIVITY_METHODS = ("kl_div", "gradient")
 
@@ -84,9 +84,9 @@ SENSITIVITY_METHODS = ("kl_div", "gradient")
 def read_algorithm(
     node: Node | None, formats: Mapping[str, RecipeFormat], problems: RecipeProblems
 ) -> dict[str, Any]:
-    """The `algorithm` of a recipe with these formats, in megtool's own dialect.
+    """Read the `algorithm` of a recipe in megtool's own dialect.
 
-    Where it says nothing, it is the least that its formats ask for.
+    The default is `max` if a format needs data, `kl_div` if formats are chosen, else `none`.
     """
     if node is None:
         return {"method": _default_method(formats.values())}
@@ -114,7 +114,7 @@ def check_options(
     lines: Mapping[str, int],
     problems: RecipeProblems,
 ) -> None:
-    """Every option is known, and in its range."""
+    """Check that every option is known and in its range."""
     for key, value in options.items():
         if key == "method":
             continue
@@ -133,16 +133,16 @@ def _default_method(formats: Iterable[RecipeFormat]) -> str:
 
 
 def _needs_data(format: RecipeFormat) -> bool:
-    """The format has scales that come from data."""
+    """Whether the format has scales that come from data."""
     if format.kv_algo:
         return not format.constant
     return bool(format.algo) and format.number.calibrates
 
 
 def is_no_op(method: str, options: Mapping[str, Any], format: RecipeFormat) -> bool:
-    """Whether a method does nothing to a weight format that `max` would not do too.
+    """Whether a method has the same result as `max` for a weight format.
 
-    `options` are those of the method. The names are ours and ModelOpt's.
+    `options` are those of the method; both our method names and ModelOpt's are known.
     """
     number = format.number
     clips = bool(options.get("clip")) or method in ("awq_full", "awq_clip")
@@ -165,7 +165,7 @@ def is_no_op(method: str, options: Mapping[str, Any], format: RecipeFormat) -> b
 def _check_use(
     method: str, formats: Mapping[str, RecipeFormat], line: int, problems: RecipeProblems
 ) -> None:
-    """The recipe's method is of use to some format."""
+    """Check that the recipe's method has an effect on some format."""
     listed = list(formats.values())
     chooses = any(f.choose for f in listed)
     if method in SENSITIVITY_METHODS and listed and not chooses:
@@ -183,7 +183,7 @@ def _check_use(
 def check_methods(
     algorithm: Mapping[str, Any], formats: Mapping[str, RecipeFormat], problems: RecipeProblems
 ) -> None:
-    """Every format is one that its method, its own or the recipe's, does something to."""
+    """Check that every format is affected by its method, its own or the recipe's."""
     overall = str(algorithm.get("method", "none"))
     for format in formats.values():
         method = format.method or overall

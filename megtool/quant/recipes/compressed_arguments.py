@@ -1,11 +1,12 @@
-"""Arguments of compressed-tensors: what is said of weights and inputs, and the format it makes.
+"""compressed-tensors arguments of weights and inputs, their formats, and matching of targets.
 
-Whatever compressed-tensors 0.20 knows is known here: what changes nothing of what is stored passes,
-what is not carried out is a problem, and so is a key of nobody's.
+All keys of compressed-tensors 0.20 are known: keys that do not affect stored tensors are ignored,
+unsupported values and unknown keys are problems.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ _ARGUMENTS = (
     "observer_kwargs",
 )
 _ORDERS = (None, False, "weight", "static")
-"""Orders in which GPTQ went through columns; with any other the file holds an index of them."""
+"""Activation orders that store no column index (`g_idx`)."""
 _OBSERVERS = (None, "minmax", "static_minmax", "memoryless_minmax", "memoryless")
 _FLOATS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8")
 
@@ -43,24 +44,24 @@ PRESETS: Mapping[str, tuple[str, int]] = {
     "MXFP8": ("MXFP8", 32),
     "MXFP4": ("MXFP4", 32),
 }
-"""Schemes by name, with the format and group size each means."""
+"""Preset schemes by name, with format and group size."""
 
 
 def check_values(
     node: Node, allowed: Mapping[str, tuple[Any, ...]], problems: RecipeProblems
 ) -> None:
-    """Keys of a mapping that are understood, but carried out with a few values alone."""
+    """Check keys that are supported only with a few values."""
     for key, values in allowed.items():
         if (value := node.get(key)) is not None and value.plain() not in values:
             line = (node.keys or {}).get(key, value.line)
             shown = str(value.plain())[:60]
-            problems.add(line, f"{key} {shown} is not carried out", "leave it out, or empty")
+            problems.add(line, f"{key} {shown} is not supported", "leave it out, or empty")
 
 
 def check_arguments(node: Node, part: str, problems: RecipeProblems) -> str:
-    """Settings of `part` (weights, input_activations, kv_cache_scheme) are known and carried out.
+    """Check the arguments of `part` (weights, input_activations, kv_cache_scheme).
 
-    Returns the algorithm that they ask for, or the empty text.
+    Returns the algorithm that they imply, or "".
     """
     if not check_keys(node, _ARGUMENTS, f"{part} section", problems):
         return ""
@@ -69,7 +70,7 @@ def check_arguments(node: Node, part: str, problems: RecipeProblems) -> str:
     def refuse(key: str, hint: str = "leave it out") -> None:
         line = (node.keys or {}).get(key, node.line)
         shown = str(values.get(key))[:60]
-        problems.add(line, f"{key} {shown} of {part} is not carried out", hint)
+        problems.add(line, f"{key} {shown} of {part} is not supported", hint)
 
     observer, dynamic = values.get("observer"), values.get("dynamic")
     if values.get("actorder") not in _ORDERS:
@@ -84,7 +85,7 @@ def check_arguments(node: Node, part: str, problems: RecipeProblems) -> str:
     for key in ("scale_dtype", "zp_dtype"):
         if values.get(key) is not None and str(values[key]).removeprefix("torch.") not in _FLOATS:
             refuse(key)
-    if dynamic is True:  # nothing is observed
+    if dynamic is True:  # no observer is used
         return ""
     if values.get("observer_kwargs") not in (None, {}):
         refuse("observer_kwargs")
@@ -97,8 +98,8 @@ def check_arguments(node: Node, part: str, problems: RecipeProblems) -> str:
 
 
 def find_algo(weights: Any, inputs: Any) -> tuple[str, int]:
-    """The format that settings of weights and of inputs are together, and its group size; the
-    empty text where there is none."""
+    """Find the format of arguments of weights and inputs, and its group size; "" if there is
+    none."""
     scheme = _weights(weights) if isinstance(weights, Mapping) else None
     if scheme is None:
         return "", 0
@@ -107,7 +108,7 @@ def find_algo(weights: Any, inputs: Any) -> tuple[str, int]:
 
 
 def describe_arguments(args: Any) -> str:
-    """Settings for people."""
+    """Describe arguments in words."""
     if not isinstance(args, dict):
         return "as they are"
     words = [f"{args.get('type', 'int')}{args.get('num_bits', 8)}"]
@@ -132,7 +133,7 @@ _BY_SETTINGS: Mapping[tuple[str, str], str] = {
 
 
 def _weights(args: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Settings of weights as a word and a group size."""
+    """Classify arguments of weights as a word and a group size."""
     if args.get("symmetric") is False or args.get("dynamic"):
         return None
     kind = as_key((args.get("type", "int"), args.get("num_bits", 8)))
@@ -158,7 +159,7 @@ _BLOCKS = ([128, 128], "128x128")
 
 
 def _inputs(args: Any) -> str:
-    """Settings of inputs as a word; the empty one where they stay as they are."""
+    """Classify arguments of inputs as a word; "" if inputs are not quantized."""
     if not isinstance(args, dict):
         return ""
     if args.get("symmetric") is False:
@@ -179,3 +180,17 @@ def _inputs(args: Any) -> str:
     if strategy == "token":
         return f"{name}_token"
     return name if not args.get("dynamic") else "other"
+
+
+EXPRESSION = "re:"
+"""The prefix of `targets` and `ignore` entries that are regular expressions."""
+
+
+def means(entry: str, module: str) -> bool:
+    """Whether an entry of `targets` or `ignore` matches a module name; an invalid regex does not."""
+    if not entry.startswith(EXPRESSION):
+        return entry == module
+    try:
+        return re.match(entry.removeprefix(EXPRESSION), module) is not None
+    except re.error:
+        return False

@@ -1,8 +1,8 @@
-"""Recipes of compressed-tensors: groups of targets with their settings, less what is ignored.
+"""Reads compressed-tensors recipes: groups of targets with their arguments, minus `ignore`.
 
-A target is a full name, a regular expression (`re:`, from the beginning of a name), or a class such
-as `Linear`; a name comes before an expression, an expression before a class, and `ignore` before
-all. Names are those of the Hugging Face checkpoint.
+A target is a full name, a regular expression (`re:`, matched from the beginning of a name), or a
+class such as `Linear`. Names take precedence over expressions, expressions over classes, and
+`ignore` over all. Names are those of the Hugging Face checkpoint.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from megtool.quant.recipes.compressed_arguments import (
+    EXPRESSION,
     PRESETS,
     check_arguments,
     check_values,
     describe_arguments,
     find_algo,
 )
-from megtool.quant.recipes.compressed_targets import EXPRESSION
 from megtool.quant.recipes.formats import RecipeFormat
 from megtool.quant.recipes.located_yaml import Node
 from megtool.quant.recipes.modules import suggest
@@ -58,7 +58,7 @@ _CLASSES = {"Linear": "linear", "Embedding": "embedding"}
 
 
 def read_compressed(node: Node, name: str, problems: RecipeProblems) -> Recipe:
-    """A `quantization_config` of compressed-tensors, or a config.json that holds one."""
+    """Read a `quantization_config` of compressed-tensors, or a config.json that contains one."""
     node = node.get("quantization_config") or node
     if check_keys(node, _TOP, "compressed-tensors configuration", problems):
         check_values(node, _PLAIN_TOP, problems)
@@ -93,7 +93,7 @@ def read_compressed(node: Node, name: str, problems: RecipeProblems) -> Recipe:
             label="kv_cache_scheme",
             line=cache.line,
         )
-        rules.insert(0, cached)  # a scheme for the whole model, whatever is ignored
+        rules.insert(0, cached)  # a scheme for the whole model, regardless of ignore
     return Recipe(
         name=name,
         description="",
@@ -109,7 +109,7 @@ def read_compressed(node: Node, name: str, problems: RecipeProblems) -> Recipe:
 def _group(
     key: str, node: Node, formats: dict[str, RecipeFormat], problems: RecipeProblems
 ) -> list[tuple[int, RecipeRule]]:
-    """The rules of a group, each with how exact its target is."""
+    """The rules of a group, each with the rank of its target."""
     targets: Node | None = node
     method = ""
     if isinstance(node.value, list):  # {"W4A16": ["Linear"]}
@@ -163,7 +163,7 @@ def _targets(node: Node, format_: str, label: str, problems: RecipeProblems) -> 
 
 
 def _algo(node: Node, key: str, problems: RecipeProblems) -> tuple[str, int]:
-    """The format of a group's settings; the empty text where there is none."""
+    """The format of a group's arguments, or "" if there is none."""
     weights, inputs = (n.plain() if (n := node.get(k)) else None for k in _GROUP[1:3])
     algo, size = find_algo(weights, inputs)
     if not algo:

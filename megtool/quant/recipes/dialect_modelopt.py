@@ -1,9 +1,9 @@
-"""ModelOpt's recipes: lists of quantizer settings, where the last entry that matches wins.
+"""Reads ModelOpt recipes: lists of quantizer settings in which the last matching entry wins.
 
-An entry names quantizers (`*weight_quantizer`) by a glob over the names that modules have in
-`transformers`, so weights and inputs of one module are decided separately: an entry with `cfg`
-replaces what was said before, one with `enable` alone only switches on or off. Names are those of
-the Hugging Face checkpoint, which differ from modules' names where transformers has renamed them.
+An entry names quantizers (`*weight_quantizer`) by a glob over `transformers` module names, so
+weights and inputs of a module are decided separately: an entry with `cfg` replaces earlier
+settings, one with only `enable` turns them on or off. Names are those of the Hugging Face
+checkpoint, which differ from module names that transformers has renamed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _AUTO = (
 def read_modelopt(
     node: Node, name: str, problems: RecipeProblems, *, root: Path | None = None
 ) -> Recipe:
-    """A recipe file or a `quant_cfg` of ModelOpt's.
+    """Read a ModelOpt recipe file or `quant_cfg`.
 
-    `root` is the folder of the file: imports are looked for in it, in the folders above, and in the
-    installed package `modelopt_recipes`, without running any of it.
+    `root` is the folder of the file: imports are searched in it, in its parents, and in the
+    installed package `modelopt_recipes`, without executing any of it.
     """
     node = ImportResolver(root, problems).resolve(node)
     check_keys(node, _TOP, "ModelOpt recipe", problems)
@@ -92,7 +92,7 @@ def _begins_disabled(space: tuple[QuantizerSetting, ...]) -> bool:
 def _entries(
     node: Node, rules: list[RecipeRule], problems: RecipeProblems
 ) -> tuple[QuantizerSetting, ...]:
-    """The entries of a list, in today's form or in one of the older ones."""
+    """Read the entries of a list, in the current form or an older one."""
     raw = node.value
     if isinstance(raw, dict):
         lines = node.keys or {}
@@ -138,7 +138,7 @@ def _entries(
 
 
 def _modernize_entry(node: Node) -> list[Node]:
-    """An entry in ModelOpt's older forms, `{pattern: cfg}` and `{nn.Class: {pattern: cfg}}`."""
+    """Convert ModelOpt's older forms `{pattern: cfg}` and `{nn.Class: {pattern: cfg}}`."""
     if not isinstance(node.value, dict) or "quantizer_name" in node.value or not node.value:
         return [node]
     if set(node.value) & set(_ENTRY):
@@ -172,11 +172,11 @@ def _auto(
     spaces: list[tuple[QuantizerSetting, ...]],
     problems: RecipeProblems,
 ) -> float:
-    """Formats to choose among, as one list of settings each; returns the bits allowed."""
+    """Read candidate formats as one list of settings each; returns the budget in bits."""
     check_keys(node, _AUTO, "auto_quantize section", problems)
     for key in ("module_search_spaces", "kv_cache"):
         if (value := node.get(key)) is not None and value.value:
-            problems.add(value.line, f"{key} of auto_quantize is not carried out", "leave it out")
+            problems.add(value.line, f"{key} of auto_quantize is not supported", "leave it out")
     disabled = node.get("disabled_layers")
     off = [n for n in (disabled.value if disabled and isinstance(disabled.value, list) else [])]
     formats = node.get("candidate_formats")
@@ -216,7 +216,7 @@ def _auto_method(node: Node, problems: RecipeProblems) -> str:
 
 
 def _auto_notes(node: Node) -> list[str]:
-    """What is decided otherwise here than ModelOpt would."""
+    """Notes on differences from ModelOpt."""
     out = []
     formats = node.get("candidate_formats")
     for candidate in (
@@ -236,5 +236,5 @@ def _auto_notes(node: Node) -> list[str]:
 
 
 def _quantizer_glob(layer: str) -> str:
-    """A glob over layers as one over their quantizers."""
+    """Convert a glob over layers to one over their quantizers."""
     return layer if layer.endswith("*") else f"{layer}.*"

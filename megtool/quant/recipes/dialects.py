@@ -1,9 +1,9 @@
-"""Dialects: whose recipe a file is, and how those of Megatron and shipped ones are read.
+"""Loads recipes of any dialect, and reads the Megatron dialect.
 
-Megatron's matchers are tried in their order and the first that matches decides, as here; those that
-do not say `enabled: true` are no rules at all. Its names are those of its modules with the layer's
-number in the whole model, where Megatron itself counts from 0 on every pipeline stage. It asks the
-linear layers of attention and MLPs alone, never the router, the embedding or the output layer.
+Megatron's matchers are tried in order and the first match decides, as in megtool; matchers without
+`enabled: true` are ignored. Names are those of Megatron modules with the layer number in the whole
+model; Megatron itself counts from 0 on every pipeline stage. Only the linear layers of attention
+and MLPs are matched, never the router, the embedding or the output layer.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def read_recipe_text(recipe: str | Path) -> tuple[str, bytes]:
-    """Where a recipe is and what it says: a file, or one that is shipped, by its name.
+    """Return the name and content of a shipped recipe or of a file.
 
     Raises:
-        RecipeError: there is none, or it is absurdly large.
+        RecipeError: it does not exist, or is too large.
     """
     path = Path(recipe)
     name = str(recipe)
@@ -87,12 +87,12 @@ def read_recipe_text(recipe: str | Path) -> tuple[str, bytes]:
 
 
 def load_recipe(recipe: str | Path, problems: RecipeProblems | None = None) -> Recipe:
-    """A shipped recipe by its name, or a file in any dialect.
+    """Load a shipped recipe by name, or a file in any dialect.
 
-    What is wrong with it is added to `problems`, or raised where there are none given.
+    Problems are added to `problems`, or raised if it is None.
 
     Raises:
-        RecipeError: with all that is wrong, each with its line.
+        RecipeError: the recipe is invalid; lists all problems with their lines.
     """
     file, text = read_recipe_text(recipe)
     documents = read_documents(text, file=file)
@@ -104,10 +104,10 @@ def load_recipe(recipe: str | Path, problems: RecipeProblems | None = None) -> R
 
 
 def recipe_from(data: Mapping[str, Any], *, name: str = "given") -> Recipe:
-    """A recipe in any dialect from plain data, such as one of ModelOpt's presets.
+    """Read a recipe in any dialect from plain data, such as a ModelOpt preset.
 
     Raises:
-        RecipeError: with all that is wrong.
+        RecipeError: the recipe is invalid; lists all problems.
     """
     return parse_recipe(from_plain(dict(data)), name=name, file=name)
 
@@ -120,7 +120,7 @@ def parse_recipe(
     problems: RecipeProblems | None = None,
     root: Path | None = None,
 ) -> Recipe:
-    """A parsed file as a recipe, in whatever dialect it is."""
+    """Convert parsed YAML of any dialect to a recipe."""
     collected = problems or RecipeProblems(file)
     dialect = _detect_dialect(node, collected)
     if dialect == "megatron":
@@ -155,7 +155,7 @@ def _detect_dialect(node: Node, problems: RecipeProblems) -> str:
 
 
 def _read_megatron(node: Node, name: str, problems: RecipeProblems) -> Recipe:
-    """Megatron's `configs` and `matchers`, unchanged."""
+    """Read Megatron's `configs` and `matchers`."""
     check_keys(node, ("configs", "matchers"), "Megatron recipe", problems)
     configs, matchers = node.get("configs"), node.get("matchers")
     formats: dict[str, RecipeFormat | None] = {}
@@ -217,7 +217,7 @@ def _matcher(
 
 
 def _config_format(key: str, node: Node, problems: RecipeProblems) -> RecipeFormat | None:
-    """What Transformer Engine would train in, as the format nearest to it; None keeps a module."""
+    """The format closest to Transformer Engine's training recipe; None for unquantized."""
     training = node.get("training_recipe")
     if not isinstance(node.value, dict) or training is None:
         problems.add(
@@ -237,7 +237,7 @@ def _config_format(key: str, node: Node, problems: RecipeProblems) -> RecipeForm
         return None
     check_values(training, _PLAIN, problems)
     names = _names(training)
-    if names == [None, None]:  # 16 bits, whatever else it says
+    if names == [None, None]:  # 16 bits, regardless of other keys
         return None
     algo = _BY_TRAINING.get((names[0], names[1]))
     if algo is None:
@@ -252,7 +252,7 @@ def _config_format(key: str, node: Node, problems: RecipeProblems) -> RecipeForm
 
 
 def _names(recipe: Node) -> list[str | None]:
-    """The FP8 and the FP4 recipe that one of Transformer Engine's names."""
+    """The FP8 and FP4 recipe names of a Transformer Engine recipe."""
     nodes = (recipe.get(k) for k in _PAYLOAD[:2])
     return [n.text if n is not None and n.value is not None else None for n in nodes]
 
@@ -260,7 +260,7 @@ def _names(recipe: Node) -> list[str | None]:
 def _check_evaluation(
     key: str, training: Node, evaluation: Node | None, problems: RecipeProblems
 ) -> None:
-    """What a module is evaluated in is what it is trained in: a file has one format for both."""
+    """Check that evaluation and training have the same format."""
     if evaluation is None or evaluation.value is None:
         return
     if not check_keys(evaluation, _PAYLOAD, "evaluation_recipe", problems):
@@ -271,5 +271,5 @@ def _check_evaluation(
         problems.add(
             evaluation.line,
             f"config {key!r} is trained in {first} and evaluated in {second}",
-            "leave out evaluation_recipe, or make training_recipe what is meant",
+            "remove evaluation_recipe, or set training_recipe to the intended format",
         )

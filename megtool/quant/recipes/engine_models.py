@@ -1,6 +1,6 @@
-"""Family targets: what engines make of some models, and of a KV cache that is quantized alone.
+"""Engine limits for some models, and for models in which only the KV cache is quantized.
 
-`quant.recipes.targets` asks it before any work, `export.lint` of a folder that is there.
+Used by `quant.recipes.engine_support` before quantization and by `lint` for existing folders.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ ROTARY_SOURCES: Mapping[str, str] = {
     "vllm": "https://github.com/vllm-project/vllm/pull/34243",
     "sglang": "https://github.com/sgl-project/sglang/pull/35032",
 }
-"""Engines that turn rows of q and k of Llama 4 while they load them, and where it is told."""
+"""Engines that permute the rows of q and k of Llama 4 at load time, with sources."""
 
 ROTARY_HINT = "keep q, k and v of attention, or take fp8"
 
 _SCALES_TURNED = "0.16.0"
-"""The first release of vLLM that turns scales with the rows they are of (pull request 34243)."""
+"""The first release of vLLM that permutes scales along with rows (pull request 34243)."""
 
 KV_CACHE_ONLY_ERRORS: Mapping[str, str] = {
     "vllm": "Missing 'quant_algo' in quantization config (vllm modelopt.py at 00155cde)",
     "sglang": "Cannot find 'quant_algo' (sglang modelopt_quant.py at faeb9685)",
     "trtllm": "Pre-quantized checkpoint must have quant_algo (llmapi/llm_utils.py at 0066b2a5)",
 }
-"""What an engine's loader of ModelOpt's folders says where the KV cache alone is quantized.
+"""The error of each engine's ModelOpt loader if only the KV cache is quantized.
 
-ModelOpt itself writes such folders (0.47: `quant_algo` null beside `kv_cache_quant_algo`)."""
+ModelOpt itself writes such folders (0.47: `quant_algo` null with `kv_cache_quant_algo`)."""
 
 _OWN_CACHE: Mapping[str, str] = {
     "vllm": "--kv-cache-dtype fp8",
     "sglang": "--kv-cache-dtype fp8_e4m3",
     "trtllm": "kv_cache_config dtype: fp8",
 }
-"""How an engine is told to keep the cache of an unquantized model in FP8, with a scale of 1."""
+"""The engine option for an FP8 KV cache with scale 1 in an unquantized model."""
 
 SUPPORTED_ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
     "trtllm": (
@@ -68,16 +68,16 @@ SUPPORTED_ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
         "Qwen3NextForCausalLM",
     ),
 }
-"""Architectures on an engine's list of supported models; engines not named here run others too
-(vLLM and SGLang through transformers)."""
+"""Architectures on an engine's list of supported models; engines without a list here run others
+too (vLLM and SGLang through transformers)."""
 
 
 class Release(Protocol):
-    """An engine at a version, as `quant.recipes.targets.Target` has it."""
+    """An engine at a version, such as `engine_support.EngineVersion`."""
 
     @property
     def engine(self) -> str:
-        """Which engine."""
+        """The engine."""
 
     @property
     def name(self) -> str:
@@ -88,12 +88,12 @@ class Release(Protocol):
 
 
 def permutes_rotary_rows(release: Release, architecture: str) -> bool:
-    """The engine turns rows of q and k of such a model while it loads them."""
+    """Whether the engine permutes the rows of q and k of such a model at load time."""
     return release.engine in ROTARY_SOURCES and architecture.startswith("Llama4")
 
 
 def rotary_conflict(release: Release, algo: str) -> str:
-    """Why codes of a format do not stand it that rows are turned ("": they do)."""
+    """Why a format does not allow its rows to be permuted, or ""."""
     if algo == "FP8":  # one scale a tensor
         return ""
     if algo == "FP8_PB_WO":
@@ -112,9 +112,9 @@ def check_family(
     used: Mapping[str, Sequence[Decision]],
     problems: RecipeProblems,
 ) -> None:
-    """Add to `problems` what the engine makes of this model, or of its KV cache alone.
+    """Add problems of the engine with this model, or with quantizing only its KV cache.
 
-    `used` are the decisions about weights by the format they get.
+    `used` are the decisions about weights by format.
     """
     if reason := reject_kv_cache_only(release.engine, decisions):
         line = next((d.format.line for d in decisions if d.format), 0)
@@ -129,27 +129,27 @@ def check_family(
 
 
 def reject_kv_cache_only(engine: str, decisions: Sequence[Decision]) -> str:
-    """What an engine makes of a model of which only the KV cache is quantized ("": more is)."""
+    """Why an engine rejects a model in which only the KV cache is quantized, or ""."""
     formats = [d.format for d in decisions if d.format]
     if not formats or not all(f.kv_algo for f in formats):
         return ""
-    message = "loads no folder in which nothing but the KV cache is quantized"
+    message = "does not load folders in which only the KV cache is quantized"
     return f"{message}: {KV_CACHE_ONLY_ERRORS[engine]}"
 
 
 def kv_cache_only_hint(engine: str) -> str:
-    """What to do instead of quantizing the KV cache alone, for an engine."""
+    """What to do instead of quantizing only the KV cache, for an engine."""
     return (
-        "give weights a format too (fp8_kv_fp8), or leave all as it is and tell the engine "
+        "quantize weights too (fp8_kv_fp8), or leave the model unquantized and run the engine with "
         + _OWN_CACHE[engine]
     )
 
 
 def is_unlisted(engine: str, architectures: Collection[str]) -> bool:
-    """The engine has a list of models it supports, and none of these is on it."""
+    """Whether the engine has a list of supported models without any of these."""
     listed = SUPPORTED_ARCHITECTURES.get(engine)
     return listed is not None and bool(architectures) and not set(architectures) & set(listed)
 
 
 UNLISTED = "is not on the list of supported models"
-UNLISTED_HINT = "look at the engine's own list for your version"
+UNLISTED_HINT = "check the engine's own list for your version"

@@ -1,4 +1,4 @@
-"""Targets: what each version of an engine can load, as a table with the source of every line."""
+"""Formats that each engine version can load, as a table with sources."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ _NEWEST = (9999,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
-    """One line: what an engine loads from a version on.
+    """One table line: formats that an engine loads from a version on.
 
-    `since` is the first version known to; `main` is a state of the sources of 2026-08 that no
-    release number is known for. `what` is `linear`, `kv`, `mixed` (one of several formats in one
-    model), or `blocks` (all experts of a layer in one tensor, as gpt-oss has them). `dense` lines
-    say nothing about experts.
+    `since` is the first known version; `main` is the source of 2026-08 without a release number.
+    `part` is `linear`, `kv`, `mixed` (several formats in one model), or `blocks` (all experts of a
+    layer in one tensor, as in gpt-oss). `dense` lines do not cover experts.
     """
 
     engine: str
@@ -143,7 +142,7 @@ ENGINES = tuple(dict.fromkeys(s.engine for s in TABLE))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVersion:
-    """An engine, and a version of it; the newest sources the table knows where none is given."""
+    """An engine with a version; without one, the newest source in the table."""
 
     engine: str
     version: str = ""
@@ -154,27 +153,29 @@ class EngineVersion:
         return f"{self.engine} {self.version}" if self.version else self.engine
 
     def has(self, since: str) -> bool:
-        """Whether this is version `since` or a later one; the newest where none is given."""
+        """Whether this is version `since` or later; True without a version."""
         return _order(since) <= (_order(self.version) if self.version else _NEWEST)
 
     @property
     def unknown(self) -> str:
-        """What to say of a release that is newer than all that have lines; "" where it is not."""
+        """A note if the release is newer than all in the table, else ""."""
         newest = _newest(self.engine)
         if not self.version or _order(self.version) == _NEWEST:
             return ""
         if _order(self.version)[:2] <= _order(newest)[:2]:
             return ""
-        return f"{self.name} is newer than {newest}, the last that is known: its rules are taken"
+        return (
+            f"{self.name} is newer than {newest}, the last known release, whose rules are applied"
+        )
 
     @property
     def newest_source(self) -> str:
-        """Where the last release with lines of its own is described."""
+        """The source of the last release in the table."""
         newest = _newest(self.engine)
         return next(s.source for s in TABLE if (s.engine, s.since) == (self.engine, newest))
 
     def supported(self, part: str) -> list[Support]:
-        """The lines of the table that hold for this version."""
+        """The table lines that apply to this version."""
         return [
             s for s in TABLE if s.engine == self.engine and s.part == part and self.has(s.since)
         ]
@@ -184,7 +185,7 @@ def parse_engine(text: str) -> EngineVersion:
     """`vllm`, or `vllm@0.16.0`.
 
     Raises:
-        UsageError: no such engine, or no version.
+        UsageError: unknown engine or version.
     """
     engine, _, version = text.partition("@")
     if engine not in ENGINES:
@@ -209,7 +210,7 @@ _VERSION = r"\d+(\.\d+)*((a|b|rc|\.?post|\.?dev)\d+)?(\+[\w.]+)?"
 
 
 def _newest(engine: str) -> str:
-    """The newest release with a line of its own."""
+    """The newest release in the table."""
     return max((s.since for s in TABLE if s.engine == engine and s.since != "main"), key=_order)
 
 
@@ -222,10 +223,10 @@ def _order(version: str) -> tuple[int, ...]:
 
 
 def adapt_to_engine(engine: EngineVersion, recipe: Recipe, decisions: Sequence[Decision]) -> Recipe:
-    """The recipe as it has to be carried out for an engine, with a note where that differs.
+    """Adapt the recipe to an engine, with a note about changes.
 
-    Formats that have another name once factors of columns are stored beside them (NVFP4_AWQ) are
-    refused by engines that know the plain name alone: then only what a norm takes in has factors.
+    Formats with a `pre_quant_scale` have another name (NVFP4_AWQ), and some engines load only the
+    plain format: then smoothing scales are used only where a norm can absorb them.
     """
     if recipe.folds_scales:
         return recipe
@@ -235,8 +236,8 @@ def adapt_to_engine(engine: EngineVersion, recipe: Recipe, decisions: Sequence[D
             smoothed = SMOOTHED_ALGOS.get(algo, algo)
             if method in SMOOTHING_METHODS and algo in loads and smoothed not in loads:
                 note = (
-                    f"{engine.name} loads {algo} and not {smoothed}: factors of columns are only where "
-                    "a norm before takes them in (`fold: true`)"
+                    f"{engine.name} loads {algo} and not {smoothed}: smoothing scales are used "
+                    "only where the preceding norm can absorb them (`fold: true`)"
                 )
                 algorithm = {**recipe.algorithm, "fold": True}
                 return replace(recipe, algorithm=algorithm, notes=(*recipe.notes, note))
@@ -244,7 +245,7 @@ def adapt_to_engine(engine: EngineVersion, recipe: Recipe, decisions: Sequence[D
 
 
 def _methods(decision: Decision, recipe: Recipe) -> list[tuple[str, str]]:
-    """The algorithm and the format a module gets, or all those that it may get by a choice."""
+    """The algorithm and format of a module, or all candidates of a choice."""
     format = decision.format
     if format is None or format.kv_algo:
         return []
@@ -260,21 +261,21 @@ def check_engine(
     *,
     architecture: str = "",
 ) -> None:
-    """Add to `problems` all that the engine cannot run.
+    """Add problems for everything that the engine cannot run.
 
-    `architecture` is the model's class as config.json will name it; "" where it is not known.
+    `architecture` is the model class in config.json, or "" if unknown.
     """
     used: dict[str, list[Decision]] = defaultdict(list)
     caches: dict[str, list[Decision]] = defaultdict(list)
     for d in decisions:
         if d.module.kind == "kv_cache":
-            if "mtp" not in d.module.roles:  # what drafts has a cache of its own
+            if "mtp" not in d.module.roles:  # MTP layers have their own cache
                 caches[d.format.kv_algo if d.format else ""].append(d)
         elif d.format is not None:
             algos = _algos(d.format, recipe.formats)
             turned = permutes_rotary_rows(engine, architecture)
             if d.format.choose and any(list_permitted_sets(engine, (), algos, rotary=turned)):
-                continue  # what does not suit is not chosen
+                continue  # unsupported candidates are not chosen
             for algo in algos:
                 used[algo].append(d)
     for algo, group in used.items():
@@ -292,7 +293,7 @@ def check_engine(
         mixed = {a for s in engine.supported("mixed") for a in s.algos}
         for algo in used:
             if algo not in mixed:
-                message = f"{engine.name} does not load {algo} beside {_other_algos(used, algo)}"
+                message = f"{engine.name} does not load {algo} with {_other_algos(used, algo)}"
                 hint = f"it mixes {', '.join(sorted(mixed))}" if mixed else "it mixes no formats"
                 problems.add(_line(used[algo]), message, hint)
     for algo in caches:
@@ -306,7 +307,9 @@ def check_engine(
     if len(caches) > 1:
         message = " and ".join(a or "as it is" for a in caches)
         problems.add(
-            0, f"{engine.name} keeps the KV cache of all layers alike", f"here it is {message}"
+            0,
+            f"{engine.name} needs the same KV cache format in all layers",
+            f"here it is {message}",
         )
     check_family(engine, architecture, decisions, used, problems)
     _check_siblings(engine, decisions, problems)
@@ -320,11 +323,10 @@ def list_permitted_sets(
     experts: bool = False,
     rotary: bool = False,
 ) -> list[frozenset[str]]:
-    """Sets of `algos`, none within another, any of which a model may use beside the `fixed` ones.
+    """List the maximal subsets of `algos` that a model may use together with the `fixed` ones.
 
-    `experts` says that a mixture's experts would have them too, `turned` that queries and keys
-    would, of a model whose rows the engine turns. At least one set, which is empty where the engine
-    loads none of them.
+    `experts`: experts would use them too; `rotary`: so would queries and keys of a model whose rows
+    the engine permutes. Returns at least one set, which is empty if the engine loads none of them.
     """
     loads = {a for s in engine.supported("linear") if not (s.dense and experts) for a in s.algos}
     loads -= {a for a in loads if rotary and rotary_conflict(engine, a)}
@@ -339,7 +341,7 @@ def list_permitted_sets(
 def _check_siblings(
     engine: EngineVersion, decisions: Sequence[Decision], problems: RecipeProblems
 ) -> None:
-    """What an engine runs as one has one format: q, k and v, gate and up, experts of a layer."""
+    """Check that fused modules share a format: q, k and v, gate and up, experts of a layer."""
     groups: dict[str, list[Decision]] = defaultdict(list)
     for d in decisions:
         if d.module.kind == "linear":
@@ -357,7 +359,7 @@ def _check_siblings(
     more = f"; so do {len(wrong) - 1} more" if len(wrong) > 1 else ""
     problems.add(
         _line([d for d in siblings if d.format] or siblings),
-        f"{engine.name} runs {name} as one, and its parts differ: {formats}{more}",
+        f"{engine.name} fuses {name}, and its parts have different formats: {formats}{more}",
         "give them one format",
     )
 
@@ -371,7 +373,7 @@ def _format_key(d: Decision) -> Any:
 
 
 def _algos(format: RecipeFormat, formats: Mapping[str, RecipeFormat]) -> tuple[str, ...]:
-    """The format a module gets, or all those that it may get by a choice."""
+    """The format of a module, or all candidates of a choice."""
     if not format.choose:
         return (format.algo,)
     named = (formats[c].algo if c in formats else c for c in format.choose)

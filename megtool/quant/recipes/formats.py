@@ -1,4 +1,4 @@
-"""Formats: what a weight becomes, under the names engines know it by, and what it then weighs."""
+"""Quantization formats by the names that engines use, with sizes and packings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Scaling = Literal["tensor", "channel", "group", "block"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberFormat:
-    """How one linear module is stored and run: the `quant_algo` of Hugging Face checkpoints.
+    """How a linear module is stored and run: a `quant_algo` of Hugging Face checkpoints.
 
-    `weights` and `inputs` say it for people. A weight [out, in] takes `bits` an element; scales of
-    `scale_bytes` lie one a tensor, one a row (`channel`), one for every `group` columns of a row,
-    or one for every `group` x `group` block. `extra_bytes` are float32 scalars beside them (the
-    scale of scales, the input's scale). `groups` are the sizes engines know, the first by default;
-    empty where there is no group. `smooths` says that a factor for each input column may be stored
-    (`pre_quant_scale`). `calibrates` says that input scales come from data.
+    `weights` and `inputs` are descriptions. A weight [out, in] has `bits` per element; there is one
+    scale of `scale_bytes` per tensor, per row (`channel`), per `group` columns of a row, or per
+    `group` x `group` block. `extra_bytes` are additional float32 scalars (the global scale, the
+    input scale). `groups` are the group sizes that engines support, the default first; empty if
+    there are no groups. `smooths`: a `pre_quant_scale` may be stored. `calibrates`: input scales
+    come from data.
     """
 
     algo: str
@@ -35,7 +35,7 @@ class NumberFormat:
     calibrates: bool = False
 
     def num_bytes(self, shape: Sequence[int], group: int, *, smoothed: bool = False) -> int:
-        """Bytes of a weight [out, in] with its scales; partial groups count as whole ones."""
+        """Bytes of a weight [out, in] with its scales; partial groups count as full groups."""
         rows, columns = shape
         scales = {
             "tensor": 1,
@@ -185,18 +185,18 @@ FORMATS: Mapping[str, NumberFormat] = MappingProxyType({f.algo: f for f in _LIST
 """By `quant_algo`; MXFP4 is `mxfp4` and FP8_PB_WO `fp8_pb_wo` in files ModelOpt writes."""
 
 ALGO_SPELLING: Mapping[str, str] = MappingProxyType({"FP8_PB_WO": "fp8_pb_wo"})
-"""Algorithms that files call otherwise than in capitals: TensorRT-LLM compares these bytes, and
-vLLM folds them."""
+"""Algorithms that files spell in lower case: TensorRT-LLM compares case-sensitively, vLLM does
+not."""
 
 SMOOTHED_ALGOS: Mapping[str, str] = MappingProxyType({"NVFP4": "NVFP4_AWQ"})
-"""Algorithms that have another name where inputs are to be divided by columns' factors first: a
-loader that does not know it must not load the rest."""
+"""Algorithms with another name if they have a `pre_quant_scale`, so that loaders without support
+for it reject the checkpoint."""
 
 PLAIN_ALGOS: Mapping[str, str] = MappingProxyType({s: plain for plain, s in SMOOTHED_ALGOS.items()})
-"""The plain formats of those names."""
+"""The plain formats of these names."""
 
 KV_BITS: Mapping[str, float] = MappingProxyType({"FP8": 8.0, "NVFP4": 4.5})
-"""Bits an element of the KV cache, by `kv_cache_quant_algo`; NVFP4 has a byte for every 16."""
+"""Bits per element of the KV cache by `kv_cache_quant_algo`; NVFP4 has a scale byte per 16."""
 
 PACKINGS: Mapping[str, str] = {
     "FP8": "fp8:tensor",
@@ -230,20 +230,19 @@ INPUT_PACKINGS: Mapping[str, str] = {
 dynamically (`token` and groups; NVFP4's block scales only)."""
 
 SMOOTHING_METHODS = ("smoothquant", "awq", "awq_lite", "awq_full")
-"""Algorithms that leave a factor for each input column where no norm before it can take it."""
+"""Algorithms that store a `pre_quant_scale` where no preceding norm can absorb it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeFormat:
-    """A format as a recipe names it: for linear modules, for the KV cache, or to be chosen.
+    """A format of a recipe: for linear modules, for the KV cache, or a choice.
 
     Exactly one of `algo` (of `FORMATS`), `kv_algo` (of `KV_BITS`) and `choose` (names of formats of
-    the recipe, `keep` among them) is set. `group_size` is 0 where the format has none; `bits` is
-    the budget a choice has, on average over what it decides. `constant` says that the scale of a KV
-    cache is 1, not calibrated, `input_amax` that the scale of inputs is that of such a largest
-    magnitude whatever was seen (0: calibrated). `method` is the algorithm, where it is not the
-    recipe's own. `round_twice` is of `FP8` alone: quotients are rounded to the weight's own type
-    first, as ModelOpt's export does, for its very bytes.
+    the recipe, or `keep`) is set. `group_size` is 0 for formats without groups; `bits` is the
+    budget of a choice, the average over the modules that it decides. `constant`: the scale of a KV
+    cache is 1 instead of calibrated. `input_amax`: fixed amax of inputs (0: calibrated). `method`
+    overrides the recipe's algorithm. `round_twice`, for `FP8` only: quotients are rounded to the
+    dtype of the weight first, which gives the same bytes as ModelOpt's export.
     """
 
     name: str
@@ -260,7 +259,7 @@ class RecipeFormat:
 
     @property
     def label(self) -> str:
-        """What engines call it."""
+        """The name that engines use."""
         if self.choose:
             return "of " + ", ".join(self.choose)
         return f"KV {self.kv_algo}" if self.kv_algo else self.algo
@@ -272,14 +271,14 @@ class RecipeFormat:
 
 
 def packing_of(format: RecipeFormat) -> str:
-    """The packing of a format's codes, as `int4rows:128`."""
+    """The packing of a format's codes, such as `int4rows:128`."""
     return PACKINGS[format.algo].format(group=format.group_size)
 
 
 def largest_group(columns: Sequence[int], most: int) -> int:
     """The largest power of two that is at most `most` and divides all of `columns` (0: none).
 
-    Engines know powers of two alone, so a divisor such as 96 would be of no use.
+    Engines support only powers of two, so a divisor such as 96 is of no use.
     """
     common = math.gcd(*columns)
     best = 1 << max(most.bit_length() - 1, 0)

@@ -1,4 +1,4 @@
-"""Source text: a YAML or JSON file as values that know their lines, whatever its author intends."""
+"""Safe YAML and JSON parsing into values with line numbers, for untrusted files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from megtool.errors import RecipeError
 
 MAX_BYTES, MAX_NODES, MAX_DEPTH = 1 << 20, 20_000, 40
-"""A recipe is written by hand: more than this is a mistake, or an attack on our memory."""
+"""Limits for recipes: larger files are mistakes or attacks on memory."""
 
 _PLAIN = ("str", "int", "float", "bool", "null")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One value of a file and the line (from 1) where it begins.
+    """A value of a file and the line (from 1) where it begins.
 
     `value` is a str, int, float, bool or None, a list of nodes, or a dict from keys to nodes;
     `keys` are the lines of a dict's keys.
@@ -37,21 +37,21 @@ class Node:
 
     @property
     def text(self) -> str:
-        """The value, if it is text, and how anything else would be written."""
+        """The value if it is a string, else its repr."""
         return self.value if isinstance(self.value, str) else repr(self.plain())
 
     def get(self, key: str) -> Node | None:
-        """The value of a key; None where this is no mapping or has no such key."""
+        """The value of a key; None if this is not a mapping or has no such key."""
         return self.value.get(key) if isinstance(self.value, dict) else None
 
 
 def read_documents(text: bytes, *, file: str | Path) -> list[Node]:
-    """The YAML documents of a file (JSON is YAML), safely: no tag builds anything.
+    """Read the YAML documents of a file (JSON is YAML) safely, without custom tags.
 
-    Anchors are expanded up to `MOST_NODES` values in all, so a small file cannot grow without end.
+    Anchors are expanded up to `MAX_NODES` values in total, so a small file cannot grow without bound.
 
     Raises:
-        RecipeError: too large, too deep, a key twice, a tag of another language, or no YAML.
+        RecipeError: too large, too deep, a duplicate key, a custom tag, or invalid YAML.
     """
     yaml: Any = importlib.import_module("yaml")
     if len(text) > MAX_BYTES:
@@ -69,17 +69,17 @@ def read_documents(text: bytes, *, file: str | Path) -> list[Node]:
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         location = f"line {mark.line + 1}: " if mark else ""
-        raise RecipeError(f"{location}no YAML: {e.problem or e.context}", file=file) from e
+        raise RecipeError(f"{location}invalid YAML: {e.problem or e.context}", file=file) from e
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         message = " ".join(str(e).split())[:120]
-        raise RecipeError(f"no readable YAML: {message}", file=file) from e
+        raise RecipeError(f"invalid YAML: {message}", file=file) from e
     finally:
         if loader is not None:
             loader.dispose()
 
 
 class _Tree:
-    """Nodes of PyYAML as ours, counted."""
+    """Converts PyYAML nodes, and counts them."""
 
     def __init__(self, yaml: Any, loader: Any, file: str) -> None:
         self._yaml, self._loader, self._file = yaml, loader, file
@@ -93,7 +93,7 @@ class _Tree:
                 f"line {line}: more than {MAX_NODES:,} values, or nested more than "
                 f"{MAX_DEPTH} deep",
                 file=self._file,
-                hint="an anchor that repeats itself grows without end",
+                hint="nested anchors grow without bound",
             )
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if kind == node.tag or kind.startswith("python/"):
@@ -102,7 +102,7 @@ class _Tree:
             return self._mapping(node, depth)
         if isinstance(node, self._yaml.SequenceNode):
             return Node(value=[self.node(n, depth + 1) for n in node.value], line=line)
-        if kind not in _PLAIN:  # a date is text
+        if kind not in _PLAIN:  # dates stay strings
             return Node(value=node.value, line=line)
         return Node(value=self._loader.construct_object(node), line=line)
 
@@ -113,15 +113,15 @@ class _Tree:
         for key_node, value_node in node.value:
             key, line = key_node.value, key_node.start_mark.line + 1
             if not isinstance(key, str):
-                raise RecipeError(f"line {line}: a key that is no text", file=self._file)
+                raise RecipeError(f"line {line}: a key that is not a string", file=self._file)
             if key_node.tag.endswith(":merge"):
                 merged += _as_list(self.node(value_node, depth + 1))
                 continue
             if key in values:
                 raise RecipeError(
-                    f"line {line}: {key!r} stands twice, first at line {lines[key]}",
+                    f"line {line}: duplicate key {key!r}, first at line {lines[key]}",
                     file=self._file,
-                    hint="YAML would silently take the last",
+                    hint="YAML would silently use the last value",
                 )
             values[key], lines[key] = self.node(value_node, depth + 1), line
         for parent in merged:
@@ -136,14 +136,14 @@ def _as_list(node: Node) -> list[Node]:
 
 
 def as_key(value: Any) -> Any:
-    """Plain data that can be looked up: lists as tuples, mappings as what they would be written."""
+    """Convert plain data to a hashable value: lists to tuples, mappings to their repr."""
     if isinstance(value, list | tuple):
         return tuple(as_key(item) for item in value)
     return repr(value) if isinstance(value, dict) else value
 
 
 def from_plain(value: Any) -> Node:
-    """Plain data, such as a configuration out of another program, as nodes without a line (0)."""
+    """Convert plain data to nodes without line numbers (0)."""
     if isinstance(value, dict):
         values = {str(key): from_plain(item) for key, item in value.items()}
         return Node(value=values, line=0, keys=dict.fromkeys(values, 0))

@@ -1,4 +1,4 @@
-"""Match: which rule of a recipe decides about each module, why, and what it then weighs."""
+"""Matches the rules of a recipe to modules: the decision about each module, and its size."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megtool.quant.recipes.rules import KEEP, RecipeProblems, RecipeRule, find_u
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What becomes of one module.
+    """The decision about one module.
 
-    `format` is None where it is kept. `rules` are the numbers of the rules that decided (ModelOpt
-    decides about weights and inputs by different ones), none where no rule matches; `why` says it.
-    `num_bytes` holds scales; for a KV cache it is that of one token. `choices` are the formats a
-    search may choose from: `num_bytes` is then what its budget allows.
+    `format` is None for unquantized modules. `rules` are the numbers of the deciding rules (ModelOpt
+    decides weights and inputs by different rules), empty if no rule matches; `reason` explains the
+    decision. `num_bytes` includes scales; for a KV cache it is the size of one token. `choices` are
+    candidate formats of a search: `num_bytes` is then the budget.
     """
 
     module: ModuleInfo
@@ -40,18 +40,18 @@ class Decision:
 
     @property
     def label(self) -> str:
-        """The format as engines call it."""
+        """The name of the format that engines use."""
         return self.format.label if self.format else KEEP
 
     @property
     def bits(self) -> float:
-        """Bits per weight, scales included."""
+        """Bits per weight, including scales."""
         return 8 * self.num_bytes / max(self.module.numel, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchResult:
-    """The decisions about all modules, and how many modules each rule matches and decides."""
+    """All decisions, and how many modules each rule matches and decides."""
 
     decisions: tuple[Decision, ...]
     matches: tuple[int, ...]
@@ -64,10 +64,10 @@ def match_rules(
 ) -> MatchResult:
     """Decide about every module.
 
-    `group_size` replaces that of all formats that have several to choose from (0: their own).
+    `group_size` overrides that of all formats with several group sizes (0: no override).
 
-    Adds to `problems` rules without effect, groups that do not divide, and formats that do not suit
-    a module.
+    Adds problems for rules without effect, group sizes that do not divide a weight, and formats
+    that a module does not support.
     """
     holding = [[rule.condition.matches(m) for rule in recipe.rules] for m in modules]
     decisions = []
@@ -108,7 +108,7 @@ def match_rules(
                 problems.add(rule.line, f"{name}{rule_text} matches nothing in this model", hint)
         if problem := _explain_no_effect(recipe, i, matches[i], decides[i], holding):
             if recipe.strict:
-                if rule.line not in faulty:  # what it asks for is no condition: told already
+                if rule.line not in faulty:  # its condition is invalid, which is reported already
                     problems.add(rule.line, *problem)
             elif matches[i]:
                 notes.append(problem[0])
@@ -127,7 +127,7 @@ def match_rules(
 
 
 def _no_op_notes(recipe: Recipe, decisions: Sequence[Decision]) -> list[str]:
-    """Formats to which the algorithm of a foreign recipe does nothing."""
+    """Notes on formats that the algorithm of a foreign recipe does not affect."""
     algos = dict.fromkeys(
         d.format.algo
         for d in decisions
@@ -136,17 +136,17 @@ def _no_op_notes(recipe: Recipe, decisions: Sequence[Decision]) -> list[str]:
         and (d.format.method or recipe.method) not in (*SENSITIVITY_METHODS, "none", "None")
         and is_no_op(d.format.method or recipe.method, recipe.algorithm, d.format)
     )
-    return [f"{recipe.method} does nothing to {algo} here: it is as with max" for algo in algos]
+    return [f"{recipe.method} has no effect on {algo} here; max is used" for algo in algos]
 
 
 def _group_sizes(format: RecipeFormat | None) -> tuple[int, ...]:
-    """The group sizes that a format may have, where there is a choice."""
+    """The group sizes of a format, if it has several."""
     sizes = format.number.groups if format is not None and format.algo else ()
     return sizes if len(sizes) > 1 else ()
 
 
 def _choice_formats(recipe: Recipe, choices: Sequence[str]) -> list[RecipeFormat]:
-    """The formats that a choice is between."""
+    """The candidate formats of a choice."""
     formats = (recipe.formats.get(c) or RecipeFormat(name=c, algo=c) for c in choices if c != KEEP)
     return [f for f in formats if f.algo in FORMATS]
 
@@ -187,8 +187,8 @@ def _reason(rule: RecipeRule) -> str:
 
 
 def _fits(format: RecipeFormat, module: ModuleInfo) -> bool:
-    """The module can have the format. What looks rows up, or drafts, is not run in calibration, so
-    nothing is known about its inputs."""
+    """Whether the module supports the format. Embeddings and MTP layers do not run in calibration,
+    so their inputs are unknown."""
     if format.kv_algo:
         return module.kind == "kv_cache"
     if _is_weight_only(module):
@@ -204,7 +204,7 @@ def _describe_module(module: ModuleInfo) -> str:
     if module.kind == "kv_cache":
         return "a KV cache"
     if "mtp" in module.roles and module.kind == "linear":
-        return "which drafts: nothing is known about its inputs"
+        return "an MTP layer, which calibration does not run"
     return "an embedding" if module.kind == "embedding" else f"a {module.kind}"
 
 
@@ -226,10 +226,10 @@ def _make_decision(
 
 
 def estimate_bytes(recipe: Recipe, module: ModuleInfo, format: RecipeFormat | None) -> int:
-    """Bytes of a module in a format: codes, scales, and factors of input columns where stored.
+    """Estimate the bytes of a module in a format: codes, scales and `pre_quant_scale`.
 
-    SmoothQuant and AWQ leave such factors with the last projection of attention and of the MLP
-    alone; all others are taken by the norm before them.
+    SmoothQuant and AWQ store a `pre_quant_scale` only for the output projections of attention and
+    MLP; all others are absorbed by the preceding norm.
     """
     if format is None:
         return module.num_bytes
@@ -253,14 +253,14 @@ def _explain_no_effect(
     decides: int,
     holding: Sequence[Sequence[bool]],
 ) -> tuple[str, str] | None:
-    """What to say of a rule that decides nothing; None where that is right."""
+    """Explain why a rule decides nothing; None if that is fine."""
     rule = recipe.rules[number]
     if decides or (rule.optional and recipe.strict):
         return None
     if not matches:
         return (
             f"{rule.label!r} matches nothing in this model",
-            "`optional: true` where that is right; `explain` with recipe fp8 lists the names",
+            "set `optional: true` if intended; `explain` with recipe fp8 lists the names",
         )
     shadows: dict[str, None] = {}
     for holds in holding:
@@ -273,17 +273,16 @@ def _explain_no_effect(
     return (
         f"{rule.label!r} decides nothing: all {matches} modules it matches are decided {order} "
         f"it, by {by}",
-        "`optional: true` where that is right",
+        "set `optional: true` if intended",
     )
 
 
 def _check_group_sizes(
     decisions: Sequence[Decision], problems: RecipeProblems, *, unknown: bool = False
 ) -> None:
-    """Groups and blocks divide the weights they are for, and packed rows come in pairs.
+    """Check that groups and blocks divide their weights, and that packed rows come in pairs.
 
-    `unknown` says that other groups were asked for than there are, so that nothing is to be said
-    about those that a recipe would have.
+    `unknown`: an unsupported group size was requested, so the recipe's own sizes are not checked.
     """
     wrong: dict[tuple[str, str], list[ModuleInfo]] = defaultdict(list)
     suited: dict[str, list[int]] = defaultdict(list)
@@ -307,12 +306,12 @@ def _check_group_sizes(
             problems.add(
                 f.line,
                 f"{f.algo} packs two rows a byte, and {named} have {first.shape[0]}",
-                "keep them with a rule of their own",
+                "keep them unquantized with a separate rule",
             )
             continue
         size = first.shape[0] if defect == "rows" else first.shape[1]
         fitting = largest_group(suited[name], f.group_size)
-        hint = "keep them with a rule of their own, or take another format"
+        hint = "keep them unquantized with a separate rule, or use another format"
         if fitting in f.number.groups:
             hint = f"the largest that does is {fitting} (--group-size {fitting}, or in the recipe)"
         problems.add(

@@ -1,4 +1,4 @@
-"""Imports of ModelOpt's recipes: `imports:` and `$import` replaced by what they name."""
+"""Resolves `imports:` and `$import` of ModelOpt recipes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MAX_IMPORTS = 64
 
 
 class ImportResolver:
-    """Looks for imports in a folder, in those above it, and in the package `modelopt_recipes`.
+    """Searches imports in a folder, its parents, and the package `modelopt_recipes`.
 
-    The package is found, and nothing of it is run.
+    The package is located without executing it.
     """
 
     def __init__(self, root: Path | None, problems: RecipeProblems) -> None:
@@ -27,7 +27,7 @@ class ImportResolver:
         self._problems, self._left = problems, _MAX_IMPORTS
 
     def resolve(self, node: Node, above: tuple[str, ...] = ()) -> Node:
-        """A document without imports."""
+        """Return the document with all imports replaced."""
         named = node.get("imports")
         imports: dict[str, Node] = {}
         if named is not None and isinstance(named.value, dict):
@@ -40,7 +40,10 @@ class ImportResolver:
         name = location.value
         self._left -= 1
         if name in above or self._left < 0 or ".." in name or name.startswith("/"):
-            self._problems.add(location.line, f"import {name!r} goes round, up or on without end")
+            self._problems.add(
+                location.line,
+                f"import {name!r} is circular, absolute, nested too deeply or outside the folder",
+            )
             return Node(value={}, line=location.line)
         for root in self._roots:
             for path in (root / f"{name}.yaml", root / f"{name}.yml", root / name):
@@ -49,7 +52,7 @@ class ImportResolver:
         self._problems.add(
             location.line,
             f"import {name!r} is not found",
-            "it is looked for beside the recipe and in the installed modelopt_recipes",
+            "imports are searched next to the recipe and in the installed modelopt_recipes",
         )
         return Node(value={}, line=location.line)
 

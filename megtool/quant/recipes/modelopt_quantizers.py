@@ -1,7 +1,7 @@
-"""Quantizers of ModelOpt: which of a module an entry names, and what they make of it together.
+"""ModelOpt quantizer entries: which quantizers they match, and the resulting formats.
 
-Weights and inputs of one module are decided separately, by the last entry that names each; what the
-two are together is a format that engines have, or a problem.
+Weights and inputs of a module are decided separately, each by the last matching entry; together
+they must be a format that engines support.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megtool.quant.recipes.rules import KEEP, RecipeProblems
 _CLASSES = {"nn.Linear": "linear", "nn.Embedding": "embedding"}
 
 
-# What the settings of a weight and of its inputs are together; group sizes are kept apart.
+# Formats by the settings of a weight and of its inputs; group sizes are checked separately.
 ALGOS: Mapping[tuple[str, str], str] = {
     ("fp8", "fp8"): "FP8",
     ("fp8_channel", "fp8_token"): "FP8_PER_CHANNEL_PER_TOKEN",
@@ -45,23 +45,23 @@ ALGOS: Mapping[tuple[str, str], str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizerPattern:
-    """The quantizers that an entry names, as a condition on modules."""
+    """The quantizers that an entry matches, as a condition on modules."""
 
     pattern: str
     parent_class: str
 
     def matches(self, module: ModuleInfo) -> bool:
-        """Any quantizer of the module is named."""
+        """Whether any quantizer of the module matches."""
         return any(self.matches_quantizer(module, part) for part in _PARTS[module.kind])
 
     def matches_quantizer(self, module: ModuleInfo, part: str) -> bool:
-        """One quantizer of the module is named."""
+        """Whether a quantizer of the module matches."""
         if self.parent_class and _CLASSES.get(self.parent_class) != module.kind:
             return False
         return any(fnmatchcase(f"{n}.{part}", self.pattern) for n in module.names_in("hf"))
 
     def describe(self) -> str:
-        """The condition for people."""
+        """The condition in words."""
         inside = f" in {self.parent_class}" if self.parent_class else ""
         return f"quantizer like {self.pattern}{inside}"
 
@@ -76,7 +76,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizerSetting:
-    """What an entry says: settings (None: none of its own), and whether they are switched on."""
+    """An entry: settings (None: unchanged), and whether the quantizer is enabled."""
 
     quantizers: QuantizerPattern
     cfg: Any
@@ -87,7 +87,7 @@ class QuantizerSetting:
 def decide_by_quantizers(
     recipe: Recipe, module: ModuleInfo, problems: RecipeProblems
 ) -> tuple[RecipeFormat | None, tuple[int, ...], str]:
-    """The format of a module, the rules that gave it, and why, after ModelOpt's precedence."""
+    """Decide the format of a module with ModelOpt's precedence; returns format, rules and reason."""
     answers = [_decide(space, module, recipe, problems) for space in recipe.spaces]
     if len(answers) == 1:
         return answers[0]
@@ -143,7 +143,7 @@ def _decide(
         return None, numbers, reason
     constant_amax = read_constant_amax(second[0]) if second[1] else 0.0
     if constant_amax and not FORMATS[algo].calibrates:
-        message = f"{algo} scales inputs as they come, and a constant amax is not carried out"
+        message = f"{algo} scales inputs as they come, and a constant amax is not supported"
         problems.add(recipe.rules[second[2]].line, message, "leave it out")
     format = RecipeFormat(
         name=f"{algo} {size}" + (f" {constant_amax:g}" if constant_amax else ""),
@@ -160,16 +160,18 @@ def _check_unsupported(
     recipe: Recipe,
     problems: RecipeProblems,
 ) -> None:
-    """What quantizers of a module that are on ask for, and no engine format has."""
+    """Check enabled quantizers for features that no engine format has."""
     for part, (cfg, enable, number) in settings.items():
         rule = recipe.rules[number]
         if enable and part == "output_quantizer":
-            message = f"{rule.condition.describe()} rounds outputs, and no engine format does"
-            problems.add(rule.line, message, "switch output_quantizer off")
+            message = (
+                f"{rule.condition.describe()} quantizes outputs, which no engine format supports"
+            )
+            problems.add(rule.line, message, "disable output_quantizer")
         elif enable:
             for feature in unsupported_features(cfg, part):
-                message = f"{rule.condition.describe()} has {feature}, which is not carried out"
-                problems.add(rule.line, message, "leave it out, or switch it off")
+                message = f"{rule.condition.describe()} has {feature}, which is not supported"
+                problems.add(rule.line, message, "leave it out, or disable it")
 
 
 def _refuse(

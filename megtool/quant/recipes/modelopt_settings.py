@@ -1,7 +1,7 @@
-"""Settings of ModelOpt: what its quantizers and algorithms may say, and what of it counts.
+"""ModelOpt quantizer settings and algorithms: known keys and supported values.
 
-Whatever ModelOpt 0.47 knows is known here. A value that changes nothing passes, one that is not
-carried out is told where it would take effect, and a key that ModelOpt does not know is a problem.
+All keys of ModelOpt 0.47 are known. Values without effect are ignored, unsupported values are
+problems where they would take effect, and unknown keys are problems.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from megtool.quant.recipes.rules import RecipeProblems
 
 _FLOATS = {"e4m3": (4, 3), "e2m1": (2, 1), "e8m0": (8, 0), "e5m2": (5, 2), "e3m2": (3, 2)}
 CONSTANT_AMAX = 448.0
-"""The largest magnitude that `use_constant_amax` stands for."""
+"""The amax that `use_constant_amax` implies."""
 
-# What has a meaning here, or none for what is stored.
+# Supported keys, and keys that do not affect stored tensors.
 _SUPPORTED = (
     "num_bits",
     "axis",
@@ -51,7 +51,7 @@ _DYNAMIC = ("nvfp4", "mxfp8", "mxfp4")
 
 
 def check_settings(node: Node, problems: RecipeProblems) -> None:
-    """Every key of a quantizer's settings, or of a list of them, is one that ModelOpt knows."""
+    """Check that ModelOpt knows every key of a quantizer's settings, or of a list of them."""
     for settings in node.value if isinstance(node.value, list) else [node]:
         if not isinstance(settings.value, dict):
             if settings.value is not None:
@@ -76,9 +76,9 @@ def check_settings(node: Node, problems: RecipeProblems) -> None:
 
 
 def unsupported_features(cfg: Any, part: str) -> Iterator[str]:
-    """What the settings of a quantizer that is on ask for and does not happen here.
+    """Yield the unsupported features of an enabled quantizer.
 
-    `part` is the quantizer's name in its module, as `weight_quantizer`.
+    `part` is the quantizer's name in its module, such as `weight_quantizer`.
     """
     for settings in cfg if isinstance(cfg, list) else [cfg]:
         if not isinstance(settings, Mapping):
@@ -97,9 +97,9 @@ def unsupported_features(cfg: Any, part: str) -> Iterator[str]:
                 if settings.get(key):
                     yield f"{key} {_shorten(settings[key])} of a weight"
         elif word in _DYNAMIC and sizes.get("type") != "dynamic":
-            yield "blocks of inputs whose scales are static"
+            yield "static block scales of inputs"
         elif word in ("fp8", "int8") and settings.get("type") == "dynamic":
-            yield "one scale a tensor that is found as inputs come (type dynamic)"
+            yield "a dynamic per-tensor scale (type dynamic)"
         if part.endswith("bmm_quantizer") and settings.get("constant_amax"):
             yield f"constant_amax {_shorten(settings['constant_amax'])} of a KV cache"
 
@@ -109,7 +109,7 @@ def _shorten(value: Any) -> str:
 
 
 def read_constant_amax(cfg: Any) -> float:
-    """The largest magnitude of inputs that settings pin (0: none, so that it is calibrated)."""
+    """The constant amax of inputs (0: calibrated)."""
     if not isinstance(cfg, Mapping):
         return 0.0
     value = cfg.get("constant_amax")
@@ -119,7 +119,7 @@ def read_constant_amax(cfg: Any) -> float:
 
 
 def classify_quantizer(cfg: Any, groups: list[int]) -> tuple[str, str]:
-    """Quantizer settings as a word, or as what they say; group sizes are added to `groups`."""
+    """Classify quantizer settings as a word, or describe them; group sizes are added to `groups`."""
     if isinstance(cfg, list):
         inner = [classify_quantizer(c, groups)[0] for c in cfg]
         return "+".join(inner), str(cfg)
@@ -155,7 +155,7 @@ def classify_quantizer(cfg: Any, groups: list[int]) -> tuple[str, str]:
 
 
 def _bits(value: Any) -> Any:
-    """`num_bits`: an integer, or exponent and mantissa, however it is spelled."""
+    """Normalize `num_bits`: an integer, or exponent and mantissa bits."""
     if isinstance(value, str):
         return _FLOATS.get(value, value)
     return as_key(value)
@@ -163,7 +163,7 @@ def _bits(value: Any) -> Any:
 
 _MULTIPLIERS = ("step_size", "start_multiplier", "stop_multiplier", "fp8_scale_sweep")
 _SEARCH_OPTIONS = (*_MULTIPLIERS, "min_clip_ratio", "shrink_step", "max_tokens_per_batch")
-"""How ModelOpt searches what is searched here too, in steps of its own."""
+"""Options of ModelOpt searches, which have fixed steps here."""
 _VALUES: Mapping[str, tuple[Any, ...]] = {
     "moe_calib_experts_ratio": (None,),
     "shared_states": (None, {}),
@@ -190,7 +190,7 @@ _ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     "none": (),
 }
 _UNSUPPORTED_ALGORITHMS = ("svdquant", "lsq", "nvfp4_act_headroom")
-"""Algorithms of ModelOpt that are none of ours, whatever their names resemble."""
+"""ModelOpt algorithms without a counterpart, even if names look similar."""
 _ANY = ("method", "moe_calib_experts_ratio", "layerwise")
 _SHOWN = "get_qdq_activations_from_prev_layer"
 _LAYERWISE = (
@@ -203,9 +203,9 @@ _LAYERWISE = (
 
 
 def read_method(node: Node | None, problems: RecipeProblems, notes: list[str]) -> dict[str, Any]:
-    """The `algorithm` of a recipe: a name, nothing, or a mapping with options.
+    """Read the `algorithm` of a recipe: a name, nothing, or a mapping with options.
 
-    Options that only say how finely is searched are told in `notes`.
+    Options that only set search steps are listed in `notes`.
     """
     if node is not None and isinstance(node.value, list) and len(node.value) == 1:
         node = node.value[0]
@@ -213,13 +213,13 @@ def read_method(node: Node | None, problems: RecipeProblems, notes: list[str]) -
         return {"method": "none"}
     if isinstance(node.value, list):
         names = ", ".join(_name(item) for item in node.value)
-        problems.add(node.line, f"a list of algorithms is not carried out: {names}", "take one")
+        problems.add(node.line, f"a list of algorithms is not supported: {names}", "take one")
         return {"method": "none"}
     method = _name(node)
     name_node = node.get("method") or node
     if method not in _ALGORITHMS:
         hint = suggest("" if method in _UNSUPPORTED_ALGORITHMS else method, _ALGORITHMS)
-        problems.add(name_node.line, f"algorithm {method!r} is not carried out", hint)
+        problems.add(name_node.line, f"algorithm {method!r} is not supported", hint)
         return {"method": "none"}
     if not isinstance(node.value, dict):
         return {"method": method}
@@ -234,11 +234,11 @@ def read_method(node: Node | None, problems: RecipeProblems, notes: list[str]) -
         elif key in _RANGES and plain is not None and not _RANGES[key].accepts(plain):
             problems.add(line, f"{key} is {plain!r}", _RANGES[key].describe())
         elif key in _VALUES and plain not in _VALUES[key]:
-            problems.add(line, f"{key} {_shorten(plain)} is not carried out", "leave it out")
+            problems.add(line, f"{key} {_shorten(plain)} is not supported", "leave it out")
         elif key in _SEARCH_OPTIONS or (key == "block_size" and method == "local_hessian"):
             searched.append(key)
     if searched:
-        notes.append(f"{method} searches here in steps of its own, not by {', '.join(searched)}")
+        notes.append(f"{method} uses fixed search steps and ignores {', '.join(searched)}")
     return dict(node.plain()) | {"method": method}
 
 
@@ -248,8 +248,8 @@ def _name(node: Node) -> str:
 
 
 def _check_layerwise(node: Node, method: str, problems: RecipeProblems) -> None:
-    """Layers one by one change nothing, unless what rounding made of one is shown to the next: here
-    GPTQ does so, and nothing else."""
+    """Check `layerwise`, which has no effect except for passing quantized outputs to the next layer:
+    only GPTQ does so."""
     if not isinstance(node.value, dict):
         if node.value not in (None, True, False):
             problems.add(node.line, f"layerwise is {node.plain()!r}", "a mapping")

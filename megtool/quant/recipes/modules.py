@@ -1,4 +1,4 @@
-"""Modules: what a recipe can decide about, by names that no parallel layout changes."""
+"""The modules of a model that a recipe decides about, independent of the parallel layout."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ROLES = (
     "mtp",
 )
 SCHEMES = ("canonical", "hf", "megatron")
-"""Whose names a pattern is held against."""
+"""The naming schemes that patterns can match."""
 
 BLOCKS = "_blocks"
-"""How the stored name of gpt-oss's experts ends where they are MXFP4: all of a layer in one tensor,
-`[experts, rows, groups, 16]`, with `_scales` beside it."""
+"""The suffix of gpt-oss's MXFP4 experts: all of a layer in one tensor,
+`[experts, rows, groups, 16]`, with scales in a `_scales` tensor."""
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _BY_LAST = {
@@ -49,12 +49,12 @@ _EMBEDDINGS = ("embed", "positions", "token_types")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleInfo:
-    """One module of the model under its canonical name, `layers.3.attn.q`.
+    """One module of the model under its canonical name, such as `layers.3.attn.q`.
 
-    `layer` is counted over the whole model, and `num_layers` is that of the model; layers of
-    multi-token prediction have none. `shape` is the weight's, [out, in]. `num_bytes` is what it
-    weighs now. The KV cache of a layer is a module too, `layers.3.attn.kv`, whose `shape` is that
-    of what it holds for a token. `names` are the names others give it.
+    `layer` is the layer number in the whole model, None for MTP layers; `num_layers` is that of the
+    model. `shape` is the weight's, [out, in]. `num_bytes` is its present size. The KV cache of a
+    layer is a module too, `layers.3.attn.kv`, with the `shape` of one token. `names` are its names
+    in other schemes.
     """
 
     name: str
@@ -78,7 +78,7 @@ class ModuleInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modules:
-    """All modules of a model, in its order; `other_bytes` are biases and what else has no rule."""
+    """All modules of a model in order; `other_bytes` are biases and other tensors without rules."""
 
     modules: tuple[ModuleInfo, ...]
     other_bytes: int
@@ -86,16 +86,16 @@ class Modules:
 
 
 def list_modules(view: CanonicalView) -> Modules:
-    """The modules of a model that was read as canonical tensors, optimizer state left out.
+    """List the modules of a model from its canonical tensors, without optimizer state.
 
     Raises:
-        MappingError: the checkpoint is of no known model, so nothing has a canonical name.
+        MappingError: the model is unknown, so tensors have no canonical names.
     """
     config = view.config
     if view.dialect == "identity" or config is None:
         raise MappingError(
             "a recipe needs the names of a known model",
-            hint="--family NAME says what it is, --like FOLDER takes its config.json",
+            hint="--family NAME sets the model family, --like FOLDER uses its config.json",
         )
     stored = {s: _stored_names(view, s) for s in ("hf", "megatron")}
     modules: list[ModuleInfo] = []
@@ -164,7 +164,7 @@ _ORDER = [
 
 
 def _sort_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Where a tensor stands in its model, however it is stored."""
+    """The sort key of a tensor: its position in the model."""
     parts = name.split(".")
     ranks = ((_ORDER.index(p) if p in _ORDER else len(_ORDER)) for p in parts)
     return tuple(
@@ -174,12 +174,12 @@ def _sort_key(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def completes_kv(module: str) -> bool:
-    """The module that makes what the KV cache holds: values, or the latent of latent attention."""
+    """Whether the module produces values, or the latent of latent attention, for the KV cache."""
     return module.endswith((".attn.v", ".attn.kv_down"))
 
 
 def _kv_cache(after: ModuleInfo, config: ModelConfig) -> ModuleInfo:
-    """The KV cache of the layer whose last projection of keys or values is `after`."""
+    """The KV cache of the layer whose last key or value projection is `after`."""
     latent = after.name.endswith("kv_down")
     rows = after.shape[0] if latent else 2 * after.shape[0]
     hf = tuple(n.rpartition(".")[0] for n in after.names_in("hf"))
@@ -196,7 +196,7 @@ def _kv_cache(after: ModuleInfo, config: ModelConfig) -> ModuleInfo:
 
 
 def _classify(module: str, num_dims: int) -> tuple[Kind, frozenset[str]]:
-    """The kind of a module and its roles, by its canonical name."""
+    """The kind and roles of a module by its canonical name."""
     parts = module.split(".")
     extra = {"mtp"} if parts[0] == "mtp" else set()
     if num_dims < 2:
@@ -204,7 +204,7 @@ def _classify(module: str, num_dims: int) -> tuple[Kind, frozenset[str]]:
     if parts[-1] in _EMBEDDINGS:
         return "embedding", frozenset(extra | {"embedding"})
     role = _BY_LAST.get(parts[-1])
-    if parts[-2:] == ["attn", "gate"]:  # Megatron holds it with queries, keys and values
+    if parts[-2:] == ["attn", "gate"]:  # Megatron fuses it with queries, keys and values
         role = "qkv"
     roles = extra | ({role} if role else set())
     if "experts" in parts:
@@ -220,7 +220,7 @@ def _layer(module: str) -> int | None:
 
 
 def _stored_names(side: CanonicalView, dialect: str) -> dict[str, str]:
-    """Stored names by canonical ones in a dialect; nothing where the family has none in it."""
+    """Stored names by canonical names in a dialect; empty if the family has none."""
     if dialect == "hf" and side.family is None:
         return {}
     family = side.family.for_codes if side.family is not None else None
@@ -254,18 +254,18 @@ _OWN_TENSOR = re.compile(r"\.experts\.\d+\.")
 
 
 def is_in_expert_blocks(module: ModuleInfo) -> bool:
-    """Codes of the module lie with those of the other experts in `BLOCKS`."""
+    """Whether the module's codes are stored with those of other experts in `BLOCKS`."""
     names = module.names_in("hf")
     return "expert" in module.roles and bool(names) and not _OWN_TENSOR.search(names[0])
 
 
 def is_rotary(module: ModuleInfo) -> bool:
-    """Queries or keys: rotation pairs their rows, and engines may hold the pairs otherwise."""
+    """Whether RoPE applies to the module: engines may permute the rows of queries and keys."""
     return "qkv" in module.roles and module.name.endswith((".q", ".k"))
 
 
 def find_fused_name(module: ModuleInfo) -> str:
-    """What engines run as one with this module: siblings have the same answer."""
+    """The name of the fused layer that engines run; fused siblings have the same name."""
     parent, _, last = module.name.rpartition(".")
     if module.roles & {"qkv"} and last in ("q", "k", "v"):
         return f"{parent}.qkv"
@@ -277,7 +277,7 @@ def find_fused_name(module: ModuleInfo) -> str:
 
 
 def suggest(word: str, choices: Iterable[str]) -> str:
-    """A hint with the most similar of the known words, or a few of them."""
+    """A hint with the most similar choices, or a few of them."""
     from difflib import get_close_matches
 
     listed = sorted(set(choices))

@@ -1,9 +1,8 @@
-"""Recipe: formats, an algorithm and ordered rules, and how megtool's own dialect is read.
+"""A recipe with formats, an algorithm and ordered rules, and the reader of megtool's own dialect.
 
-Rules are tried from the top and the first that matches decides, as in Megatron: what a line says
-cannot be undone by a line below it, so the modules to be kept stand first and stay kept whatever is
-added at the end, and a reader may stop at the first line that fits. Foreign dialects keep their
-own precedence (`megtool.quant.recipes.dialects`).
+Rules are tried from the top and the first match decides, as in Megatron: a rule cannot be undone by
+a later one, so exceptions come first. Foreign dialects keep their own precedence
+(`megtool.quant.recipes.dialects`).
 """
 
 from __future__ import annotations
@@ -29,20 +28,19 @@ _FORMAT = (
     "algorithm",
     "round_twice",
 )
-_RULE = ("name", "match", "format", "optional", "why")
+_RULE = ("name", "match", "format", "optional", "reason")
 
 MAX_RULES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a file says, in one vocabulary for every dialect.
+    """A recipe of any dialect.
 
-    `first_wins` says whether the first or the last rule that matches a module decides. `scheme` is
-    whose names patterns are written for. `strict` recipes may have no rule without effect; those of
-    other dialects list names of many models. `notes` say what was read differently than it stands.
-    `spaces` are the quantizer settings of ModelOpt's entries, each a list in the order of the
-    rules that they begin with (several where ModelOpt is to choose among formats).
+    `first_wins`: the first matching rule decides, else the last. `scheme` is the naming scheme of
+    patterns. `strict`: rules without effect are errors; recipes of other dialects list names of many
+    models. `notes` describe differences from the file. `spaces` are the quantizer settings of
+    ModelOpt's entries, several lists if ModelOpt chooses among formats.
     """
 
     name: str
@@ -60,17 +58,17 @@ class Recipe:
 
     @property
     def folds_scales(self) -> bool:
-        """Factors of columns are only where a norm before them takes them in: none are stored."""
+        """Smoothing scales are used only where a norm absorbs them: no `pre_quant_scale` is stored."""
         return bool(self.algorithm.get("fold"))
 
     @property
     def method(self) -> str:
-        """The algorithm of calibration."""
+        """The name of the algorithm."""
         return str(self.algorithm.get("method", "none"))
 
 
 def read_recipe(node: Node, name: str, problems: RecipeProblems) -> Recipe:
-    """A recipe in megtool's own dialect; what is wrong with it is added to `problems`."""
+    """Read a recipe in megtool's own dialect; problems are added to `problems`."""
     check_keys(node, _TOP, "recipe", problems)
     described = node.get("description")
     if described is None or not isinstance(described.value, str) or not described.value.strip():
@@ -88,7 +86,7 @@ def read_recipe(node: Node, name: str, problems: RecipeProblems) -> Recipe:
 
 
 def check_keys(node: Node, keys: tuple[str, ...], name: str, problems: RecipeProblems) -> bool:
-    """The node is a mapping; every key that is not known is a problem."""
+    """Check that the node is a mapping with known keys."""
     if not isinstance(node.value, dict):
         problems.add(node.line, f"{name} is {node.plain()!r}", "a mapping")
         return False
@@ -109,7 +107,9 @@ def _formats(node: Node | None, problems: RecipeProblems) -> dict[str, RecipeFor
     for name, value in node.value.items():
         line = (node.keys or {}).get(name, value.line)
         if name == KEEP:
-            problems.add(line, f"{KEEP!r} is no name for a format", "it leaves modules as they are")
+            problems.add(
+                line, f"{KEEP!r} is a reserved format name", "it leaves modules unquantized"
+            )
         elif check_keys(value, _FORMAT, "format", problems):
             formats[name] = _format(name, value, line, problems)
     for format in formats.values():
@@ -133,10 +133,10 @@ def _format(name: str, node: Node, line: int, problems: RecipeProblems) -> Recip
         problems.add(line, f"format {name!r}: choose and bits go together")
     constant = node.get("constant")
     if constant is not None and (not kv_algo or not isinstance(constant.value, bool)):
-        problems.add(constant.line, "constant is for a KV cache alone", "true or false")
+        problems.add(constant.line, "constant is only for a KV cache", "true or false")
     twice = node.get("round_twice")
     if twice is not None and (algo != "FP8" or not isinstance(twice.value, bool)):
-        problems.add(twice.line, "round_twice is for algo: FP8 alone", "true or false")
+        problems.add(twice.line, "round_twice is only for algo: FP8", "true or false")
     chosen = node.get("algorithm")
     method = _read_choice(chosen, "algorithm", METHODS, problems)
     return RecipeFormat(
@@ -154,7 +154,7 @@ def _format(name: str, node: Node, line: int, problems: RecipeProblems) -> Recip
 
 
 def read_group_size(algo: str, node: Node | None, problems: RecipeProblems) -> int:
-    """The group size of a format: its own, or one that is asked for and that engines know."""
+    """Read the group size of a format, which engines must support; the default if absent."""
     sizes = FORMATS[algo].groups if algo in FORMATS else ()
     if node is None:
         return sizes[0] if sizes else 0
@@ -215,7 +215,7 @@ def _rules(
         if condition is None:
             named.add(chosen.text)
             continue
-        name, reason = entry.get("name"), entry.get("why")
+        name, reason = entry.get("name"), entry.get("reason")
         rules.append(
             RecipeRule(
                 condition=condition,

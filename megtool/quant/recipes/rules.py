@@ -1,4 +1,4 @@
-"""Rules: conditions on modules, each with the words it is told in, and how they are written."""
+"""Rules and their conditions on modules, and how they are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megtool.quant.recipes.located_yaml import Node
 from megtool.quant.recipes.modules import KINDS, ROLES, SCHEMES, ModuleInfo, suggest
 
 KEEP = "keep"
-"""Says that a module stays as it is."""
+"""The format name for modules that stay unquantized."""
 
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?")
 _RANGE = re.compile(r"(\d+)-(\d+)")
@@ -21,13 +21,13 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 class Condition(Protocol):
-    """What a rule asks of a module."""
+    """A condition of a rule on a module."""
 
     def matches(self, module: ModuleInfo) -> bool:
-        """The module is meant."""
+        """Whether the module matches."""
 
     def describe(self) -> str:
-        """The condition for people."""
+        """The condition in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class Glob:
         return any(fnmatchcase(n, p) for n in names for p in self.patterns)
 
     def describe(self) -> str:
-        """The condition for people."""
+        """The condition in words."""
         return "name like " + " or ".join(self.patterns)
 
 
 @dataclass(frozen=True, slots=True)
 class Regex:
-    """Regular expressions against a whole name, or from its beginning alone with `prefix`."""
+    """Regular expressions against a whole name, or its beginning with `prefix`."""
 
     patterns: tuple[re.Pattern[str], ...]
     scheme: str = "canonical"
@@ -63,13 +63,13 @@ class Regex:
         return any(p.fullmatch(n) for n in names for p in self.patterns)
 
     def describe(self) -> str:
-        """The condition for people."""
+        """The condition in words."""
         return "name matches " + " or ".join(p.pattern for p in self.patterns)
 
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Names, in full."""
+    """Full names."""
 
     names: tuple[str, ...]
     scheme: str = "canonical"
@@ -79,13 +79,13 @@ class Exact:
         return any(n in self.names for n in module.names_in(self.scheme))
 
     def describe(self) -> str:
-        """The condition for people."""
+        """The condition in words."""
         return "name is " + " or ".join(self.names)
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Layers by their numbers in the whole model; negative ones count from the end.
+    """Layers by number in the whole model; negative numbers count from the end.
 
     Ranges are half-open pairs as in a slice; None is an open end.
     """
@@ -94,7 +94,7 @@ class Layers:
     text: str
 
     def matches(self, module: ModuleInfo) -> bool:
-        """The module lies in one of the layers."""
+        """Whether the module is in one of the layers."""
         if module.layer is None:
             return False
         return any(
@@ -102,8 +102,7 @@ class Layers:
         )
 
     def out_of_range(self, num_layers: int) -> list[str]:
-        """What is written of layers that a model of so many does not have: numbers and ends of
-        ranges outside of it, and slices of nothing."""
+        """The numbers, ranges and slices that are outside a model with `num_layers` layers."""
         out = []
         for text in (part.strip() for part in self.text.split(",")):
             if match := _SLICE.fullmatch(text):
@@ -117,13 +116,13 @@ class Layers:
         return out
 
     def describe(self) -> str:
-        """The condition for people."""
+        """The condition in words."""
         return f"layers {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a module does; an expert's first layer is `expert` and `fc1` at once."""
+    """Roles of a module; the first layer of an expert is both `expert` and `fc1`."""
 
     roles: tuple[str, ...]
 
@@ -132,13 +131,13 @@ class Role:
         return not module.roles.isdisjoint(self.roles)
 
     def describe(self) -> str:
-        """The condition for people."""
+        """The condition in words."""
         return "role " + " or ".join(self.roles)
 
 
 @dataclass(frozen=True, slots=True)
 class OfKind:
-    """What a module is."""
+    """Kinds of modules."""
 
     kinds: tuple[str, ...]
 
@@ -147,7 +146,7 @@ class OfKind:
         return module.kind in self.kinds
 
     def describe(self) -> str:
-        """The condition for people."""
+        """The condition in words."""
         return "kind " + " or ".join(self.kinds)
 
 
@@ -162,7 +161,7 @@ class AllOf:
         return all(p.matches(module) for p in self.parts)
 
     def describe(self) -> str:
-        """The condition for people."""
+        """The condition in words."""
         return " and ".join(_parenthesize(p) for p in self.parts)
 
 
@@ -177,7 +176,7 @@ class AnyOf:
         return any(p.matches(module) for p in self.parts)
 
     def describe(self) -> str:
-        """The condition for people."""
+        """The condition in words."""
         return " or ".join(_parenthesize(p) for p in self.parts)
 
 
@@ -192,7 +191,7 @@ class Not:
         return not self.part.matches(module)
 
     def describe(self) -> str:
-        """The condition for people."""
+        """The condition in words."""
         return f"not {_parenthesize(self.part)}"
 
 
@@ -201,8 +200,8 @@ def _parenthesize(part: Condition) -> str:
 
 
 def find_unmatched(condition: Condition, modules: Sequence[ModuleInfo]) -> list[tuple[str, str]]:
-    """Names, patterns and layers anywhere in a condition that are nowhere in a model, each with
-    what to do about it."""
+    """Find the names, patterns and layers of a condition that match nothing in a model, with
+    hints."""
     if isinstance(condition, AllOf | AnyOf):
         return [
             unmatched for part in condition.parts for unmatched in find_unmatched(part, modules)
@@ -236,7 +235,7 @@ def find_unmatched(condition: Condition, modules: Sequence[ModuleInfo]) -> list[
 class RecipeRule:
     """A condition and the name of the format it gives; `KEEP` leaves the module as it is.
 
-    `optional` rules may decide nothing. `label` is how reports call it, `why` the author's reason.
+    `optional` rules may decide nothing. `label` is the name in reports, `reason` the author's.
     """
 
     condition: Condition
@@ -249,21 +248,21 @@ class RecipeRule:
 
 @dataclass(slots=True)
 class RecipeProblems:
-    """What is wrong with a recipe, collected so that all of it is told at once."""
+    """Problems of a recipe, collected so that all are reported at once."""
 
     file: str
     problems: list[tuple[int, str, str]] = field(default_factory=list)
 
     def add(self, line: int, text: str, hint: str = "") -> None:
-        """One more problem, at a line (0: of the whole file)."""
+        """Add a problem at a line (0: the whole file)."""
         if (line, text, hint) not in self.problems:
             self.problems.append((line, text, hint))
 
     def raise_all(self) -> None:
-        """Stop here if there are any.
+        """Raise if there are any problems.
 
         Raises:
-            RecipeError: with every problem, in the order of lines.
+            RecipeError: with every problem, ordered by line.
         """
         if not self.problems:
             return
@@ -285,9 +284,9 @@ _GROUPS = ("all", "any", "not")
 
 
 def read_condition(node: Node, problems: RecipeProblems) -> Condition:
-    """The condition that a `match:` says; its keys have all to hold, a key's list any of it.
+    """Read the condition of a `match:`; all keys must match, and any value of a list.
 
-    What is wrong is added to `problems`, and a part without sense holds never.
+    Problems are added to `problems`; an invalid part never matches.
     """
     if not isinstance(node.value, dict) or not node.value:
         problems.add(node.line, "match needs at least one condition", f"one of {', '.join(_KEYS)}")
@@ -327,7 +326,7 @@ def _scheme(node: Node | None, problems: RecipeProblems) -> str:
 
 
 def read_texts(node: Node, key: str, problems: RecipeProblems) -> tuple[str, ...]:
-    """A text or a list of texts."""
+    """Read a string or a list of strings."""
     listed = node.value if isinstance(node.value, list) else [node]
     out = []
     for item in listed:
@@ -336,7 +335,7 @@ def read_texts(node: Node, key: str, problems: RecipeProblems) -> tuple[str, ...
         elif isinstance(item.value, int) and not isinstance(item.value, bool):
             out.append(str(item.value))
         else:
-            problems.add(item.line, f"{key} is {item.plain()!r}", "a text, or a list of texts")
+            problems.add(item.line, f"{key} is {item.plain()!r}", "a string, or a list of strings")
     return tuple(out)
 
 
@@ -360,18 +359,18 @@ def _read_leaf(key: str, node: Node, scheme: str, problems: RecipeProblems) -> C
 def compile_patterns(
     patterns: Sequence[str], line: int, problems: RecipeProblems
 ) -> tuple[re.Pattern[str], ...]:
-    """Regular expressions, ready."""
+    """Compile regular expressions."""
     out = []
     for text in patterns:
         try:
             out.append(re.compile(text))
         except (re.error, RecursionError, OverflowError) as e:
-            problems.add(line, f"regex {text!r} is none: {e}")
+            problems.add(line, f"invalid regex {text!r}: {e}")
     return tuple(out)
 
 
 def read_layers(values: Sequence[str], line: int, problems: RecipeProblems) -> Layers:
-    """Layer numbers: `5`, `-1`, `0-3` (both included), `-2:` and `:4` (as Python slices)."""
+    """Read layer numbers: `5`, `-1`, `0-3` (inclusive), `-2:` and `:4` (as Python slices)."""
     ranges: list[tuple[int | None, int | None]] = []
     for text in (part.strip() for value in values for part in value.split(",")):
         if match := _SLICE.fullmatch(text):

@@ -1,4 +1,4 @@
-"""Behind: one piece of work at a time in a thread, with errors that come up where one looks."""
+"""A background thread that does one task at a time, and reports its errors when asked."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 
 class BackgroundTask:
-    """Work behind training: a copy of what training is about to change, then all that follows.
+    """A task in the background of training: a copy of what training is about to change, then work.
 
-    Used from one thread; an error of the work waits for `check`.
+    It is used from one thread; an error is raised by `check`.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class BackgroundTask:
         self._error: BaseException | None = None
 
     def start(self, copy: Callable[[], None] | None, work: Callable[[], None], name: str) -> None:
-        """Begin with `copy`, if any, and go on with `work`; nothing may be under way."""
+        """Start with `copy`, if any, followed by `work`; no other task may be under way."""
         copied = self._copied = threading.Event()
 
         def run() -> None:
@@ -30,7 +30,7 @@ class BackgroundTask:
                 finally:
                     copied.set()
                 work()
-            except BaseException as e:  # it is raised where training looks: `check`
+            except BaseException as e:  # raised by `check`
                 self._error = e
 
         self._thread = threading.Thread(target=run, name=name, daemon=True)
@@ -38,11 +38,11 @@ class BackgroundTask:
 
     @property
     def is_busy(self) -> bool:
-        """Something is under way."""
+        """Whether a task is under way."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait_for_copy(self) -> float:
-        """Wait until the copy is made; returns the seconds of it."""
+        """Wait until the copy is complete; returns the seconds it took."""
         began = time.monotonic()
         if self._copied is not None:
             self._copied.wait()
@@ -50,13 +50,13 @@ class BackgroundTask:
         return time.monotonic() - began
 
     def check(self) -> None:
-        """Raise what went wrong since the last call, once; costs nothing."""
+        """Raise an error since the last call, once; takes no time."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait for the work, as long as that, and raise what went wrong."""
+        """Wait for the task, at most `timeout_s`, and raise its error."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             if not self._thread.is_alive():

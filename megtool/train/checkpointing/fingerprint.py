@@ -1,4 +1,4 @@
-"""Fingerprint: a model's weights known again by a sample of them, in every format and layout."""
+"""A fingerprint of a model's weights from a sample of them, the same in every format and layout."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ _TENSORS = 2000
 
 
 def sample_fingerprint(catalogue: Catalogue, side: CanonicalView) -> str:
-    """A digest of how the model computes and of names, shapes, types and some rows of its canonical
-    weights; of very many, of some of them, the same for every checkpoint of the model.
+    """A digest of the model's configuration and of names, shapes, dtypes and some rows of its
+    canonical weights; of a large number of weights, some are chosen, always the same ones.
 
-    Training changes all weights, so other weights of the same shapes have another one; a copy
-    elsewhere, or in another format or layout, has the same, and weights of any size take a few
-    reads each.
+    Training changes all weights, and so the digest. A copy in another place, format or layout has
+    the same digest. Weights of any size take a few reads each.
 
     Raises:
         StorageError: a file cannot be read.

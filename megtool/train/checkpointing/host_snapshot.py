@@ -1,4 +1,4 @@
-"""Host copies: the bytes of this rank's shards, taken at one moment, while training goes on."""
+"""Copies of this rank's shards in host memory, so that training continues during a save."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from megtool.optim.optimizer import Optimizer
 
 _ALIGNMENT = 64
-_TOGETHER = 256 << 20  # bytes that are copied by one call
+_TOGETHER = 256 << 20  # bytes copied by one call
 
 LivePiece = tuple[str, str, int, Tensor]
-"""A state, a parameter of this rank, the element at which it begins, and 1-D live elements."""
+"""A state, a parameter of this rank, the first element, and the live elements (1-D)."""
 
 
 def iterate_live_state(
     stages: Sequence[Decoder], optimizer: Optimizer | None
 ) -> Iterator[LivePiece]:
-    """All that this rank holds: weights (state `""`), and the optimizer's state."""
+    """All live state of this rank: weights (state `""`), and the optimizer's state."""
     for stage in stages:
         for name, tensor in stage.state_dict().items():
             yield WEIGHT, name, 0, tensor.detach().reshape(-1)
@@ -33,10 +33,10 @@ def iterate_live_state(
 
 
 class HostSnapshot:
-    """Room for the shards that this rank writes, each in the type it is held in.
+    """Host memory for the shards that this rank writes, each in its live dtype.
 
-    It is one block of memory, page-locked where the state is on a GPU, and touched at once: the
-    first copy into fresh memory takes several times as long as the later ones.
+    It is one block of memory, pinned if the state is on a GPU. It is written to once at the start,
+    since the first copy into new memory takes several times as long as later ones.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class HostSnapshot:
             places.append((row, size, kind))
             size += -(-numels[row] * kind.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
-        self._memory.fill_(0)  # zeros alone are promised, and given at the first write
+        self._memory.fill_(0)  # `zeros` alone allocates pages at the first write
         self._pinned = pinned
         self.rows: dict[int, Tensor] = {}
         self._targets: dict[tuple[str, str], list[tuple[ShardPart, Tensor]]] = {}
@@ -62,13 +62,13 @@ class HostSnapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory."""
+        """Bytes of host memory."""
         return self._memory.numel()
 
     def copy_fn(self, pieces: Iterable[LivePiece]) -> Callable[[], None]:
-        """What copies the state, as the work given to the device so far leaves it.
+        """A function that copies the state as it is after the work queued on the device so far.
 
-        It may be called in another thread, as long as nothing changes the state before it is done.
+        It may be called in another thread; nothing may change the state before it returns.
         """
         if not self._pinned:
             return lambda: self._copy(pieces)
@@ -96,7 +96,7 @@ class HostSnapshot:
                     targets.append(buffer[offset : offset + b - a])
                     sources.append(tensor[a - start : b - start])
                     size += sources[-1].nbytes
-            if size >= _TOGETHER:  # pieces may be made as they are asked for: let go of them
+            if size >= _TOGETHER:  # free pieces that are computed on access
                 torch._foreach_copy_(targets, sources, non_blocking=self._pinned)
                 targets, sources, size = [], [], 0
         if targets:
@@ -106,7 +106,7 @@ class HostSnapshot:
 
 
 class LiveShards:
-    """The same shards straight from the live state, for a save during which nothing is trained."""
+    """The same shards read from the live state, for synchronous saves."""
 
     def __init__(self, layout: SaveLayout, pieces: Iterable[LivePiece]) -> None:
         self._layout = layout
@@ -116,7 +116,7 @@ class LiveShards:
             self._pieces.setdefault((state, name), []).append((start, tensor))
 
     def __getitem__(self, row: int) -> Tensor:
-        """One shard's elements on the CPU: live ones where they lie there, and in one piece."""
+        """A shard's elements on the CPU; the live ones if they are there, and contiguous."""
         pieces: list[tuple[int, Tensor]] = []
         for part in self._layout.parts[row]:
             for start, tensor in self._pieces[part.state, part.name]:

@@ -1,4 +1,4 @@
-"""Common state: what a saved iteration says of its run, in Megatron's words."""
+"""Megatron's common state of an iteration: args, optimizer groups, scheduler, random state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_common_state(
 ) -> dict[str, Any]:
     """Megatron's common state of an iteration.
 
-    `small` is the optimizer's small state, None where none is saved; `kind` its sharding type.
+    `small` is the optimizer's small state, None if none is saved; `kind` is its sharding type.
     """
     common = dict(template.common)
     old = common.get("args")
@@ -69,7 +69,7 @@ def make_common_state(
 
 
 def split_chain(small: Mapping[str, Any], length: int) -> list[OptimizerState]:
-    """The small state of one optimizer as that of a chain: with two, the experts' groups apart."""
+    """The small state of one optimizer as that of a chain; of two, the second has the experts."""
     inner: dict[str, Any] = {k: v for k, v in small.items() if k != SHARDING_TYPE}
     if length == 1:
         return [inner]
@@ -93,7 +93,7 @@ def join_chain(chain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The small state of a chain as that of one optimizer, as plain values.
 
     Raises:
-        CheckpointError: the loss scale is no number.
+        CheckpointError: the loss scale is not a number.
     """
     first = dict(chain[0])
     groups = [g for inner in chain for g in inner["optimizer"].get("param_groups", ())]
@@ -108,7 +108,7 @@ def join_chain(chain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         numbers = {k: scalar_value(v) for k, v in scaler.items()}
         if unread := [k for k, v in numbers.items() if v is None]:
             raise CheckpointError(
-                f"the saved loss scale has a {unread[0]!r} that is no number",
+                f"the saved loss scale has a {unread[0]!r} that is not a number",
                 hint="--load a checkpoint whose optimizer was saved by Megatron or megtool",
             )
         first["grad_scaler"] = numbers
@@ -116,9 +116,9 @@ def join_chain(chain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def to_plain_tree(value: Any, tensor: Callable[[torch.Tensor], Any] | None = None) -> Any:
-    """A tree with Python's own numbers, and torch's types and tensors as what a pickle holds.
+    """A tree with Python's numbers, and with inert data in place of torch's dtypes and tensors.
 
-    `tensor` says what stands for tensors with dimensions instead.
+    `tensor` gives the replacement of tensors that have dimensions.
     """
     if isinstance(value, torch.Tensor | np.generic) and value.ndim == 0:
         return value.item()
@@ -134,7 +134,7 @@ def to_plain_tree(value: Any, tensor: Callable[[torch.Tensor], Any] | None = Non
 
 
 def _inert_tensor(value: torch.Tensor) -> Any:
-    """A small tensor as inert data, its bytes attached; the storage's key follows from them."""
+    """A small tensor as inert data with its bytes, which determine the storage's key."""
     host = value.detach().cpu().contiguous()
     data = host.view(torch.uint8).numpy().tobytes()
     kind = str(host.dtype).removeprefix("torch.")
@@ -147,7 +147,7 @@ def _inert_tensor(value: torch.Tensor) -> Any:
 
 
 def rng_object_name(groups: ProcessGroups) -> str:
-    """What the random state of this rank is called; with experts every replica has its own."""
+    """The name of this rank's random state; with expert parallelism every replica has its own."""
     p = groups.parallel
     if p.ep > 1:
         sizes = f"{p.pp}.{p.tp}.{p.dp * p.cp}"
@@ -156,9 +156,9 @@ def rng_object_name(groups: ProcessGroups) -> str:
 
 
 def pack_rng_state(groups: ProcessGroups) -> bytes:
-    """This process' random state as Megatron keeps it, a ready item.
+    """This process' random state in Megatron's form, as a ready item.
 
-    Where there is no GPU, its generators stand as Megatron's would after seeding with torch's seed.
+    Without a GPU, the states of its generators are those of Megatron seeded with torch's seed.
     """
     seed = torch.initial_seed() % (1 << 63)
     is_cuda = groups.device.type == "cuda"
@@ -181,14 +181,14 @@ def pack_rng_state(groups: ProcessGroups) -> bytes:
 
 
 def _seeded(seed: int) -> torch.Tensor:
-    """The state of a CUDA generator that was seeded and has given nothing yet."""
+    """The state of a CUDA generator right after seeding."""
     return torch.frombuffer(bytearray(struct.pack("<QQ", seed, 0)), dtype=torch.uint8)
 
 
 def restore_rng_state(value: Any, groups: ProcessGroups) -> bool:
-    """Set this process' random state from an object as `random_item` wrote it, as inert data.
+    """Set this process' random state from the inert data of an object of `pack_rng_state`.
 
-    Returns whether it could be understood; nothing is set where not.
+    Returns whether it is valid; otherwise nothing is set.
     """
     state = value[0] if isinstance(value, list) and value else value
     if not isinstance(state, Mapping):
@@ -212,15 +212,15 @@ def restore_rng_state(value: Any, groups: ProcessGroups) -> bool:
 
 
 def _bytes(value: Any) -> bytes | None:
-    """The data of a tensor kept as inert data."""
+    """The bytes of a tensor in inert data."""
     return next((storage.data for storage in find_references(value)), None)
 
 
 def _array(value: Any) -> bytes:
-    """The data of a numpy array kept as inert data.
+    """The bytes of a numpy array in inert data.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not an array.
     """
     state = getattr(value, "state", None)
     data = state[-1] if isinstance(state, tuple) and state else None
@@ -230,4 +230,4 @@ def _array(value: Any) -> bytes:
         return data
     if isinstance(data, Inert) and data.args:  # `_codecs.encode(text, "latin1")` of protocol 2
         return str(data.args[0]).encode("latin1")
-    raise TypeError("no array")
+    raise TypeError("not an array")

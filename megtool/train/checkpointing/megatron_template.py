@@ -1,4 +1,4 @@
-"""Saving: what a run that begins with a checkpoint will write of it, decided as reshard decides."""
+"""The save template of a run, planned from its checkpoint as reshard plans it."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def make_save_template(
     bucket_size: int | None = None,
     grad_dtype: str | None = None,
 ) -> SaveTemplate:
-    """What a run at `parallel` saves of the model in `opened`.
+    """Plan what a run at `parallel` saves of the model in `opened`.
 
-    `dtype` is that of the model's parameters; None leaves every weight's own. `bucket_size` and
-    `grad_dtype` are the run's own, for `dp_reshardable` optimizer state.
+    `dtype` is that of the model's parameters; None keeps the dtype of every weight. `bucket_size`
+    and `grad_dtype` are those of the run, for `dp_reshardable` optimizer state.
 
     Raises:
-        MappingError: nothing says what model it is.
+        MappingError: the model is not known.
         LayoutError: the layout does not divide it.
     """
     from megtool.train.checkpointing.save_template import SaveTemplate
@@ -84,7 +84,7 @@ def make_save_template(
 
 
 def _without_optimizer(opened: CheckpointSource) -> CheckpointSource:
-    """The checkpoint without its optimizer's state."""
+    """The checkpoint without optimizer state."""
     side = opened.view
     weights = {n: t for n, t in side.canonical.items() if ":" not in n}
     return replace(
@@ -102,11 +102,11 @@ def _without_optimizer(opened: CheckpointSource) -> CheckpointSource:
 
 
 def _collect_objects(destination: Destination) -> dict[str, bytes]:
-    """The objects as ready items; they lie at the beginning of the first file.
+    """The objects as ready items, from the beginning of the first file.
 
-    What belongs to a state of the run, or of its ranks, the run writes itself. So does it FP8's
-    scales and histories, where it computes in FP8; those of other layers are of weights and inputs
-    as they were before it, and are left empty.
+    The run itself writes objects with the state of the run or of its ranks, and FP8's scales and
+    histories if it computes in FP8. Those of other layers, which no longer fit the weights, are left
+    empty.
     """
     stored_objects = destination.catalogue.objects
     first = next(
@@ -131,7 +131,7 @@ def _collect_objects(destination: Destination) -> dict[str, bytes]:
 
 
 def _without_scales(name: str, item: bytes) -> bytes:
-    """A ready item; an empty one in the place of a state of delayed scaling."""
+    """A ready item, emptied if it is a state of delayed scaling."""
     if "._extra_state" not in name:
         return item
     tree = load_object_bytes(item, file=name)

@@ -1,4 +1,4 @@
-"""Rank file: one rank's data file of a save, laid out once and filled every time."""
+"""The data file of a rank in a save: planned once, and filled in each save."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _FOLDER = folder_name(None) + "/"
 
 
 class RankDataFile:
-    """The file of `rank` among those of `size` ranks, for saves that all have one layout.
+    """The file of `rank` of `size` ranks, for saves with the same layout.
 
-    Objects lie at the beginning of the first rank's file; of the others' nothing depends on them.
+    Objects are at the beginning of the first rank's file; the other files do not depend on them.
     """
 
     def __init__(self, layout: SaveLayout, *, rank: int, size: int) -> None:
@@ -29,7 +29,7 @@ class RankDataFile:
         self._sizes: list[tuple[str, int]] = []
 
     def plan(self, objects: Mapping[str, bytes]) -> Destination:
-        """All files; laid out anew only if objects changed in name or size, as they rarely do."""
+        """Plan all files; again only if names or sizes of objects have changed, which is rare."""
         sizes = [(name, len(item)) for name, item in objects.items()]
         planned = self._planned
         if planned is None or sizes != self._sizes:
@@ -61,7 +61,7 @@ class RankDataFile:
     def write(
         self, place: StagedIteration, planned: Destination, rows: Mapping[int, Tensor] | LiveShards
     ) -> None:
-        """Write this rank's file, if it has one; `rows` are the elements of its shards."""
+        """Write this rank's file, if it has one; `rows` has the elements of its shards."""
         catalogue = planned.catalogue
         name = f"__{self._rank}_0.distcp"
         number = next((i for i, f in enumerate(catalogue.files) if f.path == _FOLDER + name), None)

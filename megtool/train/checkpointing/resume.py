@@ -1,4 +1,4 @@
-"""Resume: optimizer state and the run's standing, out of any checkpoint, at any layout."""
+"""Load optimizer state and the progress of a run from any checkpoint, at any layout."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from megtool.optim.optimizer import Optimizer
 
 _OTHER_RUN = (
-    "continue with the optimizer and the layers that were trained before, or start a new run from "
-    "this checkpoint's weights alone"
+    "resume with the same optimizer and the same trained layers, or start a new run from this "
+    "checkpoint's weights"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedRun:
-    """Where the run that was saved stood.
+    """The progress of a saved run.
 
-    `scheduler` is what `Extras.scheduler` was, None where the checkpoint has none. `has_optimizer`
-    says whether its optimizer's state was there and is loaded; `has_random` whether this rank's
-    random state was, and is set.
+    `scheduler` is `SaveMetadata.scheduler`, None if the checkpoint has none. `has_optimizer`: it
+    had optimizer state, which is loaded. `has_random`: it had this rank's random state, which is
+    set.
     """
 
     iteration: int
@@ -66,14 +66,14 @@ def resume(
     memory_bytes: int = BUFFER_BYTES,
     progress: Progress = silent,
 ) -> ResumedRun:
-    """Go on from a checkpoint whose weights `load_for_training` has put into `stages`.
+    """Resume from a checkpoint whose weights `load_for_training` has loaded into `stages`.
 
-    Moments and master weights come out of any format and layout that megtool reads, bit for bit.
-    Master weights that the checkpoint lacks are its weights. Every rank calls it.
+    Moments and master weights are read from any supported format and layout, bit for bit. Master
+    weights that the checkpoint lacks are its weights. Every rank calls it.
 
     Raises:
-        MappingError: the state is of another model, some parameters have none, or nothing says of
-            how many steps it is.
+        MappingError: the state is of another model, some parameters have none, or its number of
+            steps is missing.
         CheckpointError: it cannot be read.
     """
     groups, catalogue = stages[0].groups, source.catalogue
@@ -105,19 +105,19 @@ def resume(
 
 
 def _require_step(small: Mapping[str, Any] | None, catalogue: Catalogue) -> None:
-    """Make sure that Adam's moments come with the number of steps that made them.
+    """Check that Adam's moments come with their number of steps.
 
     Raises:
-        MappingError: no parameter group says it.
+        MappingError: no parameter group has it.
     """
     groups = [] if small is None else small["optimizer"]["param_groups"]
     if all(group.get("step") is None for group in groups):
         raise MappingError(
-            "the checkpoint has moments of an optimizer, and nothing says after how many steps: "
-            "their bias would be corrected as if there had been none",
+            "the checkpoint has moments of an optimizer without a number of steps: the bias "
+            "correction would start from zero",
             file=catalogue.root,
             hint="resume from a checkpoint whose parameter groups have a 'step', or start a new "
-            "run from this checkpoint's weights alone",
+            "run from this checkpoint's weights",
         )
 
 
@@ -126,7 +126,7 @@ def _int_or_zero(value: Any) -> int:
 
 
 def _restore_rng(catalogue: Catalogue, groups: ProcessGroups) -> bool:
-    """Set the random state that was saved for this rank's place, if there is one."""
+    """Set the random state that was saved for this rank, if there is one."""
     p = groups.parallel
     shared = f"{RNG}/shard_{groups.pp.rank}.{groups.tp.rank}_{p.pp}.{p.tp}"
     for name in (rng_object_name(groups), shared):
@@ -139,8 +139,8 @@ def _restore_rng(catalogue: Catalogue, groups: ProcessGroups) -> bool:
 class _OptimizerStateReader:
     """A checkpoint's optimizer state, each state read as if it were a model's weights.
 
-    What a state lacks is read from the weights: so master weights that nobody kept are the weights,
-    and parameters without moments (router biases, frozen ones) are left to `require`.
+    What a state lacks is read from the weights: missing master weights are the weights, and
+    `require` reports missing moments.
     """
 
     def __init__(
@@ -184,10 +184,10 @@ class _OptimizerStateReader:
             self._units[state] = units_of(weights.tensors)
 
     def require(self, required: set[tuple[str, str]]) -> None:
-        """Make sure that all states of all parameters are there.
+        """Check that all states of all parameters exist.
 
         Raises:
-            MappingError: some are not; or the parameters are of another model.
+            MappingError: some are missing, or the parameters are of another model.
         """
         absent = []
         for state, name in sorted(required):
@@ -210,7 +210,7 @@ class _OptimizerStateReader:
             )
 
     def read(self, state: str, name: str) -> Tensor:
-        """This rank's state of a whole parameter, in float32; read a layer at a time."""
+        """This rank's state of a parameter in float32; a layer is read at a time."""
         if (state, name) not in self._read:
             unit = next(names for names in self._units[state].values() if name in names)
             for tensor_name, tensor in self._weights[state].load(unit).items():

@@ -1,4 +1,4 @@
-"""Tensor file: tensors as a safetensors file, written and read one at a time."""
+"""Safetensors files that are written and read one tensor at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_safetensors(
     tensors: Iterable[Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write the file of tensors that come one after the other, whose names and types are known.
+    """Write a file of tensors that come one at a time, with names and dtypes known in advance.
 
     Raises:
         StorageError: it cannot be written.
@@ -46,7 +46,7 @@ def write_safetensors(
 def _header(
     facts: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[int]]:
-    """The first bytes of the file, and where each tensor begins after them."""
+    """The header of the file, and the offset of each tensor after it."""
     entries, offset = [], 0
     for name, kind, shape in facts:
         end = offset + math.prod(shape) * kind.itemsize
@@ -62,11 +62,11 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 class SafetensorsFile(Mapping[str, Tensor]):
-    """The tensors of a file, each read when it is asked for and not kept.
+    """The tensors of a file, each read when it is accessed, and not cached.
 
     Raises:
-        CheckpointError: there is no file.
-        FormatError: it is no such file, or a damaged one.
+        CheckpointError: the file does not exist.
+        FormatError: it is not a safetensors file, or damaged.
         StorageError: it cannot be read.
     """
 
@@ -84,7 +84,7 @@ class SafetensorsFile(Mapping[str, Tensor]):
         with self._storage_errors(), self._path.open("rb") as file:
             file.seek(self._start + entry.begin)
             if file.readinto(data) != len(data):
-                raise FormatError("the file ends before its last tensor does", file=self._path)
+                raise FormatError("the file ends before its last tensor", file=self._path)
         kind = getattr(torch, entry.dtype.name)
         tensor = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
         return tensor.view(entry.shape)
@@ -100,6 +100,6 @@ class SafetensorsFile(Mapping[str, Tensor]):
         try:
             yield
         except FileNotFoundError as e:
-            raise CheckpointError("it is not there", file=self._path) from e
+            raise CheckpointError("the file does not exist", file=self._path) from e
         except OSError as e:
             raise StorageError(f"cannot read: {e.strerror or e}", file=self._path) from e

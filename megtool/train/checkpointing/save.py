@@ -1,4 +1,4 @@
-"""Save: iterations of a run as Megatron save folders, written by all ranks behind the training."""
+"""Asynchronous saves of a run's iterations in Megatron's format, written by all ranks."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _NONE = "none"
-_PATIENCE_S = 60.0  # for a save under way, when the run ends by an error
+_PATIENCE_S = 60.0  # to wait for a save when the run ends with an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SavePlan:
-    """What all saves of a run share: what lies where, and this rank's file."""
+    """What all saves of a run share: the layout, and this rank's file."""
 
     layout: SaveLayout
     file: RankDataFile
@@ -58,7 +58,7 @@ class _SavePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SaveTask:
-    """One iteration to write: where, from which rows, and on rank 0 with what beside them."""
+    """One iteration to write: its folder, its shards, and on rank 0 the other files."""
 
     staged: StagedIteration
     file: RankDataFile
@@ -71,22 +71,22 @@ class _SaveTask:
 class TorchDistSaver:
     """Writes iterations of one run into a save folder (`torch_dist`), all ranks together.
 
-    `folder` holds `iter_NNNNNNN/` and `latest_checkpointed_iteration.txt`; it is on a file system
-    that all ranks share. Every rank makes a Saver, with the same arguments, and calls its methods
-    at the same times. Whatever ends a run, and whenever: the iteration that the tracker names is
-    complete, and what an unfinished save left is removed by the next Saver of the folder.
+    `folder` holds `iter_NNNNNNN/` and `latest_checkpointed_iteration.txt`, on a file system that
+    all ranks share. Every rank makes a saver with the same arguments, and calls its methods at the
+    same times. Whenever a run is interrupted, the iteration that the tracker names is complete, and
+    the next saver of the folder removes the files of unfinished saves.
 
     `optimizer_format` is `fully_reshardable`, `dp_reshardable` or `none` (weights alone).
-    Memory: an asynchronous save keeps one host copy of this rank's part of the state, from the
-    first one (or `prepare`) on until `close`.
+    Memory: asynchronous saves keep one host copy of this rank's part of the state, from the first
+    save (or `prepare`) until `close`.
 
-    Use: `with Saver(...) as saver: saver.prepare(stages, optimizer)`, in the loop
-    `saver.check()` once a step and `saver.save(...)` every so many; leaving the block waits for
-    what is under way.
+    Usage: `with TorchDistSaver(...) as saver: saver.prepare(stages, optimizer)`, then in the loop
+    `saver.check()` in every step and `saver.save(...)` at intervals. Leaving the block waits for a
+    save under way.
 
     Raises:
-        DestinationError: another run writes the folder, or it cannot be written.
-        UsageError: no such format.
+        DestinationError: another run writes to the folder, or it cannot be written.
+        UsageError: there is no such format.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class TorchDistSaver:
         self._raise_on_all_ranks(error)
 
     def _claim_folder(self) -> None:
-        """Take the folder, and clear it of what was left there."""
+        """Lock the folder, and remove what unfinished saves left."""
         missing = [p for p in (self.folder, *self.folder.parents) if self.files.stat(p) is None]
 
         def make() -> None:
@@ -134,15 +134,15 @@ class TorchDistSaver:
 
         self._lock = LockFile(self.files, self.folder / STAGING / "lock", make)
         if removed := remove_unfinished(self.files, self.folder):
-            _LOG.warning("removed what unfinished saves left: %s", ", ".join(removed))
+            _LOG.warning("removed unfinished saves: %s", ", ".join(removed))
 
     def prepare(
         self, stages: Sequence[Decoder], optimizer: Optimizer | None, *, asynchronous: bool = True
     ) -> None:
-        """Plan all saves and take the memory for host copies, so that the first save is short.
+        """Plan all saves, and allocate host memory, so that the first save is fast.
 
         Raises:
-            MappingError: the model is not that of the template.
+            MappingError: the model differs from the template.
             UsageError: the optimizer's format cannot hold this optimizer's state.
         """
         planned = self._plan(stages, optimizer)
@@ -192,14 +192,14 @@ class TorchDistSaver:
     ) -> float:
         """Save an iteration; returns the seconds that training waited.
 
-        Asynchronous, it returns once the state is copied to host memory: what happens to the
-        parameters from then on changes nothing in what is written. With `copy_behind` the copy is
-        made behind the next forward and backward passes as well: `wait_for_copy` has to be called
-        before anything changes parameters or the optimizer's state. A save under way is waited for
-        first. Otherwise it returns when the iteration is complete on disk.
+        An asynchronous save returns once the state is copied to host memory; later changes of the
+        parameters do not affect it. With `copy_behind` the copy overlaps with the next forward and
+        backward passes: `wait_for_copy` has to be called before anything changes parameters or the
+        optimizer's state. A synchronous save returns when the iteration is complete on disk. Both
+        wait for an earlier save first.
 
         Raises:
-            StorageError: it could not be written (no space, ...); or an earlier one could not.
+            StorageError: it, or an earlier one, could not be written (no space, ...).
         """
         began = time.monotonic()
         self._background.join()
@@ -253,20 +253,20 @@ class TorchDistSaver:
         return time.monotonic() - began
 
     def wait_for_copy(self) -> float:
-        """Wait until a copy under way is made; returns the seconds of it. See `save`."""
+        """Wait until a copy under way is complete; returns the seconds it took. See `save`."""
         return self._background.wait_for_copy()
 
     def check(self) -> None:
-        """Raise what went wrong in the background since the last call, once; costs nothing.
+        """Raise an error of the background thread since the last call, once; takes no time.
 
         Raises:
-            StorageError: a save failed. The iteration before it is still there.
+            StorageError: a save failed. The iteration before it still exists.
         """
         self._background.check()
 
     @property
     def is_busy(self) -> bool:
-        """A save is under way in the background."""
+        """Whether a save is under way in the background."""
         return self._background.is_busy
 
     def finish(self) -> None:
@@ -278,7 +278,7 @@ class TorchDistSaver:
         self._background.join()
 
     def close(self) -> None:
-        """Wait, and let go of the folder and of all memory.
+        """Wait, unlock the folder and free all memory.
 
         Raises:
             StorageError: see `check`.
@@ -305,15 +305,15 @@ class TorchDistSaver:
         if kind is None:
             self.close()
             return
-        with contextlib.suppress(BaseException):  # what ended the run is raised, and nothing else
+        with contextlib.suppress(BaseException):  # only the error that ended the run is raised
             self._background.join(_PATIENCE_S)
         with contextlib.suppress(MegtoolError):
             self._release()
 
-    # ---- what the ranks tell each other
+    # ---- communication
 
     def _gather(self, value: Any) -> list[Any]:
-        """What every rank says, on every rank."""
+        """The values of all ranks, on every rank."""
         world = self.groups.world
         if world.handle is None:
             return [value]
@@ -322,10 +322,10 @@ class TorchDistSaver:
         return values
 
     def _raise_on_all_ranks(self, error: MegtoolError | None) -> None:
-        """Raise on every rank what one of them has met.
+        """Raise an error of one rank on all of them.
 
         Raises:
-            MegtoolError: this rank's, or the first rank's that has one.
+            MegtoolError: this rank's own, or that of the first rank that has one.
         """
         errors = self._gather(error)
         if error is not None:
@@ -335,7 +335,7 @@ class TorchDistSaver:
                 raise other_error
 
     def _gather_objects(self, metadata: SaveMetadata) -> dict[str, bytes]:
-        """The objects of all ranks, on every rank: random state, and the extras' own."""
+        """The objects of all ranks, on every rank: random states, and those of `metadata`."""
         local_objects = dict(metadata.objects)
         if metadata.random:
             p, groups = self.template.parallel, self.groups
@@ -354,7 +354,7 @@ class TorchDistSaver:
         small: Mapping[str, Any] | None,
         objects: Mapping[str, bytes],
     ) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Common state, and all objects by name."""
+        """The common state, and all objects by name."""
         template, buckets = self.template, self._planned.layout.buckets if self._planned else None
         has_experts = any(".experts." in t.name for t in template.tensors)
         num_chains = 2 if template.parallel.ep > 1 and has_experts else 1
@@ -372,7 +372,7 @@ class TorchDistSaver:
                 out |= {f"{prefix}{k}/shard_0_1": item for k, item in items[number].items()}
         return common, out | {**template.objects, **objects}
 
-    # ---- writing, in whichever thread
+    # ---- writing, in either thread
 
     def _write(self, task: _SaveTask) -> None:
         staged, is_first = task.staged, self.groups.rank == 0

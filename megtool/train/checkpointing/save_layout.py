@@ -1,4 +1,4 @@
-"""Layout: the stored tensors of a save, their shards, and what of this rank is in its own."""
+"""The layout of a save: stored tensors, their shards, and the content of this rank's shards."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from megtool.train.checkpointing.shard_ownership import (
 
 FLOAT32 = dtype("float32")
 WEIGHT = ""
-"""What a weight is called among the states."""
+"""The state name of weights."""
 
 _STORED_NAMES = {MAIN: "param"}
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """Elements `start` to `stop` of a state of this rank's tensor `name`, at `at` of a shard."""
+    """Elements `start` to `stop` of a state of this rank's tensor `name`, at `offset` of a shard."""
 
     state: str
     name: str
@@ -42,7 +42,7 @@ class ShardPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveLayout:
-    """What is stored, and by whom; `parts` says of this rank's shards what fills them.
+    """What is stored, and by which rank; `parts` has the content of each of this rank's shards.
 
     Elements of a shard that no part covers are padding, and zero.
     """
@@ -59,14 +59,14 @@ _Row = tuple[int, list[int], list[int], int, tuple[ShardPart, ...]]
 def plan_save_layout(
     template: SaveTemplate, reports: Sequence[RankOwnership], rank: int, optimizer_format: str
 ) -> SaveLayout:
-    """Lay out a save; `reports` are those of all ranks, of which this one is `rank`.
+    """Plan a save; `reports` are those of all ranks, of which this one is `rank`.
 
-    Weights are cut and spread over ranks as `reshard` does. State is cut as its weights are, and
-    again where one rank's part of it ends: every rank writes what it has.
+    Weights are sharded and assigned to ranks as `reshard` does. State is sharded as its weights are,
+    and further where one rank's part of it ends: every rank writes what it owns.
 
     Raises:
         MappingError: ranks and checkpoint do not have the same tensors.
-        UsageError: `dp_reshardable`, and some parameters lack state that others have.
+        UsageError: with `dp_reshardable` some parameters lack state that others have.
     """
     parallel, config = template.parallel, template.config
     kinds = {n: kind for report in reports for n, kind in report.dtypes.items()}
@@ -83,7 +83,7 @@ def plan_save_layout(
         if owners[row] == rank:
             if row not in owned:
                 raise MappingError(
-                    "the rank that is to write a part of it does not hold that",
+                    "the rank that should write a part of it does not have that part",
                     tensor=weights[number].name,
                 )
             parts = (owned[row],)
@@ -119,7 +119,7 @@ def _with_stored_dtypes(
     cells: ShardCells,
     kinds: dict[str, str],
 ) -> list[GlobalTensor]:
-    """The stored weights in the types that the ranks hold them in."""
+    """The stored weights with the dtypes that ranks have them in."""
     out = list(tensors)
     for seat in {report.coordinates for report in reports}:
         for parameter in ownership.parameters_of(seat):
@@ -127,7 +127,7 @@ def _with_stored_dtypes(
             name = local_name(parameter.name, kinds)
             if name not in kinds:
                 raise MappingError(
-                    "no rank holds this weight of the checkpoint", tensor=parameter.name
+                    "no rank has this weight of the checkpoint", tensor=parameter.name
                 )
             out[number] = replace(out[number], dtype=dtype(kinds[name]))
     return out
@@ -136,7 +136,7 @@ def _with_stored_dtypes(
 def _weight_parts(
     report: RankOwnership, ownership: LayoutOwnership, cells: ShardCells
 ) -> dict[int, ShardPart]:
-    """What fills each shard of which this rank holds a copy."""
+    """The content of each shard that this rank has a copy of."""
     out: dict[int, ShardPart] = {}
     for parameter in ownership.parameters_of(report.coordinates):
         name = local_name(parameter.name, report.dtypes)
@@ -152,12 +152,12 @@ def _weight_parts(
 def _state_rows(
     tensors: list[GlobalTensor], assigned: Sequence[WriteAssignment], cells: ShardCells
 ) -> list[_Row]:
-    """State under the names of its weights; its tensors are appended to `tensors`."""
+    """Rows of state under the names of its weights; its tensors are appended to `tensors`."""
     sizes: dict[tuple[str, int], int] = {}
     for a in assigned:
         number, _ = cells.find_tensor(a.owned.parameter.key)
         sizes[a.state, number] = sizes.get((a.state, number), 0) + a.stop - a.start
-    # A key of all layers needs them all: where some are frozen, each layer has a key of its own.
+    # A tensor of all layers needs them all: if some are frozen, each layer has its own tensor.
     is_complete = all(size == cells.tensors[number].numel for (_, number), size in sizes.items())
     numbers: dict[tuple[str, str], int] = {}
     order = {MAIN: 0, "exp_avg": 1, "exp_avg_sq": 2}
@@ -194,7 +194,7 @@ def _state_tensor(state: str, name: str, shape: tuple[int, ...]) -> GlobalTensor
 def _plan_buckets(template: SaveTemplate, reports: Sequence[RankOwnership]) -> BucketLayout:
     states = {run.state for report in reports for run in report.ranges}
     if template.plan_buckets is None:
-        raise MappingError(f"{DP_RESHARDABLE} needs to know how the run cuts its buckets")
+        raise MappingError(f"{DP_RESHARDABLE} needs the run\'s bucket sizes")
     order = sorted(states, key=lambda s: (s != MAIN, s))
     return template.plan_buckets({_STORED_NAMES.get(s, s): FLOAT32 for s in order})
 
@@ -205,7 +205,7 @@ def _bucket_rows(
     reports: Sequence[RankOwnership],
     first: int,
 ) -> list[_Row]:
-    """State in buckets: a row for every run of a bucket that one rank holds."""
+    """Rows of state in buckets: one for every range of a bucket that a rank owns."""
     by_parameter: dict[tuple[object, ...], list[WriteAssignment]] = {}
     for a in assigned:
         key = a.owned.parameter.key, a.owned.parameter.boxes, a.owned.place
@@ -218,10 +218,10 @@ def _bucket_rows(
             assignments = by_parameter.get((state, p.key, p.boxes, place))
             if assignments is None:
                 raise UsageError(
-                    f"{DP_RESHARDABLE} state is of every parameter alike, and this one has no {state!r}: "
-                    "it is frozen, or updated in another way than others are",
+                    f"{DP_RESHARDABLE} stores the same states of every parameter, and this one has no "
+                    f"{state!r}: it is frozen, or updated by another rule",
                     tensor=p.key,
-                    hint=f"--dist-ckpt-optim-format {FULLY_RESHARDABLE} saves what there is",
+                    hint=f"--dist-ckpt-optim-format {FULLY_RESHARDABLE} saves the existing state",
                 )
             by_tensor.setdefault(number, []).extend(
                 (slot.start + a.start, slot.start + a.stop, a) for a in assignments

@@ -1,4 +1,4 @@
-"""Template: all of a saved iteration but its values: names, cuts, args, objects and small files."""
+"""A saved iteration without its values: names, shards, args, objects and small files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megtool.tensors.sharded import GlobalTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSlot:
-    """A parameter's place in the optimizer's buckets.
+    """A parameter's position in the optimizer's buckets.
 
-    `tensors` is, for every state as it is stored, the number of the flat tensor in which the
-    parameter's elements start at `start`; `rank` is the first of the ranks that share it out.
+    `tensors` has for every stored state the number of the flat tensor in which the parameter's
+    elements start at `start`. `rank` is the first of the ranks that it is sharded over.
     """
 
     parameter: Parameter
@@ -28,9 +28,9 @@ class BucketSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketLayout:
-    """Optimizer state as `dp_reshardable` stores it: flat tensors, and who lies where in them.
+    """Optimizer state as `dp_reshardable` stores it: flat tensors, and parameters' positions there.
 
-    `objects` say how large the buckets are. `prefixes` are those of the objects that hold the small
+    `objects` describe the sizes of the buckets. `prefixes` are those of the objects with the small
     state of every data-parallel group, each with its number in the chain of optimizers.
     """
 
@@ -44,10 +44,10 @@ class BucketLayout:
 class SaveTemplate:
     """What `megtool reshard` would write of a model's weights at a layout, without their values.
 
-    `tensors` are the weights as they are stored, under Megatron's names. `objects` (bytes of ready
-    items) and `small` files go beside them as they are; `common` is Megatron's common state, of
-    which a save replaces what has changed since. `flat` lays out `dp_reshardable` buckets for
-    states, as they are spelled, of given types. `megtool.train.checkpointing.megatron_template.template_of` makes one.
+    `tensors` are the stored weights, under Megatron's names. `objects` (bytes of ready items) and
+    `small` files are written unchanged; `common` is Megatron's common state, which a save updates.
+    `plan_buckets` plans `dp_reshardable` buckets for stored states of given dtypes. See
+    `megtool.train.checkpointing.megatron_template.make_save_template`.
     """
 
     config: ModelConfig

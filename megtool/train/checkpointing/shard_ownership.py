@@ -1,9 +1,9 @@
-"""Holdings: who holds which elements of which state, and which rank writes each of them.
+"""Ownership of a save's elements: which ranks have them, and which rank writes them.
 
-A rank's parameter is boxes of a stored tensor, one after the other; each box is one or several
-*cells*, the shards that Megatron cuts. A run of a parameter's elements is thus a run of cells, and
-at most a few boxes of each. Where several ranks hold the same elements (replicas, norms on all
-tensor ranks, both copies of a tied embedding) one of the first place that holds them writes them.
+A rank's parameter consists of boxes of a stored tensor, in order; each box is one or several
+*cells*, the shards of Megatron. A range of a parameter's elements is thus a range of cells, and at
+most a few boxes of each. If several ranks have the same elements (replicas, norms on all tensor
+ranks, both copies of a tied embedding), one rank at the first place that has them writes them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _OWN_NORM = (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm.")
 
 @dataclass(frozen=True, slots=True)
 class OwnedParameter:
-    """A parameter of a rank: elements `offset` on of what the rank calls `name`.
+    """A parameter of a rank: the elements from `offset` of its local tensor `name`.
 
-    `place` is the pipeline stage, expert rank and tensor rank that hold it, without replicas.
+    `place` is its pipeline stage, expert rank and tensor rank, without replicas.
     """
 
     parameter: Parameter
@@ -49,7 +49,7 @@ class StateRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOwnership:
-    """What one rank tells all others: where it sits, its tensors' types, and the runs it holds."""
+    """What a rank owns: its coordinates, its tensors' dtypes, and the ranges of its state."""
 
     coordinates: RankCoordinates
     dtypes: Mapping[str, str]
@@ -58,9 +58,9 @@ class RankOwnership:
 
 @dataclass(frozen=True, slots=True)
 class WriteAssignment:
-    """Elements `start` to `stop` of a parameter (of `held.offset` on): written by `rank`.
+    """Elements `start` to `stop` of a parameter (from `owned.offset`), which `rank` writes.
 
-    `at` is the element of the rank's own flattened tensor at which they begin.
+    `offset` is the first of them in the rank's own flattened tensor.
     """
 
     state: str
@@ -73,7 +73,7 @@ class WriteAssignment:
 
 @dataclass(slots=True)
 class ShardCells:
-    """The shards of the stored weights, by the parameter whose elements they are."""
+    """The shards of stored weights, by parameter."""
 
     tensors: Sequence[GlobalTensor]
     shards: Shards
@@ -92,7 +92,7 @@ class ShardCells:
             self._by_layer.setdefault((number, layer), []).append((box, row))
 
     def find_tensor(self, key: str) -> tuple[int, tuple[int, ...]]:
-        """The stored tensor of a per-layer key, and the indices in front of the key's own.
+        """The stored tensor of a per-layer key, and its leading indices.
 
         Raises:
             MappingError: there is none.
@@ -103,7 +103,7 @@ class ShardCells:
         stacked = f"{match[1]}.layers.{match[3]}" if match else ""
         if match is None or stacked not in self.number:
             raise MappingError(
-                "the run has a parameter that its checkpoint has no place for", tensor=key
+                "the run has a parameter that its checkpoint lacks", tensor=key
             )
         return self.number[stacked], (int(match[2]),)
 
@@ -131,7 +131,7 @@ class ShardCells:
 def split_into_boxes(
     cells: Iterable[tuple[Box, int, int]], start: int, stop: int
 ) -> Iterator[tuple[list[int], list[int], int]]:
-    """A parameter's elements `start` to `stop` as boxes of its tensor, with the first of each."""
+    """A parameter's elements `start` to `stop` as boxes of its tensor, with their first elements."""
     for (lo, hi), begin, _ in cells:
         shape = [b - a for a, b in zip(lo, hi, strict=True)]
         a, b = max(start - begin, 0), min(stop - begin, prod(shape))
@@ -151,7 +151,7 @@ def split_into_boxes(
 
 
 class LayoutOwnership:
-    """What every seat of a layout holds, of a model's stored weights."""
+    """The parameters of a model's stored weights on the ranks of a layout."""
 
     def __init__(
         self, tensors: Sequence[GlobalTensor], config: ModelConfig, parallel: ParallelConfig
@@ -161,7 +161,7 @@ class LayoutOwnership:
         self._by_coordinates: dict[RankCoordinates, list[OwnedParameter]] = {}
 
     def parameters_of(self, coordinates: RankCoordinates) -> list[OwnedParameter]:
-        """The parameters of a seat, experts one by one, under the names of its modules."""
+        """The parameters of a rank under the names of its modules, with each expert separate."""
         if coordinates not in self._by_coordinates:
             self._by_coordinates[coordinates] = list(self._find(coordinates))
         return self._by_coordinates[coordinates]
@@ -180,9 +180,9 @@ class LayoutOwnership:
 
 
 def local_name(key: str, local_names: Mapping[str, object]) -> str:
-    """What a rank's modules call the parameter that is stored as `key`.
+    """The name in a rank's modules of the parameter that is stored as `key`.
 
-    megatron-core's own layers name the norm before experts otherwise.
+    megatron-core's local layers have another name for the norm before experts.
     """
     return key if key in local_names else key.replace(*_OWN_NORM)
 
@@ -190,13 +190,13 @@ def local_name(key: str, local_names: Mapping[str, object]) -> str:
 def assign_writers(
     reports: Sequence[RankOwnership], ownership: LayoutOwnership, *, every_place: bool = False
 ) -> list[WriteAssignment]:
-    """Which rank writes which elements of which parameter's state, each element once.
+    """Assign every element of every parameter's state to one rank that writes it.
 
-    The least loaded of the ranks that hold an element writes it: of those of the first place that
-    holds the parameter, or with `every_place` once for each of them.
+    Of the ranks that own an element, the one with the least assigned elements writes it: among
+    those at the first place that has the parameter, or with `every_place` at each of them.
 
     Raises:
-        MappingError: some elements of a parameter's state are on no rank.
+        MappingError: no rank has some elements of a parameter's state.
     """
     load = [0] * len(reports)
     out: list[WriteAssignment] = []
@@ -211,7 +211,7 @@ def assign_writers(
                 ]
                 if not writers:
                     raise MappingError(
-                        f"elements from {start} on of its state {state!r} are on no rank",
+                        f"no rank has the elements from {start} on of its state {state!r}",
                         tensor=key[0],
                     )
                 _, rank, stop, owned = min(writers, key=lambda h: h[:2])
@@ -227,7 +227,7 @@ _Key = tuple[str, tuple[Box, ...]]
 def _by_parameter(
     reports: Sequence[RankOwnership], ownership: LayoutOwnership
 ) -> dict[tuple[str, _Key], list[tuple[OwnedParameter, int, int, int]]]:
-    """Runs of parameters' own elements, by state and parameter: holder, rank, start and stop."""
+    """Ranges of parameters' elements, by state and parameter: owner, rank, start and stop."""
     out: dict[tuple[str, _Key], list[tuple[OwnedParameter, int, int, int]]] = {}
     for rank, report in enumerate(reports):
         by_name: dict[str, list[OwnedParameter]] = {}

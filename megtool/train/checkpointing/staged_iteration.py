@@ -1,8 +1,8 @@
-"""Iteration folder: how several processes write one folder that appears whole or not at all.
+"""A folder that several processes write together, and that appears complete or not at all.
 
-They meet in a staging folder inside the save folder, `.megtool/iter_0000010.3/`: its `tree` is what
-becomes the iteration, and a mark of every rank says how far it is. Nothing is sent between
-processes, so this works in threads while training communicates.
+They use a staging folder inside the save folder, `.megtool/iter_0000010.3/`. Its `tree` becomes the
+iteration, and a mark file of every rank shows its progress. Processes do not communicate
+otherwise, so this works in threads while training communicates.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from megtool.errors import StorageError
 
 STAGING = ".megtool"
 _CHUNK = 2 << 20  # elements converted at a time
-_BATCH = 8 << 20  # bytes after which what is gathered is written
-_GAP = 4096  # bytes between two parts of a file that are written as zeros, not skipped
+_BATCH = 8 << 20  # bytes to collect before they are written
+_GAP = 4096  # gaps in a file up to this many bytes are written as zeros
 
 Elements = tuple[int, DType, Callable[[], Tensor]]
-"""Where elements begin in a file, the type they are stored in, and what reads them."""
+"""The offset of elements in a file, their stored dtype, and a function that reads them."""
 
 
 class StagedIteration:
-    """One rank's view of an iteration under way; `number` tells the attempts of a run apart.
+    """One rank's view of an iteration that is being written; `number` counts the saves of a run.
 
-    Rank 0 calls `commit`, the others `wait`, all after `begin` and, once written, `done`; or
-    `failed`, where one of these raises.
+    All ranks call `begin`, `write` and `mark_done`; then rank 0 calls `commit`, the others `wait`.
+    If one of these raises, the rank calls `mark_failed`.
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class StagedIteration:
     # ---- every rank
 
     def begin(self) -> None:
-        """Make the staging folder, and this rank's mark while there is space for it."""
+        """Create the staging folder, and this rank's mark while there is space for it."""
         for path in (self.staging.parent, self.staging, self.tree):
             self.files.mkdir(path)
         self.files.close(self.files.open_write(self._mark(self._rank, "busy")))
 
     def mark_done(self) -> None:
-        """All that this rank writes is written."""
+        """Mark this rank's files as complete."""
         self._set_mark("done")
 
     def mark_failed(self) -> None:
-        """This rank gives up."""
+        """Mark this rank as failed."""
         self._set_mark("failed")
 
     def write(
@@ -104,29 +104,29 @@ class StagedIteration:
         """Wait until rank 0 has committed.
 
         Raises:
-            StorageError: it has not.
+            StorageError: it has not, or it failed.
         """
         self._wait_until(lambda: self.files.lstat(self.staging) is None, "rank 0 commits")
         tracker = self.files.read_whole(self.folder / TRACKER, at_most=100)
         if tracker is None or tracker.strip() != str(self.iteration).encode():
             raise StorageError(
-                f"iteration {self.iteration} was given up by another rank, whose message says why",
+                f"saving iteration {self.iteration} failed on another rank, which reports why",
                 file=self.final,
                 hint=self._hint(),
             )
 
     def _hint(self) -> str:
         has_earlier = self.files.lstat(self.folder / TRACKER) is not None
-        prefix = "an earlier iteration is there still; " if has_earlier else ""
+        prefix = "an earlier iteration still exists; " if has_earlier else ""
         return f"{prefix}free some space, or give another save folder"
 
     # ---- rank 0
 
     def require_space(self, num_bytes: int) -> None:
-        """Make sure that so many bytes fit.
+        """Check that there is space for so many bytes.
 
         Raises:
-            StorageError: they do not.
+            StorageError: there is not.
         """
         free = self.files.free_space(self.tree)
         if num_bytes > free:
@@ -138,15 +138,13 @@ class StagedIteration:
             )
 
     def commit(self, small: Mapping[str, bytes | Path]) -> None:
-        """When all ranks are done, write the small files and let the folder take its name.
+        """When all ranks are done, write the small files and rename the folder.
 
-        A path among them is that of a file, which is moved.
-
-        The last of `small` marks the folder as complete for those who look at it alone. The tracker
-        follows, in one step of its own.
+        A value that is a path is a file, which is moved. The last of `small` marks the folder as
+        complete. The tracker is replaced in a step of its own.
 
         Raises:
-            StorageError: a rank failed, or the system refused; what there was before stays.
+            StorageError: a rank or a system call failed; earlier iterations stay.
         """
         self._wait_until(
             lambda: not self._ranks_in_state("busy", but_for=0), "all ranks have written"
@@ -176,7 +174,7 @@ class StagedIteration:
         files.remove(self.staging)
 
     def discard(self) -> None:
-        """Remove all of it, once no rank writes any more."""
+        """Remove the staging folder once no rank writes to it."""
         try:
             self._wait_until(
                 lambda: not self._ranks_in_state("busy", but_for=0), "all ranks have stopped"
@@ -218,7 +216,7 @@ class StagedIteration:
         self.files.rename(self._mark(self._rank, "busy"), self._mark(self._rank, state))
 
     def _ranks_in_state(self, state: str, *, but_for: int | None = None) -> list[int]:
-        """The ranks in a state; those without a mark have not begun, and are as good as busy."""
+        """The ranks in a state; those without a mark have not started, and count as busy."""
         names = set(self.files.names(self.staging))
         ranks = [r for r in range(self._size) if r != but_for]
         if state == "busy":
@@ -233,7 +231,7 @@ class StagedIteration:
                 raise StorageError(
                     f"iteration {self.iteration}: {self._timeout_s:.0f} s passed before {goal}",
                     file=self.final,
-                    hint="a process may have ended, or the save folder is not one that all share",
+                    hint="a process may have ended, or the save folder is not shared by all processes",
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
@@ -246,7 +244,7 @@ class StagedIteration:
 
 
 class _Writer:
-    """Bytes of one file in ascending order, written many buffers at a time."""
+    """Writes bytes of a file in ascending order, many buffers at a time."""
 
     def __init__(self, files: Files, fd: int) -> None:
         self._files, self._fd = files, fd
@@ -254,7 +252,7 @@ class _Writer:
         self._start = self._end = 0
 
     def add(self, offset: int, data: Any) -> None:
-        """Bytes at `at`, kept until enough are there."""
+        """Add bytes at `offset`, and write when enough are collected."""
         gap = offset - self._end
         if self._buffers and (gap > _GAP or self._end - self._start > _BATCH):
             self.flush()
@@ -267,7 +265,7 @@ class _Writer:
         self._end = offset + view.nbytes
 
     def add_elements(self, offset: int, kind: torch.dtype, elements: Tensor) -> None:
-        """Elements at `at`, as another type where it is one; of those a part is kept at a time."""
+        """Add elements at `offset`, converted to `kind` in parts if they have another dtype."""
         if elements.dtype == kind:
             if elements.numel():
                 self.add(offset, elements.contiguous().view(torch.uint8).numpy().data)
@@ -277,19 +275,19 @@ class _Writer:
             self.add(offset + start * kind.itemsize, part.view(torch.uint8).numpy().data)
 
     def flush(self) -> None:
-        """Write what is kept."""
+        """Write the collected buffers."""
         if self._buffers:
             self._files.pwrite_gather(self._fd, self._buffers, self._start)
             self._buffers = []
 
 
 def remove_unfinished(files: Files, folder: Path) -> list[str]:
-    """Remove what unfinished saves left in a save folder; returns what was there.
+    """Remove unfinished saves from a save folder; returns their names.
 
-    To be called by the one run that holds the folder.
+    Only the run that has locked the folder may call it.
 
     Raises:
-        StorageError: the system refused.
+        StorageError: a system call failed.
     """
     staging = folder / STAGING
     removed = []
@@ -298,7 +296,7 @@ def remove_unfinished(files: Files, folder: Path) -> list[str]:
             continue
         old, final = staging / name / "old", folder / name.rpartition(".")[0]
         if files.lstat(old) is not None and files.lstat(final) is None:
-            files.rename(old, final)  # stopped between the two renames of a replacement
+            files.rename(old, final)  # interrupted between the two renames of a replacement
         files.remove(staging / name)
         removed.append(name)
     return removed

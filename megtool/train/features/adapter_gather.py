@@ -1,4 +1,4 @@
-"""Gathering: the matrices of an adapter and of its optimizer, brought to rank 0 one at a time."""
+"""Gather the matrices of an adapter and of its optimizer on rank 0, one at a time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megtool.parallel.collectives import all_sum
 from megtool.train.features.adapter_tensors import AdapterSlice, AdapterViews, all_gather_objects
 
 WEIGHT = "weight"
-"""What stands for the name of a state where a matrix is the adapter's own."""
+"""The state name of the adapter's own matrices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterMatrix:
-    """A whole canonical matrix: of the adapter itself (`state` is WEIGHT), or a state of it."""
+    """A full canonical matrix: of the adapter itself (`state` is WEIGHT), or a state of it."""
 
     state: str
     name: str
@@ -29,16 +29,16 @@ class AdapterMatrix:
 
     @property
     def key(self) -> str:
-        """What it is called in a file."""
+        """Its name in a file."""
         return f"{self.state}:{self.name}"
 
 
 class AdapterGather:
-    """All matrices of an adapter, and of its optimizer's `pieces`, one after the other.
+    """All matrices of an adapter, and of its optimizer's `pieces`, one at a time.
 
-    Beside its own parts a rank holds one matrix at a time. Every rank makes a Gathering, and goes
-    through it to the end: rank 0 meets all matrices, on the CPU, and the others those of their own
-    stage, as None.
+    A rank has one full matrix in memory at a time. Every rank makes an AdapterGather, and iterates
+    over it to the end: rank 0 gets all matrices, on the CPU; others get None for those of their own
+    stage.
     """
 
     def __init__(self, views: AdapterViews, pieces: Iterable[StatePiece] = ()) -> None:
@@ -47,7 +47,7 @@ class AdapterGather:
         for piece in pieces:
             if piece.parameter in views.tensors:
                 self._pieces.setdefault((piece.state, piece.parameter), []).append(piece)
-        # Which replica has a part of a state is different from state to state.
+        # States are sharded over replicas in different ways.
         local_keys = list(self._pieces)
         dense = [key for key in local_keys if not views.is_expert(key[1])]
         experts = [key for key in local_keys if views.is_expert(key[1])]
@@ -67,7 +67,7 @@ class AdapterGather:
 
     @property
     def matrices(self) -> list[AdapterMatrix]:
-        """What rank 0 meets, in its order."""
+        """The matrices in the order that rank 0 gets them."""
         return [matrix for stage in self.stages for matrix in stage]
 
     def __iter__(self) -> Iterator[tuple[AdapterMatrix, Tensor | None]]:
@@ -95,7 +95,7 @@ class AdapterGather:
 
     @torch.no_grad()
     def _local_tensor(self, state: str, name: str) -> Tensor:
-        """What this rank holds, in the parameter's shape; a state is put together of replicas'."""
+        """This rank's tensor in the parameter's shape; a state is assembled from all replicas."""
         parameter = self._views.tensors[name]
         if state == WEIGHT:
             return parameter.detach()
@@ -115,7 +115,7 @@ class AdapterGather:
 
     @torch.no_grad()
     def _assemble(self, local: Tensor, spot: AdapterSlice) -> Tensor:
-        """The canonical matrix of what the ranks of a stage hold."""
+        """The canonical matrix, assembled from the ranks of a stage."""
         full = torch.zeros(spot.shape, dtype=local.dtype, device=local.device)
         global_index, local_index = (
             spot.global_index.to(local.device),

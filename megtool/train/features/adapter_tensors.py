@@ -1,4 +1,4 @@
-"""Adapters as whole matrices of canonical modules, whatever the ranks of a run hold of them."""
+"""Adapters as matrices of canonical modules, at any layout of a run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ A, B = "lora_A", "lora_B"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSlice:
-    """A matrix of an adapter on this rank: rows (of B) or columns (of A) `here` are those `there`
-    of the whole matrix `name`, of `shape`; ranks of the groups `cut` have the others.
+    """A matrix of an adapter on this rank: its rows (of B) or columns (of A) `local_index` are rows
+    or columns `global_index` of the canonical matrix `name`, of `shape`. Ranks of `shard_groups`
+    have the others.
 
-    Of one with a matrix for each expert, the experts here are those from `first` on."""
+    If there is a matrix for each expert, this rank has experts from `first` on."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,18 +39,17 @@ class AdapterSlice:
     first: int = 0
 
     def local_experts(self, full: Tensor, local: Tensor) -> Tensor:
-        """Of the whole matrix, that of the experts of what this rank holds."""
+        """The part of the full matrix with the experts of this rank."""
         return full if len(self.shape) == 2 else full.narrow(0, self.first, local.shape[0])
 
 
 class AdapterViews:
-    """Where the adapters of this rank's stages lie in the canonical ones.
+    """The positions of this rank's adapters in canonical matrices.
 
-    A canonical adapter has an A `[rank, in]` for each fused layer, by Megatron's name of the layer
+    A canonical adapter has an A `[rank, in]` for each fused layer, named by Megatron's name of it
     (`decoder.layers.0.self_attention.linear_qkv.lora_A`), and a B `[out, rank]` for each module
-    (`layers.0.attn.q.lora_B`). Those of experts are both by the layer's name, A `[E, rank, in]` and
-    B `[E, out, rank]`, whose rows are those of the layer on one rank. All ranks make the same
-    calls.
+    (`layers.0.attn.q.lora_B`). Both matrices of experts have the layer's name, A `[E, rank, in]` and
+    B `[E, out, rank]`, with the rows of the layer on one rank. All ranks make the same calls.
     """
 
     def __init__(self, stages: Sequence[Decoder]) -> None:
@@ -106,7 +106,7 @@ class AdapterViews:
                     )
 
     def _add_experts(self, name: str, adapter: ExpertAdapter, config: ModelConfig) -> None:
-        """Note where both matrices of all experts lie."""
+        """Add the positions of both matrices of all experts."""
         etp, first = adapter.etp, adapter.ep.rank * adapter.lora_A.shape[0]
         for kind, tensor in ((A, adapter.lora_A), (B, adapter.lora_B)):
             dim = 2 if kind == A else 1
@@ -115,7 +115,7 @@ class AdapterViews:
             local_index = global_index = torch.arange(size)
             is_cut = adapter.split_dim == dim
             if is_cut:
-                # Gate and up are one above the other, and cut each.
+                # Gate and up are stacked, and each is split.
                 parts = 2 if dim == 1 and config.gated else 1
                 shape[dim] *= etp.size
                 global_index = global_index.view(parts, -1) + torch.arange(parts).view(-1, 1) * (
@@ -142,15 +142,15 @@ class AdapterViews:
         return self._tensors
 
     def is_expert(self, name: str) -> bool:
-        """Whether a parameter is of experts, whose states are shared out over other replicas."""
+        """Whether a parameter is of experts, whose states are sharded over other replicas."""
         return name in self._experts
 
     def slice_local(self, matrices: Mapping[str, Tensor], state: str, name: str) -> Tensor:
-        """This rank's part of a parameter, or of a state of it, out of canonical matrices by their
+        """This rank's part of a parameter, or of a state of it, from canonical matrices by their
         keys (`megtool.train.features.adapter_gather`).
 
         Raises:
-            CheckpointError: it is not there, or of another shape.
+            CheckpointError: it is missing, or of another shape.
         """
         out = torch.empty_like(self._tensors[name], dtype=torch.float32, device="cpu")
         for part in self.slices[name]:
@@ -161,7 +161,7 @@ class AdapterViews:
                     f"the saved adapter has {shape or 'no such matrix'} where the run has "
                     f"{list(part.shape)}",
                     tensor=part.name,
-                    hint="give the --lora-rank and --lora-target that the run was started with",
+                    hint="use the --lora-rank and --lora-target that the run was started with",
                 )
             rows = part.local_experts(matrix, out).float().index_select(part.dim, part.global_index)
             out.index_copy_(part.dim, part.local_index, rows)
@@ -175,7 +175,7 @@ _LATENT = {
 
 
 def canonical_modules(name: str, config: ModelConfig) -> tuple[str, ...]:
-    """The canonical modules that are fused in a linear layer, by Megatron's name of it."""
+    """The canonical modules that are fused in a linear layer of Megatron."""
     _, _, number, *_, within, last = name.split(".")
     attn, mlp = f"layers.{number}.attn.", f"layers.{number}.mlp."
     if within == "shared_experts":
@@ -193,7 +193,7 @@ def canonical_modules(name: str, config: ModelConfig) -> tuple[str, ...]:
 
 
 def match_indices(pieces: Iterable[tuple[Placement, Placement]], dim: int) -> tuple[Tensor, Tensor]:
-    """Rows (`dim` 0) or columns (1) of what pieces relate: of the first, and of the second."""
+    """The rows (`dim` 0) or columns (1) that pieces relate, on their first and second side."""
     local_index, global_index = [], []
     for local_side, canonical_side in pieces:
         axes = [d == dim for d in canonical_side.dims]
@@ -214,7 +214,7 @@ def _positions_along(p: Placement, dim: int, axes: Sequence[bool]) -> Tensor:
 
 
 def all_gather_objects(value: T, group: Group) -> list[T]:
-    """What every rank of a group says."""
+    """The values of every rank of a group."""
     if group.handle is None:
         return [value]
     values: list[Any] = [None] * group.size

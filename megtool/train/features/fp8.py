@@ -124,7 +124,7 @@ class Fp8Feature(TrainingFeature):
             _LOG.info("%s", self.describe())
 
     def _use_transformer_engine(self) -> None:
-        """Transformer Engine's linear layers hold the weights, inside its region alone."""
+        """Let Transformer Engine compute the products, in its own region only."""
         weights = [member.module.weight for member in self._members]
         te = TeTraining(weights, self.settings, self.groups)
         for member, product in zip(self._members, te.products, strict=True):
@@ -201,7 +201,7 @@ class Fp8Feature(TrainingFeature):
         return [member.name for member in self._members]
 
     def describe(self) -> str:
-        """What is computed in FP8, and by what."""
+        """A sentence on what is computed in FP8, and how."""
         settings, fp8_layers = self.settings, self._fp8_layers
         excluded = ", ".join([*self._excluded, "attention"])
         if self._is_by_te:
@@ -212,17 +212,17 @@ class Fp8Feature(TrainingFeature):
             by = "rounded to FP8 and multiplied as bfloat16 (the numbers of FP8, not its speed)"
         else:
             by = "multiplied by torch._scaled_mm"
-        te = "; Transformer Engine is installed and does none of it: --kernels te has it do so"
+        te = "; Transformer Engine is installed but not used (--kernels te)"
         is_idle = not self._is_by_te and find_spec("transformer_engine") is not None
         return (
-            f"FP8 ({settings.recipe}, {settings.format}): linear layers of layers {fp8_layers.start} to "
-            f"{fp8_layers.stop - 1} of {self.num_layers} are {by}; {excluded} and the output layer are not "
-            f"in FP8{te if is_idle else ''}"
+            f"FP8 ({settings.recipe}, {settings.format}): linear layers of layers {fp8_layers.start} "
+            f"to {fp8_layers.stop - 1} of {self.num_layers} are {by}; {excluded} and the output "
+            f"layer are not in FP8{te if is_idle else ''}"
         )
 
     @property
     def is_steady(self) -> bool:
-        """Every layer has the scales of a step before: passes do the same from now on."""
+        """Every layer has scales from an earlier step, so that passes no longer differ."""
         return self.histories is None or not any(self.histories.is_fresh)
 
     def end_step(self) -> dict[str, float]:
@@ -232,7 +232,7 @@ class Fp8Feature(TrainingFeature):
         return {}
 
     def remove(self) -> None:
-        """Let the linear layers compute as before."""
+        """Restore the linear layers."""
         for member in self._members:
             member.module.product = None
         for stage in self._stages if self._is_by_te else ():
@@ -282,7 +282,7 @@ class Fp8Feature(TrainingFeature):
                 continue
             if state.num_gemms != 1:
                 raise MappingError(
-                    f"its FP8 state is of {state.num_gemms} products", file=file, tensor=module
+                    f"its FP8 state is that of {state.num_gemms} products", file=file, tensor=module
                 )
             state = resize_history(state, self.settings.amax_history_len)
             self.histories.load(
@@ -346,16 +346,16 @@ def select_fp8_layers(settings: Fp8Config, num_layers: int) -> range:
         raise UsageError(
             f"{settings.start_in_bf16} first and {settings.end_in_bf16} last layers without FP8, "
             f"and the model has {num_layers}",
-            hint="--num-layers-at-start-in-bf16, --num-layers-at-end-in-bf16",
+            hint="lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16",
         )
     return layers
 
 
 def check_te_shapes(settings: Fp8Config, config: ModelConfig, tp: int) -> None:
-    """Refuse a model of whose layers Transformer Engine makes no products, before it is loaded.
+    """Check that weights have shapes that Transformer Engine supports in FP8.
 
     Raises:
-        UsageError: a rank's part of a weight has sides that do not suit the recipe.
+        UsageError: a rank's part of a weight has a shape that does not fit the recipe.
         LayoutError: tp does not divide it.
     """
     fp8_layers, multiple = (
@@ -392,7 +392,7 @@ def _object_name(module: str, num_layers: int, is_stacked: bool) -> str:
 
 
 def _parse_object_name(name: str) -> str | None:
-    """The module, with its layer, that an extra state is of; None for other objects."""
+    """The module, with its layer, of an extra state's name; None for other objects."""
     match = _STATE.fullmatch(name)
     if match is None:
         return None

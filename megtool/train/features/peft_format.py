@@ -1,8 +1,8 @@
-"""PEFT's form of adapters: what `PeftModel.from_pretrained` loads over a Hugging Face model.
+"""PEFT's format of adapters: what `PeftModel.from_pretrained` loads with a Hugging Face model.
 
-PEFT gives each of the model's linear modules matrices of its own. Modules that Megatron fuses share
-their A there, and have some of B's rows each, so that the two forms are exactly the same function.
-Experts are parameters that hold all of them (`target_parameters`), with matrices for each.
+In PEFT each linear module has its own matrices. Modules that Megatron fuses share their A in PEFT,
+and have some of B's rows each, so that both formats are exactly the same function. Parameters that
+hold all experts (`target_parameters`) have matrices for each expert.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from megtool.train.features.adapter_tensors import A, B, canonical_modules
 
 _EXPERTS = ".experts.experts."
 _SAY_TRANSPOSED = {"gpt_oss"}
-"""Families whose module of experts tells PEFT that inputs come before outputs."""
+"""Families whose experts module tells PEFT that its inputs come before its outputs."""
 _PARAMETERS = {"fc1": "gate_up_proj", "fc2": "down_proj"}
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftModuleSlice:
-    """Where a canonical module lies in a Hugging Face module with `out` rows and `inner` columns:
-    its rows and columns are `rows` and `columns` of that; `is_transposed`: stored `[in, out]`."""
+    """The position of a canonical module in a Hugging Face module with `out` rows and `inner`
+    columns: its rows and columns are `rows` and `columns` of that. `is_transposed`: the module is
+    stored as `[in, out]`."""
 
     module: str
     out: int
@@ -46,10 +47,10 @@ class PeftModuleSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftExperts:
-    """Where the matrices of all experts lie in a parameter of a Hugging Face module.
+    """The position of the matrices of all experts in a parameter of a Hugging Face module.
 
-    The rows of a layer's weight are `rows` of the parameter, None where they are in order. Who has
-    inputs before outputs, and does not say so to PEFT, has both matrices swapped (`is_swapped`).
+    The rows of a layer's weight are `rows` of the parameter, None if they are in order. `is_swapped`:
+    the module has inputs before outputs without telling PEFT, so A and B are swapped.
     """
 
     module: str
@@ -57,7 +58,7 @@ class PeftExperts:
     is_swapped: bool = False
 
     def to_peft(self, a_ERI: Tensor, b_EOR: Tensor) -> tuple[Tensor, Tensor]:
-        """What PEFT takes for A and B."""
+        """PEFT's A and B."""
         if self.rows is not None:
             reordered = torch.empty_like(b_EOR)
             reordered[:, self.rows] = b_EOR
@@ -68,11 +69,11 @@ class PeftExperts:
 
 
 class PeftFormat:
-    """Names and rows of a model's modules in its Hugging Face form.
+    """Names and rows of a model's modules in PEFT's format.
 
     Raises:
-        MappingError: the family has no place for a module, stores it as no matrix, or has several
-            as one.
+        MappingError: the family has no place for a module, does not store it as a matrix, or stores
+            several as one.
     """
 
     def __init__(self, config: ModelConfig, family: Family, linears: Iterable[str]) -> None:
@@ -90,7 +91,7 @@ class PeftFormat:
             shape = shapes[placement.stored] if placement is not None else ()
             if placement is None or len(shape) != 2:
                 raise MappingError(
-                    f"{family.name} stores {module} as no matrix of its own", tensor=module
+                    f"{family.name} does not store {module} as a matrix of its own", tensor=module
                 )
             self.pieces[module] = _piece(placement, side.canonical[f"{module}.weight"].shape, shape)
         self._check_shared_modules()
@@ -100,7 +101,7 @@ class PeftFormat:
             gated = ("gate", "up") if config.gated else ("up",)
             parts = gated if name.endswith("fc1") else ("down",)
             places = [target.placements[f"{first}{part}.weight"] for part in parts]
-            # transformers has all experts as two parameters of one module, whatever is stored.
+            # transformers holds all experts in two parameters of one module, however they are stored.
             within = places[0].stored.partition(".experts.")[0].replace("block_sparse_moe", "mlp")
             rows = None
             is_stacked = len(shapes[places[0].stored]) == 3
@@ -114,7 +115,7 @@ class PeftFormat:
             )
 
     def _check_shared_modules(self) -> None:
-        """Modules of one of PEFT's share its A: they are of one linear layer, with its columns."""
+        """Check that modules that share an A in PEFT are one linear layer in Megatron, too."""
         first: dict[str, str] = {}
         for module, piece in self.pieces.items():
             first_module = first.setdefault(piece.module, module)
@@ -123,11 +124,11 @@ class PeftFormat:
                 is_same_layer and torch.equal(self.pieces[first_module].columns, piece.columns)
             ):
                 raise MappingError(
-                    f"{piece.module} is one module, and Megatron has several of it", tensor=module
+                    f"{piece.module} is one module, and several in Megatron", tensor=module
                 )
 
     def tensors(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """PEFT's tensors, of canonical matrices (`megtool.train.features.adapter_tensors`)."""
+        """PEFT's tensors from canonical matrices (`megtool.train.features.adapter_tensors`)."""
         out: dict[str, Tensor] = {}
         for module, piece in self.pieces.items():
             a, b = matrices[f"{self.linear_of[module]}.{A}"], matrices[f"{module}.{B}"]
@@ -139,7 +140,7 @@ class PeftFormat:
             out.setdefault(f"{name}.{B}.weight", empty)[piece.rows] = b
         modules = [mixture.module for mixture in self._mixtures.values()]
         for linear, mixture in self._mixtures.items():
-            # A module's second parameter is wrapped around the first.
+            # PEFT wraps a module's second parameter around the first.
             has_both = modules.count(mixture.module) == 2
             inner = ".base_layer" if has_both and linear.endswith("linear_fc1") else ""
             a, b = mixture.to_peft(matrices[f"{linear}.{A}"], matrices[f"{linear}.{B}"])
@@ -149,13 +150,13 @@ class PeftFormat:
         return out
 
     def config(self, settings: LoraSettings, base: str) -> bytes:
-        """PEFT's adapter_config.json; `base` is where the model lies that it belongs to."""
+        """PEFT's adapter_config.json; `base` is the path of the base model."""
         modules = {_name_in_layer(p.module) for p in self.pieces.values()}
         parameters = {
             f"{_name_in_layer(m.module)}.{_PARAMETERS[n[-3:]]}" for n, m in self._mixtures.items()
         }
         if parameters:
-            # PEFT takes modules of these names for experts of transformers 4, wherever they are.
+            # PEFT takes modules with these names for experts of transformers 4.
             mlps = {m for m in modules if m.startswith("mlp.")}
             modules, parameters = modules - mlps, parameters | {f"{m}.weight" for m in mlps}
         content = {
@@ -167,7 +168,7 @@ class PeftFormat:
             "lora_alpha": settings.alpha,
             "lora_dropout": settings.dropout,
             "target_modules": sorted(modules),
-            # Of two of one module, the first is the inner one.
+            # Of two parameters of a module, the first is the inner one.
             "target_parameters": sorted(parameters, reverse=True) or None,
             "fan_in_fan_out": any(p.is_transposed for p in self.pieces.values()),
             "bias": "none",
@@ -184,7 +185,7 @@ class PeftFormat:
 
 
 def _name_in_layer(module: str) -> str:
-    """What a module is called in its layer: `self_attn.q_proj`, which PEFT finds in all layers."""
+    """A module's name in its layer, such as `self_attn.q_proj`, which PEFT finds in all layers."""
     parts = module.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[numbers[0] + 1 :]) if numbers else module
@@ -197,7 +198,7 @@ def _piece(p: Placement, canonical: tuple[int, ...], stored: tuple[int, ...]) ->
     if axes or any(
         d == dim and n > 1 for d, n in zip(p.dims[split:], p.shape[split:], strict=True)
     ):
-        raise MappingError(f"rows of {p.canonical} are no rows of {p.stored}", tensor=p.canonical)
+        raise MappingError(f"rows of {p.canonical} are not rows of {p.stored}", tensor=p.canonical)
     return PeftModuleSlice(
         module=p.stored.removesuffix(".weight"),
         out=stored[dim],
@@ -209,7 +210,7 @@ def _piece(p: Placement, canonical: tuple[int, ...], stored: tuple[int, ...]) ->
 
 
 def _rows(p: Placement, size: int) -> Tensor:
-    """Where the `size` rows of an expert's weight lie along a dimension of a parameter."""
+    """The positions of an expert's `size` rows along a dimension of a parameter."""
     split = next(k for k in range(len(p.shape) + 1) if prod(p.shape[:k]) == size)
     dim = next(d for d, n in zip(p.dims[:split], p.shape[:split], strict=True) if n > 1)
     return _positions(p, dim, range(split))

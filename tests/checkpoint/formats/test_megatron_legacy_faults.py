@@ -98,7 +98,7 @@ def test_sizes_that_are_none(tmp_path: Path, value: Any) -> None:
 def test_absurd_sizes(tmp_path: Path) -> None:
     sizes = {k: 1 << 19 for k in ("pipeline_model_parallel_size", "expert_model_parallel_size")}
     saved.save(tmp_path / "mp_rank_00", model_optim_rng=saved.rank_state(**sizes))
-    refused(tmp_path, "args say that there are Sizes")
+    refused(tmp_path, "args say that there are RankSizes")
 
 
 @pytest.mark.parametrize("name", ["iteration", "args"])

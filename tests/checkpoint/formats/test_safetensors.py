@@ -56,7 +56,7 @@ def write(destination, root, data):
             f.seek(int(e.offset[row]))
             f.write(data[t.name])
             assert len(data[t.name]) == int(e.length[row])
-    for name, small in destination.all_small():
+    for name, small in destination.iter_small_files():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(small)
 

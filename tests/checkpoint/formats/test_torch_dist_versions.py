@@ -99,7 +99,7 @@ def test_a_version_that_is_none(version: str, tmp_path: Path, materialize: Mater
 def test_train_state_is_copied_beside_the_iterations(
     tmp_path: Path, materialize: Materialize
 ) -> None:
-    folder = save(tmp_path, materialize, small={"train_state.pt": b"state", "run_config.yaml": b""})
+    folder = save(tmp_path, materialize, small_files={"train_state.pt": b"state", "run_config.yaml": b""})
     assert (tmp_path / "latest_train_state.pt").read_bytes() == b"state"
     found = open_checkpoint(folder).auxiliary_files
     assert sorted(found) == ["run_config.yaml", "train_state.pt"]

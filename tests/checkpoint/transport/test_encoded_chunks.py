@@ -71,7 +71,7 @@ def plan(raw, root, rng, *, turned=False, kind="float32"):
 def test_chunks_reach_any_layout(raw, tmp_path, monkeypatch, saved, turned, mode, threads):
     root, wanted = saved
     monkeypatch.setattr(work_units, "UNIT_BYTES", 50_000)
-    monkeypatch.setattr(encoded_chunks, "CELL_BYTES", 1 << 16)
+    monkeypatch.setattr(encoded_chunks, "CACHE_BYTES", 1 << 16)
     job = plan(raw, root, random.Random(threads), turned=turned)
     with StagingFolder(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
         report = copy.execute(

@@ -70,7 +70,7 @@ class Mean:
         self.plan = self.planned(self.shares)
 
     def planned(self, shares: list[float]) -> ReshardPlan:
-        destination = self.raw.destination(self.target, small={}, last={"done": b"1"})
+        destination = self.raw.destination(self.target, small_files={}, final_files={"done": b"1"})
         return build_plan(self.sources, destination, self.to, shares=shares)
 
     def stage(self) -> StagingFolder:

@@ -1,4 +1,4 @@
-"""Coverage: experts counted, and what those get that saw too little."""
+"""Coverage: experts counted, and what those get that received too little."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_siblings_share() -> None:
             assert not np.isnan(got.gram).any()
             assert got.amax.min() > 0
     assert notes == [
-        "layers.2.mlp: experts 1-2 saw fewer than 16 tokens; they share what all 4 saw"
+        "layers.2.mlp: experts 1-2 received fewer than 16 tokens; they use the merged statistics of all 4"
     ]
 
 
@@ -88,16 +88,16 @@ def test_weights_alone() -> None:
     had = statistics([100, 0, 3, 97])
     full, notes = fill_missing_statistics(points(4), had, "weights")
     assert {n.split(".")[4] for n in full} == {"0", "3"}
-    assert "their weights alone decide" in notes[0]
+    assert "they are quantized by their weights alone" in notes[0]
     full, notes = fill_missing_statistics(points(4), had, "none")
     assert {n.split(".")[4] for n in full} == {"0", "2", "3"}
-    assert notes == ["layers.2.mlp: expert 1 saw no token; their weights alone decide"]
+    assert notes == ["layers.2.mlp: expert 1 received no token; they are quantized by their weights alone"]
 
 
 def test_nobody_to_share_with() -> None:
     full, notes = fill_missing_statistics(points(3), statistics([0, 0, 0]))
     assert full == {}
-    assert "experts 0-2 saw fewer than 16 tokens; their weights alone decide" in notes[0]
+    assert "experts 0-2 received fewer than 16 tokens; they are quantized by their weights alone" in notes[0]
 
 
 def test_all_have_enough() -> None:

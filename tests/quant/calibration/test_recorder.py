@@ -20,7 +20,7 @@ from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.moe_layouts import whole_model
 
 LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
-    ("shared and gated", {"tp": 2}, {"gram": True, "even": True}),
+    ("shared and gated", {"tp": 2}, {"gram": True, "normalize_tokens": True}),
     ("shared and gated", {"tp": 2}, {"gram": True, "sequence_parallel": True}),
     ("shared and gated", {"dp": 2, "ep": 2}, {"gram": True}),
     ("shared and gated", {"dp": 2}, {"gram": True}),

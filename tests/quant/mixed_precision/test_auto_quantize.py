@@ -380,7 +380,7 @@ def test_a_cache_is_not_left_alone(decided: ResolvedRecipe, sensitivities: Sensi
     )
     given = (cached, decided.recipe, sensitivities)
     assert any(d.format is None for d in choose(*given, bits=16).decisions)
-    with pytest.raises(UsageError, match="nothing but the KV cache is quantized"):
+    with pytest.raises(UsageError, match="only the KV cache is quantized"):
         choose(*given, bits=16, target=parse_engine("vllm"))
 
 

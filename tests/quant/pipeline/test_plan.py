@@ -72,9 +72,9 @@ def refused(source: Path, at: Path, **options: Any) -> MegtoolError:
 @pytest.mark.parametrize(
     ("recipe", "error", "told"),
     [
-        ("auto_nvfp4_fp8", RecipeError, "ModelOpt is not asked for 'kl_div'"),
-        ("int4_gptq", RecipeError, "ModelOpt is not asked for 'gptq'"),
-        ("nvfp4_awq", UsageError, "on a GPU alone"),
+        ("auto_nvfp4_fp8", RecipeError, "ModelOpt backend does not support 'kl_div'"),
+        ("int4_gptq", RecipeError, "ModelOpt backend does not support 'gptq'"),
+        ("nvfp4_awq", UsageError, "only on a GPU"),
     ],
 )
 def test_what_modelopt_cannot_do(

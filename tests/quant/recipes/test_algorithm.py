@@ -44,7 +44,7 @@ AUTO = {"choose": ["a", "keep"], "bits": 6}
         ("gptq", "refinements", [-3, 101, 1.5], [0, 2]),
         ("gptq", "damping", [-1], [0, 0.01]),
         ("gptq", "shrinkage", [7, -0.2], [0.3]),
-        ("gptq", "even", ["yes", 1], [True, False]),
+        ("gptq", "normalize_tokens", ["yes", 1], [True, False]),
         ("percentile", "percentile", [150, -3, 0, "x"], [99.9, 100]),
     ],
 )

@@ -67,15 +67,15 @@ def blocks(**more: Any) -> dict[str, Any]:
         (modelopt(blocks(four_over_six=True), NVFP4), "four_over_six true"),
         (modelopt(blocks(scale_bit=3), NVFP4), "unknown key 'scale_bit' of block_sizes (did you"),
         (modelopt(NVFP4, NVFP4 | {"block_sizes": blocks()["block_sizes"] | {-1: 32}}), "nvfp4"),
-        (modelopt(NVFP4, blocks(type="static")), "blocks of inputs whose scales are static"),
+        (modelopt(NVFP4, blocks(type="static")), "static block scales of inputs"),
         (modelopt(FP8 | {"constant_amax": 3}, FP8), "constant_amax 3 of a weight"),
         (
             modelopt(FP8, FP8, "max", {"quantizer_name": "*o_proj.output_quantizer", "cfg": FP8}),
-            "quantizer like *o_proj.output_quantizer rounds outputs",
+            "quantizer like *o_proj.output_quantizer quantizes outputs",
         ),
-        (modelopt(FP8, FP8, "maxx"), "algorithm 'maxx' is not carried out (did you mean 'max'?)"),
+        (modelopt(FP8, FP8, "maxx"), "algorithm 'maxx' is not supported (did you mean 'max'?)"),
         (modelopt(NVFP4, NVFP4, {"method": "svdquant", "lowrank": 8}), "'svdquant' is not carried"),
-        (modelopt(NVFP4, NVFP4, ["awq_lite", "gptq"]), "a list of algorithms is not carried out"),
+        (modelopt(NVFP4, NVFP4, ["awq_lite", "gptq"]), "a list of algorithms is not supported"),
         (
             modelopt(NVFP4, NVFP4, {"method": "awq_lite", "alpha_stepp": 1}),
             "unknown option 'alpha_stepp' of awq_lite (did you mean 'alpha_step'?)",
@@ -109,7 +109,7 @@ def test_neutral_values_of_modelopt(llama: Path) -> None:
     assert "NVFP4" in {d.label for d in found.decisions}
     assert any("steps of its own, not by fp8_scale_sweep" in n for n in found.notes)
     told = read(modelopt(NVFP4, NVFP4, [{"method": "gptq", "perc_damp": 0.1}]), llama).notes
-    assert "gptq does nothing to NVFP4 here: it is as with max" in told
+    assert "gptq has no effect on NVFP4 here; max is used" in told
 
 
 def test_an_entry_that_is_switched_off_is_not_told(llama: Path) -> None:
@@ -145,7 +145,7 @@ def compressed(
     [
         (compressed(transform_config={"config_groups": {"u": {}}}), "transform_config {"),
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config {"),
-        (compressed(quant_method="gptq"), "quant_method gptq is not carried out"),
+        (compressed(quant_method="gptq"), "quant_method gptq is not supported"),
         (compressed(group={"output_activations": WEIGHTS}), "output_activations {"),
         (compressed(inputs=WEIGHTS | {"symmetric": False}), "inputs float8 tensor asymmetric"),
         (compressed(inputs=WEIGHTS | {"dynamic": True}), "no engine format of ours"),

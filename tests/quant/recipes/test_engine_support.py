@@ -60,8 +60,8 @@ def test_engines_that_can(recipe: str, target: str, llama: Path) -> None:
         ("mixed_nvfp4_fp8", "sglang", "it mixes no formats"),
         ("kv_nvfp4", "vllm@0.16.0", "no KV cache in NVFP4"),
         ("mxfp4", "trtllm", "trtllm does not load MXFP4"),
-        ("kv_fp8", "vllm", "tell the engine --kv-cache-dtype fp8"),
-        ("kv_fp8", "sglang", "nothing but the KV cache is quantized"),
+        ("kv_fp8", "vllm", "run the engine with --kv-cache-dtype fp8"),
+        ("kv_fp8", "sglang", "only the KV cache is quantized"),
         ("kv_nvfp4", "trtllm@1.3.0rc27", "Pre-quantized checkpoint must have quant_algo"),
     ],
 )
@@ -158,10 +158,10 @@ def test_experts_in_a_format_for_dense_models(llama: Path, moe: Path) -> None:
     [
         (
             "{glob: '*.attn.q'}: f | {role: qkv}: n",
-            "runs layers.0.attn.qkv as one, and its parts differ",
+            "fuses layers.0.attn.qkv, and its parts have different formats",
         ),
         ("{glob: '*.mlp.gate'}: n | {glob: '*.mlp.up'}: f", "gate NVFP4, up FP8"),
-        ("{role: kv, layers: 0}: kv", "keeps the KV cache of all layers alike"),
+        ("{role: kv, layers: 0}: kv", "needs the same KV cache format in all layers"),
     ],
 )
 def test_what_runs_as_one_has_one_format(

@@ -154,14 +154,14 @@ def test_groups_of_formats_to_choose_from_are_asked_for(tmp_path: Path) -> None:
 
 def test_no_group_divides(tmp_path: Path) -> None:
     path = tiny_models.llama(tmp_path / "m", **SMALL)
-    with pytest.raises(RecipeError, match="keep them with a rule of their own"):
+    with pytest.raises(RecipeError, match="keep them unquantized with a separate rule"):
         against(INT4, path)
     with raises(RecipeError, "128", "FP8_PB_WO", "72 rows"):
         against(INT4.replace("W4A16_AWQ", "FP8_PB_WO").replace("[qkv, fc2]", "qkv"), path)
     rows = tiny_models.llama(tmp_path / "rows", head_dim=32)  # k has 64 rows of 128 columns
     with pytest.raises(RecipeError, match="does not divide the 64 rows") as caught:
         against(INT4.replace("W4A16_AWQ", "FP8_PB_WO"), rows)
-    assert caught.value.hint == "keep them with a rule of their own, or take another format"
+    assert caught.value.hint == "keep them unquantized with a separate rule, or use another format"
 
 
 NAMED = """description: names and layers

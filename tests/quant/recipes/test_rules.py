@@ -109,7 +109,7 @@ def module(layer: int, depth: int) -> ModuleInfo:
         ({"kind": "liner"}, "did you mean 'linear'"),
         ({"layers": "3-1"}, "layers '3-1'"),
         ({"layers": "last"}, "such as 5, -1"),
-        ({"regex": "("}, "regex '(' is none"),
+        ({"regex": "("}, "invalid regex '('"),
         ({"glob": [1.5]}, "glob is 1.5"),
         ({"any": {}}, "'any' needs a list"),
         ({"glob": "*", "names": "hugging"}, "unknown names 'hugging'"),

@@ -132,7 +132,7 @@ def test_buckets_and_sizes_cut_short(sound: Path, tmp_path: Path, materialize: A
             del objects[name]
 
     target = rewritten(sound, tmp_path / "out", materialize, change)
-    with pytest.raises(FormatError, match=r"do not add up.*dp_group_idx_1.*parameters"):
+    with pytest.raises(FormatError, match=r"do not fit.*dp_group_idx_1.*parameters"):
         open_source(target)
 
 

@@ -240,7 +240,7 @@ def test_few_reads_for_many_copies(
         seen.append(int(np.bincount(number).max()))
         return kept(catalogue)
 
-    monkeypatch.setattr(master_weight_check, "as_pair", counted)
+    monkeypatch.setattr(master_weight_check, "pair_replicas", counted)
     monkeypatch.setattr(master_weight_check, "MOST_COPIES", 2)
     open_source(folder)
     assert seen

@@ -136,10 +136,10 @@ def test_an_unfinished_nemo_folder(nemo: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[1, 2", "no readable YAML"),
+        ("[1, 2", "invalid YAML"),
         ("config: 7", "no section 'config'"),
         ("- 1", "no section 'config'"),
-        ("config: " + "[" * 5000, "no readable YAML"),
+        ("config: " + "[" * 5000, "invalid YAML"),
     ],
 )
 def test_a_nemo_model_that_is_none(nemo: Path, text: str, says: str) -> None:

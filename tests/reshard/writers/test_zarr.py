@@ -140,11 +140,11 @@ def test_a_database_that_was_stopped_is_begun_anew(
             raise StorageError("no more")
         settle(*args)
 
-    monkeypatch.setattr(tensorstore, "_settle", fail_late)
+    monkeypatch.setattr(tensorstore, "_flush", fail_late)
     with pytest.raises(StorageError, match="no more"):
         reshard(hf, tmp_path / "db", to="ocdbt")
     assert not (tmp_path / "db").exists()
-    monkeypatch.setattr(tensorstore, "_settle", settle)
+    monkeypatch.setattr(tensorstore, "_flush", settle)
     report = reshard(hf, tmp_path / "db", to="ocdbt")
     assert report.resumed_units
     assert verify(hf, tmp_path / "db").differences == ()

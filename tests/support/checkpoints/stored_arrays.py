@@ -16,4 +16,4 @@ def stored_arrays(folder: Path) -> dict[str, Any]:
     """All tensors as stored, in the dtype's view."""
     found = open_checkpoint(folder)
     with CheckpointReader(found, Files()) as reader:
-        return {t.name: np.asarray(reader.stored(t.name).read()) for t in found.tensors}
+        return {t.name: np.asarray(reader.open_stored(t.name).read()) for t in found.tensors}

@@ -212,7 +212,7 @@ def test_tensor_parallel_ranks_find_the_same(sp) -> None:
 
 
 def test_what_cannot_be_taught_is_refused() -> None:
-    with pytest.raises(MappingError, match="vocabulary of 150"):
+    with pytest.raises(MappingError, match="vocabulary has 150"):
         check_vocabularies(STUDENT, replace(TEACHER, vocab_size=150))
     one = build(STUDENT, ProcessGroups.alone(), 1)
     three = replace(TEACHER, num_layers=3)

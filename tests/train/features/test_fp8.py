@@ -187,7 +187,7 @@ def test_it_says_that_transformer_engine_is_there_and_not_used(
         return ModuleSpec(name, None) if name == "transformer_engine" else found(name)
 
     monkeypatch.setattr("megtool.train.features.fp8.find_spec", find)
-    assert "Transformer Engine is installed and does none of it" in fp8.describe()
+    assert "Transformer Engine is installed but not used" in fp8.describe()
 
 
 def test_fp16_is_refused() -> None:
@@ -211,7 +211,7 @@ class Fp8Run(Trained):
     def keep(self, folder: Path) -> None:
         with self.saver(folder) as saver:
             names = [t.name for t in saver.template.tensors]
-            extras = SaveMetadata(objects=self.fp8.objects(names))
+            extras = SaveMetadata(objects=self.fp8.saved_objects(names))
             saver.save(self.num_steps, self.stages, self.optimizer, extras)
 
     def scales(self) -> dict[str, torch.Tensor]:

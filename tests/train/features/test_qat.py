@@ -88,7 +88,7 @@ def test_passes_compute_what_the_simulation_does(model, algo, request) -> None:
     quantization = QatFeature([decoder], points, settlement)
     with quantization.around_passes(0, None):
         loss, found = gradients(decoder)
-    with torch.no_grad(), FakeQuantModel(decoder, points, quantization._settlement, weights=True):
+    with torch.no_grad(), FakeQuantModel(decoder, points, quantization._qparams, weights=True):
         expected, _ = decoder.loss(Batch(tokens_BS=TOKENS), TOKENS.roll(-1, 1))
     assert loss == float(expected)
     assert loss != plain
