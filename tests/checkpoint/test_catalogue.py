@@ -90,9 +90,9 @@ def test_a_whole_checkpoint_passes():
             [TOP_HALF, (*TOP_HALF[:4], 20, 6), LOW_HALF],
             r"element \[0, 0\] is stored 2 times",
         ),
-        ([TOP_HALF, (0, [2, 0], [4, 4], 0, 6, 8)], r"shard \[2:4, 0:4\] lies outside.*\[4, 3\]"),
-        ([TOP_HALF, (0, [2, -1], [4, 3], 0, 6, 8)], r"\[2:4, -1:3\] lies outside"),
-        ([TOP_HALF, (0, [4, 0], [2, 3], 0, 6, 6)], r"\[4:2, 0:3\] lies outside"),
+        ([TOP_HALF, (0, [2, 0], [4, 4], 0, 6, 8)], r"shard \[2:4, 0:4\] is outside.*\[4, 3\]"),
+        ([TOP_HALF, (0, [2, -1], [4, 3], 0, 6, 8)], r"\[2:4, -1:3\] is outside"),
+        ([TOP_HALF, (0, [4, 0], [2, 3], 0, 6, 6)], r"\[4:2, 0:3\] is outside"),
     ],
 )
 def test_shards_that_do_not_tile_are_refused(rows, says):
@@ -106,7 +106,7 @@ def test_shards_that_do_not_tile_are_refused(rows, says):
 )
 def test_bytes_outside_their_file_are_refused(offset, length):
     """Sums near 2**63 wrap around; the check must not."""
-    with pytest.raises(FormatError, match=f"bytes {offset}\\+{length} lie outside a file of 100"):
+    with pytest.raises(FormatError, match=f"bytes {offset}\\+{length} are outside a file of 100"):
         catalogue([A], [TOP_HALF, (*LOW_HALF[:4], offset, length)]).check()
 
 
@@ -194,7 +194,7 @@ def test_a_file_is_what_it_was_or_the_source_changed(tmp_path):
     with raises(SourceChangedError, match="changed", file=tmp_path / "f1"):
         held.check_unchanged()
     (tmp_path / "f0").unlink()
-    with pytest.raises(SourceChangedError, match="vanished"):
+    with pytest.raises(SourceChangedError, match="disappeared"):
         held.check_unchanged([0])
 
 

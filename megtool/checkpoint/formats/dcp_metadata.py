@@ -33,11 +33,11 @@ class DcpItems:
 
 @dataclass(slots=True, kw_only=True)
 class DcpMetadata:
-    """What a `.metadata` says.
+    """The contents of a `.metadata` file.
 
-    Chunk `i` is box `i` of tensor `tensor[i]` (ascending), stored as item `i`. `copies` are second
-    items of a chunk, as `(chunk, file, offset, length)`. `objects` are the items that are no
-    tensors. `extra` holds whatever else the writer left there.
+    Chunk `i` is box `i` of tensor `tensor[i]` (ascending), stored as item `i`. `duplicates` are
+    second items of a chunk, as `(chunk, file, offset, length)`. `objects` are the items that are
+    not tensors. `extra` holds all other entries.
     """
 
     tensors: list[GlobalTensor]
@@ -55,14 +55,14 @@ def read_metadata(data: bytes, *, file: str | Path) -> DcpMetadata:
     """Decode the bytes of a `.metadata` without importing what they name.
 
     Raises:
-        FormatError: no metadata of torch.distributed.checkpoint, or one that contradicts itself:
-            absurd numbers, unknown dtypes, chunks without items or items without chunks.
+        FormatError: not the metadata of torch.distributed.checkpoint, or inconsistent: invalid
+            numbers, unknown dtypes, chunks without items or items without chunks.
     """
     root = pickle_reader.decode(data, file=file, stub_classes=STUB_CLASSES)
     del data
     try:
         return _Reader(file).read(root)
-    except AttributeError as e:  # a stand-in that the pickle built without a state
+    except AttributeError as e:  # a stub that the pickle built without a state
         raise FormatError(f"damaged metadata: {e}", file=file) from e
 
 
@@ -116,7 +116,7 @@ class _Reader:
         byte_names: set[str] = set()
         for name, entry in described.items():
             if not isinstance(name, str):
-                raise self._error(f"a key that is no name: {name!r:.60}")
+                raise self._error(f"a key that is not a name: {name!r:.60}")
             if isinstance(entry, BytesStub):
                 byte_names.add(name)
                 continue
@@ -155,7 +155,7 @@ class _Reader:
         ndim: int,
         pad: int,
     ) -> Ints:
-        """Tuples of numbers as int64 `[n, ndim]`, each as long as its tensor has dimensions."""
+        """Tuples of numbers as int64 `[n, ndim]`, each as long as its tensor's shape."""
         out = np.full((len(tensor), ndim), pad, np.int64)
         if not len(tensor):
             return out
@@ -190,7 +190,7 @@ class _Reader:
         return self._error("absurd offsets or sizes")
 
     def _read_items(self, stored: dict[Any, Any], byte_names: set[str], out: DcpMetadata) -> None:
-        """Match items with chunks: by their number where it fits, else by name and offset."""
+        """Match items with chunks: by number if it fits, else by name and offset."""
         if set(map(type, stored)) - {IndexStub} or set(map(type, stored.values())) - {
             StorageInfoStub
         }:
@@ -211,7 +211,7 @@ class _Reader:
         try:
             tensor = np.fromiter((number.get(k.fqn, -1) for k in stored), np.int64, len(stored))
         except TypeError as e:
-            raise self._error("an item whose name is no name") from e
+            raise self._error("an item whose name is not a string") from e
         keys = list(stored)
         for row in np.flatnonzero(tensor < 0).tolist():
             name = keys[row].fqn
@@ -242,7 +242,7 @@ class _Reader:
                 )
         for path in numbers:
             if not isinstance(path, str):
-                raise self._error(f"a file name that is no name: {path!r:.60}")
+                raise self._error(f"a file name that is not a string: {path!r:.60}")
         out.paths = list(numbers)
         return file
 
@@ -320,7 +320,7 @@ class _Reader:
         offset: Ints,
         length: Ints,
     ) -> None:
-        """Chunks listed twice share one item: keep one of each, and its item."""
+        """Drop chunks that are listed twice; they share one item."""
         keep = np.ones(len(item), bool)
         lacking = np.flatnonzero(item < 0)
         if len(lacking):
@@ -346,12 +346,12 @@ MAX_NDIM = 16
 
 
 class SizeStub(tuple[int, ...]):
-    """`torch.Size`, which becomes the tuple it is made from."""
+    """`torch.Size`, which becomes a tuple."""
 
     __slots__ = ()
 
     def __new__(cls, values: object = ()) -> Any:
-        """The tuple itself; nothing else is a size."""
+        """Return the tuple itself; refuse anything else."""
         if type(values) is not tuple or len(values) > MAX_NDIM:
             raise ValueError(f"a size of {values!r:.60}")
         return values
@@ -361,7 +361,7 @@ class SizeStub(tuple[int, ...]):
 
 
 class ChunkStub:
-    """A chunk: where it starts in its tensor, and its size."""
+    """`ChunkStorageMetadata`: the offsets of a chunk in its tensor, and its sizes."""
 
     __slots__ = ("offsets", "sizes")
     offsets: Any
@@ -373,7 +373,7 @@ class ChunkStub:
 
 
 class IndexStub:
-    """The key of an item: its name, where it starts, and its number among the chunks."""
+    """`MetadataIndex`, the key of an item: its name, offset, and number among the chunks."""
 
     __slots__ = ("fqn", "index", "offset")
     fqn: Any
@@ -388,7 +388,7 @@ class IndexStub:
 
 
 class StorageInfoStub:
-    """Where an item is stored."""
+    """`_StorageInfo`: the file, offset and length of an item."""
 
     __slots__ = ("length", "offset", "path", "transforms")
     path: Any
@@ -404,7 +404,7 @@ class StorageInfoStub:
 
 
 class PropertiesStub:
-    """The dtype and layout of a tensor."""
+    """`TensorProperties`: the dtype and layout of a tensor."""
 
     __slots__ = ("dtype", "layout")
     dtype: Any
@@ -418,7 +418,7 @@ class PropertiesStub:
 
 
 class TensorStub:
-    """What a tensor is: its size, and its chunks."""
+    """`TensorStorageMetadata`: the size and chunks of a tensor."""
 
     __slots__ = ("chunks", "properties", "size")
     chunks: Any
@@ -431,21 +431,21 @@ class TensorStub:
 
 
 class BytesStub:
-    """An object that is no tensor."""
+    """`BytesStorageMetadata`: an object that is not a tensor."""
 
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
-        """Nothing to keep."""
+        """Discard the state."""
 
 
 class DiscardedStub:
-    """A part of the saver's own plan: larger than all the rest, and of no use to a reader."""
+    """A part of the saver's plan, which is large and not needed by a reader."""
 
     __slots__ = ()
 
     def __new__(cls, *_args: object) -> DiscardedStub:
-        """Whatever it is made of."""
+        """Discard the arguments."""
         return object.__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
@@ -454,7 +454,7 @@ class DiscardedStub:
 
 
 class MetadataStub:
-    """All of it."""
+    """`Metadata`, the root of the file."""
 
     __slots__ = ("state",)
     state: dict[str, Any]

@@ -1,7 +1,7 @@
 """The `.metadata` of torch.distributed.checkpoint, written without torch and without its classes.
 
-A pickle put together from opcodes. All chunks of a tensor have records of one length, which differ
-in numbers alone; so they are one byte array with the numbers filled in by column.
+A pickle assembled from opcodes. All chunks of a tensor have records of one length that differ only
+in numbers, so they are one byte array with the numbers filled in by column.
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ def write_metadata(
     """The bytes of a `.metadata`.
 
     Item `i` holds shard `i` in `length[i]` bytes at `offset[i]` of `paths[file[i]]`; `objects`
-    lie at `(file, offset, length)`. `key_paths` tell where in a nested state dict each name
-    belongs; names they lack are keys of the state dict itself. None leaves them out, as Megatron
-    does.
+    are at `(file, offset, length)`. `key_paths` give the position of each name in a nested state
+    dict; other names are keys of the state dict itself. None omits them, as Megatron does.
     """
     return b"".join(_Writer(tensors, shards, paths, objects).write(file, offset, length, key_paths))
 
@@ -90,7 +89,7 @@ class _Writer:
             self._keep(("path", path), encode_text(path))
 
     def _keep(self, key: tuple[str, str], code: bytes) -> None:
-        """Push a value, put it into the memo, and pop it: from here on it is a reference."""
+        """Push a value, memoize it, and pop it: later uses are references."""
         n = len(self._memo)
         short = n < 256
         raw = bytes((n,)) if short else n.to_bytes(4, "little")
@@ -101,7 +100,7 @@ class _Writer:
         return self._memo["key", name]
 
     def _new(self, name: str) -> bytes:
-        """An object of a class, about to be given its state as a dict."""
+        """Begin an object of a class with a dict as its state."""
         return self._memo["class", name] + b")\x81}("
 
     def write(
@@ -189,7 +188,7 @@ class _Writer:
 
 
 class _Reference(np.ndarray[tuple[int], np.dtype[np.int64]]):
-    """A column of memo indices: four bytes each, behind their opcode."""
+    """A column of memo indices: four bytes each, after their opcode."""
 
 
 def _reference(column: Ints) -> Ints:
@@ -200,7 +199,7 @@ _WIDTHS = ((1 << 8, b"K", 1), (1 << 16, b"M", 2), (1 << 31, b"J", 4), (1 << 63, 
 
 
 def _records(parts: Sequence[bytes | Ints], count: int) -> bytes:
-    """`count` records of constant bytes and one number out of each column, back to back."""
+    """`count` consecutive records of constant bytes and one number of each column."""
     if not count:
         return b""
     template = bytearray()

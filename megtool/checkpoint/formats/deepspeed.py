@@ -3,7 +3,7 @@
 A save folder holds `global_step100/` and a file `latest`. Of ZeRO, each data-parallel rank's
 `*_optim_states.pt` holds flat parts of master weights and moments, which `*_model_states.pt` gives
 names and shapes to; a universal checkpoint (`global_step100_universal/zero/NAME/fp32.pt`) keeps
-each parameter whole. Source: deepspeed/utils/zero_to_fp32.py, checkpoint/ds_to_universal.py.
+each parameter in a file. Source: deepspeed/utils/zero_to_fp32.py, checkpoint/ds_to_universal.py.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _TO_UNIVERSAL = (
 
 
 def detect(path: Path) -> bool:
-    """Whether `path` is such a checkpoint, or a save folder of some without a model of its own."""
+    """Whether `path` is such a checkpoint, or a save folder of them without safetensors."""
     if not path.is_dir():
         return False
     if _is_checkpoint(path):
@@ -80,10 +80,10 @@ def _steps(path: Path) -> dict[str, Path]:
 def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalogue:
     """The catalogue of one step; `path` is its folder, or the save folder around it.
 
-    Weights have the model's own names. Optimizer state is called `optimizer.state.STATE.NAME`,
-    where `param` are the master weights; a weight that no file holds apart is its master weight.
+    Weights have the model's names. Optimizer state is named `optimizer.state.STATE.NAME`, where
+    `param` are the master weights; a weight that no file stores separately is its master weight.
     `metadata` gets `iteration`, `args` (Megatron-DeepSpeed's) and `config` (the `config.json`
-    beside the checkpoint, as the Trainer of transformers leaves it), each where there is one.
+    next to the checkpoint, as the Trainer of transformers writes it), each if present.
 
     Raises:
         FormatError: files are missing, damaged, or of a layout that is not supported.
@@ -98,7 +98,7 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     else:
         optimizers = _gather_zero(folder, states, gathered, warnings)
     out = gathered.catalogue(folder)
-    out.check()  # before weights share the bytes of master weights
+    out.check()  # checked before weights share the bytes of master weights
     masters = {n.removeprefix(_MASTER): n for n in gathered.tensors if n.startswith(_MASTER)}
     gathered.share({w: n for w, n in masters.items() if w not in gathered.tensors})
     out = gathered.catalogue(folder)
@@ -142,7 +142,7 @@ T = TypeVar("T")
 
 
 def _in_threads(work: Callable[[str], T], names: Iterable[str]) -> list[T]:
-    """Results in order; the first error ends it."""
+    """Results in order; the first error stops all."""
     listed = list(names)
     with ThreadPoolExecutor(min(_THREADS, max(1, len(listed)))) as pool:
         futures = [pool.submit(work, name) for name in listed]
@@ -169,7 +169,7 @@ def _read_all_model_states(folder: Path) -> list[ModelStates]:
 
 
 def _gather_universal(folder: Path, states: Sequence[ModelStates], out: ZeroTensors) -> None:
-    """Each parameter's files; those made of stage 3 are flat, padded at the end."""
+    """Add each parameter's files; those converted from stage 3 are flat, padded at the end."""
     shapes = {n: s for state in states for group in state.shapes for n, s in group.items()}
     root = folder / "zero"
     names = sorted(p.parent.name for p in root.glob("*/fp32.pt"))
@@ -200,7 +200,7 @@ def _gather_universal(folder: Path, states: Sequence[ModelStates], out: ZeroTens
 def _gather_zero(
     folder: Path, states: list[ModelStates], out: ZeroTensors, warnings: list[str]
 ) -> list[OptimizerStates]:
-    """Weights as the files hold them, then the optimizer's flat parts of each rank."""
+    """Add weights as stored, then the optimizer's flat parts of each rank."""
     by_mp: dict[int, list[ModelStates]] = {}
     for (mp, _), state in zip(_find_rank_files(folder, _MODEL), states, strict=True):
         by_mp.setdefault(mp, []).append(state)
@@ -217,7 +217,7 @@ def _gather_zero(
         if mp in parts:
             _add_optimizer(models[0], parts[mp], out, folder)
     if not read:
-        warnings.append("no *_optim_states.pt: the checkpoint has weights alone")
+        warnings.append("no *_optim_states.pt: the checkpoint has only weights")
     elif parts.keys() != by_mp.keys():
         raise _missing_files_error("of some model-parallel ranks", folder)
     return read
@@ -230,7 +230,7 @@ def _missing_files_error(description: str, folder: Path) -> FormatError:
 
 
 def _add_weights(model: ModelStates, out: ZeroTensors) -> None:
-    """Weights that are there as tensors; stage 3 leaves empty ones in their place."""
+    """Add weights stored as tensors; stage 3 stores empty tensors instead."""
     shapes = {n: s for group in model.shapes for n, s in group.items()} | model.frozen_shapes
     for name, tensor in model.weights.items():
         if name in shapes and tensor.shape != shapes[name]:
@@ -246,7 +246,7 @@ def _add_weights(model: ModelStates, out: ZeroTensors) -> None:
 
 
 def _add_frozen(models: Sequence[ModelStates], out: ZeroTensors, folder: Path) -> None:
-    """Parameters that are not trained, where every rank holds a part of them."""
+    """Add frozen parameters of which every rank holds a part."""
     for name, shape in models[0].frozen_shapes.items():
         if name in out.tensors or not all(name in m.frozen for m in models):
             continue
@@ -259,7 +259,11 @@ def _add_optimizer(
 ) -> None:
     first = files[0]
     if any(n != len(files) for n in first.ranks):
-        cause = "some of them are missing" if len(files) < max(first.ranks) else "experts are apart"
+        cause = (
+            "some of them are missing"
+            if len(files) < max(first.ranks)
+            else "experts are stored separately"
+        )
         raise FormatError(
             f"{len(files)} files of the optimizer, which was cut into {sorted(set(first.ranks))}: "
             f"{cause}",

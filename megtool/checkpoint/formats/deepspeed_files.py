@@ -1,6 +1,6 @@
 """Files of a DeepSpeed checkpoint: model states, one rank's part of the optimizer, one parameter.
 
-Each is read for its tree and the places of its tensors; classes that it names stay inert.
+Each is read for its tree and the positions of its tensors; classes that it names stay inert.
 Source: deepspeed/runtime/engine.py, zero/{stage_1_and_2,stage3}.py and bf16_optimizer.py.
 """
 
@@ -19,9 +19,7 @@ from megtool.checkpoint.containers.zip_tensor import StorageView, parse_storage_
 from megtool.dtypes import DType
 from megtool.errors import FormatError
 
-_UNKNOWN_WRITER_HINT = (
-    "something else than DeepSpeed wrote it, or another version: convert it with DeepSpeed"
-)
+_UNKNOWN_WRITER_HINT = "not written by DeepSpeed, or by another version: convert it with DeepSpeed"
 _MODEL_KEYS = frozenset(
     {
         "module",
@@ -39,7 +37,7 @@ _MAX_DEPTH = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedTensor:
-    """A tensor of a file: where its first element lies, and how its elements do."""
+    """A tensor of a file: the offset of its first element, and its strides."""
 
     stored: StoredFile
     offset: int
@@ -63,7 +61,7 @@ class ModelStates:
 
     `shapes` lists, for each group of the optimizer, its parameters in order with their shapes.
     `frozen` are flat parts of parameters that are not trained (stage 3), of shapes
-    `frozen_shapes`. `rest` is all that is neither, inert.
+    `frozen_shapes`. `other_values` are all other values, inert.
     """
 
     stored: StoredFile
@@ -79,9 +77,9 @@ class ModelStates:
 class OptimizerStates:
     """What `*_optim_states.pt` holds: a data-parallel rank's flat parts of each group.
 
-    `groups[i]` maps `param` (the master weights), `exp_avg`, ... to flat tensors. `by_parameter`
-    says that each parameter is cut over the ranks by itself (stage 3), not the whole group.
-    `slices[i]` tells, where the file does, the range of each parameter in this rank's part.
+    `groups[i]` maps `param` (the master weights), `exp_avg`, ... to flat tensors. With
+    `is_stage_3`, each parameter is split over the ranks, not the whole group. `slices[i]` is the
+    range of each parameter in this rank's part, if the file declares it.
     """
 
     stored: StoredFile
@@ -96,7 +94,7 @@ def read_model_states(root: Path, path: str) -> ModelStates:
     """Read a file of model states.
 
     Raises:
-        FormatError: it is damaged, hostile, or holds something else.
+        FormatError: the file is damaged, hostile, or of another kind.
     """
     stored = StoredFile.stat(root, path)
     out = ModelStates(stored=stored)
@@ -122,7 +120,7 @@ def read_optimizer_states(root: Path, path: str) -> OptimizerStates:
     """Read one rank's file of the optimizer.
 
     Raises:
-        FormatError: it is damaged, hostile, or holds something else.
+        FormatError: the file is damaged, hostile, or of another kind.
     """
     stored = StoredFile.stat(root, path)
     with open_torch_file(root / path, stored.size) as torch_file:
@@ -154,7 +152,7 @@ def read_parameter(root: Path, path: str) -> tuple[StoredFile, DeepSpeedTensor]:
     """Read one file of a universal checkpoint: a dict whose `param` is the tensor.
 
     Raises:
-        FormatError: it is damaged, hostile, or holds something else.
+        FormatError: the file is damaged, hostile, or of another kind.
     """
     stored = StoredFile.stat(root, path)
     with open_torch_file(root / path, stored.size) as torch_file:
@@ -176,7 +174,7 @@ def _read_root(torch_file: TorchFile, key: str) -> dict[str, Any]:
 def _read_tensor(
     node: Any, torch_file: TorchFile, stored: StoredFile, name: str
 ) -> DeepSpeedTensor | None:
-    """The tensor that a node of the tree is; None where it is none."""
+    """The tensor of a node of the tree; None if it is not a tensor."""
     view = parse_storage_view(node, file=torch_file.file)
     return None if view is None else _make_tensor(view, torch_file, stored, name)
 
@@ -198,7 +196,7 @@ def _read_flat(node: Any, torch_file: TorchFile, stored: StoredFile, name: str) 
     tensor = _read_tensor(node, torch_file, stored, name)
     if tensor is None or len(tensor.shape) != 1 or not tensor.row_major:
         raise FormatError(
-            f"{name} of the optimizer is no flat tensor",
+            f"{name} of the optimizer is not a flat tensor",
             file=torch_file.file,
             hint=_UNKNOWN_WRITER_HINT,
         )
@@ -206,7 +204,7 @@ def _read_flat(node: Any, torch_file: TorchFile, stored: StoredFile, name: str) 
 
 
 def _take_weights(module: Any, torch_file: TorchFile, out: ModelStates) -> None:
-    """Every tensor of the model once; a second name of the same view is a tied one."""
+    """Every tensor of the model once; a second name of the same view is a tied weight."""
     views = set[StorageView]()
     for name, node in _leaves(module, "", 0):
         view = parse_storage_view(node, file=torch_file.file)
@@ -238,7 +236,7 @@ def _read_shapes(group: Any, file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _take_moments(base: Any, torch_file: TorchFile, out: OptimizerStates) -> None:
-    """Flat moments of every group; the elastic form is a list of them without a state dict."""
+    """Read the flat moments of every group; the elastic form is a list without a state dict."""
     optimizer = string_items(base)
     out.param_groups = optimizer.get("param_groups")
     if isinstance(base, list):
@@ -254,7 +252,7 @@ def _take_moments(base: Any, torch_file: TorchFile, out: OptimizerStates) -> Non
 
 
 def _read_slices(mappings: Any) -> list[dict[str, tuple[int, int]]]:
-    """`(start, numel)` by name for each group; empty where the file does not say."""
+    """`(start, numel)` by name for each group; empty if the file does not declare it."""
     out = []
     for group in mappings if isinstance(mappings, list) else []:
         ranges = {}

@@ -1,7 +1,7 @@
-"""Partitions of ZeRO: which elements of which parameter a rank's flat tensors hold.
+"""ZeRO partitions: the elements of parameters in a rank's flat tensors.
 
-Stages 1 and 2 join a group's parameters, pad the end, and give each rank an equal run of that.
-Stage 3 cuts every parameter by itself into runs of `ceil(numel / ranks)` and joins a rank's runs.
+Stages 1 and 2 concatenate a group's parameters, pad the end, and give each rank an equal run.
+Stage 3 splits every parameter into runs of `ceil(numel / ranks)` and concatenates a rank's runs.
 Source: deepspeed/utils/zero_to_fp32.py.
 """
 
@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class FlatRun:
-    """Elements `[start, stop)` of a parameter, at element `at` of a stored tensor."""
+    """Elements `[start, stop)` of a parameter, at element `offset` of a stored tensor."""
 
     name: str
     start: int
@@ -40,7 +40,7 @@ class FlatRun:
 def split_group(
     shapes: dict[str, Shape], parts: Sequence[DeepSpeedTensor], *, root: Path
 ) -> Iterator[FlatRun]:
-    """Stages 1 and 2: where a group's parameters lie in the ranks' parts of it.
+    """Stages 1 and 2: the runs of a group's parameters in the ranks' parts.
 
     Padding is at the end, and the last parts may lack it.
 
@@ -70,7 +70,7 @@ def split_group(
 def split_parameters(
     shapes: dict[str, Shape], parts: Sequence[Sequence[DeepSpeedTensor]], *, root: Path
 ) -> Iterator[FlatRun]:
-    """Stage 3: where parameters lie in `parts[rank]`, the flat tensors of a rank one after another.
+    """Stage 3: the runs of parameters in `parts[rank]`, the flat tensors of a rank in order.
 
     Raises:
         FormatError: ranks hold more or fewer elements than their runs of the parameters.
@@ -105,7 +105,7 @@ def split_parameters(
 
 
 def check_slices(files: Sequence[OptimizerStates], runs: Sequence[FlatRun], group: int) -> None:
-    """Compare runs of a group with what each file says of its own.
+    """Compare runs of a group with the slices declared in each file.
 
     Raises:
         FormatError: they differ.
@@ -131,7 +131,7 @@ _Row = tuple[int, list[int], list[int], int, int, int]
 
 @dataclass(slots=True)
 class ZeroTensors:
-    """Tensors as they are found, to become a catalogue."""
+    """Collects tensors for a catalogue."""
 
     files: dict[str, StoredFile] = field(default_factory=dict)
     tensors: dict[str, GlobalTensor] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class ZeroTensors:
     _strides: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     def add_whole(self, name: str, tensor: DeepSpeedTensor) -> None:
-        """A tensor that one file holds whole."""
+        """Add a tensor that one file stores whole."""
         number, file = self._new(name, tensor.shape, tensor.dtype), self._file(tensor.stored)
         span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
         length = (span if tensor.numel else 0) * tensor.dtype.itemsize
@@ -151,7 +151,7 @@ class ZeroTensors:
         )
 
     def add_runs(self, name: str, shape: Shape, runs: Sequence[FlatRun]) -> None:
-        """A tensor out of flat runs."""
+        """Add a tensor that consists of flat runs."""
         number = self._new(name, shape, runs[0].tensor.dtype)
         for run in runs:
             file, item = self._file(run.tensor.stored), run.tensor.dtype.itemsize
@@ -166,7 +166,7 @@ class ZeroTensors:
                 offset += volume * item
 
     def share(self, names: Mapping[str, str]) -> None:
-        """New tensors over the bytes of old ones: old names by new ones."""
+        """Add tensors over the bytes of existing ones; `names` maps new names to existing ones."""
         number = {name: i for i, name in enumerate(self.tensors)}
         rows: dict[int, list[_Row]] = {}
         for row in self._rows:
@@ -187,7 +187,7 @@ class ZeroTensors:
         return self._numbers.setdefault(stored.path, len(self._numbers))
 
     def catalogue(self, root: Path) -> Catalogue:
-        """All of it, unchecked."""
+        """The catalogue, unchecked."""
         tensors = list(self.tensors.values())
         rows = sorted(self._rows, key=lambda r: r[0])
         strides_by_row = {

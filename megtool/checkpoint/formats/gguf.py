@@ -20,23 +20,25 @@ _MAX_PARTS = 10_000
 
 
 def detect(path: Path) -> bool:
-    """Whether this is a file that is called, or begins like, a GGUF file."""
+    """Whether this is a file with the suffix or the magic bytes of GGUF."""
     return path.is_file() and (path.suffix == ".gguf" or read_start(path, 4) == b"GGUF")
 
 
 def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalogue:
-    """The catalogue of a GGUF file, or of all parts of a split one, whichever part is named.
+    """The catalogue of a GGUF file, or of all parts of a split one, given any part.
 
     Shapes are row-major, the reverse of what GGUF calls `ne`. Tensors in a block format are
     float32 with `packing` `gguf:NAME`. `metadata` holds `gguf` (all key-values; arrays as lists)
     and `architecture`.
 
     Raises:
-        FormatError: the header is truncated, hostile, or of a version that is not read.
-        UsageError: an iteration is asked for.
+        FormatError: the header is truncated, hostile, or of an unsupported version.
+        UsageError: an iteration is requested.
     """
     if iteration is not None:
-        raise UsageError(f"GGUF holds no iterations, so not iteration {iteration}", file=path)
+        raise UsageError(
+            f"GGUF files have no iterations, so there is no iteration {iteration}", file=path
+        )
     file = StoredFile.stat(path, "")
     header = read_header(path, file.size)
     count = header.values.get("split.count", 1)
@@ -49,7 +51,7 @@ def _open_parts(path: Path, count: int) -> Catalogue:
     match = _PART.fullmatch(path.name)
     if not match or int(match[3]) != count or count > _MAX_PARTS:
         raise FormatError(
-            f"is one of {count} parts, but its name does not say which",
+            f"is one of {count} parts, but its name does not have the part number",
             file=path,
             hint="give split files the names llama.cpp wrote: NAME-00001-of-00003.gguf",
         )
@@ -63,7 +65,7 @@ def _open_parts(path: Path, count: int) -> Catalogue:
         declared = (values.get("split.no"), values.get("split.count"))
         if declared != (part, count):
             raise FormatError(
-                f"says that it is part {declared[0]} of {declared[1]} (counted from 0)",
+                f"is declared as part {declared[0]} of {declared[1]} (counted from 0)",
                 file=path.parent / name,
                 hint="parts are swapped, or belong to different models",
             )
@@ -71,7 +73,7 @@ def _open_parts(path: Path, count: int) -> Catalogue:
     count_in_files = sum(len(h.entries) for h in headers)
     if total is not None and total != count_in_files:
         raise FormatError(
-            f"{total} tensors are due over all parts, {count_in_files} are there",
+            f"{total} tensors are expected in all parts, {count_in_files} are present",
             file=path,
             hint="a part belongs to another model",
         )

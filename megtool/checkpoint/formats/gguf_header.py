@@ -1,8 +1,8 @@
-"""The header of one GGUF file: key-values and tensor places, read in bounded memory.
+"""The header of one GGUF file, key-values and tensor positions, read in bounded memory.
 
-The `gguf` package reads headers too, but it makes an array object of every token (2 s and 150 MB
-for 49,152 tokens) and believes every count, so a hostile file of a few bytes keeps it busy for
-ever. Its tables of block formats are what is used of it here.
+The `gguf` package reads headers too, but it creates an array object for every token (2 s and 150 MB
+for 49,152 tokens) and trusts every count, so a hostile file of a few bytes can block it forever.
+Only its tables of block formats are used.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class GgufEntry:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """A header proved sound: key-values, tensors in the file's order, and where data starts."""
+    """A validated header: key-values, tensors in file order, and the start of the data."""
 
     values: dict[str, Any]
     entries: list[GgufEntry]
@@ -77,7 +77,7 @@ def read_header(path: Path, size: int) -> GgufHeader:
     """The header of the GGUF file `path` of `size` bytes.
 
     Raises:
-        FormatError: not GGUF version 2 or 3, little-endian; truncated; or any field absurd.
+        FormatError: not little-endian GGUF version 2 or 3, truncated, or an invalid field.
     """
     scan = _Scanner(path, size)
     if scan.take(4) != b"GGUF":
@@ -94,7 +94,7 @@ def read_header(path: Path, size: int) -> GgufHeader:
     for _ in range(num_values):
         key = scan.string()
         if key in values:
-            raise scan.fault(f"key {short_repr(key)} stands twice")
+            raise scan.fault(f"key {short_repr(key)} occurs twice")
         values[key] = scan.value(scan.u32())
     alignment = values.get("general.alignment", 32)
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
@@ -111,7 +111,7 @@ def read_header(path: Path, size: int) -> GgufHeader:
     for e in entries:
         if e.offset + e.num_bytes > size - start:
             raise scan.fault(
-                f"bytes {start + e.offset}+{e.num_bytes} lie outside a file of {size} bytes",
+                f"bytes {start + e.offset}+{e.num_bytes} are outside a file of {size} bytes",
                 tensor=e.name,
                 hint="the file is truncated: fetch it again",
             )
@@ -136,21 +136,21 @@ def _read_entry(scan: _Scanner, alignment: int) -> GgufEntry:
     for n in shape:
         numel *= n
     if numel >= _LIMIT or any(n >= _LIMIT for n in shape) or offset % alignment:
-        raise scan.fault(f"shape {shape} at offset {offset} makes no sense", tensor=name)
+        raise scan.fault(f"shape {shape} at offset {offset} is invalid", tensor=name)
     if kind in _PLAIN:
         plain = dtype(_PLAIN[kind])
         return GgufEntry(name, plain, None, shape, offset, numel * plain.itemsize)
     elements, num_bytes = block(kind)
     if not shape or shape[-1] % elements:
         raise scan.fault(
-            f"rows of shape {shape} are no whole blocks of {elements} ({kind})", tensor=name
+            f"rows of shape {shape} are not whole blocks of {elements} ({kind})", tensor=name
         )
     packed = numel // elements * num_bytes
     return GgufEntry(name, dtype("float32"), f"gguf:{kind}", shape, offset, packed)
 
 
 class _Scanner:
-    """Reads a file forward through a window, and believes no length before it has compared it."""
+    """Reads a file forward through a window, and checks every length before use."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
@@ -168,12 +168,12 @@ class _Scanner:
         return FormatError(message, file=self.path, tensor=tensor, hint=hint)
 
     def require(self, length: int) -> int:
-        """Position in the window of the next `length` bytes, which are read if they exist."""
+        """Position in the window of the next `length` bytes; reads them if they exist."""
         if length > self.end - self.position:
             if self.is_whole_file:
                 raise self.fault(
-                    f"{length} more bytes are due at byte {self.position} of {self.end}",
-                    hint="the file is truncated, or no GGUF file: fetch it again",
+                    f"{length} more bytes are expected at byte {self.position} of {self.end}",
+                    hint="the file is truncated, or not a GGUF file: fetch it again",
                 )
             raise self.fault(f"a header of more than {MAX_HEADER_BYTES} bytes")
         if self.position + length > self._base + len(self._window):
@@ -225,8 +225,8 @@ class _Scanner:
             raise self.fault(f"unknown type {kind} of a value at byte {self.position}")
         if count > self.end - self.position:
             raise self.fault(
-                f"an array of {count} items is due at byte {self.position} of {self.end}",
-                hint="the file is truncated, or no GGUF file: fetch it again",
+                f"an array of {count} items is expected at byte {self.position} of {self.end}",
+                hint="the file is truncated, or not a GGUF file: fetch it again",
             )
         if kind == _STRING:
             read: Callable[[], Any] = self.string

@@ -19,17 +19,17 @@ _ROLES = ("bos", "eos", "unknown", "padding")
 def convert_gguf_tokenizer(path: Path, *, warnings: list[str] | None = None) -> dict[str, bytes]:
     """`tokenizer.json`, `tokenizer_config.json`, the chat template: file names to bytes.
 
-    The conversion is transformers', mended where it is known to lose something: single digits
-    stand alone in the models of `_DIGIT_SPLIT`, and the context length is the model's. What stays
-    doubtful is appended to `warnings`.
+    The conversion is transformers', with fixes for known losses: digits are split one by one for
+    the models of `_DIGIT_SPLIT`, and the context length is the model's. Remaining doubts are
+    appended to `warnings`.
 
     Raises:
-        FormatError: the file holds no tokenizer, or one that transformers cannot convert.
+        FormatError: the file has no tokenizer, or one that transformers cannot convert.
         MissingPackageError: transformers, torch or gguf is missing.
     """
     values = read_header(path, StoredFile.stat(path, "").size).values
     if "tokenizer.ggml.tokens" not in values:
-        raise FormatError("holds no tokenizer", file=path, hint="give one: --like HF_FOLDER")
+        raise FormatError("has no tokenizer", file=path, hint="give one: --like HF_FOLDER")
     tokenizer = _load(path)
     _fix_tokenizer(tokenizer, values, [] if warnings is None else warnings)
     with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +57,7 @@ def _load(path: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     except (KeyError, ValueError, NotImplementedError) as e:
-        # transformers' own: a key that is not there, one it cannot use, a model it does not know.
+        # Raised by transformers: a missing or unusable key, or an unknown model.
         raise FormatError(
             f"transformers cannot convert the tokenizer: {e}",
             file=path,
@@ -66,7 +66,7 @@ def _load(path: Path) -> Any:
 
 
 def _fix_tokenizer(tokenizer: Any, values: dict[str, Any], warnings: list[str]) -> None:
-    """Set right what transformers' conversion loses; say what stays doubtful."""
+    """Fix what transformers' conversion loses; warn about the rest."""
     architecture = values.get("general.architecture")
     context = values.get(f"{architecture}.context_length")
     if type(context) is int:

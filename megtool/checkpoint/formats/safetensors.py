@@ -46,7 +46,7 @@ _NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
 
 def detect(path: Path) -> bool:
-    """Whether this is a folder of safetensors (or one that only lacks them), or such a file."""
+    """Whether this is a safetensors file, a folder of them, or a folder with a config.json."""
     if path.is_dir():
         return any(n == "config.json" or _MARK in n for n in list_names(path))
     if not path.is_file() or path.name.endswith((_MARK, f"{_MARK}.index.json")):
@@ -58,16 +58,16 @@ def detect(path: Path) -> bool:
 def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalogue:
     """The catalogue of a folder, of one file, or of the files an index names; headers only.
 
-    Of a folder whose config names a quantization, the catalogue is that of the weights it stands
-    for (`quantized.fold`); a file named by itself holds its tensors as they are stored.
+    If the config names a quantization, the catalogue has the weights it represents
+    (`quantized.combine_packed_weights`); a single file has its tensors as stored.
 
     Raises:
-        FormatError: no safetensors here, or a header, an index or a name that cannot be trusted.
-        UsageError: an iteration is asked for, or it is a legacy TensorRT-LLM checkpoint.
+        FormatError: there are no safetensors, or a header, an index or a name is invalid.
+        UsageError: an iteration is requested, or it is a legacy TensorRT-LLM checkpoint.
     """
     if iteration is not None:
         raise UsageError(
-            f"safetensors hold no iterations, so not iteration {iteration}",
+            f"safetensors have no iterations, so there is no iteration {iteration}",
             file=path,
             hint="leave out --iteration",
         )
@@ -77,8 +77,8 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
 
 
 def open_as_stored(path: Path) -> Catalogue:
-    """The catalogue of a folder (or of the files an index names) as it is stored: codes and scales
-    of quantized weights are tensors of their own.
+    """The catalogue of a folder (or of the files an index names) as stored: codes and scales of
+    quantized weights are separate tensors.
 
     Raises:
         FormatError: see `open_checkpoint`.
@@ -91,7 +91,7 @@ def open_as_stored(path: Path) -> Catalogue:
 
 
 OPTIMIZER = "optimizer.safetensors"
-"""Optimizer state beside a Hugging Face model's weights: tensors `optimizer.state.STATE.NAME`."""
+"""Optimizer state of a Hugging Face folder: tensors `optimizer.state.STATE.NAME`."""
 
 
 def _open_file(path: Path) -> Catalogue:
@@ -113,7 +113,7 @@ def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
     if OPTIMIZER in present and OPTIMIZER not in names:
         names = [*names, OPTIMIZER]
     for name in [n for n in present if n not in names]:
-        warnings.append(f"{name} is left out: {index.name if index else SINGLE} does not name it")
+        warnings.append(f"{name} is skipped: {index.name if index else SINGLE} does not name it")
     files, headers = [], []
     for name in names:
         check_inside(folder, name)
@@ -133,7 +133,9 @@ def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
     out = _catalogue("hf", folder, files, headers, metadata, attachments, warnings)
     total = metadata.get("index", {}).get("total_size")
     if total is not None and total != out.num_bytes:
-        warnings.append(f"the index says {total} bytes of tensors, the files hold {out.num_bytes}")
+        warnings.append(
+            f"the index declares {total} bytes of tensors, the files hold {out.num_bytes}"
+        )
     return out
 
 
@@ -179,7 +181,7 @@ def _catalogue(
 
 
 def whole_shards(tensors: Sequence[GlobalTensor], file: NDArray[np.int32]) -> Shards:
-    """One shard per tensor, all of it, owned by the file it lies in."""
+    """One shard per tensor, covering it, owned by its file."""
     shapes = padded_shapes(tensors, widest(tensors))
     return Shards(
         np.arange(len(tensors), dtype=np.int32),
@@ -231,7 +233,7 @@ def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
 def _check_index(
     index: Path, weight_map: dict[str, str], names: list[str], headers: list[SafetensorsHeader]
 ) -> None:
-    """Prove that index and headers say the same, in both directions."""
+    """Check that index and headers agree, in both directions."""
     hint = "shard files are swapped, stale or from another checkpoint"
     names_by_file = {
         name: {e.name for e in h.entries} for name, h in zip(names, headers, strict=True)
@@ -310,21 +312,21 @@ def plan_safetensors_layout(
     single_file: str | None = None,
     header_metadata: Mapping[str, str] | None = None,
 ) -> Destination:
-    """A folder (`hf`) of shards of at most `max_shard_bytes` of tensors, or one file.
+    """Plan a folder (`hf`) of shards of at most `max_shard_bytes` of tensors, or one file.
 
     Tensors keep their order over files. Data starts at a multiple of 4 KiB (the header is padded
     with spaces); in each file, tensors that are whole pages long come first, so each of them
-    starts on a page, and the ragged ones follow, wide elements first, so each is aligned to its
-    element. A tensor larger than `max_shard_bytes` has a file of its own. `small` are the files
-    to write beside. `header_metadata` is `{"format": "pt"}` unless given.
+    starts on a page, and the others follow, wide elements first, so each is aligned to its
+    element. A tensor larger than `max_shard_bytes` has its own file. `small_files` are further
+    files. `header_metadata` is `{"format": "pt"}` unless given.
 
     Raises:
-        FormatError: a dtype safetensors cannot say, packed or repeated tensors, too long a header.
-        DestinationError: `small` and the shards share a name.
+        FormatError: a dtype that safetensors lacks, packed or repeated tensors, too long a header.
+        DestinationError: a small file and a shard share a name.
         UsageError: `max_shard_bytes` is not positive.
     """
     if max_shard_bytes <= 0:
-        raise UsageError(f"a shard of {max_shard_bytes} bytes holds no tensor")
+        raise UsageError(f"a shard of {max_shard_bytes} bytes cannot hold a tensor")
     _check_writable(tensors)
     groups = [list(tensors)] if single_file else _group(tensors, max_shard_bytes)
     names = _file_names(len(groups), single_file)
@@ -339,7 +341,7 @@ def plan_safetensors_layout(
         headers.append(SafetensorsHeader(entries, metadata, len(head)))
     out = dict(small_files or {})
     if clash := sorted(set(out) & {*names, INDEX}):
-        raise DestinationError(f"{clash[0]!r} is both a shard and a file to carry along")
+        raise DestinationError(f"{clash[0]!r} is both a shard and an auxiliary file")
     if len(groups) > 1:
         out[INDEX] = _encode_index(names, headers)
     kind = "safetensors" if single_file else "hf"
@@ -382,7 +384,7 @@ def _file_names(count: int, single_file: str | None) -> list[str]:
 
 
 def place_tensors(group: Sequence[GlobalTensor]) -> list[SafetensorsEntry]:
-    """Where the tensors of one file lie in its data: see `lay_out`."""
+    """Offsets of the tensors of one file: see `plan_safetensors_layout`."""
     pages = [t for t in group if t.num_bytes % ALIGNMENT == 0]
     ragged = [t for t in group if t.num_bytes % ALIGNMENT]
     offset = 0
@@ -404,12 +406,12 @@ _TRTLLM_LEGACY_FILE = "rank0.safetensors"
 
 
 def refuse_trtllm_legacy(folder: Path, present: Collection[str]) -> None:
-    """Say what the folder is, if it is one of these; `present` are its files.
+    """Refuse TensorRT-LLM's own checkpoints (releases up to 1.x); `present` are the folder's files.
 
-    Files of several ranks call their tensors alike, so that it would look like several checkpoints.
+    Their ranks use the same tensor names, so they would look like several checkpoints.
 
     Raises:
-        UsageError: it is.
+        UsageError: the folder is one.
     """
     if _TRTLLM_LEGACY_FILE not in present:
         return
@@ -420,8 +422,8 @@ def refuse_trtllm_legacy(folder: Path, present: Collection[str]) -> None:
     if not isinstance(config, dict) or not isinstance(config.get("mapping"), dict):
         return
     raise UsageError(
-        "this is a legacy TensorRT-LLM checkpoint (a file a rank), which megtool writes and does "
-        "not read",
+        "this is a legacy TensorRT-LLM checkpoint (one file per rank), which megtool writes but "
+        "does not read",
         file=folder,
         hint="trtllm-build reads it; give the folder it was exported from, or one of its files "
         f"({_TRTLLM_LEGACY_FILE})",

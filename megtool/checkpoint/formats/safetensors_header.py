@@ -1,4 +1,4 @@
-"""The header of one safetensors file: read with suspicion, written on page boundaries."""
+"""The header of one safetensors file: read strictly, written page-aligned."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SafetensorsEntry:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """A header proved sound: entries in the order of their data, which starts at `start`."""
+    """A validated header: entries in the order of their data, which starts at `start`."""
 
     entries: list[SafetensorsEntry]
     metadata: dict[str, str]
@@ -63,7 +63,7 @@ def read_header(path: Path, size: int) -> SafetensorsHeader:
         raise FormatError(
             f"a header of {length} bytes does not fit a file of {size}",
             file=path,
-            hint="the file is truncated, or no safetensors file",
+            hint="the file is truncated, or not a safetensors file",
         )
     text = read_exact(path, 8, length)
     if text[:1] != b"{":
@@ -83,7 +83,7 @@ def _entry_or_dict(pairs: Pairs) -> Any:
 def _check_header(parsed: Any, path: Path, start: int, size: int) -> SafetensorsHeader:
     metadata: dict[str, str] = {}
     entries: list[SafetensorsEntry] = []
-    if not isinstance(parsed, dict):  # the whole header happens to have a tensor's three keys
+    if not isinstance(parsed, dict):  # the header itself has a tensor's three keys
         parsed = dict(zip(_KEYS, parsed, strict=True))
     for name, value in parsed.items():
         if name == "__metadata__":
@@ -96,7 +96,7 @@ def _check_header(parsed: Any, path: Path, start: int, size: int) -> Safetensors
         if e.begin != position:
             kind = "a hole" if e.begin > position else "an overlap"
             raise FormatError(
-                f"data begins at byte {short_repr(e.begin)} where {position} is due ({kind})",
+                f"data begins at byte {short_repr(e.begin)} where {position} is expected ({kind})",
                 file=path,
                 tensor=_label(e.name),
                 hint=DAMAGED,
@@ -117,7 +117,9 @@ def _check_metadata(value: object, path: Path) -> dict[str, str]:
         value = dict(zip(_KEYS, value, strict=True))
     if not isinstance(value, dict) or any(type(v) is not str for v in value.values()):
         raise FormatError(
-            f"__metadata__ {short_repr(value)} maps no strings to strings", file=path, hint=DAMAGED
+            f"__metadata__ {short_repr(value)} does not map strings to strings",
+            file=path,
+            hint=DAMAGED,
         )
     return value
 
@@ -192,7 +194,7 @@ def encode_header(
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise FormatError(
-            f"a header of {len(text)} bytes is more than the {MAX_HEADER_BYTES} allowed",
+            f"a header of {len(text)} bytes exceeds the limit of {MAX_HEADER_BYTES}",
             file=name,
             hint="choose smaller shards: --max-shard-size",
         )

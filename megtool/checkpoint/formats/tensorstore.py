@@ -1,6 +1,6 @@
 """OCDBT databases of zarr arrays, as tensorstore and Orbax write them, through tensorstore.
 
-A database keeps the keys of many arrays and the bytes of their chunks in a few large files:
+A database stores the keys of many arrays and the bytes of their chunks in a few large files:
 `manifest.ocdbt` and `d/…`, with Orbax also below `ocdbt.process_N/`.
 """
 
@@ -33,7 +33,7 @@ _DATA = "d"
 _MAX_JSON_BYTES = 64 << 20
 _IS_DATA = re.compile(r"(?:ocdbt\.process_[^/]+/)?(?:d/.+|manifest\.ocdbt)")
 _BATCH_BYTES = 64 << 20
-"""Values that are written together: more are never in memory."""
+"""Values written together: the limit of values in memory."""
 
 
 def is_database(folder: Path) -> bool:
@@ -42,10 +42,10 @@ def is_database(folder: Path) -> bool:
 
 
 def open_database(folder: Path) -> Catalogue:
-    """The catalogue of all zarr arrays in a database, v2 and v3; every chunk is a cell.
+    """The catalogue of all zarr arrays in a database, v2 and v3; every chunk is encoded.
 
     Raises:
-        FormatError: the database is damaged, or holds no array.
+        FormatError: the database is damaged, or has no array.
         MissingPackageError: tensorstore is not installed.
     """
     files = _list_files(folder)
@@ -62,7 +62,7 @@ def open_database(folder: Path) -> Catalogue:
         for key, read, data in _stored_metadata(folder)
     ]
     if not arrays:
-        raise FormatError("the database holds no zarr array", file=folder)
+        raise FormatError("the database has no zarr array", file=folder)
     chunks = ZarrChunks(folder, files, arrays, _DatabaseDecoder(folder))
     catalogue = Catalogue(
         format="ocdbt",
@@ -82,11 +82,10 @@ def open_database(folder: Path) -> Catalogue:
 
 
 def write_database(destination: Destination, stage: StagingFolder) -> None:
-    """Put the arrays of a staged zarr v3 folder into a database in the same folder.
+    """Move the arrays of a staged zarr v3 folder into a database in the same folder.
 
-    Every file of an array becomes the value under its path, and is removed once it is there. A run
-    that is stopped here loses nothing: the next one writes the removed files again, and begins the
-    database anew.
+    Every file of an array becomes the value of its path, and is then removed. If the run is stopped
+    here, the next one writes the removed files again and restarts the database.
 
     Raises:
         MissingPackageError: tensorstore is not installed.
@@ -121,7 +120,7 @@ def write_database(destination: Destination, stage: StagingFolder) -> None:
 
 
 def _flush(files: Files, pending: list[tuple[Path, Any]]) -> None:
-    """Wait until values are in the database, and remove the files they came from."""
+    """Wait until values are in the database, then remove their files."""
     for path, write in pending:
         write.result()
         files.remove(path)
@@ -129,7 +128,7 @@ def _flush(files: Files, pending: list[tuple[Path, Any]]) -> None:
 
 
 def _list_files(folder: Path) -> list[StoredFile]:
-    """All files of the database; which of them hold what is for the library to know."""
+    """All files of the database."""
     paths = [p.relative_to(folder).as_posix() for p in Files().tree(folder)[0]]
     database_files = [p for p in sorted(paths) if p == MANIFEST or _IS_DATA.fullmatch(p)]
     for path in database_files:
@@ -138,7 +137,7 @@ def _list_files(folder: Path) -> list[StoredFile]:
 
 
 def _stored_metadata(folder: Path) -> list[tuple[str, Callable[..., Any], bytes]]:
-    """The keys of all arrays, what reads their metadata, and that metadata."""
+    """The keys of all arrays, the functions that parse their metadata, and the metadata."""
     ts = tensorstore_package()
     out: list[tuple[str, Callable[..., Any], bytes]] = []
     try:
@@ -159,7 +158,7 @@ def _stored_metadata(folder: Path) -> list[tuple[str, Callable[..., Any], bytes]
         raise FormatError(
             f"the database cannot be read: {str(e)[:200]}",
             file=folder / MANIFEST,
-            hint="copy the whole folder: the manifest names files beside it",
+            hint="copy the whole folder: the manifest refers to other files in it",
         ) from e
     return out
 

@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint folders, plain (`dcp`) and as Megatron saves them (`torch_dist`).
 
-Opening reads `.metadata`, `metadata.json` and the common state, and no tensor data; where inside
-its item a tensor starts is found at first use.
+Opening reads `.metadata`, `metadata.json` and the common state, and no tensor data. The offset of a
+tensor inside its item is found at first use.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = ["NAMES", "detect", "open_checkpoint", "plan_torch_dist_layout"]
 
 NAMES = ("torch_dist", "dcp")
 WEIGHTS = "weights"
-"""The folder in which NeMo 2 keeps the data; beside it lies `context/`."""
+"""The folder of the data in NeMo 2, next to `context/`."""
 
-_UNFINISHED = "-unfinished"  # of NeMo's marker beside a folder that it still writes
+_UNFINISHED = "-unfinished"  # suffix of NeMo's marker of a folder being written
 
 MAX_METADATA_BYTES = 4 << 30
 _MAX_SMALL_BYTES = 1 << 30
@@ -55,13 +55,13 @@ def detect(path: Path) -> bool:
 def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalogue:
     """The catalogue of one iteration; `path` is its folder or the save folder around it.
 
-    `iteration` chooses a number or `release`; without it the save folder's own choice counts.
-    `metadata` gets `iteration` (a release has none), `args` (a dict), `checkpoint_version`,
-    `content_metadata`, `common` (the inert tree, fit to be written again) and `planner_data`, each
-    where present.
+    `iteration` is a number or `release`; without it the save folder's tracker decides. `metadata`
+    gets `iteration` (a release has none), `args` (a dict), `checkpoint_version`,
+    `content_metadata`, `common` (the inert tree, ready to be written again) and `planner_data`,
+    each if present.
 
     Raises:
-        FormatError: the save is unfinished, files are missing, or what they say cannot be true.
+        FormatError: the save is unfinished, files are missing, or inconsistent.
         CoverageError: chunks do not tile their tensors.
     """
     is_iteration = is_distributed(path) and iteration is None
@@ -70,7 +70,7 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     else:
         folder = path / WEIGHTS
     if folder is None:
-        raise FormatError("no torch.distributed checkpoint here", file=path)
+        raise FormatError("not a torch.distributed checkpoint", file=path)
     megatron = _check_finished(folder, path)
     name = ".metadata"
     check_inside(folder, name)
@@ -113,12 +113,12 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
 
 
 def _check_finished(folder: Path, requested: Path) -> bool:
-    """Whether the save is Megatron's; an error unless it is complete."""
+    """Whether the save is Megatron's; raises an error if it is incomplete."""
     save = folder.absolute().parent
     marker = save.parent / (save.name + _UNFINISHED)
     if folder.name == WEIGHTS and marker.exists():
         raise FormatError(
-            f"an unfinished save: {marker.name} lies beside it",
+            f"an unfinished save: {marker.name} exists",
             file=folder.parent,
             hint="NeMo removes that file last; use an older checkpoint",
         )
@@ -167,7 +167,7 @@ def _complete_hint(folder: Path, requested: Path) -> str:
     return (
         f"the last complete one is {save_folder / complete[-1]}"
         if complete
-        else "no complete one is beside"
+        else "there is no complete one"
     )
 
 
@@ -193,7 +193,7 @@ def _data_files(folder: Path, paths: list[str]) -> list[StoredFile]:
 
 
 def _find_nemo_auxiliary_files(folder: Path, warnings: list[str]) -> dict[str, Path]:
-    """What travels with NeMo's data, which lies in a folder of its own."""
+    """Auxiliary files of NeMo, next to the folder of its data."""
     return find_megatron_auxiliary_files(folder.parent, warnings) if folder.name == WEIGHTS else {}
 
 
@@ -206,7 +206,7 @@ def _warn_unlisted_files(folder: Path, paths: list[str]) -> list[str]:
 
 
 def _check_items(catalogue: Catalogue) -> None:
-    """No item is smaller than its chunk."""
+    """Check that no item is smaller than its chunk."""
     s, e = catalogue.shards, catalogue.extents
     itemsize = np.array([t.dtype.itemsize for t in catalogue.tensors], np.int64)
     shape = s.boxes.shape
@@ -224,7 +224,7 @@ def _check_items(catalogue: Catalogue) -> None:
         number, offset, length = o.extent or (0, 0, 0)
         if offset + length > catalogue.files[number].size:
             raise FormatError(
-                f"object {o.name!r} lies at {offset}+{length} of a file of "
+                f"object {o.name!r} is at {offset}+{length} of a file of "
                 f"{catalogue.files[number].size} bytes",
                 file=catalogue.path(number),
             )
@@ -249,7 +249,7 @@ def _add_metadata(catalogue: Catalogue, metadata: DcpMetadata, megatron: bool) -
         selected = {k: parts.get(k) for k in _METADATA_KEYS if k in parts}
         out.update(pickle_reader.to_plain(selected, file=folder / ".metadata"))
     if folder.name == RELEASE:
-        out.pop("iteration", None)  # it says 0 there, and stands for none
+        out.pop("iteration", None)  # a release has iteration 0, which means none
     elif folder.name == WEIGHTS and isinstance(step := out.get("global_step"), int):
         out["iteration"] = step
         out["common"] = {"checkpoint_version": 3.0, "iteration": step, **out["common"]}
@@ -263,8 +263,8 @@ _SCHEDULER = "opt_param_scheduler"
 
 
 def _read_flattened_state(catalogue: Catalogue) -> dict[str, Any]:
-    """The common state as Megatron's `fsdp_dtensor` and `torch_dcp` save it: an object for each
-    leaf of the state dict. Empty where no args are among them."""
+    """The common state of Megatron's `fsdp_dtensor` and `torch_dcp`: one object per leaf of the
+    state dict. Empty if there are no args."""
     out: dict[str, Any] = {}
     if "args" not in catalogue.objects:
         return out
@@ -281,11 +281,11 @@ def _read_flattened_state(catalogue: Catalogue) -> dict[str, Any]:
     return out
 
 
-_DAMAGED = "the file is damaged, or of something else: --iteration N takes another iteration"
+_DAMAGED = "the file is damaged or of another kind; --iteration N chooses another iteration"
 
 
 def _read_common_state(catalogue: Catalogue) -> dict[Any, Any] | None:
-    """The common state: `common.pt`, or the object that newer cores keep instead."""
+    """The common state: `common.pt`, or the object that newer cores write instead."""
     path = catalogue.root / "common.pt"
     if path.exists():
         check_inside(catalogue.root, path.name)
@@ -301,7 +301,7 @@ def _read_common_state(catalogue: Catalogue) -> dict[Any, Any] | None:
         catalogue.warnings.append("no common state: neither common.pt nor an object for it")
         return None
     if not isinstance(tree, dict):
-        raise FormatError(f"the common state is {tree!r:.60}, no dict", file=path, hint=_DAMAGED)
+        raise FormatError(f"the common state is {tree!r:.60}, not a dict", file=path, hint=_DAMAGED)
     return tree
 
 
@@ -318,7 +318,7 @@ def _load_object(path: Path, offset: int, length: int) -> Any:
 
 
 class _Locator:
-    """Finds raw bytes inside items, in batches, from any thread."""
+    """Locates raw bytes inside items, in batches, from any thread."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
@@ -329,10 +329,10 @@ class _Locator:
         self._lock = threading.Lock()
 
     def locate(self, shards: NDArray[np.int64]) -> ShardOffsets:
-        """Absolute offsets of the given shards' bytes; each item is looked into once.
+        """Absolute offsets of the given shards' bytes; each item is opened once.
 
         Raises:
-            FormatError: an item is damaged, or holds another tensor than `.metadata` says.
+            FormatError: an item is damaged, or does not match `.metadata`.
         """
         offsets = self._offset[shards]
         todo = shards[offsets < 0]
@@ -354,7 +354,7 @@ class _Locator:
         return ShardOffsets(offset=offsets, strides=strides)
 
     def _look_into(self, rows: NDArray[np.int64]) -> None:
-        """Items of one file."""
+        """Locate the items of one file."""
         catalogue = self._catalogue
         s, e = catalogue.shards, catalogue.extents
         path = catalogue.path(int(e.file[rows[0]]))

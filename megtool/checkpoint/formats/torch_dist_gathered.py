@@ -1,8 +1,8 @@
 """Optimizer state gathered into one object (`dp_zero_gather_scatter`), as tensors of a catalogue.
 
 Each data-parallel group saved the dict of the legacy `distrib_optim.pt` as one object: flat fp32
-buffers inside a container of torch.save. They get the names that `dp_reshardable` gives its
-buckets, over the bytes where they lie. Source: megatron-core 0.14 and 0.16.1.
+buffers in a container of torch.save. They get the names of `dp_reshardable` buckets, over the same
+bytes. Source: megatron-core 0.14 and 0.16.1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megtool.tensors.box import Boxes
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 COALESCED = "coalesced_buckets"
-"""In `Catalogue.metadata`: true where `bucket_idx_0` holds all buckets of a buffer in turn."""
+"""In `Catalogue.metadata`: true if `bucket_idx_0` holds all buckets of a buffer in order."""
 
 _OBJECT = re.compile(
     r"((?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.param_state/shard_0_1"
@@ -34,12 +34,12 @@ _HINT = "--optimizer-format none leaves the optimizer out"
 
 
 def add_gathered_tensors(catalogue: Catalogue) -> Catalogue:
-    """The catalogue with such objects as 1-d tensors; the same one where there are none.
+    """The catalogue with such objects as 1-d tensors; unchanged if there are none.
 
-    `metadata[COALESCED]` tells of buckets that lie one after the other.
+    `metadata[COALESCED]` tells whether buckets are concatenated.
 
     Raises:
-        FormatError: an object holds something else, or is damaged.
+        FormatError: an object is of another kind, or damaged.
     """
     objects = [o for o in catalogue.objects.values() if _OBJECT.fullmatch(o.name)]
     if not objects:
@@ -87,7 +87,7 @@ def _read_object(
 
 
 def _buffers(tree: dict[Any, Any], name: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """Every flat tensor of the dict by the rest of its name."""
+    """Every flat tensor of the dict, by its name without the prefix."""
     for number, by_dtype in tree.items():
         if not isinstance(number, int):
             continue  # `buckets_coalesced`, `per_bucket_numel` and the like

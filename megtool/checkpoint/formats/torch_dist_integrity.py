@@ -1,8 +1,8 @@
-"""integrity.json: the checksums of whole files that Megatron-Core 0.18 and later may write.
+"""The integrity.json of Megatron-Core 0.18 and later: checksums of whole files.
 
-`{"algorithm": "sha256", "files": {"__0_0.distcp": "9f86...", ...}}`, of the files that lie directly
-in one iteration's folder. megtool checks them and never writes them: most of its bytes are copied
-by the kernel and never seen, and its own digests are of tensors, whichever files they lie in.
+`{"algorithm": "sha256", "files": {"__0_0.distcp": "9f86...", ...}}`, of the files directly in
+an iteration's folder. megtool checks but never writes them: the kernel copies most bytes, and
+megtool's own digests are of tensors, independent of files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HEX = re.compile(r"[0-9a-f]{32,128}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Integrity:
-    """What integrity.json says: checksums (hexadecimal) by the names of files."""
+    """The contents of integrity.json: hexadecimal checksums by file name."""
 
     algorithm: str
     files: dict[str, str]
@@ -35,17 +35,17 @@ class Integrity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileMismatch:
-    """A file that is not what integrity.json says, and why."""
+    """A file that does not match integrity.json, and the reason."""
 
     file: str
     reason: str
 
 
 def read_integrity(folder: Path) -> Integrity | None:
-    """What the integrity.json of an iteration's folder says; None where there is none.
+    """Read the integrity.json of an iteration's folder; None if there is none.
 
     Raises:
-        FormatError: it makes no sense, or its algorithm is unknown.
+        FormatError: the file is invalid, or its algorithm is unknown.
     """
     path = folder / INTEGRITY_FILE
     if not path.is_file():
@@ -71,13 +71,13 @@ def read_integrity(folder: Path) -> Integrity | None:
 
 
 def check_integrity(folder: Path, *, threads: int = 2) -> list[FileMismatch] | None:
-    """Read every listed file and compare: those that differ; None where there is no such list.
+    """Compare every listed file; returns those that differ, None if there is no integrity.json.
 
-    All bytes are read, each once, through a buffer of one MiB a thread.
+    All bytes are read once, through a buffer of 1 MiB per thread.
 
     Raises:
-        FormatError: integrity.json makes no sense.
-        StorageError: the operating system refuses.
+        FormatError: integrity.json is invalid.
+        StorageError: a read failed.
     """
     integrity = read_integrity(folder)
     if integrity is None:

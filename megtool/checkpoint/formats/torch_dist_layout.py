@@ -1,7 +1,7 @@
-"""A torch.distributed checkpoint laid out ahead of its data, plain or as Megatron loads it.
+"""Layout of a torch.distributed checkpoint, plain or for Megatron, before its data is written.
 
-Each owner rank gets one data file, `__RANK_0.distcp`: its items back to back, each a container
-that torch.load reads. Core versions before and after 0.19 both find the common state.
+Each owner rank gets one data file, `__RANK_0.distcp`: consecutive items, each a container that
+torch.load reads. Core versions before and after 0.19 both find the common state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megtool.tensors.sharded import GlobalTensor, Shards
 COMMON_OBJECT = "common_state/shard_0_1"
 COMMON_FILE, CONFIG_FILE, TRAIN_STATE = "common.pt", "metadata.json", "train_state.pt"
 COMMON_OBJECT_SINCE = (0, 19)
-"""The first core version that keeps the common state as an object, and no longer in a file."""
+"""The first core version that stores the common state as an object instead of a file."""
 
 OLDEST_CORE = (0, 13)
 """The oldest core version whose format is known."""
@@ -55,18 +55,18 @@ def plan_torch_dist_layout(
     megatron: bool,
     core_version: str | None = None,
 ) -> Destination:
-    """Lay out tensors in `num_files` files, one per owner rank; a rank without shards has none.
+    """Plan tensors in `num_files` files, one per owner rank; a rank without shards has none.
 
     `objects` are bytes of ready items, or trees of values (in a Megatron checkpoint a sharded
     object). `common` is Megatron's common state, a dict. `iteration` names the folder inside the
-    save folder, `release` when None; a plain checkpoint has no such folder. `small` are further
-    files by their path beside the data. `key_paths` (a plain checkpoint's `planner_data`) tell
-    where names belong in a nested state dict. `core_version` (`0.19`) is the Megatron-Core that is
-    to read the checkpoint; without it, every version does.
+    save folder, `release` when None; a plain checkpoint has no such folder. `small_files` are
+    further files by their path in the folder. `key_paths` (a plain checkpoint's `planner_data`)
+    give positions in a nested state dict. `core_version` (`0.19`) is the Megatron-Core that will
+    read the checkpoint; without it, every version can.
 
     Raises:
-        UsageError: an owner is no rank, names repeat, a common state is missing or too much, or a
-            core version is none.
+        UsageError: an owner is not a rank, names repeat, a common state is missing or not allowed,
+            or a core version is invalid.
     """
     _check_request(tensors, shards, num_files, objects or {}, common, megatron)
     keeps_common_object = (
@@ -78,7 +78,7 @@ def plan_torch_dist_layout(
     writer = _Files(shards.owner, has_objects=bool(objects) or keeps_common_object)
     object_extents: dict[str, tuple[int, int, int]] = {}
     common_objects = {COMMON_OBJECT: common} if keeps_common_object else {}
-    items: dict[int, bytes] = {}  # a large model has one empty object thousands of times
+    items: dict[int, bytes] = {}  # large models repeat one empty object thousands of times
     for name, value in {**(objects or {}), **common_objects}.items():
         if isinstance(value, bytes):
             item = value
@@ -142,7 +142,7 @@ def _parse_version(text: str) -> tuple[int, ...]:
         least = ".".join(map(str, OLDEST_CORE))
         raise UsageError(
             f"core version {text!r} is older than {least}",
-            hint=f"{least} and later are known: 0.19 and later keep the common state elsewhere",
+            hint=f"{least} and later are known: 0.19 and later store the common state elsewhere",
         )
     return version
 
@@ -158,20 +158,23 @@ def _check_request(
     names = [*(t.name for t in tensors), *objects]
     if len(set(names)) != len(names):
         twice = next(n for n in names if names.count(n) > 1)
-        raise UsageError(f"two things are called {twice!r}")
+        raise UsageError(f"two tensors or objects are named {twice!r}")
     if packed := next((t for t in tensors if t.packing), None):
         raise UsageError(
-            f"elements packed as {packed.packing!r} cannot be stored so", tensor=packed.name
+            f"elements packed as {packed.packing!r} cannot be stored in this format",
+            tensor=packed.name,
         )
     if len(shards) and not 0 <= int(shards.owner.min()) <= int(shards.owner.max()) < num_files:
         raise UsageError(f"shards of rank {int(shards.owner.max())} in {num_files} files")
     if megatron != isinstance(common, dict):
-        raise UsageError("a common state belongs to a Megatron checkpoint, and only to one")
+        raise UsageError(
+            "a common state is required for a Megatron checkpoint and not allowed otherwise"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ItemColumns:
-    """Where each shard's item lies, and the raw bytes in it."""
+    """The position of each shard's item, and of the raw bytes in it."""
 
     file: NDArray[np.int32]
     item_offset: Ints
@@ -181,7 +184,7 @@ class _ItemColumns:
 
 
 class _Files:
-    """The data files as they grow: where each ends, and the bytes around the data.
+    """Builds the data files: the current end of each, and the bytes around the data.
 
     The end of an item and the beginning of the next are one fragment, so that each is one write.
     """
@@ -221,7 +224,7 @@ class _Files:
             item: TensorItem = frame.item(padding)
             end[number] = start + item.length
             if not frame.num_bytes:
-                # Padding of an item without data is not at the end of a fragment: write it.
+                # An item without data has its padding inside a fragment: write it.
                 zeros = bytes(item.offset - len(item.prefix))
                 tail[number] += item.prefix + zeros + item.suffix
                 continue
@@ -250,7 +253,7 @@ class _Files:
 def _frames(
     tensors: Sequence[GlobalTensor], shards: Shards
 ) -> tuple[list[TensorFrame], NDArray[np.int64]]:
-    """The different frames of all items, and which each shard has."""
+    """The distinct frames of all items, and the frame of each shard."""
     if not len(shards):
         return [], np.zeros(0, np.int64)
     kinds = {t.dtype.name: t.dtype for t in tensors}
@@ -258,7 +261,7 @@ def _frames(
     kind = np.array([order[t.dtype.name] for t in tensors], np.int64)[shards.tensor]
     ndim = np.array([len(t.shape) for t in tensors], np.int64)[shards.tensor]
     frame_index = np.zeros(len(shards), np.int64)
-    for column in (kind, ndim, *shards.boxes.shape.T):  # many times faster than rows at once
+    for column in (kind, ndim, *shards.boxes.shape.T):  # many times faster than np.unique on rows
         values, place = grouped(column)
         first, frame_index = grouped(frame_index * len(values) + place)
     dtypes, shape = list(kinds.values()), shards.boxes.shape[first].tolist()

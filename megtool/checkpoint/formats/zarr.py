@@ -1,9 +1,9 @@
-"""Folders of arrays, one per tensor: zarr v2 and v3 (`zarr`), and what only tensorstore reads.
+"""Folders of arrays, one per tensor: zarr v2 and v3 (`zarr`), and formats of tensorstore.
 
-`zarr` is also Megatron's old back end, an array `iter_X/KEY/.zarray` per tensor. `tensorstore` are
+`zarr` is also Megatron's old backend, an array `iter_X/KEY/.zarray` per tensor. `tensorstore` are
 zarr v3 folders with element types that zarr-python does not know; `ocdbt` are databases of arrays.
-Opening reads metadata, names of files and the indexes of shards; chunks of raw elements are
-extents like any other, and only encoded ones need the libraries.
+Opening reads metadata, file names and the indexes of shards. Chunks of raw elements are ordinary
+extents; only encoded ones need the libraries.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _METADATA_KEYS = ("args", "iteration", "checkpoint_version", "content_metadata")
 
 
 def detect(path: Path) -> bool:
-    """Whether `path` is such a folder, or a save folder whose chosen iteration is one."""
+    """Whether `path` is such a folder, or a save folder whose selected iteration is one."""
     if not path.is_dir():
         return False
     folder = _find_array_folder(path, None)
@@ -71,11 +71,11 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     """The catalogue of a folder of arrays; `iteration` chooses one of a save folder.
 
     Tensors are named by the path of their array inside the folder. `metadata` gets `common` and
-    what it says (see torch_dist), where there is a `common.pt`. Objects of kind `object` are saved
-    as they are, those of kind `bytes` as lists of one.
+    its values (see torch_dist) if there is a `common.pt`. Objects of kind `object` are stored
+    directly, those of kind `bytes` as lists of one.
 
     Raises:
-        FormatError: metadata or chunk files are missing or make no sense, or a name leads out.
+        FormatError: metadata or chunk files are missing or invalid, or a name leaves the folder.
         CoverageError: chunks do not tile their tensors.
     """
     folder = _find_array_folder(path, iteration)
@@ -91,13 +91,13 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
         raise FormatError(
             "an unfinished save: metadata.json is missing, which is written last",
             file=folder,
-            hint="take another iteration, or save again",
+            hint="choose another iteration, or save again",
         )
     backend = _backend(folder)
     scan_result = _FolderScan(folder, void_is_bfloat16=backend == "zarr")
     scan_result.walk("", 0)
     if not scan_result.arrays:
-        raise FormatError("no zarr array is in this folder", file=folder)
+        raise FormatError("there is no zarr array in this folder", file=folder)
     arrays = sorted(scan_result.arrays, key=lambda a: a.name)
     chunks = ZarrChunks(folder, scan_result.files, arrays, ChunkDecoder(folder))
     _check_complete(folder, arrays, chunks, megatron=backend == "zarr")
@@ -139,14 +139,14 @@ def _find_array_folder(path: Path, iteration: int | str | None) -> Path:
 
 
 def _is_unfinished(folder: Path) -> bool:
-    """Whether Megatron's zarr back end was stopped while it wrote this folder."""
+    """Whether Megatron's zarr backend was interrupted while it wrote this folder."""
     if (folder / "metadata.json").exists() or not (folder / COMMON).is_file():
         return False
     return next(folder.glob(f"*/{V2_NAME}"), None) is not None
 
 
 def _backend(folder: Path) -> str | None:
-    """What `metadata.json` calls the way tensors were saved, None where nothing says so."""
+    """The `sharded_backend` in `metadata.json`; None if there is none."""
     path = folder / "metadata.json"
     if not path.is_file():
         return None
@@ -163,7 +163,7 @@ def _backend(folder: Path) -> str | None:
 def _check_complete(
     folder: Path, arrays: list[ZarrArray], chunks: ZarrChunks, *, megatron: bool
 ) -> None:
-    """Megatron writes every chunk: one that is missing was lost."""
+    """Refuse missing chunks in Megatron's checkpoints, which always contain all chunks."""
     if not megatron:
         return
     missing = Counter(chunks.missing_tensors())
@@ -178,7 +178,7 @@ def _check_complete(
 
 @dataclass(slots=True)
 class _FolderScan:
-    """What a walk through a folder finds."""
+    """Collects the arrays, objects and auxiliary files of a folder."""
 
     root: Path
     void_is_bfloat16: bool
@@ -189,7 +189,7 @@ class _FolderScan:
     warnings: list[str] = field(default_factory=list)
 
     def walk(self, folder: str, depth: int) -> None:
-        """Take in a folder of the checkpoint, given by its path below the root, and all in it."""
+        """Add a folder, given by its path below the root, and everything in it."""
         if depth > MAX_DEPTH:
             raise FormatError(f"folders are nested {depth} deep", file=self.root / folder)
         entries = {e.name: e for e in self._scan(folder)}
@@ -232,7 +232,7 @@ class _FolderScan:
     def _metadata(
         self, folder: str, entries: dict[str, os.DirEntry[str]]
     ) -> tuple[int, ArrayMetadata] | None:
-        """The metadata of the array that a folder is, if it is one, and the file it is in."""
+        """The metadata of a folder's array and its file number; None if it is not an array."""
         name = next((n for n in (V3_NAME, V2_NAME) if n in entries), None)
         if name is None:
             return None
@@ -284,7 +284,7 @@ class _FolderScan:
 
 
 def _add_common(catalogue: Catalogue) -> None:
-    """Megatron's common state, as torch_dist keeps it, and the iteration."""
+    """Add Megatron's common state, like torch_dist, and the iteration."""
     root, out = catalogue.root, catalogue.metadata
     path = root / COMMON
     if path.is_file():
@@ -299,7 +299,7 @@ def _add_common(catalogue: Catalogue) -> None:
         finally:
             os.close(fd)
         if not isinstance(tree, dict):
-            raise FormatError(f"the common state is {short_repr(tree)}, no dict", file=path)
+            raise FormatError(f"the common state is {short_repr(tree)}, not a dict", file=path)
         out["common"] = tree
         selected = {k: tree.get(k) for k in _METADATA_KEYS if k in tree}
         out.update(pickle_reader.to_plain(selected, file=path))

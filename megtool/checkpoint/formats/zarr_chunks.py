@@ -1,4 +1,4 @@
-"""The chunks of zarr arrays as shards: which files hold them, at which bytes, or as which cells."""
+"""The chunks of zarr arrays as shards: byte ranges of files, or encoded chunks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from megtool.tensors.sharded import Shards
 
 MAX_CHUNKS = 1 << 22
 MAX_DECODED_BYTES = 4 << 30
-"""Chunks that have to be decoded are held in memory whole: larger ones are refused."""
+"""Encoded chunks are decoded whole in memory; larger ones are refused."""
 
 _MISSING = (1 << 64) - 1
-_INCOMPLETE = "a chunk file is truncated or of another array: copy the whole folder"
+_INCOMPLETE = "a chunk file is truncated or belongs to another array: copy the whole folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZarrArray:
     """One array of a checkpoint: its name, its folder, and the files in it by chunk key.
 
-    Where it is `in_database`, no file is a chunk: all are cells, the missing ones too.
+    If `in_database`, no file is a chunk: all chunks are encoded, missing ones included.
     """
 
     name: str
@@ -59,13 +59,13 @@ class _Table:
 class ZarrChunks:
     """All chunks of all arrays of a checkpoint, each a row of `shards`.
 
-    Chunks of raw elements are extents. A chunk at the edge of its array is stored padded to full
-    size, so its rows keep the pitch of a full one (`locate`). All others are cells: encoded chunks,
-    read through `decode`, and missing ones, which are full of the fill value.
+    Chunks of raw elements are extents. A chunk at the edge of its array is padded to full size, so
+    its rows have the pitch of a full chunk (`locate`). All others are encoded chunks, read through
+    `decode`, or missing ones, which consist of the fill value.
 
     Raises:
-        FormatError: more chunks than anybody meant, a file that is no chunk of its array, an index
-            that contradicts its shard, or a chunk too large to be decoded.
+        FormatError: too many chunks, a file that is not a chunk of its array, an index that
+            contradicts its shard, or a chunk too large to decode.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ZarrChunks:
         )
 
     def locate(self, rows: NDArray[np.int64]) -> ShardOffsets:
-        """Where raw elements lie: in their file, or from the start of a cell."""
+        """The position of raw elements: in their file, or from the start of a decoded chunk."""
         is_encoded = (
             self.encoded_chunks.mask[rows] if self.encoded_chunks else np.zeros(len(rows), bool)
         )
@@ -122,7 +122,7 @@ class ZarrChunks:
         return numbers
 
     def _decode_chunk(self, row: int) -> NDArray[np.uint8]:
-        """The bytes of one cell."""
+        """The decoded bytes of one chunk."""
         number = int(self.shards.tensor[row])
         array = self._arrays[number]
         m = array.metadata
@@ -162,7 +162,7 @@ class ZarrChunks:
             file, offset, length, is_encoded = self._locate_files(array, position)
         if is_encoded.any() and m.inner_bytes > MAX_DECODED_BYTES:
             raise FormatError(
-                f"a chunk of {m.inner_bytes:,} bytes is too large to be decoded in memory",
+                f"a chunk of {m.inner_bytes:,} bytes is too large to decode in memory",
                 file=self._root / array.folder,
                 tensor=array.name,
                 hint="write the array with smaller chunks, or without compression",
@@ -182,7 +182,7 @@ class ZarrChunks:
     def _locate_files(
         self, array: ZarrArray, position: Ints
     ) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
-        """Chunks of which each is a file."""
+        """Locate chunks that are one file each."""
         m = array.metadata
         file = np.array([array.files.get(m.key(tuple(p)), -1) for p in position.tolist()], np.int64)
         size = np.array([self._files[f].size if f >= 0 else 0 for f in file.tolist()], np.int64)
@@ -195,7 +195,7 @@ class ZarrChunks:
     def _locate_in_shards(
         self, array: ZarrArray, positions: Ints, per: Ints
     ) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
-        """Chunks of which many are in a file, at places that its index tells."""
+        """Locate chunks in shard files, at the positions in the shard's index."""
         m = array.metadata
         n = len(positions)
         file, offset, length = (np.full(n, v, np.int64) for v in (-1, 0, 0))
@@ -212,7 +212,7 @@ class ZarrChunks:
             if shard_file < 0:
                 continue
             if m.index is None:
-                # Where in the file they are is the library's business; the sum is what is read.
+                # The library locates them; the lengths only add up to the bytes read.
                 size = self._files[shard_file].size
                 share = np.arange(len(rows) + 1) * size // max(len(rows), 1)
                 file[rows], offset[rows], length[rows] = shard_file, share[:-1], np.diff(share)
@@ -232,7 +232,7 @@ class ZarrChunks:
         return file, offset, length, (file < 0) | np.full(n, m.index is None)
 
     def _data_range(self, array: ZarrArray, file: int, num_chunks: int) -> tuple[int, int]:
-        """Where in a shard chunks may lie: not in its index."""
+        """The byte range of a shard that may hold chunks: all but its index."""
         index, size = array.metadata.index, self._files[file].size
         index_bytes = 16 * num_chunks + (4 if index and index.checksum else 0)
         return (0, size - index_bytes) if index and index.at_end else (index_bytes, size)

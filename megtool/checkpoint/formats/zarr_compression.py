@@ -1,4 +1,4 @@
-"""Compression of zarr chunks once they are written: files rewritten in place, chunk by chunk."""
+"""Compresses zarr chunks after they are written: files are rewritten in place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def codec_metadata(compression: str, dtype: DType) -> dict[str, Any]:
     """The metadata of a codec.
 
     Raises:
-        UsageError: there is none of this name.
+        UsageError: the compression is unknown.
     """
     if compression == "zstd":
         settings: dict[str, Any] = {"level": _ZSTD_LEVEL, "checksum": False}
@@ -44,11 +44,11 @@ def codec_metadata(compression: str, dtype: DType) -> dict[str, Any]:
 def compress(
     destination: Destination, stage: StagingFolder, compression: str, *, threads: int = 1
 ) -> int:
-    """Compress all chunks of a checkpoint that `lay_out(compress=how)` laid out and whose raw bytes
-    are in the stage; the number of bytes saved.
+    """Compress all chunks of a `plan_zarr_layout(compress=...)` whose raw bytes are in the stage;
+    returns the number of bytes saved.
 
-    Memory is two chunks a thread. A run that is stopped here loses nothing: what it rewrote differs
-    from the raw bytes that the next run expects of finished parts, and is written again.
+    Memory is two chunks per thread. If the run is stopped here, the rewritten files differ from the
+    raw bytes that the next run expects, and are written again.
 
     Raises:
         MissingPackageError: numcodecs is not installed.
@@ -79,9 +79,9 @@ def compress(
 def _rewrite(
     files: Files, fd: int, size: int, index: tuple[int, bytes] | None, encode: Encode
 ) -> int:
-    """Replace raw chunks by encoded ones; the new size of the file.
+    """Replace raw chunks by encoded ones; returns the new size of the file.
 
-    Nothing is overwritten before it is read: what has no room yet (chunks that grow) waits.
+    Nothing is overwritten before it is read: chunks that grow are buffered.
     """
     extents = [(0, size)]
     table = np.zeros((1, 2), "<u8")

@@ -1,4 +1,4 @@
-"""Encoded chunks of zarr arrays, decoded by the library that knows their type and their store."""
+"""Decodes encoded chunks of zarr arrays with zarr-python or tensorstore."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ LIBRARY_ERRORS = (
     LookupError,
     MemoryError,
     OSError,
-    RuntimeError,  # and NotImplementedError, a kind of it
+    RuntimeError,  # includes NotImplementedError
     TypeError,
     ValueError,
 )
-"""What the libraries raise when bytes or metadata make no sense to them."""
+"""What the libraries raise for invalid bytes or metadata."""
 
 
 class ChunkDecoder:
-    """Reads boxes of arrays: types that zarr-python knows through it, others by tensorstore.
+    """Reads boxes of arrays with zarr-python, or with tensorstore if zarr-python lacks the dtype.
 
     Arrays are opened once. Any thread may call.
     """
@@ -41,7 +41,7 @@ class ChunkDecoder:
         """The elements of the box `lo:hi`, little-endian.
 
         Raises:
-            FormatError: the library cannot make sense of the chunk.
+            FormatError: the library cannot decode the chunk.
             MissingPackageError: the library is not installed.
         """
         box = tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))
@@ -86,13 +86,13 @@ class ChunkDecoder:
 
 
 def open_tensorstore(spec: dict[str, Any]) -> Callable[[tuple[slice, ...]], NDArray[Any]]:
-    """What reads boxes of an existing tensorstore."""
+    """A function that reads boxes of an existing tensorstore."""
     store = tensorstore_package().open(spec, open=True, read=True).result()
     return lambda box: np.asarray(store[box].read().result())
 
 
 def zarr_package() -> Any:
-    """zarr-python.
+    """Import zarr-python.
 
     Raises:
         MissingPackageError: it is not installed.
@@ -107,7 +107,7 @@ def zarr_package() -> Any:
 
 
 def tensorstore_package() -> Any:
-    """tensorstore.
+    """Import tensorstore.
 
     Raises:
         MissingPackageError: it is not installed.

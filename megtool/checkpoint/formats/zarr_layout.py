@@ -1,4 +1,4 @@
-"""A folder of zarr v3 arrays laid out ahead of its data: raw chunks, many in one sharded file."""
+"""Layout of a folder of zarr v3 arrays: raw chunks, many of them in one shard file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megtool.tensors.box import numel
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 BACKEND = "zarr3"
-"""What `metadata.json` calls this way of saving, which no Megatron version takes for its own."""
+"""The `sharded_backend` in `metadata.json`; no Megatron version uses this name."""
 
 COMMON = "common.pt"
 OBJECTS = "objects"
@@ -50,24 +50,24 @@ def plan_zarr_layout(
     small_files: Mapping[str, bytes] | None = None,
     compress: str | None = None,
 ) -> Destination:
-    """Lay out one array per tensor, of raw chunks.
+    """Plan one array per tensor, of raw chunks.
 
-    With `compress` the metadata say that chunks are compressed so, and `zarr_compression.compress`
-    has to be called once their raw bytes are written.
+    With `compress` the metadata declares that compression, and `zarr_compression.compress` must be
+    called after the raw bytes are written.
 
-    Chunks are as many whole leading rows as `chunk_bytes` hold (parts of one row where that is
-    larger), so that each is one run of the tensor; `chunks` names other shapes, which must divide
-    all but the first dimension they cut. Files hold several chunks, up to `shard_bytes`; None puts
-    each into one of its own. `kind` is `zarr` (what zarr-python opens: types it does not know are
-    stored as unsigned integers of their width, the attribute `megtool_dtype` naming them) or
-    `tensorstore` (types under their own names). `ocdbt` is what `tensorstore.gather` then puts into
-    a database: types under their own names, and one chunk a file.
+    Chunks are as many whole leading rows as fit `chunk_bytes` (parts of a row if a row is larger),
+    so each is one run of the tensor. `chunks` gives other shapes, which must divide all but the
+    first dimension they cut. Files hold several chunks, up to `shard_bytes`; None means one chunk
+    per file. `kind` is `zarr` (readable by zarr-python: dtypes it lacks are stored as unsigned
+    integers of their width, with the attribute `megtool_dtype`), `tensorstore` (dtypes by name), or
+    `ocdbt` (for `tensorstore.write_database`: dtypes by name, one chunk per file).
 
-    `objects` are bytes of ready items, or values to be saved as lists of one; they are stored as
-    `objects/NAME.pt`. `common` is Megatron's common state (`common.pt`). `small` are further files.
+    `objects` are bytes of ready items, or values to be saved as lists of one, in
+    `objects/NAME.pt`. `common` is Megatron's common state (`common.pt`). `small_files` are further
+    files.
 
     Raises:
-        UsageError: a name cannot be one of a folder, names collide, or a chunk does not fit.
+        UsageError: a name cannot be a folder name, names collide, or a chunk does not fit.
     """
     other_files, final_files = dict(small_files or {}), dict[str, bytes]()
     shard_bytes = None if kind == "ocdbt" else shard_bytes
@@ -87,7 +87,7 @@ def plan_zarr_layout(
         files.add(number, t, metadata)
     other_files |= {f"{name}/{V3_NAME}": _json(node) for name, node in nodes.items()}
     root = _group_json()
-    if kind == "zarr":  # a type that zarr-python does not know would spoil the whole group for it
+    if kind == "zarr":  # zarr-python cannot open a group with a dtype it lacks
         consolidated = dict(sorted(nodes.items()))
         root["consolidated_metadata"] = {
             "kind": "inline",
@@ -126,7 +126,7 @@ def plan_zarr_layout(
 
 
 def _check_names(names: list[str], objects: list[str]) -> None:
-    """Names are paths that stay in the folder, no array lies in another, and nothing is taken."""
+    """Check that names are paths inside the folder, not nested and not reserved."""
     used = set(names)
     if len(used) != len(names):
         raise UsageError(f"two tensors are called {next(n for n in names if names.count(n) > 1)!r}")
@@ -145,10 +145,10 @@ def _check_names(names: list[str], objects: list[str]) -> None:
     for name in names:
         parts = name.split("/")
         if parts[0] in _RESERVED:
-            raise UsageError(f"{parts[0]!r} is a name of megtool's own", tensor=name)
+            raise UsageError(f"{parts[0]!r} is reserved by megtool", tensor=name)
         for k in range(1, len(parts)):
             if "/".join(parts[:k]) in used:
-                raise UsageError(f"lies inside the array {'/'.join(parts[:k])!r}", tensor=name)
+                raise UsageError(f"is inside the array {'/'.join(parts[:k])!r}", tensor=name)
 
 
 # ---- the shapes of chunks and files
@@ -161,7 +161,9 @@ def _metadata(
     chunk_shape: Sequence[int] | None,
 ) -> ArrayMetadata:
     if t.packing is not None:
-        raise UsageError(f"elements packed as {t.packing!r} cannot be stored so", tensor=t.name)
+        raise UsageError(
+            f"elements packed as {t.packing!r} cannot be stored in zarr", tensor=t.name
+        )
     inner = (
         choose_chunk_shape(t.shape, t.dtype, chunk_bytes)
         if chunk_shape is None
@@ -202,7 +204,7 @@ def _metadata(
 
 
 def choose_chunk_shape(shape: Sequence[int], dtype: DType, num_bytes: int) -> tuple[int, ...]:
-    """The shape of a chunk of about `num_bytes`: whole rows, or a part of one."""
+    """The shape of a chunk of about `num_bytes`: whole rows, or a part of one row."""
     out = [max(n, 1) for n in shape]
     for d in range(len(out)):
         inner = numel(out[d + 1 :]) * dtype.itemsize
@@ -214,13 +216,13 @@ def choose_chunk_shape(shape: Sequence[int], dtype: DType, num_bytes: int) -> tu
 
 
 def is_contiguous_chunk(shape: Sequence[int], chunk: Sequence[int]) -> bool:
-    """Whether what an edge chunk holds is at its start: it is cut short in its first dimension."""
+    """Whether the data of an edge chunk is at its start: only the first dimension is cut."""
     first = next((d for d, c in enumerate(chunk) if c > 1), len(chunk))
     return not any(n % c for n, c in zip(shape[first + 1 :], chunk[first + 1 :], strict=True))
 
 
 class _Files:
-    """Chunk files as they are laid out, and where in them each chunk is; one row per chunk."""
+    """Builds the chunk files and the position of each chunk; one row per chunk."""
 
     def __init__(self, small: dict[str, bytes]) -> None:
         self.files: list[tuple[str, int]] = []
@@ -231,7 +233,7 @@ class _Files:
         self.fragments: list[tuple[int, int, bytes]] = []
 
     def add(self, number: int, t: GlobalTensor, m: ArrayMetadata) -> None:
-        """Lay out the files of one tensor."""
+        """Plan the files of one tensor."""
         if not t.numel:
             return
         grid = [-(-n // c) for n, c in zip(t.shape, m.chunk, strict=True)]

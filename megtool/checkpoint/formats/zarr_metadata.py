@@ -1,7 +1,7 @@
-"""The metadata of one zarr array, v2 (`.zarray`) or v3 (`zarr.json`), read with suspicion.
+"""The metadata of one zarr array, v2 (`.zarray`) or v3 (`zarr.json`), read strictly.
 
-Facts are from the zarr v2 and v3 specifications (zarr-specs.readthedocs.io) and from what
-tensorstore adds to them: the element types `bfloat16` and `float8_*`, in v2 as well.
+Sources: the zarr v2 and v3 specifications (zarr-specs.readthedocs.io), and tensorstore's additional
+dtypes `bfloat16` and `float8_*`, in v2 as well.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megtool.tensors.box import numel
 
 V2_NAME, V3_NAME = ".zarray", "zarr.json"
 DTYPE_ATTRIBUTE = "megtool_dtype"
-"""The attribute that names the type whose bits unsigned integers carry."""
+"""The attribute that names the dtype whose bits are stored as unsigned integers."""
 
 ONLY_TENSORSTORE = frozenset(
     d.name for d in DTYPES if d.name == "bfloat16" or d.name.startswith("float8_")
 )
-"""Element types that tensorstore knows and zarr-python does not."""
+"""Dtypes that tensorstore supports and zarr-python does not."""
 
 _DTYPES = {d.name: d for d in DTYPES}
 _V2_DTYPES = {np.dtype(d.numpy).str[1:]: d for d in DTYPES if d.name not in ONLY_TENSORSTORE}
@@ -38,12 +38,12 @@ _COMPRESSIONS = (
     "adler32 blosc bz2 crc32 crc32c delta fletcher32 gzip jenkins_lookup3 lz4 lzma shuffle zlib "
     "zstd"
 )
-"""Codecs that turn numbers into bytes and back, and run nothing: `pickle` is one that does not."""
+"""Codecs that only convert numbers and bytes; `pickle`, which runs code, is not among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardIndex:
-    """How the index of a v3 shard is kept: at which end of the file, and if with a checksum."""
+    """The position of a v3 shard's index, and whether it has a checksum."""
 
     at_end: bool
     checksum: bool
@@ -53,11 +53,11 @@ class ShardIndex:
 class ArrayMetadata:
     """One array.
 
-    `chunk` is what one file holds; `inner` what is encoded at a time, the same unless sharded.
-    `is_raw` says that an encoded `inner` is its elements, little-endian, in row-major order, or in
-    column-major order where `is_column_major`; padded to full size at the edges of the array.
-    `fill` is one element of chunks that are missing, as an unsigned integer of its width. `known`
-    says that zarr-python knows the type stored.
+    `chunk` is the shape of one file; `inner` is the shape encoded at a time, the same unless
+    sharded. `is_raw`: an encoded `inner` is its little-endian elements, in row-major order, or
+    column-major order if `is_column_major`, padded to full size at the edges of the array. `fill`
+    is one element of missing chunks, as an unsigned integer of its width. `is_zarr_python_dtype`:
+    zarr-python supports the stored dtype.
     """
 
     version: int
@@ -75,7 +75,7 @@ class ArrayMetadata:
 
     @property
     def is_sharded(self) -> bool:
-        """A file holds several encoded chunks."""
+        """Whether a file holds several encoded chunks."""
         return self.index is not None or self.chunk != self.inner
 
     @property
@@ -85,7 +85,7 @@ class ArrayMetadata:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """How many `inner` there are in every dimension."""
+        """The number of `inner` chunks in every dimension."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.inner, strict=True))
 
     def key(self, position: tuple[int, ...]) -> str:
@@ -95,7 +95,7 @@ class ArrayMetadata:
 
 
 class _Reader:
-    """Reads members of a JSON object, each proved to be what it has to be."""
+    """Reads and validates members of a JSON object."""
 
     def __init__(self, data: Any, file: Path) -> None:
         self.file = file
@@ -106,7 +106,7 @@ class _Reader:
 
     def members(self, value: Any, label: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise self.error(f"{label} is {short_repr(value)}, no JSON object")
+            raise self.error(f"{label} is {short_repr(value)}, not a JSON object")
         return value
 
     def named(self, value: Any, label: str) -> tuple[str, dict[str, Any]]:
@@ -122,7 +122,7 @@ class _Reader:
 
     def items(self, value: Any, label: str) -> list[Any]:
         if not isinstance(value, list):
-            raise self.error(f"{label} is {short_repr(value)}, no list")
+            raise self.error(f"{label} is {short_repr(value)}, not a list")
         return value
 
     def sizes(self, value: Any, label: str, least: int) -> tuple[int, ...]:
@@ -130,7 +130,7 @@ class _Reader:
         if len(sizes) > MAX_DIMS or any(type(n) is not int or n < least for n in sizes):
             raise self.error(f"{label} is {short_repr(value)}")
         if math.prod(sizes) >= 1 << 62:
-            raise self.error(f"{label} {short_repr(value)} has more elements than any storage")
+            raise self.error(f"{label} {short_repr(value)} has too many elements")
         return tuple(sizes)
 
     def grid(self, shape: tuple[int, ...], value: Any, label: str) -> tuple[int, ...]:
@@ -152,13 +152,13 @@ class _Reader:
             raise self.error(f"codec {short_repr(name)} is unknown", f"known: {_COMPRESSIONS}")
 
     def bits(self, value: Any) -> Any:
-        """The fill value of untyped elements, base64, as v3 spells bits."""
+        """The fill value of untyped elements (base64) in the notation of v3."""
         if not isinstance(value, str):
             return value
         try:
             return "0x" + base64.b64decode(value, validate=True)[::-1].hex()
         except ValueError as e:
-            raise self.error(f"the fill value {short_repr(value)} is no base64") from e
+            raise self.error(f"the fill value {short_repr(value)} is not base64") from e
 
     def fill(self, value: Any, kind: DType) -> NDArray[Any]:
         width = f"<u{kind.itemsize}"
@@ -175,17 +175,17 @@ class _Reader:
                 raise ValueError
             return encode_element(value, kind).view(width).reshape(1)
         except (ValueError, TypeError, OverflowError) as e:
-            raise self.error(f"the fill value {short_repr(value)} is no {kind}") from e
+            raise self.error(f"the fill value {short_repr(value)} is not a {kind}") from e
 
 
 def read_v2(data: Any, *, file: Path, void_is_bfloat16: bool = False) -> ArrayMetadata:
-    """The array a `.zarray` describes.
+    """Parse the array metadata of a `.zarray`.
 
-    Megatron's zarr back end stored bfloat16 as two bytes of no type (`|V2`) where tensorstore was
-    missing: `void_is_bfloat16` reads them so.
+    Megatron's zarr backend stored bfloat16 as two untyped bytes (`|V2`) if tensorstore was missing:
+    `void_is_bfloat16` reads them as bfloat16.
 
     Raises:
-        FormatError: it is no such thing, or names something unknown.
+        FormatError: the metadata is invalid, or names something unknown.
     """
     r = _Reader(data, file)
     metadata = r.data
@@ -229,10 +229,10 @@ def read_v2(data: Any, *, file: Path, void_is_bfloat16: bool = False) -> ArrayMe
 
 
 def read_v3(data: Any, *, file: Path) -> ArrayMetadata:
-    """The array a `zarr.json` describes.
+    """Parse the array metadata of a `zarr.json`.
 
     Raises:
-        FormatError: it is no such thing, or names something unknown.
+        FormatError: the metadata is invalid, or names something unknown.
     """
     r = _Reader(data, file)
     metadata = r.data
@@ -252,7 +252,7 @@ def read_v3(data: Any, *, file: Path) -> ArrayMetadata:
     if true_name is not None:
         kind = _DTYPES.get(true_name) if isinstance(true_name, str) else None
         if kind is None or stored.name != f"uint{8 * kind.itemsize}":
-            raise r.error(f"elements of {stored} are said to be {short_repr(true_name)}")
+            raise r.error(f"elements of {stored} are declared as {short_repr(true_name)}")
     encoding, settings = r.named(metadata.get("chunk_key_encoding"), "the chunk key encoding")
     r.choice(encoding, "the chunk key encoding", ("default", "v2"))
     usual = "/" if encoding == "default" else "."
@@ -303,7 +303,7 @@ def _is_raw(codecs: _Codecs, kind: DType) -> bool:
 def _sharding(
     r: _Reader, codecs: _Codecs, chunk: tuple[int, ...], kind: DType
 ) -> tuple[tuple[int, ...], ShardIndex | None, bool]:
-    """The inner chunk of a shard, where its index is (if it is one we read), and if it is raw."""
+    """The inner chunk of a shard, its index (if supported), and whether chunks are raw."""
     settings = codecs[0][1]
     inner = r.grid(chunk, settings.get("chunk_shape"), "the inner chunk shape")
     if any(c % i for c, i in zip(chunk, inner, strict=True)):

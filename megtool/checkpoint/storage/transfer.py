@@ -47,8 +47,8 @@ class FileTransfer:
     """Reads, writes and copies at given offsets of open files. Thread-safe.
 
     Each method completes (short reads and writes continue, interrupted calls are repeated) or
-    raises `StorageError` with the file. Every system call goes through `system`, so a subclass can count,
-    refuse or shorten it.
+    raises `StorageError` with the file. Every system call goes through `system`, so a subclass can
+    count, refuse or shorten it.
     """
 
     def __init__(self) -> None:
