@@ -43,7 +43,7 @@ QKV = "decoder.layers.{}.self_attention.linear_qkv._extra_state"
 def per_rank(tmp_path: Path, materialize: Any) -> Path:
     """Rank files at TP4 PP2, each tensor rank with FP8 states of its own."""
     write(tmp_path / "a", config(), ParallelConfig(), materialize)
-    reshard_copy(tmp_path / "a", tmp_path / "tp4", to="megatron", tp=4, pp=2, optimizer="none")
+    reshard_copy(tmp_path / "a", tmp_path / "tp4", to="megatron", tp=4, pp=2, optimizer_format="none")
 
     def own(model: dict[str, Any], name: str) -> None:
         tp, pp = map(int, name.split("_")[2:4])
@@ -98,7 +98,7 @@ def test_experts_apart_and_together(
     release: int, columns: str, tmp_path: Path, materialize: Any
 ) -> None:
     write(tmp_path / "a", config(**MOE), ParallelConfig(), materialize)
-    layout = {"to": "megatron", "tp": 1, "optimizer": "none"}
+    layout = {"to": "megatron", "tp": 1, "optimizer_format": "none"}
     reshard_copy(tmp_path / "a", tmp_path / "ep2", ep=2, dp=2, **layout)
     held: dict[tuple[int, int], dict[str, Any]] = {}
 
@@ -134,7 +134,7 @@ def test_a_recipe_without_state_of_grouped_experts_travels(
     tmp_path: Path, materialize: Any
 ) -> None:
     write(tmp_path / "a", config(**MOE), ParallelConfig(), materialize)
-    layout = {"to": "megatron", "tp": 1, "optimizer": "none"}
+    layout = {"to": "megatron", "tp": 1, "optimizer_format": "none"}
     reshard_copy(tmp_path / "a", tmp_path / "ep2", ep=2, dp=2, **layout)
     flat = {"recipe": None, "extra_fp8_variables": {"num_gemms": 2, "fp8_checkpoint": True}}
     edit_ranks(tmp_path / "ep2", lambda m, _: m.update({FC1.format(1): pack_state(flat)}))
@@ -148,7 +148,7 @@ def test_a_recipe_without_state_of_grouped_experts_travels(
 
 def test_states_numbered_by_expert(tmp_path: Path, materialize: Any) -> None:
     write(tmp_path / "a", config(**MOE), ParallelConfig(), materialize)
-    layout = {"to": "megatron", "tp": 1, "optimizer": "none"}
+    layout = {"to": "megatron", "tp": 1, "optimizer_format": "none"}
     reshard_copy(tmp_path / "a", tmp_path / "ep2", ep=2, dp=2, **layout)
 
     def own(model: dict[str, Any], name: str) -> None:
@@ -173,7 +173,7 @@ def test_states_numbered_by_expert(tmp_path: Path, materialize: Any) -> None:
 def test_another_release_and_another_length(per_rank: Path, tmp_path: Path) -> None:
     want = largest([scaling(tp) for tp in range(4)])
     report = reshard_copy(
-        per_rank, tmp_path / "one", to="megatron", tp=1, pp=1, te=1, amax_history=9
+        per_rank, tmp_path / "one", to="megatron", tp=1, pp=1, te_version=1, amax_history=9
     )
     assert report.amax is not None
     assert (report.amax.source_release, report.amax.release) == (2, 1)
@@ -186,7 +186,7 @@ def test_another_release_and_another_length(per_rank: Path, tmp_path: Path) -> N
     assert torch.equal(old["scale_inv_fwd"], 1 / want["scale_fwd"])
     assert torch.equal(old["amax_history_bwd"][-3:], want["amax_history_bwd"][-3:])
     assert found["decoder.layers.0.mlp.linear_fc1._extra_state"] is None
-    reshard_copy(tmp_path / "one", tmp_path / "two", to="torch_dist", te=2, amax_history=LENGTH)
+    reshard_copy(tmp_path / "one", tmp_path / "two", to="torch_dist", te_version=2, amax_history=LENGTH)
     new = states_of(tmp_path / "two")[Site(QKV.format(0).removesuffix("._extra_state"))]
     assert (new.release, new.recipe["amax_history_len"]) == (2, LENGTH)
     assert_state(new.tensors, want)
