@@ -314,8 +314,8 @@ def find_quantizer_module(modules: Mapping[str, Any], decision: Decision, quanti
 def _read_site(
     qparams: QParams, site: ActivationSite, group: Sequence[tuple[Decision, Any]], *, folds: bool
 ) -> None:
-    """Read the parameters of one site. The smoothing scale is folded into the norm (`folds`) only if
-    all readers of the norm share it; else each module stores its own."""
+    """Read the parameters of one site. The smoothing scale is folded into the norm (`folds`) only
+    if all readers of the norm share it; else each module stores its own."""
     by_format: dict[tuple[RecipeFormat | None, bool], list[tuple[Decision, Any]]] = defaultdict(
         list
     )

@@ -1,4 +1,4 @@
-"""The report of `recipe explain`: which format each rule gives to which modules, and their sizes."""
+"""The report of `recipe explain`: the format of each module by rule, and the sizes."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class _Solver:
             if not statistics.has_channels and (smooths or config.input_observer != "max"):
                 raise CalibrationError(
                     f"only the amax of the inputs of {site.name} is known, and the "
-                    f"recipe needs {'per-channel statistics' if smooths else config.input_observer}",
+                    f"recipe needs {'channel statistics' if smooths else config.input_observer}",
                     hint="calibration files derived from FP8 training work for recipes with plain "
                     "static scales, such as fp8; else calibrate with data",
                 )

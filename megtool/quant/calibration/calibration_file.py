@@ -109,7 +109,7 @@ class CalibrationFile:
         try:
             if facts["version"] != _VERSION:
                 raise CalibrationError(
-                    f"calibration file of version {facts['version']!r}; version {_VERSION} is expected",
+                    f"calibration file of version {facts['version']!r}, expected {_VERSION}",
                     file=path,
                     hint="calibrate again with this version of megtool",
                 )
@@ -233,7 +233,7 @@ def check_fits(
     experts = any(p.expert is not None for p in listed)
     if route_all and experts and not calibration.route_all:
         raise CalibrationError(
-            "--calibrate-all-experts does not match the calibration file, which was made without it",
+            "--calibrate-all-experts: the calibration file was made without this option",
             hint=_RECALIBRATE_HINT,
         )
     reason = "several runs" if calibration.needs_solving else ""
@@ -245,8 +245,8 @@ def check_fits(
         return True
     if calibration.sequential and reason == "another recipe":
         raise CalibrationError(
-            "the calibration file is of another recipe, whose algorithm quantized each layer before "
-            "the next one was measured: its statistics cannot be used",
+            "the calibration file is of another recipe, whose algorithm quantized each layer "
+            "before the next one was measured: its statistics cannot be used",
             hint=_RECALIBRATE_HINT,
         )
     measured = {module for p in listed if p.name in calibration.statistics for module in p.modules}
@@ -279,8 +279,8 @@ def check_model(calibration: CalibrationFile, fingerprint: Fingerprint) -> None:
     """
     if calibration.fingerprint.model != fingerprint.model:
         raise CalibrationError(
-            f"the calibration file is of another model ({calibration.fingerprint.model[:12]}, and this one "
-            f"is {fingerprint.model[:12]})",
+            "the calibration file is of another model "
+            f"({calibration.fingerprint.model[:12]}, this model is {fingerprint.model[:12]})",
             hint="calibrate this model: give --data instead of --calibration",
         )
 

@@ -46,7 +46,7 @@ class RankSync:
                 raise error_
 
     def gather_stage(self, value: Any) -> list[Any]:
-        """Gather the values of the ranks of this pipeline stage, in the same order on all of them."""
+        """Gather the values of the ranks of this pipeline stage, in the same order on all."""
         out = [value]
         for group in (self.groups.tp, self.groups.dp):
             if group.size > 1:

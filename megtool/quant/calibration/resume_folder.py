@@ -93,7 +93,7 @@ class ResumeFolder:
             ]
             if unknown:
                 raise CalibrationError(
-                    f"the resume folder contains {unknown[0]!r}, which is not part of a calibration",
+                    f"the resume folder contains {unknown[0]!r}, which no calibration writes",
                     file=self.folder,
                     hint="--work-dir NAME: an empty folder, or one that does not exist yet",
                 )

@@ -56,8 +56,8 @@ class Sensitivities:
 
 
 def merge_sensitivities(parts: Sequence[Sensitivities]) -> Sensitivities | None:
-    """Average the sensitivities of several machines over all tokens, for the groups and formats that
-    all of them have; None for different methods or an empty list."""
+    """Average the sensitivities of several machines over all tokens, for the groups and formats
+    that all of them have; None for different methods or an empty list."""
     methods = {part.method for part in parts}
     if len(methods) != 1:
         return None

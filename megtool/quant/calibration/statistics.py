@@ -31,9 +31,9 @@ class ActivationStatistics:
 
     `amax` `[width]` is the largest magnitude, `abs_sum` and `square_sum` float64 `[width]` are sums
     of magnitudes and squares, all by channel; `histogram` int64 `[BINS]` counts magnitudes of all
-    channels. Two are only kept while a layer is solved, and not in calibration files: `gram` float32
-    `[width, width]`, X^T X (or token-normalized: see `RunningStatistics`), and `sample` float32
-    `[at most MAX_SAMPLE_ROWS, width]`, sampled rows.
+    channels. Two are only kept while a layer is solved, and not in calibration files: `gram`
+    float32 `[width, width]`, X^T X (or token-normalized: see `RunningStatistics`), and `sample`
+    float32 `[at most MAX_SAMPLE_ROWS, width]`, sampled rows.
     """
 
     num_tokens: int

@@ -183,11 +183,11 @@ def _inputs(args: Any) -> str:
 
 
 EXPRESSION = "re:"
-"""The prefix of `targets` and `ignore` entries that are regular expressions."""
+"""Prefix of `targets` and `ignore` entries that are regular expressions."""
 
 
 def means(entry: str, module: str) -> bool:
-    """Whether an entry of `targets` or `ignore` matches a module name; an invalid regex does not."""
+    """Whether an entry of `targets` or `ignore` matches a module name (an invalid regex: no)."""
     if not entry.startswith(EXPRESSION):
         return entry == module
     try:

@@ -87,7 +87,7 @@ class QuantizerSetting:
 def decide_by_quantizers(
     recipe: Recipe, module: ModuleInfo, problems: RecipeProblems
 ) -> tuple[RecipeFormat | None, tuple[int, ...], str]:
-    """Decide the format of a module with ModelOpt's precedence; returns format, rules and reason."""
+    """Return the format, rules and reason for a module, by ModelOpt's precedence."""
     answers = [_decide(space, module, recipe, problems) for space in recipe.spaces]
     if len(answers) == 1:
         return answers[0]

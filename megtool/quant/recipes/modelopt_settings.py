@@ -119,7 +119,7 @@ def read_constant_amax(cfg: Any) -> float:
 
 
 def classify_quantizer(cfg: Any, groups: list[int]) -> tuple[str, str]:
-    """Classify quantizer settings as a word, or describe them; group sizes are added to `groups`."""
+    """Classify quantizer settings as a word, or describe them; adds group sizes to `groups`."""
     if isinstance(cfg, list):
         inner = [classify_quantizer(c, groups)[0] for c in cfg]
         return "+".join(inner), str(cfg)
@@ -248,8 +248,8 @@ def _name(node: Node) -> str:
 
 
 def _check_layerwise(node: Node, method: str, problems: RecipeProblems) -> None:
-    """Check `layerwise`, which has no effect except for passing quantized outputs to the next layer:
-    only GPTQ does so."""
+    """Check `layerwise`, which has no effect except for passing quantized outputs to the next
+    layer: only GPTQ does so."""
     if not isinstance(node.value, dict):
         if node.value not in (None, True, False):
             problems.add(node.line, f"layerwise is {node.plain()!r}", "a mapping")

@@ -38,8 +38,8 @@ class Recipe:
     """A recipe of any dialect.
 
     `first_wins`: the first matching rule decides, else the last. `scheme` is the naming scheme of
-    patterns. `strict`: rules without effect are errors; recipes of other dialects list names of many
-    models. `notes` describe differences from the file. `spaces` are the quantizer settings of
+    patterns. `strict`: rules without effect are errors; recipes of other dialects list names of
+    many models. `notes` describe differences from the file. `spaces` are the quantizer settings of
     ModelOpt's entries, several lists if ModelOpt chooses among formats.
     """
 
@@ -58,7 +58,7 @@ class Recipe:
 
     @property
     def folds_scales(self) -> bool:
-        """Smoothing scales are used only where a norm absorbs them: no `pre_quant_scale` is stored."""
+        """Whether smoothing scales are used only where a norm absorbs them."""
         return bool(self.algorithm.get("fold"))
 
     @property
