@@ -1,9 +1,10 @@
-"""Buffers: a rank's parameters and gradients in Megatron's flat layout, cut into buckets.
+"""A rank's parameters and gradients in Megatron's flat buffers, divided into buckets.
 
 There is one buffer for each model chunk, dtype of parameters, dtype of gradients, and for dense
-parameters and experts apart; parameters lie in the reverse of the order that Megatron's modules
-register them in (`megtool.tensors.registration_order`), at the places of `megtool.tensors.buckets`. A stack
-of experts is one parameter here; Megatron's own buffers hold its matrices in reverse, one by one.
+parameters and experts separately. Parameters are in the reverse of the order that Megatron's
+modules register them in (`megtool.tensors.registration_order`), at the offsets of
+`megtool.tensors.buckets`. A stack of experts is one parameter here; Megatron's buffers have its
+matrices in reverse, one by one.
 Source: megatron-core 0.16.1, `distributed/{distributed_data_parallel,param_and_grad_buffer}.py`.
 """
 
@@ -38,7 +39,7 @@ class BufferKey:
 class BucketParam:
     """A parameter of a bucket, from element `start` of the bucket on.
 
-    `param` and `grad` are its places in the buffer, of the parameter's shape.
+    `param` and `grad` are views of the buffer, of the parameter's shape.
     """
 
     param_info: ParamInfo
@@ -48,11 +49,11 @@ class BucketParam:
 
     @property
     def stop(self) -> int:
-        """Where it ends in the bucket."""
+        """The element of the bucket after its last one."""
         return self.start + self.grad.numel()
 
     def adopt(self) -> None:
-        """Take the parameter's values into the buffer, if it is no view of it (any more)."""
+        """Move the parameter's values into the buffer, if it is not a view of it."""
         parameter = self.param_info.parameter
         if parameter.data_ptr() != self.param.data_ptr():
             self.param.copy_(parameter.data)
@@ -77,13 +78,13 @@ class ParamAndGradBucket:
 
     @property
     def label(self) -> str:
-        """For people: which bucket it is, by its first and last parameter."""
+        """A readable name: its index, and its first and last parameter."""
         first, last = self.members[0].param_info.name, self.members[-1].param_info.name
         return f"bucket {self.index} ({first} ... {last})"
 
     @property
     def shard_range(self) -> tuple[int, int]:
-        """Which elements of the bucket are this rank's, padding included."""
+        """The range of the bucket's elements that this rank owns, padding included."""
         each = self.params.numel() // self.group.size
         return self.group.rank * each, (self.group.rank + 1) * each
 
@@ -93,7 +94,7 @@ class ParamAndGradBucket:
         return self.params[slice(*self.shard_range)]
 
     def spans(self) -> list[Span]:
-        """What this rank's shard holds of the members, in its order; `at` counts in the shard."""
+        """The spans of members in this rank's shard, in order; `offset` counts in the shard."""
         low, high = self.shard_range
         out = []
         for member in self.members:
@@ -108,7 +109,7 @@ class ParamAndGradBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ParamAndGradBuffer:
-    """Parameters and gradients of one kind, one after the other; `buckets` are parts of them."""
+    """Parameters and gradients of one kind; `buckets` are parts of them."""
 
     kind: BufferKey
     params: Tensor
@@ -120,18 +121,18 @@ class ParamAndGradBuffer:
 def make_buffer(
     kind: BufferKey, facts: Sequence[ParamInfo], group: Group, bucket_size: int | None
 ) -> ParamAndGradBuffer:
-    """Lay parameters, given in registration order, into a new buffer, of which they become views.
+    """Move parameters, in registration order, into a new buffer, of which they become views.
 
-    Their values stay. `bucket_size` is in elements; None makes one bucket, beside those that tied
-    embeddings have for themselves.
+    Their values stay. `bucket_size` is in elements; None makes one bucket, plus those of tied
+    embeddings.
 
     Raises:
-        UsageError: a parameter holds nothing yet.
+        UsageError: a parameter is not loaded yet.
     """
     for f in facts:
         if f.parameter.is_meta:
             raise UsageError(
-                f"the parameter {f.name} of shape {list(f.parameter.shape)} holds nothing yet",
+                f"the parameter {f.name} of shape {list(f.parameter.shape)} is not loaded yet",
                 hint="load a checkpoint into the model before its optimizer is made",
             )
     numels = [f.parameter.numel() for f in facts]
@@ -167,7 +168,7 @@ def make_buffer(
 def in_registration_order(facts: Sequence[ParamInfo], order: Order = ORDERS[0]) -> list[ParamInfo]:
     """Parameters as Megatron's modules register them.
 
-    Where a name is none of Megatron's (an adapter's, another model's) they stay as they are given.
+    If a name is not Megatron's (an adapter's, another model's), the given order is kept.
     """
     try:
         places = [order.position(f.name) for f in facts]

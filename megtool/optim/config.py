@@ -16,17 +16,16 @@ from megtool.optim.param_groups import GroupRule
 class OptimizerConfig:
     """How parameters are updated; names and defaults are Megatron's where it has them.
 
-    `lr`, `min_lr` and `weight_decay` are what a schedule starts from: `Optimizer.step` is told the
-    values of each step. `optimizer="muon"` updates matrices between embedding and output layer with
-    Muon (`muon_momentum`, `muon_steps` of Newton-Schulz), each expert's, and queries, keys and
-    values, for themselves; and the rest with Adam. `clip_grad`: the
-    largest norm of the whole gradient, 0 for any. `loss_scale`: a constant; None is 1, but a
-    dynamic one where parameters are fp16, which is saved times `loss_scale_unit` (see
-    `DynamicScaler`). `main_params="remainder"`: a bf16 parameter and 16 more
-    bits are its fp32 main parameter. `moments`: what Adam's and SGD's states are stored in; they
-    are updated in fp32. `offload_fraction`: of the state, kept and updated on the CPU.
-    `reduce_in_fp32`: bf16 gradients are sent as such, and added up in fp32. `bucket_size` is in
-    elements, None for Megatron's choice.
+    `lr`, `min_lr` and `weight_decay` are those of the schedule; `Optimizer.step` gets the values of
+    each step. `optimizer="muon"` updates matrices between embedding and output layer with Muon
+    (`muon_momentum`, `muon_steps` of Newton-Schulz), with experts, queries, keys and values as
+    separate matrices, and other parameters with Adam. `clip_grad`: the largest norm of the
+    gradient, 0 for no clipping. `loss_scale`: a constant; None is 1, or dynamic with fp16
+    parameters, and is saved times `loss_scale_unit` (see `DynamicGradScaler`).
+    `main_params="remainder"`: an fp32 main parameter is a bf16 parameter and 16 more bits.
+    `moments`: the dtype of Adam's and SGD's states; they are updated in fp32. `offload_fraction`:
+    the fraction of the state that is kept and updated on the CPU. `reduce_in_fp32`: bf16 gradients
+    are sent as bf16 and summed in fp32. `bucket_size` is in elements, None for Megatron's default.
 
     Raises:
         UsageError: a value is out of its range; the hint names the option.

@@ -1,10 +1,10 @@
-"""HybridOptimizer: a part of the optimizer's state is kept on the host, and updated there.
+"""CPU offload of a fraction of the optimizer's state, which is updated on the host.
 
-    optimizer = HybridOptimizer(PlainOptimizer(named, settings, groups))
+    optimizer = HybridDeviceOptimizer(ReplicatedOptimizer(named, settings, groups))
 
-`settings.offload_fraction` says how large a part. Main parameters and states of that part lie in
-(on CUDA pinned) host memory; gradients come to them chunk by chunk, and updated parameters go back,
-while the chunk between is updated. Checkpoints, norms and clipping do not know of it.
+`settings.offload_fraction` is the fraction. Its main parameters and states are in host memory
+(pinned on CUDA). Gradients are copied to them in chunks, and updated parameters copied back, while
+the chunk between is updated. Checkpoints, norms and clipping are not affected.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ CHUNK_BYTES = 32 * 2**20
 class HybridDeviceOptimizer(Optimizer):
     """An optimizer that keeps and updates `settings.offload_fraction` of its state on the CPU.
 
-    Takes the `inner` optimizer over: from then on, this one is used instead. Of a
-    DistributedOptimizer the fraction is met to 64 elements, of a PlainOptimizer by whole
-    parameters, as many as fit. What Muon updates stays on the device. With the same kernels (a
-    device that is a CPU too) results do not depend on the fraction by a bit: everything is cut at
-    multiples of 64 elements, since torch rounds what is left behind its last whole vector in
-    another way. CUDA's kernels round differently from the CPU's.
+    It replaces the `inner` optimizer. A DistributedOptimizer is split to 64 elements, a
+    ReplicatedOptimizer by whole parameters, as many as fit. What Muon updates stays on the device.
+    With the same kernels (if the device is a CPU, too) results do not depend on the fraction by a
+    bit: everything is split at multiples of 64 elements, since torch rounds elements after the last
+    whole vector differently. CUDA's kernels round differently from the CPU's.
 
-    `chunk_bytes` of fp32 gradient are under way at once; there are two such buffers each way.
+    `chunk_bytes` of fp32 gradient are copied at a time; there are two such buffers each way.
 
     Raises:
         UsageError: the inner optimizer is of another kind, or has been wrapped already.
@@ -55,7 +54,7 @@ class HybridDeviceOptimizer(Optimizer):
         if not isinstance(inner, ReplicatedOptimizer | DistributedOptimizer):
             raise UsageError(
                 f"the state of a {type(inner).__name__} cannot be offloaded",
-                hint="wrap each plain or distributed optimizer, and chain those",
+                hint="wrap a replicated or distributed optimizer",
             )
         if any(isinstance(s, OffloadedSegment) for s in inner.segments):
             raise UsageError("the state of this optimizer is offloaded already")
@@ -82,12 +81,12 @@ class HybridDeviceOptimizer(Optimizer):
 
     @property
     def offloaded_segments(self) -> list[OffloadedSegment]:
-        """What is kept on the host, wholly or in part."""
+        """The segments that are on the host, in whole or in part."""
         return [s for s in self.segments if isinstance(s, OffloadedSegment)]
 
     @property
     def state_segments(self) -> list[Segment]:
-        """The parts that main parameters and states lie in."""
+        """The parts that hold main parameters and states."""
         out: list[Segment] = []
         for s in self.segments:
             parts = (s.host_part, s.device_part) if isinstance(s, OffloadedSegment) else (s,)
@@ -185,7 +184,7 @@ class HybridDeviceOptimizer(Optimizer):
             self.inner.close()
 
     def _update(self, part: Segment) -> None:
-        """Update a part of a segment, whose gradient lies where it does."""
+        """Update a part of a segment, with its gradient on the same device."""
         lr, weight_decay = self.rates(part.group)
         update: UpdateRule = self.updates[part.group.update]
         update_segments(update, [part], lr=lr, weight_decay=weight_decay, step=self.num_steps)
@@ -202,7 +201,7 @@ class HybridDeviceOptimizer(Optimizer):
             if count < segment.numel:
                 count -= count % ALIGNED
             placed.append((offset, self._place(segment, count)))
-        # Segments of a bucket share a storage: what stays is copied, to let go of the rest.
+        # Segments of a bucket share a storage: copy what stays, to free the others.
         if any(isinstance(s, OffloadedSegment) for _, s in placed):
             for _, segment in placed:
                 _own_storage(
@@ -236,14 +235,14 @@ class HybridDeviceOptimizer(Optimizer):
 
 
 def _make_states(segment: Segment) -> None:
-    """Give a segment the states (zeros) that were only announced."""
+    """Allocate a segment's states (zeros) that have no memory yet."""
     for name, tensor in segment.states.items():
         if tensor.is_meta:
             segment.states[name] = torch.zeros_like(tensor, device=segment.device)
 
 
 def _own_storage(segment: Segment | None) -> None:
-    """Copy what shares its storage with other segments, and is not the parameter itself."""
+    """Copy tensors that share their storage with other segments, except the parameter itself."""
     if segment is None or not segment.spans:
         return
     if segment.main is not None and segment.spans[0].param_info.parameter.dtype != torch.float32:
@@ -253,7 +252,7 @@ def _own_storage(segment: Segment | None) -> None:
 
 
 def _copy_to_host(part: Segment) -> Segment:
-    """A copy of a part of a segment in host memory, pinned where the device is CUDA."""
+    """A copy of a part of a segment in host memory, pinned if the device is CUDA."""
     is_pinned = part.device.type == "cuda"
 
     def to_host(tensor: Tensor) -> Tensor:
@@ -272,7 +271,7 @@ def _copy_to_host(part: Segment) -> Segment:
 
 
 def _storage_bytes(segments: list[Segment], without: set[int]) -> int:
-    """Bytes of the storages that segments hold, each once."""
+    """Bytes of the storages of segments, each counted once."""
     tensors = [t for s in segments for t in (s.main, s.high, s.low, *s.states.values())]
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t is not None

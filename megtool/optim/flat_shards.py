@@ -1,4 +1,4 @@
-"""Shards: a flat tensor's equal parts, one for each rank: summed to their owners, and gathered."""
+"""Reduce-scatter and all-gather of a flat tensor, of which each rank owns an equal part."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from megtool.parallel.process_groups import Group
 
 _tags = count(1)
 
-# The names of torch 2.13 and later, and those of before.
+# The names in torch 2.13 and later, and in earlier releases.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def new_tag() -> int:
-    """What tells one communication from others of the same group that are under way with it.
+    """A tag that distinguishes concurrent communications of the same group.
 
-    Every rank has to ask for all of its tags in the same order.
+    Every rank has to request its tags in the same order.
     """
     return next(_tags)
 
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A communication under way: its works, and what is to be done when they have ended."""
+    """A communication under way: its works, and what to do when they are complete."""
 
     works: list[dist.Work]
     then: Callable[[], Tensor]
     done: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The result, when it is there; a second call gives it again."""
+        """Wait for the result; a second call returns it again."""
         if self.done is None:
             while self.works:
                 self.works.pop(0).wait()
@@ -48,15 +48,15 @@ class Pending:
 def start_reduce_scatter(
     flat: Tensor, group: Group, *, in_fp32: bool, tag: int, by_messages: bool | None = None
 ) -> Pending:
-    """The sum of this rank's part over all ranks, in place of it, under way.
+    """Start to sum this rank's part over all ranks, in place.
 
-    The result is `flat`'s part, or with `in_fp32` an fp32 tensor where `flat` is none: parts go
-    over the wire as they are, and are added in fp32. `flat` must not change before `wait()`, and
-    holds undefined values outside of the part after. `tag` is one of `new_tag`.
+    The result is `flat`'s part, or with `in_fp32` an fp32 tensor if `flat` is not fp32: parts are
+    sent as they are, and summed in fp32. `flat` must not change before `wait()`, and has undefined
+    values outside of the part afterwards. `tag` comes from `new_tag`.
 
-    `by_messages` (gloo's default, whose own collective takes twice as long) sends each part to its
-    owner, which adds them up in the order of ranks: the sum is the one that a single process would
-    come to. Otherwise, without `in_fp32`, the order is the backend's.
+    `by_messages` (the default for gloo, whose own collective takes twice as long) sends each part
+    to its owner, which sums them in the order of ranks, as a single process would. Otherwise,
+    without `in_fp32`, the backend decides the order.
     """
     local_part = rank_part(flat, group)
     wide = in_fp32 and flat.dtype != torch.float32
@@ -87,11 +87,11 @@ def start_reduce_scatter(
 def start_all_gather(
     flat: Tensor, group: Group, *, tag: int, by_messages: bool | None = None
 ) -> Pending:
-    """All ranks' parts, in place of `flat`, of which this rank has its own; under way.
+    """Start to gather all ranks' parts in `flat`, which has this rank's part.
 
-    The result is `flat`, which nobody must touch before `wait()`. With `by_messages` (gloo's
-    default, whose own gather passes everything through copies and takes three times as long) each
-    rank sends its part to each other one.
+    The result is `flat`, which must not be used before `wait()`. With `by_messages` (the default
+    for gloo, whose own gather copies everything and takes three times as long) each rank sends its
+    part to all others.
     """
     if group.handle is None:
         return Pending([], lambda: flat)
@@ -110,20 +110,20 @@ def start_all_gather(
 
 
 def rank_part(flat: Tensor, group: Group, rank: int | None = None) -> Tensor:
-    """A rank's part of a flat tensor, this one's without `rank`; a view."""
+    """A view of a rank's part of a flat tensor; by default of this rank's."""
     each = flat.numel() // group.size
     first = (group.rank if rank is None else rank) * each
     return flat[first : first + each]
 
 
 def _sum_in_rank_order(parts: list[Tensor], rank: int, *, wide: bool) -> Tensor:
-    """The sum in the order of ranks; in place of this rank's own part where it is not `wide`."""
+    """The sum in the order of ranks; in place of this rank's own part unless `wide`."""
     if wide:
         total = parts[0].float()
         for addend in parts[1:]:
             total.add_(addend)
         return total
-    # What is added up so far lies in a part that came, until this rank's own is among it.
+    # The running sum is in a received part until this rank's own part is added.
     total = parts[rank] if rank < 2 else parts[0]
     torch.add(parts[0], parts[1], out=total)
     for i, addend in enumerate(parts[2:], 2):
@@ -138,7 +138,7 @@ def _sends_messages(group: Group, by_messages: bool | None) -> bool:
 
 
 def _receive(into: Tensor, behind: int, group: Group, tag: int) -> dist.Work:
-    # None is for ranks that are not in the group.
+    # torch returns None on ranks outside of the group.
     work: Any = dist.irecv(into, group.ranks[behind], group=group.handle, tag=tag)
     return cast(dist.Work, work)
 

@@ -1,8 +1,8 @@
-"""Norms: the norm of the whole gradient, zeros in it, and whether it is finite, over all ranks.
+"""The norm of the gradient over all ranks, its zeros, and whether it is finite.
 
-Megatron's filter: tied embeddings are counted on the first stage, what all tp ranks hold alike on
-the first of them, experts over their own ranks. Here each element is counted by exactly one process
-of the world, so one sum over the world gives the joint norm of dense parameters and experts.
+As in Megatron, tied embeddings are counted on the first stage, parameters that all tp ranks have on
+the first of them, and experts over their own ranks. Each element is counted by exactly one process,
+so one sum over the world gives the joint norm of dense parameters and experts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megtool.parallel.process_groups import ProcessGroups
 
 
 def is_counted_on_rank(facts: ParamInfo, groups: ProcessGroups, *, replicated: bool) -> bool:
-    """Is this process the one that counts what it holds of a parameter?"""
+    """Whether this process counts its part of a parameter."""
     if facts.is_shared_copy:
         return False
     tp = groups.etp if facts.is_expert else groups.tp
@@ -31,10 +31,10 @@ def is_counted_on_rank(facts: ParamInfo, groups: ProcessGroups, *, replicated: b
 def local_statistics(
     segments: Sequence[Segment], groups: ProcessGroups, *, count_zeros: bool = False
 ) -> Tensor:
-    """What this process adds to the sums over the world: three float64 numbers on its device.
+    """This process' part of the sums over the world: three float64 numbers on its device.
 
-    Is some gradient not finite (0 or 1, of all segments), the sum of squares, the number of zeros
-    (0 unless asked for).
+    They are whether some gradient is not finite (0 or 1, of all segments), the sum of squares, and
+    the number of zeros (0 unless `count_zeros`).
     """
     counted: list[Tensor] = []
     uncounted: list[Tensor] = []
@@ -65,13 +65,13 @@ def local_statistics(
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """What to multiply a gradient with: max_norm / (norm + 1e-6) in fp32, at most 1."""
+    """The factor that clips a gradient: max_norm / (norm + 1e-6) in fp32, at most 1."""
     return float((max_norm / (torch.tensor(norm) + 1e-6)).clamp(max=1.0))
 
 
 def find_nonfinite(segments: Sequence[Segment], names: Sequence[str]) -> str | None:
-    """Of `names` (in the order of the forward pass) the last whose gradient has no finite norm: the
-    first that the backward pass came to. None if there is none."""
+    """The last of `names` (in the order of the forward pass) whose gradient has a NaN or Inf: the
+    first in the backward pass. None if there is none."""
     bad = {
         span.param_info.name
         for s in segments
@@ -85,8 +85,8 @@ def find_nonfinite(segments: Sequence[Segment], names: Sequence[str]) -> str | N
 def first_nonfinite_of_ranks(
     local_name: str | None, names: Sequence[str], groups: ProcessGroups
 ) -> str | None:
-    """Of what each rank found among its `names`, what the backward pass came to first, with its
-    rank: that of the last stage. Every rank calls it."""
+    """The first name in the backward pass of those given by all ranks, with its rank: that of the
+    last stage. Every rank calls it."""
     world = groups.world
     if world.handle is None:
         return local_name
@@ -105,7 +105,7 @@ def first_nonfinite_of_ranks(
 
 
 def _runs(segment: Segment, groups: ProcessGroups) -> list[tuple[int, int, bool]]:
-    """Neighboring spans that are counted here, or are not, as one; padding is zeros."""
+    """Adjacent spans that are counted on this rank, or are not, merged; padding is zeros."""
     runs: list[tuple[int, int, bool]] = []
     for span in segment.spans:
         is_counted = is_counted_on_rank(span.param_info, groups, replicated=segment.replicated)
@@ -117,10 +117,10 @@ def _runs(segment: Segment, groups: ProcessGroups) -> list[tuple[int, int, bool]
 
 
 def _norm(grads: list[Tensor]) -> Tensor | None:
-    """The fp32 norm of tensors taken together; not finite where one of them is not.
+    """The joint fp32 norm of tensors; not finite if one of them is not.
 
-    On a CPU torch adds all squares of a tensor one after the other in fp32, which loses digits by
-    the million (0.2 % of the norm of 40 million numbers), so long tensors are taken in rows.
+    On a CPU torch sums all squares of a tensor sequentially in fp32, which loses precision (0.2 %
+    of the norm of 40 million numbers), so long tensors are summed by rows.
     """
     if not grads:
         return None

@@ -1,4 +1,4 @@
-"""Reduction: gradients on their way from autograd through buckets to the shards of replicas."""
+"""Reduction of gradients: from autograd through buckets to the shards of replicas."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from megtool.optim.flat_shards import Pending, new_tag, start_reduce_scatter
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Arrival:
-    """What is known of a parameter's gradient in this step.
+    """The state of a parameter's gradient in this step.
 
-    `empty`: nothing came yet, so what the buffer holds is of the step before. `per_pass`: how often
-    it came in a backward pass of the first step, 1 but where a pass is made of several.
+    `empty`: no gradient has arrived, so the buffer has that of the step before. `per_pass`: how
+    often one arrived in a backward pass of the first step; more than 1 if a pass consists of
+    several.
     """
 
     member: BucketParam
@@ -34,7 +35,7 @@ class _Arrival:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Progress:
-    """A bucket in this step: its parameters, how many are still to come, and its sum."""
+    """A bucket in this step: its parameters, the number of missing gradients, and its sum."""
 
     bucket: ParamAndGradBucket
     queue: list[_Progress]
@@ -45,19 +46,19 @@ class _Progress:
 
 
 class GradReduce:
-    """Adds gradients up over microbatches, in the buffers, and over replicas, bucket by bucket.
+    """Sums gradients over micro batches, in the buffers, and over replicas, bucket by bucket.
 
     A hook takes every gradient as soon as autograd has it, and `parameter.grad` stays None. With
-    `overlap` a bucket is sent when all of its gradients are there, of as many backward passes as
-    `begin` was told, and all buckets before it in the queue are on their way: all replicas send in
-    the same order, whatever order their gradients come in. How often a parameter's gradient comes
-    in a pass is counted in the first step, which therefore sends at its end. What then has not come
-    is zero, or complete as it is: a parameter that a step does not use costs overlap and nothing
-    else. Without `overlap` everything is sent at the end; the result has the same bits.
+    `overlap` a bucket is sent when all of its gradients of the `begin` number of backward passes
+    have arrived, and all earlier buckets in the queue are sent: all replicas send in the same
+    order, whatever order their gradients arrive in. The first step counts how often a parameter's
+    gradient arrives in a pass, and therefore sends at its end. Gradients that have not arrived at
+    the end of a step are zero, or complete: an unused parameter only reduces the overlap. Without
+    `overlap` everything is sent at the end; the result has the same bits.
 
-    After `sum_in_place` a gradient is added in one way, be it the first of a step or not.
+    After `sum_in_place` every gradient is added in the same way, also the first one of a step.
 
-    `buckets` come in the order in which backward passes fill them.
+    `buckets` are in the order in which backward passes fill them.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class GradReduce:
     ) -> None:
         self.overlap, self.in_fp32 = overlap, in_fp32
         self.sent: list[ParamAndGradBucket] = []
-        """What is on its way or has come in this step, in the order of sending."""
+        """The buckets sent in this step, in order."""
         self._passes = 1
         self._in_place = False
         self._handles: list[RemovableHandle] = []
@@ -82,19 +83,19 @@ class GradReduce:
             self._all.append(progress)
 
     def sum_in_place(self) -> None:
-        """From now on buffers begin a step with zeros, and nothing is sent before its end.
+        """Start steps with zeroed buffers from now on, and send nothing before their end.
 
         Raises:
-            UsageError: passes are to send.
+            UsageError: passes send gradients.
         """
         if self.overlap:
-            raise UsageError("gradients that passes send cannot be part of a graph")
+            raise UsageError("passes that send gradients cannot be a graph")
         self._in_place = True
         self.clear()
 
     @torch.no_grad()
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         self._end()
         self.sent = []
         for progress in self._all:
@@ -105,7 +106,7 @@ class GradReduce:
                 arrival.member.param_info.parameter.grad = None
 
     def begin(self, num_passes: int) -> None:
-        """A step of so many backward passes."""
+        """Begin a step of so many backward passes."""
         self._passes = num_passes
         for progress in self._all:
             for arrival in progress.arrivals:
@@ -125,13 +126,13 @@ class GradReduce:
         return {bucket: pending.wait().float() for bucket, pending in under_way}
 
     def close(self) -> None:
-        """Leave the parameters alone: gradients stay in `parameter.grad` from now on."""
+        """Remove the hooks: gradients stay in `parameter.grad` from now on."""
         self._end()
         for handle in self._handles:
             handle.remove()
 
     def _hook(self, arrival: _Arrival) -> RemovableHandle:
-        # A model does not keep an optimizer alive that nobody else holds.
+        # A weak reference, so that the model does not keep the optimizer alive.
         reduction = weakref.ref(self)
 
         def take(parameter: Tensor) -> None:
@@ -150,9 +151,9 @@ class GradReduce:
             return
         if progress.pending is not None:
             raise UsageError(
-                f"a gradient of {arrival.member.param_info.name} came after its bucket was sent",
-                hint="zero_grad and begin come before the first backward pass of a step, and begin "
-                f"says how many there are; this step began with {self._passes}",
+                f"a gradient of {arrival.member.param_info.name} arrived after its bucket was sent",
+                hint="call zero_grad and begin before the first backward pass of a step, with the "
+                f"number of passes; this step has {self._passes}",
             )
         if arrival.empty:
             arrival.member.grad.copy_(grad)
@@ -166,7 +167,7 @@ class GradReduce:
                 self._send_ready(progress.queue)
 
     def _send_ready(self, queue: list[_Progress]) -> None:
-        """Send the buckets that are complete, up to the first that is not."""
+        """Send complete buckets, up to the first incomplete one."""
         for progress in queue:
             if progress.pending is None:
                 if progress.missing:
@@ -185,7 +186,7 @@ class GradReduce:
         return progress.pending
 
     def _end(self) -> None:
-        """Wait for what is under way: other ranks have sent their part of it."""
+        """Wait for communication under way, which other ranks take part in."""
         for progress in self._all:
             if progress.pending is not None:
                 progress.pending.wait()

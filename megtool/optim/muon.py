@@ -1,4 +1,4 @@
-"""Matrices for Muon: put together from segments and tp ranks, made orthogonal, and given back."""
+"""Muon's update of matrices, which are assembled from segments and tp ranks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def orthogonalize_matrices(
     *,
     lr: float,
 ) -> None:
-    """Take the Newton-Schulz step of every matrix of a group, after `Muon.apply`.
+    """Do the Newton-Schulz step of every matrix of a group, after `Muon.apply`.
 
-    `facts` are of the group's matrices, in the same order on all replicas; of stacked experts each
-    has a matrix, and queries, keys and values in one are three (`row_parts`). `segments` hold the
-    momentum in `grad`. A matrix that is cut over replicas or tp ranks is put together in bf16, as
-    it is then used, by a sum over them; each rank that holds a part does the whole matrix' steps,
-    and takes its part. So results do not depend on the layout but for the order of sums.
+    `facts` are the infos of the group's matrices, in the same order on all replicas. Stacked
+    experts are a matrix each, and fused queries, keys and values are three (`row_parts`).
+    `segments` have the momentum in `grad`. A matrix that is sharded over replicas or tp ranks is
+    assembled in bf16, the dtype it is used in, by a sum; each rank with a part computes the whole
+    matrix and takes its part. Results depend on the layout only through the order of sums.
     """
     for f in facts:
         local_spans = [(s, span) for s in segments for span in s.spans if span.param_info is f]
@@ -59,9 +59,10 @@ def orthogonalize_matrices(
 
 
 def _muon_direction(update: Muon, weight: Tensor, row_parts: Sequence[int]) -> tuple[Tensor, float]:
-    """What to go against for one matrix, a stack of them, or several in one; and a factor for all.
+    """The update direction of a matrix, a stack of them, or several fused ones; and a joint factor.
 
-    Parts are in groups of `row_parts` rows of each: `[g1 of q, g1 of k, g1 of v, g2 of q, ...]`.
+    Fused parts are in groups of `row_parts` rows of each: `[g1 of q, g1 of k, g1 of v, g2 of q,
+    ...]`.
     """
     if weight.dim() == 3:
         turned = [update.direction(matrix) for matrix in weight]
@@ -77,7 +78,7 @@ def _muon_direction(update: Muon, weight: Tensor, row_parts: Sequence[int]) -> t
 
 
 def _gather(part: Tensor, group: Group, dim: int) -> Tensor:
-    """All ranks' parts along a dim, by a sum of what each has, with zeros elsewhere."""
+    """All ranks' parts along a dim, by a sum of each rank's part padded with zeros."""
     shape = list(part.shape)
     shape[dim] *= group.size
     gathered = part.new_zeros(shape)

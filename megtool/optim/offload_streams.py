@@ -1,4 +1,4 @@
-"""Lanes: segments that lie on the host in part, and the copies that keep their update busy."""
+"""Offloaded segments, and the streams that copy gradients and parameters during their update."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ALIGNED = 64  # elements: whole vectors, and whole lines of the cache, of any CP
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OffloadedSegment(Segment):
-    """A segment that is kept on the host up to some element, and on the device from there on.
+    """A segment that is on the host up to some element, and on the device from there on.
 
-    What is updated at once stays one segment to norms and reductions, whose sums so do not depend
-    on where it is cut; it has the gradient, and its two parts have all else.
+    For norms and reductions it stays one segment with one gradient, so that sums do not depend on
+    the split. Its two parts have everything else.
     """
 
     host_part: Segment
@@ -33,12 +33,12 @@ class OffloadedSegment(Segment):
 
     @property
     def device(self) -> torch.device:
-        """Where the gradient is."""
+        """The device of the gradient."""
         return self.grad_device
 
 
 def slice_segment(segment: Segment, start: int, stop: int) -> Segment:
-    """A part of a segment, of the same storage; its spans are those that lie in it."""
+    """A part of a segment, with the same storage, and with the spans inside it."""
 
     def part(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor[start:stop]
@@ -70,7 +70,7 @@ def slice_segment(segment: Segment, start: int, stop: int) -> Segment:
 
 @dataclass(slots=True, kw_only=True)
 class _StagingBuffer:
-    """One of two buffers each way, and (on CUDA) what tells that each has been read."""
+    """One of two buffers each way, and (on CUDA) events that tell when each has been read."""
 
     grad: Tensor
     out: dict[torch.dtype, Tensor] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class _StagingBuffer:
     is_out: torch.cuda.Event | None = None
 
     def staged(self, values: Tensor) -> Tensor:
-        """Values in a pinned buffer, which nobody may write until `is_out`."""
+        """Values in a pinned buffer, which must not be written until `is_out`."""
         if values.dtype not in self.out:
             numel = self.grad.numel()
             self.out[values.dtype] = torch.empty(numel, dtype=values.dtype, pin_memory=True)
@@ -86,9 +86,9 @@ class _StagingBuffer:
 
 
 class OffloadStreams:
-    """Gradients to the host, the update there, and parameters back: three things at a time.
+    """Copies gradients to the host, updates there, and copies parameters back, all at a time.
 
-    On a device that is the CPU the same runs one after the other.
+    If the device is the CPU, these steps run one after the other.
     """
 
     def __init__(self, segments: list[OffloadedSegment], numel: int) -> None:
@@ -101,7 +101,7 @@ class OffloadStreams:
         self._up: torch.cuda.Stream | None = None
 
     def open(self, segments: list[OffloadedSegment]) -> None:
-        """Let copies wait for what the device has been told so far: gradients that are whole."""
+        """Let copies wait for the work queued on the device so far, which reduces gradients."""
         device = segments[0].grad_device if segments else torch.device("cpu")
         if device.type != "cuda":
             return
@@ -162,7 +162,7 @@ class OffloadStreams:
 
 
 def _chunks(segment: Segment, numel: int) -> Iterator[tuple[int, int]]:
-    """A segment's elements, cut into runs of `numel`."""
+    """A segment's elements in chunks of `numel`."""
     for start in range(0, segment.numel, numel):
         yield start, min(start + numel, segment.numel)
 
@@ -172,14 +172,14 @@ def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
 
 
 def stored_values(part: Segment) -> Tensor:
-    """What parameters become of a part of a segment, in their type (all are of one)."""
+    """The parameters' new values of a part of a segment, in their dtype (the same for all)."""
     if part.main is None:
         return part.halves[0]
     return part.main.to(part.spans[0].param_info.parameter.dtype) if part.spans else part.main
 
 
 def write_parameters(part: Segment, values: Tensor) -> None:
-    """Copy values of a part of a segment into its parameters, where they are not those already."""
+    """Copy values of a part of a segment into its parameters, unless they share memory."""
     for span in part.spans:
         place = span.param_info.parameter.detach().view(-1)[span.start : span.stop]
         new = values[span.offset : span.end]

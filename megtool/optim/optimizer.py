@@ -42,12 +42,12 @@ Rate = float | Callable[[ParamGroup], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step did.
+    """The result of a step.
 
-    `ok`: parameters were updated; otherwise some gradient was not finite, nothing has changed but
-    the loss scale, and `first_bad` is the name of the first such parameter, with its rank.
-    `grad_norm` is that of the unscaled gradient before clipping; `num_zeros` the zeros in it, where
-    settings ask for them; `loss_scale` what was used.
+    `ok`: parameters were updated; otherwise a gradient was NaN or Inf, only the loss scale changed,
+    and `first_nonfinite` is the name of the first such parameter, with its rank. `grad_norm` is
+    that of the unscaled gradient before clipping; `num_zeros` the zeros in it, where settings ask
+    for them; `loss_scale` what was used.
     """
 
     ok: bool
@@ -138,7 +138,7 @@ class Optimizer(ABC):
     def publish(self) -> None:
         """Copy main parameters to parameters, on every replica."""
 
-    def wait_for_parameters(self) -> None:
+    def wait_for_parameters(self) -> None:  # noqa: B027 - not needed by all subclasses
         """Wait until all parameters are those of the last step; `publish` may return earlier."""
 
     def update_segments(self, segments: list[Segment]) -> None:
@@ -160,9 +160,9 @@ class Optimizer(ABC):
     # Called by subclasses.
 
     def set_segments(self, segments: list[Segment]) -> None:
-        """Take the segments, and make the states (zeros) that they do not have yet.
+        """Set the segments, and create the states (zeros) that they lack.
 
-        With an `offload_fraction` they are without memory, until a HybridOptimizer places them.
+        With an `offload_fraction` states have no memory until a HybridDeviceOptimizer places them.
         """
         is_later = self.settings.offload_fraction > 0
         for segment in segments:
@@ -182,7 +182,8 @@ class Optimizer(ABC):
 
     @property
     def bucket_size(self) -> int | None:
-        """Elements of a bucket of the first stage, the same on every rank; None: there is one bucket."""
+        """Elements of a bucket of the first stage, the same on every rank; None: there is one
+        bucket."""
         return None
 
     @property
@@ -300,7 +301,8 @@ class Optimizer(ABC):
                 segment.write_main(span.offset, span.end, values.to(segment.device, torch.float32))
 
     def small_state(self) -> dict[str, Any]:
-        """What Megatron saves in addition to tensors: `optimizer.param_groups`, and `grad_scaler`."""
+        """What Megatron saves in addition to tensors: `optimizer.param_groups`, and
+        `grad_scaler`."""
         out: dict[str, Any] = {
             "optimizer": {"param_groups": [self._group_state(g) for g in self.param_groups]}
         }

@@ -1,4 +1,4 @@
-"""Gathering: parameters on their way from the shards of replicas to whoever uses them next."""
+"""All-gather of parameters from the shards of replicas, before modules use them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from megtool.optim.flat_shards import Pending, new_tag, start_all_gather
 
 
 class ParamGather:
-    """Gathers buckets of parameters in place, in the order given: that of the forward pass.
+    """Gathers buckets of parameters in place, in the given order, that of the forward pass.
 
-    With `overlap` they are on their way while the next forward pass runs, and a module waits for
-    the buckets of its own parameters before it runs. Which module asks for a parameter is seen in
-    the first step: the one that holds it, or the nearest around it that is called at all; but a
-    module around may say of a parameter that it `reads` it itself, before it calls the holder. What
-    is used without any module being called (a matrix that is read by name) comes first, and is
-    waited for at once.
+    With `overlap` this happens during the next forward pass, and a module waits for the buckets of
+    its own parameters before it runs. The first step shows which module uses a parameter: the one
+    that has it, or the nearest enclosing module that is called; but an enclosing module may list a
+    parameter in `reads` if it reads that itself. Parameters that are used without a call of a
+    module (a matrix that is read by name) are gathered first, and waited for immediately.
 
-    `modules` are those that the forward passes of this process run through. `begin` starts one
-    bucket, given a tag, where it is not to be gathered as it is.
+    `modules` are those of the forward passes of this process. `begin` starts the gather of one
+    bucket, given a tag, if it is not to be gathered in its own dtype.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class ParamGather:
         self._begin = begin
         self._buckets = list(buckets)
         self._tags = [new_tag() for _ in buckets]
-        self._pending: dict[int, Pending] = {}  # by place in the order
+        self._pending: dict[int, Pending] = {}  # by position in the order
         self._of = {
             id(member.param_info.parameter): i
             for i, bucket in enumerate(self._buckets)
@@ -53,7 +52,7 @@ class ParamGather:
         self._buckets_of_module: dict[int, set[int]] = {}
         self._handles: list[RemovableHandle] = []
         if overlap:
-            gathering = weakref.ref(self)  # a model does not keep its optimizer alive
+            gathering = weakref.ref(self)  # so that the model does not keep its optimizer alive
 
             def before(module: nn.Module, _: Any) -> None:
                 if (alive := gathering()) is not None:
@@ -63,11 +62,11 @@ class ParamGather:
 
     @property
     def under_way(self) -> list[ParamAndGradBucket]:
-        """What is not waited for yet."""
+        """The buckets that are still being gathered."""
         return [self._buckets[i] for i in self._pending]
 
     def start(self) -> None:
-        """Gather what the shards hold now."""
+        """Gather the current values of the shards."""
         self.wait()
         for i in sorted(range(len(self._buckets)), key=lambda i: i not in self._unhooked):
             bucket = self._buckets[i]
@@ -81,17 +80,17 @@ class ParamGather:
             self._pending.pop(i).wait()
 
     def wait(self) -> None:
-        """Wait for everything: all parameters are there from then on."""
+        """Wait until all parameters have arrived."""
         while self._pending:
             self._pending.pop(next(iter(self._pending))).wait()
 
     def forget_calls(self) -> None:
-        """The first forward pass begins now."""
+        """Start recording calls: the first forward pass begins."""
         if self._learning:
             self._called.clear()
 
     def learn(self) -> None:
-        """The first forward pass is over: from now on it is known who uses what."""
+        """Derive from the recorded calls which module uses which parameter."""
         if not self._learning:
             return
         self._learning = False
@@ -111,12 +110,12 @@ class ParamGather:
                     self._buckets_of_module.setdefault(asks[-1], set()).add(place)
                 else:
                     self._unhooked.add(place)
-        # A parameter of no module is one that nobody waits for.
+        # No module waits for a parameter that belongs to none.
         registered = {id(p) for module in self._modules for p in module.parameters(recurse=False)}
         self._unhooked |= {place for p, place in self._of.items() if p not in registered}
 
     def close(self) -> None:
-        """Leave the modules alone."""
+        """Wait, and remove the hooks."""
         self.wait()
         for handle in self._handles:
             handle.remove()
@@ -130,7 +129,7 @@ class ParamGather:
 
 
 def _paths(roots: Sequence[nn.Module]) -> dict[int, list[int]]:
-    """By module: the modules around it from its root on, and itself."""
+    """By module: its enclosing modules from the root on, and itself."""
     out: dict[int, list[int]] = {}
 
     def visit(module: nn.Module, above: list[int]) -> None:

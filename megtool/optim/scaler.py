@@ -1,4 +1,4 @@
-"""Loss scales: what a loss is multiplied with so that fp16 gradients do not vanish."""
+"""Loss scales, which keep fp16 gradients from vanishing."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from megtool.optim.config import OptimizerConfig
 
 
 class GradScaler(Protocol):
-    """A loss scale that is told after each step whether gradients were finite."""
+    """A loss scale that is updated after each step."""
 
     @property
     def scale(self) -> float:
-        """What the loss is multiplied with now."""
+        """The current loss scale."""
 
     def update(self, found_inf: bool) -> None:
-        """A step's gradients were found (not) finite."""
+        """Update the scale after a step whose gradients had, or had not, a NaN or Inf."""
 
     def state_dict(self) -> dict[str, Any]:
         """What Megatron saves as `grad_scaler`."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` or Megatron has given."""
+        """Load a state of `state_dict` or of Megatron."""
 
 
 class ConstantGradScaler:
-    """A scale that stays as it is. It has no state."""
+    """A constant scale. It has no state."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
 
     def update(self, found_inf: bool) -> None:
-        """Nothing changes."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class DynamicGradScaler:
     """A scale that halves after overflows and doubles after `window` steps without one.
 
-    As in Megatron: `hysteresis` overflows are let pass, counted over steps that need not be in a
-    row, and the count starts anew only when the scale grows. So from the `hysteresis`-th overflow
-    on, every one halves the scale, until it has grown again.
+    As in Megatron, overflows count against `hysteresis`, also if they are not consecutive, and the
+    count is reset only when the scale grows: from the `hysteresis`-th overflow on, every overflow
+    halves the scale, until it has grown again.
 
-    `unit` is how many times larger a scale of the same effect is where it is saved: Megatron's is
-    of losses that are means over so many tokens, and ours are sums.
+    Saved scales are multiplied by `unit`: Megatron's are for losses that are means over so many
+    tokens, and megtool's losses are sums.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class DynamicGradScaler:
         self._left = hysteresis
 
     def update(self, found_inf: bool) -> None:
-        """A step's gradients were found (not) finite."""
+        """Update the scale after a step whose gradients had, or had not, a NaN or Inf."""
         if found_inf:
             self._good = 0
             self._left -= 1
@@ -90,7 +90,7 @@ class DynamicGradScaler:
             self._good = 0
             self._left = self.hysteresis
             grown = _float32(self.scale * self.growth)
-            # Half of infinity is infinity: there would be no way back.
+            # Half of infinity is infinity: the scale could not fall again.
             self.scale = grown if math.isfinite(_float32(grown * self.unit)) else self.scale
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class DynamicGradScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` or Megatron has given."""
+        """Load a state of `state_dict` or of Megatron."""
         scale = state["scale"]
         self.scale = float(scale.item() if isinstance(scale, Tensor) else scale) / self.unit
         self._good = int(state["growth_tracker"])
@@ -110,7 +110,7 @@ class DynamicGradScaler:
 
 
 def make_grad_scaler(settings: OptimizerConfig, *, has_fp16: bool) -> GradScaler:
-    """The loss scale of a model of which some parameters, on any rank, are fp16, or none."""
+    """The loss scale; `has_fp16`: some parameters on any rank are fp16."""
     if settings.loss_scale is not None:
         return ConstantGradScaler(settings.loss_scale)
     if not has_fp16:
@@ -125,5 +125,5 @@ def make_grad_scaler(settings: OptimizerConfig, *, has_fp16: bool) -> GradScaler
 
 
 def _float32(value: float) -> float:
-    """The nearest fp32 value, in which Megatron keeps the scale."""
+    """The nearest fp32 value, the dtype of Megatron's scale."""
     return float(torch.tensor(value, dtype=torch.float32))

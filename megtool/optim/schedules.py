@@ -1,4 +1,4 @@
-"""Schedules: learning rate and weight decay at every step, by Megatron's formulas."""
+"""Schedules of learning rate and weight decay, by Megatron's formulas."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ DecayStyle = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LRSchedule:
-    """Learning rate: from `init_lr` up to `max_lr` in warm-up, then down to `min_lr`.
+    """The learning rate rises from `init_lr` to `max_lr` in warm-up, then falls to `min_lr`.
 
-    Steps are counted as Megatron's scheduler does, in samples: one iteration is as many steps as
-    the global batch has samples. `decay_steps` counts from the beginning, warm-up included;
-    `warmup_steps`, where it is a share of them, need not be whole.
-    Weight decay goes from `start_wd` to `end_wd` in `wd_incr_steps`. With `kind="WSD"` (warm-up,
-    stable, decay) the rate falls in the last `wsd_decay_steps` of `decay_steps` only.
+    Steps are samples, as in Megatron's scheduler: an iteration has as many steps as the global
+    batch has samples. `decay_steps` includes warm-up; `warmup_steps` need not be whole if it is a
+    share of them. Weight decay goes from `start_wd` to `end_wd` in `wd_incr_steps`. With
+    `kind="WSD"` (warm-up, stable, decay) the rate falls in the last `wsd_decay_steps` of
+    `decay_steps` only.
 
     Raises:
-        UsageError: values that do not go together; the hint names the option.
+        UsageError: values contradict each other; the hint names the option.
     """
 
     kind: Kind = "constant"
@@ -87,7 +87,7 @@ class LRSchedule:
         ]
 
     def lr(self, step: int, *, max_lr: float | None = None, min_lr: float | None = None) -> float:
-        """The learning rate after `step` steps; a group may have ends of its own."""
+        """The learning rate after `step` steps; a group may have its own `max_lr` and `min_lr`."""
         top = self.max_lr if max_lr is None else max_lr
         end = self.min_lr if min_lr is None else min_lr
         if self.warmup_steps > 0 and step <= self.warmup_steps:
@@ -109,7 +109,7 @@ class LRSchedule:
         return end + part * (top - end)
 
     def _stable_then_decay(self, step: int) -> float:
-        """WSD's part of the way from `min_lr` to `max_lr`."""
+        """WSD's fraction of the way from `min_lr` to `max_lr`."""
         length = self.wsd_decay_steps or 1
         begin = self.decay_steps - length
         if step <= begin:
@@ -135,7 +135,7 @@ class LRSchedule:
     def state_dict(self, step: int) -> dict[str, Any]:
         """Megatron's `opt_param_scheduler`, `step` being its `num_steps`.
 
-        As there, `init_lr` and what is particular to WSD are not in it.
+        As in Megatron, `init_lr` and the options of WSD are not in it.
         """
         return {
             "max_lr": self.max_lr,

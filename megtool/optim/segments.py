@@ -1,4 +1,4 @@
-"""Segments: runs of elements that are updated together, and the pieces of state that are saved."""
+"""Segments of elements that are updated together, and the pieces of state that are saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from megtool.optim.param_groups import ParamGroup, ParamInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Elements `start` to `stop` of a flattened local parameter, from element `at` of a segment."""
+    """Elements `start` to `stop` of a flattened local parameter, from element `offset` of a
+    segment."""
 
     param_info: ParamInfo
     start: int
@@ -31,10 +32,9 @@ class Span:
 class StatePiece:
     """Elements `start` to `stop` of one state of a flattened local parameter.
 
-    `state` is "main" (of an fp32 parameter: that itself), "exp_avg", "exp_avg_sq" or
-    "momentum_buffer". `tensor` is 1-D: the live
-    storage in fp32 or the moments' dtype, but a copy where the main parameter is kept as a bf16
-    parameter and its remainder.
+    `state` is "main" (of an fp32 parameter: itself), "exp_avg", "exp_avg_sq" or "momentum_buffer".
+    `tensor` is 1-D: the live storage in fp32 or the moments' dtype, or a copy if the main parameter
+    is a bf16 parameter and its remainder.
     """
 
     state: str
@@ -46,13 +46,13 @@ class StatePiece:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Segment:
-    """A 1-D run of elements of one group, which this process updates.
+    """A 1-D range of elements of one group, which this process updates.
 
-    The fp32 main parameter is `main`, or, where that is None, `high` (the bf16 parameter itself)
-    with `low` (int16, the other half of the bits: `optim.remainders`). `grad` (fp32, as long) is
-    there from `Optimizer.reduce_gradients` on. `spans` say which parameters lie where; between them
-    is padding, whose gradient is zero. `replicated`: every replica holds and updates the same
-    elements, so that sums over processes count them on one replica alone.
+    The fp32 main parameter is `main`, or, if that is None, `high` (the bf16 parameter itself) with
+    `low` (int16, the other half of the bits: `optim.bf16_remainder`). `grad` (fp32, as long) is set
+    by `Optimizer.reduce_gradients`. `spans` are the positions of parameters; between them is
+    padding, whose gradient is zero. `replicated`: every replica has and updates the same elements,
+    so that sums over processes count them on one replica only.
     """
 
     group: ParamGroup
@@ -72,19 +72,19 @@ class Segment:
 
     @property
     def device(self) -> torch.device:
-        """Where the main parameter lies."""
+        """The device of the main parameter."""
         stored = self.high if self.main is None else self.main
         return torch.device("cpu") if stored is None else stored.device
 
     @property
     def halves(self) -> tuple[Tensor, Tensor]:
-        """`high` and `low`, of a segment that keeps remainders."""
+        """`high` and `low` of a segment with remainders."""
         if self.high is None or self.low is None:
             raise RuntimeError("a segment without main parameters, and without remainders")
         return self.high, self.low
 
     def read_main(self, start: int, stop: int) -> Tensor:
-        """fp32 values of the main parameter: a view, but a copy where remainders are kept."""
+        """fp32 values of the main parameter: a view, or a copy with remainders."""
         if self.main is not None:
             return self.main[start:stop]
         high, low = self.halves
@@ -100,7 +100,7 @@ class Segment:
 
 
 def copy_parts(flat: Tensor, parts: list[Tensor]) -> None:
-    """Write one 1-D tensor into several, one after the other."""
+    """Copy a 1-D tensor into several consecutive parts."""
     ends = list(accumulate(p.numel() for p in parts))
     torch._foreach_copy_(
         parts, [flat[end - p.numel() : end] for p, end in zip(parts, ends, strict=True)]

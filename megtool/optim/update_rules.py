@@ -1,4 +1,4 @@
-"""Updates: how main parameters and states change, given whole and clipped gradients."""
+"""Update rules of main parameters and states, given reduced and clipped gradients."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.segments import Segment
 
-# Elements at a time where states or main parameters have to be turned to fp32 and back: on a CPU
-# what its caches hold, on a GPU what keeps it busy.
+# Elements at a time if states or main parameters have to be converted to fp32 and back: on a CPU
+# what fits its caches, on a GPU enough to keep it busy.
 _STAGED_NUMEL_CPU = 2**17
 _STAGED_NUMEL = 2**24
 
@@ -20,8 +20,8 @@ _STAGED_NUMEL = 2**24
 class UpdateRule(Protocol):
     """A rule for fp32 main parameters, each element by itself.
 
-    `states` are the names of what it remembers; all start as zeros. `facts` is what Megatron saves
-    of it in a parameter group.
+    `states` are the names of its states, which start as zeros. `hyperparameters` is what Megatron
+    saves of it in a parameter group.
     """
 
     @property
@@ -30,7 +30,7 @@ class UpdateRule(Protocol):
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """What a checkpoint's parameter groups say of the update."""
+        """Its entries in a checkpoint's parameter groups."""
 
     def apply(
         self,
@@ -42,11 +42,11 @@ class UpdateRule(Protocol):
         weight_decay: float,
         step: int,
     ) -> None:
-        """Update fp32 tensors in place, which lie on one device; `step` counts from 1."""
+        """Update fp32 tensors on one device in place; `step` counts from 1."""
 
 
 class Adam:
-    """AdamW by torch's fused kernel: bit by bit `torch.optim.AdamW(fused=True)`."""
+    """AdamW with torch's fused kernel, bit by bit `torch.optim.AdamW(fused=True)`."""
 
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
@@ -57,7 +57,7 @@ class Adam:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """What a checkpoint's parameter groups say of the update."""
+        """Its entries in a checkpoint's parameter groups."""
         return {"betas": (self.beta1, self.beta2), "eps": self.eps, "bias_correction": True}
 
     def apply(
@@ -100,7 +100,7 @@ class Sgd:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """What a checkpoint's parameter groups say of the update."""
+        """Its entries in a checkpoint's parameter groups."""
         return {"momentum": self.momentum, "dampening": 0, "nesterov": False}
 
     def apply(
@@ -131,11 +131,11 @@ class Sgd:
 
 
 class Muon:
-    """Momentum made orthogonal by Newton-Schulz steps, for whole matrices.
+    """Momentum that Newton-Schulz steps make orthogonal, for whole matrices.
 
     As `torch.optim.Muon` with Nesterov momentum and `match_rms_adamw`: updates have the size of
-    Adam's, so that both take the same learning rate. Its `apply` is the part that goes by elements
-    (momentum); `optim.muon` gathers the matrices and does the rest.
+    Adam's, so that both use the same learning rate. Its `apply` is the elementwise part (momentum);
+    `optim.muon` gathers the matrices and does the other steps.
     Source: K. Jordan et al., "Muon", 2024; Liu et al., arXiv 2502.16982.
     """
 
@@ -147,7 +147,7 @@ class Muon:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """What a checkpoint's parameter groups say of the update."""
+        """Its entries in a checkpoint's parameter groups."""
         return {"momentum": self.momentum, "nesterov": True, "ns_steps": self.steps}
 
     def apply(
@@ -160,20 +160,20 @@ class Muon:
         weight_decay: float,
         step: int,
     ) -> None:
-        """Turn the gradients into what has to be made orthogonal, and decay the parameters."""
+        """Turn gradients into the momentum to make orthogonal, and decay the parameters."""
         for main, grad, momentum in zip(mains, grads, states["momentum_buffer"], strict=True):
             momentum.lerp_(grad, 1 - self.momentum)
             grad.lerp_(momentum, self.momentum)
             main.mul_(1 - lr * weight_decay)
 
     def direction(self, matrix: Tensor) -> tuple[Tensor, float]:
-        """What to go against (bf16), and the factor of its size, for a whole 2-D tensor."""
+        """The update direction (bf16) of a 2-D tensor, and the factor of its size."""
         factor = 0.2 * math.sqrt(max(matrix.shape))
         return newton_schulz(matrix, self.steps), factor
 
 
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
-    """Nearly the nearest orthogonal matrix, in bf16: singular values go to about 0.7 to 1.2."""
+    """Approximately the nearest orthogonal matrix, in bf16; singular values are 0.7 to 1.2."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.bfloat16()
     tall = x.shape[0] > x.shape[1]
@@ -187,7 +187,7 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
 
 
 def make_update_rule(kind: str, settings: OptimizerConfig) -> UpdateRule:
-    """The update called `kind`: adam, sgd or muon."""
+    """The update rule `kind`: adam, sgd or muon."""
     if kind == "muon":
         return Muon(momentum=settings.muon_momentum, steps=settings.muon_steps)
     if kind == "sgd":
@@ -198,10 +198,10 @@ def make_update_rule(kind: str, settings: OptimizerConfig) -> UpdateRule:
 def update_segments(
     update: UpdateRule, segments: list[Segment], *, lr: float, weight_decay: float, step: int
 ) -> None:
-    """Update segments of one group, in fp32 whatever their states are stored in.
+    """Update segments of one group in fp32, whatever the dtype of their states.
 
-    Main parameters and states that are fp32 already are updated where they lie, all at once; others
-    pass through fp32 copies, part by part.
+    fp32 main parameters and states are updated in place, all at once; others are converted to fp32
+    copies in parts.
     """
     straight = [s for s in segments if _is_float32(s)]
     mains = [s.read_main(0, s.numel) for s in straight]

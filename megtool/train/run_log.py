@@ -123,7 +123,8 @@ class RunLog:
 
 
 def read_log(path: Path) -> list[LogLine]:
-    """All complete lines of a log; none without a file. A line cut off by an interruption is skipped.
+    """All complete lines of a log; none without a file. A line cut off by an interruption is
+    skipped.
 
     Raises:
         StorageError: it cannot be read.

@@ -1,7 +1,7 @@
-"""History: the largest magnitudes that linear layers have seen, and the scales they give.
+"""Amax histories of linear layers, and the scales of delayed scaling.
 
-Kept as Transformer Engine keeps it (`megtool.number_formats.delayed_scaling`): row 0 is the step under way, the
-others run from the oldest to the newest, and `scale = fp8_max / amax / 2^margin`.
+The form is Transformer Engine's (`megtool.number_formats.delayed_scaling`): row 0 is the current
+step, the others go from the oldest to the newest, and `scale = fp8_max / amax / 2^margin`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class AmaxHistories:
     """The delayed scaling state of `num_modules` linear layers, updated once for each step.
 
     A module has columns for input, weight and output (`fwd`), and for two gradients (`bwd`); the
-    output and the gradient of the input are never quantized. Transformer Engine ends its step with
-    every pass; here a step is the optimizer's, so that scales do not depend on how its rows are cut
-    into micro batches, and are the same where activations are computed again.
+    output and the gradient of the input are never quantized. Transformer Engine ends a step with
+    every pass; here a step is the optimizer's, so that scales do not depend on the size of micro
+    batches, and are the same when activations are recomputed.
 
-    A module that has seen nothing yet is fresh: its scales do not mean anything.
+    A module without a step is fresh: its scales have no meaning yet.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class AmaxHistories:
         self.scale = {d: torch.ones(num_modules, n, device=device) for d, n in KINDS.items()}
 
     def record(self, module: int, direction: str, column: int, amax: Tensor) -> None:
-        """Note the largest magnitude of a tensor in the step under way."""
+        """Record the largest magnitude of a tensor in the current step."""
         largest = self.history[direction][0, module, column]
         torch.maximum(largest, amax, out=largest)
 
     def end_step(self, groups: ProcessGroups) -> None:
-        """The step is over: magnitudes of all ranks become scales, and histories move on.
+        """End the step: update scales from the amax of all ranks, and roll the histories.
 
         Every rank that has these modules calls it: those of the tp group and all replicas.
         """
@@ -74,7 +74,7 @@ class AmaxHistories:
         return {name: tensor.clone() for name, tensor in out.items()}
 
     def load(self, module: int, state: Mapping[str, Tensor]) -> None:
-        """Take a module's state, whose histories have this one's length."""
+        """Load a module's state, whose histories have the same length."""
         for d in KINDS:
             self.scale[d][module].copy_(state[f"scale_{d}"])
             self.history[d][:, module].copy_(state[f"amax_history_{d}"])
@@ -82,11 +82,11 @@ class AmaxHistories:
 
 
 def update_scales(amax: Tensor, previous: Tensor, fp8_max: float, margin: int) -> Tensor:
-    """Scales of magnitudes; `previous` ones where a magnitude is 0, NaN or infinite.
+    """Scales from amax; the `previous` ones if an amax is 0, NaN or Inf.
 
     Source: `_default_sf_compute` in Transformer Engine 2.20, `pytorch/quantization.py`.
     """
-    # A number over a tensor would be its reciprocal times the number, rounded twice.
+    # A number divided by a tensor is computed as reciprocal times number, rounded twice.
     updated = (torch.full_like(amax, fp8_max) / amax) / 2.0**margin
     updated = torch.where((amax > 0) & amax.isfinite(), updated, previous)
     return torch.where(updated.isinf(), torch.full_like(updated, _MOST), updated)

@@ -1,4 +1,4 @@
-"""Settings: which recipe linear layers are computed with in FP8, checked."""
+"""The configuration of FP8 in linear layers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ Algorithm = Literal["max", "most_recent"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Config:
-    """How operands of products are scaled; Megatron's names, and Transformer Engine's meaning.
+    """How operands of products are scaled, with Megatron's names and Transformer Engine's meaning.
 
-    `delayed`: a scale for each tensor, from the largest magnitudes of the steps before
-    (`amax_history_len` of them, `amax_compute_algo`), halved `margin` times. `tensorwise`: from the
-    tensor's own magnitude. `blockwise`: a power of two for each 1x128 elements of inputs and
-    gradients (along what is summed), and each 128x128 of weights. `mxfp8`: for each 32 elements
-    along what is summed; Transformer Engine alone has its products. `hybrid` has gradients in e5m2
-    and all else in e4m3. The first `start_in_bf16` and the last `end_in_bf16` layers of the model
-    are computed without FP8.
+    `delayed`: a scale for each tensor from the amax of earlier steps (`amax_history_len` of them,
+    by `amax_compute_algo`), divided by 2^`margin`. `tensorwise`: from the tensor's own amax.
+    `blockwise`: a power of two for each 1x128 elements of inputs and gradients (along the summed
+    dim), and each 128x128 of weights. `mxfp8`: for each 32 elements along the summed dim, which
+    only Transformer Engine computes. `hybrid` has gradients in e5m2 and all other operands in e4m3.
+    The first `start_in_bf16` and the last `end_in_bf16` layers of the model are not in FP8.
 
     Raises:
-        UsageError: a value out of its range; the hint names the option.
+        UsageError: a value is out of its range; the hint names the option.
     """
 
     recipe: Recipe = "delayed"
@@ -65,15 +64,15 @@ class Fp8Config:
 
     @property
     def forward(self) -> Kind:
-        """What inputs and weights become."""
+        """The format of inputs and weights."""
         return "e4m3"
 
     @property
     def backward(self) -> Kind:
-        """What gradients become."""
+        """The format of gradients."""
         return "e5m2" if self.format == "hybrid" else "e4m3"
 
     @property
     def largest(self) -> tuple[float, float]:
-        """The largest values of the two."""
+        """The largest values of both formats."""
         return LARGEST[self.forward], LARGEST[self.backward]

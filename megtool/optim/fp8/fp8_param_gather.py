@@ -1,8 +1,8 @@
-"""Gather: parameters from the shards of replicas, those that are used in FP8 as FP8's bytes.
+"""All-gather of parameters from the shards of replicas, of FP8 weights as FP8 bytes.
 
-A weight gets one scale from the largest magnitude of its main parameter on all replicas, so every
-rank has the bytes that quantizing the whole main parameter would give. Other parameters of the
-bucket come along in their own type.
+A weight gets one scale from the amax of its main parameter over all replicas, so every rank has the
+bytes that quantizing the whole main parameter gives. Other parameters of the bucket are sent in
+their own dtype.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ _HELD = "held_as_fp8"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8GatheredWeight:
-    """A weight as it was gathered: in FP8, with the largest magnitude of its main parameter."""
+    """A gathered weight in FP8, with the amax of its main parameter."""
 
     values: Quantized
     amax: Tensor
 
 
 def mark_for_gather(weight: nn.Parameter) -> None:
-    """Say that a weight is used in FP8 with one scale, so that it may be gathered as such."""
+    """Mark a weight that is used in FP8 with one scale, and so can be gathered as FP8."""
     setattr(weight, _MARK, True)
 
 
 def is_marked(weight: Tensor) -> bool:
-    """The weight may be gathered as FP8."""
+    """Whether the weight can be gathered as FP8."""
     return getattr(weight, _MARK, False)
 
 
 def gathered_fp8_weight(weight: Tensor) -> Fp8GatheredWeight | None:
-    """What was gathered of a weight, if it was and is still what the weight holds."""
+    """The FP8 bytes of a weight, if it was gathered as FP8 and has not changed since."""
     stored: Fp8GatheredWeight | None = getattr(weight, _HELD, None)
     return stored
 
 
 def forget(weight: Tensor) -> None:
-    """The weight is set to something else than was gathered."""
+    """Drop the FP8 bytes of a weight that changes."""
     if hasattr(weight, _HELD):
         delattr(weight, _HELD)
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Elements of a bucket that one rank sends of one member; `at` counts bytes of its message."""
+    """Elements of one member that a rank sends; `offset` counts bytes of its message."""
 
     member: BucketParam
     start: int  # in the bucket
@@ -77,7 +77,7 @@ class _Run:
 
 
 def _runs(bucket: ParamAndGradBucket, rank: int) -> Iterator[_Run]:
-    """What a rank sends, one after the other; FP8's bytes first, so that all lie aligned."""
+    """What a rank sends, in order; FP8 bytes first, so that everything is aligned."""
     each = bucket.params.numel() // bucket.group.size
     offset, width = 0, bucket.params.element_size()
     for fp8 in (True, False):
@@ -93,11 +93,12 @@ def _runs(bucket: ParamAndGradBucket, rank: int) -> Iterator[_Run]:
 def gather_quantized(
     bucket: ParamAndGradBucket, mains: Sequence[tuple[int, Tensor]], *, tag: int
 ) -> Pending:
-    """Give every replica the parameters of a bucket, marked weights as FP8, under way.
+    """Start to gather the parameters of a bucket on every replica, marked weights as FP8.
 
-    `mains` are runs of this rank's shard as fp32, each with the element of the shard it begins at;
-    other parameters are sent as the shard has them. After `wait()` the parameters hold the FP8
-    values, rounded to their type, on the rank that owns them too, and `gathered` gives the bytes.
+    `mains` are fp32 ranges of this rank's shard, each with its offset in the shard; other
+    parameters are sent as they are in the shard. After `wait()` the parameters have the FP8 values,
+    rounded to their dtype, also on the rank that owns them, and `gathered_fp8_weight` returns the
+    bytes.
     """
     group = bucket.group
     runs = [list(_runs(bucket, rank)) for rank in range(group.size)]
@@ -155,7 +156,7 @@ def gather_quantized(
 
 
 def _values(mains: Sequence[tuple[int, Tensor]], start: int, stop: int) -> Tensor:
-    """Elements of the shard out of the runs of it; they may go over several."""
+    """Elements of the shard from its ranges; they may span several."""
     parts = []
     for offset, main in mains:
         first, last = max(start, offset), min(stop, offset + main.numel())

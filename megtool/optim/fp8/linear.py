@@ -1,8 +1,8 @@
-"""Linear: a product whose operands, forward and backward, are rounded to FP8.
+"""A linear layer's products with FP8 operands, forward and backward.
 
-On CUDA operands with one scale each are multiplied as FP8 (`torch._scaled_mm`). Blocks are
-multiplied there as bf16, which holds FP8 times a power of two exactly, so that this recipe has its
-numbers and not its speed. On a CPU all are multiplied as fp32.
+On CUDA, operands with one scale each are multiplied as FP8 (`torch._scaled_mm`). Blockwise operands
+are multiplied as bf16, which represents FP8 times a power of two exactly: the numbers of the
+recipe, not its speed. On a CPU all operands are multiplied as fp32.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _LEAST = (8, 9)
 
 
 def require_products(device: torch.device) -> None:
-    """Make sure that FP8 can be multiplied on a device.
+    """Check that a device can multiply FP8.
 
     Raises:
-        UsageError: it is a CUDA device that is too old.
+        UsageError: the CUDA device is too old.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST:
         name = torch.cuda.get_device_name(device)
         raise UsageError(
-            f"{name} has no products of FP8",
-            hint="leave --fp8-recipe out; compute capability 8.9 and later have them",
+            f"{name} cannot multiply FP8",
+            hint="omit --fp8-recipe; FP8 needs compute capability 8.9 or later",
         )
 
 
 def fp8_product(x: Tensor, weight_OI: Tensor, scaling: Fp8Scaling) -> Tensor:
-    """`x W^T` for `x` `[..., I]`, in x's type, by FP8 operands; so are both gradients."""
+    """`x W^T` for `x` `[..., I]` in x's dtype, from FP8 operands, and likewise both gradients."""
     args = (x, weight_OI, scaling, torch.is_grad_enabled())
     out: Tensor = _Product.apply(*args)  # type: ignore[no-untyped-call]
     return out
@@ -52,7 +52,7 @@ class _Product(torch.autograd.Function):
         x_TI = x.reshape(-1, x.shape[-1])
         rows = scaling.input(x_TI, is_training=is_training)
         weight = scaling.weight(weight_OI, is_training=is_training)
-        # What backward needs of them is one byte an element; nothing else is kept.
+        # The backward pass needs one byte per element of these; nothing else is saved.
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         saved: list[Tensor | None] = [None] * 4
         if wants_x:
@@ -85,9 +85,9 @@ class _Product(torch.autograd.Function):
 
 
 def multiply(a_MK: Quantized, b_NK: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """`a b^T`, `[M, N]`, of what FP8 operands stand for, summed in fp32 and rounded to `dtype`.
+    """`a b^T`, `[M, N]`, of FP8 operands, summed in fp32 and rounded to `dtype`.
 
-    `fast` lets CUDA sum with fewer bits, as Transformer Engine does going forward.
+    `fast` lets CUDA sum with fewer bits, as Transformer Engine does in the forward pass.
     """
     if a_MK.data.device.type == "cpu":
         return (dequantize(a_MK) @ dequantize(b_NK).t()).to(dtype)
@@ -109,7 +109,7 @@ def multiply(a_MK: Quantized, b_NK: Quantized, dtype: torch.dtype, *, fast: bool
 
 
 def _padded(data: Tensor) -> Tensor:
-    """Rows and columns up to multiples of 16, by zeros; rows one after the other in memory."""
+    """Pad rows and columns with zeros to multiples of 16; the result is contiguous."""
     rows, columns = data.shape
     if rows % _MULTIPLE == 0 and columns % _MULTIPLE == 0:
         return data.contiguous()

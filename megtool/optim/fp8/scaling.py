@@ -1,6 +1,6 @@
-"""Scaling: the operands of a linear layer's three products in FP8, by one of the recipes.
+"""The FP8 operands of a linear layer's three products, by recipe.
 
-A weight that its optimizer has gathered as FP8 is used as it came (`optim.fp8.gather`).
+A weight that the optimizer has gathered as FP8 is used as it is (`optim.fp8.fp8_param_gather`).
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ class Operand:
 
 
 class Fp8Scaling(ABC):
-    """What turns the tensors of one linear layer into FP8.
+    """Casts the tensors of one linear layer to FP8.
 
-    `is_training` says that the magnitudes are to be remembered, where that is done.
+    `is_training`: record the amax, if the recipe has a history.
     """
 
     @abstractmethod
     def input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
-        """The rows that are multiplied."""
+        """The operand of the input."""
 
     @abstractmethod
     def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
-        """The weight."""
+        """The operand of the weight."""
 
     @abstractmethod
     def gradient(self, g_TO: Tensor) -> Operand:
-        """The gradient of the result."""
+        """The operand of the output's gradient."""
 
 
 class TensorwiseScaling(Fp8Scaling):
-    """Current scaling: each tensor by its own largest magnitude."""
+    """Current scaling: each tensor by its own amax."""
 
     def __init__(self, settings: Fp8Config) -> None:
         self.settings = settings
@@ -79,10 +79,11 @@ class TensorwiseScaling(Fp8Scaling):
 
 
 class BlockwiseScaling(Fp8Scaling):
-    """Powers of two: for 128 elements along the sum, for weights for 128 x 128.
+    """Scales that are powers of two: for 128 elements along the summed dim, or 128 x 128 of
+    weights.
 
-    Inputs and gradients are summed over in both directions, and quantized once for each from the
-    values as they are.
+    Inputs and gradients are summed over both dims, and quantized once for each from the original
+    values.
     """
 
     def __init__(self, settings: Fp8Config) -> None:
@@ -111,10 +112,10 @@ class BlockwiseScaling(Fp8Scaling):
 
 
 class DelayedScaling(Fp8Scaling):
-    """One scale for each tensor, from the steps before; until there are any, from its own values.
+    """One scale for each tensor from earlier steps, or from its own values in the first step.
 
-    Transformer Engine begins with scales of 1, with which small weights lose most of their bits in
-    the first step; a layer that has seen nothing yet is here scaled as `tensorwise` does it.
+    Transformer Engine starts with scales of 1, with which small weights lose most of their bits in
+    the first step; here the first step is scaled as with `tensorwise`.
     """
 
     def __init__(self, histories: AmaxHistories, module: int) -> None:
@@ -145,7 +146,7 @@ class DelayedScaling(Fp8Scaling):
         if histories.is_fresh[module]:
             scale = scale_from_amax(amax(x_MN), kind, margin=self.settings.margin)
         else:
-            # A copy: what is saved for backward must not change when the step ends.
+            # A copy, since what is saved for backward must not change at the end of the step.
             scale = histories.scale[direction][module, column].clone()
         data, largest = cast_fp8(x_MN, scale, kind)
         if is_training:
@@ -156,14 +157,14 @@ class DelayedScaling(Fp8Scaling):
 def make_scalings(
     num_modules: int, settings: Fp8Config, device: torch.device | str
 ) -> tuple[list[Fp8Scaling], AmaxHistories | None]:
-    """The scaling of each of so many linear layers, and their histories where there are any.
+    """The scaling of each of so many linear layers, and their histories, if the recipe has any.
 
     Raises:
-        UsageError: the recipe is Transformer Engine's alone.
+        UsageError: the recipe needs Transformer Engine.
     """
     if settings.recipe == "mxfp8":
         raise UsageError(
-            "FP8 recipe 'mxfp8' without Transformer Engine, which alone has products of it",
+            "FP8 recipe 'mxfp8' without Transformer Engine",
             hint="--kernels te, or --fp8-recipe blockwise",
         )
     if settings.recipe == "delayed":

@@ -32,9 +32,9 @@ _PROBES: dict[Recipe, str] = {
 
 
 def make_te_recipe(settings: Fp8Config, recipes: Any, *, reduce_amax: bool = True) -> Any:
-    """The recipe that `settings` are in `recipes`, the module `transformer_engine.common.recipe`.
+    """The recipe of `settings` from `recipes`, the module `transformer_engine.common.recipe`.
 
-    `reduce_amax`: the ranks of the region's group share magnitudes; of delayed scaling alone.
+    `reduce_amax`: the ranks of the region's group reduce amax; for delayed scaling only.
     """
     facts: dict[str, Any] = {"fp8_format": recipes.Format[settings.format.upper()]}
     if settings.recipe == "delayed":
@@ -48,37 +48,37 @@ def make_te_recipe(settings: Fp8Config, recipes: Any, *, reduce_amax: bool = Tru
 
 
 def required_multiple(recipe: Recipe) -> int:
-    """What rows and both sides of weights have to be multiples of (for all three products)."""
+    """The number that rows and both dims of weights have to be multiples of."""
     return 32 if recipe == "mxfp8" else 16
 
 
 def require_recipe(recipe: Recipe) -> None:
-    """Make sure that the GPU here has what a recipe needs.
+    """Check that the GPU supports a recipe.
 
     Raises:
         MissingPackageError: Transformer Engine cannot be loaded.
-        UsageError: the GPU, or its CUDA, has not.
+        UsageError: the GPU, or its CUDA version, does not.
     """
     can, reason = getattr(load().pytorch, _PROBES[recipe])(return_reason=True)
     if not can:
         raise UsageError(
             f"--fp8-recipe {recipe} by Transformer Engine: {reason}",
-            hint="another --fp8-recipe, or without --kernels te",
+            hint="use another --fp8-recipe, or omit --kernels te",
         )
 
 
 class TeAmaxHistories:
-    """The delayed scaling state of linear layers, where Transformer Engine keeps and changes it.
+    """The delayed scaling state of linear layers, which Transformer Engine has and updates.
 
-    It has the form of `optim.fp8.history.Histories`. A step of it is a pass of a micro batch: it
-    ends in the forward pass for inputs and weights, in the backward pass for gradients. Scales
-    begin with 1, with which small weights lose most of their bits; here those of weights begin with
-    what the weights themselves say.
+    It has the methods of `AmaxHistories`. A step is a pass of a micro batch: it ends in the forward
+    pass for inputs and weights, in the backward pass for gradients. Transformer Engine's initial
+    scales are 1, with which small weights lose most of their bits; here the initial scales of
+    weights come from the weights.
     """
 
     def __init__(self, linears: Sequence[TeLinear], settings: Fp8Config) -> None:
         self.linears = linears
-        self.is_fresh = [True] * len(linears)  # no pass has the scales of the one before
+        self.is_fresh = [True] * len(linears)  # scales change in every pass
         with torch.no_grad():
             for linear in linears:
                 scale = scale_from_amax(
@@ -87,15 +87,15 @@ class TeAmaxHistories:
                 linear.scale("fwd")[WEIGHT].copy_(scale)
 
     def end_step(self, groups: ProcessGroups) -> None:
-        """Nothing: every pass has ended its own."""
+        """Do nothing: every pass has ended its own step."""
 
     def forget_pass(self) -> None:
-        """A pass without gradients is over: what it has seen is not to count in training."""
+        """Drop the amax of a pass without gradients, which must not affect training."""
         for linear in self.linears:
             linear.history("fwd")[0].zero_()
 
     def state(self, module: int) -> dict[str, Tensor]:
-        """See `Histories.state`."""
+        """See `AmaxHistories.state`."""
         linear, out = self.linears[module], {}
         for d in KINDS:
             out[f"scale_{d}"] = linear.scale(d).to("cpu", copy=True)
@@ -103,7 +103,7 @@ class TeAmaxHistories:
         return out
 
     def load(self, module: int, state: Mapping[str, Tensor]) -> None:
-        """See `Histories.load`."""
+        """See `AmaxHistories.load`."""
         linear = self.linears[module]
         for d in KINDS:
             linear.scale(d).copy_(state[f"scale_{d}"])
@@ -114,13 +114,13 @@ StageRun = Callable[..., Tensor]
 
 
 class TeTraining:
-    """Linear layers of this rank by Transformer Engine: a product for each of `weights`.
+    """Linear layers of this rank in Transformer Engine: a product for each of `weights`.
 
-    Every rank makes one at the same time: magnitudes are shared by the ranks of its pipeline stage.
+    Every rank makes one at the same time: the ranks of a pipeline stage reduce amax.
 
     Raises:
         MissingPackageError: Transformer Engine cannot be loaded.
-        UsageError: the GPU has not what the recipe needs, or a weight no fitting size.
+        UsageError: the GPU does not support the recipe, or a weight's shape does not fit it.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class TeTraining:
         require_recipe(settings.recipe)
         stage = groups.stage()
         recipes = import_module("transformer_engine.common.recipe")
-        # What an earlier run in this process has left there would share in groups that are gone.
+        # An earlier run in this process may have left state with groups that no longer exist.
         import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager.reset()
-        # Without a group Transformer Engine would take the whole world, all stages of it.
+        # Without a group Transformer Engine would use the whole world, with all stages.
         recipe = make_te_recipe(settings, recipes, reduce_amax=stage.size > 1)
         self.region = TERegion(recipe, stage.handle)
         self.products = [TeLinear(weight, required_multiple(settings.recipe)) for weight in weights]
@@ -143,7 +143,7 @@ class TeTraining:
         self.histories = TeAmaxHistories(self.products, settings) if is_delayed else None
 
     def around(self, run: StageRun) -> StageRun:
-        """A stage's `run` as it computes in FP8."""
+        """A stage's `run` inside the FP8 region."""
 
         def inside(*args: Any) -> Tensor:
             with self.region.entered():

@@ -105,8 +105,8 @@ def _collect_objects(destination: Destination) -> dict[str, bytes]:
     """The objects as ready items, from the beginning of the first file.
 
     The run itself writes objects with the state of the run or of its ranks, and FP8's scales and
-    histories if it computes in FP8. Those of other layers, which no longer fit the weights, are left
-    empty.
+    histories if it computes in FP8. Those of other layers, which no longer fit the weights, are
+    left empty.
     """
     stored_objects = destination.catalogue.objects
     first = next(

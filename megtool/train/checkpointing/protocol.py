@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveMetadata:
-    """The state of a run when it is saved, apart from weights and optimizer; a resumed run reads it.
+    """The state of a run when it is saved, apart from weights and optimizer; a resumed run reads
+    it.
 
     `scheduler` is the state of the learning rate's schedule, with Megatron's keys. `args` are
     fields of Megatron's args that the run knows better than the checkpoint it began with (`lr`,

@@ -194,8 +194,8 @@ class RunIdentity:
         if self.source and previous.source and self.source != previous.source:
             if self.is_model_frozen:
                 raise TrainingError(
-                    f"the run in {folder} has adapters for another model: the weights of SRC differ "
-                    "from those it started with",
+                    f"the run in {folder} has adapters for another model: the weights of SRC "
+                    "differ from those it started with",
                     file=folder / RUN_FILE,
                     hint="use the SRC that it was started with, or another DST",
                 )

@@ -31,7 +31,8 @@ _STORED_NAMES = {MAIN: "param"}
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """Elements `start` to `stop` of a state of this rank's tensor `name`, at `offset` of a shard."""
+    """Elements `start` to `stop` of a state of this rank's tensor `name`, at `offset` of a
+    shard."""
 
     state: str
     name: str
@@ -61,8 +62,8 @@ def plan_save_layout(
 ) -> SaveLayout:
     """Plan a save; `reports` are those of all ranks, of which this one is `rank`.
 
-    Weights are sharded and assigned to ranks as `reshard` does. State is sharded as its weights are,
-    and further where one rank's part of it ends: every rank writes what it owns.
+    Weights are sharded and assigned to ranks as `reshard` does. State is sharded as its weights
+    are, and further where one rank's part of it ends: every rank writes what it owns.
 
     Raises:
         MappingError: ranks and checkpoint do not have the same tensors.
@@ -194,7 +195,7 @@ def _state_tensor(state: str, name: str, shape: tuple[int, ...]) -> GlobalTensor
 def _plan_buckets(template: SaveTemplate, reports: Sequence[RankOwnership]) -> BucketLayout:
     states = {run.state for report in reports for run in report.ranges}
     if template.plan_buckets is None:
-        raise MappingError(f"{DP_RESHARDABLE} needs the run\'s bucket sizes")
+        raise MappingError(f"{DP_RESHARDABLE} needs the run's bucket sizes")
     order = sorted(states, key=lambda s: (s != MAIN, s))
     return template.plan_buckets({_STORED_NAMES.get(s, s): FLOAT32 for s in order})
 
@@ -218,8 +219,8 @@ def _bucket_rows(
             assignments = by_parameter.get((state, p.key, p.boxes, place))
             if assignments is None:
                 raise UsageError(
-                    f"{DP_RESHARDABLE} stores the same states of every parameter, and this one has no "
-                    f"{state!r}: it is frozen, or updated by another rule",
+                    f"{DP_RESHARDABLE} stores the same states of every parameter, and this one has "
+                    f"no {state!r}: it is frozen, or updated by another rule",
                     tensor=p.key,
                     hint=f"--dist-ckpt-optim-format {FULLY_RESHARDABLE} saves the existing state",
                 )

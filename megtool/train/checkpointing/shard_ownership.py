@@ -102,9 +102,7 @@ class ShardCells:
         match = _LAYER.fullmatch(key)
         stacked = f"{match[1]}.layers.{match[3]}" if match else ""
         if match is None or stacked not in self.number:
-            raise MappingError(
-                "the run has a parameter that its checkpoint lacks", tensor=key
-            )
+            raise MappingError("the run has a parameter that its checkpoint lacks", tensor=key)
         return self.number[stacked], (int(match[2]),)
 
     def find_cells(self, p: Parameter) -> list[tuple[Box, int, int]]:
@@ -131,7 +129,8 @@ class ShardCells:
 def split_into_boxes(
     cells: Iterable[tuple[Box, int, int]], start: int, stop: int
 ) -> Iterator[tuple[list[int], list[int], int]]:
-    """A parameter's elements `start` to `stop` as boxes of its tensor, with their first elements."""
+    """A parameter's elements `start` to `stop` as boxes of its tensor, with their first
+    elements."""
     for (lo, hi), begin, _ in cells:
         shape = [b - a for a, b in zip(lo, hi, strict=True)]
         a, b = max(start - begin, 0), min(stop - begin, prod(shape))

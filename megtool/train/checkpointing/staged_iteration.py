@@ -231,7 +231,7 @@ class StagedIteration:
                 raise StorageError(
                     f"iteration {self.iteration}: {self._timeout_s:.0f} s passed before {goal}",
                     file=self.final,
-                    hint="a process may have ended, or the save folder is not shared by all processes",
+                    hint="a process may have ended, or the save folder is not shared by all",
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)

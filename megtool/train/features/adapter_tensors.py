@@ -48,8 +48,8 @@ class AdapterViews:
 
     A canonical adapter has an A `[rank, in]` for each fused layer, named by Megatron's name of it
     (`decoder.layers.0.self_attention.linear_qkv.lora_A`), and a B `[out, rank]` for each module
-    (`layers.0.attn.q.lora_B`). Both matrices of experts have the layer's name, A `[E, rank, in]` and
-    B `[E, out, rank]`, with the rows of the layer on one rank. All ranks make the same calls.
+    (`layers.0.attn.q.lora_B`). Both matrices of experts have the layer's name, A `[E, rank, in]`
+    and B `[E, out, rank]`, with the rows of the layer on one rank. All ranks make the same calls.
     """
 
     def __init__(self, stages: Sequence[Decoder]) -> None:

@@ -185,8 +185,8 @@ def check_vocabularies(student: ModelConfig, teacher: ModelConfig) -> None:
 def plan_teacher_layout(
     layout: ParallelConfig, student: ModelConfig, teacher: ModelConfig
 ) -> ParallelConfig:
-    """The teacher's layout on the student's ranks: the student's, with even stages if it has another
-    number of layers, and without expert parallelism if it has no experts.
+    """The teacher's layout on the student's ranks: the student's, with even stages if it has
+    another number of layers, and without expert parallelism if it has no experts.
 
     Raises:
         LayoutError: its layers do not divide evenly, or tp or ep does not divide it.

@@ -215,9 +215,9 @@ class Fp8Feature(TrainingFeature):
         te = "; Transformer Engine is installed but not used (--kernels te)"
         is_idle = not self._is_by_te and find_spec("transformer_engine") is not None
         return (
-            f"FP8 ({settings.recipe}, {settings.format}): linear layers of layers {fp8_layers.start} "
-            f"to {fp8_layers.stop - 1} of {self.num_layers} are {by}; {excluded} and the output "
-            f"layer are not in FP8{te if is_idle else ''}"
+            f"FP8 ({settings.recipe}, {settings.format}): linear layers of layers "
+            f"{fp8_layers.start} to {fp8_layers.stop - 1} of {self.num_layers} are {by}; "
+            f"{excluded} and the output layer are not in FP8{te if is_idle else ''}"
         )
 
     @property

@@ -49,8 +49,8 @@ class PeftModuleSlice:
 class PeftExperts:
     """The position of the matrices of all experts in a parameter of a Hugging Face module.
 
-    The rows of a layer's weight are `rows` of the parameter, None if they are in order. `is_swapped`:
-    the module has inputs before outputs without telling PEFT, so A and B are swapped.
+    The rows of a layer's weight are `rows` of the parameter, None if they are in order.
+    `is_swapped`: the module has inputs before outputs without telling PEFT, so A and B are swapped.
     """
 
     module: str
@@ -101,7 +101,7 @@ class PeftFormat:
             gated = ("gate", "up") if config.gated else ("up",)
             parts = gated if name.endswith("fc1") else ("down",)
             places = [target.placements[f"{first}{part}.weight"] for part in parts]
-            # transformers holds all experts in two parameters of one module, however they are stored.
+            # transformers has all experts in two parameters of one module, however stored.
             within = places[0].stored.partition(".experts.")[0].replace("block_sparse_moe", "mlp")
             rows = None
             is_stacked = len(shapes[places[0].stored]) == 3

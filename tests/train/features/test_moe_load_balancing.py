@@ -304,7 +304,9 @@ def test_the_checkpoints_own_weights_only_if_asked() -> None:
     assert found == BalanceSettings(kind="aux_loss", aux_coeff=0.02)  # what is given wins
     for kind in ("global_aux_loss", ["aux_loss", "seq_aux_loss"]):
         other = args | {"moe_router_load_balancing_type": kind}
-        with raises(UsageError, match="the checkpoint has", hint="--moe-aux-loss-coeff X --moe-router"):
+        with raises(
+            UsageError, match="the checkpoint has", hint="--moe-aux-loss-coeff X --moe-router"
+        ):
             make_balance_settings(asked, config, other)
         found = make_balance_settings(replace(asked, moe_aux_loss_coeff=0.5), config, other)
         assert found == BalanceSettings(kind="aux_loss", aux_coeff=0.5)  # as the hint says
