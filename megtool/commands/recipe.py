@@ -58,7 +58,12 @@ class ShowReport:
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
         rules = [
-            {"rule": r.label, "match": r.condition.describe(), "format": r.format, "why": r.reason}
+            {
+                "rule": r.label,
+                "match": r.condition.describe(),
+                "format": r.format,
+                "reason": r.reason,
+            }
             for r in self.recipe.rules
         ]
         return _summary(self.recipe) | {"rules": rules, "text": self.text}

@@ -277,19 +277,19 @@ def read_qparams(
     modules = dict(model.named_modules())
     qparams = QParams()
     readers = map_norm_readers(sites, [d.module for d in decisions])
-    for point in sites:
-        group = [by_name[m] for m in point.modules if m in by_name]
+    for site in sites:
+        group = [by_name[m] for m in site.modules if m in by_name]
         if not group:
             continue
-        if point.kind == "kv_cache":
+        if site.kind == "kv_cache":
             qparams.kv_caches[group[0].module.name] = _read_kv_cache(
                 group[0], find_quantizer_module(modules, group[0], "k_bmm")
             )
             continue
-        folds = bool(point.norm) and set(readers[point.norm]) <= set(point.modules)
+        folds = bool(site.norm) and set(readers[site.norm]) <= set(site.modules)
         _read_site(
             qparams,
-            point,
+            site,
             [(d, find_quantizer_module(modules, d, "weight")) for d in group],
             folds=folds,
         )

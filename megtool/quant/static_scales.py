@@ -323,9 +323,9 @@ def _origin(scaling: FP8ScalingState) -> str:
     return " and ".join(origins) or "weights alone"
 
 
-def _is_rarely_quantized(point: ActivationSite) -> bool:
+def _is_rarely_quantized(site: ActivationSite) -> bool:
     """The head and routers, which shipped recipes do not quantize."""
-    return point.name == "head" or point.name.endswith(".router")
+    return site.name == "head" or site.name.endswith(".router")
 
 
 def _label(site: Site) -> str:

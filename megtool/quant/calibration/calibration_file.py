@@ -164,8 +164,7 @@ def merge_calibrations(calibrations: Sequence[CalibrationFile]) -> CalibrationFi
         if set(first.statistics) != set(calibration.statistics):
             name = sorted(set(first.statistics) ^ set(calibration.statistics))[0]
             raise CalibrationError(
-                f"the first calibration and number {number} do not know the same points: one of "
-                f"them has no {name!r}",
+                f"calibration files 1 and {number} have different sites: one has no {name!r}",
                 hint="calibrate again with one version of megtool",
             )
         if first.route_all != calibration.route_all:

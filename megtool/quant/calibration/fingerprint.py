@@ -49,10 +49,10 @@ class Fingerprint:
     seed: int = 0
     version: str = __version__
 
-    def differences(self, other: Fingerprint) -> list[str]:
+    def differences(self, fingerprint: Fingerprint) -> list[str]:
         """Names of the fields that differ."""
         names = [f.name for f in fields(self)]
-        return [n for n in names if getattr(self, n) != getattr(other, n)]
+        return [n for n in names if getattr(self, n) != getattr(fingerprint, n)]
 
 
 def compute_fingerprint(

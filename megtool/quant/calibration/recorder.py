@@ -59,8 +59,8 @@ class ActivationRecorder:
         self.decoder = decoder
         self.groups = decoder.groups if groups is None else groups
         self._sites: dict[int | None, list[ActivationSite]] = defaultdict(list)
-        for point in sites:
-            self._sites[point.layer].append(point)
+        for site in sites:
+            self._sites[site.layer].append(site)
         self._gram, self._normalize_tokens = frozenset(gram), frozenset(normalize_tokens)
         self._sample, self._route_all = frozenset(sample), route_all
         self._watched: list[_WatchedSite] = []
@@ -88,10 +88,10 @@ class ActivationRecorder:
         """
         self.stop()
         watched: dict[tuple[int, str], list[_WatchedSite]] = defaultdict(list)
-        for point in self._sites[layer]:
-            place = places(self.decoder, point.name)[0]
-            tally = self._make_statistics(point, place) if place.is_here else None
-            entry = _WatchedSite(site=point, place=place, statistics=tally)
+        for site in self._sites[layer]:
+            place = places(self.decoder, site.name)[0]
+            tally = self._make_statistics(site, place) if place.is_here else None
+            entry = _WatchedSite(site=site, place=place, statistics=tally)
             self._watched.append(entry)
             watched[id(place.module), place.attribute].append(entry)
         for entries in watched.values():
@@ -149,14 +149,14 @@ class ActivationRecorder:
             self._moe.labels_R = None
             self._moe = None
 
-    def _make_statistics(self, point: ActivationSite, place: HookLocation) -> RunningStatistics:
+    def _make_statistics(self, site: ActivationSite, place: HookLocation) -> RunningStatistics:
         columns = place.columns.size
         return RunningStatistics(
-            point.width * place.repeats // columns,
+            site.width * place.repeats // columns,
             self.groups.device,
-            gram_width=point.width if point.name in self._gram else 0,
-            normalize_tokens=point.name in self._normalize_tokens,
-            keep_sample=point.name in self._sample,
+            gram_width=site.width if site.name in self._gram else 0,
+            normalize_tokens=site.name in self._normalize_tokens,
+            keep_sample=site.name in self._sample,
         )
 
     def _install_hook(self, entries: Sequence[_WatchedSite]) -> None:
@@ -271,9 +271,9 @@ class ActivationRecorder:
                 _raise_at(w.site, sample)
 
 
-def _raise_at(point: ActivationSite, sample: int) -> NoReturn:
-    location = "the head" if point.layer is None else f"layer {point.layer}"
+def _raise_at(site: ActivationSite, sample: int) -> NoReturn:
+    location = "the head" if site.layer is None else f"layer {site.layer}"
     raise CalibrationError(
-        f"an activation at {point.name} ({location}) is NaN or Inf, in sample {sample}",
+        f"an activation at {site.name} ({location}) is NaN or Inf, in sample {sample}",
         hint="`megtool inspect --stats` shows NaN in weights; float16 overflows: --dtype float32",
     )

@@ -339,7 +339,7 @@ class _UnitRunner:
                 read_norm=self.weights.norm,
             )
         except MegtoolError as error:
-            local_error = error  # the others wait for what this rank was to settle
+            local_error = error  # raised on all ranks of the stage below
         parts = ranks.gather_stage((part, local_error))
         out = QParams(notes=list(notes))
         for part_, error_ in parts:

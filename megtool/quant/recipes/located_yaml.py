@@ -48,7 +48,7 @@ class Node:
 def read_documents(text: bytes, *, file: str | Path) -> list[Node]:
     """Read the YAML documents of a file (JSON is YAML) safely, without custom tags.
 
-    Anchors are expanded up to `MAX_NODES` values in total, so small files cannot grow without bound.
+    Anchors are expanded up to `MAX_NODES` values, so that small files cannot grow without bound.
 
     Raises:
         RecipeError: too large, too deep, a duplicate key, a custom tag, or invalid YAML.

@@ -26,9 +26,9 @@ class Decision:
     """The decision about one module.
 
     `format` is None for unquantized modules. `rules` are the numbers of the deciding rules
-    (ModelOpt decides weights and inputs by different rules), empty if no rule matches; `reason` explains the
-    decision. `num_bytes` includes scales; for a KV cache it is the size of one token. `choices` are
-    candidate formats of a search: `num_bytes` is then the budget.
+    (ModelOpt decides weights and inputs by different rules), empty if no rule matches; `reason`
+    explains the decision. `num_bytes` includes scales; for a KV cache it is the size of one
+    token. `choices` are candidate formats of a search: `num_bytes` is then the budget.
     """
 
     module: ModuleInfo
