@@ -62,7 +62,7 @@ def cut(
         worst = int(order[np.argmax(over)])
         raise FormatError(
             f"document {worst + 1} has {int(lengths[worst])} tokens, and a row has {row}",
-            hint="--long split or truncate, or a larger --seq-length",
+            hint="--overflow split or truncate, or a larger --seq-length",
         )
     if mode == "packed" and long != "truncate":
         return _filled(order, pairs, row, skipped, split=int(over.sum()))

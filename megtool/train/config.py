@@ -11,8 +11,9 @@ from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.options.field import flag, option
 from megtool.options.groups import SourceOptions, TokenizerOptions
+from megtool.train.optimizer_options import OptimizerOptions
 
-INPUT, TRAINING, OPTIMIZER = "Input", "Training", "Optimizer"
+INPUT, TRAINING = "Input", "Training"
 EXPERTS = "Mixture of experts"
 PRECISION, MEMORY, LAYOUT = "Precision", "Memory and overlap", "Parallel layout"
 RUNNING, CHECKPOINTS, EVALUATION = "Running", "Checkpoints", "Evaluation and logs"
@@ -29,7 +30,7 @@ DTYPE_FLAGS = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(SourceOptions, TokenizerOptions):
+class TrainConfig(OptimizerOptions, SourceOptions, TokenizerOptions):
     """The options of a training run. Steps are optimizer steps; a sample is a row of `seq_length`.
 
     None stands for the default, which each option's help describes. The command line, YAML files
@@ -123,82 +124,6 @@ class TrainConfig(SourceOptions, TokenizerOptions):
     exit_signal_handler: bool = option(TRAINING, "On SIGTERM save, and stop.", False)
     exit_duration_in_mins: float | None = option(
         TRAINING, "Save and stop after so many minutes.", metavar="X"
-    )
-    # ---- Optimizer
-    optimizer: Literal["adam", "sgd", "muon"] = option(
-        OPTIMIZER,
-        "adam: AdamW; muon: Muon for matrices (each expert, and q, k and v, separately), AdamW for "
-        "other parameters.",
-        "adam",
-    )
-    lr: float = option(OPTIMIZER, "Maximum learning rate.", 1e-5, metavar="X", minimum=0)
-    min_lr: float = option(OPTIMIZER, "Minimum learning rate.", 0.0, metavar="X", minimum=0)
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
-        OPTIMIZER, "How the learning rate decays.", "linear"
-    )
-    lr_decay_iters: int | None = option(
-        OPTIMIZER,
-        "Steps until the rate is --min-lr; default: --train-iters.",
-        metavar="N",
-        minimum=1,
-    )
-    lr_warmup_iters: int | None = option(
-        OPTIMIZER,
-        "Warm-up steps of the learning rate.",
-        metavar="N",
-        minimum=0,
-        alias="--lr-warmup-steps",
-    )
-    lr_warmup_fraction: float | None = option(
-        OPTIMIZER, "Warm-up as a share of --lr-decay-iters.", metavar="X", minimum=0
-    )
-    lr_warmup_init: float = option(
-        OPTIMIZER, "Learning rate at the start of warm-up.", 0.0, metavar="X"
-    )
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = option(
-        OPTIMIZER, "How the rate decays in the last phase of WSD.", "exponential"
-    )
-    lr_wsd_decay_iters: int | None = option(
-        OPTIMIZER, "Steps of the last phase of WSD.", metavar="N", minimum=1
-    )
-    weight_decay: float = option(
-        OPTIMIZER,
-        "Weight decay of matrices; biases and norms have none.",
-        0.01,
-        metavar="X",
-        minimum=0,
-    )
-    start_weight_decay: float | None = option(
-        OPTIMIZER,
-        "Weight decay at the first step; default: --weight-decay.",
-        metavar="X",
-        minimum=0,
-    )
-    end_weight_decay: float | None = option(
-        OPTIMIZER, "Weight decay at the last step; default: --weight-decay.", metavar="X", minimum=0
-    )
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
-        OPTIMIZER, "How weight decay changes from the first to the last step.", "constant"
-    )
-    adam_beta1: float = option(OPTIMIZER, "Adam's beta1.", 0.9, metavar="X")
-    adam_beta2: float = option(OPTIMIZER, "Adam's beta2.", 0.999, metavar="X")
-    adam_eps: float = option(OPTIMIZER, "Adam's epsilon.", 1e-8, metavar="X")
-    sgd_momentum: float = option(OPTIMIZER, "Momentum of sgd.", 0.9, metavar="X")
-    muon_momentum: float = option(OPTIMIZER, "Momentum of muon.", 0.95, metavar="X")
-    clip_grad: float = option(
-        OPTIMIZER, "Clip the gradient to this norm; 0: no clipping.", 1.0, metavar="X", minimum=0
-    )
-    lr_mult: tuple[str, ...] = option(
-        OPTIMIZER,
-        "Multiply the learning rate of parameters: '*.bias=0.1'; repeatable.",
-        (),
-        metavar="GLOB=X",
-    )
-    wd_mult: tuple[str, ...] = option(
-        OPTIMIZER,
-        "Multiply the weight decay of parameters; repeatable.",
-        (),
-        metavar="GLOB=X",
     )
     # ---- Mixture of experts
     moe_aux_loss_coeff: float = option(

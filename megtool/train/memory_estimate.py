@@ -71,7 +71,7 @@ def estimate_weight_bytes(config: ModelConfig, layout: ParallelConfig, dtype: st
     totals = []
     for stage in range(layout.pp):
         stages = build_stages(config, meta_groups(layout, stage), dtype=getattr(torch, dtype))
-        parameters = [p for one in stages for p in one.parameters()]
+        parameters = [p for decoder in stages for p in decoder.parameters()]
         totals.append(sum(p.numel() * p.element_size() for p in parameters))
     return max(totals)
 

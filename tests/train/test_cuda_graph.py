@@ -272,7 +272,7 @@ def test_what_cannot_be_a_graph_is_refused(options: dict[str, Any], message: str
 def test_models_with_experts_and_cpus_are_refused(model: Path) -> None:
     config = open_decoder(model).config
     asked = TrainConfig(cuda_graph_impl="local", device="cpu")
-    with pytest.raises(UsageError, match="on cpu: graphs are of CUDA devices"):
+    with pytest.raises(UsageError, match="on cpu: it needs a CUDA device"):
         check_graphs(asked, config)
     experts = replace(config, num_experts=4, num_experts_per_token=2, moe_ffn_hidden_size=8)
     with pytest.raises(UsageError, match="a model with experts"):

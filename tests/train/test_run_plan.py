@@ -52,5 +52,5 @@ def test_a_share_of_warm_up_is_not_rounded_as_it_is_not_in_megatron(fraction: fl
 
 
 def test_a_warm_up_that_is_all_is_refused() -> None:
-    with pytest.raises(UsageError, match="25 steps of warm-up"):
+    with pytest.raises(UsageError, match="25 warm-up steps"):
         make_lr_schedule(TrainConfig(lr=1e-2, lr_warmup_fraction=1.0), plan())

@@ -1,4 +1,4 @@
-"""What the training loop knows of saving: a saver, and what a save holds besides weights."""
+"""The protocol of savers, as the training loop sees them, and the metadata of a save."""
 
 from __future__ import annotations
 

@@ -106,9 +106,9 @@ def find_checkpoint(folder: Path, settings: TrainConfig) -> Path | None:
             hint="give a DST that does not exist yet; --load CKPT resumes from a checkpoint",
         )
     if newest is None and (tracked is not None or list_iterations(folder)):
-        which = "an iteration" if tracked is None else f"iteration {tracked}"
+        missing = "an iteration" if tracked is None else f"iteration {tracked}"
         raise DestinationError(
-            f"it should have {which} of a run, and no iteration is complete",
+            f"it should have {missing} of a run, and no iteration is complete",
             file=folder,
             hint="restore it, or remove DST to start anew; --load CKPT resumes from another one",
         )

@@ -101,8 +101,8 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(remainders: bool, tmp_pat
 
 
 FORMATS = [
-    ("torch_dist", {"optimizer": "fully_reshardable", "tp": 2, "dp": 2}),
-    ("torch_dist", {"optimizer": "dp_reshardable", "tp": 2, "pp": 2, "dp": 2}),
+    ("torch_dist", {"optimizer_format": "fully_reshardable", "tp": 2, "dp": 2}),
+    ("torch_dist", {"optimizer_format": "dp_reshardable", "tp": 2, "pp": 2, "dp": 2}),
     ("megatron", {"tp": 2, "pp": 2}),
 ]
 
@@ -167,7 +167,7 @@ def test_another_optimizer_is_told_what_it_lacks(tmp_path: Path) -> None:
         "30",
         "45 tensors",
         "exp_avg",
-        hint="start a new run from this checkpoint's weights alone",
+        hint="start a new run from this checkpoint's weights",
     ):
         Trained(tmp_path / "dst").resume()
 
