@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.checkpoint.containers.pickle_reader import decode, to_plain
-from megtool.config import ModelConfig, ParallelConfig, pipeline_chunks
+from megtool.config import LayoutOptions, ModelConfig, ParallelConfig, pipeline_chunks
 from megtool.convert.megatron_args import args_from_config
 from megtool.convert.parallel_args import (
     layout_args,

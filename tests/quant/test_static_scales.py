@@ -138,7 +138,7 @@ def test_each_expert_has_its_own(columns: str, tmp_path: Path, materialize: Any)
                 model[key] = pack_state(held)
 
     edit_iteration(tmp_path / "ep2", own)
-    assert inspect_amax(tmp_path / "ep2", weights=False).lines_of[-1].expert is not None
+    assert inspect_amax(tmp_path / "ep2", weights=False).modules[-1].expert is not None
     report = derive_amax(tmp_path / "ep2", tmp_path / "cal")
     assert any("attn.qkv" in name for name in report.without)
     found = CalibrationFile.load(tmp_path / "cal").statistics

@@ -21,9 +21,9 @@ from tests.support.checkpoints.trained_models import MODELS
 from tests.support.models import tiny_llama
 
 HOPS = (
-    {"to": "torch_dist", "optimizer": "fully_reshardable", "tp": 2, "pp": 3},
-    {"to": "torch_dist", "optimizer": "dp_reshardable", "pp": 3, "dp": 2},
-    {"to": "megatron", "optimizer": "legacy", "tp": 2},
+    {"to": "torch_dist", "optimizer_format": "fully_reshardable", "tp": 2, "pp": 3},
+    {"to": "torch_dist", "optimizer_format": "dp_reshardable", "pp": 3, "dp": 2},
+    {"to": "megatron", "optimizer_format": "legacy", "tp": 2},
 )
 
 
@@ -42,7 +42,7 @@ def chosen(before: dict[str, Any], layers: list[int], *, stacked: bool) -> dict[
     return out
 
 
-@pytest.mark.parametrize("hop", HOPS, ids=lambda h: str(h["optimizer"]))
+@pytest.mark.parametrize("hop", HOPS, ids=lambda h: str(h["optimizer_format"]))
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_of_a_training_state(
     name: str, hop: dict[str, Any], tmp_path: Path, materialize: Any

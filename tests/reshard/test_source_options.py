@@ -68,8 +68,8 @@ def test_state_alone(to: str, trained: tuple[Path, Path], tmp_path: Path) -> Non
     "options",
     [
         {"to": "megatron"},
-        {"to": "torch_dist", "optimizer": "dp_reshardable"},
-        {"to": "torch_dist", "optimizer": "none"},
+        {"to": "torch_dist", "optimizer_format": "dp_reshardable"},
+        {"to": "torch_dist", "optimizer_format": "none"},
     ],
     ids=str,
 )

@@ -67,7 +67,7 @@ def separate_expert_states(catalogue: Catalogue, states: Mapping[str, ExtraState
         return unchanged
     return replace(
         unchanged,
-        untold=frozenset(n for m in modules.values() for n in m.values()),
+        ambiguous=frozenset(n for m in modules.values() for n in m.values()),
         findings=tuple(
             AmaxFinding(module=name, kind="columns", text=AMBIGUOUS) for name in sorted(modules)
         ),

@@ -144,7 +144,7 @@ def test_optimizer_state_stays_as_it_is(kind: str, tmp_path: Path, materialize: 
     edit_ranks(
         tmp_path / "ranks", lambda m, _: m.update({f"{FC1.format(1)}._extra_state": spoiled})
     )
-    options: dict[str, Any] = dict(to="torch_dist", tp=2, dp=2, optimizer=kind, fsync=False)
+    options: dict[str, Any] = dict(to="torch_dist", tp=2, dp=2, optimizer_format=kind, fsync=False)
     reshard(tmp_path / "ranks", tmp_path / "td", **options)
     report = fix_amax(tmp_path / "td", tmp_path / "fixed", fsync=False)
     assert report.amax is not None
@@ -269,7 +269,7 @@ def test_what_fix_leaves_is_said(ranks: Path, tmp_path: Path) -> None:
     edit_ranks(ranks, put)
     text = "\n".join(inspect_amax(ranks).lines())
     assert "2 things are wrong" in text
-    assert "`megtool amax fix` puts right what follows from weights and histories: 1 of" in text
+    assert "`megtool amax fix` rebuilds what follows from weights and histories: 1 of" in text
     assert "1 cannot (zeros)" in text
     fix_amax(ranks, tmp_path / "fixed", fsync=False)
     again = inspect_amax(tmp_path / "fixed")

@@ -398,8 +398,8 @@ def test_small_state_and_files_travel(tmp_path: Path, materialize: Any) -> None:
 
 
 TARGETS: list[dict[str, Any]] = [
-    {"to": "torch_dist", "tp": 2, "optimizer": "dp_reshardable"},
-    {"to": "torch_dist", "pp": 2, "tp": 1, "optimizer": "none"},
+    {"to": "torch_dist", "tp": 2, "optimizer_format": "dp_reshardable"},
+    {"to": "torch_dist", "pp": 2, "tp": 1, "optimizer_format": "none"},
     {"to": "megatron", "tp": 2, "pp": 2},
     {"to": "dcp"},
     {"to": "zarr"},
@@ -413,12 +413,12 @@ def test_everything_is_accounted_for_once(source: str, tmp_path: Path, materiali
     at = tmp_path / "a"
     if source != "torch_dist":
         at = tmp_path / source
-        how = {"to": "megatron"} if source == "legacy" else {"optimizer": "dp_reshardable"}
+        how = {"to": "megatron"} if source == "legacy" else {"optimizer_format": "dp_reshardable"}
         reshard(tmp_path / "a", at, fsync=False, **how)
     for number, target in enumerate(TARGETS):
         if target["to"] == "zarr":
             pytest.importorskip("zarr")
-        with_state = target.get("optimizer") != "none"
+        with_state = target.get("optimizer_format") != "none"
         held = open_source(
             at, SourceOptions(family=target.get("family")), optimizer=with_state
         ).catalogue

@@ -299,9 +299,9 @@ def test_layouts_that_cannot_be(
 
 def test_formats_that_cannot_be(sound: Path, tmp_path: Path) -> None:
     for options, says in (
-        ({"optimizer": "zero"}, "optimizer format 'zero'"),
-        ({"to": "megatron", "optimizer": "dp_reshardable"}, "belongs to --to torch_dist"),
-        ({"to": "torch_dist", "optimizer": "legacy"}, "belongs to --to megatron"),
+        ({"optimizer_format": "zero"}, "optimizer format 'zero'"),
+        ({"to": "megatron", "optimizer_format": "dp_reshardable"}, "belongs to --to torch_dist"),
+        ({"to": "torch_dist", "optimizer_format": "legacy"}, "belongs to --to megatron"),
     ):
         with raises(UsageError, match=says, hint=True):
             reshard(sound, tmp_path / "out", **options)

@@ -33,7 +33,7 @@ from tests.support.checkpoints.extra_states import (
 from tests.support.checkpoints.trained import config, write
 
 MODULE = "decoder.layers.{}.mlp.experts.experts.linear_fc1"
-RANKS = {"to": "megatron", "tp": 1, "optimizer": "none"}
+RANKS = {"to": "megatron", "tp": 1, "optimizer_format": "none"}
 NAMES = ("scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd")
 
 
@@ -121,12 +121,12 @@ def test_another_release_has_another_order(columns: str, tmp_path: Path, materia
     ep2 = grouped(tmp_path, materialize, columns)
     for te, order in (("1", "blocked"), ("2.2", "blocked"), ("2.3", "interleaved"),
                       ("2", columns), (2, columns)):  # fmt: skip
-        reshard_copy(ep2, tmp_path / f"te{te}", ep=1, te=te, overwrite=True, **RANKS)
+        reshard_copy(ep2, tmp_path / f"te{te}", ep=1, te_version=str(te), overwrite=True, **RANKS)
         assert_ranks(tmp_path / f"te{te}", 4, order)
-    reshard_copy(tmp_path / "te1", tmp_path / "new", ep=2, dp=2, te="2", **RANKS)
+    reshard_copy(tmp_path / "te1", tmp_path / "new", ep=2, dp=2, te_version="2", **RANKS)
     assert_ranks(tmp_path / "new", 2, "interleaved")
     with pytest.raises(UsageError, match=r"Transformer Engine 3\.1"):
-        reshard_copy(ep2, tmp_path / "no", ep=1, te="3.1", **RANKS)
+        reshard_copy(ep2, tmp_path / "no", ep=1, te_version="3.1", **RANKS)
 
 
 def test_a_state_that_does_not_tell_is_read_as_the_others(tmp_path: Path, materialize: Any) -> None:
@@ -160,7 +160,7 @@ def test_objects_that_do_not_tell_are_refused_or_reported(tmp_path: Path, materi
     ranks_of_one = grouped(tmp_path, materialize, "blocked", ep=4, odd=True)
     reshard_copy(ranks_of_one, tmp_path / "alone", to="torch_dist", ep=4, dp=4)
     alone = inspect_amax(tmp_path / "alone", weights=False)
-    assert alone.together == ()  # one expert on a rank: no doubt whose numbers they are
+    assert alone.joint_findings == ()  # one expert on a rank: no doubt whose numbers they are
     report = reshard_copy(tmp_path / "alone", tmp_path / "td", to="torch_dist", ep=2, dp=2)
     assert report.amax is not None
     assert {f.kind for f in report.amax.findings} == {"experts", "assumed"}
@@ -177,7 +177,7 @@ def assert_refused(source: Path, folder: Path) -> None:
     """What works with the numbers of single experts refuses, and inspect says why."""
     found = inspect_amax(source, weights=False)
     assert found.exit_status == 7
-    assert {f.kind for f in found.together} == {"columns"}
+    assert {f.kind for f in found.joint_findings} == {"columns"}
     assert "refuses" in "\n".join(found.lines())
     with pytest.raises(CalibrationError, match="cannot be assigned"):
         derive_amax(source, folder / "cal")

@@ -125,7 +125,7 @@ def test_a_nemo_folder_becomes_megatrons(nemo: Path, tmp_path: Path) -> None:
 def test_an_unfinished_nemo_folder(nemo: Path) -> None:
     marker = nemo.with_name("nemo-unfinished")
     marker.touch()
-    with pytest.raises(FormatError, match="nemo-unfinished lies beside it"):
+    with pytest.raises(FormatError, match="nemo-unfinished exists"):
         open_checkpoint(nemo)
     marker.unlink()
     (nemo / "weights" / "metadata.json").unlink()

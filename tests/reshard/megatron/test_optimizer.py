@@ -43,7 +43,7 @@ def hops(draw: st.DrawFn) -> list[dict[str, Any]]:
             uneven
             | {
                 "to": to,
-                "optimizer": draw(st.sampled_from(HOPS[to])),
+                "optimizer_format": draw(st.sampled_from(HOPS[to])),
                 "tp": draw(st.sampled_from([1, 2])),
                 "pp": pp,
                 "vpp": draw(st.sampled_from([1, 2])) if pp == 2 else None,
