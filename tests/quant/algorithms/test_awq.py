@@ -71,8 +71,8 @@ def test_robust_factors_lose_less_on_other_tokens(seed: int, alpha: float | None
         wrong = x @ make_grid(INT8).fake_quantize(weight * columns).T - other @ weight.T
         return float(wrong.square().sum())
 
-    plain = AlgorithmConfig(smoothing="smooth", alpha=alpha, clip=alpha is None)
-    assert lost(AlgorithmConfig(smoothing="smooth", alpha=alpha, robust=True)) < lost(plain)
+    plain = AlgorithmConfig(smoothing="smoothquant", alpha=alpha, clip=alpha is None)
+    assert lost(AlgorithmConfig(smoothing="smoothquant", alpha=alpha, robust=True)) < lost(plain)
 
 
 def test_inputs_are_clipped_where_that_loses_less() -> None:

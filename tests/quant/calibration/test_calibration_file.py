@@ -1,4 +1,4 @@
-"""The calibration artefact: its file, its sums, and what it is refused for."""
+"""The calibration file: its file, its sums, and what it is refused for."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def as_said(artefact: CalibrationFile, path: Path, **facts: object) -> Path:
-    """An artefact's file that says something else; None: nothing."""
-    artefact.save(path)
+def as_said(calibration: CalibrationFile, path: Path, **facts: object) -> Path:
+    """A calibration file's file that says something else; None: nothing."""
+    calibration.save(path)
     said, arrays = calibration_file_io.read(path)
     changed = {k: v for k, v in (said | facts).items() if v is not None}
     calibration_file_io.write(path, {n: np.array(a) for n, a in arrays.items()}, changed)
@@ -150,11 +150,11 @@ def test_sensitivities_add_up_by_tokens_where_all_have_them() -> None:
     assert merge_calibrations([one, replace(two, sensitivities=by_gradient)]).sensitivities is None
 
 
-def test_an_artefact_is_read_without_torch(tmp_path: Path) -> None:
+def test_a_calibration_file_is_read_without_torch(tmp_path: Path) -> None:
     made().save(tmp_path / "a")
     code = (
-        "import sys; from megtool.quant.calibration import artefact_file; from pathlib import Path;"
-        f"artefact_file.read(Path({str(tmp_path / 'a')!r})); assert 'torch' not in sys.modules"
+        "import sys; from megtool.quant.calibration import calibration_file_io; from pathlib import Path;"
+        f"calibration_file_io.read(Path({str(tmp_path / 'a')!r})); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -235,54 +235,56 @@ def test_a_part_is_not_added_to_what_it_is_in(alone: str, tmp_path: Path) -> Non
     assert three.fingerprint == merge_calibrations([made(0, "d"), same]).fingerprint
 
 
-def fits(artefact: CalibrationFile, of: Case, **more: Any) -> bool:
+def fits(calibration: CalibrationFile, of: Case, **more: Any) -> bool:
     d = of.decided
     seen = compute_fingerprint(d.source.catalogue, d.source.view, d.recipe, d.matched.decisions)
-    return check_fits(artefact, seen, d.recipe, d.matched.decisions, of.points, **more)
+    return check_fits(calibration, seen, d.recipe, d.matched.decisions, of.points, **more)
 
 
-def test_an_artefact_fits_its_model_and_recipes_that_need_no_more(llama: Path, moe: Path) -> None:
+def test_a_calibration_file_fits_its_model_and_recipes_that_need_no_more(
+    llama: Path, moe: Path
+) -> None:
     mine = case(llama, batches=tokens(128, count=1))
-    artefact = mine.run()
-    assert fits(artefact, mine)
-    assert not fits(artefact, case(llama, "nvfp4")), "settled anew"
-    assert not fits(replace(artefact, needs_solving=True), mine)
+    calibration = mine.run()
+    assert fits(calibration, mine)
+    assert not fits(calibration, case(llama, "nvfp4")), "solved again"
+    assert not fits(replace(calibration, needs_solving=True), mine)
     with pytest.raises(CalibrationError, match="gptq needs the inputs"):
-        fits(artefact, case(llama, "int4_gptq"))
+        fits(calibration, case(llama, "int4_gptq"))
     with pytest.raises(CalibrationError, match="another model"):
-        fits(artefact, case(moe))
+        fits(calibration, case(moe))
 
 
 def test_what_layers_saw_behind_gptq_is_for_its_recipe_alone(llama: Path, tmp_path: Path) -> None:
     mine = case(llama, "int4_gptq", batches=tokens(128, count=1))
     mine.run().save(tmp_path / "a")
-    artefact = CalibrationFile.load(tmp_path / "a")
-    assert artefact.sequential
-    assert fits(artefact, mine)
+    calibration = CalibrationFile.load(tmp_path / "a")
+    assert calibration.sequential
+    assert fits(calibration, mine)
     with pytest.raises(CalibrationError, match="its statistics cannot be used"):
-        fits(artefact, case(llama, "fp8"))
+        fits(calibration, case(llama, "fp8"))
 
 
 def test_how_unseen_experts_were_settled_counts(tmp_path: Path) -> None:
     source = random_moe(tmp_path / "moe")
     mine = case(source, batches=tokens(128, count=1))
     mine.run(policy="weights").save(tmp_path / "a")
-    artefact = CalibrationFile.load(tmp_path / "a")
-    assert artefact.policy == "weights"
-    assert fits(artefact, mine)
-    assert fits(artefact, mine, policy="weights")
-    assert not fits(artefact, mine, policy="share"), "settled anew"
+    calibration = CalibrationFile.load(tmp_path / "a")
+    assert calibration.policy == "weights"
+    assert fits(calibration, mine)
+    assert fits(calibration, mine, policy="weights")
+    assert not fits(calibration, mine, policy="share"), "solved again"
     with pytest.raises(CalibrationError, match="--calibrate-all-experts"):
-        fits(artefact, mine, route_all=True)
-    everyone = replace(artefact, route_all=True)
+        fits(calibration, mine, route_all=True)
+    everyone = replace(calibration, route_all=True)
     assert fits(everyone, mine, route_all=True)
     assert fits(everyone, mine)
     with pytest.raises(CalibrationError, match="--calibrate-all-experts"):
-        merge_calibrations([artefact, replace(everyone, data_hashes=("x",))])
+        merge_calibrations([calibration, replace(everyone, data_hashes=("x",))])
     other = case(source, "int4_awq")
     d = other.decided
     seen = compute_fingerprint(d.source.catalogue, d.source.view, d.recipe, d.matched.decisions)
-    searched = replace(artefact, fingerprint=seen, solved_recipe=seen.recipe)
+    searched = replace(calibration, fingerprint=seen, solved_recipe=seen.recipe)
     assert fits(searched, other)
     with pytest.raises(CalibrationError, match="experts weights, and awq needs the inputs"):
         fits(searched, other, policy="share")

@@ -91,13 +91,18 @@ def test_weights_alone() -> None:
     assert "they are quantized by their weights alone" in notes[0]
     full, notes = fill_missing_statistics(points(4), had, "none")
     assert {n.split(".")[4] for n in full} == {"0", "2", "3"}
-    assert notes == ["layers.2.mlp: expert 1 received no token; they are quantized by their weights alone"]
+    assert notes == [
+        "layers.2.mlp: expert 1 received no token; they are quantized by their weights alone"
+    ]
 
 
 def test_nobody_to_share_with() -> None:
     full, notes = fill_missing_statistics(points(3), statistics([0, 0, 0]))
     assert full == {}
-    assert "experts 0-2 received fewer than 16 tokens; they are quantized by their weights alone" in notes[0]
+    assert (
+        "experts 0-2 received fewer than 16 tokens; they are quantized by their weights alone"
+        in notes[0]
+    )
 
 
 def test_all_have_enough() -> None:

@@ -74,7 +74,10 @@ def blocks(**more: Any) -> dict[str, Any]:
             "quantizer like *o_proj.output_quantizer quantizes outputs",
         ),
         (modelopt(FP8, FP8, "maxx"), "algorithm 'maxx' is not supported (did you mean 'max'?)"),
-        (modelopt(NVFP4, NVFP4, {"method": "svdquant", "lowrank": 8}), "'svdquant' is not carried"),
+        (
+            modelopt(NVFP4, NVFP4, {"method": "svdquant", "lowrank": 8}),
+            "'svdquant' is not supported",
+        ),
         (modelopt(NVFP4, NVFP4, ["awq_lite", "gptq"]), "a list of algorithms is not supported"),
         (
             modelopt(NVFP4, NVFP4, {"method": "awq_lite", "alpha_stepp": 1}),
@@ -107,7 +110,7 @@ def test_neutral_values_of_modelopt(llama: Path) -> None:
     algorithm = {"method": "mse", "fp8_scale_sweep": True, "layerwise": {"enable": False}}
     found = read(modelopt(blocks(four_over_six=False) | neutral, NVFP4 | free, algorithm), llama)
     assert "NVFP4" in {d.label for d in found.decisions}
-    assert any("steps of its own, not by fp8_scale_sweep" in n for n in found.notes)
+    assert any("uses fixed search steps and ignores fp8_scale_sweep" in n for n in found.notes)
     told = read(modelopt(NVFP4, NVFP4, [{"method": "gptq", "perc_damp": 0.1}]), llama).notes
     assert "gptq has no effect on NVFP4 here; max is used" in told
 

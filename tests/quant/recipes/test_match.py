@@ -36,7 +36,7 @@ formats:
 rules:
   - match: {exact: layers.1.attn.q}
     format: keep
-    why: it is delicate
+    reason: it is delicate
   - match: {layers: 1, kind: linear}
     format: fp8
   - match: {role: [qkv, proj, fc1, fc2]}

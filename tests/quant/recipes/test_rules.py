@@ -22,7 +22,7 @@ def condition(match: object) -> tuple[object, RecipeProblems]:
 def chosen(match: object, path: Path) -> list[str]:
     found, problems = condition(match)
     assert problems.problems == []
-    return [m.name for m in tiny_models.modules(path) if found.holds(m)]
+    return [m.name for m in tiny_models.modules(path) if found.matches(m)]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_slices_of_layers_are_pythons(first: int | None, last: int | None, depth
     text = f"{'' if first is None else first}:{'' if last is None else last}"
     found, problems = condition({"layers": text})
     assert problems.problems == []
-    held = [n for n in range(depth) if found.holds(module(n, depth))]
+    held = [n for n in range(depth) if found.matches(module(n, depth))]
     assert held == list(range(depth))[first:last]
 
 
@@ -85,7 +85,9 @@ def test_lists_of_layers(numbers: list[int], depth: int) -> None:
     text = ",".join(f"{n}-{n + 1}" if n % 2 else f"{n - depth}" for n in numbers)
     found, _ = condition({"layers": text})
     wanted = {m for n in numbers for m in ((n, n + 1) if n % 2 else (n,))}
-    assert {n for n in range(depth) if found.holds(module(n, depth))} == wanted & set(range(depth))
+    assert {n for n in range(depth) if found.matches(module(n, depth))} == wanted & set(
+        range(depth)
+    )
 
 
 def module(layer: int, depth: int) -> ModuleInfo:
