@@ -16,7 +16,7 @@ OF_THE_CHECKOUT = {
     "test_packaging",
     "test_readme",
 }
-OF_THE_CHECKOUT |= {"test_support", "test_tree", "test_docs"}
+OF_THE_CHECKOUT |= {"test_api", "test_docs", "test_support", "test_tree"}
 """Tests of the checkout itself."""
 
 FILES = sorted(p for p in TESTS.rglob("*.py"))

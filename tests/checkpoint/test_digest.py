@@ -174,7 +174,7 @@ def with_entry(**changes: Any) -> bytes:
         (b"\xef\xbb\xbf{}", "damaged"),
         (b"[" * 100_000, "damaged"),
         (b'{"version": NaN}', "NaN"),
-        (b'{"version": 1, "version": 1}', "twice"),
+        (b'{"version": 1, "version": 1}', "duplicate key"),
         (b'{"version": ' + b"9" * 5000 + b"}", "damaged"),
         (with_changes(version=2), "version 2"),
         (with_changes(algorithm="md5"), "md5"),

@@ -121,7 +121,7 @@ def test_more_than_there_is_is_refused() -> None:
 
 
 def test_small_files_have_no_place() -> None:
-    with memory.MemoryStage() as stage, pytest.raises(FormatError, match="no tensor"):
+    with memory.MemoryStage() as stage, pytest.raises(FormatError, match="not a tensor"):
         stage.write("config.json", b"{}")
 
 

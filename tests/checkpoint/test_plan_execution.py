@@ -54,7 +54,9 @@ def plan(raw, tmp_path) -> ReshardPlan:
     same = {n: Placement.identity(n, s) for n, s in SHAPES.items()}
     return planner.build_plan(
         [PlanSource(catalogue=sides[0], placements=same)],
-        raw.destination(sides[1], small_files={"z": b"\0\1", "index": b""}, final_files={"done": b"2"}),
+        raw.destination(
+            sides[1], small_files={"z": b"\0\1", "index": b""}, final_files={"done": b"2"}
+        ),
         same,
         fills=[Fill(stored="w", lo=(6, 0), hi=(8, 4), value=float("-inf"))],
         dropped=[DroppedItem(name="inert", reason="no tensor", num_bytes=4)],

@@ -414,10 +414,10 @@ def test_the_fingerprint_notices_every_change_that_matters(raw):
         "dtype": mark(kind),
         "extents": mark(place_elsewhere),
         "mapping": mark(swapped),
-        "small": mark(lambda job: job.update(files={"small": {"c": b"d"}})),
-        "small, cut elsewhere": mark(lambda job: job.update(files={"small": {"cd": b""}})),
+        "small": mark(lambda job: job.update(files={"small_files": {"c": b"d"}})),
+        "small, cut elsewhere": mark(lambda job: job.update(files={"small_files": {"cd": b""}})),
         "root": mark(lambda job: setattr(job["source"], "root", Path("other"))),
-        "order of markers": mark(lambda job: job.update(files={"last": {"c": b"e"}})),
+        "order of markers": mark(lambda job: job.update(files={"final_files": {"c": b"e"}})),
     }
     assert len(set(changes.values())) == len(changes)
     assert mark() == changes["nothing"]

@@ -47,7 +47,7 @@ def test_every_format_has_the_same_score(folder: Path, tmp_path: Path) -> None:
     assert one.tokens == len(TEXT) - 1
     for other in (
         score(tmp_path / "dist", text, window=64, stride=32),
-        score(folder, text, window=64, stride=32, on_demand=True),
+        score(folder, text, window=64, stride=32, stream_layers=True),
         score(folder, text, window=64, stride=32, batch_size=3),
     ):
         assert other.loss == pytest.approx(one.loss, rel=1e-6)

@@ -58,7 +58,7 @@ def test_every_format_writes_the_same_text(
 
 def test_layers_on_demand_write_the_same_text(folder: Path) -> None:
     expected = texts(folder, prompt=PROMPTS)
-    assert texts(folder, prompt=PROMPTS, on_demand=True) == expected
+    assert texts(folder, prompt=PROMPTS, stream_layers=True) == expected
 
 
 def test_a_chat_is_put_into_the_template(folder: Path) -> None:
@@ -122,7 +122,7 @@ def test_the_command_line_prints_the_text_alone(
 def test_a_dry_run_loads_nothing(folder: Path) -> None:
     plan = generate(folder, prompt=PROMPTS, max_new_tokens=5, dry_run=True, tp=2)
     assert isinstance(plan, GeneratePlan)
-    assert (plan.num_prompts, plan.most_tokens, plan.layout) == (2, 10, "tp=2")
+    assert (plan.num_prompts, plan.max_tokens, plan.layout) == (2, 10, "tp=2")
     assert "prompts     2, of 12 tokens in all" in "\n".join(plan.lines())
 
 

@@ -46,7 +46,7 @@ def test_a_hugging_face_folder(hf: Path) -> None:
     text = "\n".join(report.lines())
     assert "layers.{0-3}" in text
     assert "q_proj.weight" in text
-    assert "none: no flipped bit would be noticed" in text
+    assert "none: a flipped bit would go unnoticed" in text
 
 
 def test_a_megatron_folder_counts_neither_padding_nor_shards(megatron: Path) -> None:

@@ -193,7 +193,7 @@ def test_a_model_whose_experts_saw_nothing(tmp_path: Path) -> None:
     source = tiny_models.moe(tmp_path / "moe")
     for recipe in ("fp8", "nvfp4", "int8_sq"):
         report = done(
-            source, tmp_path / recipe, recipe=recipe, synthetic=True, samples=1, length=16
+            source, tmp_path / recipe, recipe=recipe, synthetic=True, samples=1, seq_length=16
         )
         assert report.exit_status == 0
         for name, t in tensors_of(tmp_path / recipe).items():
@@ -210,8 +210,8 @@ def test_what_it_costs_is_measured(folder: Path, tmp_path: Path) -> None:
         tmp_path / "out",
         recipe="int4_weight_only",
         group_size=32,
-        evaluate=tmp_path / "held-out.txt",
-        page=tmp_path / "report.html",
+        eval_data=tmp_path / "held-out.txt",
+        report=tmp_path / "report.html",
     )
     assert report.evaluation is not None
     assert report.evaluation.perplexity_after != report.evaluation.perplexity_before
@@ -248,13 +248,13 @@ def test_a_dry_run_says_what_would_be(folder: Path, tmp_path: Path) -> None:
         ({"recipe": "mxfp8", "calibrate_only": True}, UsageError, "needs no data"),
         ({"recipe": "fp8", "calibration": ["nowhere.safetensors"]}, MegtoolError, "nowhere"),
         ({"recipe": "mxfp8", "calibration": ["nowhere.safetensors"]}, MegtoolError, "nowhere"),
-        ({"recipe": "fp8", "evaluate": "nowhere.txt"}, MegtoolError, "nowhere"),
-        ({"recipe": "fp8", "evaluate": os.devnull}, UsageError, "no text to measure on"),
+        ({"recipe": "fp8", "eval_data": "nowhere.txt"}, MegtoolError, "nowhere"),
+        ({"recipe": "fp8", "eval_data": os.devnull}, UsageError, "no text to measure on"),
         ({"recipe": "fp8", "report": "nowhere/x.html"}, DestinationError, "no folder 'nowhere'"),
         ({"recipe": "fp8", "save_calibration": "nowhere/x"}, DestinationError, "no folder"),
         ({"recipe": "fp8", "report": "."}, DestinationError, "a folder stands"),
         (
-            {"recipe": "fp8", "calibrate_only": True, "evaluate": "x.txt"},
+            {"recipe": "fp8", "calibrate_only": True, "eval_data": "x.txt"},
             UsageError,
             "quantizes nothing",
         ),
@@ -326,7 +326,7 @@ def test_no_tokenizer_is_told_before_any_work(tmp_path: Path, folder: Path) -> N
             tmp_path / "out",
             recipe="fp8",
             synthetic=True,
-            evaluate=tmp_path / "text.txt",
+            eval_data=tmp_path / "text.txt",
         )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "text.txt"]
 
@@ -334,7 +334,7 @@ def test_no_tokenizer_is_told_before_any_work(tmp_path: Path, folder: Path) -> N
 def test_a_page_may_lie_in_what_is_written(tmp_path: Path, folder: Path) -> None:
     out = tmp_path / "new" / "out"
     kept = tmp_path / "new" / "kept"
-    done(folder, out, recipe="fp8", page=out / "report.html", save_calibration=kept)
+    done(folder, out, recipe="fp8", report=out / "report.html", save_calibration=kept)
     assert (out / "report.html").exists()
     assert kept.exists()
 
@@ -346,8 +346,8 @@ def test_how_unseen_experts_are_settled_is_chosen_after_calibration(tmp_path: Pa
     done(source, kept, calibrate_only=True, **few)
     again = {"recipe": "fp8", "calibration": [kept]}
     for policy in ("share", "none"):
-        done(source, tmp_path / policy, unseen=policy, **few)
-        done(source, tmp_path / f"{policy}-again", unseen=policy, **again)
+        done(source, tmp_path / policy, uncalibrated_experts=policy, **few)
+        done(source, tmp_path / f"{policy}-again", uncalibrated_experts=policy, **again)
         assert files_of(tmp_path / policy) == files_of(tmp_path / f"{policy}-again")
     assert files_of(tmp_path / "share") != files_of(tmp_path / "none")
 

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 from megtool import reshard, tokenize
 from megtool.cli.app import main
-from megtool.commands import tokenize as room
+from megtool.data import chunk_encoder
 from megtool.data.indexed import IndexedDataset
 from megtool.errors import DestinationError, FormatError, StorageError, UsageError
 from tests.support.models import tiny_llama, tiny_tokenizer
@@ -55,7 +55,7 @@ def test_documents_are_the_tokenizers_tokens_in_order(
     peer = AutoTokenizer.from_pretrained(str(folder))
     texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
     wanted = [[*peer.encode(t), 1] for t in texts if t]
-    monkeypatch.setattr(room, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(chunk_encoder, "_CHUNK_BYTES", 1000)
     written = set()
     for workers in (1, 3):
         seen: list[tuple[int, int]] = []
@@ -159,7 +159,7 @@ def test_nothing_to_write(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(UsageError, match="no document with any text"):
         tokenize(tmp_path / "a.txt", tmp_path / "out", tokenizer=folder)
-    with pytest.raises(UsageError, match="no source"):
+    with pytest.raises(UsageError, match="SRC is missing"):
         tokenize([], tmp_path / "out", tokenizer=folder)
     with pytest.raises(UsageError, match="no such file"):
         tokenize(tmp_path / "b.txt", tmp_path / "out", tokenizer=folder)

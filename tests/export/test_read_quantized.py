@@ -135,7 +135,7 @@ def _without(last: str) -> Callable[[Tensors], Any]:
         ("W4A8_AWQ", "weight_scale_2", "its weight_scale_2 .* is missing"),
         ("W4A16_AWQ", "weight_scale", "its scale .* is missing"),
         ("NVFP4", "weight_scale_2", "second scale .* is missing"),
-        ("NVFP4", "weight", "belongs to a quantized weight that is not here"),
+        ("NVFP4", "weight", "belongs to a quantized weight that is missing"),
     ],
 )
 def test_missing_tensors(tmp_path: Path, algo: str, last: str, said: str) -> None:
@@ -335,7 +335,9 @@ def test_two_files_that_differ(tmp_path: Path) -> None:
     config = json.loads(file.read_text())
     config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
     file.write_text(json.dumps(config))
-    assert "kv_cache_quant_algo: nothing in hf_quant" in " ".join(read_quantized_modules(folder).notes)
+    assert "kv_cache_quant_algo: nothing in hf_quant" in " ".join(
+        read_quantized_modules(folder).notes
+    )
     config["quantization_config"]["quant_algo"] = "NVFP4"
     file.write_text(json.dumps(config))
     with raises(FormatError, "quant_algo", "FP8", "NVFP4"):

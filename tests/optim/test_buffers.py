@@ -24,6 +24,7 @@ from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.param_groups import ParamInfo, collect_param_infos
 from megtool.parallel.process_groups import Group, ProcessGroups
+from tests.support.errors import raises
 from tests.support.paths import PEERS
 from tests.support.worlds.optimizer_layouts import MODELS, named, stages_of, whole
 
@@ -142,7 +143,7 @@ def test_only_the_first_stage_and_chunk_have_several_buckets() -> None:
 
 def test_a_model_without_weights_is_refused() -> None:
     decoder = Decoder(MODELS["tied"])
-    with pytest.raises(UsageError, match="is not loaded yet"):
+    with raises(UsageError, "embedding.word_embeddings.weight", "[128, 16]", hint=True):
         DistributedOptimizer(decoder.named_parameters(), OptimizerConfig(), ProcessGroups.alone())
 
 

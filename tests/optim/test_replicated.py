@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megtool.errors import CheckpointError
-from megtool.optim.config import OptimizerConfig
-from megtool.optim.param_groups import GroupRule, ParamGroup
+from megtool.optim.config import GroupRule, OptimizerConfig
+from megtool.optim.param_groups import ParamGroup
 from megtool.optim.replicated import ReplicatedOptimizer
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.errors import raises

@@ -140,7 +140,7 @@ def test_split_files_open_as_one(tmp_path):
     with pytest.raises(FormatError, match=r"cannot open 'm-00002-of-00003\.gguf'"):
         open_checkpoint(parts[0])
     parts[1].write_bytes(parts[2].read_bytes())
-    with pytest.raises(FormatError, match="says that it is part 2 of 3"):
+    with pytest.raises(FormatError, match="is declared as part 2 of 3"):
         open_checkpoint(parts[0])
     whole = {f"t{i}": (grid(4, 32), "Q8_0") for i in (0, 1)}
     other = tmp_path / "other"

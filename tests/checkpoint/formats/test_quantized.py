@@ -176,7 +176,7 @@ def test_scales_of_activations_are_set_aside(tmp_path: Path) -> None:
     stored |= {"a.k_proj.bias": torch.ones(3), "logit_scale": torch.ones(1)}
     catalogue = open_checkpoint(write(tmp_path / "hf", stored, made.config))
     assert sorted(s.name for s in catalogue.ignored) == sorted(asides)
-    assert all("need none" in s.reason for s in catalogue.ignored)
+    assert all("not needed for decoded weights" in s.reason for s in catalogue.ignored)
     names = sorted(t.name for t in catalogue.tensors)
     assert names == ["a.k_proj.bias", "a.q_proj.weight", "logit_scale"]
     picked = catalogue.select(lambda name: name == "a.q_proj.weight")
@@ -221,7 +221,7 @@ class Refused:
     def no_weight(self) -> tuple[dict[str, torch.Tensor], dict[str, object], str]:
         made = MAKERS["deepseek"](weight(64, 64))
         scale = made.stored["weight_scale_inv"]
-        return {"x.weight_scale_inv": scale}, made.config, "is not here"
+        return {"x.weight_scale_inv": scale}, made.config, "is missing"
 
     def other_shape(self) -> tuple[dict[str, torch.Tensor], dict[str, object], str]:
         made = MAKERS["deepseek"](weight(300, 300))
@@ -263,7 +263,7 @@ class Refused:
             "x_blocks": torch.zeros(2, 3, 4, 16, dtype=torch.uint8),
             "x_scales": torch.zeros(2, 3, 5, dtype=torch.uint8),
         }
-        return stored, {"quant_method": "mxfp4"}, "do not belong together"
+        return stored, {"quant_method": "mxfp4"}, "do not match"
 
     def sparse(self) -> tuple[dict[str, torch.Tensor], dict[str, object], str]:
         made = MAKERS["int8 channel"](weight(32, 64))

@@ -193,7 +193,7 @@ def test_wrong_total_size_is_warned_of(tmp_path):
     names = pair(tmp_path)
     value = {"metadata": {"total_size": 1}, "weight_map": names}
     (tmp_path / INDEX).write_text(json.dumps(value))
-    assert "the index says 1 bytes" in open_checkpoint(tmp_path).warnings[0]
+    assert "the index declares 1 bytes" in open_checkpoint(tmp_path).warnings[0]
 
 
 def test_shards_without_an_index(tmp_path):
@@ -246,7 +246,7 @@ def test_links_out_of_the_folder_are_refused(tmp_path):
 def test_index_names_must_be_plain(tmp_path, name):
     names = pair(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": names | {"a": name}}))
-    with raises(FormatError, match=r"leaves the folder|no file name", hint=True) as e:
+    with raises(FormatError, match=r"leaves the folder|not a file name", hint=True) as e:
         open_checkpoint(tmp_path)
     assert e.value.file.endswith(INDEX)
 

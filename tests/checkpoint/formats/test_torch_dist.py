@@ -272,7 +272,7 @@ def test_a_megatron_save_folder_is_opened(tmp_path: Path, materialize: Materiali
         "common_backend",
         "common_backend_version",
     }
-    with pytest.raises(FormatError, match="iteration 6, asked for, is not here"):
+    with pytest.raises(FormatError, match="iteration 6, requested, does not exist"):
         open_checkpoint(tmp_path, iteration=6)
 
 

@@ -99,7 +99,9 @@ def test_a_version_that_is_none(version: str, tmp_path: Path, materialize: Mater
 def test_train_state_is_copied_beside_the_iterations(
     tmp_path: Path, materialize: Materialize
 ) -> None:
-    folder = save(tmp_path, materialize, small_files={"train_state.pt": b"state", "run_config.yaml": b""})
+    folder = save(
+        tmp_path, materialize, small_files={"train_state.pt": b"state", "run_config.yaml": b""}
+    )
     assert (tmp_path / "latest_train_state.pt").read_bytes() == b"state"
     found = open_checkpoint(folder).auxiliary_files
     assert sorted(found) == ["run_config.yaml", "train_state.pt"]
@@ -201,7 +203,7 @@ def test_an_unfinished_save_names_the_last_complete_one(
     shutil.rmtree(tmp_path / "iter_9999998")
     with pytest.raises(FormatError, match="unfinished") as e:
         open_checkpoint(folder)
-    assert e.value.hint == "no complete one is beside"
+    assert e.value.hint == "there is no complete one"
 
 
 @pytest.mark.parametrize("backend", ["fsdp_dtensor", 7, None])

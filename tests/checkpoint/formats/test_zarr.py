@@ -268,14 +268,14 @@ SHARDING = {"name": "sharding_indexed", "configuration": {"chunk_shape": [3, 3]}
     ("what", "says"),
     [
         ({"shape": [-1, 4]}, "the shape is"),
-        ({"shape": "6,4"}, "no list"),
+        ({"shape": "6,4"}, "not a list"),
         ({"shape": [1 << 40, 1 << 40]}, "more elements than any"),
         ({"shape": [1 << 30, 4]}, "into .* parts"),
         ({"shape": [1] * 40}, "the shape is"),
         ({"shape": [True, 4]}, "the shape is"),
         ({"shape": [6]}, "does not fit the shape"),
         ({"chunk_grid": {"name": "rectangular"}}, "the chunk grid"),
-        ({"chunk_grid": 3}, "no JSON object"),
+        ({"chunk_grid": 3}, "not a JSON object"),
         ({"chunk_grid": REGULAR | {"configuration": {"chunk_shape": [0, 4]}}}, "chunk shape"),
         ({"chunk_grid": REGULAR | {"configuration": {"chunk_shape": [5, 4]}}}, "do not divide"),
         ({"data_type": "string"}, "not supported"),
@@ -285,7 +285,7 @@ SHARDING = {"name": "sharding_indexed", "configuration": {"chunk_shape": [3, 3]}
         ({"codecs": [SHARDING]}, "do not divide"),
         ({"chunk_key_encoding": {"name": "hilbert"}}, "chunk key encoding"),
         ({"fill_value": "much"}, "fill value"),
-        ({"attributes": {DTYPE_ATTRIBUTE: "bfloat16"}}, "said to be"),
+        ({"attributes": {DTYPE_ATTRIBUTE: "bfloat16"}}, "declared as"),
         ({"storage_transformers": [{"name": "x"}]}, "transformer"),
         ({"node_type": "tree"}, "node_type"),
         ({"zarr_format": 4}, "zarr_format"),
@@ -303,7 +303,7 @@ def test_metadata_that_makes_no_sense(sharded, what, says):
     [
         ({"filters": [{"id": "pickle"}]}, "codec 'pickle' is unknown"),
         ({"compressor": {"id": "evil"}}, "is unknown"),
-        ({"compressor": "zstd"}, "no JSON object"),
+        ({"compressor": "zstd"}, "not a JSON object"),
         ({"dtype": "|O"}, "not supported"),
         ({"dtype": [["a", "<f4"]]}, "not supported"),
         ({"order": "Z"}, "the order"),
@@ -393,5 +393,5 @@ def test_a_hostile_common_state_runs_nothing(tmp_path):
     megatron_save(tmp_path)
     path = tmp_path / "iter_0000010/common.pt"
     path.write_bytes(encode_object([1]))
-    with pytest.raises(FormatError, match="no dict"):
+    with pytest.raises(FormatError, match="not a dict"):
         open_checkpoint(tmp_path)

@@ -40,9 +40,9 @@ def test_a_second_run_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
 def test_another_process_is_refused_until_the_first_dies(tmp_path: Path) -> None:
     script = (
         "import sys, pathlib\n"
-        "from megtool.checkpoint.storage.lock import Lock\n"
+        "from megtool.checkpoint.storage.lock import LockFile\n"
         "from megtool.checkpoint.storage.files import Files\n"
-        "lock = Lock(Files(), pathlib.Path(sys.argv[1]), lambda: None)\n"
+        "lock = LockFile(Files(), pathlib.Path(sys.argv[1]), lambda: None)\n"
         "print('held', flush=True); sys.stdin.read()"
     )
     path = tmp_path / "lock"

@@ -101,8 +101,8 @@ def test_other_types_need_torch() -> None:
 def test_an_element_of_bfloat16_takes_no_torch() -> None:
     assert encode_element(1.0, dtype("bfloat16")).tolist() == [0x3F80]
     code = (
-        "import sys; from megtool.checkpoint.transport.cast import element;"
-        "from megtool.dtypes import dtype; element(1.0, dtype('bfloat16'));"
+        "import sys; from megtool.checkpoint.transport.cast import encode_element;"
+        "from megtool.dtypes import dtype; encode_element(1.0, dtype('bfloat16'));"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path.cwd()).returncode == 0

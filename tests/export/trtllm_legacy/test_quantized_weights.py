@@ -251,7 +251,9 @@ def test_what_engines_quantize_themselves_and_what_they_leave(tmp_path: Path) ->
     source = trtllm_models.llama(tmp_path / "hf")
     algos = {f"layers.0.mlp.{n}": "" for n in ("gate", "up", "down")} | {"": "W8A16"}
     made = make_quantized(source, tmp_path / "q", algos=algos)
-    report = export_trtllm_legacy(made.path, tmp_path / "out", tp=2, fsync=False, keep_cache_scales=True)
+    report = export_trtllm_legacy(
+        made.path, tmp_path / "out", tp=2, fsync=False, keep_cache_scales=True
+    )
     assert (report.algo, report.kv_algo) == ("W8A16", "FP8")
     said = config_of(tmp_path / "out")["quantization"]
     kept = [f"transformer.layers.0.mlp.{n}*" for n in ("fc", "gate", "proj")]

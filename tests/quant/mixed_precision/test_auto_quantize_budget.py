@@ -50,7 +50,7 @@ def kept(folder: Path) -> list[Path]:
     for number, text in enumerate(TEXTS):
         (folder.parent / f"{number}.txt").write_text(text * 40)
         out.append(folder.parent / f"{number}.safetensors")
-        data = {"data": folder.parent / f"{number}.txt", "samples": 2 + number, "length": 24}
+        data = {"data": folder.parent / f"{number}.txt", "samples": 2 + number, "seq_length": 24}
         done(folder, out[-1], recipe=RECIPE, bits=7, calibrate_only=True, **data)
     return out
 
@@ -60,12 +60,12 @@ def test_another_budget_is_met_as_with_data(
     folder: Path, kept: list[Path], tmp_path: Path, bits: float
 ) -> None:
     told: dict[str, Any] = {"recipe": RECIPE, "bits": bits}
-    data = {"data": folder.parent / "0.txt", "samples": 2, "length": 24}
+    data = {"data": folder.parent / "0.txt", "samples": 2, "seq_length": 24}
     whole = done(folder, tmp_path / "whole", **told, **data)
     reads = Reads()
     again = done(
         *(folder, tmp_path / "again"),
-        **{**told, "calibration": kept[:1], "page": tmp_path / "page.html", "progress": reads},
+        **{**told, "calibration": kept[:1], "report": tmp_path / "page.html", "progress": reads},
     )
     assert not reads.stages & {"calibrate", "sensitivity"}, "no data is run"
     assert contents(tmp_path / "again") == contents(tmp_path / "whole")
@@ -121,7 +121,7 @@ def test_a_budget_below_all_is_refused(folder: Path, kept: list[Path], tmp_path:
 
 def test_a_calibration_that_knows_no_costs(folder: Path, kept: list[Path], tmp_path: Path) -> None:
     plain = tmp_path / "plain"
-    data = {"data": folder.parent / "0.txt", "samples": 2, "length": 24}
+    data = {"data": folder.parent / "0.txt", "samples": 2, "seq_length": 24}
     done(folder, plain, recipe="fp8", calibrate_only=True, **data)
     with raises(
         CalibrationError, match="does not hold what formats cost", hint="--save-calibration"
@@ -152,7 +152,7 @@ def test_costs_are_kept_where_no_input_is_looked_at(folder: Path, tmp_path: Path
         .replace("group_size: 16", "")
         .replace("algo: FP8 ", "algo: MXFP8 ")
     )
-    data = {"data": folder.parent / "0.txt", "samples": 2, "length": 24}
+    data = {"data": folder.parent / "0.txt", "samples": 2, "seq_length": 24}
     (folder.parent / "0.txt").write_text(TEXTS[0] * 40)
     file = tmp_path / "file"
     done(folder, tmp_path / "one", recipe=recipe, bits=9, save_calibration=file, **data)

@@ -154,7 +154,7 @@ def test_a_killed_run_of_an_automatic_recipe_goes_on(tmp_path: Path, counted: Co
             quantize(
                 *(folder, tmp_path / "out"),
                 **told,
-                **{"samples": 8, "length": 32, "fsync": False, "progress": Ends(most)},
+                **{"samples": 8, "seq_length": 32, "fsync": False, "progress": Ends(most)},
             )
     assert (tmp_path / ".out.calibration" / "sensitivity" / "calibration.json").is_file()
     quantize(folder, tmp_path / "out", **told, samples=8, seq_length=32, fsync=False)

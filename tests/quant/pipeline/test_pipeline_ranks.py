@@ -42,7 +42,7 @@ def test_formats_are_chosen_and_measured(folder: Path, tmp_path: Path, axes: lis
     alone = quantize(
         *(folder, tmp_path / "alone"),
         **{"recipe": "auto_nvfp4_fp8", "bits": 7, "samples": 5, "seq_length": 24, "device": "cpu"},
-        **{"evaluate": text, "evaluate_tokens": 64, "fsync": False},
+        **{"eval_data": text, "eval_tokens": 64, "fsync": False},
     )
     assert isinstance(alone, QuantizeReport)
     wanted = alone.to_json()

@@ -202,7 +202,11 @@ def told_of(values: dict[str, Any]) -> dict[str, Any]:
         ),
         ({"recipe": "fp8"}, "without --data", {"--field": "text", "--split": "train"}),
         ({"recipe": "fp8"}, "without --eval-data", {"--eval-tokens": 100}),
-        ({"recipe": "fp8", "data": "x.bin"}, "Megatron's", {"--field": "a", "--split": "train"}),
+        (
+            {"recipe": "fp8", "data": "x.bin"},
+            "Megatron data set",
+            {"--field": "a", "--split": "train"},
+        ),
         ({"recipe": "fp8", "data": "TEXT.txt"}, "no fields", {"--field": "text"}),
         ({"recipe": "fp8", "data": "TEXT.txt"}, "no splits", {"--split": "train"}),
         ({"recipe": "fp8", "data": "TEXT.jsonl"}, "no splits", {"--split": "train"}),
@@ -243,9 +247,9 @@ def test_what_a_measurement_uses_is_no_idle_option(
     (tmp_path / "text.txt").write_text("It was a dark and stormy night.")
     plan = quantize(
         *(folder, tmp_path / "out"),
-        **{"recipe": "fp8", "calibration": [kept], "evaluate": tmp_path / "text.txt"},
+        **{"recipe": "fp8", "calibration": [kept], "eval_data": tmp_path / "text.txt"},
         **{"device": "cpu", "dtype": "float32", "kernels": "torch", "stream_layers": False},
-        **{"tokenizer": folder, "evaluate_tokens": 16, "dry_run": True},
+        **{"tokenizer": folder, "eval_tokens": 16, "dry_run": True},
     )
     assert isinstance(plan, QuantizePlan)
 
@@ -337,9 +341,9 @@ def test_a_plan_with_a_calibration_runs_nothing(folder: Path, kept: Path, tmp_pa
         ("save_calibration", "out", "DST and --save-calibration are one place"),
         ("save_calibration", "out/c", "--save-calibration inside of DST"),
         ("save_calibration", "hf/config.json", "--save-calibration would replace a file of the s"),
-        ("page", "hf/model.safetensors", "--report would replace a file of the source"),
-        ("work", "out", "DST and --work-dir are one place"),
-        ("work", "out/w", "--work-dir inside of DST"),
+        ("report", "hf/model.safetensors", "--report would replace a file of the source"),
+        ("work_dir", "out", "DST and --work-dir are one place"),
+        ("work_dir", "out/w", "--work-dir inside of DST"),
     ],
 )
 def test_files_that_would_be_lost(

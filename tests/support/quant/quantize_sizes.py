@@ -13,4 +13,4 @@ SIZES = {
     "num_hidden_layers": 4,
 }
 
-SMALL: dict[str, Any] = {"samples": 4, "length": 32, "device": "cpu", "threads": 1}
+SMALL: dict[str, Any] = {"samples": 4, "seq_length": 32, "device": "cpu", "threads": 1}
