@@ -9,7 +9,22 @@ from typing import Literal
 import torch
 
 from megtool.errors import UsageError
-from megtool.optim.param_groups import GroupRule
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRule:
+    """Settings of parameters whose Megatron name matches `glob`; the first matching rule applies.
+
+    `lr_mult` multiplies the learning rate; `wd_mult` replaces the factor of weight decay (None:
+    0 for biases and 1-D parameters, 1 for others); `max_lr` and `min_lr` replace those of the
+    schedule.
+    """
+
+    glob: str
+    lr_mult: float = 1.0
+    wd_mult: float | None = None
+    max_lr: float | None = None
+    min_lr: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,37 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
 
 from megtool.errors import MappingError, UsageError
+from megtool.optim.config import GroupRule, OptimizerConfig
 from megtool.parallel.process_groups import ALONE, Group
-
-if TYPE_CHECKING:
-    from megtool.optim.config import OptimizerConfig
 
 _Kind = Literal["adam", "sgd", "muon"]
 
 # Muon is for the matrices between the embedding and the output.
 _NOT_HIDDEN = ("*embedding*", "*output_layer*")
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRule:
-    """Settings of parameters whose Megatron name matches `glob`; the first matching rule applies.
-
-    `lr_mult` multiplies the learning rate; `wd_mult` replaces the factor of weight decay (None:
-    0 for biases and 1-D parameters, 1 for others); `max_lr` and `min_lr` replace those of the
-    schedule.
-    """
-
-    glob: str
-    lr_mult: float = 1.0
-    wd_mult: float | None = None
-    max_lr: float | None = None
-    min_lr: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -14,9 +14,9 @@ from megtool.train.config import TrainConfig
 if TYPE_CHECKING:
     from megtool.config import ParallelConfig
     from megtool.model.decoder import Decoder
-    from megtool.optim.config import OptimizerConfig
+    from megtool.optim.config import GroupRule, OptimizerConfig
     from megtool.optim.optimizer import Optimizer
-    from megtool.optim.param_groups import GroupRule, ParamGroup
+    from megtool.optim.param_groups import ParamGroup
     from megtool.optim.schedules import LRSchedule
     from megtool.parallel.process_groups import ProcessGroups
 
@@ -220,7 +220,7 @@ def make_optimizer_config(settings: TrainConfig, plan: RunPlan) -> OptimizerConf
 
 def _parse_group_rules(settings: TrainConfig) -> tuple[GroupRule, ...]:
     """The rules of `--lr-mult` and `--wd-mult`, merged by pattern."""
-    from megtool.optim.param_groups import GroupRule
+    from megtool.optim.config import GroupRule
 
     factors: dict[str, dict[str, float]] = {}
     for name in ("lr_mult", "wd_mult"):
