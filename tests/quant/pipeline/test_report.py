@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megtool.cli.runner import _plain
+from megtool.cli.runner import _finite
 from megtool.quant.calibration.statistics import (
     BINS,
     BINS_PER_OCTAVE,
@@ -55,7 +55,7 @@ def test_the_worst_come_first_and_many_findings_are_counted() -> None:
 
 def test_json_holds_everything_and_is_json() -> None:
     exact = replace(proof(), rows=(replace(row("a", 1), sqnr_db=math.inf),))
-    value = json.loads(json.dumps(_plain(replace(report(), proof=exact).to_json())))
+    value = json.loads(json.dumps(_finite(replace(report(), proof=exact).to_json())))
     assert value["proof"]["rows"][0]["sqnr_db"] == "inf"
     assert value["proof"]["num_errors"] == 1
     assert value["calibration"]["coverage"][0]["tokens"][2] == 3
