@@ -29,7 +29,7 @@ def convert_gguf_tokenizer(path: Path, *, warnings: list[str] | None = None) -> 
     """
     values = read_header(path, StoredFile.stat(path, "").size).values
     if "tokenizer.ggml.tokens" not in values:
-        raise FormatError("has no tokenizer", file=path, hint="give one: --like HF_FOLDER")
+        raise FormatError("holds no tokenizer", file=path, hint="give one: --like HF_FOLDER")
     tokenizer = _load(path)
     _fix_tokenizer(tokenizer, values, [] if warnings is None else warnings)
     with tempfile.TemporaryDirectory() as folder:

@@ -181,7 +181,7 @@ class _Walk:
             return self._take(name, view)
         if pickle_reader.find_references(node):
             raise FormatError(
-                f"a {node.name} stores its data in an unsupported way",
+                f"a {node.name} stores its data in a way that is not supported",
                 file=self._file,
                 tensor=name,
                 hint=_UNSUPPORTED_HINT,

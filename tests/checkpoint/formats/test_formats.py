@@ -1,5 +1,6 @@
 """The registry: every format is found by its path, loaded when needed, and named once."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
