@@ -59,7 +59,7 @@ def test_objects_to_scales_with_no_data(tmp_path: Path) -> None:
     reshard(ranks, tmp_path / "td", to="torch_dist", tp=2, pp=2, fsync=False)
     report = derive_amax(tmp_path / "td", tmp_path / "objects")
     assert len(report.derived) == len(sites())
-    assert report.without == ()
+    assert report.missing == ()
     assert "without data" in "\n".join(report.lines())
     quantized(tmp_path / "td", tmp_path / "q", tmp_path / "objects")
     assert_scales(tmp_path / "q", tmp_path / "hf")
@@ -81,7 +81,7 @@ def test_recipes_that_ask_for_more_are_refused(tmp_path: Path) -> None:
     for recipe, match in (
         (str(percentile), "only the amax of the inputs"),
         ("int8_sq", "needs the inputs of layers.0.attn.q themselves"),
-        ("fp8_kv_fp8", "knows nothing about the inputs of layers.0.attn.kv"),
+        ("fp8_kv_fp8", "has no statistics of the inputs of layers.0.attn.kv"),
     ):
         with pytest.raises(CalibrationError, match=match):
             quantize(tmp_path / "hf", tmp_path / "q", recipe=recipe, calibration=[tmp_path / "cal"])
@@ -104,14 +104,14 @@ def test_broken_histories_are_refused_by_name(tmp_path: Path) -> None:
     edit_ranks(ranks, spoil)
     with pytest.raises(CalibrationError, match="2 of 16 modules") as e:
         derive_amax(ranks, tmp_path / "cal")
-    assert "layers.1.mlp.linear_fc2 (nothing but zeros" in str(e.value)
+    assert "layers.1.mlp.linear_fc2 (only zeros" in str(e.value)
     assert "layers.2.mlp.linear_fc2 (NaN" in str(e.value)
     assert not (tmp_path / "cal").exists()
 
 
 def test_refusals(tmp_path: Path) -> None:
     hf = tiny_llama.save(tmp_path / "plain")
-    with pytest.raises(UsageError, match="holds no FP8 scaling state"):
+    with pytest.raises(UsageError, match="has no FP8 scaling state"):
         derive_amax(hf, tmp_path / "cal")
     (tmp_path / "there").write_bytes(b"")
     with pytest.raises(DestinationError, match="the file exists"):
@@ -140,7 +140,7 @@ def test_each_expert_has_its_own(columns: str, tmp_path: Path, materialize: Any)
     edit_iteration(tmp_path / "ep2", own)
     assert inspect_amax(tmp_path / "ep2", weights=False).modules[-1].expert is not None
     report = derive_amax(tmp_path / "ep2", tmp_path / "cal")
-    assert any("attn.qkv" in name for name in report.without)
+    assert any("attn.qkv" in name for name in report.missing)
     found = CalibrationFile.load(tmp_path / "cal").statistics
     for expert, want in enumerate((1.0, 2.0, 11.0, 12.0)):
         for part in ("fc1", "down"):

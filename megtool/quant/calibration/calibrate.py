@@ -116,7 +116,7 @@ def calibrate(
                 "device": groups.device.type,
                 "sequential": sequential,
                 "policy": policy,
-                "calibrate_all_experts": route_all,
+                "route_all": route_all,
                 "layout": f"tp={groups.tp.size} pp={groups.pp.size} dp={groups.dp.size} "
                 f"ep={groups.ep.size} etp={groups.etp.size}",
                 "pieces": [list(p.batch.shape) for p in micro_batches],

@@ -89,7 +89,7 @@ class CalibrationFile:
             "data_hashes": list(self.data_hashes),
             "sequential": self.sequential,
             "policy": self.policy,
-            "calibrate_all_experts": self.route_all,
+            "route_all": self.route_all,
             "needs_solving": self.needs_solving,
             "solved_recipe": self.solved_recipe,
             "sensitivities": None if self.sensitivities is None else self.sensitivities.to_json(),

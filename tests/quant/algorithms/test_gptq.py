@@ -58,7 +58,7 @@ def test_columns_are_made_up_for_one_by_one() -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 1000), groups=st.integers(1, 4), out=st.integers(1, 9))
+@given(seed=st.integers(0, 1000), groups=st.nearest_codes(1, 4), out=st.nearest_codes(1, 9))
 def test_each_step_lowers_the_error(seed: int, groups: int, out: int) -> None:
     width = 32 * groups
     weight, x = (
@@ -82,9 +82,9 @@ def test_the_output_is_nearer_than_rounded_to_nearest(grid: object) -> None:
     gram = gptq.damp_gram(x.T @ x / len(x), 0.01)
     second = float(weight.abs().max())
     amax = grid.amax(weight)  # type: ignore[attr-defined]
-    by = grid.spread(grid.scale(amax))  # type: ignore[attr-defined]
-    values = grid.again(chosen(weight, gram, grid) * by, second)  # type: ignore[attr-defined]
-    nearest = grid.rounded(weight, amax, second)  # type: ignore[attr-defined]
+    by = grid.broadcast(grid.scale(amax))  # type: ignore[attr-defined]
+    values = grid.requantize(chosen(weight, gram, grid) * by, second)  # type: ignore[attr-defined]
+    nearest = grid.fake_quantize(weight, amax, second)  # type: ignore[attr-defined]
     errors = [float(((x @ (q - weight).T) ** 2).sum()) for q in (values, nearest)]
     assert errors[0] < 0.75 * errors[1]
 

@@ -153,8 +153,9 @@ def test_sensitivities_add_up_by_tokens_where_all_have_them() -> None:
 def test_a_calibration_file_is_read_without_torch(tmp_path: Path) -> None:
     made().save(tmp_path / "a")
     code = (
-        "import sys; from megtool.quant.calibration import calibration_file_io; from pathlib import Path;"
-        f"calibration_file_io.read(Path({str(tmp_path / 'a')!r})); assert 'torch' not in sys.modules"
+        "import sys; from pathlib import Path;"
+        "from megtool.quant.calibration.calibration_file_io import read;"
+        f"read(Path({str(tmp_path / 'a')!r})); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -80,7 +80,8 @@ def test_siblings_share() -> None:
             assert not np.isnan(got.gram).any()
             assert got.amax.min() > 0
     assert notes == [
-        "layers.2.mlp: experts 1-2 received fewer than 16 tokens; they use the merged statistics of all 4"
+        "layers.2.mlp: experts 1-2 received fewer than 16 tokens; "
+        "they use the merged statistics of all 4"
     ]
 
 

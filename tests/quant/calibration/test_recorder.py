@@ -49,8 +49,10 @@ def test_statistics_of_an_input(module: str, point: str) -> None:
     np.testing.assert_allclose(found.abs_sum, x.double().abs().sum(0), rtol=1e-6)
     np.testing.assert_allclose(found.square_sum, x.double().square().sum(0), rtol=1e-6)
     np.testing.assert_allclose(found.gram, x.T @ x, rtol=1e-4, atol=1e-4)
-    even = record(decoder, gram=True, normalize_tokens=True)[point].gram
-    np.testing.assert_allclose(even, x.T @ (x / x.norm(dim=1, keepdim=True)), rtol=1e-4, atol=1e-4)
+    normalized = record(decoder, gram=True, normalize_tokens=True)[point].gram
+    np.testing.assert_allclose(
+        normalized, x.T @ (x / x.norm(dim=1, keepdim=True)), rtol=1e-4, atol=1e-4
+    )
     assert found.sample is not None
     assert torch.equal(torch.from_numpy(found.sample), x)
     edges = np.concatenate([[0.0], np.geomspace(2.0**-40, 2.0**24, 65)])

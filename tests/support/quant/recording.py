@@ -87,7 +87,7 @@ def record(
     rank: int = 0,
     dp: int = 1,
     gram: bool = False,
-    even: bool = False,
+    normalize_tokens: bool = False,
     route_all: bool = False,
     points: tuple[ActivationSite, ...] = (),
 ) -> dict[str, ActivationStatistics]:
@@ -98,7 +98,7 @@ def record(
         decoder,
         points,
         gram=asked,
-        normalize_tokens=asked if even else (),
+        normalize_tokens=asked if normalize_tokens else (),
         sample=asked,
         route_all=route_all,
     )
