@@ -216,4 +216,4 @@ def late(rank: int, size: int) -> str:
 
 def test_a_gradient_that_comes_too_late_is_named() -> None:
     for message in run_world(late, 2):
-        assert "a gradient of named.weight came after its bucket was sent" in message
+        assert "a gradient of named.weight arrived after its bucket was sent" in message

@@ -182,7 +182,7 @@ def test_replicas_train_as_one_process_does(size: int) -> None:
 
 
 def test_remainders_of_fp16_are_refused() -> None:
-    with pytest.raises(UsageError, match="remainders are of bfloat16"):
+    with pytest.raises(UsageError, match="remainders need bfloat16"):
         plain(Small(torch.float16), main_params="remainder")
 
 

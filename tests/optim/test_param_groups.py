@@ -57,7 +57,7 @@ def test_duplicates_are_refused() -> None:
     p = parameter(2)
     with pytest.raises(MappingError, match="as 'a' too"):
         collect_param_infos([("a", p), ("b", p)])
-    with pytest.raises(MappingError, match="'a' comes twice"):
+    with pytest.raises(MappingError, match="'a' is given twice"):
         collect_param_infos([("a", p), ("a", parameter(2))])
 
 

@@ -105,7 +105,7 @@ def test_one_process_does_the_same() -> None:
 
 def test_it_is_refused_where_main_parameters_would_be_lost_or_nothing_gained() -> None:
     for model, settings, message in (
-        (Small(torch.bfloat16), {}, "none of them"),
+        (Small(torch.bfloat16), {}, "no parameter is used in FP8"),
         (marked(torch.float32), {}, "own main"),
         (marked(), {"main_params": "remainder"}, "own main"),
         (marked(), {"offload_fraction": 0.5}, "on the host"),

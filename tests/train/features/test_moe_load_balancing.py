@@ -315,8 +315,8 @@ def test_the_checkpoints_own_weights_only_if_asked() -> None:
     assert found == BalanceSettings(kind="aux_loss", aux_coeff=0.5)
     with pytest.raises(UsageError, match="type without --moe-aux-loss-coeff"):
         TrainConfig(moe_router_load_balancing_type="seq_aux_loss")
-    with pytest.raises(UsageError, match="no bias chooses"):
+    with pytest.raises(UsageError, match="without an expert bias"):
         make_balance_settings(TrainConfig(moe_router_bias_update_rate=0.1), config, {})
     dense = ModelConfig(**{k: v for k, v in SIZES.items() if "exp" not in k and "moe" not in k})
-    with pytest.raises(UsageError, match="no experts"):
+    with pytest.raises(UsageError, match="without experts"):
         make_balance_settings(TrainConfig(moe_z_loss_coeff=0.1), dense, {})
