@@ -152,7 +152,7 @@ def test_split_files_open_as_one(tmp_path):
     with pytest.raises(FormatError, match="two tensors have this name"):
         open_checkpoint(parts[0])
     parts[2].rename(tmp_path / "odd.gguf")
-    with pytest.raises(FormatError, match="does not say which"):
+    with pytest.raises(FormatError, match="does not have the part number"):
         open_checkpoint(tmp_path / "odd.gguf")
 
 
@@ -167,7 +167,7 @@ def test_detects_by_name_or_by_content(tmp_path):
         False,
         False,
     ]
-    with pytest.raises(UsageError, match="not iteration 3"):
+    with pytest.raises(UsageError, match="no iteration 3"):
         open_checkpoint(tmp_path / "blob", iteration=3)
 
 

@@ -186,7 +186,7 @@ def test_extra_shards_are_warned_of(tmp_path):
     safetensors.torch.save_file({"z": torch.ones(1)}, tmp_path / "consolidated.safetensors")
     c = open_checkpoint(tmp_path)
     assert "z" not in c
-    assert "consolidated.safetensors is left out" in c.warnings[0]
+    assert "consolidated.safetensors is skipped" in c.warnings[0]
 
 
 def test_wrong_total_size_is_warned_of(tmp_path):
@@ -312,7 +312,7 @@ def test_folders_without_safetensors(tmp_path, name, hint):
 
 
 def test_iterations_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="not iteration 7"):
+    with pytest.raises(UsageError, match="no iteration 7"):
         open_checkpoint(tmp_path, iteration=7)
 
 
