@@ -57,7 +57,7 @@ def finetune(
 
     settings, folder = options.train_config(), Path(options.destination)
     if not settings.data:
-        raise UsageError("nothing to learn from", hint="--data FILE")
+        raise UsageError("nothing to train on", hint="--data FILE")
     source = open_decoder(options.source, settings)
     check_folders(options.source, folder)
     checkpoint = find_checkpoint(folder, settings)

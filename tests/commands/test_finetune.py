@@ -155,8 +155,8 @@ def test_a_folder_of_something_else_is_left_alone(model, data, tmp_path) -> None
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [
-        ('{"text": "one"}\n{"text": \n', FormatError, "line 2: no JSON"),
-        ("", FormatError, "nothing to learn"),
+        ('{"text": "one"}\n{"text": \n', FormatError, "line 2: invalid JSON"),
+        ("", FormatError, "nothing to train on"),
     ],
 )
 def test_bad_data_is_one_clear_error(text, kind, message, model, tmp_path) -> None:
@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_said_before_anything_is_loaded(model, data, tmp_pa
         tune(model, tmp_path / "out", data, tp=2)
     with pytest.raises(UsageError, match="the model's 128 positions"):
         tune(model, tmp_path / "out", data, seq_length=256)
-    with pytest.raises(UsageError, match="nothing to learn from"):
+    with pytest.raises(UsageError, match="nothing to train on"):
         finetune(model, tmp_path / "out")
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").glob("iter_*"))
 
