@@ -1,4 +1,4 @@
-"""Rules: what is held against a folder to be exported before a byte of it is staged."""
+"""Check a planned export against the rules of engines, before anything is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EVERY_ENGINE = ("scale-value", "siblings", "input-siblings", "w1-w3")
 
 
 def check_engine_rules(folder: FolderView, target: str | None) -> list[str]:
-    """What an engine's rules warn of; without an engine, nothing but wrong scales is looked for.
+    """The warnings of an engine's rules; without an engine, only wrong scales are looked for.
 
     Raises:
         MappingError: the engine cannot load the folder, or scales are wrong for all of them.

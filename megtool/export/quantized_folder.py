@@ -1,4 +1,4 @@
-"""Export to a quantized Hugging Face folder: codes and scales as another form has them."""
+"""Export a quantized Hugging Face folder to another form, without quantizing again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Coded: quantized linear modules of a folder as the parts their codes and scales lie in.
+"""Quantized linear modules of a folder, described by the stored tensors of codes and scales.
 
-What all forms have in common stands here; how each one stores it is a file in `folders/`. Nothing
-is decoded: a part says which stored tensor holds codes or scales, and which rows and columns of
-the weight each element of it serves, so that codes can be cut, joined and packed anew exactly.
+This is what all forms have in common; `folders/` has one file for each form. Nothing is decoded: a
+part says which stored tensor holds codes or scales, and which rows and columns of the weight each
+element of it covers, so that codes can be split, joined and repacked exactly.
 """
 
 from __future__ import annotations

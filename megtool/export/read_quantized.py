@@ -1,4 +1,4 @@
-"""Read: a quantized folder as stored, and what its tensors are; nothing is decoded."""
+"""Read the quantized modules of a folder as they are stored, without decoding them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Repack: feeds that put codes and scales of quantized weights into tensors of another form.
+"""Repack codes and scales of quantized weights into the tensors of another form.
 
-Where source and target have the same numbers, bits change places and nothing is computed. Only a
-scale that is given anew (siblings that engines run as one, brought to one scale) has elements
-decoded and encoded again, and only where it differs from the one they have.
+If source and target have the same number format, bits are moved and nothing is computed. Elements
+are decoded and encoded again only if they get a new scale (one shared by modules that engines fuse)
+that differs from their own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megtool.number_formats.decode import CODES, DIVISOR, SCALE, SCALE_2, ZEROS
 from megtool.number_formats.element_codes import numbers
 from megtool.number_formats.packed_parts import PackedPart
 from megtool.number_formats.small_floats import single
-from megtool.reshard.constant_feed import ConstantFeed, to_bits, digest_facts, whole_region
+from megtool.reshard.constant_feed import ConstantFeed, digest_facts, to_bits, whole_region
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
@@ -131,8 +131,8 @@ def _check_slice(
     has_same_numbers = numbers(module.packing) == numbers(packing)
     if not has_same_numbers or (have.dtype != codes.dtype and numbers(packing) == "fp8"):
         raise FormatError(
-            f"{module.name} is stored as {module.packing} of {have.dtype}, and is to be {packing} of "
-            f"{codes.dtype}: that is to quantize it again",
+            f"{module.name} is stored as {module.packing} of {have.dtype}, and is to be {packing} "
+            f"of {codes.dtype}: that is to quantize it again",
             tensor=module.parts[0][1],
             hint=_DECODE,
         )
@@ -140,8 +140,8 @@ def _check_slice(
     zeros = module.part(ZEROS)
     if zeros is not None and (ZEROS not in roles or SCALE in given):
         raise FormatError(
-            f"{module.name} has zero points (it is quantized asymmetrically), and {packing} of this "
-            "form has none",
+            f"{module.name} has zero points (it is quantized asymmetrically), and {packing} of "
+            "this form has none",
             tensor=zeros[1],
             hint=_DECODE,
         )

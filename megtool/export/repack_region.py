@@ -1,4 +1,4 @@
-"""Moved: rows of a box of a quantized weight in their new places, in another form."""
+"""Rows of a slice of a quantized weight, repacked into the tensors of another form."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megtool.number_formats.packed_parts import PackedPart, trimmed
 from megtool.number_formats.scales import RULES
 from megtool.number_formats.small_floats import single
 from megtool.quant.packed_tensors.modelopt_tensors import stored_type
-from megtool.reshard.constant_feed import to_bits, digest_facts, round_to_dtype
+from megtool.reshard.constant_feed import digest_facts, round_to_dtype, to_bits
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 

@@ -1,4 +1,4 @@
-"""Report of `export`: what was written, how exact it is, and what an engine will find in it."""
+"""The report of `export`: what was written, and which modules kept their codes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ExportReport:
         return asdict(self)
 
     def lines(self) -> Iterator[str]:
-        """As a person reads it."""
+        """The human-readable report."""
         verb = "would write" if self.is_dry else "wrote"
         yield (
             f"{verb} {self.destination}: {several(len(self.files), 'file')}, "

@@ -1,4 +1,4 @@
-"""Expand: scales of boxes of source weights as the scales of boxes of a target weight."""
+"""Expand the scales of source weights to the scales of slices of a target weight."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def check_codes(box: WeightSlice, part: PackedPart, shape: tuple[int, int]) -> N
         per = span_size(part, dim)
         if box.offset[dim] % per or (box.end[dim] % per and box.end[dim] != shape[dim]):
             raise UsageError(
-                f"{name} {box.offset[dim]} to {box.end[dim]} of a weight are of {box.module.name}, and "
-                f"{per} {name} are stored in one {part.dtype}",
+                f"{name} {box.offset[dim]} to {box.end[dim]} of a weight are of "
+                f"{box.module.name}, and {per} {name} are stored in one {part.dtype}",
                 hint="cut it otherwise (another tensor-parallel size), or keep it unquantized",
             )
 

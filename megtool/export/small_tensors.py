@@ -1,4 +1,4 @@
-"""Values: small stored tensors, single scales above all, read while a plan is made."""
+"""Read small stored tensors, mostly single scales, while a plan is made."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Rules by which engines' loaders take or refuse a folder, each with its public source."""
+"""One checker of quantized folders: rules of engines' loaders, each with its public source."""

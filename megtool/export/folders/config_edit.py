@@ -1,4 +1,4 @@
-"""Small files of a folder, edited: config.json with another quantization_config."""
+"""Edit config.json: another quantization_config, and untied embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structure: what the stored tensors of a quantized module show of its format by themselves."""
+"""Infer the format of a quantized module from its stored tensors alone."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megtool.quant.recipes.modules import BLOCKS
 from megtool.tensors.sharded import GlobalTensor
 
 DECODE_HINT = "export it with --to hf, which decodes it"
-"""The way out where a format cannot be kept."""
+"""The hint if a format cannot be kept."""
 
 _POWERS = "float8_e8m0fnu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight:
-    """A quantized weight `[out, in]` of a folder, and what lies beside it."""
+    """A quantized weight `[out, in]` of a folder, with the other tensors of its module."""
 
     packed: PackedWeight
     finder: PartFinder

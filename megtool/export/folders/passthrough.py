@@ -1,4 +1,4 @@
-"""Whole: a compressed-tensors folder that stays one, with all that it says of its groups."""
+"""Copy a compressed-tensors folder to the same form, with its configuration unchanged."""
 
 from __future__ import annotations
 

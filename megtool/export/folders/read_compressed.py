@@ -1,4 +1,4 @@
-"""Read compressed-tensors: quantized modules, with what their group says of inputs."""
+"""Read the quantized modules of compressed-tensors folders, with their input quantization."""
 
 from __future__ import annotations
 
@@ -194,8 +194,8 @@ def _algo(weight: QuantizedWeight, group: CompressedGroup) -> tuple[str, str]:
     if not candidates:
         rows, columns = weight.scale_block
         raise weight.error(
-            f"{weight.numbers} with a scale for {rows} x {columns} elements is no format of engines "
-            "other than those of compressed-tensors",
+            f"{weight.numbers} with a scale for {rows} x {columns} elements is no format of "
+            "engines other than those of compressed-tensors",
             hint=KEEP_HINT,
         )
     algo = candidates.get(inputs.label)

@@ -1,4 +1,4 @@
-"""Read fine-grained FP8: DeepSeek's blocks (`weight_scale_inv`) and others of the method `fp8`."""
+"""Read modules of the method `fp8`: DeepSeek's blocks (`weight_scale_inv`) and its relatives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read ModelOpt: quantized modules of its unified folders, checked by what their config says."""
+"""Read the quantized modules of ModelOpt's unified folders, and compare them with their config."""
 
 from __future__ import annotations
 
@@ -136,15 +136,16 @@ def _format(weight: QuantizedWeight, config: QuantConfig) -> tuple[str, int]:
     if FORMATS[algo].groups and algo != "FP8_PB_WO" and stated is not None:
         if min(stated, weight.shape[1]) != weight.scale_block[1]:
             raise weight.error(
-                f"its scales are for {weight.scale_block[1]} columns each, and {config.file} says {stated}",
+                f"its scales are for {weight.scale_block[1]} columns each, and {config.file} "
+                f"declares {stated}",
                 hint="do the files belong together?",
             )
         group = stated
     if not weight.fits(algo, group):
         rows, columns = weight.scale_block
         raise weight.error(
-            f"{config.file} says it is {algo}, and it is stored as {weight.numbers} with a scale for "
-            f"{rows} x {columns} of {' x '.join(map(str, weight.shape))} elements",
+            f"{config.file} says it is {algo}, and it is stored as {weight.numbers} with one scale "
+            f"for {rows} x {columns} of {' x '.join(map(str, weight.shape))} elements",
             hint="do the files belong together?",
         )
     return algo, group

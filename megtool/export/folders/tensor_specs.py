@@ -1,4 +1,4 @@
-"""Written: the tensors that a quantized module becomes in another form, and what fills them."""
+"""The tensors that a quantized module becomes in another form, and the interface of a form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write compressed-tensors: folders as llm-compressor publishes them.
+"""Write compressed-tensors folders as llm-compressor publishes them.
 
 Scales are float32, so that none is rounded: the library computes in the type of scales.
 Source of names, shapes and keys: compressed-tensors 0.20, `quantization/quant_scheme.py` and

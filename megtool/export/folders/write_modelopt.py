@@ -1,4 +1,4 @@
-"""Write ModelOpt: the unified folder that vLLM, SGLang and TensorRT-LLM load."""
+"""Write ModelOpt's unified folder, which vLLM, SGLang and TensorRT-LLM load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Architectures: what llama.cpp calls a family, how its tensors are named, and what it cannot run.
+"""llama.cpp's architecture of each family, the names of its tensors, and what it cannot run.
 
 llama.cpp builds a graph of its own for every architecture, and what no key of the file says is
 fixed in its source: which layers have a window, what scores are multiplied by, whether the chosen
@@ -204,7 +204,8 @@ def find_architecture(family: Family, config: ModelConfig) -> Architecture:
     for applies, words in architecture.limits:
         if applies(config):
             raise MappingError(
-                f"a GGUF file of architecture {architecture.name!r} would be another model: {words}",
+                f"a GGUF file of architecture {architecture.name!r} would be another model: "
+                f"{words}",
                 hint="--to hf writes it as it is",
             )
     for applies, words in _SWITCHES:

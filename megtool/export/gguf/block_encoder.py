@@ -1,4 +1,4 @@
-"""Encoded: the feeds that turn weights into GGUF's blocks, strip of rows by strip of rows."""
+"""Encode weights as GGUF's blocks, some rows at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megtool.dtypes import DType
 from megtool.errors import FormatError, MappingError
 from megtool.number_formats.gguf import encode
 from megtool.number_formats.small_floats import single
-from megtool.reshard.constant_feed import to_bits, digest_facts, whole_region
+from megtool.reshard.constant_feed import digest_facts, to_bits, whole_region
 from megtool.tensors.box import numel, strides
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor

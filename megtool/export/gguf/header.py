@@ -1,4 +1,4 @@
-"""Header: a GGUF file laid out ahead of its data, its key-values written by the gguf package."""
+"""Lay out a GGUF file; the gguf package writes the key-values of its header."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layout: the tensors of a GGUF file, their types, and what fills each of them."""
+"""Plan the tensors of a GGUF file, their types, and what fills each of them."""
 
 from __future__ import annotations
 

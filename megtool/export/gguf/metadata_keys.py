@@ -1,4 +1,4 @@
-"""Keys: what a GGUF file says of a model's shape, as llama.cpp's converter names and types it."""
+"""Metadata keys of a GGUF file that describe the model, as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 

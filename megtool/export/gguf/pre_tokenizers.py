@@ -1,4 +1,4 @@
-"""Splits: what llama.cpp calls the way a byte-level tokenizer cuts text before it is encoded.
+"""llama.cpp's names for how a byte-level tokenizer splits text before it is encoded.
 
 llama.cpp has an expression of its own for each name, and its converter finds the name by the tokens
 that a sample text gives. Here it is told from tokenizer.json's own expressions.
@@ -54,5 +54,6 @@ def find_pre_tokenizer(cuts: Sequence[Mapping[str, Any]]) -> str:
     supported = ", ".join(["gpt-2", "smollm", *_BY_EXPRESSION.values()])
     raise MappingError(
         f"the tokenizer cuts text in a way that has no name here: {' then '.join(kinds)}",
-        hint=f"known: {supported}; with split=NAME it gets llama.cpp's name for it (LLAMA_VOCAB_PRE)",
+        hint=f"known: {supported}; with split=NAME it gets llama.cpp's name for it "
+        "(LLAMA_VOCAB_PRE)",
     )

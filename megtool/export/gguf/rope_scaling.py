@@ -1,4 +1,4 @@
-"""Rotary scaling in GGUF: keys for what llama.cpp computes, and tensors of factors for the rest."""
+"""RoPE scaling in GGUF: metadata keys, or tensors of factors if llama.cpp reads these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds: which of GGUF's types each tensor of a file gets, as llama.cpp chooses them."""
+"""Choose the GGUF type of each tensor, as llama.cpp does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizer: a `tokenizer.json` as the `tokenizer.*` keys of a GGUF file.
+"""Convert a `tokenizer.json` to the `tokenizer.*` keys of a GGUF file.
 
 Two kinds are written: byte-level BPE (`gpt2` to llama.cpp) and SentencePiece's BPE with bytes to
 fall back on (`llama`). llama.cpp merges the latter by scores, so a token's score is minus the rank

@@ -1,4 +1,4 @@
-"""Export to GGUF: any checkpoint as the one file that llama.cpp reads."""
+"""Export any checkpoint to the single GGUF file that llama.cpp reads."""
 
 from __future__ import annotations
 

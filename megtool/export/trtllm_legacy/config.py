@@ -1,4 +1,4 @@
-"""Config: what config.json and quant_cfg.json of a legacy checkpoint say.
+"""Build config.json and quant_cfg.json of a legacy TensorRT-LLM checkpoint.
 
 Keys are those of TensorRT-LLM 1.x's `PretrainedConfig` and of its `LLaMAConfig`, `GPTConfig`,
 `QWenConfig` and `GemmaConfig`. ModelOpt 0.47 loses base and scaling of rotary embedding where a

@@ -1,4 +1,4 @@
-"""Layout: which models a legacy checkpoint can hold, and into how many ranks they can be cut."""
+"""Which models a legacy TensorRT-LLM checkpoint can hold, and how many ranks can share them."""
 
 from __future__ import annotations
 

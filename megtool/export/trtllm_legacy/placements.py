@@ -1,4 +1,4 @@
-"""Pieces: boxes of the source's tensors on their way to ranks, as a plan's placements.
+"""Placements of boxes of the source's tensors in the tensors of ranks.
 
 A canonical tensor goes to several ranks, cut or whole, and in a plan a tensor goes to one place:
 so each box is a tensor of its own here, named after what it is cut of. A box that several ranks

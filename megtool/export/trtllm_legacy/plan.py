@@ -1,4 +1,4 @@
-"""Plan: a legacy checkpoint laid out, and the placements and feeds that fill it."""
+"""Plan a legacy TensorRT-LLM checkpoint: its files, and the placements and feeds that fill it."""
 
 from __future__ import annotations
 

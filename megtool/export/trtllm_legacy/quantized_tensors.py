@@ -1,4 +1,4 @@
-"""Coded tensors: what a quantized linear module is in a rank's file, and what fills it."""
+"""The tensors of a quantized linear module in the file of a rank, and what fills them."""
 
 from __future__ import annotations
 

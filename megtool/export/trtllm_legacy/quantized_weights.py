@@ -1,4 +1,4 @@
-"""Coded weights: which canonical weights are quantized, how, and what their scales are.
+"""Which canonical weights are quantized, how, and with which scales.
 
 Weights that engines multiply as one (queries with keys and values, the two halves of a gated MLP,
 those of one expert) have one single scale in a legacy checkpoint, the largest of theirs, and one
@@ -157,8 +157,8 @@ class QuantizedWeights:
             value = self.values.read_input_scale(module)
             if value is None:
                 raise FormatError(
-                    f"{module.name} is {module.algo} and has no scale of its inputs, which a legacy "
-                    "checkpoint needs",
+                    f"{module.name} is {module.algo} and has no scale of its inputs, which a "
+                    "legacy checkpoint needs",
                     file=self.folder.catalogue.root,
                     tensor=module.name,
                     hint="quantize it with data, or with fp8_per_channel, whose inputs are scaled "

@@ -1,4 +1,4 @@
-"""Files: one safetensors file a rank, which call their tensors alike."""
+"""One safetensors file per rank; all ranks use the same tensor names."""
 
 from __future__ import annotations
 

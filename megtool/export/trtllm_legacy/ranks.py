@@ -1,4 +1,4 @@
-"""Ranks: which boxes of which weights make each tensor of each rank of a legacy checkpoint.
+"""Which boxes of which weights make up each tensor of each rank of a legacy checkpoint.
 
 The rules are those of TensorRT-LLM's `convert_checkpoint` scripts and of ModelOpt's
 `postprocess_model_config`: `qkv`, `fc`, `gate`, the embedding and the head are cut along rows,

@@ -1,4 +1,4 @@
-"""Export to TensorRT-LLM's own checkpoints, of releases up to 1.x: a file a rank."""
+"""Export to the checkpoints of TensorRT-LLM releases up to 1.x, with one file per rank."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Proofs: what was written read again, and held against its source."""
+"""Compare a quantized folder with its source: weights, scales and unquantized tensors."""

@@ -1,4 +1,4 @@
-"""Settled weights: written codes and scales are those that were settled, wherever any were.
+"""Stored codes and scales of weights, compared with the qparams that calibration chose.
 
 What calibration chose for outputs (codes that are not the nearest, scales that cut off) no bound on
 single elements can judge: it is held against the settlement itself, element by element.

@@ -1,4 +1,4 @@
-"""Settled checks: stored scales of inputs, caches and columns are those calibration settled."""
+"""Stored scales of inputs, KV caches and smoothing, compared with the qparams of calibration."""
 
 from __future__ import annotations
 

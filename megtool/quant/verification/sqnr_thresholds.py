@@ -1,4 +1,4 @@
-"""Closeness: a quantized weight beside another, and how close every format has to come."""
+"""How close a quantized weight must be to its source, by number format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps: the scales of a written weight, lined up with its elements wherever these are stored."""
+"""Step sizes of a quantized weight, aligned with its elements."""
 
 from __future__ import annotations
 

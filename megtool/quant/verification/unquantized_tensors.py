@@ -1,4 +1,4 @@
-"""Kept proof: tensors that were not quantized are the source's, and norms took their factors."""
+"""Unquantized tensors equal the source, and norms hold their smoothing factors."""
 
 from __future__ import annotations
 
@@ -180,8 +180,8 @@ def recover_norm_factors(
             )
             column = int(off.argmax())
             text = (
-                f"{last} of {int(off.sum()):,} of {off.size:,} columns: {reason}, column {column} is "
-                f"{y[column]:.6g} where {expected[column]:.6g} is due"
+                f"{last} of {int(off.sum()):,} of {off.size:,} columns: {reason}, column {column} "
+                f"is {y[column]:.6g} where {expected[column]:.6g} is due"
             )
             out.findings.append(error("norm", norm, text, _WRONG))
         else:

@@ -1,8 +1,8 @@
-"""Proof: what was written, read again from the files alone, and held against the source.
+"""Verify a quantized folder against its source, from its files alone.
 
-Nothing the writer knew is believed: the folder is opened afresh, weights are decoded and compared
-element by element, factors folded into norms are found from the norms, and only then held against
-what calibration settled.
+Nothing that the writer knew is trusted: the folder is opened again, weights are decoded and
+compared element by element, and smoothing factors are recovered from the norms. Only then are they
+compared with the qparams that calibration chose.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class WeightAccuracy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderVerification:
-    """What is proved about a quantized folder, and what is not right with it.
+    """The result of comparing a quantized folder with its source.
 
-    `num_kept` tensors are bit for bit those of the source, or their cast; `num_norms` are those
-    whose factors were found again.
+    `num_unquantized` tensors equal the source bit for bit, or are its cast; `num_norms` norms hold
+    the expected smoothing factors.
     """
 
     path: str
@@ -133,9 +133,8 @@ def verify_folder(
 ) -> FolderVerification:
     """Check a quantized Hugging Face folder, finished or still staged, against its source.
 
-    `small` are the files beside the tensors as the model has them unquantized; None leaves them
-    unread. Memory is bounded by a dozen tiles a thread. What is wrong is a finding, not an error,
-    however broken the folder is.
+    `auxiliary_files` are the other files of the unquantized model; None skips their comparison.
+    Memory is bounded by a dozen tiles per thread. A broken folder causes findings, not an error.
 
     Raises:
         CheckpointError: the source cannot be read.
@@ -236,7 +235,7 @@ class _WeightVerification:
     def run(
         self, threads: int, progress: Progress, sizes: Mapping[str, int]
     ) -> Iterator[WeightAccuracy]:
-        """Hold every tensor against the source."""
+        """Compare every tensor with the source."""
         source_view, written_view = self.source.view, self.side
         common = [
             n
@@ -353,7 +352,7 @@ class _WeightVerification:
         """What the sums of a weight give cause for."""
         treatment = self.qparams.weights.get(name)
         if s.num_nan:
-            text = f"{s.num_nan:,} elements are no finite numbers"
+            text = f"{s.num_nan:,} elements are NaN or Inf"
             self.findings.append(error("weight-nan", name, text, _WRONG))
         if s.count and s.sqnr_db < MIN_SQNR_DB:
             text = (

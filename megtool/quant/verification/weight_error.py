@@ -1,4 +1,4 @@
-"""Weight proof: a quantized weight beside its source, tile by tile, with a bound for every element.
+"""Compare quantized weights with their source, tile by tile, with a bound for every element.
 
 Nearest rounding leaves every element within half a step of the format at its size, or cut off at
 the largest code. So an element that is off by more, and not because it was cut off, was put there
