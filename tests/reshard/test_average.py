@@ -133,9 +133,9 @@ def test_nobody_has_trained_the_mean(tmp_path: Path, materialize: Any) -> None:
     ("more", "what"),
     [
         ({"vocab_size": 90}, r"shape \[90, 32\], and \[101, 32\]"),
-        ({"num_hidden_layers": 5}, r"it holds 'layers\.4\.attn_norm"),
+        ({"num_hidden_layers": 5}, r"it has 'layers\.4\.attn_norm"),
         ({"num_hidden_layers": 3}, r"it lacks 'layers\.3\.attn_norm"),
-        ({"attention_bias": True}, "it holds 'layers.0.attn.k.bias'"),
+        ({"attention_bias": True}, "it has 'layers.0.attn.k.bias'"),
     ],
 )
 def test_another_model_is_refused(

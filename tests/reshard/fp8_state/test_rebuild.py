@@ -93,9 +93,9 @@ def test_stale_scaling_is_found_and_rebuilt(ranks: Path, tmp_path: Path) -> None
         FC2.format(2): {"nan", "scale"},
         FC2.format(3): {"zeros"},
     }
-    before = folders.state(ranks)
+    before = folders.file_states(ranks)
     report = fix_amax(ranks, tmp_path / "fixed", fsync=False)
-    assert folders.state(ranks) == before
+    assert folders.file_states(ranks) == before
     assert report.amax is not None
     assert report.amax.rebuilt == 4
     assert report.target_format == "megatron"

@@ -276,7 +276,7 @@ def test_sizes_that_do_not_add_up(tmp_path: Path, materialize: Any) -> None:
         states["param"] = states["param"].to(torch.int16)
 
     for change, says in (
-        (shorten, "do not add up .* elements .* parameters"),
+        (shorten, "do not fit .* elements .* parameters"),
         (shorten_one, "differ in size"),
         (lose("param"), "no master weights"),
         (remainders, "int16 remainders"),
