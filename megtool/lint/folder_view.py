@@ -1,5 +1,4 @@
-"""A quantized Hugging Face folder, planned, staged or finished: headers and config files, nothing
-decoded."""
+"""The headers and config files of a quantized folder, planned, staged or finished."""
 
 from __future__ import annotations
 
