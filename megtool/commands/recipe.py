@@ -16,7 +16,7 @@ from megtool.quant.recipes.dialects import load_recipe, read_recipe_text, recipe
 from megtool.quant.recipes.formats import RecipeFormat
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.resolve import resolve_recipe
-from megtool.reports import columns
+from megtool.reports import Report, columns
 
 __all__ = [
     "ExplainReport",
@@ -32,7 +32,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ListReport:
+class ListReport(Report):
     """The shipped recipes, in the order of their names."""
 
     recipes: tuple[Recipe, ...]
@@ -42,14 +42,14 @@ class ListReport:
         return {"recipes": [_summary(r) for r in self.recipes]}
 
     def lines(self) -> Iterator[str]:
-        """The report as a person reads it."""
+        """The human-readable report."""
         rows = [("recipe", "algorithm", "what it does")]
         rows += [(r.name, r.method, r.description) for r in self.recipes]
         yield from columns(rows, left=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShowReport:
+class ShowReport(Report):
     """One recipe: megtool's own as it is written, any other as it is understood."""
 
     recipe: Recipe
@@ -69,7 +69,7 @@ class ShowReport:
         return _summary(self.recipe) | {"rules": rules, "text": self.text}
 
     def lines(self) -> Iterator[str]:
-        """The report as a person reads it; one's own can be redirected to a file and edited."""
+        """The human-readable report; one's own can be redirected to a file and edited."""
         if self.recipe.dialect == "megtool":
             yield from self.text.rstrip("\n").splitlines()
             return

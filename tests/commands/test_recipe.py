@@ -87,7 +87,7 @@ def test_explain_prints_rules_modules_and_sums(llama: Path, capsys: Any) -> None
         "role embedding",
         "layers.{0-3}.attn.q",
         "bits per weight",
-        "in all",
+        "total",
     ):
         assert text in shown
 
