@@ -12,15 +12,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megtool.commands.demo_training import train
 from megtool.commands.options.checkpoints import DemoOptions
 from megtool.console import format_bytes
 from megtool.errors import DestinationError, MegtoolError, MissingPackageError
 from megtool.lint.engines import ENGINES
+from megtool.reports import Report
 
 _LOG = logging.getLogger(__name__)
 PROMPT = "What is the capital of France? Answer in one sentence."
@@ -44,7 +44,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoReport:
+class DemoReport(Report):
     """What the demo did and found.
 
     `verdicts` say whether the last checkpoint of the model, and of its training, equals the first.
@@ -68,12 +68,8 @@ class DemoReport:
         same = self.texts is None or self.texts[0] == self.texts[1]
         return 0 if self.equal and same and self.sound else 7
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return asdict(self)
-
     def lines(self) -> Iterator[str]:
-        """The report as a person reads it."""
+        """The human-readable report."""
         yield f"{'step':<34}{'bytes':>11}{'seconds':>9}{'rate':>13}{'x cp':>7}{'memory':>12}"
         for s in self.steps:
             rate = format_bytes(s.num_bytes / s.seconds) + "/s"

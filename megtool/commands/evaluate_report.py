@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megtool.console import format_bytes
+from megtool.reports import Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluateReport:
+class EvaluateReport(Report):
     """How well a model predicts a text.
 
     `tokens` are the predictions that count, `loss` their mean negative log-probability in nats,
@@ -87,7 +88,7 @@ class EvaluateReport:
         return values
 
     def lines(self) -> Iterator[str]:
-        """The report as a person reads it."""
+        """The human-readable report."""
         if self.is_shown:
             return
         yield f"{self.path} ({self.format})" + (f" on {self.data}" if self.data else "")
@@ -138,7 +139,7 @@ def _quoted(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluatePlan:
+class EvaluatePlan(Report):
     """What a run would do, with nothing loaded."""
 
     path: str
@@ -153,12 +154,8 @@ class EvaluatePlan:
     batch_size: int
     weight_bytes: int
 
-    def to_json(self) -> dict[str, Any]:
-        """The plan as plain data."""
-        return asdict(self)
-
     def lines(self) -> Iterator[str]:
-        """The plan as a person reads it."""
+        """The human-readable plan."""
         yield f"{self.path} ({self.format}) on {self.data}"
         yield f"  family      {self.family or 'not named'}"
         yield f"  tokens      {self.tokens:,} of {self.documents:,} texts"

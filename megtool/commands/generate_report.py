@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megtool.console import format_bytes
+from megtool.reports import Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateReport:
+class GenerateReport(Report):
     """Answers in the order of the prompts, and what they took.
 
     Prompts are read at `prompt_tokens_per_second`, texts written at `tokens_per_second`, all of a
@@ -95,7 +96,7 @@ class GenerateReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratePlan:
+class GeneratePlan(Report):
     """What a run would do, with nothing loaded. Bytes are of all ranks together."""
 
     path: str
@@ -109,12 +110,8 @@ class GeneratePlan:
     weight_bytes: int
     cache_bytes: int
 
-    def to_json(self) -> dict[str, Any]:
-        """The plan as plain data."""
-        return asdict(self)
-
     def lines(self) -> Iterator[str]:
-        """The plan as a person reads it."""
+        """The human-readable plan."""
         yield f"{self.path} ({self.format})"
         yield f"  family      {self.family or 'not named'}"
         yield f"  layout      {self.layout}"

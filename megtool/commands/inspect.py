@@ -15,7 +15,7 @@ from megtool.commands.name_tree import NameFold, draw_tree, fold_tensors
 from megtool.commands.options.checkpoints import InspectOptions
 from megtool.console import Progress, format_bytes, silent
 from megtool.convert.megatron import split_state
-from megtool.reports import columns, count, fold_names, shown
+from megtool.reports import Report, columns, count, fold_names, shown
 from megtool.reshard.megatron.common_state import read_source_layout
 from megtool.reshard.open_source import open_source
 from megtool.reshard.source import CheckpointSource
@@ -48,7 +48,7 @@ class TensorLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InspectReport:
+class InspectReport(Report):
     """What a checkpoint holds.
 
     `parameters` counts each weight of the model once: no padding, no copy of a tied embedding, no
@@ -94,7 +94,7 @@ class InspectReport:
         return out
 
     def lines(self) -> Iterator[str]:
-        """The report as a person reads it; warnings are on stderr already."""
+        """The human-readable report; warnings are on stderr already."""
         yield f"{self.path} ({self.format})"
         for name, text in self._facts():
             yield f"  {name:<12}{text}"

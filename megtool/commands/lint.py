@@ -17,13 +17,14 @@ from megtool.lint.finding import Finding, Severity, sort_findings
 from megtool.lint.folder_view import open_folder
 from megtool.lint.rules import apply_rules, load_rules
 from megtool.quant.recipes.engine_support import EngineVersion, parse_engine
+from megtool.reports import Report
 
 _MAX_SHOWN = 3
 """Findings of one rule that are shown; further ones are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LintReport:
+class LintReport(Report):
     """What the loaders of engines find wrong with a folder.
 
     `targets` are engines with their versions, `form` is the `quant_method` of the folder, and

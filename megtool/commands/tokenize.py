@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.options.models import TokenizeOptions
@@ -14,11 +13,12 @@ from megtool.data.chunk_encoder import ChunkEncoder, count_cores, split_chunks, 
 from megtool.data.dataset_writer import DatasetFiles
 from megtool.data.documents import documents, source_bytes
 from megtool.errors import UsageError
+from megtool.reports import Report
 from megtool.reshard.find_tokenizer import find_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizeReport:
+class TokenizeReport(Report):
     """What was written, or with `dry_run` what a sample of it looks like.
 
     `empty` documents have no text and are left out. `source_bytes` are those of the sources as
@@ -39,12 +39,8 @@ class TokenizeReport:
     seconds: float
     dry_run: bool
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return asdict(self)
-
     def lines(self) -> Iterator[str]:
-        """The report as a person reads it."""
+        """The human-readable report."""
         yield f"{', '.join(self.sources)} -> {self.destination}.bin, {self.destination}.idx"
         yield f"  {'dtype':<12}{self.dtype}, for a vocabulary of {self.vocab_size}"
         texts = f"{self.documents} documents, {self.tokens} tokens"

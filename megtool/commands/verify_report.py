@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from megtool.console import format_bytes
 from megtool.quant.verification.sqnr_thresholds import WeightComparison
-from megtool.reports import fold_names
+from megtool.reports import Report, fold_names
 
 _SHOWN = 20
 _GROUPS = 6
@@ -66,7 +66,7 @@ class DigestCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
+class VerifyReport(Report):
     """What was checked and what differs.
 
     `matched_by` says whether tensors met under the `canonical` names of a family, or under the

@@ -165,7 +165,7 @@ def test_options_are_refused_before_anything_is_loaded(folder: Path) -> None:
     for wrong, said in (({"stop": [""]}, "a stop string"), ({"tp": 3}, "tp=3 does not divide")):
         with pytest.raises(UsageError, match=said):
             generate(folder, prompt=["a"], dry_run=True, **wrong)
-    with pytest.raises(UsageError, match="max_new_tokens is 0"):
+    with pytest.raises(UsageError, match="--max-new-tokens 0"):
         generate(folder, prompt=["a"], max_new_tokens=0, dry_run=True)
 
 
@@ -185,7 +185,7 @@ def test_memory_that_a_pass_lacks_is_said() -> None:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (without_tokenizer, "holds no tokenizer"),
+        (without_tokenizer, "no tokenizer"),
         (smaller_vocabulary, "vocabulary of 258, and the model one of 200"),
     ],
 )

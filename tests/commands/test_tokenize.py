@@ -98,7 +98,7 @@ def test_a_checkpoint_of_any_format_brings_its_tokenizer(
     assert (tmp_path / "one.bin").read_bytes() == (tmp_path / "two.bin").read_bytes()
     tiny_llama.save(tmp_path / "bare")
     (tmp_path / "bare" / "tokenizer.json").unlink(missing_ok=True)
-    with pytest.raises(FormatError, match="holds no tokenizer"):
+    with pytest.raises(FormatError, match="no tokenizer"):
         tokenize(corpus, tmp_path / "three", tokenizer=tmp_path / "bare")
 
 
