@@ -140,7 +140,7 @@ def num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def test_no_function_has_too_many_parameters() -> None:
-    """Options are grouped in dataclasses; GPU kernels take pointers, strides and sizes one by one."""
+    """Options are grouped in dataclasses; GPU kernels take pointers and sizes one by one."""
     long = [
         f"{named(path)}:{node.lineno} {node.name}"
         for path in sources("megtool")

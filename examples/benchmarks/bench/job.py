@@ -16,7 +16,7 @@ from phases import Options, Phases
 
 
 def reshard(options: Options, phase: Phases) -> Options:
-    """Run `megtool.commands.reshard.reshard` with the options given."""
+    """Run `megtool.reshard` with the options given."""
     from megtool import reshard
 
     with phase("job"):
@@ -49,7 +49,7 @@ def quantize(options: Options, phase: Phases) -> Options:
 
 
 def export(options: Options, phase: Phases) -> Options:
-    """Run `megtool.commands.export.export` with the options given."""
+    """Run `megtool.export` with the options given."""
     from megtool import export
 
     with phase("job"):
