@@ -153,8 +153,8 @@ def test_missing_tensors(tmp_path: Path, algo: str, last: str, said: str) -> Non
         ("FP8", {"quant_algo": "W8A16"}, "says it is W8A16, and it is stored as fp8"),
         ("FP8", {"quant_algo": "FP9"}, "FP9, which is not known"),
         ("FP8", {"exclude_modules": ["model.layers.0*"]}, "by hf_quant_config.json it is not"),
-        ("W4A16_AWQ", {"group_size": 64}, "for 128 columns each, .* says 64"),
-        ("FP8", {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "a scale for 256 x 256 of"),
+        ("W4A16_AWQ", {"group_size": 64}, "for 128 columns each, .* declares 64"),
+        ("FP8", {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "one scale for 256 x 256 of"),
         (
             "FP8",
             {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"x": {"quant_algo": "FP8"}}},

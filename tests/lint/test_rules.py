@@ -571,7 +571,7 @@ def test_releases_that_are_not_known(made: Path) -> None:
     assert [(f.id, f.severity, f.target) for f in report.findings] == [
         ("version", "warning", "vllm 0.99.1")
     ]
-    assert "newer than 0.16.0, the last that is known" in report.findings[0].message
+    assert "newer than 0.16.0, the last known release" in report.findings[0].message
     assert report.exit_status == 0
     for text in ("vllm@banana", "vllm@0.16.0xyz", "vllm@", "vllm@0.1", "vllm@99", "nothing@1"):
         with pytest.raises(UsageError):

@@ -284,12 +284,12 @@ class _WeightVerification:
             sums = measure_errors(
                 weights, a, b, threads=threads, progress=lambda n: progress("prove", 4 * n, total)
             )
-            settled = self.qparams
-            self.findings += check_codes(weights, settled, a, self.catalogue, threads=threads)
-            self.findings += check_scales(weights, settled, self.catalogue)
+            qparams = self.qparams
+            self.findings += check_codes(weights, qparams, a, self.catalogue, threads=threads)
+            self.findings += check_scales(weights, qparams, self.catalogue)
             modules = [d.module for d in self.decisions.values()]
             self.findings += check_global_scales(
-                weights, modules, sums, settled, self.global_scales
+                weights, modules, sums, qparams, self.global_scales
             )
         return iter([self._row(w, sums[w.name], sizes) for w in weights])
 
@@ -423,7 +423,7 @@ def find_absent_weights(folder: FolderView, decisions: Sequence[Decision]) -> It
 def count_stored_bytes(folder: FolderView, stored: str | None) -> int:
     """The bytes of a stored module: codes, and what lies beside them."""
     tensors = folder.modules.get(stored or "", {})
-    held = [t for last, t in tensors.items() if last in ("weight", *COMPANIONS)]
-    beside = (folder.tensors.get(f"{stored}{end}") for end in (BLOCKS, "_scales"))
-    held += [t for t in beside if t is not None]
-    return sum(numel(t.shape) * dtype(t.dtype).itemsize for t in held)
+    parts = [t for last, t in tensors.items() if last in ("weight", *COMPANIONS)]
+    blocks = (folder.tensors.get(f"{stored}{end}") for end in (BLOCKS, "_scales"))
+    parts += [t for t in blocks if t is not None]
+    return sum(numel(t.shape) * dtype(t.dtype).itemsize for t in parts)
