@@ -29,7 +29,12 @@ def trained(root: Path, gib: float, *, to: str, optimizer: str, **layout: Any) -
     source = root / "trained-hf"
     num_bytes = _hugging_face(source, gib)
     made = root / optimizer
-    options = {"source": str(source), "destination": str(made), "to": to, "optimizer_format": optimizer}
+    options = {
+        "source": str(source),
+        "destination": str(made),
+        "to": to,
+        "optimizer_format": optimizer,
+    }
     run_job("reshard", {**options, **layout, "fsync": False, "digest": "none"})
     shutil.rmtree(source)
     os.sync()
