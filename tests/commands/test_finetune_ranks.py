@@ -167,7 +167,7 @@ def test_a_world_that_does_not_fit_is_refused_on_every_rank(made, tmp_path) -> N
     batch = {"dp": 2, "global_batch_size": 3}
     for found in run_world(on_rank, 2, model, str(tmp_path / "out"), data, batch):
         assert found[0] == "LayoutError"
-        assert "the nearest that is: 2 or 4" in found[1]
+        assert "the nearest multiple: 2 or 4" in found[1]
 
 
 def test_a_broken_line_is_the_same_error_on_every_rank(made, tmp_path) -> None:
@@ -186,5 +186,5 @@ def test_weights_turned_nan_stop_every_rank_before_the_save(made, tmp_path) -> N
     found = run_world(on_rank, 2, model, str(tmp_path / "out"), data, more)
     assert found[0] == found[1]
     assert found[0][0] == "TrainingError"
-    assert "iteration 1 is the last good checkpoint" in found[0][1]
+    assert "iteration 1, the last good checkpoint" in found[0][1]
     assert [p.name for p in (tmp_path / "out").glob("iter_*")] == ["iter_0000001"]

@@ -73,7 +73,7 @@ def test_that_it_is_missing_is_said_before_any_work(
             {"fp8_recipe": "delayed", "kernels": "te", "recompute_granularity": "selective"},
             "cannot be kept",
         ),
-        ({"fp8_recipe": "delayed", "kernels": "te", "cuda_graph_impl": "local"}, "of its own"),
+        ({"fp8_recipe": "delayed", "kernels": "te", "cuda_graph_impl": "local"}, "its own scales"),
         ({"fp8_recipe": "delayed", "kernels": "te", "qat": "fp8"}, "--qat and --fp8-recipe"),
     ],
 )
