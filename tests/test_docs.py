@@ -173,9 +173,9 @@ def test_every_option_that_a_page_names_exists(page: Path) -> None:
     if page.name == "benchmarks.md":
         pytest.skip("names the options of its own scripts")
     text = page.read_text()
-    blocks = "".join(x.text for x in run_docs.blocks(text) if x.language in ("bash", "console"))
+    blocks = " ".join(x.text for x in run_docs.blocks(text) if x.language in ("bash", "console"))
     inline = " ".join(re.findall(r"`([^`\n]+)`", text))
-    names = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", inline + blocks))
+    names = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", f"{inline} {blocks}"))
     assert names - options() - FOREIGN == set()
 
 
