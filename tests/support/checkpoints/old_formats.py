@@ -24,7 +24,7 @@ from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
-from megtool.reshard.megatron.checkpoint_objects import encode_object
+from megtool.reshard.megatron.checkpoint_objects import encode_stored_object
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 Materialize = Callable[[Any, Path, dict[str, Any]], None]
@@ -143,7 +143,9 @@ def as_gathered(source: Path, target: Path, materialize: Materialize, *, tree: A
             states = groups.setdefault(match[1], {}).setdefault(int(match[2]), {})
             states.setdefault(match[4], []).append(torch.from_numpy(arrays[t.name]))
     objects: dict[str, Any] = {
-        name: encode_object(c, o) for name, o in c.objects.items() if "per_bucket" not in name
+        name: encode_stored_object(c, o)
+        for name, o in c.objects.items()
+        if "per_bucket" not in name
     }
     for group, buffers in groups.items():
         held: dict[Any, Any] = {"buckets_coalesced": True}
