@@ -226,7 +226,7 @@ def test_key_value_heads_may_be_cut() -> None:
             "tp=2 does not divide num_heads=7",
             "1, 7",
         ),
-        ({}, {"ep": 2}, "no experts", "leave"),
+        ({}, {"ep": 2}, "no experts", "omit --ep"),
         (
             {"num_experts": 6, "moe_ffn_hidden_size": 8},
             {"ep": 4},

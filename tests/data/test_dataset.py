@@ -71,7 +71,7 @@ def test_a_pass_has_every_label_once(
             if mask is None or mask[at]:
                 expected[int(ids[at]), int(ids[at + 1])] += 1
     if not expected:
-        with pytest.raises(FormatError, match="nothing to learn"):
+        with pytest.raises(FormatError, match="nothing to train on"):
             TokenDataset(documents, row, mode=mode)
         return
     feed = TokenDataset(documents, row, mode=mode)
@@ -241,7 +241,7 @@ def test_a_store_is_made_once_and_anew_when_its_source_changes(
     assert store_tokens(text, tokenizer, cache, Encoding()).fingerprint != one.fingerprint
     assert not list(cache.glob("*.partial"))
     (one.folder / "tokens.bin").write_bytes(b"12")
-    with pytest.raises(FormatError, match="no whole store"):
+    with pytest.raises(FormatError, match="incomplete token cache"):
         TokenCache(one.folder)
     assert store_tokens(text, tokenizer, None, Encoding()).lengths.sum() > 9
 
@@ -265,11 +265,11 @@ def test_a_broken_line_is_named_and_leaves_nothing(tokenizer: Tokenizer, tmp_pat
         open_dataset([bad], tokenizer, 8, cache=cache, vocab_size=300)
     assert not list(cache.iterdir())
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(FormatError, match="nothing to learn"):
+    with pytest.raises(FormatError, match="nothing to train on"):
         open_dataset([tmp_path / "empty.jsonl"], tokenizer, 8, cache=cache, vocab_size=300)
     file = tmp_path / "file"
     file.write_text("")
     good = tmp_path / "good.txt"
     good.write_text("the model")
-    with pytest.raises(StorageError, match="cannot be kept"):
+    with pytest.raises(StorageError, match="cannot be cached"):
         open_dataset([good], tokenizer, 8, cache=file / "in", vocab_size=300)

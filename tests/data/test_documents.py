@@ -64,7 +64,7 @@ def test_lines_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(json_lines(RECORDS) + b"broken\n")
     found = documents(tmp_path / "a.jsonl")
     assert next(found).text == TEXTS[0]
-    with pytest.raises(FormatError, match="line 701: no JSON"):
+    with pytest.raises(FormatError, match="line 701: invalid JSON"):
         list(found)
 
 
@@ -103,8 +103,8 @@ def test_conversations_and_completions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message", "hint"),
     [
-        (b'{"text": "a', "line 3: no JSON", "one object a line"),
-        (b"[", "line 3: no JSON", "jq"),
+        (b'{"text": "a', "line 3: invalid JSON", "one object a line"),
+        (b"[", "line 3: invalid JSON", "jq"),
         (b'["a"]', "line 3: list instead of an object", "jq -c .[]"),
         (b'{"text": "\xff"}', "line 3: not UTF-8: byte 0xff at 10", "iconv"),
         (b'{"txt": "a", "id": 1}', "line 3: none of the fields", "--field NAME, one of: id, txt"),
@@ -112,7 +112,7 @@ def test_conversations_and_completions(tmp_path: Path) -> None:
         (b'{"text": 5}', "line 3: field 'text' holds int", "--field"),
         (b'{"text": "\\ud800"}', "line 3: field 'text' holds half a character", ""),
         (b'{"text": [{"content": "a"}]}', "line 3: field 'text' holds list", ""),
-        (b"[" * 100_000, "line 3: no JSON", ""),
+        (b"[" * 100_000, "line 3: invalid JSON", ""),
     ],
 )
 def test_malformed_lines_are_named(tmp_path: Path, line: bytes, message: str, hint: str) -> None:
@@ -137,7 +137,7 @@ def test_other_broken_files(tmp_path: Path) -> None:
     with raises(FormatError, match="no field 'nope'", hint="other, text"):
         texts(table, field="nope")
     table.write_bytes(table.read_bytes()[:-40])
-    with pytest.raises(FormatError, match="no parquet"):
+    with pytest.raises(FormatError, match="invalid parquet"):
         texts(table)
 
 
@@ -154,7 +154,7 @@ def test_documents_that_are_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl.zst", "a.zip"])
 def test_formats_that_are_not_read(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("x")
-    with pytest.raises(FormatError, match="no text that megtool reads"):
+    with pytest.raises(FormatError, match="no text that megtool can read"):
         texts(tmp_path / name)
 
 

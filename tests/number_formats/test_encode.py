@@ -238,7 +238,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(UsageError, match="elements of int8"):
         encode("int4rows:64", parts, x.astype(np.int8), "int8", ZERO, SHAPE)
     parts = layout("fp8:tensor", SHAPE)
-    with pytest.raises(UsageError, match="it is of more"):
+    with pytest.raises(UsageError, match="covers more than this box"):
         encode("fp8:tensor", parts, x[:8], "float32", ZERO, (8, 192))
     for odd in (np.nan, np.inf):
         x[3, 3] = odd

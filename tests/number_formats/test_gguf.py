@@ -54,8 +54,8 @@ def test_every_decodable_type_decodes_arbitrary_bytes():
     ("packing", "cols", "shape", "says"),
     [
         ("gguf:Q9_9", 32, (1, 20), "unknown GGUF type 'Q9_9'"),
-        ("Q4_1", 32, (1, 20), "no whole blocks"),
-        ("gguf:Q4_1", 33, (1, 20), "no whole blocks"),
+        ("Q4_1", 32, (1, 20), "not a multiple of the block"),
+        ("gguf:Q4_1", 33, (1, 20), "not a multiple of the block"),
         ("gguf:Q4_1", 64, (1, 20), "not 40 bytes"),
         ("gguf:Q4_1", 32, (20,), "not 20 bytes"),
     ],

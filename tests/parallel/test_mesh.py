@@ -120,7 +120,7 @@ def test_impossible_sizes_are_named(sizes: dict[str, Any], said: str, hint: str)
         ({"tp": 2}, "tp-tp-pp", "the order of axes is 'tp-tp-pp'"),
         ({"tp": 2, "cp": 2}, "tp-dp-pp", "leaves out cp=2"),
         ({"tp": 2, "ep": 2}, "tp-cp-dp-pp", "leaves out ep=2"),
-        ({"ep": 2, "pp": 2, "dp": 4}, PIPELINE_BEFORE_DATA, "other pipeline stages"),
+        ({"ep": 2, "pp": 2, "dp": 4}, PIPELINE_BEFORE_DATA, "different pipeline stages"),
     ],
 )
 def test_impossible_orders_are_named(sizes: dict[str, int], order: str, said: str) -> None:

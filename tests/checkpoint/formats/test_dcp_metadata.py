@@ -77,7 +77,7 @@ LIES: dict[str, tuple[Callable[[Metadata], None], type[Exception], str]] = {
     "drive": (set_item("relative_path", "C:\\x"), FormatError, "leaves the folder"),
     "nul": (set_item("relative_path", "a\0b"), FormatError, "leaves the folder"),
     "long": (set_item("relative_path", "x" * 5000), FormatError, "leaves the folder"),
-    "no path": (set_item("relative_path", 7), FormatError, "no name"),
+    "no path": (set_item("relative_path", 7), FormatError, "a file name that is not a string: 7"),
     "unhashable": (set_item("relative_path", []), FormatError, "no name"),
     "itself": (set_item("relative_path", "."), FormatError, "leaves the folder"),
     "negative": (set_item("offset", -1), FormatError, "item at"),
@@ -136,7 +136,7 @@ LIES: dict[str, tuple[Callable[[Metadata], None], type[Exception], str]] = {
     "a key": (
         lambda m: m.state_dict_metadata.update({7: BytesStorageMetadata()}),
         FormatError,
-        "no name",
+        "a key that is not a name",
     ),
     "no storage": (lambda m: setattr(m, "storage_data", None), FormatError, "without"),
     "shared": (

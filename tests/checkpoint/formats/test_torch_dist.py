@@ -398,7 +398,7 @@ def test_what_cannot_be_laid_out_says_so() -> None:
     shards = cut(tensors, 2)
     with raises(UsageError, "1", "1 files"):
         plan_torch_dist_layout(tensors, shards, num_files=1, megatron=False)
-    with pytest.raises(UsageError, match="called 'a'"):
+    with pytest.raises(UsageError, match="named 'a'"):
         plan_torch_dist_layout(tensors, shards, num_files=2, objects={"a": 1}, megatron=False)
     with pytest.raises(UsageError, match="common state"):
         plan_torch_dist_layout(tensors, shards, num_files=2, megatron=True)

@@ -269,7 +269,7 @@ SHARDING = {"name": "sharding_indexed", "configuration": {"chunk_shape": [3, 3]}
     [
         ({"shape": [-1, 4]}, "the shape is"),
         ({"shape": "6,4"}, "not a list"),
-        ({"shape": [1 << 40, 1 << 40]}, "more elements than any"),
+        ({"shape": [1 << 40, 1 << 40]}, "too many elements"),
         ({"shape": [1 << 30, 4]}, "into .* parts"),
         ({"shape": [1] * 40}, "the shape is"),
         ({"shape": [True, 4]}, "the shape is"),
@@ -358,7 +358,7 @@ def test_huge_compressed_chunks_are_refused(sharded):
     change(sharded / "zst/zarr.json", shape=[1 << 30, 1 << 10], chunk_grid=grid)
     held = json.loads((sharded / "zst/zarr.json").read_text())
     change(sharded / "zst/zarr.json", codecs=held["codecs"][0]["configuration"]["codecs"])
-    with pytest.raises(FormatError, match="too large to be decoded"):
+    with pytest.raises(FormatError, match="too large to decode"):
         open_checkpoint(sharded)
 
 

@@ -225,8 +225,8 @@ def test_state_travels_beside_the_arrays(tmp_path):
         (["__x/b"], "path of an array"),
         (["x" * 300], "path of an array"),
         (["a", "a/b"], "inside the array 'a'"),
-        (["objects/b"], "megtool's own"),
-        (["hf"], "megtool's own"),
+        (["objects/b"], "reserved by megtool"),
+        (["hf"], "reserved by megtool"),
     ],
 )
 def test_names_that_no_folder_can_have(names, says):
