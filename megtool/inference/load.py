@@ -27,7 +27,7 @@ from megtool.parallel.pipeline_split import divisors
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.source import CheckpointSource
 
-__all__ = ["Source", "check_finite", "find_nan", "load", "named_weights"]
+__all__ = ["check_finite", "find_nan", "load", "named_weights"]
 
 _AT_A_TIME = 1 << 22  # elements looked at at once: what is computed of them stays small
 
@@ -152,7 +152,9 @@ def check_memory(
     needed = max(resident, default=0) if on_demand else sum(resident)
     if free is None or needed <= free:
         return
-    ways = [] if on_demand or is_trained else ["keep one layer in memory at a time (--stream-layers)"]
+    ways = (
+        [] if on_demand or is_trained else ["keep one layer in memory at a time (--stream-layers)"]
+    )
     if not is_trained and any(weights.kind(n).itemsize > 2 for n in weights.tensors):
         ways.append("cast (--dtype bfloat16)")
     if axis := _wider(weights.config, weights.parallel):

@@ -1,9 +1,9 @@
 """CUDA graphs of a function, one per input shape, sharing one pool of memory.
 
 A captured graph repeats device work on fixed addresses: the same kernels with the same numbers on
-the same storages. `Graphs` captures on a GPU; `megtool.kernels.graph_rule_checker.Rehearsal` has the same
-face and checks those rules where there is none. The function takes tensors (or None) and returns
-tensors in any nest of tuples, lists and dicts.
+the same storages. `CudaGraphs` captures on a GPU; `GraphRuleChecker` has the same interface and
+checks those rules where there is none. The function takes tensors (or None) and returns tensors in
+any nest of tuples, lists and dicts.
 
 What a caller has to know: a function runs `warmups` times before it is captured, so that writes to
 a cache have to be repeatable; name what is not (a counter that advances) in `state`, which is put
@@ -89,8 +89,7 @@ class CudaGraphs:
         if not torch.cuda.is_available():
             raise MissingPackageError(
                 "CUDA graphs need a CUDA device, and there is none",
-                hint="use megtool.kernels.graph_rule_checker.graphed, which checks the rules of graphs "
-                "elsewhere",
+                hint="use megtool.kernels.graph_rule_checker.graphed, which only checks the rules",
             )
         return torch.cuda.graph_pool_handle()
 

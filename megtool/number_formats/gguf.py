@@ -124,5 +124,7 @@ def package() -> Any:
     try:
         import gguf
     except ModuleNotFoundError as e:
-        raise MissingPackageError("GGUF needs the gguf package", hint="pip install 'megtool[gguf]'") from e
+        raise MissingPackageError(
+            "GGUF needs the gguf package", hint="pip install 'megtool[gguf]'"
+        ) from e
     return gguf

@@ -191,6 +191,7 @@ def _unknown(key: str) -> MappingError:
     return MappingError(
         f"where {key!r} stands among a rank's parameters is not known",
         tensor=key,
-        hint="optimizer state in buckets cannot be assigned to parameters; --optimizer-format none omits "
+        hint="optimizer state in buckets cannot be assigned to parameters; --optimizer-format "
+        "none omits "
         "it",
     )

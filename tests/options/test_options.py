@@ -93,7 +93,7 @@ def test_a_file_gives_options_and_flags_override_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [
-        ("hight: 3", UsageError, "there is no option 'hight'"),
+        ("tallness: 3", UsageError, "there is no option 'tallness'"),
         ("height: 3\nheight: [", FormatError, "not YAML"),
         ("[1, 2]", FormatError, "list instead of options"),
         ("is-long: true\nis_long: true", FormatError, "given twice"),

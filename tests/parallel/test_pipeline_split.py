@@ -290,7 +290,11 @@ def test_short_text_says_the_same(rows: list[str]) -> None:
         (Case(2, 2, layout="Et|Lt"), "not a Megatron pipeline layout", "one L, after"),
         (Case(2, 2, layout="Em|ttL"), "not a Megatron pipeline layout", "after the last t"),
         (Case(2, 2, layout="Ettm|mL"), "not a Megatron pipeline layout", "every m in one chunk"),
-        (Case(2, 2, layout="Et|tm||L"), "not a Megatron pipeline layout", "the last 2 of its 4 chunks"),
+        (
+            Case(2, 2, layout="Et|tm||L"),
+            "not a Megatron pipeline layout",
+            "the last 2 of its 4 chunks",
+        ),
         (Case(3, 1_000_000_000), "pp=1000000000", "sizes that do: 1, 3"),
     ],
 )

@@ -146,7 +146,9 @@ def write(folder: Path, layers: int, experts: int) -> None:
         "num_attention_heads": HEADS,
     }
     common = {"iteration": 1, "checkpoint_version": 3.0, "args": make_namespace(dict(sizes))}
-    laid = plan_torch_dist_layout(tensors, shards, num_files=WORLD, common=common, iteration=1, megatron=True)
+    laid = plan_torch_dist_layout(
+        tensors, shards, num_files=WORLD, common=common, iteration=1, megatron=True
+    )
     print(f"laid out in {time.perf_counter() - start:.1f} s")
     for file in laid.catalogue.files:
         path = folder / file.path

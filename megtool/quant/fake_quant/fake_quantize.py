@@ -257,9 +257,9 @@ def fake_input(
     them.
 
     Scales from calibration (FP8, INT8 and NVFP4's first level) are numbers; others come from each
-    row, or each group of columns, of which a last one may be short. Inputs are divided by the
-    `smoothing_scale` of `qparams` and multiplied by them again (`smoothing_scale` replaces it, on the device and
-    of as many columns as `x_TI` has). `largest` merges largest magnitudes `[T, 1]` of rows of which
+    row, or each group of columns, of which the last may be short. Inputs are divided by the
+    smoothing scale of `qparams` and multiplied by it again (`smoothing_scale` replaces it, on the
+    device and of as many columns as `x_TI` has). `largest` merges largest magnitudes `[T, 1]` of rows of which
     other ranks have more columns.
 
     Raises:
@@ -290,7 +290,7 @@ def rounded_input(
 ) -> Tensor:
     """Rows rounded as `kind` of `qparams.INPUTS` requires.
 
-    `scale`, where the kind has one from calibration, and `smoothing_scale` may differ from row to row:
+    `scale`, if the kind has one from calibration, and `smoothing_scale` may differ between rows:
     `[T, 1]` and `[T, in]`.
     """
     together = largest is not None and kind.endswith(":token")

@@ -91,7 +91,7 @@ def power_scale(amax: Tensor, largest: float) -> Tensor:
 
 
 def block_scale(amax: Tensor, second: Tensor | float) -> Tensor:
-    """NVFP4's scales of blocks, in E4M3: see `number_formats.scales.modelopt_block`. The factor of a
+    """NVFP4's scales of blocks, in E4M3: see `number_formats.scales`. The factor of a
     block is this times `second`."""
     scale = amax / (E2M1_LARGEST * second)
     scale = torch.where(scale == 0, 1.0, scale)
