@@ -54,7 +54,7 @@ def _copy_entry(
     target: Catalogue,
     refined: _Refined,
 ) -> PlanEntry:
-    """One tensor's entry: called `name`, and read from what the sources call `held_as`."""
+    """One tensor's entry: named `name`, read from `source_name` of the sources."""
     index = next((i for i, s in enumerate(sources) if source_name in s.placements), None)
     if index is None:
         raise MappingError(

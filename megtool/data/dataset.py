@@ -220,7 +220,7 @@ class BlendedDataset:
         return _stacked([self.feeds[dataset_id].rows(n, 1) for dataset_id, n in places])
 
     def divided(self, share: float) -> tuple[BlendedDataset, BlendedDataset]:
-        """Each feed divided; see `Feed.divided`. What is held out has every row once."""
+        """Each feed divided; see `TokenDataset.divided`. What is held out has every row once."""
         training, validation = zip(*[f.divided(share) for f in self.feeds], strict=True)
         shares = self._blend.facts if isinstance(self._blend, Blend) else None
         return BlendedDataset(training, shares), BlendedDataset(validation, in_turn=True)

@@ -68,7 +68,7 @@ def plan_repack(
     scale becomes a divisor, or the other way round, by its reciprocal in float32. Without
     `moves_codes` the plan copies codes, which lie alike in both, and feeds fill the rest.
 
-    Feeds read the catalogue of a `CodedFolder` by stored names: plan them with
+    Feeds read the catalogue of a `QuantizedModules` by stored names: plan them with
     `Source(catalogue=raw, placements={name: whole tensor})`.
 
     Raises:
@@ -217,7 +217,7 @@ class RepackedPart:
         return [f for f in parts if f is not None]
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `Feed`."""
+        """See `TensorFeed`."""
         out = np.zeros(self.part.shape, np.float32)
         is_filled = np.zeros(self.part.shape, bool)
         for box, (source, name) in zip(self.slices, self._sources, strict=True):

@@ -27,7 +27,8 @@ _NUM_WORST = 10
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
     """A predicted token where the two models differ: its document, its place there, and by how
-    much. `expected` is the token of the text; `ours` and `theirs` are the likeliest by each model.
+    much. `expected` is the token of the text; `ours` and `reference` are each model's
+    likeliest tokens.
     """
 
     document: int

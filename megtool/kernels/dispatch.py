@@ -36,7 +36,7 @@ def use(name: Implementation) -> Iterator[None]:
 
     The choice holds for the calling thread, and for a forward pass: backward follows the forward
     it belongs to, wherever and whenever it runs. What is recomputed is chosen anew, by the block it
-    is in, and as `auto` in a thread of autograd's own: who recomputes remembers `asked`
+    is in, and as `auto` in a thread of autograd's own: who recomputes remembers `requested_implementation`
     (`model.recompute`).
 
     Raises:

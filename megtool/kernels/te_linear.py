@@ -59,7 +59,7 @@ _region: ContextVar[TERegion | None] = ContextVar("megtool_te_region", default=N
 def contexts_again() -> Contexts:
     """Around a computation and its repetition in the backward pass (`torch.utils.checkpoint`).
 
-    Inside a `Region` modules keep the scales that the first one had; elsewhere it is nothing.
+    Inside a `TERegion` modules keep the scales that the first one had; elsewhere it is nothing.
     """
     region = _region.get()
     if region is None:

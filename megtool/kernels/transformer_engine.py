@@ -1,7 +1,7 @@
 """Transformer Engine's kernels, if requested: loading it, norms and activations.
 
 `SCOPE` says which operations it runs, and that all others are megtool's own. Its linear layers in
-FP8 are in `kernels.linear_te`, and its recipes in `optim.fp8.transformer_engine`.
+FP8 are in `kernels.te_linear`, and its recipes in `optim.fp8.transformer_engine`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def activated(x_TF: Tensor, config: ModelConfig) -> Tensor:
 class Mlp(nn.Module):
     """A dense MLP; its norm is part of `linear_fc1`, whose rows are gate, then up.
 
-    The layer applies that norm, together with the addition before it (`Layer.mlp_norm`).
+    The layer applies that norm, together with the addition before it (`TransformerLayer.mlp_norm`).
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Rounding of float32 to small floats and integers: half to even, saturated, exact.
 
-FP8 is told by `eight_bits`. FP4 counts the borders between its eight values that a magnitude lies
+FP8 is told by `fp8_bits`. FP4 counts the borders between its eight values that a magnitude lies
 beyond; integers are what adding the power of two whose last place is 1 leaves in the low bits.
 """
 

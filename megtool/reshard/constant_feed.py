@@ -47,7 +47,7 @@ class ConstantFeed:
         return digest_facts(*(v for _, v in self.values))
 
     def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `Feed`."""
+        """See `TensorFeed`."""
         for number, (tensor, value) in enumerate(self.values):
             yield number, (0,) * len(tensor.shape), to_bits(value, tensor.dtype)
 

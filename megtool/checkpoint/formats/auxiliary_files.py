@@ -34,7 +34,7 @@ def find_auxiliary_files(folder: Path, warnings: list[str]) -> dict[str, Path]:
     """Auxiliary files by path relative to `folder`, with a warning for each that cannot be copied.
 
     Skipped silently: dot files, digests of megtool, subfolders (except chat templates), and files
-    of tensors or their index. Skipped with a warning: files over `MAX_ATTACHMENT_BYTES`, and links
+    of tensors or their index. Skipped with a warning: files over `MAX_AUXILIARY_BYTES`, and links
     that leave the folder.
     """
     out: dict[str, Path] = {}

@@ -25,7 +25,7 @@ class PassthroughForm:
         return ()
 
     def plan_module(self, module: QuantizedModule) -> ModuleTensors:
-        """See `Form`; there are no modules to be written."""
+        """See `FolderForm`; there are no modules to be written."""
         raise ValueError(f"{module.name} is carried as it is")
 
     def plan_kv_cache(self, folder: QuantizedModules) -> Sequence[tuple[GlobalTensor, str]]:

@@ -117,7 +117,7 @@ class EncodedRows:
         return digest_facts(self.kind, self.dtype.name, self.first, self.end, self.rows)
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `Feed`."""
+        """See `TensorFeed`."""
         grain, lead = self.rows.grain, (0,) * len(self.rows.base[1:])
         step = max(grain, reader.tile_bytes // (self.width * 4) // grain * grain)
         with reader.open(self.placement, self.dtype) as run:
@@ -197,7 +197,7 @@ class NormPlusOne:
         return digest_facts("1 + w", self.dtype.name)
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `Feed`."""
+        """See `TensorFeed`."""
         with reader.open(self.placement, self.dtype) as run:
             values = single(run.read(0, numel(self.placement.shape)), self.dtype.name)
         yield 0, (0,), to_bits(values + np.float32(1), self.tensor.dtype)

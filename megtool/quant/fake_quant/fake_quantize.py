@@ -259,7 +259,7 @@ def fake_input(
     Scales from calibration (FP8, INT8 and NVFP4's first level) are numbers; others come from each
     row, or each group of columns, of which the last may be short. Inputs are divided by the
     smoothing scale of `qparams` and multiplied by it again (`smoothing_scale` replaces it, on the
-    device and of as many columns as `x_TI` has). `largest` merges largest magnitudes `[T, 1]` of rows of which
+    device and of as many columns as `x_TI` has). `largest` merges amaxes `[T, 1]` of rows of which
     other ranks have more columns.
 
     Raises:
@@ -288,7 +288,7 @@ def rounded_input(
     smoothing_scale: Tensor | None = None,
     largest: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Rows rounded as `kind` of `qparams.INPUTS` requires.
+    """Rows rounded as `kind` of `formats.INPUT_PACKINGS` requires.
 
     `scale`, if the kind has one from calibration, and `smoothing_scale` may differ between rows:
     `[T, 1]` and `[T, in]`.

@@ -52,7 +52,7 @@ class FoldedNorm:
         return digest_facts(self.factors, self.zero_centered, self.tensor.dtype.name)
 
     def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `Feed`."""
+        """See `TensorFeed`."""
         # Taken as it is to be stored: a source of other types is then no other than its cast.
         with taking.open(self.placement, self.tensor.dtype) as run:
             found = run.read(0, numel(self.placement.shape))

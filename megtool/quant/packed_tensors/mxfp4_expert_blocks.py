@@ -80,7 +80,7 @@ class ExpertFeed:
         return digest_facts(self.feed.identity, self.expert)
 
     def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `Feed`."""
+        """See `TensorFeed`."""
         for number, index, tile in self.feed.generate(taking):
             tail = self.tensors[number].shape[2:]
             yield number, (0, index[0], *(0 for _ in tail)), tile.reshape(1, len(tile), *tail)

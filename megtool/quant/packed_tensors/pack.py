@@ -81,7 +81,7 @@ class WeightToPack:
 class PackFeed:
     """Rows `first:end` of a weight, as codes and scales.
 
-    They are put at row `at` more of the stored module, which holds several weights where a family
+    They are put at row `row_offset` more of the stored module, which holds several weights where a family
     stores them as one: `tensors` by role, of the codes and of those scales that are no single
     number. `amax` is that of the whole module, where the format needs it.
     """
@@ -126,7 +126,7 @@ class PackFeed:
         return digest_facts(self.digest, self.first, self.end, self.amax, self.weight.dtype.name)
 
     def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `Feed`."""
+        """See `TensorFeed`."""
         weight, parts = self.weight, self._parts
         number = {role: i for i, (role, _) in enumerate(self.tensors)}
         kinds = {role: t.dtype for role, t in self.tensors}
@@ -312,7 +312,7 @@ def make_pack_feeds(
     row_offset: int,
     amax: float,
 ) -> list[PackFeed]:
-    """The feeds of one weight, each of about a unit of work; see `Packed`."""
+    """The feeds of one weight, each of about a unit of work; see `PackFeed`."""
     t = weight.treatment
     form = (t.format.algo, t.format.group_size, t.format.round_twice)
     digest = digest_facts(*form, t.smoothing_scale, t.amax, t.codes)

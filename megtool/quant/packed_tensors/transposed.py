@@ -49,6 +49,6 @@ class TransposedFeed:
         return digest_facts("turned", self.feed.identity)
 
     def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `Feed`."""
+        """See `TensorFeed`."""
         for number, index, tile in self.feed.generate(taking):
             yield number, index[::-1], np.ascontiguousarray(tile.T)

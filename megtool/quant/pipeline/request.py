@@ -272,7 +272,7 @@ class QuantizeRequest:
 
 
 def _check_file(path: Path | None, *outputs: Path) -> None:
-    """Refuse a file that cannot be written; folders `made` may be missing yet."""
+    """Refuse a file that cannot be written; the parents of `outputs` may be missing."""
     if path is None:
         return
     if path.is_dir():

@@ -53,7 +53,7 @@ A mean over a matrix does not see a few rows of it: beside the noise of FP8 one 
 zero, of INT4 one in eleven. So `row` bounds each: more than twice what a row of such matrices, with
 2 degrees at that, was off by at most (0.054 in FP8, 0.068 in INT8 with a scale a row, 0.30 in INT4
 with one for 128 columns, 0.20 in MXFP4, 0.11 in NVFP4), and well below 1, what a row of zeros is
-off by (another row: 1.4). A row within two half steps of the format (`Sums.lost_row`) is sound
+off by (another row: 1.4). A row within two half steps of the format (`ErrorSums.lost_row`) is sound
 in any case: small rows under the scale of a whole matrix may round to zeros.
 """
 

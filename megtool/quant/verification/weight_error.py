@@ -155,7 +155,7 @@ def measure_errors(
 ) -> dict[str, ErrorSums]:
     """Read all weights once on both sides, and say by name how they differ.
 
-    `written` reads a catalogue `in_full`. `progress` is told of elements, from any thread.
+    `written` reads entire tensors. `progress` receives numbers of elements, from any thread.
     """
     out = {w.name: ErrorSums() for w in weights}
     lock = threading.Lock()

@@ -45,7 +45,7 @@ def split_into_boxes(parameter: Parameter, start: int, stop: int) -> Iterator[tu
 
 @dataclass(slots=True)
 class BoxRunCollector:
-    """Collects boxes, to become a `Regrouping`.
+    """Collects boxes, to become a `Rechunking`.
 
     A box that is added again is a copy. With `repeat`, it becomes part of another tensor instead,
     as a checkpoint to be written needs it: `names` then lists all names of each tensor.

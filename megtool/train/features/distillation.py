@@ -393,7 +393,7 @@ def _logits_head(decoder: Decoder, x_TH: Tensor) -> LogitsHead:
 
 
 def _split_batch(batch: Batch, count: int) -> Sequence[Batch]:
-    """A batch row by row as `megtool.model.pipeline.Schedule` divides it."""
+    """A batch row by row as `megtool.model.pipeline.PipelineSchedule` divides it."""
     shape = batch.tokens_BS.shape
     parts: dict[str, tuple[Tensor, ...]] = {}
     for field in fields(batch):
