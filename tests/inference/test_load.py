@@ -28,7 +28,7 @@ from megtool.inference.load import check_finite, find_nan, load, named_weights
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import Group, ProcessGroups
-from megtool.reshard.open_source import open_source
+from megtool.reshard.open_source import TensorFilter, open_source
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.registration_order import Order
 from megtool.train.build_model import load_for_training
@@ -256,12 +256,12 @@ def test_what_is_no_decoder(folder: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    refused(source_of(bare), MappingError, "nothing says what model these tensors are")
+    refused(source_of(bare), MappingError, "the model of these tensors is unknown")
 
 
 def test_a_part_of_the_model(folder: Path) -> None:
-    source = source_of(folder, keep=lambda name: "layers.2" not in name)
-    refused(source, MappingError, "9 tensors of the model are not among those selected")
+    source = source_of(folder, tensors=TensorFilter(select=lambda name: "layers.2" not in name))
+    refused(source, MappingError, "9 tensors of the model are not selected")
 
 
 def test_a_configuration_of_another_model(folder: Path) -> None:
