@@ -16,7 +16,13 @@ from megtool.cli.app import main
 from megtool.commands.demo import demo_weights
 from megtool.commands.generate_report import Answer, GeneratePlan, GenerateReport
 from megtool.console import printable
-from megtool.errors import MegtoolError, OutOfMemoryError, UsageError
+from megtool.errors import (
+    FormatError,
+    MappingError,
+    MegtoolError,
+    OutOfMemoryError,
+    UsageError,
+)
 from megtool.inference.runtime import on_ranks
 from megtool.options.groups import RuntimeOptions
 from tests.support.errors import raises
@@ -183,18 +189,18 @@ def test_memory_that_a_pass_lacks_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "kind", "said"),
     [
-        (without_tokenizer, "no tokenizer"),
-        (smaller_vocabulary, "vocabulary of 258, and the model one of 200"),
+        (without_tokenizer, FormatError, "no tokenizer"),
+        (smaller_vocabulary, MappingError, "vocabulary of 258, and the model one of 200"),
     ],
 )
 def test_a_tokenizer_that_does_not_serve_is_refused(
-    tmp_path: Path, harm: Callable[[Path], None], said: str
+    tmp_path: Path, harm: Callable[[Path], None], kind: type[MegtoolError], said: str
 ) -> None:
     pytest.importorskip("transformers")
     harm(tiny_text.save(tmp_path / "hf"))
-    with raises(MegtoolError, match=said, hint="--tokenizer FOLDER"):
+    with raises(kind, match=said, hint="--tokenizer FOLDER"):
         generate(tmp_path / "hf", prompt=["a"], device="cpu")
 
 

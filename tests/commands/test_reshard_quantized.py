@@ -56,7 +56,7 @@ def test_to_plain_weights(kind: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out/hf_quant_config.json").exists()
     assert (tmp_path / "out/tokenizer.json").exists()
     reasons = {d.name: d.reason for d in report.dropped}
-    assert "need none" in reasons["model.layers.0.self_attn.k_proj.k_scale"]
+    assert "not needed" in reasons["model.layers.0.self_attn.k_proj.k_scale"]
     verified = verify(tmp_path / "hf", tmp_path / "out")
     # made one by one, parts of a fused projection have scales of their own, and the list is short
     assert [d for d in verified.differences if d.kind != "metadata"] == []

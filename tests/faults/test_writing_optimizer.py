@@ -26,7 +26,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "to ranks": {"to": "megatron", "tp": 2, "pp": 2},
     "buckets to tensors": {"optimizer_format": "fully_reshardable", "pp": 2},
     "buckets to buckets": {"optimizer_format": "dp_reshardable", "pp": 2, "dp": 2, "digest": "all"},
-    "ranks to buckets": {"to": "torch_dist", "optimizer": "dp_reshardable", "tp": 1},
+    "ranks to buckets": {"to": "torch_dist", "optimizer_format": "dp_reshardable", "tp": 1},
 }
 
 
@@ -101,7 +101,7 @@ def test_another_optimizer_format_does_not_resume(
     with pytest.raises(Killed):
         job.run(FaultyFiles(len(calm.calls) - 30, "kill"))
     other = "fully_reshardable" if scenario == "to buckets" else "dp_reshardable"
-    options = {**job.options, "optimizer": other}
+    options = {**job.options, "optimizer_format": other}
     report = reshard(tmp_path / "source", job.out, **options)
     assert report.resumed_units == 0
     assert verify(tmp_path / "source", job.out).exit_status == 0
