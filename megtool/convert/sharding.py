@@ -328,7 +328,7 @@ class Stages:
     """The pipeline stage of each part of the model.
 
     The stage of every layer, int64 `[num_layers]`, and by name those of the places outside of
-    layers (`Rule.place`), with the virtual chunk of each.
+    layers (`ShardingRule.place`), with the virtual chunk of each.
     """
 
     of_layer: Ints

@@ -69,7 +69,7 @@ def plan_repack(
     `moves_codes` the plan copies codes, which lie alike in both, and feeds fill the rest.
 
     Feeds read the catalogue of a `QuantizedModules` by stored names: plan them with
-    `Source(catalogue=raw, placements={name: whole tensor})`.
+    `PlanSource(catalogue=raw, placements={name: whole tensor})`.
 
     Raises:
         UsageError: boxes cut bytes, words, groups or blocks of either side.

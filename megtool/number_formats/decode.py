@@ -50,7 +50,8 @@ def decode(
 ) -> NDArray[np.float32]:
     """The elements `lo:hi` of a tensor, float32 of that shape (any strides).
 
-    `windows` holds, by role, what `Part.window(lo, hi)` delimits of each part, in `DType.view`.
+    `windows` holds, by role, what `PackedPart.window(lo, hi)` delimits of each part, in
+    `DType.view`.
 
     Raises:
         FormatError: no such number format.

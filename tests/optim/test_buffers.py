@@ -185,7 +185,10 @@ def test_places_and_shards_are_those_of_megatrons_own_buffers() -> None:
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     for (number, made), theirs in zip(ours, lines, strict=True):
         shards = [
-            [[[number[s.facts.name], s.start, s.stop, s.at] for s in b.spans()] for b in x.buckets]
+            [
+                [[number[s.param_info.name], s.start, s.stop, s.offset] for s in b.spans()]
+                for b in x.buckets
+            ]
             for x in made
         ]
         assert [[sorted(b) for b in x] for x in shards] == [

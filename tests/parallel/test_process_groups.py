@@ -195,9 +195,9 @@ import os
 import torch
 from megtool.config import ParallelConfig
 from megtool.parallel.collectives import all_sum
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
-groups = Groups.start(ParallelConfig(tp=2))
+groups = ProcessGroups.start(ParallelConfig(tp=2))
 total = int(all_sum(torch.tensor(groups.rank + 1), groups.tp))
 os.write(1, f"sum {total}\\n".encode())  # in one piece, whatever the other rank writes
 groups.stop()

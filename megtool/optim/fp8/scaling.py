@@ -63,18 +63,18 @@ class TensorwiseScaling(Fp8Scaling):
         self.settings = settings
 
     def input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
-        """See `Scaling.input`."""
+        """See `Fp8Scaling.input`."""
         return _same_both_ways(quantize_tensor(x_TI, self.settings.forward))
 
     def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
-        """See `Scaling.weight`."""
+        """See `Fp8Scaling.weight`."""
         gathered = gathered_fp8_weight(w_OI)
         if gathered is not None:
             return _same_both_ways(gathered.values)
         return _same_both_ways(quantize_tensor(w_OI, self.settings.forward))
 
     def gradient(self, g_TO: Tensor) -> Operand:
-        """See `Scaling.gradient`."""
+        """See `Fp8Scaling.gradient`."""
         return _same_both_ways(quantize_tensor(g_TO, self.settings.backward))
 
 
@@ -90,18 +90,18 @@ class BlockwiseScaling(Fp8Scaling):
         self.settings = settings
 
     def input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
-        """See `Scaling.input`."""
+        """See `Fp8Scaling.input`."""
         return self._both_ways(x_TI, self.settings.forward)
 
     def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
-        """See `Scaling.weight`."""
+        """See `Fp8Scaling.weight`."""
         block, kind = (BLOCK, BLOCK), self.settings.forward
         q = quantize_blocks(w_OI, kind, block=block, power_of_two=True)
         turned = Quantized(data=q.data.t(), scale_inv=q.scale_inv.t(), block=block)
         return Operand(rows=q, columns=turned)
 
     def gradient(self, g_TO: Tensor) -> Operand:
-        """See `Scaling.gradient`."""
+        """See `Fp8Scaling.gradient`."""
         return self._both_ways(g_TO, self.settings.backward)
 
     def _both_ways(self, x_MN: Tensor, kind: Kind) -> Operand:
@@ -123,11 +123,11 @@ class DelayedScaling(Fp8Scaling):
         self.settings = histories.settings
 
     def input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
-        """See `Scaling.input`."""
+        """See `Fp8Scaling.input`."""
         return self._cast(x_TI, "fwd", INPUT, self.settings.forward, is_training)
 
     def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
-        """See `Scaling.weight`."""
+        """See `Fp8Scaling.weight`."""
         gathered = gathered_fp8_weight(w_OI)
         if gathered is None:
             return self._cast(w_OI, "fwd", WEIGHT, self.settings.forward, is_training)
@@ -136,7 +136,7 @@ class DelayedScaling(Fp8Scaling):
         return _same_both_ways(gathered.values)
 
     def gradient(self, g_TO: Tensor) -> Operand:
-        """See `Scaling.gradient`."""
+        """See `Fp8Scaling.gradient`."""
         return self._cast(g_TO, "bwd", GRAD_OUTPUT, self.settings.backward, True)
 
     def _cast(

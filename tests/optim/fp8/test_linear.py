@@ -214,7 +214,7 @@ def test_gradients_are_rounded_by_the_kernels_of_the_forward_pass() -> None:
         """Says which kernels it takes."""
 
         def gradient(self, g_TO: Tensor) -> Operand:
-            """See `Scaling.gradient`."""
+            """See `Fp8Scaling.gradient`."""
             seen.append(requested_implementation())
             return super().gradient(g_TO)
 

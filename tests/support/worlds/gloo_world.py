@@ -31,7 +31,7 @@ def run_world(
 ) -> list[Any]:
     """`function(rank, size, *args)` on `size` ranks with torchrun's environment; their results.
 
-    Nothing is initialized: the function calls `Groups.start`. What it returns is pickled.
+    Nothing is initialized: the function calls `ProcessGroups.start`. What it returns is pickled.
 
     Raises:
         WorldError: a rank failed, or they took longer than `timeout_s`.
