@@ -33,7 +33,8 @@ class RankCoordinates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalTensor:
-    """One tensor of a rank: `boxes` of the whole model's tensor `key`, each at its index in `offsets`.
+    """One tensor of a rank: `boxes` of the whole model's tensor `key`, each at its index in
+    `offsets`.
 
     A mixture's experts, of which each is a parameter of its own, lie one after the other on the
     first axis. `name` is what the rank calls it: `key`, also for the last stage's copy of a tied

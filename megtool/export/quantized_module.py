@@ -22,10 +22,10 @@ class QuantizedModule:
     `name` is that of the module in its Hugging Face folder (no `.weight`), `shape` `[out, in]` that
     of its weight. `algo` is one of `quant.recipes.formats.FORMATS`, `group_size` the columns (or
     rows and columns) under one scale, 0 where that is no choice of the format. `packing` is as
-    `number_formats.layout` writes it. `parts` are codes first, then scales, each with the name of the
-    stored tensor it is; `COLUMNS` among them is what inputs are multiplied by (`pre_quant_scale`).
-    `input_scale` is the stored tensor of the inputs' scale, "" where there is none;
-    `input_divides` says that it is the reciprocal of it.
+    `number_formats.layout` writes it. `parts` are codes first, then scales, each with the name of
+    the stored tensor it is; `COLUMNS` among them is what inputs are multiplied by
+    (`pre_quant_scale`). `input_scale` is the stored tensor of the inputs' scale, "" where there is
+    none; `input_divides` says that it is the reciprocal of it.
     """
 
     name: str

@@ -46,9 +46,9 @@ class CudaGraphs:
     Inputs are copied into storages of the graph, outputs out of it: they are the caller's, and
     carry no autograd history. With `copies=False` the outputs are the graph's own and hold until
     the next call: graphs of other shapes work in the same memory. `pool` joins the memory of
-    several `CudaGraphs` that never run at the same time. A graph is chosen by shapes, strides aside,
-    dtypes, grad mode and the kernels in use. `undo` is called after the warm-up, also where the
-    capture fails, and puts back what is too large for a copy (`state` is copied).
+    several `CudaGraphs` that never run at the same time. A graph is chosen by shapes, strides
+    aside, dtypes, grad mode and the kernels in use. `undo` is called after the warm-up, also where
+    the capture fails, and puts back what is too large for a copy (`state` is copied).
 
     Raises MissingPackageError where there is no CUDA device, UsageError for inputs elsewhere,
     GraphRuleError where the function cannot be captured.

@@ -34,10 +34,10 @@ def use(name: Implementation) -> Iterator[None]:
     where it has the operation (`transformer_engine.SCOPE`) and what `auto` runs where it has not,
     which is logged once for each.
 
-    The choice holds for the calling thread, and for a forward pass: backward follows the forward
-    it belongs to, wherever and whenever it runs. What is recomputed is chosen anew, by the block it
-    is in, and as `auto` in a thread of autograd's own: who recomputes remembers `requested_implementation`
-    (`model.recompute`).
+    The choice holds for the calling thread, and for a forward pass: backward follows the forward it
+    belongs to, wherever and whenever it runs. What is recomputed is chosen anew, by the block it is
+    in, and as `auto` in a thread of autograd's own: who recomputes remembers
+    `requested_implementation` (`model.recompute`).
 
     Raises:
         UsageError: no implementation is called so.

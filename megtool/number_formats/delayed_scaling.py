@@ -2,10 +2,10 @@
 
 The state of a module is a dict of float32 arrays: `amax_history_fwd` `[H, 3 * G]` and `scale_fwd`
 `[3 * G]` for the input, the weight and the output of each of its G matrix products (in an order
-that `grouped_delayed_scaling` tells), `amax_history_bwd` `[H, 2 * G]` and `scale_bwd` `[2 * G]` for two
-gradients; releases 1.x of Transformer Engine keep `scale_inv_fwd` and `scale_inv_bwd` too. Row 0 of
-a history is the step under way, 0 once it is over; the others run from the oldest to the newest.
-Source: `_amax_and_scale_update` and `_default_sf_compute` in Transformer Engine 1.13
+that `grouped_delayed_scaling` tells), `amax_history_bwd` `[H, 2 * G]` and `scale_bwd` `[2 * G]` for
+two gradients; releases 1.x of Transformer Engine keep `scale_inv_fwd` and `scale_inv_bwd` too. Row
+0 of a history is the step under way, 0 once it is over; the others run from the oldest to the
+newest. Source: `_amax_and_scale_update` and `_default_sf_compute` in Transformer Engine 1.13
 (`pytorch/fp8.py`) and 2.20 (`pytorch/quantization.py`).
 """
 

@@ -51,7 +51,15 @@ from megtool.tensors.placement import Placement
 MEGATRON = ("torch_dist", "megatron")
 """Formats whose tensors have Megatron's names."""
 
-_READ_ONLY = ("gguf", "deepspeed")
+WRITERS = {
+    "hf": hf.plan_hf_layout,
+    "safetensors": hf.plan_hf_layout,
+    "megatron": megatron_legacy.plan_megatron_legacy_layout,
+    "torch_dist": torch_dist.plan_torch_dist_layout,
+    "dcp": torch_dist.plan_torch_dist_layout,
+    **dict.fromkeys(ARRAY_FORMATS, zarr.plan_zarr_layout),
+}
+"""The planner of each format that can be written."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,7 +70,7 @@ def choose_format(source: Catalogue, to: str | None) -> str:
     Raises:
         UsageError: the format is unknown, or megtool only reads it.
     """
-    name = to or ("hf" if source.format in _READ_ONLY else source.format)
+    name = to or (source.format if find_format(source.format).writable else "hf")
     if not find_format(name).writable:
         raise UsageError(f"format {name!r} can be read but not written", hint="--to hf")
     return name
@@ -107,13 +115,7 @@ def make_target(source: CheckpointSource, options: TargetOptions) -> Target:
         fills=[make_fill(f.placement, f.value) for f in side.fills],
         dropped=_dropped_tensors(source, side, compare_all=options.prove_all),
     )
-    plan_layout = {
-        "hf": hf.plan_hf_layout,
-        "safetensors": hf.plan_hf_layout,
-        "megatron": megatron_legacy.plan_megatron_legacy_layout,
-        **dict.fromkeys(ARRAY_FORMATS, zarr.plan_zarr_layout),
-    }.get(kind, torch_dist.plan_torch_dist_layout)
-    plan_layout(source, replace(options, optimizer=optimizer), target, dtype)
+    WRITERS[kind](source, replace(options, optimizer=optimizer), target, dtype)
     return target
 
 

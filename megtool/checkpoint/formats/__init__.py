@@ -162,4 +162,4 @@ def find_format(name: str) -> CheckpointFormat:
         if name in checkpoint_format.names:
             return checkpoint_format
     writable = ", ".join(n for f in FORMATS for n in f.names if f.writable)
-    raise UsageError(f"unknown format {name!r}", hint=f"known: {writable}")
+    raise UsageError(f"unknown format {name!r}", hint=f"writable: {writable}")

@@ -35,7 +35,9 @@ from megtool.quant.recipes.formats import INPUT_PACKINGS
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InputRounding:
-    """The rounding of one input: its kind (of `formats.INPUT_PACKINGS`), scale and smoothing scales."""
+    """The rounding of one input: its kind (of `formats.INPUT_PACKINGS`), scale and smoothing
+    scales.
+    """
 
     kind: str
     scale: float

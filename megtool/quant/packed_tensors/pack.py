@@ -81,9 +81,9 @@ class WeightToPack:
 class PackFeed:
     """Rows `first:end` of a weight, as codes and scales.
 
-    They are put at row `row_offset` more of the stored module, which holds several weights where a family
-    stores them as one: `tensors` by role, of the codes and of those scales that are no single
-    number. `amax` is that of the whole module, where the format needs it.
+    They are put at row `row_offset` more of the stored module, which holds several weights where a
+    family stores them as one: `tensors` by role, of the codes and of those scales that are no
+    single number. `amax` is that of the whole module, where the format needs it.
     """
 
     weight: WeightToPack

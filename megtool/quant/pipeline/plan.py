@@ -83,8 +83,9 @@ def plan_quantize(
     calibration_file: CalibrationFile | None = None,
     calibration: str = "",
 ) -> QuantizePlan:
-    """The plan of a run of which `wants_data` are the decisions that data is needed for; `calibration_file`
-    is what the calibration files `given` hold."""
+    """The plan of a run of which `wants_data` are the decisions that data is needed for;
+    `calibration_file` is what the calibration files `given` hold.
+    """
     tokens = samples.num_tokens if samples else 0
     linear = sum(d.module.numel for d in resolved.matched.decisions if d.module.kind == "linear")
     measured = calibration_file if wants_data else None

@@ -36,9 +36,10 @@ def make_quantized_target(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """Rows of a weight in a stored matrix, the `matrix`-th of a stack: `run` of them from row `first`,
-    the next `run` from `period` rows further on, and so on; all at once where the two are equal.
-    `is_turned`: its rows are columns there."""
+    """Rows of a weight in a stored matrix, the `matrix`-th of a stack: `run` of them from row
+    `first`, the next `run` from `period` rows further on, and so on; all at once where the two are
+    equal. `is_turned`: its rows are columns there.
+    """
 
     matrix: int
     first: int

@@ -134,8 +134,8 @@ def write(
     files are not touched. Where a format needs the largest magnitude of whole weights, these are
     read once before (by `dry_run` they are not). `before_commit` is given the folder of the whole
     result before it takes its name; what it raises is raised, and nothing is at `destination`: on
-    `VerificationError` nothing of it is kept for another run either. All that is kept is digested, so that
-    the same files come of every layout.
+    `VerificationError` nothing of it is kept for another run either. All that is kept is digested,
+    so that the same files come of every layout.
 
     Raises:
         MappingError, UsageError: see `check_storable`; before any work.

@@ -1,0 +1,10 @@
+"""The choice of a target's format, names and layout."""
+
+from __future__ import annotations
+
+from megtool.checkpoint.formats import FORMATS
+from megtool.reshard.target import WRITERS
+
+
+def test_every_writable_format_has_a_writer() -> None:
+    assert set(WRITERS) == {name for f in FORMATS if f.writable for name in f.names}
