@@ -27,7 +27,7 @@ from megtool.kernels.dispatch import chosen
 
 Function = Callable[..., Any]
 Input = Tensor | None
-is_checking_graph_rules: ContextVar[bool] = ContextVar("is_rehearsed", default=False)
+is_checking_graph_rules: ContextVar[bool] = ContextVar("is_checking_graph_rules", default=False)
 """A rehearsal watches the calls made now: they must not look into tensors, even on a CPU."""
 
 
