@@ -17,6 +17,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
+from megtool.errors import StorageError
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
@@ -231,3 +233,20 @@ class _Stderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         kind = {logging.INFO: ""}.get(record.levelno, record.levelname.lower())
         log_line(kind, record.getMessage())
+
+
+def echo(text: str, end: str = "\n") -> None:
+    """Print to stdout; a closed pipe is no failure, a full disk is.
+
+    Raises:
+        StorageError: stdout cannot be written.
+    """
+    try:
+        print(text, end=end, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered
+        if not isinstance(error, BrokenPipeError):  # `| head` has read enough: no failure
+            raise StorageError(
+                f"cannot write to stdout: {error.strerror}",
+                hint="the work is done, and only the report is lost",
+            ) from error

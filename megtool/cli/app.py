@@ -14,9 +14,9 @@ import typer
 
 from megtool import __version__
 from megtool.cli.generate import GroupedHelpCommand, make_command
-from megtool.cli.runner import echo, run_generate, run_verb
+from megtool.cli.runner import run_generate, run_verb
 from megtool.commands.verbs import GROUPS, VERBS
-from megtool.console import log_line
+from megtool.console import echo, log_line
 from megtool.errors import MegtoolError
 
 EXIT_STATUSES = (

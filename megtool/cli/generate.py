@@ -13,8 +13,8 @@ import typer
 from typer.core import TyperCommand
 
 from megtool.commands.verbs import Verb
-from megtool.options.field import OptionField, option, option_fields
-from megtool.options.groups import DANGEROUS, INPUT, LAYOUT, OUTPUT, RUNNING, ReportOptions
+from megtool.options.field import LAYOUT, OptionField, option, option_fields
+from megtool.options.groups import DANGEROUS, INPUT, OUTPUT, RUNNING, ReportOptions
 
 FULL_WIDTH = 140
 """Columns of a terminal from which tables hold the longest option names of Megatron."""

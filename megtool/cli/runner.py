@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 
 from megtool.commands.verbs import Verb
 from megtool.console import Bar, Progress, log_line, printable, set_up
-from megtool.errors import MegtoolError, StorageError, UsageError
+from megtool.errors import MegtoolError, UsageError
 from megtool.options.config_file import build_options
 from megtool.options.groups import ReportOptions
 from megtool.reports import Report
@@ -118,20 +117,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-def echo(text: str, end: str = "\n") -> None:
-    """Print to stdout; a closed pipe is no failure, a full disk is.
-
-    Raises:
-        StorageError: stdout cannot be written.
-    """
-    try:
-        print(text, end=end, flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered
-        if not isinstance(error, BrokenPipeError):  # `| head` has read enough: no failure
-            raise StorageError(
-                f"cannot write to stdout: {error.strerror}",
-                hint="the work is done, and only the report is lost",
-            ) from error

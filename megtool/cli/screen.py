@@ -6,10 +6,9 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-from megtool.cli.runner import echo
 from megtool.commands.generate_report import GenerateReport
 from megtool.commands.options.models import GenerateOptions
-from megtool.console import Bar, Progress, printable
+from megtool.console import Bar, Progress, echo, printable
 
 if TYPE_CHECKING:
     from megtool.commands.generate_report import Answer
