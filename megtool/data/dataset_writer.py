@@ -31,7 +31,7 @@ class DatasetFiles:
         self._overwrite = overwrite
         self._folder = self.prefix.with_name(f".{self.prefix.name}.bin.megtool")
         self.staged = self._folder / self.prefix.name
-        self._made: list[Path] = []
+        self._created_folders: list[Path] = []
 
     def check(self) -> None:
         """Refuse a destination that exists.
@@ -72,7 +72,7 @@ class DatasetFiles:
             self._files.rename(path, self._path(suffix), replace=self._overwrite)
         if fsync:
             self._files.fsync_dir(self.prefix.parent)
-        self._made = []
+        self._created_folders = []
         return num_bytes
 
     def __enter__(self) -> Self:
@@ -96,14 +96,14 @@ class DatasetFiles:
             for path in (*(self._path(s, self.staged) for s in (DATA, INDEX)), self._lock_file()):
                 self._files.remove(path)
             self._files.remove_empty(self._folder)
-            for folder in reversed(self._made):
+            for folder in reversed(self._created_folders):
                 self._files.remove_empty(folder)
         self._lock.release()
 
     def _make_folder(self) -> None:
         for folder in reversed([p for p in self._folder.parents if self._files.stat(p) is None]):
             if self._files.mkdir(folder):
-                self._made.append(folder)
+                self._created_folders.append(folder)
         self._files.mkdir(self._folder)
 
     def _lock_file(self) -> Path:

@@ -136,12 +136,12 @@ class Weights:
             StorageError: a read failed, or there is no memory.
             SourceChangedError: a source file changed since it was opened.
         """
-        wanted = tuple(self.tensors if names is None else names)
-        if not wanted:
+        selected = tuple(self.tensors if names is None else names)
+        if not selected:
             return {}
-        plan = self._plans.get(wanted)
+        plan = self._plans.get(selected)
         if plan is None:
-            plan = self._plans[wanted] = self._plan(wanted)
+            plan = self._plans[selected] = self._plan(selected)
         total = plan.target.catalogue.num_bytes
         tell = self._progress
         with memory.MemoryStage() as stage:
@@ -165,10 +165,10 @@ class Weights:
             self._target,
             dtypes={n: self.kind(n) for n in names},
         )
-        held, copies = _each_once(side)
-        used = {p.stored for p in held.values()}
+        placements, copies = _each_once(side)
+        used = {p.stored for p in placements.values()}
         return build_plan(
-            [Held(catalogue=self.catalogue.select(lambda n: n in used), placements=held)],
+            [Held(catalogue=self.catalogue.select(lambda n: n in used), placements=placements)],
             memory.plan_memory_layout(side.tensors, group_of),
             side.target,
             fills=[_fill(f.placement, f.value) for f in side.fills],
@@ -251,15 +251,15 @@ def _each_once(side: LocalView) -> tuple[dict[str, Placement], dict[str, str]]:
     A layer that was chosen twice stands in the model twice.
     """
     first: dict[object, str] = {}
-    held: dict[str, Placement] = {}
+    placements: dict[str, Placement] = {}
     copies: dict[str, str] = {}
     for name, p in side.source.items():
         place = p.stored, p.base, p.shape, p.dims, p.mults
         if (there := first.setdefault(place, name)) == name:
-            held[name] = p
+            placements[name] = p
         else:
             copies[name] = there
-    return held, copies
+    return placements, copies
 
 
 def _fill(p: Placement, value: float) -> Fill:

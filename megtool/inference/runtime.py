@@ -62,9 +62,9 @@ def on_ranks(
     layout = manner.layout if layout is None else layout
     if layout.world_size > 1 and "WORLD_SIZE" not in os.environ:
         axes = ("tp", "pp", "ep", "cp", "dp")
-        said = " ".join(f"--{a} {n}" for a in axes if (n := getattr(layout, a)) > 1)
+        axis_options = " ".join(f"--{a} {n}" for a in axes if (n := getattr(layout, a)) > 1)
         raise LayoutError(
-            f"{said} needs {layout.world_size} processes, and this is one",
+            f"{axis_options} needs {layout.world_size} processes, and this is one",
             hint=f"torchrun --nproc-per-node {layout.world_size} -m megtool VERB ...",
         )
     device = _device(manner.device)
@@ -114,11 +114,11 @@ def _lacking(error: RuntimeError | MemoryError) -> str | None:
     """How much memory was asked for in vain, where that is the error: torch's, or numpy's."""
     import torch
 
-    said = str(error)
+    message = str(error)
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    if not known and "can't allocate memory" not in said:
+    if not known and "can't allocate memory" not in message:
         return None
-    match = _TRIED.search(said)
+    match = _TRIED.search(message)
     if match is None:
         return "memory"
     number, unit = match[1].split() if " " in match[1] else (match[1], "bytes")

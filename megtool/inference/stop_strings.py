@@ -21,25 +21,25 @@ class Stops:
         if "" in strings:
             raise UsageError("a stop string is empty", hint="--stop TEXT needs a text")
         self._strings = tuple(strings)
-        self._held = ""
+        self._pending = ""
         self.stopped = False
 
     def add(self, piece: str) -> str:
         """Take in a piece; what may now be shown of the text. Nothing once `stopped`."""
         if self.stopped:
             return ""
-        text = self._held + piece
+        text = self._pending + piece
         matches = [(start + len(s), start) for s in self._strings if (start := text.find(s)) >= 0]
         if matches:
-            self.stopped, self._held = True, ""
+            self.stopped, self._pending = True, ""
             return text[: min(matches)[1]]
         keep = max((_overlap(text, s) for s in self._strings), default=0)
-        self._held = text[len(text) - keep :]
+        self._pending = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def finish(self) -> str:
         """What was held back, now that no more text comes."""
-        text, self._held = self._held, ""
+        text, self._pending = self._pending, ""
         return text
 
 

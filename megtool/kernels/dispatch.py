@@ -95,7 +95,7 @@ class Kernel(Generic[P, R]):
         self.name = name
         self.reference = reference
         self._ways = {"torch": reference, "triton": triton, "te": te}
-        self._told: set[str] = set()
+        self._announced: set[str] = set()
 
     @cached_property
     def compiled(self) -> Callable[P, R]:
@@ -120,8 +120,8 @@ class Kernel(Generic[P, R]):
             instead = _automatic(device.type)
             if instead in without or self._ways[instead] is None:
                 instead = "torch"
-            if _requested.get() != "auto" and name not in self._told:
-                self._told.add(name)
+            if _requested.get() != "auto" and name not in self._announced:
+                self._announced.add(name)
                 _logger.info("%s has no %s like this: %s runs it", name, self.name, instead)
             way = self._ways[instead] or self.reference
         return way

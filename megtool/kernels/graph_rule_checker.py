@@ -196,7 +196,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.expected = expected
         self.roles: dict[int, tuple[str, int]] = {}
         # Held for the run, so that no address is used twice; `release` lets them go.
-        self.made: list[tuple[Any, str]] = []
+        self.created_storages: list[tuple[Any, str]] = []
         for number, x in enumerate(inputs):
             if x is not None:
                 self.roles[x.untyped_storage()._cdata] = ("input", number)
@@ -231,10 +231,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def release(self) -> None:
         """Release the run's tensors, and list what is still referenced elsewhere."""
         created: list[tuple[Any, str]] = []
-        for storage, name in self.made:
+        for storage, name in self.created_storages:
             created.append((StorageWeakRef(storage), name))  # type: ignore[no-untyped-call]
             del storage
-        self.made.clear()
+        self.created_storages.clear()
         waits = any(done.name.startswith(COLLECTIVES) for done in self.trace.operations)
         leaked = _still_held(created, MOMENT_S if waits else 0.0)
         if leaked:
@@ -304,8 +304,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = x.untyped_storage()
         number = storage._cdata
         if number not in self.roles and number not in self.trace.outside:
-            self.roles[number] = ("made", len(self.made))
-            self.made.append((storage, name))
+            self.roles[number] = ("made", len(self.created_storages))
+            self.created_storages.append((storage, name))
 
 
 def _still_held(created: list[tuple[Any, str]], patience_s: float) -> list[tuple[Any, str]]:

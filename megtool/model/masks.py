@@ -83,7 +83,7 @@ class Masks:
     ) -> None:
         self.config, self.span, self.documents_BS = config, span, documents_BS
         self.is_part = is_part
-        self._made: dict[tuple[int, int], Mask] = {}
+        self._masks: dict[tuple[int, int], Mask] = {}
 
     def of(self, layer: int) -> Mask:
         """The mask of a layer."""
@@ -94,9 +94,9 @@ class Masks:
             window = 0
         if chunk >= span.num_keys and span.is_counted:
             chunk = 0
-        if (window, chunk) not in self._made:
-            self._made[window, chunk] = self._make(window, chunk)
-        return self._made[window, chunk]
+        if (window, chunk) not in self._masks:
+            self._masks[window, chunk] = self._make(window, chunk)
+        return self._masks[window, chunk]
 
     def _make(self, window: int, chunk: int) -> Mask:
         span = self.span

@@ -170,7 +170,7 @@ class PipelineSchedule:
                 hint=f"a multiple of pp, such as {below} or {below + pp.size}",
             )
         self._links = [_Link(decoder) for decoder in self.stages]
-        self._made: dict[tuple[int, int], Any] = {}
+        self._schedules: dict[tuple[int, int], Any] = {}
 
     def step(self, batch: Batch, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of all tokens' losses (float32) and their number, on every stage.
@@ -192,10 +192,10 @@ class PipelineSchedule:
             self._alone(batch, labels_BS)
         else:
             shape = (rows // self.num_microbatches, tokens)
-            if shape not in self._made:
-                self._made[shape] = self._build(shape)
+            if shape not in self._schedules:
+                self._schedules[shape] = self._build(shape)
             last = self.stages[-1].stage.head
-            self._made[shape].step(target=labels_BS if last else None, **_facts(batch))
+            self._schedules[shape].step(target=labels_BS if last else None, **_facts(batch))
         zero = torch.zeros((), device=labels_BS.device)
         total = torch.stack(self._losses).sum() if self._losses else zero
         if pp.handle is not None:

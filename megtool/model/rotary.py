@@ -78,7 +78,7 @@ class Rotary:
         self.scaling = dict(config.rope_scaling or {})
         self.kind = str(self.scaling.get("rope_type", self.scaling.get("type", "default")))
         self._known: dict[tuple[Any, ...], Frequencies] = {}
-        self._made: tuple[Tensor | None, dict[bool, Rotation]] = (None, {})
+        self._last_rotations: tuple[Tensor | None, dict[bool, Rotation]] = (None, {})
         if config.position_embedding == "rope":
             self.frequencies(self.original_length, is_local=False)
             self.frequencies(self.original_length + 1, is_local=False)
@@ -99,16 +99,16 @@ class Rotary:
         if not has_rotation(self.config, layer):
             return None
         is_local = self.config.rope_local_base is not None and has_window(self.config, layer)
-        if self._made[0] is not positions_BS:
-            self._made = (positions_BS, {})
-        rotations = self._made[1]
+        if self._last_rotations[0] is not positions_BS:
+            self._last_rotations = (positions_BS, {})
+        rotations = self._last_rotations[1]
         if is_local not in rotations:
             rotations[is_local] = self.rotation(positions_BS, is_local=is_local, last_B=last_B)
         return rotations[is_local]
 
     def forget(self) -> None:
         """Discard the last rotations."""
-        self._made = (None, {})
+        self._last_rotations = (None, {})
 
     def rotation(
         self, positions_BS: Tensor, *, is_local: bool = False, last_B: Tensor | None = None

@@ -27,8 +27,8 @@ class Files(FileTransfer):
         """Open a file for reading and writing; created if missing, never truncated."""
         return self._open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
-    def _open(self, path: Path, *how: int) -> int:
-        fd = self.call(path, "open", os.open, path, *how)
+    def _open(self, path: Path, *flags: int) -> int:
+        fd = self.call(path, "open", os.open, path, *flags)
         self._paths[fd] = path
         return fd
 

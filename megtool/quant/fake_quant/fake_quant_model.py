@@ -92,7 +92,7 @@ class FakeQuantModel:
         self._before: list[tuple[HookLocation, Any]] = []
         self._hooks: list[RemovableHandle] = []
         self._replaced: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._asked: Callable[[], None] | None = None
+        self._before_head: Callable[[], None] | None = None
         self._modules: dict[int | None, list[str]] = defaultdict(list)
         self._together = [(p.layer, names) for p in local_sites for names in p.stored_groups]
         self._install_hooks(local_sites)
@@ -132,12 +132,12 @@ class FakeQuantModel:
             place.set(tap)
         for hook in self._hooks:
             hook.remove()
-        if self._asked is not None:
-            self._decoder.before_head = self._asked
+        if self._before_head is not None:
+            self._decoder.before_head = self._before_head
         for name, (parameter, original) in self._replaced.items():
             if self._decoder.get_parameter(name) is parameter:
                 restored(self._decoder, name, original)
-        self._before, self._hooks, self._asked = [], [], None
+        self._before, self._hooks, self._before_head = [], [], None
         self._replaced.clear()
 
     def __enter__(self) -> FakeQuantModel:
@@ -167,7 +167,7 @@ class FakeQuantModel:
                 read()
                 self._round_weights(None)
 
-            self._asked = read
+            self._before_head = read
             self._decoder.before_head = ask
 
     @torch.no_grad()

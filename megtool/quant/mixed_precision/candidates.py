@@ -62,7 +62,7 @@ class Passes:
     def __init__(self, progress: Progress, num_tokens: int) -> None:
         self._progress, self._num_tokens = progress, max(num_tokens, 1)
         self._expected = self._done = 0.0
-        self._told = 0
+        self._reported = 0
 
     def expect(self, passes: float) -> None:
         """There will be so many more."""
@@ -72,8 +72,8 @@ class Passes:
         """So many more are done."""
         self._done += passes
         finished = math.floor(self._done + 1e-6)
-        self._progress("sensitivity", finished - self._told, math.floor(self._expected + 1e-6))
-        self._told = finished
+        self._progress("sensitivity", finished - self._reported, math.floor(self._expected + 1e-6))
+        self._reported = finished
 
     def of(self, num_tokens: int) -> float:
         """Passes of other numbers of tokens."""

@@ -30,14 +30,14 @@ def by_divergence(
     pieces: Sequence[MicroBatch],
     memory_bytes: int,
     progress: Progress,
-    kept: SensitivityCache | None = None,
+    cache: SensitivityCache | None = None,
 ) -> dict[Key, float]:
     """KL(model || model with one unit rounded), mean over the tokens of all ranks, of all runs.
 
-    Those that `kept` knows are not made again. `pieces` are this rank's.
+    Those that `cache` knows are not made again. `pieces` are this rank's.
     """
     decoder, ranks = survey.decoder, survey.ranks
-    losses: dict[Key, float] = ranks.all_gather({} if kept is None else kept.losses()[0])[0]
+    losses: dict[Key, float] = ranks.all_gather({} if cache is None else cache.losses()[0])[0]
     runs = [r for r in survey.runs() if (r.unit.name, r.key) not in losses]
     if not runs:
         return losses
@@ -63,8 +63,8 @@ def by_divergence(
         for run, loss in zip(wave, divergences, strict=True):
             losses[run.unit.name, run.key] = loss
         with ranks.raise_together():
-            if kept is not None and decoder.groups.rank == 0:
-                kept.record_losses(losses)
+            if cache is not None and decoder.groups.rank == 0:
+                cache.record_losses(losses)
         entering = {k: x for k, x in entering.items() if k in later}
     layers.close()
     return losses

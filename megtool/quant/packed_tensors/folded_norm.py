@@ -55,10 +55,12 @@ class FoldedNorm:
         """See `TensorFeed`."""
         # Taken as it is to be stored: a source of other types is then no other than its cast.
         with taking.open(self.placement, self.tensor.dtype) as run:
-            found = run.read(0, numel(self.placement.shape))
-            values = single(found, self.tensor.dtype.name)
-        one = np.float32(self.zero_centered)
-        out = ((values + one) / self.factors.astype(np.float32) - one).astype(np.float32)
+            stored = run.read(0, numel(self.placement.shape))
+            values = single(stored, self.tensor.dtype.name)
+        unit_offset = np.float32(self.zero_centered)
+        out = ((values + unit_offset) / self.factors.astype(np.float32) - unit_offset).astype(
+            np.float32
+        )
         if not np.isfinite(out).all():
             raise CalibrationError(
                 "factors of its columns make it infinite or NaN", tensor=self.tensor.name

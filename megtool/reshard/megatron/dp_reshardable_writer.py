@@ -74,7 +74,7 @@ def plan_buckets(
     weights = [t for t in weights if not is_module_buffer(t.name)]
     ranks = rank_parameters(weights, config, parallel)
     has_expert_chain = parallel.ep > 1 and any(
-        p.is_expert for found in ranks.values() for p in found
+        p.is_expert for parameters in ranks.values() for p in parameters
     )
     if not has_expert_chain and config.num_experts and parallel.tp % parallel.etp:
         raise LayoutError(

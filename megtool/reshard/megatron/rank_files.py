@@ -313,7 +313,7 @@ def _flat_buffers(
             for chunk in range(parallel.vpp)
         ]
         # Buffers are numbered over the chunks that have parameters of the chain.
-        filled = [found for found in chunks if found]
+        filled = [members for members in chunks if members]
         dtypes = max(per_folder[folder, chain] // max(len(filled), 1), 1)
         if number >= dtypes * len(filled):
             raise FormatError(

@@ -259,8 +259,8 @@ class _RankFileWriter:
         """The tree of a rank's distrib_optim.pt; None if it is empty."""
         if not self.has_expert_chain:
             return self._buffer_tree(folder, "", members, stage) if with_dense else None
-        dense_chunks = [[p for p in found if not p.is_expert] for found in members]
-        experts = [[p for p in found if p.is_expert] for found in members]
+        dense_chunks = [[p for p in chunk if not p.is_expert] for chunk in members]
+        experts = [[p for p in chunk if p.is_expert] for chunk in members]
         first = self._buffer_tree(folder, "0/", dense_chunks, stage) if with_dense else None
         return [first, self._buffer_tree(folder, "1/", experts, stage)]
 
