@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megtool.commands.verbs import Verb
-from megtool.console import Bar, Progress, log_line, printable, set_up
+from megtool.console import Bar, Progress, echo, log_line, printable, set_up
 from megtool.errors import MegtoolError, UsageError
 from megtool.options.config_file import build_options
 from megtool.options.groups import ReportOptions
