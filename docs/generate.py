@@ -1,10 +1,10 @@
-"""Write the parts of the documentation that come from the code.
+"""Write the parts of the documentation that come from the code, and the stub of the Python API.
 
 A page marks such a part with `<!-- generated: NAME -->` and `<!-- end -->`; everything else on it
 is written by hand. tests/test_docs.py compares the pages with the code.
 
-    python docs/generate.py            rewrite the pages
-    python docs/generate.py --check    list the pages that are out of date; status 1 if any
+    python docs/generate.py            rewrite the pages, and megtool/__init__.pyi
+    python docs/generate.py --check    list the files that are out of date; status 1 if any
 """
 
 from __future__ import annotations
@@ -228,21 +228,29 @@ def pages() -> list[Path]:
     return [x for x in sorted((ROOT / "docs").rglob("*.md")) if _PART.search(x.read_text())]
 
 
+def outputs() -> dict[Path, str]:
+    """The text of every page with generated parts, and of the stub of the Python API."""
+    from megtool.cli.reference import render_api_stub
+
+    texts = {x: generated(x.read_text()) for x in pages()}
+    return texts | {ROOT / "megtool" / "__init__.pyi": render_api_stub()}
+
+
 def outdated() -> list[str]:
-    """The pages that differ from what the code says now."""
+    """The files that differ from what the code says now."""
     return [
-        x.relative_to(ROOT).as_posix() for x in pages() if generated(x.read_text()) != x.read_text()
+        x.relative_to(ROOT).as_posix() for x, text in outputs().items() if text != x.read_text()
     ]
 
 
 def main() -> int:
-    """Rewrite the pages, or check them."""
+    """Rewrite the files, or check them."""
     if "--check" in sys.argv[1:]:
         for name in (names := outdated()):
             print(f"{name} is out of date: run `make docs`")
         return 1 if names else 0
-    for page in pages():
-        page.write_text(generated(page.read_text()))
+    for path, text in outputs().items():
+        path.write_text(text)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What a model is (ModelConfig) and how it is spread over ranks (ParallelConfig)."""
+"""A model's shape (ModelConfig), its layout over ranks (ParallelConfig), and layout options."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megtool.errors import LayoutError, MappingError
-from megtool.options.field import Options, option
+from megtool.options.field import LAYOUT, Options, layout_size, option
 
 MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000  # more is no model, but an attack on our memory
 NORMS = ("rmsnorm", "layernorm")
 POSITIONS = ("rope", "learned", "relative", "none")
-_LAYOUT = "Parallel layout"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,30 +364,23 @@ class LayoutOptions(Options):
     The fields are those of `ParallelConfig`.
     """
 
-    tp: int | None = option(
-        _LAYOUT,
-        "Tensor-parallel ranks; like all axes, default: as the source.",
-        metavar="N",
-        minimum=1,
-    )
-    pp: int | None = option(_LAYOUT, "Pipeline-parallel ranks.", metavar="N", minimum=1)
-    vpp: int | None = option(_LAYOUT, "Virtual pipeline stages per rank.", metavar="N", minimum=1)
-    ep: int | None = option(_LAYOUT, "Expert-parallel ranks.", metavar="N", minimum=1)
-    etp: int | None = option(
-        _LAYOUT, "Tensor-parallel ranks of experts; default: --tp.", metavar="N", minimum=1
-    )
-    cp: int | None = option(_LAYOUT, "Context-parallel ranks.", metavar="N", minimum=1)
-    dp: int | None = option(_LAYOUT, "Data-parallel ranks.", metavar="N", minimum=1)
+    tp: int | None = layout_size("tp", note="; default of all axes but --dp: as in the source")
+    pp: int | None = layout_size("pp")
+    vpp: int | None = layout_size("vpp")
+    ep: int | None = layout_size("ep")
+    etp: int | None = layout_size("etp")
+    cp: int | None = layout_size("cp")
+    dp: int | None = layout_size("dp", note="; default: the smallest number that fits")
     first_stage_layers: int | None = option(
-        _LAYOUT, "Layers of the first pipeline stage.", metavar="N", minimum=1
+        LAYOUT, "Layers of the first pipeline stage.", metavar="N", minimum=1
     )
     last_stage_layers: int | None = option(
-        _LAYOUT, "Layers of the last pipeline stage.", metavar="N", minimum=1
+        LAYOUT, "Layers of the last pipeline stage.", metavar="N", minimum=1
     )
-    account_for_embedding: bool = option(_LAYOUT, "Count the embedding as a layer.", False)
-    account_for_loss: bool = option(_LAYOUT, "Count the loss as a layer.", False)
+    account_for_embedding: bool = option(LAYOUT, "Count the embedding as a layer.", False)
+    account_for_loss: bool = option(LAYOUT, "Count the loss as a layer.", False)
     pipeline_layout: str | None = option(
-        _LAYOUT,
+        LAYOUT,
         "Layers of every stage in Megatron's notation, such as Et*3|(tt|)*29m|L.",
         metavar="TEXT",
     )
@@ -397,14 +389,6 @@ class LayoutOptions(Options):
         """The fields that are given, as keywords of `ParallelConfig`."""
         values = {f.name: getattr(self, f.name) for f in fields(LayoutOptions)}
         return {k: v for k, v in values.items() if v is not None and v is not False}
-
-    def to_parallel(self) -> ParallelConfig:
-        """The layout by itself: every size that is not given has `ParallelConfig`'s default.
-
-        Raises:
-            LayoutError: see `ParallelConfig`.
-        """
-        return ParallelConfig(**self.explicit())
 
 
 _TIMES = (re.compile(r"\(([^()]+)\)\*([0-9]{1,9})"), re.compile(r"(.)\*([0-9]{1,9})"))

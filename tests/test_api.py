@@ -95,7 +95,7 @@ def test_wrong_calls_are_refused(call, kind: type[Exception], message: str) -> N
 
 def test_the_stub_is_what_the_options_say(checkout: Path) -> None:
     stub = (checkout / "megtool" / "__init__.pyi").read_text()
-    assert stub == render_api_stub(), "write render_api_stub() to megtool/__init__.pyi"
+    assert stub == render_api_stub(), "run docs/generate.py"
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.api)

@@ -1,1 +1,5 @@
-"""One verb a file: plain typed functions that return a report. This is the Python API."""
+"""One function per verb, which takes its options and returns a report: the Python API.
+
+`verbs.py` is the table of verbs, `options/` has their options, `api.py` makes the functions that
+take keywords.
+"""

@@ -11,7 +11,6 @@ from megtool.commands.options.quantize import CONDITIONS, QuantizeFacts, Quantiz
 from megtool.console import Progress, silent
 from megtool.errors import UsageError
 from megtool.options.effects import check_effects
-from megtool.options.groups import RuntimeOptions
 from megtool.quant.pipeline.calibration_data import (
     CalibrationDataOptions,
     CalibrationSamples,
@@ -100,16 +99,7 @@ def _make_request(
         bits=options.bits,
         group_size=options.group_size or 0,
         began=start,
-        runtime=RuntimeOptions(
-            device=options.device,
-            dtype=options.dtype,
-            kernels=options.kernels,
-            threads=options.threads,
-            tp=options.tp,
-            pp=options.pp,
-            ep=options.ep,
-            etp=options.etp,
-        ),
+        runtime=options.runtime(),
         calibration=CalibrationOptions(
             data_options=CalibrationDataOptions(
                 data=options.data,

@@ -268,7 +268,7 @@ def _plan_tensors(
                 f"{folder.catalogue[name].numel} scales of one KV cache: {form.name} has one",
                 file=folder.catalogue.root,
                 tensor=name,
-                hint="quantize with kv_fp8, or leave the cache as it is",
+                hint="quantize with fp8_kv_fp8, or leave the cache as it is",
             )
         out.tensors.append(scale)
         constants.append(

@@ -1,1 +1,4 @@
-"""Options of the verbs, each declared once: flags, YAML keys, keywords, help and checks."""
+"""The mechanism behind the verbs' options, and groups of options that several verbs share.
+
+The options of each verb are in `megtool.commands.options`.
+"""

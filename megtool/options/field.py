@@ -45,8 +45,7 @@ class OptionSpec:
 
     `flags` are its flags in full where they do not follow from the name (`--name`, and for a
     boolean `--name/--no-name`); `alias` is another one. `minimum` is the least value allowed.
-    `needs` are conditions without which it has no effect. `changes_result` is false for what only
-    decides how, where or how fast the work is done. An argument has no flag but a position.
+    `needs` are conditions without which it has no effect. An argument has no flag but a position.
     """
 
     panel: str
@@ -56,7 +55,6 @@ class OptionSpec:
     flags: tuple[str, ...] = ()
     alias: str | None = None
     needs: tuple[OptionCondition, ...] = ()
-    changes_result: bool = True
     is_argument: bool = False
 
 
@@ -76,6 +74,30 @@ def option(
     """
     spec = OptionSpec(panel=panel, help=text, metavar=metavar, minimum=minimum, alias=alias, **more)
     return dataclasses.field(default=default, metadata={"option": spec})
+
+
+LAYOUT = "Parallel layout"
+"""The panel of layout options."""
+
+LAYOUT_SIZES: Mapping[str, str] = {
+    "tp": "Tensor-parallel ranks",
+    "pp": "Pipeline-parallel ranks",
+    "vpp": "Virtual pipeline stages per rank",
+    "ep": "Expert-parallel ranks",
+    "etp": "Tensor-parallel ranks of experts; default: --tp",
+    "cp": "Context-parallel ranks, which split each row's tokens",
+    "dp": "Data-parallel ranks",
+}
+"""The help of the sizes of a parallel layout."""
+
+
+def layout_size(axis: str, default: int | None = None, *, note: str = "", **more: Any) -> Any:
+    """A field that is the size of a layout's axis; its help is that of `LAYOUT_SIZES` and `note`.
+
+    `more` are further keywords of `option`.
+    """
+    text = f"{LAYOUT_SIZES[axis]}{note}."
+    return option(LAYOUT, text, default, metavar="N", minimum=1, **more)
 
 
 def argument(text: str, metavar: str, default: Any = REQUIRED) -> Any:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 from megtool.config import ParallelConfig
 from megtool.errors import UsageError
-from megtool.options.field import Options, option
+from megtool.options.field import Options, layout_size, option
 
-INPUT, LAYOUT, OUTPUT, DANGEROUS = "Input", "Parallel layout", "Output", "Dangerous"
+INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous"
 TEXT, RUNNING = "Text", "Running"
+
+_BY_TORCHRUN = ", started by torchrun"
 
 RUN_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -52,11 +54,8 @@ class OutputOptions(DryRunOptions):
         "Replace DST, which stays valid until the new one is.",
         False,
         flags=("--overwrite",),
-        changes_result=False,
     )
-    fsync: bool = option(
-        DANGEROUS, "Make the result survive a power failure.", True, changes_result=False
-    )
+    fsync: bool = option(DANGEROUS, "Make the result survive a power failure.", True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +67,6 @@ class ThreadOptions(Options):
         "Threads; default: one per core, at most 8.",
         metavar="N",
         minimum=1,
-        changes_result=False,
     )
 
 
@@ -81,7 +79,6 @@ class CopyOptions(ThreadOptions):
         "Most memory for buffers (at least 384 KiB per thread).",
         "128MiB",
         metavar="SIZE",
-        changes_result=False,
     )
 
 
@@ -117,9 +114,7 @@ class RuntimeOptions(Options):
         UsageError: no model runs in this dtype.
     """
 
-    device: str | None = option(
-        RUNNING, "cpu, cuda or cuda:N; default: cuda if there is one.", changes_result=False
-    )
+    device: str | None = option(RUNNING, "cpu, cuda or cuda:N; default: cuda if there is one.")
     dtype: str | None = option(
         RUNNING,
         "bfloat16, float16 or float32; default: float32 on a CPU, elsewhere as stored.",
@@ -129,41 +124,24 @@ class RuntimeOptions(Options):
         RUNNING,
         "Keep one layer in memory at a time: slow, but any model fits.",
         False,
-        changes_result=False,
     )
     kernels: Literal["auto", "torch", "triton", "compile", "te"] = option(
         RUNNING,
         "Which implementation of fused operations runs. te: Transformer Engine's norms and "
         "activations without limit and offset (no exact gelu); the rest is megtool's own.",
         "auto",
-        changes_result=False,
     )
     threads: int | None = option(
         RUNNING,
         "Threads; default: as many as torch uses.",
         metavar="N",
         minimum=1,
-        changes_result=False,
     )
-    tp: int | None = option(
-        LAYOUT, "Tensor-parallel ranks, started by torchrun.", metavar="N", minimum=1
-    )
-    pp: int | None = option(
-        LAYOUT, "Pipeline-parallel ranks, started by torchrun.", metavar="N", minimum=1
-    )
-    ep: int | None = option(
-        LAYOUT, "Expert-parallel ranks, started by torchrun.", metavar="N", minimum=1
-    )
-    etp: int | None = option(
-        LAYOUT, "Tensor-parallel ranks of experts; default: --tp.", metavar="N", minimum=1
-    )
-    cp: int | None = option(
-        LAYOUT,
-        "Context-parallel ranks, which split each row's tokens, started by torchrun.",
-        metavar="N",
-        minimum=1,
-        alias="--context-parallel-size",
-    )
+    tp: int | None = layout_size("tp", note=_BY_TORCHRUN)
+    pp: int | None = layout_size("pp", note=_BY_TORCHRUN)
+    ep: int | None = layout_size("ep", note=_BY_TORCHRUN)
+    etp: int | None = layout_size("etp")
+    cp: int | None = layout_size("cp", note=_BY_TORCHRUN, alias="--context-parallel-size")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,21 +160,20 @@ class RuntimeOptions(Options):
             cp=self.cp or 1,
         )
 
+    def runtime(self) -> RuntimeOptions:
+        """These options without those that a verb adds."""
+        return RuntimeOptions(**{f.name: getattr(self, f.name) for f in fields(RuntimeOptions)})
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(Options):
     """How a report is printed; every command has these."""
 
-    as_json: bool = option(
-        OUTPUT, "Print the report as JSON.", False, flags=("--json",), changes_result=False
-    )
-    quiet: bool = option(
-        OUTPUT, "No progress and no warnings.", False, flags=("--quiet", "-q"), changes_result=False
-    )
+    as_json: bool = option(OUTPUT, "Print the report as JSON.", False, flags=("--json",))
+    quiet: bool = option(OUTPUT, "No progress and no warnings.", False, flags=("--quiet", "-q"))
     verbose: bool = option(
         OUTPUT,
         "More messages, and tracebacks.",
         False,
         flags=("--verbose", "-v"),
-        changes_result=False,
     )

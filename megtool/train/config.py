@@ -9,14 +9,13 @@ from typing import ClassVar, Literal
 
 from megtool.config import ParallelConfig
 from megtool.errors import UsageError
-from megtool.options.field import flag, option
-from megtool.options.groups import SourceOptions, TokenizerOptions
+from megtool.options.field import LAYOUT, flag, layout_size, option
+from megtool.options.groups import INPUT, RUNNING, SourceOptions, TokenizerOptions
 from megtool.train.optimizer_options import OptimizerOptions
 
-INPUT, TRAINING = "Input", "Training"
-EXPERTS = "Mixture of experts"
-PRECISION, MEMORY, LAYOUT = "Precision", "Memory and overlap", "Parallel layout"
-RUNNING, CHECKPOINTS, EVALUATION = "Running", "Checkpoints", "Evaluation and logs"
+TRAINING, EXPERTS = "Training", "Mixture of experts"
+PRECISION, MEMORY = "Precision", "Memory and overlap"
+CHECKPOINTS, EVALUATION = "Checkpoints", "Evaluation and logs"
 LORA, QAT = "LoRA", "Quantization-aware training and distillation"
 
 ALTERNATIVES = (
@@ -149,7 +148,7 @@ class TrainConfig(OptimizerOptions, SourceOptions, TokenizerOptions):
     moe_losses_from_checkpoint: bool = option(
         EXPERTS, "Take coefficients that are not given from the checkpoint.", False
     )
-    # ---- Numbers
+    # ---- Precision
     bf16: bool | None = option(PRECISION, "Train in bfloat16; default on a GPU.")
     fp16: bool | None = option(PRECISION, "Train in float16, with a loss scale.")
     fp32: bool | None = option(PRECISION, "Train in float32; default on a CPU.")
@@ -235,21 +234,13 @@ class TrainConfig(OptimizerOptions, SourceOptions, TokenizerOptions):
         "none",
     )
     # ---- Parallel layout
-    tp: int = option(LAYOUT, "Tensor-parallel ranks, started by torchrun.", 1, minimum=1)
-    pp: int = option(LAYOUT, "Pipeline-parallel ranks.", 1, minimum=1)
-    vpp: int | None = option(LAYOUT, "Virtual pipeline stages per rank.", minimum=1)
-    ep: int = option(LAYOUT, "Expert-parallel ranks.", 1, minimum=1)
-    etp: int | None = option(LAYOUT, "Tensor-parallel ranks of experts; default: --tp.", minimum=1)
-    cp: int = option(
-        LAYOUT,
-        "Context-parallel ranks, which split each row's tokens.",
-        1,
-        minimum=1,
-        alias="--context-parallel-size",
-    )
-    dp: int | None = option(
-        LAYOUT, "Data-parallel ranks; default: all remaining processes.", minimum=1
-    )
+    tp: int = layout_size("tp", 1, note=", started by torchrun")
+    pp: int = layout_size("pp", 1)
+    vpp: int | None = layout_size("vpp")
+    ep: int = layout_size("ep", 1)
+    etp: int | None = layout_size("etp")
+    cp: int = layout_size("cp", 1, alias="--context-parallel-size")
+    dp: int | None = layout_size("dp", note="; default: all remaining processes")
     sequence_parallel: bool = option(
         LAYOUT, "Split tokens over the --tp ranks between layers.", False
     )

@@ -8,10 +8,16 @@ from typing import ClassVar, Literal
 
 from megtool.config import LayoutOptions
 from megtool.options.effects import requires
-from megtool.options.field import REQUIRED, OptionCondition, Options, argument, option
+from megtool.options.field import (
+    REQUIRED,
+    OptionCondition,
+    Options,
+    argument,
+    layout_size,
+    option,
+)
 from megtool.options.groups import (
     INPUT,
-    LAYOUT,
     OUTPUT,
     CopyOptions,
     DryRunOptions,
@@ -180,9 +186,8 @@ class ReshardOptions(SourceOptions, LayoutOptions, CopyOptions, OutputOptions):
         OUTPUT,
         "Compare every master weight with its weight, instead of a sample.",
         False,
-        changes_result=False,
     )
-    strict: bool = option(OUTPUT, "Fail if a tensor would be dropped.", False, changes_result=False)
+    strict: bool = option(OUTPUT, "Fail if a tensor would be dropped.", False)
 
 
 _TWO = requires("b", "megtool verify A B compares two checkpoints")
@@ -300,20 +305,8 @@ class ExportOptions(SourceOptions, EngineOptions, CopyOptions, OutputOptions):
         REQUIRED,
         metavar="FORMAT",
     )
-    tp: int | None = option(
-        LAYOUT,
-        "Tensor-parallel ranks, for trtllm-legacy.",
-        metavar="N",
-        minimum=1,
-        needs=(_LEGACY,),
-    )
-    pp: int | None = option(
-        LAYOUT,
-        "Pipeline-parallel ranks, for trtllm-legacy.",
-        metavar="N",
-        minimum=1,
-        needs=(_LEGACY,),
-    )
+    tp: int | None = layout_size("tp", note=", for trtllm-legacy", needs=(_LEGACY,))
+    pp: int | None = layout_size("pp", note=", for trtllm-legacy", needs=(_LEGACY,))
     outtype: str | None = option(
         OUTPUT,
         "Number format of a GGUF file: bf16, f16, f32, q8_0, q4_0 or another that the gguf package "
@@ -333,7 +326,6 @@ class ExportOptions(SourceOptions, EngineOptions, CopyOptions, OutputOptions):
         "Most memory for buffers (at least 384 KiB per thread).",
         "256MiB",
         metavar="SIZE",
-        changes_result=False,
     )
 
 
@@ -354,9 +346,7 @@ class LintOptions(Options):
         (),
         metavar="ENGINE",
     )
-    tp: int | None = option(
-        LAYOUT, "Tensor-parallel ranks that it will run on.", metavar="N", minimum=1
-    )
+    tp: int | None = layout_size("tp", note=" that it will run on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,9 +406,7 @@ class DeriveAmaxOptions(SourceOptions, DryRunOptions):
 
     source: Path = argument(SOURCE, "SRC")
     destination: Path = argument("The calibration file to write.", "FILE")
-    overwrite: bool = option(
-        "Dangerous", "Replace FILE.", False, flags=("--overwrite",), changes_result=False
-    )
+    overwrite: bool = option("Dangerous", "Replace FILE.", False, flags=("--overwrite",))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,9 +80,7 @@ class GenerateOptions(SourceOptions, TokenizerOptions, RuntimeOptions, DryRunOpt
     top_k: int | None = option(TEXT, "Sample from this many most likely tokens.", metavar="N")
     seed: int = option(TEXT, "Same seed, same answer.", 0, metavar="N")
     stop: tuple[str, ...] = option(TEXT, "End before this string; repeatable.", (), metavar="TEXT")
-    batch_size: int | None = option(
-        RUNNING, _BATCH_SIZE, metavar="N", minimum=1, changes_result=False
-    )
+    batch_size: int | None = option(RUNNING, _BATCH_SIZE, metavar="N", minimum=1)
 
 
 _NEEDS_DATA = requires("data", "--data FILE is the text to score")
@@ -163,9 +161,7 @@ class EvaluateOptions(SourceOptions, TokenizerOptions, RuntimeOptions, DryRunOpt
         minimum=0,
         needs=(_NEEDS_TASKS,),
     )
-    batch_size: int | None = option(
-        RUNNING, _BATCH_SIZE, metavar="N", minimum=1, changes_result=False
-    )
+    batch_size: int | None = option(RUNNING, _BATCH_SIZE, metavar="N", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,5 +198,4 @@ class TokenizeOptions(OutputOptions):
         "Threads; default: one per core, at most 8.",
         metavar="N",
         minimum=1,
-        changes_result=False,
     )

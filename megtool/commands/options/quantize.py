@@ -281,14 +281,12 @@ class QuantizeOptions(
         "Keep one layer in memory at a time; --no-stream-layers is faster if the model fits.",
         True,
         needs=(_MEGTOOL_OR_MEASURED, *_RUN),
-        changes_result=False,
     )
     offload_activations: bool = option(
         CALIBRATION,
         "Keep activations on disk between layers.",
         False,
         needs=(_MEGTOOL, *_SAMPLES),
-        changes_result=False,
     )
     backend: Literal["megtool", "modelopt"] = option(
         CALIBRATION,
@@ -308,7 +306,6 @@ class QuantizeOptions(
         "Also save the calibration.",
         metavar="FILE",
         needs=(_MAKES_CALIBRATION, _MEGTOOL),
-        changes_result=False,
     )
     calibrate_only: bool = option(
         CALIBRATION,
@@ -321,14 +318,12 @@ class QuantizeOptions(
         "Where finished layers are stored until the end; default: next to DST.",
         metavar="FOLDER",
         needs=(_MEGTOOL, *_SAMPLES),
-        changes_result=False,
     )
     eval_data: str | None = option(
         CHECK,
         "Measure perplexity and divergence before and after on this text.",
         metavar="FILE",
         needs=(_QUANTIZES,),
-        changes_result=False,
     )
     eval_tokens: int | None = option(
         CHECK,
@@ -336,14 +331,12 @@ class QuantizeOptions(
         metavar="N",
         minimum=2,
         needs=(_QUANTIZES, _EVALUATES),
-        changes_result=False,
     )
     report: Path | None = option(
         CHECK,
         "Also write the report as an HTML page with plots.",
         metavar="HTML",
         needs=(_QUANTIZES,),
-        changes_result=False,
     )
     max_shard_size: str | None = option(
         OUTPUT, "Largest file; default: 5GB.", metavar="SIZE", needs=(_QUANTIZES,)
@@ -354,7 +347,6 @@ class QuantizeOptions(
         "256MiB",
         metavar="SIZE",
         needs=(_QUANTIZES,),
-        changes_result=False,
     )
 
 

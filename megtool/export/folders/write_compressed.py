@@ -163,7 +163,7 @@ class CompressedForm:
             raise MappingError(
                 f"compressed-tensors has no KV cache in {folder.kv_algo}",
                 file=folder.catalogue.root,
-                hint="quantize with kv_fp8 beside the rest, or leave the cache as it is",
+                hint="quantize with fp8_kv_fp8, or leave the cache as it is",
             )
 
         if folder.kv_cache_biases:
@@ -172,7 +172,7 @@ class CompressedForm:
                 f"{len(folder.kv_cache_biases)} projections have",
                 file=folder.catalogue.root,
                 tensor=folder.kv_cache_biases[0],
-                hint="quantize with kv_fp8, which has none, or export with --to unified",
+                hint="quantize with fp8_kv_fp8, which has none, or export with --to unified",
             )
 
     def notes(self, folder: QuantizedModules) -> Sequence[str]:

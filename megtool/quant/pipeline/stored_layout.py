@@ -70,7 +70,7 @@ class StoredModule:
 def collect_weight_qparams(
     decisions: Sequence[Decision], qparams: QParams
 ) -> dict[str, WeightQParams]:
-    """The treatment of every module that is quantized.
+    """The quantization parameters of every module that is quantized.
 
     Raises:
         CalibrationError: one has none, or one for another format.
@@ -81,9 +81,9 @@ def collect_weight_qparams(
             continue
         weight_qparams = qparams.weights.get(d.module.name)
         if weight_qparams is None or weight_qparams.format.algo != d.format.algo:
-            has = f"one for {weight_qparams.format.algo}" if weight_qparams else "none"
+            has = f"only some for {weight_qparams.format.algo}" if weight_qparams else "none"
             raise CalibrationError(
-                f"{d.module.name} is to be {d.format.algo}, and of treatments it has {has}",
+                f"{d.module.name} is to be {d.format.algo}, and the calibration has {has}",
                 hint="the calibration is of another recipe: run it anew",
             )
         out[d.module.name] = weight_qparams

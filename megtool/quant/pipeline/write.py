@@ -128,7 +128,8 @@ def write(
     before_commit: Callable[[Path], None] | None = None,
     progress: Progress = silent,
 ) -> WriteReport:
-    """Write the model of `opened` as `decisions` and `settlement` say, in ModelOpt's form.
+    """Write the model of `source` with the formats of `decisions` and the quantization parameters
+    `qparams`, in ModelOpt's layout.
 
     Atomic, resumed after a kill with the same bytes, whatever format and layout the source has; its
     files are not touched. Where a format needs the largest magnitude of whole weights, these are
