@@ -134,8 +134,8 @@ class Lines:
         self._last_line = now
         unit = COUNTED.get(stage)
         format_size = format_bytes if unit is None else "{:,.0f}".format
-        text = f"{stage}: {format_size(done)} of "
-        f"{format_size(total_bytes)}{f' {unit}' if unit else ''}"
+        things = f" {unit}" if unit else ""
+        text = f"{stage}: {format_size(done)} of {format_size(total_bytes)}{things}"
         if done and now > began and total_bytes:
             left = (total_bytes - done) * (now - began) / done
             minutes, seconds = divmod(max(0, round(left)), 60)

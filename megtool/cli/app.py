@@ -8,12 +8,12 @@ import traceback
 from collections.abc import Sequence
 from io import TextIOWrapper
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from megtool import __version__
-from megtool.cli.generate import GroupedHelpCommand, make_command
+from megtool.cli.generate import GroupedHelpCommand, VerbCommand, command_class
 from megtool.cli.runner import run_generate, run_verb
 from megtool.commands.verbs import GROUPS, VERBS
 from megtool.console import echo, log_line
@@ -55,17 +55,22 @@ def _megtool(
     pass
 
 
+def _run_nothing() -> None:
+    """Stands for the function of a verb, which its command makes when it is used."""
+
+
 def _add_commands() -> None:
     groups = {
         name: typer.Typer(name=name, help=text, no_args_is_help=True, rich_markup_mode="rich")
         for name, text in GROUPS.items()
     }
-    classes: dict[str, Any] = {"finetune": GroupedHelpCommand}
     for verb in VERBS:
         group, _, name = verb.command.rpartition(" ")
         run = run_generate if verb.command == "generate" else run_verb
         parent = groups[group] if group else app
-        parent.command(name, cls=classes.get(name))(make_command(verb, run))
+        base = GroupedHelpCommand if name == "finetune" else VerbCommand
+        command = command_class(verb, run, base)
+        parent.command(name, cls=command, short_help=verb.summary)(_run_nothing)
     for group_app in groups.values():
         app.add_typer(group_app)
 

@@ -6,8 +6,9 @@ import inspect
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 from typer.core import TyperCommand
@@ -32,7 +33,49 @@ CONFIG = OptionField(
 )
 
 
-class GroupedHelpCommand(TyperCommand):
+class VerbCommand(TyperCommand):
+    """The command of a verb. What depends on the verb's options is made when it is first used, so
+    that a list of verbs imports none of them."""
+
+    verb: ClassVar[Verb]
+    run_verb: ClassVar[Callable[[Verb, dict[str, Any]], int]]
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        del self.params, self.callback, self.help
+
+    @cached_property
+    def params(self) -> Any:  # type: ignore[override]
+        """The parameters: the verb's options."""
+        return self._complete.params
+
+    @cached_property
+    def callback(self) -> Any:  # type: ignore[override]
+        """Runs the verb."""
+        return self._complete.callback
+
+    @cached_property
+    def help(self) -> Any:  # type: ignore[override]
+        """The docstring of the verb's options."""
+        return self._complete.help
+
+    @cached_property
+    def _complete(self) -> Any:
+        app = typer.Typer(add_completion=False, rich_markup_mode=self.rich_markup_mode)
+        app.command(self.name)(make_command(self.verb, type(self).run_verb))
+        return typer.main.get_command(app)
+
+
+def command_class(
+    verb: Verb,
+    run_verb: Callable[[Verb, dict[str, Any]], int],
+    base: type[VerbCommand] = VerbCommand,
+) -> type[VerbCommand]:
+    """The class of a verb's command."""
+    return type(base.__name__, (base,), {"verb": verb, "run_verb": staticmethod(run_verb)})
+
+
+class GroupedHelpCommand(VerbCommand):
     """A command with so many options that its help is plain text on a narrow terminal, in the
     sections that a wide one frames: tables would cut the names."""
 

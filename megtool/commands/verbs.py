@@ -19,7 +19,8 @@ _OPTIONS = "megtool.commands.options"
 class Verb:
     """One command.
 
-    `command` is its name on the command line, `api` in Python. `options_path` and `function_path`
+    `command` is its name on the command line, `api` in Python. `summary` is the first sentence of
+    its options' docstring, for lists of verbs. `options_path` and `function_path`
     are `module:name`. An interrupted run `resumes` when it is started again. A verb that
     `runs_on_ranks` may be started by torchrun: only rank 0 reports. With `has_config` options may
     come from a YAML file.
@@ -27,6 +28,7 @@ class Verb:
 
     command: str
     api: str
+    summary: str
     options_path: str
     function_path: str
     resumes: bool = False
@@ -63,12 +65,14 @@ VERBS = (
     Verb(
         command="inspect",
         api="inspect",
+        summary="Show what a checkpoint holds, from its headers alone.",
         options_path=f"{_OPTIONS}.checkpoints:InspectOptions",
         function_path="megtool.commands.inspect:inspect",
     ),
     Verb(
         command="reshard",
         api="reshard",
+        summary="Copy a checkpoint into another format, parallel layout or dtype.",
         options_path=f"{_OPTIONS}.checkpoints:ReshardOptions",
         function_path="megtool.commands.reshard:reshard",
         resumes=True,
@@ -77,12 +81,14 @@ VERBS = (
     Verb(
         command="verify",
         api="verify",
+        summary="Check one checkpoint against its digests, or two against each other.",
         options_path=f"{_OPTIONS}.checkpoints:VerifyOptions",
         function_path="megtool.commands.verify:verify",
     ),
     Verb(
         command="quantize",
         api="quantize",
+        summary="Quantize a checkpoint in any format for an engine, and check the result.",
         options_path=f"{_OPTIONS}.quantize:QuantizeOptions",
         function_path="megtool.commands.quantize:quantize",
         resumes=True,
@@ -92,6 +98,7 @@ VERBS = (
     Verb(
         command="export",
         api="export",
+        summary="Write a checkpoint as the files that an engine loads, quantized or not.",
         options_path=f"{_OPTIONS}.checkpoints:ExportOptions",
         function_path="megtool.commands.export:export",
         resumes=True,
@@ -99,12 +106,14 @@ VERBS = (
     Verb(
         command="lint",
         api="lint",
+        summary="Check an exported folder against the rules of engines' loaders.",
         options_path=f"{_OPTIONS}.checkpoints:LintOptions",
         function_path="megtool.commands.lint:lint",
     ),
     Verb(
         command="finetune",
         api="finetune",
+        summary="Train a model from any checkpoint on some text, and write a Megatron checkpoint.",
         options_path=f"{_OPTIONS}.finetune:FinetuneOptions",
         function_path="megtool.commands.finetune:finetune",
         resumes=True,
@@ -114,6 +123,7 @@ VERBS = (
     Verb(
         command="generate",
         api="generate",
+        summary="Continue prompts with a model in any format, or answer them with --chat.",
         options_path=f"{_OPTIONS}.models:GenerateOptions",
         function_path="megtool.commands.generate:generate",
         runs_on_ranks=True,
@@ -121,6 +131,7 @@ VERBS = (
     Verb(
         command="evaluate",
         api="evaluate",
+        summary="Measure how well a model predicts a text, and how far it is from another model.",
         options_path=f"{_OPTIONS}.models:EvaluateOptions",
         function_path="megtool.commands.evaluate:evaluate",
         runs_on_ranks=True,
@@ -128,42 +139,51 @@ VERBS = (
     Verb(
         command="tokenize",
         api="tokenize",
+        summary="Turn text into tokens for training: Megatron's .bin and .idx, one "
+        "sequence per document.",
         options_path=f"{_OPTIONS}.models:TokenizeOptions",
         function_path="megtool.commands.tokenize:tokenize",
     ),
     Verb(
         command="demo",
         api="demo",
+        summary="Take a real model through every format and layout, and back to the same bytes.",
         options_path=f"{_OPTIONS}.checkpoints:DemoOptions",
         function_path="megtool.commands.demo:demo",
     ),
     Verb(
         command="recipe list",
         api="list_recipes",
+        summary="List the shipped recipes.",
         options_path=f"{_OPTIONS}.quantize:ListRecipesOptions",
         function_path="megtool.commands.recipe:list_recipes",
     ),
     Verb(
         command="recipe show",
         api="show_recipe",
+        summary="Print a recipe with every line explained: a start for your own.",
         options_path=f"{_OPTIONS}.quantize:ShowRecipeOptions",
         function_path="megtool.commands.recipe:show_recipe",
     ),
     Verb(
         command="recipe explain",
         api="explain_recipe",
+        summary="Show which rule applies to each module of a checkpoint, and how large "
+        "the result will be.",
         options_path=f"{_OPTIONS}.quantize:ExplainRecipeOptions",
         function_path="megtool.commands.recipe:explain_recipe",
     ),
     Verb(
         command="amax inspect",
         api="inspect_amax",
+        summary="Show every module's FP8 scaling, and what is wrong with it.",
         options_path=f"{_OPTIONS}.checkpoints:InspectAmaxOptions",
         function_path="megtool.commands.amax:inspect_amax",
     ),
     Verb(
         command="amax fix",
         api="fix_amax",
+        summary="Rebuild FP8 scaling that contradicts the weights, and copy everything else.",
         options_path=f"{_OPTIONS}.checkpoints:FixAmaxOptions",
         function_path="megtool.commands.amax:fix_amax",
         resumes=True,
@@ -171,6 +191,7 @@ VERBS = (
     Verb(
         command="amax strip",
         api="strip_amax",
+        summary="Leave out extra states that hold nothing, if Megatron loads without them.",
         options_path=f"{_OPTIONS}.checkpoints:StripAmaxOptions",
         function_path="megtool.commands.amax:strip_amax",
         resumes=True,
@@ -178,6 +199,8 @@ VERBS = (
     Verb(
         command="amax derive",
         api="derive_amax",
+        summary="Make a calibration file from FP8 training's amax histories: no data, "
+        "no model run.",
         options_path=f"{_OPTIONS}.checkpoints:DeriveAmaxOptions",
         function_path="megtool.commands.amax:derive_amax",
     ),

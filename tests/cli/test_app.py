@@ -91,6 +91,12 @@ def test_help_is_quick_and_imports_neither_torch_nor_numpy() -> None:
     assert modules & {"torch", "numpy", "safetensors", "awscrt", "transformers"} == set()
 
 
+@pytest.mark.parametrize("verb", ALL_VERBS, ids=lambda verb: verb.api)
+def test_a_list_of_verbs_shows_the_first_sentence_of_their_help(verb: Verb) -> None:
+    first, _, _ = (inspect.getdoc(verb.options) or "").partition("\n\n")
+    assert verb.summary == first.replace("\n", " ")
+
+
 def test_help_lists_the_verbs_and_the_statuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out

@@ -18,7 +18,8 @@ class raises(Generic[E]):
     """Like `pytest.raises`, for megtool's errors; `as e` gives the same `ExceptionInfo`.
 
     Args:
-        error: The type, or several. Its exit status is checked with it.
+        error: The type, or several. Its exit status is checked with it; subclasses of the plain
+            `MegtoolError` have their own.
         facts: Values that the error holds, in this order: names, numbers, options.
         file: The file that the error names; a path, or the end of one.
         tensor: The tensor that the error names.
@@ -56,7 +57,8 @@ class raises(Generic[E]):
         return is_expected
 
     def _check(self, error: E) -> None:
-        statuses = {kind.exit_status for kind in self._types if isinstance(error, kind)}
+        kinds = {kind for kind in self._types if isinstance(error, kind)}
+        statuses = {(type(error) if kind is MegtoolError else kind).exit_status for kind in kinds}
         assert error.exit_status in statuses, f"exit status {error.exit_status}: {error}"
         text, start = str(error), 0
         for fact in self._facts:

@@ -9,7 +9,7 @@ the layer then runs once more with fake quantization, so later layers see its qu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,7 +104,6 @@ def calibrate(
     if sequential is None:
         sequential = any(derive_requirements(recipe, d).sequential for d in decisions)
     micro_batches = split_batches(batches, source.config)
-    ranks = RankSync(groups=groups)
     resume = None
     if resume_folder is not None:
         resume = ResumeFolder(
@@ -117,8 +116,7 @@ def calibrate(
                 "sequential": sequential,
                 "policy": policy,
                 "route_all": route_all,
-                "layout": f"tp={groups.tp.size} pp={groups.pp.size} dp={groups.dp.size} "
-                f"ep={groups.ep.size} etp={groups.etp.size}",
+                "layout": _layout_text(groups),
                 "pieces": [list(p.batch.shape) for p in micro_batches],
             },
         )
@@ -128,7 +126,7 @@ def calibrate(
         decisions=by_module,
         recipe=recipe,
         sites=tuple(sites),
-        ranks=ranks,
+        ranks=RankSync(groups=groups),
         micro_batches=shard_micro_batches(micro_batches, groups.dp),
         sequential=sequential,
         policy=policy,
@@ -146,15 +144,11 @@ def calibrate(
         },
     )
     with contextlib.ExitStack() as stack:
-        with ranks.raise_together():
+        with run.ranks.raise_together():
             if resume is not None:
                 stack.enter_context(resume.claim())
         results = run.run()
-    statistics: dict[str, ActivationStatistics] = {}
-    qparams = QParams()
-    for unit in sorted(results):
-        statistics |= results[unit][0]
-        qparams.update(results[unit][1])
+    statistics, qparams = _merge_results(results)
     return CalibrationFile(
         fingerprint=fingerprint,
         num_samples=sum(p.batch.shape[0] for p in micro_batches),
@@ -165,6 +159,25 @@ def calibrate(
         statistics=statistics,
         qparams=qparams,
     )
+
+
+def _layout_text(groups: ProcessGroups) -> str:
+    return (
+        f"tp={groups.tp.size} pp={groups.pp.size} dp={groups.dp.size} "
+        f"ep={groups.ep.size} etp={groups.etp.size}"
+    )
+
+
+def _merge_results(
+    results: Mapping[int, LayerResult],
+) -> tuple[dict[str, ActivationStatistics], QParams]:
+    """Statistics and quantization parameters of all units, in the units' order."""
+    statistics: dict[str, ActivationStatistics] = {}
+    qparams = QParams()
+    for unit in sorted(results):
+        statistics |= results[unit][0]
+        qparams.update(results[unit][1])
+    return statistics, qparams
 
 
 def resolve_calibration(
