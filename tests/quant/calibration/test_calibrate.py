@@ -21,8 +21,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.errors import CalibrationError, DestinationError, StorageError, UsageError
 from megtool.model.batch import Batch
 from megtool.parallel.process_groups import Group
-from megtool.quant.calibration import resume_folder as work_room
-from megtool.quant.calibration import sequential
+from megtool.quant.calibration import resume_folder, sequential
 from megtool.quant.calibration.calibrate import resolve_calibration
 from megtool.quant.calibration.micro_batches import shard_micro_batches, split_batches
 from tests.support.errors import raises
@@ -76,7 +75,7 @@ def test_resident_spilled_and_on_demand_are_the_same(llama: Path, tmp_path: Path
     wanted = saved_bytes(made.run(), tmp_path / "a")
     assert saved_bytes(made.run(resident=True), tmp_path / "b") == wanted
     work = tmp_path / "work"
-    assert saved_bytes(made.run(work=work, spill=True), tmp_path / "c") == wanted
+    assert saved_bytes(made.run(resume_folder=work, spills=True), tmp_path / "c") == wanted
     assert not list(work.glob("into-*")), "activations are gone when they are needed no more"
 
 
@@ -115,7 +114,7 @@ def test_the_artefact_of_any_layout_is_the_same(llama: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("recipe", ["int4_gptq", "int8_sq"])
 def test_algorithms_run_layer_by_layer(llama: Path, recipe: str, tmp_path: Path) -> None:
     made = case(llama, recipe)
-    found = made.run(work=tmp_path / "work")
+    found = made.run(resume_folder=tmp_path / "work")
     quantized = {d.module.name for d in made.decided.matched.decisions if d.format is not None}
     assert set(found.qparams.weights) == quantized
     assert saved_bytes(found, tmp_path / "a") == saved_bytes(made.run(), tmp_path / "b")
@@ -156,7 +155,7 @@ def test_killed_behind_every_layer_and_resumed(llama: Path, recipe: str, tmp_pat
         process.join()
         assert process.exitcode == -signal.SIGKILL
         told = Told()
-        found = case(llama, recipe).run(work=work, progress=told)
+        found = case(llama, recipe).run(resume_folder=work, progress=told)
         assert saved_bytes(found, tmp_path / f"resumed-{unit}") == wanted, unit
         assert told.counts[0] == (unit + 1) * 6 * 24, "what was done is not done again"
 
@@ -196,49 +195,49 @@ def test_what_is_torn_is_made_again(
     wanted = saved_bytes(made.run(), tmp_path / "whole")
     stop_behind(monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
-        made.run(work=tmp_path / "work")
+        made.run(resume_folder=tmp_path / "work")
     monkeypatch.undo()
     damage(tmp_path / "work")
-    assert saved_bytes(made.run(work=tmp_path / "work"), tmp_path / "resumed") == wanted
+    assert saved_bytes(made.run(resume_folder=tmp_path / "work"), tmp_path / "resumed") == wanted
 
 
 def stop_behind(monkeypatch: pytest.MonkeyPatch, unit: int) -> None:
-    whole = work_room.ResumeFolder.write_unit
+    whole = resume_folder.ResumeFolder.write_unit
 
-    def record(self: Any, number: int, *facts: Any) -> None:
+    def write_unit(self: Any, number: int, *facts: Any) -> None:
         whole(self, number, *facts)
         if number == unit:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(work_room.ResumeFolder, "record", record)
+    monkeypatch.setattr(resume_folder.ResumeFolder, "write_unit", write_unit)
 
 
 def test_a_finished_run_loads_nothing(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = case(llama)
-    wanted = saved_bytes(made.run(work=tmp_path / "work"), tmp_path / "a")
+    wanted = saved_bytes(made.run(resume_folder=tmp_path / "work"), tmp_path / "a")
 
     def load_nothing(*_: Any, **__: Any) -> Any:
         raise AssertionError("the model is loaded")
 
     monkeypatch.setattr(sequential, "load", load_nothing)
-    assert saved_bytes(made.run(work=tmp_path / "work"), tmp_path / "b") == wanted
+    assert saved_bytes(made.run(resume_folder=tmp_path / "work"), tmp_path / "b") == wanted
 
 
 def test_work_of_another_calibration_is_refused(llama: Path, tmp_path: Path) -> None:
     made = case(llama)
-    made.run(work=tmp_path / "work")
-    with raises(CalibrationError, match="not the same recipe", hint="--work-dir"):
-        case(llama, "int8_sq").run(work=tmp_path / "work")
+    made.run(resume_folder=tmp_path / "work")
+    with raises(CalibrationError, match="different recipe", hint="--work-dir"):
+        case(llama, "int8_sq").run(resume_folder=tmp_path / "work")
     with pytest.raises(CalibrationError, match="data"):
-        case(llama, batches=tokens(128, seed=3)).run(work=tmp_path / "work")
+        case(llama, batches=tokens(128, seed=3)).run(resume_folder=tmp_path / "work")
     with pytest.raises(CalibrationError, match="dtype"):
-        made.run(work=tmp_path / "work", dtype="bfloat16")
+        made.run(resume_folder=tmp_path / "work", dtype="bfloat16")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("mine")
     with pytest.raises(CalibrationError, match=r"thesis\.tex"):
-        made.run(work=tmp_path / "other")
+        made.run(resume_folder=tmp_path / "other")
     assert [p.name for p in (tmp_path / "other").iterdir() if p.name != "lock"] == ["thesis.tex"]
 
 
@@ -259,10 +258,10 @@ def test_a_full_disk_is_an_error_and_the_run_goes_on_later(
 
     monkeypatch.setattr(Files, "system", system)
     with pytest.raises(StorageError):
-        made.run(work=tmp_path / "work")
+        made.run(resume_folder=tmp_path / "work")
     monkeypatch.undo()
     assert not [p for p in (tmp_path / "work").iterdir() if p.name.endswith(".tmp")]
-    assert saved_bytes(made.run(work=tmp_path / "work"), tmp_path / "resumed") == wanted
+    assert saved_bytes(made.run(resume_folder=tmp_path / "work"), tmp_path / "resumed") == wanted
 
 
 # ---- refused
@@ -301,8 +300,8 @@ def test_no_data_and_no_room_to_spill(llama: Path) -> None:
     )
     with pytest.raises(CalibrationError, match="no tokens"):
         case(llama, batches=[blank]).run()
-    with pytest.raises(UsageError, match="nowhere"):
-        case(llama).run(spill=True)
+    with pytest.raises(UsageError, match="needs a folder"):
+        case(llama).run(spills=True)
 
 
 def test_two_runs_do_not_share_a_folder(llama: Path, tmp_path: Path) -> None:
@@ -310,9 +309,9 @@ def test_two_runs_do_not_share_a_folder(llama: Path, tmp_path: Path) -> None:
 
     def run(stage: str, done: int, total: int) -> None:
         with pytest.raises(DestinationError, match="is writing"):
-            made.run(work=tmp_path / "work")
+            made.run(resume_folder=tmp_path / "work")
 
-    made.run(work=tmp_path / "work", progress=run)
+    made.run(resume_folder=tmp_path / "work", progress=run)
 
 
 # ---- pieces, graphs, another recipe
@@ -336,7 +335,7 @@ def test_layers_may_be_recorded_as_graphs(llama: Path) -> None:
     """By the rehearsal, which checks what a graph may do, and replays nothing else."""
     made = case(llama, batches=tokens(128, rows=1, count=9, width=8))
     wanted = made.run(resident=True)
-    found = made.run(resident=True, rehearsed=True)
+    found = made.run(resident=True, emulate_graphs=True)
     for name, s in wanted.statistics.items():
         assert found.statistics[name].num_tokens == s.num_tokens
         np.testing.assert_allclose(found.statistics[name].amax, s.amax, rtol=1e-6)

@@ -66,14 +66,14 @@ def test_experts_on_several_ranks(mixture: Path, layout: dict[str, int], size: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"spill": True}])
+@pytest.mark.parametrize("more", [{}, {"spills": True}])
 def test_work_is_shared_and_resumed(llama: Path, tmp_path: Path, more: dict[str, Any]) -> None:
     layout, work = {"tp": 2, "pp": 2}, tmp_path / "work"
     (whole, *_) = run_world(on_rank, 4, llama, "int8_sq", layout, {})
-    first = run_world(on_rank, 4, llama, "int8_sq", layout, {"work": work, **more})
+    first = run_world(on_rank, 4, llama, "int8_sq", layout, {"resume_folder": work, **more})
     assert [data for _, data in first] == [whole[1]] * 4
     (work / "unit-00003.safetensors").unlink()
-    again = run_world(on_rank, 4, llama, "int8_sq", layout, {"work": work, **more})
+    again = run_world(on_rank, 4, llama, "int8_sq", layout, {"resume_folder": work, **more})
     assert [data for _, data in again] == [whole[1]] * 4
     with pytest.raises(CalibrationError, match="layout"):
-        case(llama, "int8_sq").run(work=work)
+        case(llama, "int8_sq").run(resume_folder=work)

@@ -93,7 +93,7 @@ def test_a_part_of_a_weight_that_changes_shows(wide: Path, tmp_path: Path, quart
 
 def test_work_of_the_same_weights_computed_otherwise_is_refused(wide: Path, tmp_path: Path) -> None:
     batches = tokens(128, count=1)
-    case(wide, batches=batches).run(work=tmp_path / "work")
+    case(wide, batches=batches).run(resume_folder=tmp_path / "work")
     other = configured(wide, tmp_path / "other", rms_norm_eps=0.1)
-    with pytest.raises(CalibrationError, match="not the same model"):
-        case(other, batches=batches).run(work=tmp_path / "work")
+    with pytest.raises(CalibrationError, match="different model"):
+        case(other, batches=batches).run(resume_folder=tmp_path / "work")

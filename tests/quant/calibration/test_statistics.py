@@ -106,5 +106,5 @@ def test_rows_that_are_no_numbers_leave_no_trace() -> None:
 
 
 def test_other_widths_do_not_add_up() -> None:
-    with raises(CalibrationError, "3", "4 columns"):
+    with raises(CalibrationError, "3", "4 channels"):
         ActivationStatistics.empty(3).merge(ActivationStatistics.empty(4))

@@ -118,9 +118,9 @@ def test_what_is_finished_is_not_measured_again(
     assert measured(decided, batches, **kept, progress=Ends(0)) == whole
     assert not counted
     assert not list((tmp_path / "work").glob("settled-*")), "of no more use"
-    with pytest.raises(CalibrationError, match="another calibration: not the same data"):
+    with pytest.raises(CalibrationError, match="another calibration: different data"):
         measured(decided, batches, work=kept["work"], fingerprint=replace(PRINT, data="e"))
-    with pytest.raises(CalibrationError, match="another calibration: not the same dtype"):
+    with pytest.raises(CalibrationError, match="another calibration: different dtype"):
         measured(decided, batches, **kept, dtype="bfloat16")
 
 

@@ -187,7 +187,7 @@ def test_an_amax_that_is_smaller_saturates(source: Path, tmp_path: Path) -> None
     assert np.abs(y).max() < 0.129
     assert np.abs(x - y)[np.abs(x) < 0.127].max() <= 0.0006
     told = one(decided, "layers.0.mlp.down", amax=np.ones(3, np.float32))
-    with pytest.raises(CalibrationError, match="does not suit"):
+    with pytest.raises(CalibrationError, match="does not fit"):
         write_quantized(source, tmp_path / "no", "int8_weight_only", told)
 
 

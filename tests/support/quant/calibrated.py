@@ -102,7 +102,7 @@ def interrupt_after(unit: int, folder: Path, recipe: str, work: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     ResumeFolder.write_unit = record  # type: ignore[method-assign]
-    case(folder, recipe).run(work=work)
+    case(folder, recipe).run(resume_folder=work)
 
 
 def on_rank(
