@@ -1,8 +1,8 @@
 """The contents of a checkpoint and their byte positions, without reading tensor data.
 
 Every format opens to a `Catalogue`. A checkpoint to be written is a `Destination`: the catalogue
-that opening it afterwards gives, and the header bytes to write around the data. The rest of megtool
-does not know about formats.
+that opening it afterwards gives, and the header bytes to write around the data. Planning and
+copying do not know about formats.
 """
 
 from __future__ import annotations

@@ -16,7 +16,11 @@ from megtool.errors import FormatError, UsageError
 
 
 class FormatModule(Protocol):
-    """The functions of a format's module; writable ones also have `plan_<format>_layout`."""
+    """The functions of a format's module.
+
+    A module of a writable format also has a `plan_*_layout`, which returns a `Destination`; its
+    arguments differ, and its writer in `reshard/writers/` calls it.
+    """
 
     def detect(self, path: Path) -> bool:
         """Whether the path looks like this format; reads a few bytes at most."""
@@ -29,8 +33,9 @@ class FormatModule(Protocol):
 class CheckpointFormat:
     """One format, or several that share a module; `--to` and `Catalogue.format` use its `names`.
 
-    `description` is for the error message if no format matches. A folder can only have this format
-    if a name in it matches one of `name_patterns`, a file only if `is_file`; the module decides.
+    `description` is for the error message if no format matches. `name_patterns` and `is_file` are a
+    quick filter: `detect` is called only for folders with a name that matches a pattern, and for
+    files if `is_file`.
     """
 
     names: tuple[str, ...]
