@@ -82,7 +82,8 @@ def test_transformers_loads_what_comes_out(tmp_path: Path) -> None:
 
 
 def test_without_a_dtype_only_quantized_weights_change(tmp_path: Path) -> None:
-    made = MAKERS["deepseek"](torch.randn(70, 40).to(torch.bfloat16))
+    weight = torch.randn(70, 40, generator=torch.Generator().manual_seed(1))
+    made = MAKERS["deepseek"](weight.to(torch.bfloat16))
     stored = {f"x.{name}": t for name, t in made.stored.items()} | {"bias": torch.ones(5)}
     write_folder(tmp_path / "hf", stored, made.config)
     reshard(tmp_path / "hf", tmp_path / "out")
