@@ -79,6 +79,20 @@ def test_missing_packages_are_named_by_an_extra_that_exists(
     assert named <= set(project["project"]["optional-dependencies"])
 
 
+def test_the_docs_name_the_extras_that_exist(checkout: Path, project: dict[str, Any]) -> None:
+    extras = set(project["project"]["optional-dependencies"])
+    page = (checkout / "docs/getting-started/install.md").read_text()
+    table = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    assert table == extras - {"lint", "test"}
+    pages = [checkout / "README.md", *(checkout / "docs").rglob("*.md")]
+    text = "\n".join(path.read_text() for path in pages)
+    named = {
+        e for names in re.findall(r"(?:\.|megtool)\[([\w,]+)\]", text) for e in names.split(",")
+    }
+    assert named
+    assert named <= extras
+
+
 def test_constraints_pin_every_dependency(checkout: Path, project: dict[str, Any]) -> None:
     lines = (checkout / "constraints.txt").read_text().splitlines()
     pins = {normal(line) for line in lines if re.fullmatch(r"[a-z0-9-]+==[^ ]+", line)}
