@@ -6,15 +6,17 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from megtool.checkpoint.digest import Digests
 from megtool.checkpoint.parallel_scan import TILE_BYTES, run_jobs, split_placement
-from megtool.checkpoint.read import CheckpointReader, TensorView
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.transport.cast import numeric_values
 from megtool.checkpoint.transport.shard_locator import count_cuttable_dims
 from megtool.checkpoint.transport.strided import Array
+from megtool.checkpoint.transport.tile import Index
 from megtool.dtypes import DType
 from megtool.errors import FormatError, MappingError
 from megtool.tensors.box import numel
@@ -30,6 +32,19 @@ class TensorPair:
     name: str
     a: Placement | None
     b: Placement | None
+
+
+class ReadableView(Protocol):
+    """A tensor that is read tile by tile."""
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype of its elements."""
+        ...
+
+    def tiles(self, max_bytes: int) -> Generator[tuple[int, Array], None, None]:
+        """Consecutive elements, each tile with the flat index of its first."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,8 +69,22 @@ class ComparedSource:
         """The dtype in which the reader returns a tensor's elements."""
         return self.reader.open_canonical(placement).dtype
 
+    def whole_row_depth(self, placement: Placement) -> int | None:
+        """The dimension from which a packed tensor is read whole; None if it may be cut."""
+        stored = self.reader.catalogue[placement.stored]
+        if stored.packing is None:
+            return None
+        try:
+            return count_cuttable_dims(placement, stored)
+        except FormatError:
+            return 0
+
+    def open_box(self, placement: Placement, lo: Index, hi: Index) -> ReadableView:
+        """Open the box `lo:hi` of a tensor's view."""
+        return self.reader.open_canonical(narrow(placement, lo, hi))
+
     def tiles(
-        self, name: str, view: TensorView, start: int
+        self, name: str, view: ReadableView, start: int
     ) -> Generator[tuple[int, Array], None, None]:
         """The tiles of a view that begins at flat index `start` of tensor `name`."""
         digests = self.digests if name in self.sizes else None
@@ -137,12 +166,18 @@ def compare(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """A part of a pair, from flat index `start`."""
+    """The box `lo:hi` of a pair's views, from flat index `start`; without it all of both."""
 
     name: str
     start: int
     a: Placement | None
     b: Placement | None
+    box: tuple[Index, Index] | None = None
+
+    def open(self, source: ComparedSource, placement: Placement) -> ReadableView:
+        """Open one side."""
+        lo, hi = self.box or ((0,) * len(placement.shape), placement.shape)
+        return source.open_box(placement, lo, hi)
 
 
 def _split_pair(pair: TensorPair, a: ComparedSource, b: ComparedSource) -> Iterator[_Job]:
@@ -156,21 +191,12 @@ def _split_pair(pair: TensorPair, a: ComparedSource, b: ComparedSource) -> Itera
     views = [(half, placement) for half, placement in ((a, p), (b, q)) if placement is not None]
     depth: int | None = None
     for half, placement in views:
-        stored = half.reader.catalogue[placement.stored]
-        if stored.packing is not None:
-            try:
-                rows = count_cuttable_dims(placement, stored)
-            except FormatError:
-                rows = 0
+        rows = half.whole_row_depth(placement)
+        if rows is not None:
             depth = rows if depth is None else min(depth, rows)
     cell = max(half.dtype(placement).itemsize for half, placement in views)
     for start, lo, hi in split_placement(views[0][1], cell, depth):
-        yield _Job(
-            name=pair.name,
-            start=start,
-            a=None if p is None else narrow(p, lo, hi),
-            b=None if q is None else narrow(q, lo, hi),
-        )
+        yield _Job(name=pair.name, start=start, a=p, b=q, box=(lo, hi))
 
 
 def _compare_job(
@@ -184,12 +210,12 @@ def _compare_job(
     if job.a is None or job.b is None:
         half, placement = (b, job.b) if job.a is None else (a, job.a)
         if placement is not None:
-            view = half.reader.open_canonical(placement)
+            view = job.open(half, placement)
             with closing(half.tiles(job.name, view, job.start)) as tiles:
                 for _, tile in tiles:
                     progress(tile.nbytes)
         return None
-    u, v = a.reader.open_canonical(job.a), b.reader.open_canonical(job.b)
+    u, v = job.open(a, job.a), job.open(b, job.b)
     out = TensorDelta()
     with (
         closing(a.tiles(job.name, u, job.start)) as left,

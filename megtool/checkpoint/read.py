@@ -36,9 +36,9 @@ class CheckpointReader:
         tensor = self.catalogue[name]
         return TensorView(self, Placement.identity(name, tensor.shape))
 
-    def open_canonical(self, placement: Placement) -> TensorView:
-        """Open the canonical tensor at `placement` in a stored one."""
-        return TensorView(self, placement)
+    def open_canonical(self, placement: Placement, dtype: DType | None = None) -> TensorView:
+        """Open the canonical tensor at `placement` in a stored one, cast to `dtype` if given."""
+        return TensorView(self, placement, dtype)
 
     def close(self) -> None:
         """Close all files."""
@@ -58,14 +58,16 @@ class TensorView:
     their bits. Packed tensors are decoded to their catalogue dtype. Not thread-safe.
     """
 
-    def __init__(self, reader: CheckpointReader, placement: Placement) -> None:
+    def __init__(
+        self, reader: CheckpointReader, placement: Placement, dtype: DType | None = None
+    ) -> None:
         self._reader = reader
         self._placement = placement
         self._number = reader.catalogue.index[placement.stored]
         self._buffers = Buffers()
         stored = reader.catalogue.tensors[self._number]
         self.shape = placement.shape
-        self.dtype: DType = stored.dtype
+        self.dtype: DType = dtype or stored.dtype
 
     def tiles(self, max_bytes: int = 1 << 20) -> Generator[tuple[int, Array], None, None]:
         """Yield the flat index of the first element and about `max_bytes` of consecutive elements.

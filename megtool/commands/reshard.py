@@ -66,6 +66,7 @@ def reshard(
             make_execution_options(options, options),
             digest=DigestMode(options.digest),
             strict=options.strict,
+            verify=options.verify,
         ),
         check_source=lambda source: check_effects(options, _learn_facts(options, source)),
         check=check,

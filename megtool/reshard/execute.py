@@ -27,11 +27,12 @@ from megtool.checkpoint.plan_summary import PlanSummary, summarize
 from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress
-from megtool.errors import CoverageError, UsageError
+from megtool.errors import CoverageError, DigestError, UsageError
 from megtool.reshard.average import Average, averaged_sources, dropped_optimizers
 from megtool.reshard.constant_feed import ConstantFeed, round_to_dtype
 from megtool.reshard.inventory import Inventory, take_inventory
 from megtool.reshard.megatron.optimizer import NONE
+from megtool.reshard.readback import ReadbackReport, compare_with_source
 from megtool.reshard.report import ReshardReport
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.staged_write import WriteOptions, write_staged
@@ -45,9 +46,13 @@ LEAST_THREAD_BYTES = 384 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionOptions(WriteOptions):
-    """How a job is executed. `strict` refuses to drop anything; `dry_run` only plans."""
+    """How a job is executed. `strict` refuses to drop anything; `dry_run` only plans.
+
+    `verify` reads the result back before it is committed, and compares it with the source.
+    """
 
     strict: bool = False
+    verify: bool = False
     overwrite: bool = False
     dry_run: bool = False
 
@@ -204,11 +209,14 @@ def _write(
     """Write the plan and commit it; the fields of the report about that."""
     source, target, plan = job.source, job.target, job.plan
     sidecars: list[Sidecar] = []
+    readbacks: list[ReadbackReport] = []
 
     def finish(copied: CopyReport) -> None:
         if target.finish is not None:
             target.finish(stage, execution.threads)
         sidecars.append(write_digests(source, target, plan, copied, stage))
+        if execution.verify:
+            readbacks.append(verify_staged(source, target, plan, stage, execution, progress))
 
     copied = write_staged(
         plan,
@@ -231,7 +239,36 @@ def _write(
         "unverified": len(target.side.placements) - len(target.copies) - len(sidecar.tensors),
         "peak_buffer_bytes": copied.peak_buffer_bytes,
         "overflowed": dict(copied.overflowed),
+        "verified": readbacks[0].num_tensors if readbacks else None,
     }
+
+
+def verify_staged(
+    source: CheckpointSource,
+    target: Target,
+    plan: ReshardPlan,
+    stage: StagingFolder,
+    execution: ExecutionOptions,
+    progress: Progress,
+) -> ReadbackReport:
+    """Read the staged checkpoint back, and compare it with its source.
+
+    Raises:
+        DigestError: it differs; the staged data is discarded.
+    """
+    tree = stage.path("") if target.is_file else stage.tree
+    try:
+        return compare_with_source(
+            source,
+            target,
+            plan,
+            tree,
+            threads=execution.threads,
+            progress=lambda done, total: progress("verify", done, total),
+        )
+    except DigestError:
+        stage.discard()
+        raise
 
 
 def _report(job: ReshardJob, summary: PlanSummary, **facts: Any) -> ReshardReport:

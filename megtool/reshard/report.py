@@ -24,7 +24,8 @@ class ReshardReport:
     `digested` tensors have a digest of the bytes written, `inherited` ones the source's own,
     `unverified` ones none. `peak_rss_bytes` is the peak resident set of this process, with
     libraries and mapped files. `overflowed` counts, by the source's tensors, numbers that are too
-    large for float16 and became infinite. `amax` reports FP8's delayed scaling state.
+    large for float16 and became infinite. `verified` tensors were read back and equal the source's,
+    cast or averaged; None without `verify`. `amax` reports FP8's delayed scaling state.
     """
 
     source: str
@@ -50,6 +51,7 @@ class ReshardReport:
     unverified: int = 0
     peak_buffer_bytes: int = 0
     peak_rss_bytes: int = 0
+    verified: int | None = None
     overflowed: dict[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = field(default_factory=tuple)
 
@@ -118,6 +120,8 @@ class ReshardReport:
             f"  {'digests':<12}{self.digested} computed, {self.inherited} carried over, "
             f"{self.unverified} unverified"
         )
+        if self.verified is not None:
+            yield f"  {'verified':<12}{self.verified} tensors read back, equal to the source"
         if self.resumed_units:
             yield (
                 f"  {'resumed':<12}{self.resumed_units} finished units verified, "

@@ -86,6 +86,13 @@ _IS_MEGATRON = OptionCondition(
 )
 
 
+_WRITES = OptionCondition(
+    holds=lambda options, facts: not options.dry_run,
+    reason="{has} no effect with --dry-run, which writes nothing",
+    hint="leave one of them out",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReshardOptions(SourceOptions, LayoutOptions, CopyOptions, OutputOptions):
     """Copy a checkpoint into another format, parallel layout or dtype.
@@ -181,6 +188,12 @@ class ReshardOptions(SourceOptions, LayoutOptions, CopyOptions, OutputOptions):
         OUTPUT,
         "Digest all bytes, or those that pass through a buffer, or none.",
         "buffered",
+    )
+    verify: bool = option(
+        OUTPUT,
+        "Read the result back before it is put in place, and compare it with SRC bit by bit.",
+        False,
+        needs=(_WRITES,),
     )
     verify_master_weights: bool = option(
         OUTPUT,
@@ -312,6 +325,13 @@ class ExportOptions(SourceOptions, EngineOptions, CopyOptions, OutputOptions):
         "Number format of a GGUF file: bf16, f16, f32, q8_0, q4_0 or another that the gguf package "
         "encodes; default: bf16.",
         metavar="TYPE",
+        needs=(_GGUF,),
+    )
+    pre_tokenizer: str | None = option(
+        OUTPUT,
+        "llama.cpp's name for how the tokenizer splits text (its LLAMA_VOCAB_PRE); default: found "
+        "in tokenizer.json.",
+        metavar="NAME",
         needs=(_GGUF,),
     )
     dtype: str | None = option(

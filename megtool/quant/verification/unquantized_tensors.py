@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.compare import ComparedSource, TensorPair, compare
+from megtool.checkpoint.compare import ComparedSource, ReadableView, TensorPair, compare
 from megtool.checkpoint.parallel_scan import run_jobs
-from megtool.checkpoint.read import CheckpointReader, TensorView
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.transport.cast import numeric_values
 from megtool.checkpoint.transport.strided import Array
 from megtool.convert.dialects import CanonicalView
@@ -74,7 +74,7 @@ class _NonFiniteCounter(ComparedSource):
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def tiles(
-        self, name: str, view: TensorView, start: int
+        self, name: str, view: ReadableView, start: int
     ) -> Generator[tuple[int, Array], None, None]:
         """The tiles of a view, each looked at on its way."""
         with closing(ComparedSource.tiles(self, name, view, start)) as tiles:
