@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,14 @@ from types import TracebackType
 
 from megtool.checkpoint import journal
 from megtool.checkpoint.destination_check import DestinationCheck
+from megtool.checkpoint.file_digests import FileDigests
+from megtool.checkpoint.nested_runs import LOCK, check_runs_above, staging_folder, wait_for
+from megtool.checkpoint.storage.file_kinds import describe_kind
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.lock import LockFile
 from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
+
+_TRANSIENT_S = 2.0  # a run that is refused holds its lock for less
 
 
 class StagingFolder:
@@ -28,7 +34,12 @@ class StagingFolder:
 
     A run that ends early leaves its staging folder, and the next run with the same `fingerprint`
     resumes: `resumed` are the finished units and `notes` the notes stored with them. The caller
-    verifies what it relies on. `messages` are for the user.
+    verifies what it relies on. `messages` are for the user. `digests` follows what is written to
+    the tree, unless the run resumes.
+
+    The staging folder is closed to other users, and only regular files of this user are opened in
+    it: links, FIFOs, devices, and files with a second name are refused. Runs whose destinations
+    are inside each other exclude each other (see `nested_runs`).
 
     A symbolic link as destination is followed: its target is created or replaced, and the link
     stays. Missing parent folders are created. An existing empty folder counts as absent.
@@ -46,11 +57,12 @@ class StagingFolder:
     ) -> None:
         self.files = files
         self.destination = Path(os.path.realpath(destination))
-        self.staging = self.destination.parent / f".{self.destination.name}.megtool"
+        self.staging = staging_folder(self.destination)
         self.tree = self.staging / "tree"
         self.resumed: set[int] = set()
         self.notes: dict[int, str] = {}
         self.messages: list[str] = []
+        self.digests = FileDigests()
         self._fingerprint = fingerprint
         self._is_file = is_file
         self._destination_check = DestinationCheck(
@@ -89,6 +101,8 @@ class StagingFolder:
             self._destination_check.check_free()
         try:
             self._lock = self._acquire()
+            self._cleared = self.files.names(self.staging) == [LOCK]
+            self._check_in_place()
             self._recover()
         except BaseException:
             with contextlib.suppress(MegtoolError):
@@ -115,7 +129,7 @@ class StagingFolder:
     # ---- entering
 
     def _acquire(self) -> LockFile:
-        lock = LockFile(self.files, self.staging / "lock", self._make_staging)
+        lock = LockFile(self.files, self.staging / LOCK, self._make_staging)
         if not lock.is_certain:
             self.messages.append(
                 f"{self.staging} is on a file system without locks: make sure that no second run "
@@ -128,7 +142,21 @@ class StagingFolder:
         for folder in reversed(missing):
             if self.files.mkdir(folder):
                 self._new_folders.append(folder)
-        self.files.mkdir(self.staging)
+        self.files.make_own_folder(self.staging, is_private=True)
+
+    def _check_in_place(self) -> None:
+        """Refuse to write where another run is about to replace a folder above.
+
+        Raises:
+            DestinationError: another run does, or has done so with this staging folder in it.
+        """
+        check_runs_above(self.files, self.destination)
+        if self._lock is not None and not self._lock.is_in_place():
+            raise DestinationError(
+                "the staging folder was moved or removed while this run wrote in it",
+                file=self.staging,
+                hint="another program replaced a folder above: run the same command again",
+            )
 
     def _recover(self) -> None:
         """Resume or discard what an earlier run left."""
@@ -158,18 +186,28 @@ class StagingFolder:
         if record is None or not record.finished:
             self._clear()
             record = None
-        self.files.mkdir(self.tree)
+        self.files.make_own_folder(self.tree)
+        self.files.tree(self.tree)  # refuses what no run has made
         record = record or journal.JournalRecord(fingerprint=self._fingerprint)
         self._journal = journal.Journal(self.files, self.staging / "journal", record)
         self.notes = record.finished
         self.resumed = set(record.finished)
         if self.resumed:
             self.messages.append(f"resuming: {len(self.resumed)} parts are finished already")
+        else:
+            self.files.recorder = self.digests
 
     def _put_old_back(self, record: journal.JournalRecord | None) -> None:
         """Undo the first of two renames, if an earlier run was stopped between them."""
-        if self.files.lstat(self._replaced) is None:
+        former = self.files.lstat(self._replaced)
+        if former is None:
             return
+        if not stat.S_ISDIR(former.st_mode):
+            raise DestinationError(
+                f"{describe_kind(former.st_mode)} is in the place of the former contents",
+                file=self._replaced,
+                hint="no run has made it: remove it",
+            )
         current = self.files.stat(self.destination)
         if current is None:
             self.files.rename(self._replaced, self.destination)
@@ -205,24 +243,31 @@ class StagingFolder:
         full = self.tree / pure
         if full.parent not in self._folders:
             for folder in reversed(full.relative_to(self.tree).parents):
-                self.files.mkdir(self.tree / folder)
+                self.files.make_own_folder(self.tree / folder)
             with self._mutex:
                 self._folders.add(full.parent)
         return full
 
-    def create(self, relative: str, num_bytes: int) -> Path:
-        """Create a file of its final size and return its path; keeps data of an earlier run."""
+    def create(self, relative: str, num_bytes: int, cuts: Sequence[int] = ()) -> Path:
+        """Create a file of its final size and return its path; keeps data of an earlier run.
+
+        `cuts` are offsets between which `digests` has the digest of each section.
+        """
         full = self.path(relative)
         fd = self.files.open_write(full)
         try:
             self.files.truncate(fd, num_bytes)
         finally:
             self.files.close(fd)
+        if not self.resumed:
+            self.digests.register(full, num_bytes, cuts)
         return full
 
     def write(self, relative: str, data: bytes) -> Path:
         """Write a whole small file and return its path."""
         full = self.path(relative)
+        if not self.resumed:
+            self.digests.register(full, len(data))
         fd = self.files.open_write(full)
         try:
             self.files.truncate(fd, len(data))
@@ -285,7 +330,7 @@ class StagingFolder:
         if fsync:
             self.files.fsync(self.staging / "journal")
             self.files.fsync_dir(self.staging)
-        self._destination_check.check_free()
+        wait_for(self._check_before_rename, _TRANSIENT_S)
         self._rename()
         self._renamed = True
         if fsync:
@@ -304,6 +349,10 @@ class StagingFolder:
             self.messages.append(f"the checkpoint is complete, but left-overs remain: {e.message}")
             with contextlib.suppress(StorageError):
                 self._release()
+
+    def _check_before_rename(self) -> None:
+        self._check_in_place()
+        self._destination_check.check_free()
 
     def _rename(self) -> None:
         destination, files = self.destination, self.files
@@ -337,7 +386,7 @@ class StagingFolder:
     def _leave(self, *, keep: bool) -> None:
         """End without a commit; empty folders are removed in any case."""
         try:
-            if self._lock is not None and not keep:
+            if self._lock is not None and not keep and self._lock.is_in_place():
                 self._discard()
         finally:
             self._release()
@@ -358,7 +407,7 @@ class StagingFolder:
     def _discard(self) -> None:
         """Remove the staging folder; the lock last, because other runs may wait for it."""
         self._clear()
-        self.files.remove(self.staging / "lock")
+        self.files.remove(self.staging / LOCK)
         self._release()
         self._remove_folders()
 
@@ -385,6 +434,7 @@ class StagingFolder:
 
     def _release(self) -> None:
         lock, self._lock = self._lock, None
+        self.files.recorder = None
         try:
             self._close_journal()
         finally:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megtool.checkpoint.nested_runs import check_runs_within
+from megtool.checkpoint.storage.file_kinds import describe_kind, is_special
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError
 
@@ -64,9 +66,12 @@ class DestinationCheck:
                 file=above,
                 hint="choose another destination, or check the permissions",
             )
-        if self.files.lstat(self.staging) and not stat.S_ISDIR(self._mode(self.staging, True)):
+        mode = self._mode(self.staging, True)
+        if mode and not stat.S_ISDIR(mode):
             raise DestinationError(
-                "is in the way of the staging folder", file=self.staging, hint="move it away"
+                f"{describe_kind(mode)} is in the way of the staging folder",
+                file=self.staging,
+                hint="move it away, or choose another destination",
             )
 
     def check_free(self, *, completed: bool = False) -> None:
@@ -79,6 +84,12 @@ class DestinationCheck:
         status = self.files.stat(path)
         if status is None:
             return
+        if is_special(status.st_mode):
+            raise DestinationError(
+                f"is {describe_kind(status.st_mode)}, which is never replaced",
+                file=path,
+                hint="choose another destination",
+            )
         if stat.S_ISDIR(status.st_mode) == self.is_file:
             kinds = ("a folder", "a file") if self.is_file else ("a file", "a folder")
             inside = f"name a file inside it: {path / 'model.safetensors'}"
@@ -96,6 +107,8 @@ class DestinationCheck:
                 hint = f"an earlier run of the same command has completed it; {hint}"
             raise DestinationError("already exists", file=path, hint=hint)
         self._check_replaceable(status)
+        if not self.is_file:
+            check_runs_within(self.files, path)
 
     def _check_replaceable(self, status: os.stat_result) -> None:
         path = self.path

@@ -87,7 +87,7 @@ _LINE = re.compile(r"(?:run (\S+)|done (\d+) (.*)|commit (\d+)|(durable))")
 
 def read_journal(files: Files, path: Path) -> JournalRecord | None:
     """Read the journal at `path` up to its first damaged line; None if there is no journal."""
-    data = files.read_whole(path, at_most=MAX_BYTES)
+    data = files.read_whole(path, at_most=MAX_BYTES, is_own=True)
     lines = (data or b"").split(b"\n")[:-1]
     texts: list[str] = []
     end = 0

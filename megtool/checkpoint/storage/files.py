@@ -6,26 +6,104 @@ import ctypes
 import errno
 import fcntl
 import os
+import secrets
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from megtool.checkpoint.storage.file_kinds import (
+    check_own_file,
+    check_own_folder,
+    check_readable_kind,
+)
 from megtool.checkpoint.storage.transfer import Buffer, FileTransfer, to_storage_error
 from megtool.errors import FormatError, StorageError
+
+_SAFELY = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # opening a FIFO does not block
 
 
 class Files(FileTransfer):
     """The only place that makes system calls for checkpoints."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._owners: dict[int, tuple[int, bool]] = {}  # device -> see `_probe`
+
     # ---- open files
 
     def open_read(self, path: Path) -> int:
-        """Open a file or a folder for reading."""
-        return self._open(path, os.O_RDONLY | os.O_CLOEXEC)
+        """Open a file or a folder for reading; links are followed.
+
+        Raises:
+            FormatError: it is a FIFO, a socket or a device. It is not opened.
+            StorageError: it does not exist, or cannot be read.
+        """
+        if status := self.stat(path):
+            check_readable_kind(path, status)
+        fd = self._open(path, os.O_RDONLY | _SAFELY)
+        return self._check_open(fd, lambda status: check_readable_kind(path, status))
 
     def open_write(self, path: Path) -> int:
-        """Open a file for reading and writing; created if missing, never truncated."""
-        return self._open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        """Open a file that megtool writes, for reading and writing.
+
+        It is created if missing, and never truncated. Links are not followed.
+
+        Raises:
+            DestinationError: it is no regular file with one name that belongs to this user.
+            StorageError: it cannot be opened.
+        """
+        return self._open_own(path, os.O_RDWR | os.O_CREAT, 0o666)
+
+    def open_own(self, path: Path) -> int:
+        """Open a file that megtool wrote, for reading; see `open_write`."""
+        return self._open_own(path, os.O_RDONLY)
+
+    def _open_own(self, path: Path, flags: int, *mode: int) -> int:
+        if status := self.lstat(path):
+            self.check_own_file(path, status)
+        fd = self._open(path, flags | os.O_NOFOLLOW | _SAFELY, *mode)
+        return self._check_open(fd, lambda status: self.check_own_file(path, status))
+
+    def _check_open(self, fd: int, check: Callable[[os.stat_result], None]) -> int:
+        """Close the file again if it has become another one since it was looked at."""
+        try:
+            check(self.fstat(fd))
+        except BaseException:
+            self.close(fd)
+            raise
+        return fd
+
+    def check_own_file(self, path: Path, status: os.stat_result) -> None:
+        """Refuse a file that a run of this user cannot have made.
+
+        Raises:
+            DestinationError: it is not regular, has a second name, or another owner.
+        """
+        check_own_file(path, status, is_owner=self._is_owner(path, status))
+
+    def _is_owner(self, path: Path, status: os.stat_result) -> bool:
+        """Whether this user owns a file, as far as its file system tells users apart."""
+        return status.st_uid == os.geteuid() or status.st_uid == self._probe(path, status)[0]
+
+    def _probe(self, path: Path, status: os.stat_result) -> tuple[int, bool]:
+        """The owner of a new file next to `path`, and whether its file system stores modes.
+
+        NFS may map root to nobody; FAT and some network file systems have one owner and one mode.
+        """
+        if status.st_dev not in self._owners:
+            name = path.with_name(f".megtool-{secrets.token_hex(8)}")
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            try:
+                fd = self._open(name, flags, 0o600)
+            except StorageError:
+                return os.geteuid(), True
+            try:
+                probe = self.fstat(fd)
+            finally:
+                self.close(fd)
+                self.call(name, "remove", os.unlink, name)
+            self._owners[status.st_dev] = probe.st_uid, not probe.st_mode & 0o077
+        return self._owners[status.st_dev]
 
     def _open(self, path: Path, *flags: int) -> int:
         fd = self.call(path, "open", os.open, path, *flags)
@@ -47,33 +125,40 @@ class Files(FileTransfer):
         """Set the size of an open file; new bytes read as zeros."""
         self.call(fd, "resize", os.ftruncate, fd, num_bytes)
 
-    def read_whole(self, path: Path, *, at_most: int | None = None) -> bytes | None:
-        """All bytes of a small file; None if there is no file.
+    def read_whole(
+        self, path: Path, *, at_most: int | None = None, is_own: bool = False
+    ) -> bytes | None:
+        """All bytes of a small file; None if there is no file. `is_own`: see `open_own`.
 
         Raises:
-            FormatError: the file is longer than `at_most` bytes.
+            FormatError: the file is longer than `at_most` bytes, or no regular file.
+            DestinationError: with `is_own`, a run of this user cannot have made it.
+            StorageError: it cannot be read.
         """
-        status = self.stat(path)
-        if status is None:
+        if (self.lstat(path) if is_own else self.stat(path)) is None:
             return None
-        if at_most is not None and status.st_size > at_most:
-            raise FormatError(f"{status.st_size:,} bytes, over the limit {at_most:,}", file=path)
-        fd = self.open_read(path)
+        fd = self.open_own(path) if is_own else self.open_read(path)
         try:
+            status = self.fstat(fd)
+            if at_most is not None and status.st_size > at_most:
+                message = f"{status.st_size:,} bytes, over the limit {at_most:,}"
+                raise FormatError(message, file=path)
             data = bytearray(status.st_size)
             self.pread_into(fd, memoryview(data), 0)
             return bytes(data)
         finally:
             self.close(fd)
 
-    def lock(self, fd: int) -> bool | None:
+    def lock(self, fd: int, *, shared: bool = False) -> bool | None:
         """Lock an open file against other processes until it is closed.
 
-        Returns False if another process holds it, None if the file system has no locks.
+        `shared`: other shared locks are allowed. Returns False if another process holds it, None if
+        the file system has no locks.
         """
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         while True:
             try:
-                self.system(fcntl.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.system(fcntl.flock, fd, kind | fcntl.LOCK_NB)
             except InterruptedError:
                 continue
             except BlockingIOError:
@@ -134,27 +219,73 @@ class Files(FileTransfer):
             raise
         return True
 
-    def mkdir(self, path: Path) -> bool:
+    def mkdir(self, path: Path, mode: int = 0o777) -> bool:
         """Create a folder; False if it exists."""
         try:
-            self.call(path, "create folder", os.mkdir, path)
+            self.call(path, "create folder", os.mkdir, path, mode)
         except StorageError as e:
             if isinstance(e.__cause__, FileExistsError):
                 return False
             raise
         return True
 
+    def make_own_folder(self, path: Path, *, is_private: bool = False) -> bool:
+        """Create a folder that megtool writes in; False if it exists.
+
+        `is_private`: no other user may write in it, so that nothing can be planted there.
+
+        Raises:
+            DestinationError: a run of this user cannot have made what exists.
+        """
+        if self.mkdir(path, 0o700 if is_private else 0o777):
+            return True
+        status = self.lstat(path)
+        if status is None:
+            return self.make_own_folder(path, is_private=is_private)
+        is_folder = stat.S_ISDIR(status.st_mode)
+        check_own_folder(
+            path,
+            status,
+            is_owner=not is_folder or self._is_owner(path, status),
+            is_open_to_others=is_private
+            and is_folder
+            and bool(status.st_mode & 0o022)
+            and self._probe(path, status)[1],
+        )
+        return False
+
     def remove(self, path: Path) -> None:
         """Remove a file, or a folder with its contents, if it exists; links are not followed."""
-        status = self._stat(os.lstat, path)
+        status = self.lstat(path)
         if status is None:
             return
         if not stat.S_ISDIR(status.st_mode):
             self.call(path, "remove", os.unlink, path)
             return
-        for name in self.names(path):
-            self.remove(path / name)
+        fd = self._open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            self._remove_contents(path, fd)
+        finally:
+            self.close(fd)
         self.call(path, "remove", os.rmdir, path)
+
+    def _remove_contents(self, path: Path, fd: int) -> None:
+        """Empty a folder by its descriptor: nobody can put a link in its place meanwhile."""
+        for name in sorted(self.call(path, "list", os.listdir, fd)):
+            full = path / name
+            is_folder = self.call(full, "look at", is_folder_at, name, fd)
+            if is_folder is None:
+                continue
+            if not is_folder:
+                self.call(full, "remove", unlink_at, name, fd)
+                continue
+            inner = self.call(full, "open", open_folder_at, name, fd)
+            self._paths[inner] = full
+            try:
+                self._remove_contents(full, inner)
+            finally:
+                self.close(inner)
+            self.call(full, "remove", rmdir_at, name, fd)
 
     def remove_empty(self, path: Path) -> bool:
         """Remove an empty folder; False if it is not empty or missing."""
@@ -196,20 +327,53 @@ class Files(FileTransfer):
         return sorted(self.call(path, "list", os.listdir, path))
 
     def tree(self, path: Path) -> tuple[list[Path], list[Path]]:
-        """All files below a folder, and all folders including `path`."""
+        """All files below a folder that megtool writes, and all folders including `path`.
+
+        Raises:
+            DestinationError: a run of this user cannot have made one of the files.
+        """
         files: list[Path] = []
         folders = [path]
         for folder in folders:  # the list grows during the loop
             for name in self.names(folder):
-                status = self.lstat(folder / name)
-                is_folder = status is not None and stat.S_ISDIR(status.st_mode)
-                (folders if is_folder else files).append(folder / name)
+                full = folder / name
+                status = self.lstat(full)
+                if status is not None and stat.S_ISDIR(status.st_mode):
+                    folders.append(full)
+                    continue
+                if status is not None:
+                    self.check_own_file(full, status)
+                files.append(full)
         return files, folders
 
     def free_space(self, path: Path) -> int:
         """Free bytes on the file system of `path`, without quotas."""
         status = self.call(path, "look at", os.statvfs, path)
         return status.f_bavail * status.f_frsize
+
+
+def is_folder_at(name: str, folder_fd: int) -> bool | None:
+    """Whether a name in an open folder is a folder, and no link to one; None if it is gone."""
+    try:
+        return stat.S_ISDIR(os.lstat(name, dir_fd=folder_fd).st_mode)
+    except FileNotFoundError:
+        return None
+
+
+def unlink_at(name: str, folder_fd: int) -> None:
+    """Remove a file from an open folder."""
+    os.unlink(name, dir_fd=folder_fd)
+
+
+def rmdir_at(name: str, folder_fd: int) -> None:
+    """Remove an empty folder from an open folder."""
+    os.rmdir(name, dir_fd=folder_fd)
+
+
+def open_folder_at(name: str, folder_fd: int) -> int:
+    """Open a folder in an open folder; a link is an error."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(name, flags, dir_fd=folder_fd)
 
 
 _NOREPLACE, _EXCHANGE = 1, 2  # flags of renameat2(2)

@@ -6,6 +6,8 @@ import errno
 import os
 import re
 import socket
+import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,11 +59,15 @@ class LockFile:
     def _take(self) -> bool:
         """Lock the open file; False if another run removed it."""
         locked = self._files.lock(self._fd)
+        for _ in range(_ATTEMPTS):
+            if locked is not False:
+                break
+            time.sleep(_PAUSE_S)  # `find_holder` of another run holds it for a moment
+            locked = self._files.lock(self._fd)
         if locked is not True:
             self._check_holder(busy=locked is False)
             self.is_certain = False
-        status = self._files.stat(self._path)
-        if status is None or not os.path.samestat(status, self._files.fstat(self._fd)):
+        if not self.is_in_place():
             return False
         try:
             self._files.truncate(self._fd, 0)
@@ -71,11 +77,14 @@ class LockFile:
             raise
         return True
 
+    def is_in_place(self) -> bool:
+        """Whether the path of the lock still names the locked file."""
+        status = self._files.lstat(self._path)
+        return status is not None and os.path.samestat(status, self._files.fstat(self._fd))
+
     def _check_holder(self, *, busy: bool) -> None:
-        text = (self._files.read_whole(self._path, at_most=1000) or b"").decode(errors="replace")
-        match = re.match(r"(\d+) (\S+)", text)
-        if busy or (match and match[2] == socket.gethostname() and _alive(int(match[1]))):
-            holder = f"process {match[1]} on host {match[2]}" if match else "another process"
+        holder = _read_holder(self._files, self._path, busy=busy)
+        if holder is not None:
             raise DestinationError(
                 f"{holder} is writing this destination",
                 file=self._path.parent,
@@ -89,6 +98,38 @@ class LockFile:
             self._files.close(fd)
 
 
+def find_holder(files: Files, path: Path) -> str | None:
+    """The process that holds the lock file at `path`; None if nobody does, or it is no lock.
+
+    Raises:
+        StorageError: the file cannot be read.
+    """
+    status = files.lstat(path)
+    if status is None or not stat.S_ISREG(status.st_mode):
+        return None
+    try:
+        fd = files.open_read(path)
+    except StorageError as e:
+        if isinstance(e.__cause__, FileNotFoundError):
+            return None
+        raise
+    try:
+        locked = files.lock(fd, shared=True)  # until it is closed, a few lines below
+        return None if locked else _read_holder(files, path, busy=locked is False)
+    finally:
+        files.close(fd)
+
+
+def _read_holder(files: Files, path: Path, *, busy: bool) -> str | None:
+    """Who a lock file names, if that process is alive; `busy`: somebody holds the lock."""
+    text = (files.read_whole(path, at_most=1000) or b"").decode(errors="replace")
+    match = re.match(r"(\d+) (\S+)", text)
+    if busy or (match and match[2] == socket.gethostname() and _alive(int(match[1]))):
+        return f"process {match[1]} on host {match[2]}" if match else "another process"
+    return None
+
+
+_ATTEMPTS, _PAUSE_S = 5, 0.01
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 

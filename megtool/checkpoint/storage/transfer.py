@@ -6,9 +6,9 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,16 @@ HINTS = {
 }
 
 
+class WriteRecorder(Protocol):
+    """Follows what is written to files, by their paths."""
+
+    def record(self, path: Path | None, offset: int, buffers: Iterable[bytes | Buffer]) -> None:
+        """Consecutive bytes were written at `offset`, or are about to be overwritten there."""
+
+    def forget(self, path: Path | None) -> None:
+        """The kernel wrote bytes that did not pass through this process."""
+
+
 class FileTransfer:
     """Reads, writes and copies at given offsets of open files. Thread-safe.
 
@@ -52,6 +62,7 @@ class FileTransfer:
     """
 
     def __init__(self) -> None:
+        self.recorder: WriteRecorder | None = None
         self._methods: dict[
             tuple[int, int], int
         ] = {}  # (device, device) -> first method that may work
@@ -116,11 +127,16 @@ class FileTransfer:
         """Write all of `data` at `offset`."""
         expected = len(data) if isinstance(data, bytes) else data.nbytes
         done = self._write(fd, data, offset, expected)
-        if done == expected:
-            return
-        remaining = np.frombuffer(data, np.uint8)
-        while done < expected:
-            done += self._write(fd, remaining[done:], offset + done, expected - done)
+        if done < expected:
+            remaining = np.frombuffer(data, np.uint8)
+            while done < expected:
+                done += self._write(fd, remaining[done:], offset + done, expected - done)
+        self.record(fd, offset, (data,))
+
+    def record(self, fd: int, offset: int, buffers: Sequence[bytes | Buffer]) -> None:
+        """Tell the recorder, if there is one, of bytes written or about to be overwritten."""
+        if self.recorder is not None:
+            self.recorder.record(self._paths.get(fd), offset, buffers)
 
     def pwrite_gather(self, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
         """Write the buffers, in order, to the consecutive bytes at `offset`."""
@@ -128,6 +144,7 @@ class FileTransfer:
             batch = buffers[start : start + IOV_MAX]
             expected = sum(b.nbytes for b in batch)
             done = self.call(fd, "write", os.pwritev, fd, batch, offset)
+            self.record(fd, offset, _head(batch, done))
             if done != expected:
                 for buffer in batch:
                     if done < buffer.nbytes:
@@ -161,6 +178,8 @@ class FileTransfer:
             FormatError: the source is shorter.
             StorageError: the copy failed.
         """
+        if self.recorder is not None:
+            self.recorder.forget(self._paths.get(target))
         head = -source_offset % BLOCK
         if 0 < head < num_bytes - BLOCK and head == -target_offset % BLOCK:
             # Only calls that start at a block boundary share blocks: copy up to it first.
@@ -264,6 +283,18 @@ class FileTransfer:
             return  # Linux has closed it anyway
         except OSError as e:
             raise to_storage_error(e, path or fd, "close") from e
+
+
+def _head(buffers: Sequence[Buffer], num_bytes: int) -> Sequence[Buffer]:
+    """The first `num_bytes` of consecutive buffers."""
+    if num_bytes == sum(b.nbytes for b in buffers):
+        return buffers
+    out: list[Buffer] = []
+    for buffer in buffers:
+        if num_bytes > 0 and buffer.nbytes:
+            out.append(np.frombuffer(buffer, np.uint8)[:num_bytes])
+        num_bytes -= buffer.nbytes
+    return out
 
 
 def find_path(file: FileRef) -> Path | None:

@@ -64,11 +64,11 @@ def test_without_locks_living_processes_of_this_host_count(tmp_path: Path) -> No
     path = tmp_path / "lock"
     path.write_text(f"{os.getpid()} {socket.gethostname()}\n")
     with pytest.raises(DestinationError, match=f"process {os.getpid()}"):
-        LockFile(FaultyFiles(2, errno.ENOSYS), path, no_folder)
+        LockFile(FaultyFiles(4, errno.ENOSYS), path, no_folder)
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass
     path.write_text(f"{gone.pid} {socket.gethostname()}\n")
-    lock = LockFile(FaultyFiles(2, errno.ENOLCK), path, no_folder)
+    lock = LockFile(FaultyFiles(4, errno.ENOLCK), path, no_folder)
     assert not lock.is_certain
     lock.release()
 
