@@ -86,8 +86,8 @@ class PlanSummary:
     seconds: float
     fingerprint: str
 
-    def lines(self) -> list[str]:
-        """The summary as aligned text rows; sizes in powers of 1024."""
+    def rows(self) -> list[tuple[str, str]]:
+        """The summary as labels and texts; sizes in powers of 1024."""
         rows = [("plan", f"{self.source_format} -> {self.target_format}")]
         names = {
             "kernel": "copied by the kernel",
@@ -123,8 +123,7 @@ class PlanSummary:
             ),
             ("estimated time", _duration(self.seconds)),
         ]
-        width = max(len(name) for name, _ in rows)
-        return [f"{name:<{width}}  {value}" for name, value in rows]
+        return rows
 
     def to_json(self) -> dict[str, Any]:
         """The summary as plain data: bytes and seconds as numbers."""

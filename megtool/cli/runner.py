@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from megtool.commands.verbs import Verb
-from megtool.console import Bar, Progress, echo, log_line, printable, set_up
+from megtool.console import Bar, Progress, colored, echo, log_line, set_up
 from megtool.errors import MegtoolError, UsageError
 from megtool.options.config_file import build_options
 from megtool.options.groups import ReportOptions
@@ -92,7 +94,7 @@ def run(work: Work, output: CommandOutput | None = None) -> int:
             pass
         elif output.as_json:
             echo(json.dumps(_finite(report.to_json()), indent=2))
-        elif lines := [printable(line) for line in report.lines()]:
+        elif lines := [*report.lines(_terminal_width(), color=colored(sys.stdout))]:
             echo("\n".join(lines))
     except MegtoolError as error:
         if output.verbose:
@@ -105,7 +107,11 @@ def run(work: Work, output: CommandOutput | None = None) -> int:
         if output.resumes:
             log_line("hint", "the same command resumes where this one stopped")
         return 130
-    return int(getattr(report, "exit_status", 0))
+    return report.exit_status
+
+
+def _terminal_width() -> int | None:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _finite(value: Any) -> Any:

@@ -20,7 +20,7 @@ from megtool.commands.options.checkpoints import DemoOptions
 from megtool.console import format_bytes
 from megtool.errors import DestinationError, MegtoolError, MissingPackageError
 from megtool.lint.engines import ENGINES
-from megtool.reports import Report
+from megtool.reports import Report, Row, Section, Table
 
 _LOG = logging.getLogger(__name__)
 PROMPT = "What is the capital of France? Answer in one sentence."
@@ -68,29 +68,37 @@ class DemoReport(Report):
         same = self.texts is None or self.texts[0] == self.texts[1]
         return 0 if self.equal and same and self.sound else 7
 
-    def lines(self) -> Iterator[str]:
-        """The human-readable report."""
-        yield f"{'step':<34}{'bytes':>11}{'seconds':>9}{'rate':>13}{'x cp':>7}{'memory':>12}"
+    def title(self) -> str:
+        """Nothing: the table of steps comes first."""
+        return ""
+
+    def sections(self) -> Iterator[Section]:
+        """The steps, and what was found."""
+        rows = []
         for s in self.steps:
             rate = format_bytes(s.num_bytes / s.seconds) + "/s"
             times = f"{s.seconds / s.cp_seconds:.2f}" if s.cp_seconds else "-"
-            yield (
-                f"{s.name:<34}{format_bytes(s.num_bytes):>11}{s.seconds:>9.2f}{rate:>13}"
-                f"{times:>7}{format_bytes(s.peak_rss_bytes):>12}"
+            memory = format_bytes(s.peak_rss_bytes)
+            rows.append(
+                (s.name, format_bytes(s.num_bytes), f"{s.seconds:.2f}", rate, times, memory)
             )
-        yield ""
-        yield from (f"verify  {verdict}" for verdict in self.verdicts)
+        header = ("step", "bytes", "seconds", "rate", "x cp", "memory")
+        yield Section(table=Table(header=header, rows=rows))
+        yield Section(rows=[*self._results()])
+
+    def _results(self) -> Iterator[Row]:
+        yield from (("verify", verdict) for verdict in self.verdicts)
         if self.loss is not None:
-            yield f"loss    {self.loss:.2f} at the second of two steps of AdamW"
+            yield "loss", f"{self.loss:.2f} at the second of two steps of AdamW"
         if self.texts is None:
-            yield "text    not generated: transformers is not installed (pip install 'megtool[hf]')"
+            yield "text", "not generated: transformers is not installed (pip install 'megtool[hf]')"
         else:
             same = "the same" if self.texts[0] == self.texts[1] else "DIFFERENT"
-            yield f"prompt  {PROMPT}"
-            yield f"first   {self.texts[0]}"
-            yield f"last    {self.texts[1]}   ({same})"
-        yield from (f"{name:<8}{text}" for name, text in self.quantized or ())
-        yield f"folder  {self.folder}"
+            yield "prompt", PROMPT
+            yield "first", self.texts[0]
+            yield "last", f"{self.texts[1]}   ({same})"
+        yield from self.quantized or ()
+        yield "folder", self.folder
 
 
 def demo(options: DemoOptions) -> DemoReport:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megtool.console import format_bytes
-from megtool.reports import Report
+from megtool.console import format_bytes, several
+from megtool.reports import Report, Row, Section, Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,6 @@ class EvaluateReport(Report):
     seconds: float = 0.0
     against: Divergence | None = None
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    is_shown: bool = False
 
     @property
     def tokens_per_second(self) -> float:
@@ -83,59 +82,67 @@ class EvaluateReport(Report):
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
-        values = asdict(self) | {"tokens_per_second": self.tokens_per_second}
-        del values["is_shown"]
-        return values
+        return self.add_remarks(asdict(self) | {"tokens_per_second": self.tokens_per_second})
 
-    def lines(self) -> Iterator[str]:
-        """The human-readable report."""
-        if self.is_shown:
-            return
-        yield f"{self.path} ({self.format})" + (f" on {self.data}" if self.data else "")
+    def title(self) -> str:
+        """The checkpoint and the text."""
+        return f"{self.path} ({self.format})" + (f" on {self.data}" if self.data else "")
+
+    def rows(self) -> Iterator[Row]:
+        """The score on the text."""
         if self.data:
-            texts = "1 text" if self.documents == 1 else f"{self.documents:,} texts"
-            yield f"  tokens      {self.tokens:,} of {texts}"
-            yield f"  windows     of {self.window:,} tokens, every {self.stride:,}"
-            yield f"  perplexity  {self.perplexity:.4f}"
-            yield f"  loss        {self.loss:.4f} nats per token"
-            yield f"  accuracy    {self.accuracy:.2%} of tokens were the likeliest"
+            yield "tokens", f"{self.tokens:,} of {several(self.documents, 'text')}"
+            yield "windows", f"of {self.window:,} tokens, every {self.stride:,}"
+            yield "perplexity", f"{self.perplexity:.4f}"
+            yield "loss", f"{self.loss:.4f} nats per token"
+            yield "accuracy", f"{self.accuracy:.2%} of tokens were the likeliest"
             speed = f"{self.tokens_per_second:.1f} tokens/s"
-            yield f"  speed       {speed}, {self.dtype} on {self.device}"
+            yield "speed", f"{speed}, {self.dtype} on {self.device}"
+
+    def sections(self) -> Iterator[Section]:
+        """How far the other model is, and what lm-eval measured."""
         if self.against is not None:
-            yield from _against(self.against)
+            d = self.against
+            yield Section(title=f"against {d.path} ({d.format})", rows=[*_divergence_rows(d)])
+            if d.worst:
+                yield Section(table=_worst_table(d.worst[:5]))
         for task, values in self.tasks.items():
-            yield f"  {task}"
-            for name, value in values.items():
-                shown = f"{value:.4f}" if isinstance(value, float) else str(value)
-                yield f"    {name:<24}{shown}"
+            rows = [
+                (name, f"{value:.4f}" if isinstance(value, float) else str(value))
+                for name, value in values.items()
+            ]
+            yield Section(title=task, rows=rows)
 
 
-def _against(d: Divergence) -> Iterator[str]:
-    yield f"against {d.path} ({d.format})"
-    yield f"  perplexity  {d.perplexity:.4f}"
-    yield f"  loss        {d.loss:.4f} nats per token"
-    yield f"  accuracy    {d.accuracy:.2%}"
-    yield f"  KL          {d.kl_mean:.3e} mean, {d.kl_max:.3e} at most"
+def _divergence_rows(d: Divergence) -> Iterator[Row]:
+    yield "perplexity", f"{d.perplexity:.4f}"
+    yield "loss", f"{d.loss:.4f} nats per token"
+    yield "accuracy", f"{d.accuracy:.2%}"
+    yield "KL", f"{d.kl_mean:.3e} mean, {d.kl_max:.3e} at most"
     yield (
-        f"  KL below    {d.kl_median:.3e} for 50 %, {d.kl_90:.3e} for 90 %, {d.kl_99:.3e} for "
-        f"99 % of tokens"
+        "KL below",
+        f"{d.kl_median:.3e} for 50 %, {d.kl_90:.3e} for 90 %, {d.kl_99:.3e} for 99 % of tokens",
     )
-    yield f"  agreement   {d.agreement:.2%} of tokens have the same likeliest one"
+    yield "agreement", f"{d.agreement:.2%} of tokens have the same likeliest one"
     yield (
-        f"  logits      differ by {d.logits_mean_difference:.3e} on average, "
-        f"{d.logits_max_difference:.3e} at most"
+        "logits",
+        f"differ by {d.logits_mean_difference:.3e} on average, "
+        f"{d.logits_max_difference:.3e} at most",
     )
-    if d.worst:
-        yield "  worst       KL        token       this        other       after"
-    for w in d.worst[:5]:
-        yield (
-            f"              {w.kl:<8.2g}  {_quoted(w.expected)}  {_quoted(w.predicted)}  "
-            f"{_quoted(w.reference)}  ...{w.before[-32:]!r}"
+
+
+def _worst_table(worst: Sequence[WorstPosition]) -> Table:
+    rows = [
+        (
+            f"{w.kl:.2g}",
+            repr(w.expected[:9]),
+            repr(w.predicted[:9]),
+            repr(w.reference[:9]),
+            f"...{w.before[-32:]!r}",
         )
-
-
-def _quoted(text: str) -> str:
-    return f"{text[:9]!r:<10}"
+        for w in worst
+    ]
+    return Table(header=("worst KL", "token", "this", "other", "after"), rows=rows, left=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,13 +161,17 @@ class EvaluatePlan(Report):
     batch_size: int
     weight_bytes: int
 
-    def lines(self) -> Iterator[str]:
-        """The human-readable plan."""
-        yield f"{self.path} ({self.format}) on {self.data}"
-        yield f"  family      {self.family or 'not named'}"
-        yield f"  tokens      {self.tokens:,} of {self.documents:,} texts"
+    def title(self) -> str:
+        """The checkpoint and the text."""
+        return f"{self.path} ({self.format}) on {self.data}"
+
+    def rows(self) -> Iterator[Row]:
+        """What it would take."""
+        yield "family", f"{self.family or 'not named'}"
+        yield "tokens", f"{self.tokens:,} of {self.documents:,} texts"
         yield (
-            f"  windows     {self.num_windows:,} of {self.window:,} tokens, every {self.stride:,}, "
-            f"{self.batch_size} at once"
+            "windows",
+            f"{self.num_windows:,} of {self.window:,} tokens, every {self.stride:,}, "
+            f"{self.batch_size} at once",
         )
-        yield f"  weights     {format_bytes(self.weight_bytes)} as stored"
+        yield "weights", f"{format_bytes(self.weight_bytes)} as stored"

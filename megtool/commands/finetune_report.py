@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from megtool.console import format_bytes
+from megtool.console import format_bytes, several
+from megtool.reports import Report, Row
 from megtool.train.run_log import format_duration
 
 _REASONS = {
@@ -23,7 +23,7 @@ def format_layout(sizes: Mapping[str, int]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinetunePlan:
+class FinetunePlan(Report):
     """The plan of a run. Bytes are those of the rank with most parameters.
 
     `adapter_bytes` are a part of `weight_bytes`; `fake_quant_bytes` are those of the copies of
@@ -55,25 +55,22 @@ class FinetunePlan:
     teacher_bytes: int = 0
     fake_quant_bytes: int = 0
     adapter_bytes: int = 0
-    exit_status: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        out = asdict(self)
-        del out["exit_status"]
-        return out
+    def title(self) -> str:
+        """From where to where."""
+        return f"{self.source} ({self.format}) -> {self.destination}"
 
-    def lines(self) -> Iterator[str]:
-        """The report as text."""
-        yield f"{self.source} ({self.format}) -> {self.destination}"
-        yield f"  family      {self.family or 'not named'}"
+    def rows(self) -> Iterator[Row]:
+        """What it would take."""
+        yield "family", self.family or "not named"
         if self.resumes_from:
-            yield f"  resumes     from {self.resumes_from}"
-        yield f"  layout      {format_layout(self.layout)}, {self.dtype}"
+            yield "resumes", f"from {self.resumes_from}"
+        yield "layout", f"{format_layout(self.layout)}, {self.dtype}"
         yield (
-            f"  parameters  {self.num_parameters / 1e6:,.1f} M, on a rank "
+            "parameters",
+            f"{self.num_parameters / 1e6:,.1f} M, on a rank "
             f"{self.rank_parameters / 1e6:,.1f} M, of which {self.rank_trainable / 1e6:,.1f} M "
-            "are trained"
+            "are trained",
         )
         total = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
         total += self.teacher_bytes + self.fake_quant_bytes
@@ -82,20 +79,22 @@ class FinetunePlan:
             teacher += f", copies of rounded weights {format_bytes(self.fake_quant_bytes)}"
         adapters = f" (adapters {format_bytes(self.adapter_bytes)})" if self.adapter_bytes else ""
         yield (
-            f"  a rank      {format_bytes(total)}: weights {format_bytes(self.weight_bytes)}"
+            "a rank",
+            f"{format_bytes(total)}: weights {format_bytes(self.weight_bytes)}"
             f"{adapters}, gradients {format_bytes(self.gradient_bytes)}, "
-            f"optimizer {format_bytes(self.optimizer_bytes)}{teacher}, and activations"
+            f"optimizer {format_bytes(self.optimizer_bytes)}{teacher}, and activations",
         )
-        yield f"  data        {_counts(self)}"
+        yield "data", _counts(self)
         yield (
-            f"  step        {self.tokens_per_step:,} tokens: {self.global_batch_size:,} rows, "
-            f"{self.num_microbatches:,} micro batches of {self.micro_batch_size:,} on a rank"
+            "step",
+            f"{self.tokens_per_step:,} tokens: {self.global_batch_size:,} rows, "
+            f"{self.num_microbatches:,} micro batches of {self.micro_batch_size:,} on a rank",
         )
-        yield f"  steps       {self.train_iters:,}"
+        yield "steps", f"{self.train_iters:,}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinetuneReport:
+class FinetuneReport(Report):
     """The result of a run. `seconds` and `tokens` are those of this call, from its first step on.
 
     Losses are in nats per token; `evaluations` are (step, loss). `saved_iteration` is the newest
@@ -128,61 +127,55 @@ class FinetuneReport:
     plot: str | None = None
     hf: str | None = None
     adapter: str | None = None
-    exit_status: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        out = asdict(self)
-        del out["exit_status"]
-        return out
+    def title(self) -> str:
+        """From where to where."""
+        return f"{self.source} ({self.format}) -> {self.destination}"
 
-    def lines(self) -> Iterator[str]:
-        """The report as text."""
-        yield f"{self.source} ({self.format}) -> {self.destination}"
-        yield f"  family      {self.family or 'not named'}"
-        yield f"  layout      {format_layout(self.layout)}, {self.dtype} on {self.device}"
+    def rows(self) -> Iterator[Row]:
+        """What came of it."""
+        yield "family", self.family or "not named"
+        yield "layout", f"{format_layout(self.layout)}, {self.dtype} on {self.device}"
         start = f", resumed at {self.start_iteration:,}" if self.start_iteration else ""
         yield (
-            f"  steps       {self.iteration:,} of {self.train_iters:,}{start}: "
-            f"{_REASONS[self.stop_reason]}"
+            "steps",
+            f"{self.iteration:,} of {self.train_iters:,}{start}: {_REASONS[self.stop_reason]}",
         )
         if self.first_loss is not None and self.last_loss is not None:
             skipped = f", {self.skipped:,} steps skipped" if self.skipped else ""
-            yield f"  loss        {self.first_loss:.4f} -> {self.last_loss:.4f}{skipped}"
+            yield "loss", f"{self.first_loss:.4f} -> {self.last_loss:.4f}{skipped}"
         if self.evaluations:
             step, best = min(self.evaluations, key=lambda e: e[1])
             yield (
-                f"  evaluation  {self.evaluations[0][1]:.4f} -> {self.evaluations[-1][1]:.4f}, "
-                f"best {best:.4f} at step {step:,}"
+                "evaluation",
+                f"{self.evaluations[0][1]:.4f} -> {self.evaluations[-1][1]:.4f}, "
+                f"best {best:.4f} at step {step:,}",
             )
         if self.counts:
-            yield f"  data        {_counts(self)}"
+            yield "data", _counts(self)
         if self.seconds and self.tokens:
             yield (
-                f"  speed       {self.tokens / self.seconds:,.1f} tokens/s, "
+                "speed",
+                f"{self.tokens / self.seconds:,.1f} tokens/s, "
                 f"{format_duration(self.seconds)} in total, {self.stall_seconds:.1f} s of it for "
-                "checkpoints"
+                "checkpoints",
             )
-        yield f"  memory      {format_bytes(self.peak_bytes)} at most"
+        yield "memory", f"{format_bytes(self.peak_bytes)} at most"
         if self.saved_iteration is not None:
-            yield f"  saved       iteration {self.saved_iteration:,}"
+            yield "saved", f"iteration {self.saved_iteration:,}"
         if self.plot:
-            yield f"  curve       {self.plot}"
+            yield "curve", self.plot
         if self.hf:
-            yield f"  model       {self.hf}"
+            yield "model", self.hf
         if self.adapter:
-            yield f"  adapter     {self.adapter}"
+            yield "adapter", self.adapter
 
 
 def _counts(report: FinetunePlan | FinetuneReport) -> str:
     """Documents and rows of a pass over the data, and documents that did not fit."""
     parts = [
-        f"{_count(report.counts['documents'], 'document')} in "
-        f"{_count(report.counts['rows'], 'row')} of {report.seq_length:,} tokens"
+        f"{several(report.counts['documents'], 'document')} in "
+        f"{several(report.counts['rows'], 'row')} of {report.seq_length:,} tokens"
     ]
     fates = ("split", "truncated", "skipped")
     return ", ".join([*parts, *(f"{n:,} {x}" for x in fates if (n := report.counts[x]))])
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + "s" * (number != 1)

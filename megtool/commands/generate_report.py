@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megtool.console import format_bytes
-from megtool.reports import Report
+from megtool.console import format_bytes, several
+from megtool.reports import Report, Row, Section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,34 +60,33 @@ class GenerateReport(Report):
     prompt_tokens_per_second: float
     tokens_per_second: float
     num_graphed: int = 0
-    is_shown: bool = False
     is_list: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
         values = asdict(self)
-        for key in ("answers", "is_shown", "is_list"):
+        for key in ("answers", "is_list"):
             del values[key]
         values["prompt_tokens"] = values.pop("num_prompt_tokens")
         values["tokens"] = values.pop("num_tokens")
-        return values | {"answers": [a.to_json() for a in self.answers]}
+        return self.add_remarks(values | {"answers": [a.to_json() for a in self.answers]})
 
-    def lines(self) -> Iterator[str]:
+    def title(self) -> str:
+        """Nothing: the texts are all there is."""
+        return ""
+
+    def sections(self) -> Iterator[Section]:
         """The texts: one alone as it is, several under their prompts, those of a file as JSON."""
-        if self.is_shown:
-            return
         if self.is_list:
-            yield from (a.line() for a in self.answers)
+            yield Section(texts=[a.line() for a in self.answers])
         elif len(self.answers) == 1:
-            yield self.answers[0].text
+            yield Section(texts=[self.answers[0].text])
         else:
-            for answer in self.answers:
-                yield f"{'' if answer.number == 0 else chr(10)}> {answer.prompt}"
-                yield answer.text
+            yield from (Section(texts=[f"> {a.prompt}", a.text]) for a in self.answers)
 
     def summary(self) -> str:
         """What it took, in one line."""
-        texts = _texts(len(self.answers))
+        texts = several(len(self.answers), "text")
         return (
             f"{texts}: {self.num_tokens:,} tokens in {self.seconds:.1f} s "
             f"({self.tokens_per_second:.1f} tokens/s; prompts of {self.num_prompt_tokens:,} tokens "
@@ -110,16 +109,16 @@ class GeneratePlan(Report):
     weight_bytes: int
     cache_bytes: int
 
-    def lines(self) -> Iterator[str]:
-        """The human-readable plan."""
-        yield f"{self.path} ({self.format})"
-        yield f"  family      {self.family or 'not named'}"
-        yield f"  layout      {self.layout}"
-        yield f"  prompts     {self.num_prompts:,}, of {self.num_prompt_tokens:,} tokens in all"
-        yield f"  new tokens  {self.max_tokens:,} at most, {_texts(self.batch_size)} at once"
-        yield f"  weights     {format_bytes(self.weight_bytes)} as stored"
-        yield f"  cache       {format_bytes(self.cache_bytes)} at most"
+    def title(self) -> str:
+        """The checkpoint."""
+        return f"{self.path} ({self.format})"
 
-
-def _texts(number: int) -> str:
-    return "1 text" if number == 1 else f"{number:,} texts"
+    def rows(self) -> Iterator[Row]:
+        """What it would take."""
+        yield "family", f"{self.family or 'not named'}"
+        yield "layout", self.layout
+        yield "prompts", f"{self.num_prompts:,}, of {self.num_prompt_tokens:,} tokens in all"
+        texts = several(self.batch_size, "text")
+        yield "new tokens", f"{self.max_tokens:,} at most, {texts} at once"
+        yield "weights", f"{format_bytes(self.weight_bytes)} as stored"
+        yield "cache", f"{format_bytes(self.cache_bytes)} at most"

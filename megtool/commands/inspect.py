@@ -13,9 +13,9 @@ from megtool.checkpoint.statistics import TensorStatistics, measure_tensors
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.name_tree import NameFold, draw_tree, fold_tensors
 from megtool.commands.options.checkpoints import InspectOptions
-from megtool.console import Progress, format_bytes, silent
+from megtool.console import Progress, format_bytes, several, silent
 from megtool.convert.megatron import split_state
-from megtool.reports import Report, columns, count, fold_names, shown
+from megtool.reports import Report, Row, Section, Table, count, fold_names, shown
 from megtool.reshard.megatron.common_state import read_source_layout
 from megtool.reshard.open_source import open_source
 from megtool.reshard.source import CheckpointSource
@@ -81,7 +81,6 @@ class InspectReport(Report):
     object_bytes: int
     attachments: tuple[str, ...]
     digests: int | None
-    warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -91,17 +90,18 @@ class InspectReport(Report):
         out["tensors"] = [t.to_json() for t in self.tensors]
         out["left_out"] = [{"name": name, "reason": reason} for name, reason in self.left_out]
         out["objects"] = [{"name": name, "count": n} for name, n in self.objects]
-        return out
+        return self.add_remarks(out)
 
-    def lines(self) -> Iterator[str]:
-        """The human-readable report; warnings are on stderr already."""
-        yield f"{self.path} ({self.format})"
-        for name, text in self._facts():
-            yield f"  {name:<12}{text}"
-        yield ""
-        yield from (f"  {line}" for line in self._tensors())
+    def title(self) -> str:
+        """The checkpoint."""
+        return f"{self.path} ({self.format})"
 
-    def _facts(self) -> Iterator[tuple[str, str]]:
+    def sections(self) -> Iterator[Section]:
+        """Tensors: a tree of their names, or all of them."""
+        yield Section(table=self._tensors())
+
+    def rows(self) -> Iterator[Row]:
+        """What the checkpoint holds."""
         unknown = "unknown" + (f": {self.reason}" if self.reason else "")
         yield "family", self.family or unknown
         if self.iteration is not None:
@@ -111,8 +111,8 @@ class InspectReport(Report):
         copies = f", {self.num_replicas} of them twice" if self.num_replicas else ""
         yield (
             "layout",
-            f"{cut}{', ' if cut else ''}{_many(self.num_files, 'file')}, "
-            f"{_many(self.num_shards, 'shard')}{copies}",
+            f"{cut}{', ' if cut else ''}{several(self.num_files, 'file')}, "
+            f"{several(self.num_shards, 'shard')}{copies}",
         )
         yield "tensors", f"{self.num_tensors}, {count(self.parameters)} parameters"
         kinds = sorted(self.dtypes.items(), key=lambda item: -item[1])
@@ -143,16 +143,13 @@ class InspectReport(Report):
         missing = "none: a flipped bit would go unnoticed" if self.digests is None else None
         yield "digests", missing or f"of {self.digests} tensors (`megtool verify` compares them)"
 
-    def _tensors(self) -> Iterator[str]:
+    def _tensors(self) -> Table:
         if not self.tensors:
-            yield from draw_tree(self.tree)
-            return
-        head = ["tensor", "shape", "dtype", "bytes", "shards"]
+            return draw_tree(self.tree)
+        header = ["tensor", "shape", "dtype", "bytes", "shards"]
         if self.tensors[0].statistics:
-            head += ["min", "max", "mean", "std", "zeros", "NaN", "Inf"]
-        rows = [[*_cells(t)] for t in self.tensors]
-        body = [head, *rows]
-        yield from columns(body, left=3)
+            header += ["min", "max", "mean", "std", "zeros", "NaN", "Inf"]
+        return Table(header=header, rows=[[*_cells(t)] for t in self.tensors], left=3)
 
 
 def _cells(t: TensorLine) -> Iterator[str]:
@@ -180,10 +177,6 @@ def _padding(rows: Mapping[str, int]) -> str:
     ]
     also = " and their optimizer state" if weights else " (optimizer state)"
     return ", ".join(shown_rows) + (also if with_state else "")
-
-
-def _many(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def inspect(options: InspectOptions, *, progress: Progress = silent) -> InspectReport:

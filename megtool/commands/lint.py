@@ -17,7 +17,7 @@ from megtool.lint.finding import Finding, Severity, sort_findings
 from megtool.lint.folder_view import open_folder
 from megtool.lint.rules import apply_rules, load_rules
 from megtool.quant.recipes.engine_support import EngineVersion, parse_engine
-from megtool.reports import Report
+from megtool.reports import Report, Row, Section
 
 _MAX_SHOWN = 3
 """Findings of one rule that are shown; further ones are counted."""
@@ -57,24 +57,32 @@ class LintReport(Report):
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
-        return {"num_errors": self.num_errors, **asdict(self)}
+        return self.add_remarks({"num_errors": self.num_errors, **asdict(self)})
 
-    def lines(self) -> Iterator[str]:
-        """The human-readable report."""
+    def title(self) -> str:
+        """The folder and its formats."""
         plain = self.formats.get("", 0)
         counts = [f"{n} {algo}" for algo, n in self.formats.items() if algo]
         counts += [f"{plain} unquantized"] if plain else []
         ranks = f", for {self.tp} tensor-parallel ranks" if self.tp > 1 else ""
-        yield f"{self.path} ({self.form or 'not quantized'}): {', '.join(counts)}{ranks}"
+        return f"{self.path} ({self.form or 'not quantized'}): {', '.join(counts)}{ranks}"
+
+    def rows(self) -> Iterator[Row]:
+        """The number of findings for each engine."""
         for target in self.targets:
             findings = self.of(target)
             errors = sum(f.severity == "error" for f in findings)
             text = f"{several(errors, 'error')}, {several(len(findings) - errors, 'warning')}"
-            yield f"  {target:<14}{text if findings else 'no findings'}"
-            yield from _lines_by_rule(findings)
+            yield target, text if findings else "no findings"
+
+    def sections(self) -> Iterator[Section]:
+        """The findings for each engine, by rule."""
+        for target in self.targets:
+            if findings := self.of(target):
+                yield Section(title=target, rows=[*_rows_by_rule(findings)])
 
 
-def _lines_by_rule(findings: Sequence[Finding]) -> Iterator[str]:
+def _rows_by_rule(findings: Sequence[Finding]) -> Iterator[Row]:
     counts = Counter((f.id, f.severity) for f in findings)
     shown: Counter[tuple[str, Severity | None]] = Counter()
     for f in findings:
@@ -82,12 +90,12 @@ def _lines_by_rule(findings: Sequence[Finding]) -> Iterator[str]:
         shown[key] += 1
         if shown[key] > _MAX_SHOWN:
             continue
-        yield f"    {f.severity:<8}{f.id}: {f.module}: {f.message}"
+        yield str(f.severity), f"{f.id}: {f.module}: {f.message}"
         if shown[key] == min(_MAX_SHOWN, counts[key]):
             if counts[key] > _MAX_SHOWN:
-                yield f"            and {counts[key] - _MAX_SHOWN} more (--json lists them)"
-            yield f"            {f.effect}"
-            yield f"            {f.hint}; see {f.source}"
+                yield "", f"and {counts[key] - _MAX_SHOWN} more (--json lists them)"
+            yield "", f.effect
+            yield "", f"{f.hint}; see {f.source}"
 
 
 def _newer_release(target: EngineVersion) -> Finding:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megtool.console import format_bytes
-from megtool.reports import columns, number_span, shown
+from megtool.reports import Table, number_span, shown
 from megtool.tensors.sharded import GlobalTensor
 
 MAX_LEVELS = 16
@@ -81,8 +81,8 @@ class _Node:
     children: dict[str, _Node] = field(default_factory=dict)
 
 
-def draw_tree(folds: Iterable[NameFold]) -> Iterator[str]:
-    """Lines of an indented tree: one level per dotted part, parts with one child joined."""
+def draw_tree(folds: Iterable[NameFold]) -> Table:
+    """An indented tree: one level per dotted part, parts with one child joined."""
     root = _Node()
     for f in folds:
         node = root
@@ -91,7 +91,7 @@ def draw_tree(folds: Iterable[NameFold]) -> Iterator[str]:
             node = node.children.setdefault(part, _Node())
         node.folds.append(f)
     rows = list(_rows(root, 0))
-    yield from columns([(label, *_facts(f)) if f else (label,) for label, f in rows], left=3)
+    return Table(rows=[(label, *_facts(f)) if f else (label,) for label, f in rows], left=3)
 
 
 def _rows(node: _Node, depth: int) -> Iterator[tuple[str, NameFold | None]]:

@@ -16,7 +16,7 @@ from megtool.quant.recipes.dialects import load_recipe, read_recipe_text, recipe
 from megtool.quant.recipes.formats import RecipeFormat
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.resolve import resolve_recipe
-from megtool.reports import Report, columns
+from megtool.reports import Report, Row, Section, Table
 
 __all__ = [
     "ExplainReport",
@@ -39,13 +39,18 @@ class ListReport(Report):
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
-        return {"recipes": [_summary(r) for r in self.recipes]}
+        return self.add_remarks({"recipes": [_summary(r) for r in self.recipes]})
 
-    def lines(self) -> Iterator[str]:
-        """The human-readable report."""
-        rows = [("recipe", "algorithm", "what it does")]
-        rows += [(r.name, r.method, r.description) for r in self.recipes]
-        yield from columns(rows, left=3)
+    def title(self) -> str:
+        """Nothing: the table is all there is."""
+        return ""
+
+    def sections(self) -> Iterator[Section]:
+        """The recipes."""
+        rows = [(r.name, r.method, r.description) for r in self.recipes]
+        yield Section(
+            table=Table(header=("recipe", "algorithm", "what it does"), rows=rows, left=3)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,22 +71,31 @@ class ShowReport(Report):
             }
             for r in self.recipe.rules
         ]
-        return _summary(self.recipe) | {"rules": rules, "text": self.text}
+        return self.add_remarks(_summary(self.recipe) | {"rules": rules, "text": self.text})
 
-    def lines(self) -> Iterator[str]:
-        """The human-readable report; one's own can be redirected to a file and edited."""
-        if self.recipe.dialect == "megtool":
-            yield from self.text.rstrip("\n").splitlines()
-            return
+    def title(self) -> str:
+        """The recipe; nothing for one of megtool's own, whose text can be redirected to a file."""
         r = self.recipe
-        yield f"{r.name} ({r.dialect}, {'first' if r.first_wins else 'last'} match wins)"
-        yield f"  algorithm   {r.method}"
-        for f in r.formats.values():
-            yield f"  format      {f.name}: {_describe_format(f)}"
-        yield ""
-        rows = [("rule", "format"), *((rule.label, rule.format) for rule in r.rules)]
-        yield from (f"  {line}" for line in columns(rows, left=2))
-        yield from (f"  note: {note}" for note in r.notes)
+        if r.dialect == "megtool":
+            return ""
+        return f"{r.name} ({r.dialect}, {'first' if r.first_wins else 'last'} match wins)"
+
+    def rows(self) -> Iterator[Row]:
+        """Algorithm and formats."""
+        if self.recipe.dialect != "megtool":
+            yield "algorithm", self.recipe.method
+            for f in self.recipe.formats.values():
+                yield "format", f"{f.name}: {_describe_format(f)}"
+
+    def sections(self) -> Iterator[Section]:
+        """The rules, or the text as it is."""
+        r = self.recipe
+        if r.dialect == "megtool":
+            yield Section(texts=self.text.rstrip("\n").splitlines())
+            return
+        rules = [(rule.label, rule.format) for rule in r.rules]
+        yield Section(table=Table(header=("rule", "format"), rows=rules, left=2))
+        yield Section(rows=[("note", note) for note in r.notes])
 
 
 def _describe_format(f: RecipeFormat) -> str:

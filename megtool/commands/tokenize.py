@@ -13,7 +13,7 @@ from megtool.data.chunk_encoder import ChunkEncoder, count_cores, split_chunks, 
 from megtool.data.dataset_writer import DatasetFiles
 from megtool.data.documents import documents, source_bytes
 from megtool.errors import UsageError
-from megtool.reports import Report
+from megtool.reports import Report, Row
 from megtool.reshard.find_tokenizer import find_tokenizer
 
 
@@ -39,22 +39,26 @@ class TokenizeReport(Report):
     seconds: float
     dry_run: bool
 
-    def lines(self) -> Iterator[str]:
-        """The human-readable report."""
-        yield f"{', '.join(self.sources)} -> {self.destination}.bin, {self.destination}.idx"
-        yield f"  {'dtype':<12}{self.dtype}, for a vocabulary of {self.vocab_size}"
+    def title(self) -> str:
+        """From where to where."""
+        return f"{', '.join(self.sources)} -> {self.destination}.bin, {self.destination}.idx"
+
+    def rows(self) -> Iterator[Row]:
+        """What was written, or what a sample looks like."""
+        yield "dtype", f"{self.dtype}, for a vocabulary of {self.vocab_size}"
         texts = f"{self.documents} documents, {self.tokens} tokens"
         if self.dry_run:
-            yield f"  {'sample':<12}{texts} out of {format_bytes(self.text_bytes)} of text"
+            yield "sample", f"{texts} out of {format_bytes(self.text_bytes)} of text"
             return
         rate = format_bytes(self.text_bytes / self.seconds) if self.seconds else "-"
-        yield f"  {'written':<12}{texts}, {format_bytes(self.written_bytes)}"
+        yield "written", f"{texts}, {format_bytes(self.written_bytes)}"
         yield (
-            f"  {'text':<12}{format_bytes(self.text_bytes)} in {self.seconds:.2f} s ({rate}/s), "
-            f"{self.text_bytes / max(1, self.tokens):.2f} bytes a token"
+            "text",
+            f"{format_bytes(self.text_bytes)} in {self.seconds:.2f} s ({rate}/s), "
+            f"{self.text_bytes / max(1, self.tokens):.2f} bytes a token",
         )
         if self.empty:
-            yield f"  {'left out':<12}{self.empty} documents without text"
+            yield "left out", f"{self.empty} documents without text"
 
 
 def tokenize(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from megtool.console import format_bytes
 from megtool.quant.verification.sqnr_thresholds import WeightComparison
-from megtool.reports import Report, fold_names
+from megtool.reports import Report, Row, Section, Table, fold_names
 
 _SHOWN = 20
 _GROUPS = 6
@@ -91,7 +91,6 @@ class VerifyReport(Report):
     within: float
     digests: tuple[DigestCheck, ...]
     differences: tuple[Difference, ...]
-    notes: tuple[str, ...]
     weights: tuple[WeightComparison, ...] = ()
 
     @property
@@ -111,45 +110,56 @@ class VerifyReport(Report):
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
-        return {"verdict": self.verdict, **asdict(self)}
+        return self.add_remarks({"verdict": self.verdict, **asdict(self)})
 
-    def lines(self) -> Iterator[str]:
-        """The human-readable report."""
+    def title(self) -> str:
+        """What was checked, and the verdict."""
         other = f" and {self.b} ({self.b_format})" if self.b is not None else ""
-        yield f"{self.a} ({self.a_format}){other}: {self.verdict}"
-        for name, text in self._facts():
-            yield f"  {name:<12}{text}"
-        yield from self._table()
+        return f"{self.a} ({self.a_format}){other}: {self.verdict}"
+
+    def sections(self) -> Iterator[Section]:
+        """Weights by format, those with the least signal over noise, and what differs."""
+        if self.weights:
+            yield Section(table=self._format_table())
+            yield Section(table=self._worst_table())
+        yield Section(rows=[*self._difference_rows()])
+
+    def _difference_rows(self) -> Iterator[Row]:
         for d in self.differences[:_SHOWN]:
             where = f"{d.tensor} ({d.stored})" if d.stored != d.tensor else d.tensor
-            yield f"  {d.kind:<12}{where}: {d.text}"
+            yield d.kind, f"{where}: {d.text}"
         if len(self.differences) > _SHOWN:
             kinds = Counter(d.kind for d in self.differences)
             counts = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
-            yield f"  {'in all':<12}{counts} (--json lists them)"
+            yield "in all", f"{counts} (--json lists them)"
 
-    def _table(self) -> Iterator[str]:
-        """By format, and the weights with the least signal over noise."""
+    def _format_table(self) -> Table:
         kinds: dict[str, list[WeightComparison]] = {}
         for w in self.weights:
             kinds.setdefault(w.packing, []).append(w)
-        if kinds:
-            yield f"  {'format':<28} weights    worst   median   least   cosine"
-        for packing, some in kinds.items():
-            worst, middle = some[0], some[len(some) // 2]
-            cosine = min(w.cosine for w in some)
-            yield (
-                f"  {packing:<28}{len(some):>8}{worst.sqnr_db:>6.1f} dB{middle.sqnr_db:>6.1f} dB"
-                f"{worst.least_db:>5g} dB{cosine:>9.5f}"
+        rows = [
+            (
+                packing,
+                str(len(some)),
+                f"{some[0].sqnr_db:.1f} dB",
+                f"{some[len(some) // 2].sqnr_db:.1f} dB",
+                f"{some[0].least_db:g} dB",
+                f"{min(w.cosine for w in some):.5f}",
             )
-        for w in self.weights[:_WORST]:
-            scaled = ", with pre_quant_scale" if w.is_scaled else ""
-            yield (
-                f"  {w.sqnr_db:>5.1f} dB    {w.tensor}: cosine {w.cosine:.5f}, off by "
-                f"{w.max_error:.3g} at most{scaled}"
-            )
+            for packing, some in kinds.items()
+        ]
+        return Table(header=("format", "weights", "worst", "median", "least", "cosine"), rows=rows)
 
-    def _facts(self) -> Iterator[tuple[str, str]]:
+    def _worst_table(self) -> Table:
+        rows = [
+            (w.tensor, f"{w.sqnr_db:.1f} dB", f"{w.cosine:.5f}", f"{w.max_error:.3g}")
+            + (("with pre_quant_scale",) if w.is_scaled else ())
+            for w in self.weights[:_WORST]
+        ]
+        return Table(header=("worst weights", "SQNR", "cosine", "largest error"), rows=rows)
+
+    def rows(self) -> Iterator[Row]:
+        """What was compared, how, and with what result."""
         rate = f" ({format_bytes(self.num_bytes / self.seconds)}/s)" if self.seconds else ""
         yield (
             "read" if self.b is None else "compared",
@@ -175,5 +185,3 @@ class VerifyReport(Report):
         if self.num_replicas:
             wrong = sum(d.kind == "replica" for d in self.differences)
             yield "replicas", f"{self.num_replicas - wrong} equal, {wrong} differ"
-        for note in self.notes:
-            yield "note", note

@@ -11,10 +11,9 @@ from megtool.console import format_bytes
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.resolve import ResolvedRecipe
-from megtool.reports import columns, count, fold_names, shown
+from megtool.reports import Report, Row, Section, Table, count, fold_names, shown
 
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
-_MOST_NOTES = 8
 
 
 def describe_target(target: str, doubt: str) -> str:
@@ -67,7 +66,7 @@ class FormatLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExplainReport:
+class ExplainReport(Report):
     """The effect of a recipe on a model.
 
     `source_bytes` is the present size of all weights, `other_bytes` that of biases and other
@@ -93,7 +92,6 @@ class ExplainReport:
     kv_bytes: int
     kv_source_bytes: int
     is_estimate: bool
-    notes: tuple[str, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -112,46 +110,51 @@ class ExplainReport:
         for name in ("rules", "modules", "formats"):
             out[name] = [asdict(line) for line in getattr(self, name)]
         out["algorithm"] = dict(self.algorithm)
-        return out | {"num_bytes": self.num_bytes, "bits": self.bits}
+        return self.add_remarks(out | {"num_bytes": self.num_bytes, "bits": self.bits})
 
-    def lines(self) -> Iterator[str]:
-        """The human-readable report."""
-        yield f"{self.path} ({self.format}) by recipe {self.recipe}"
+    def title(self) -> str:
+        """The checkpoint and the recipe."""
+        return f"{self.path} ({self.format}) by recipe {self.recipe}"
+
+    def rows(self) -> Iterator[Row]:
+        """The model and the recipe."""
         options = [f"{k} {v}" for k, v in self.algorithm.items() if k != "method"]
-        yield f"  family      {self.family or 'unknown'}"
-        yield f"  algorithm   {', '.join([str(self.algorithm.get('method', 'none')), *options])}"
+        yield "family", self.family or "unknown"
+        yield "algorithm", ", ".join([str(self.algorithm.get("method", "none")), *options])
         order = "first" if self.first_match_wins else "last"
-        yield f"  dialect     {self.dialect}: the {order} rule that matches decides"
+        yield "dialect", f"{self.dialect}: the {order} rule that matches decides"
         if self.target:
-            yield f"  target      {describe_target(self.target, self.doubt)}"
-        yield from (f"  note        {note}" for note in self.notes[:_MOST_NOTES])
-        if len(self.notes) > _MOST_NOTES:
-            yield f"  note        and {len(self.notes) - _MOST_NOTES} more (--json lists them)"
-        yield ""
-        yield from self._rules()
-        yield ""
-        yield from self._modules()
-        yield ""
-        yield from self._formats()
+            yield "target", describe_target(self.target, self.doubt)
 
-    def _rules(self) -> Iterator[str]:
-        rows = [("rule", "", "format", "matches", "decides")]
-        for r in self.rules:
-            if r.matches or self.dialect == "megtool":
-                rows.append((str(r.number), r.label, r.format, str(r.matches), str(r.decides)))
-        yield from columns(rows, left=3)
+    def sections(self) -> Iterator[Section]:
+        """Rules, modules and formats."""
+        yield Section(table=self._rules())
+        yield Section(table=self._modules())
+        yield Section(table=self._formats(), texts=[*self._totals()])
 
-    def _modules(self) -> Iterator[str]:
-        rows = [("module", "shape", "format", "rule", "bits", "bytes")]
+    def _rules(self) -> Table:
+        return Table(
+            header=("rule", "", "format", "matches", "decides"),
+            rows=[
+                (str(r.number), r.label, r.format, str(r.matches), str(r.decides))
+                for r in self.rules
+                if r.matches or self.dialect == "megtool"
+            ],
+            left=3,
+        )
+
+    def _modules(self) -> Table:
+        rows = []
         for m in self.modules:
             rules = ", ".join(map(str, m.rules)) or "none"
             cache = m.kind == "kv_cache"
             size = f"{format_bytes(m.num_bytes)}{' per token' if cache else ''}"
             rows.append((m.name, shown(m.shape), m.format, rules, f"{m.bits:.2f}", size))
-        yield from columns(rows, left=4)
+        header = ("module", "shape", "format", "rule", "bits", "bytes")
+        return Table(header=header, rows=rows, left=4)
 
-    def _formats(self) -> Iterator[str]:
-        rows = [("format", "modules", "weights", "bits", "bytes")]
+    def _formats(self) -> Table:
+        rows = []
         for f in self.formats:
             bits = f"{8 * f.num_bytes / max(f.weights, 1):.2f}"
             rows.append(
@@ -159,7 +162,9 @@ class ExplainReport:
             )
         if self.other_bytes:
             rows.append(("biases and other tensors", "", "", "", format_bytes(self.other_bytes)))
-        yield from columns(rows, left=1)
+        return Table(header=("format", "modules", "weights", "bits", "bytes"), rows=rows)
+
+    def _totals(self) -> Iterator[str]:
         about = "about " if self.is_estimate else ""
         share = self.num_bytes / max(self.source_bytes, 1)
         yield (

@@ -12,9 +12,9 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from megtool.convert.dialects import CanonicalView
 from megtool.errors import CalibrationError, DestinationError, MappingError
 from megtool.number_formats.delayed_scaling import INPUT
 from megtool.options.groups import SourceOptions
-from megtool.reports import columns, fold_names
+from megtool.reports import Report, Row, Section, Table, fold_names
 from megtool.reshard.fp8_state.checks import is_single_linear
 from megtool.reshard.fp8_state.collect import (
     FP8ScalingState,
@@ -346,7 +346,7 @@ class DerivedAmax:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeriveReport:
+class DeriveReport(Report):
     """Report of `amax derive`. `missing` are sites of modules that trained without FP8."""
 
     source: str
@@ -357,38 +357,35 @@ class DeriveReport:
     missing: tuple[str, ...]
     dry_run: bool
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return asdict(self)
+    def title(self) -> str:
+        """From where to where."""
+        return f"{self.source} ({self.format}) -> {self.destination}"
 
-    def lines(self) -> Iterator[str]:
-        """The human-readable report."""
-        yield f"{self.source} ({self.format}) -> {self.destination}"
-        yield f"  from        {self.origin}"
-        yield f"  derived     the amax of {len(self.derived):,} inputs, without data"
+    def rows(self) -> Iterator[Row]:
+        """How many amaxes, and from what."""
+        yield "from", self.origin
+        yield "derived", f"the amax of {len(self.derived):,} inputs, without data"
         if self.missing:
             named = ", ".join(n for n, _ in fold_names(self.missing)[:_MOST])
-            yield f"  missing     {len(self.missing):,} trained without FP8: {named}"
+            yield "missing", f"{len(self.missing):,} trained without FP8: {named}"
+
+    def sections(self) -> Iterator[Section]:
+        """The amaxes, and the command that uses them."""
         groups: dict[str, list[DerivedAmax]] = {}
         for d in self.derived:
             key = "".join(c for c in d.site if not c.isdigit())
             groups.setdefault(key, []).append(d)
-        yield ""
-        rows = [["input of", "from", "smallest", "largest"]]
-        for some in groups.values():
-            rows.append(
-                [
-                    fold_names([d.site for d in some])[0][0],
-                    fold_names([d.module for d in some])[0][0],
-                    f"{min(d.amax for d in some):.4g}",
-                    f"{max(d.amax for d in some):.4g}",
-                ]
+        rows = [
+            (
+                fold_names([d.site for d in some])[0][0],
+                fold_names([d.module for d in some])[0][0],
+                f"{min(d.amax for d in some):.4g}",
+                f"{max(d.amax for d in some):.4g}",
             )
-        yield from columns(rows, left=2)
-        yield ""
-        if self.dry_run:
-            yield "dry run: nothing is written"
-        else:
-            yield f"megtool quantize {self.source} DST --recipe fp8 --calibration " + (
-                self.destination
-            )
+            for some in groups.values()
+        ]
+        yield Section(
+            table=Table(header=("input of", "from", "smallest", "largest"), rows=rows, left=2)
+        )
+        usage = f"megtool quantize {self.source} DST --recipe fp8 --calibration {self.destination}"
+        yield Section(texts=["dry run: nothing is written" if self.dry_run else usage])

@@ -11,12 +11,13 @@ from megtool.checkpoint.plan import DroppedItem
 from megtool.checkpoint.plan_summary import PlanSummary
 from megtool.console import format_bytes
 from megtool.errors import listed
+from megtool.reports import Report, Row, Section
 from megtool.reshard.inventory import OBJECTS, Inventory
 from megtool.reshard.megatron.amax_report import AmaxReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardReport:
+class ReshardReport(Report):
     """The result of a reshard, or with `dry_run` its plan.
 
     `left_out` counts source tensors that were not selected (--select, --exclude, --layers,
@@ -53,7 +54,6 @@ class ReshardReport:
     peak_rss_bytes: int = 0
     verified: int | None = None
     overflowed: dict[str, int] = field(default_factory=dict)
-    warnings: tuple[str, ...] = field(default_factory=tuple)
 
     @property
     def moved(self) -> dict[str, tuple[str, ...]]:
@@ -76,55 +76,66 @@ class ReshardReport:
         out: dict[str, Any] = {n: getattr(self, n) for n in names}
         out["plan"] = self.plan.to_json()
         out["amax"] = self.amax.to_json() if self.amax else None
-        return out | self.inventory.to_json()
+        return self.add_remarks(out | self.inventory.to_json())
 
-    def lines(self) -> Iterator[str]:
-        """The report for a terminal."""
-        etp = self.layout.get("tp") if self.layout.get("ep", 1) == 1 else None
-        layout = " ".join(
-            f"{k}={v}"
-            for k, v in self.layout.items()
-            if (v != 1 and not (k == "etp" and v == etp)) or k in ("tp", "pp")
-        )
-        yield f"{self.source} ({self.source_format}) -> {self.destination} ({self.target_format})"
-        yield f"  {'family':<12}{self.family or 'unknown: tensors keep their names'}"
+    def title(self) -> str:
+        """From where to where."""
+        source = f"{self.source} ({self.source_format})"
+        return f"{source} -> {self.destination} ({self.target_format})"
+
+    def rows(self) -> Iterator[Row]:
+        """What was written and how, and what was dropped."""
+        yield "family", self.family or "unknown: tensors keep their names"
         for path, share in self.shares:
-            yield f"  {'average':<12}{share:.6g} of {path}"
+            yield "average", f"{share:.6g} of {path}"
         if self.target_format in RANK_SHARDED_FORMATS:
-            yield f"  {'layout':<12}{layout}"
-        if self.dry_run:
-            yield from (f"  {line}" for line in self.plan.lines())
-        else:
-            yield from self._result_lines()
+            yield "layout", self._format_layout()
+        if not self.dry_run:
+            yield from self._result_rows()
         if (counts := self.inventory.counts(OBJECTS)) is not None:
-            yield f"  {'objects':<12}{counts}"
+            yield "objects", str(counts)
         if self.amax is not None:
-            yield from (f"  {'amax':<12}{line}" for line in self.amax.lines())
+            yield from (("amax", text) for text in self.amax.describe())
         if self.left_out:
-            yield f"  {'left out':<12}{self.left_out} tensors that were not selected"
+            yield "left out", f"{self.left_out} tensors that were not selected"
         reasons: dict[str, list[str]] = {}
         for drop in self.dropped:
             reasons.setdefault(drop.reason, []).append(drop.name)
         for reason, names in reasons.items():
-            yield f"  {'dropped':<12}{listed(names, 1)}: {reason}"
+            yield "dropped", f"{listed(names, 1)}: {reason}"
 
-    def _result_lines(self) -> Iterator[str]:
+    def sections(self) -> Iterator[Section]:
+        """The plan, in a dry run."""
+        if self.dry_run:
+            yield Section(rows=self.plan.rows())
+
+    def _format_layout(self) -> str:
+        etp = self.layout.get("tp") if self.layout.get("ep", 1) == 1 else None
+        return " ".join(
+            f"{k}={v}"
+            for k, v in self.layout.items()
+            if (v != 1 and not (k == "etp" and v == etp)) or k in ("tp", "pp")
+        )
+
+    def _result_rows(self) -> Iterator[Row]:
         rate = format_bytes(self.num_bytes / self.seconds) if self.seconds else "-"
         yield (
-            f"  {'written':<12}{self.tensors} tensors, {format_bytes(self.num_bytes)} "
-            f"in {self.seconds:.2f} s ({rate}/s)"
+            "written",
+            f"{self.tensors} tensors, {format_bytes(self.num_bytes)} "
+            f"in {self.seconds:.2f} s ({rate}/s)",
         )
-        moved = format_bytes(self.kernel_bytes)
-        yield f"  {'kernel':<12}{moved} copied without entering the process"
+        yield "kernel", f"{format_bytes(self.kernel_bytes)} copied without entering the process"
         yield (
-            f"  {'digests':<12}{self.digested} computed, {self.inherited} carried over, "
-            f"{self.unverified} unverified"
+            "digests",
+            f"{self.digested} computed, {self.inherited} carried over, "
+            f"{self.unverified} unverified",
         )
         if self.verified is not None:
-            yield f"  {'verified':<12}{self.verified} tensors read back, equal to the source"
+            yield "verified", f"{self.verified} tensors read back, equal to the source"
         if self.resumed_units:
             yield (
-                f"  {'resumed':<12}{self.resumed_units} finished units verified, "
-                f"{self.repaired_units} written again"
+                "resumed",
+                f"{self.resumed_units} finished units verified, "
+                f"{self.repaired_units} written again",
             )
-        yield f"  {'memory':<12}{format_bytes(self.peak_rss_bytes)} peak resident"
+        yield "memory", f"{format_bytes(self.peak_rss_bytes)} peak resident"

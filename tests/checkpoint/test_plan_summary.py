@@ -13,6 +13,7 @@ from megtool.checkpoint import plan_summary, planner
 from megtool.checkpoint.plan import DroppedItem, Fill, PlanSource, ReshardPlan
 from megtool.checkpoint.plan_summary import summarize
 from megtool.dtypes import dtype
+from megtool.reports import Section
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
@@ -107,8 +108,8 @@ def test_more_threads_take_less_time_up_to_a_limit(plan):
 
 
 def test_lines_are_aligned_and_say_what_matters(plan):
-    lines = summarize(plan, threads=2).lines()
-    name = "headers and small files"
+    lines = list(Section(rows=summarize(plan, threads=2).rows()).lines())
+    name = "  headers and small files"
     assert all(line[len(name) : len(name) + 2] == "  " for line in lines)
     assert all(line[len(name) + 2] != " " for line in lines)
     text = "\n".join(lines)
@@ -131,7 +132,7 @@ def test_lines_are_aligned_and_say_what_matters(plan):
 )
 def test_times_are_rounded_to_what_an_estimate_is_worth(plan, seconds, says):
     s = dataclasses.replace(summarize(plan), seconds=seconds)
-    assert says in s.lines()[-1]
+    assert says in s.rows()[-1][1]
 
 
 def test_json_holds_the_same_numbers(plan):
@@ -146,5 +147,5 @@ def test_an_empty_plan_is_summed_up(raw):
     empty = raw.lay_out(Path("e"), [], [])
     s = summarize(planner.build_plan([], raw.destination(empty), {}))
     assert (s.num_bytes.total, s.steps, s.seconds, s.peak_buffer_bytes) == (0, 0, 0, 0)
-    assert s.lines()
+    assert s.rows()
     assert np.isfinite(s.seconds)

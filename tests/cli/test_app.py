@@ -26,6 +26,7 @@ from megtool.commands.verbs import VERBS as ALL_VERBS
 from megtool.commands.verbs import Verb
 from megtool.console import Progress
 from megtool.options.field import flag, option_fields
+from megtool.reports import Report, Section
 from megtool.train.config import TrainConfig
 
 VERBS = ("inspect", "reshard", "verify", "tokenize", "demo")
@@ -36,22 +37,29 @@ def megtool(*args: str | Path, **options: Any) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-@dataclass(frozen=True)
-class Answer:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer(Report):
     """A small real report."""
 
     values: dict[str, Any]
-    exit_status: int = 0
+    status: int = 0
+
+    @property
+    def exit_status(self) -> int:
+        return self.status
 
     def to_json(self) -> dict[str, Any]:
         return self.values
 
-    def lines(self) -> Iterator[str]:
-        yield from (f"{key}: {value}" for key, value in self.values.items())
+    def title(self) -> str:
+        return ""
+
+    def sections(self) -> Iterator[Section]:
+        yield Section(texts=[f"{key}: {value}" for key, value in self.values.items()])
 
 
 def answer(values: dict[str, Any], status: int = 0) -> Callable[[Progress], Answer]:
-    return lambda progress: Answer(values, status)
+    return lambda progress: Answer(values=values, status=status)
 
 
 def raising(error: BaseException) -> Callable[[Progress], Answer]:
@@ -252,8 +260,10 @@ def test_json_is_json_even_with_nan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
     code = (
         "import sys; sys.path.insert(0, 'tests'); from megtool.cli.runner import run\n"
-        "class Long:\n"
-        "    def lines(self): return iter(['x' * 100] * 100_000)\n"
+        "from megtool.reports import Report, Section\n"
+        "class Long(Report):\n"
+        "    def title(self): return ''\n"
+        "    def sections(self): return [Section(texts=['x' * 100] * 100_000)]\n"
         "sys.exit(run(lambda progress: Long()))"
     )
     reader, writer = os.pipe()

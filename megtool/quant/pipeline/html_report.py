@@ -105,7 +105,7 @@ def _sections(report: QuantizeReport) -> Iterator[str]:
 
 def _facts(report: QuantizeReport) -> str:
     notes = [("note", note) for note in report.notes]
-    return _pairs([("source", report.source), *report.facts(), *notes])
+    return _pairs([("source", report.source), *report.rows(), *notes])
 
 
 def _pairs(facts: Sequence[tuple[str, str]]) -> str:

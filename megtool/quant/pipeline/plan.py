@@ -17,6 +17,7 @@ from megtool.quant.pipeline.calibration_data import CalibrationSamples
 from megtool.quant.recipes.formats import packing_of
 from megtool.quant.recipes.match import Decision
 from megtool.quant.resolve import ResolvedRecipe
+from megtool.reports import Report, Row, Section
 
 if TYPE_CHECKING:
     from megtool.quant.calibration.calibration_file import CalibrationFile
@@ -25,7 +26,7 @@ _TRIED = (256, 1024)  # elements that are encoded to find out how fast that goes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizePlan:
+class QuantizePlan(Report):
     """What `quantize` would do; seconds are measured on small pieces, and rough.
 
     `calibration` says what data is needed for: nothing where it is empty. `data` is what would be
@@ -40,28 +41,40 @@ class QuantizePlan:
     num_tokens: int
     calibrate_seconds: float
     write_seconds: float
-    notes: tuple[str, ...] = ()
     is_given: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data."""
         fields = {n: getattr(self, n) for n in self.__dataclass_fields__ if n != "explained"}
-        return {**fields, "dry_run": True, "recipe": self.explained.to_json()}
+        fields |= {"dry_run": True, "recipe": self.explained.to_json()}
+        return self.add_remarks(fields)
 
-    def lines(self) -> Iterator[str]:
-        """The plan as a person reads it."""
-        yield from self.explained.lines()
-        yield ""
-        yield f"{self.destination} would be written (nothing is yet)"
+    def title(self) -> str:
+        """The checkpoint and the recipe."""
+        return self.explained.title()
+
+    def rows(self) -> Iterator[Row]:
+        """The model and the recipe."""
+        yield from self.explained.rows()
+        yield from self.explained.note_rows()
+
+    def sections(self) -> Iterator[Section]:
+        """Rules, modules and formats, and what would be done."""
+        yield from self.explained.sections()
+        yield Section(
+            title=f"{self.destination} would be written (nothing is yet)", rows=[*self._stages()]
+        )
+
+    def _stages(self) -> Iterator[Row]:
         before, after = self.explained.source_bytes, self.explained.num_bytes
-        yield f"  size        {format_bytes(before)} -> {format_bytes(after)}"
+        yield "size", f"{format_bytes(before)} -> {format_bytes(after)}"
         if self.calibration:
             shown = f"{self.num_samples} samples, {self.num_tokens:,} tokens"
             read = "read from " if self.is_given else ""
-            yield f"  calibration {shown}: {read}{self.data}"
-            yield f"  needed for  {self.calibration}"
+            yield "calibration", f"{shown}: {read}{self.data}"
+            yield "needed for", self.calibration
         else:
-            yield "  calibration none needed"
+            yield "calibration", "none needed"
         shown, total = (
             f"writing and proof {_format_duration(self.write_seconds)}",
             self.write_seconds,
@@ -69,8 +82,7 @@ class QuantizePlan:
         if self.calibrate_seconds:
             shown = f"calibration {_format_duration(self.calibrate_seconds)}, {shown}"
             total += self.calibrate_seconds
-        yield f"  time        about {_format_duration(total)} ({shown})"
-        yield from (f"  note        {note}" for note in self.notes)
+        yield "time", f"about {_format_duration(total)} ({shown})"
 
 
 def plan_quantize(

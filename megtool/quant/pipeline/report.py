@@ -14,7 +14,7 @@ from megtool.console import format_bytes
 from megtool.quant.calibration.statistics import BINS_PER_OCTAVE, OCTAVES, ActivationStatistics
 from megtool.quant.explain import describe_target
 from megtool.quant.recipes.match import Decision
-from megtool.reports import columns, count
+from megtool.reports import Report, Row, Section, Table, count
 
 if TYPE_CHECKING:
     from megtool.quant.calibration.expert_coverage import ExpertCoverage
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _WORST = 5
 _MOST_FINDINGS = 12
-_MOST_NOTES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,14 +111,14 @@ class AutoChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeReport:
+class QuantizeReport(Report):
     """What `quantize` did.
 
     `source_bytes` and `num_bytes` are of all weights, before and after (of the files, where there
     is a proof). `doubt` is what speaks against the target's running the model. `seconds` are by
     stage. `reproduction` holds versions, seed, fingerprints and the command. `calibration_file` is
     what was kept of the calibration. Of several processes all but the first have a report that is
-    `shown` already.
+    shown already.
     """
 
     source: str
@@ -143,14 +142,12 @@ class QuantizeReport:
     peak_rss_bytes: int = 0
     resumed_units: int = 0
     reproduction: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
     page: str | None = None
-    shown: bool = False
 
     @classmethod
     def elsewhere(cls, source: str, destination: str) -> QuantizeReport:
         """Of a process that left the writing to another."""
-        return cls(source=source, destination=destination, shown=True)
+        return cls(source=source, destination=destination, is_shown=True)
 
     @property
     def bits(self) -> float:
@@ -166,31 +163,24 @@ class QuantizeReport:
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
         out = asdict(self) | {"bits": self.bits}
-        del out["shown"]
         if self.proof is not None:
             out["proof"] = self.proof.to_json()
-        return out
+        return self.add_remarks(out)
 
-    def lines(self) -> Iterator[str]:
-        """The report as a person reads it."""
-        if self.shown:
-            return
+    def title(self) -> str:
+        """From where to where, and by what."""
         kind = f" ({self.source_format})" if self.source_format else ""
-        yield f"{self.source}{kind} -> {self.destination} by recipe {self.recipe}"
-        for name, text in self.facts():
-            yield f"  {name:<12}{text}"
-        yield from (f"  {'note':<12}{note}" for note in self.notes[:_MOST_NOTES])
-        if len(self.notes) > _MOST_NOTES:
-            more = len(self.notes) - _MOST_NOTES
-            yield f"  {'note':<12}and {more} more (--json lists them)"
-        if self.formats:
-            yield ""
-            yield from self._formats()
-        if self.proof is not None:
-            yield from _proved(self.proof)
+        return f"{self.source}{kind} -> {self.destination} by recipe {self.recipe}"
 
-    def facts(self) -> Iterator[tuple[str, str]]:
-        """The summary, each fact by a word or two."""
+    def sections(self) -> Iterator[Section]:
+        """Weights by format, those with the largest error, and findings."""
+        if self.formats:
+            yield Section(table=self._formats())
+        if self.proof is not None:
+            yield from _proof_sections(self.proof)
+
+    def rows(self) -> Iterator[Row]:
+        """The summary."""
         yield "family", self.family or "unknown"
         yield "algorithm", self.method
         if self.target:
@@ -235,16 +225,16 @@ class QuantizeReport:
         if self.page:
             yield "page", self.page
 
-    def _formats(self) -> Iterator[str]:
-        rows = [("format", "modules", "weights", "bits", "bytes", "before")]
+    def _formats(self) -> Table:
+        rows = []
         for f in self.formats:
             bits = f"{8 * f.num_bytes / max(f.weights, 1):.2f}"
             size, before = format_bytes(f.num_bytes), format_bytes(f.source_bytes)
             rows.append((f.format, str(f.modules), count(f.weights), bits, size, before))
-        yield from columns(rows, left=1)
+        return Table(header=("format", "modules", "weights", "bits", "bytes", "before"), rows=rows)
 
 
-def _calibrated(c: CalibrationFacts) -> Iterator[tuple[str, str]]:
+def _calibrated(c: CalibrationFacts) -> Iterator[Row]:
     data = f"{c.num_tokens:,} tokens of {c.num_samples:,} samples" if c.num_samples else "no data"
     yield "calibrated", f"on {data}: {c.data}"
     if c.coverage:
@@ -266,25 +256,29 @@ def _summary(p: FolderVerification) -> str:
     )
 
 
-def _proved(p: FolderVerification) -> Iterator[str]:
+def _proof_sections(p: FolderVerification) -> Iterator[Section]:
     if p.rows:
-        yield ""
-        rows = [("worst", "format", "SQNR", "cosine", "error", "max", "clipped")]
+        rows = []
         for r in p.worst(_WORST):
             clipped = "-" if r.num_clipped is None else f"{r.num_clipped:,}"
             error, most = f"{r.relative_error:.3%}", f"{r.max_error:.3g}"
             rows.append(
                 (r.name, r.label, decibels(r.sqnr_db), f"{r.cosine:.6f}", error, most, clipped)
             )
-        yield from columns(rows, left=2)
-    if p.findings:
-        yield ""
-    for f in p.findings[:_MOST_FINDINGS]:
-        yield f"{f.severity:<8}{f.id}: {f.module}: {f.message}; {f.effect}"
+        header = ("worst", "format", "SQNR", "cosine", "error", "max", "clipped")
+        yield Section(table=Table(header=header, rows=rows, left=2))
+    findings: list[Row] = [
+        (str(f.severity), f"{f.id}: {f.module}: {f.message}; {f.effect}")
+        for f in p.findings[:_MOST_FINDINGS]
+    ]
     if len(p.findings) > _MOST_FINDINGS:
         errors = p.num_errors
         warnings = len(p.findings) - errors
-        yield f"in all  {errors:,} errors and {warnings:,} warnings (--json lists them)"
+        findings.append(
+            ("in all", f"{errors:,} errors and {warnings:,} warnings (--json lists them)")
+        )
+    if findings:
+        yield Section(rows=findings)
 
 
 def decibels(value: float) -> str:

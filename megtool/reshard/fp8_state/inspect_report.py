@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megtool.reports import columns, fold_names
+from megtool.reports import Report, Row, Section, Table, fold_names
 from megtool.reshard.fp8_state.checks import StateFinding
 from megtool.reshard.megatron.amax_report import AmaxFinding
 
@@ -48,7 +48,7 @@ class AmaxLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AmaxInspection:
+class AmaxInspection(Report):
     """The FP8 scaling state of a checkpoint.
 
     `stateless` counts modules whose recipe keeps no state, by recipe; `empty` counts empty extra
@@ -86,7 +86,7 @@ class AmaxInspection:
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
-        return {
+        values = {
             "source": self.source,
             "format": self.format,
             "modules": [asdict(line) for line in self.modules],
@@ -99,47 +99,49 @@ class AmaxInspection:
             "together": [asdict(f) for f in self.joint_findings],
             "wrong": self.num_wrong,
         }
+        return self.add_remarks(values)
 
-    def lines(self) -> Iterator[str]:
-        """The report for a terminal."""
-        yield f"{self.source} ({self.format})"
+    def title(self) -> str:
+        """The checkpoint."""
+        return f"{self.source} ({self.format})"
+
+    def rows(self) -> Iterator[Row]:
+        """What scaling state there is."""
         states = [line for line in self.modules if line.release]
         buffers = len(self.modules) - len(states)
-        facts: list[tuple[str, str]] = []
         if states:
             releases = sorted({line.release for line in states})
             steps = sorted({line.steps for line in states})
-            facts.append(
-                (
-                    "states",
-                    f"{len(states):,} of Transformer Engine {_join_numbers(releases)}.x, "
-                    f"{', '.join(sorted({s.recipe for s in states}))}, "
-                    f"histories of {_join_numbers(steps)} steps",
-                )
+            yield (
+                "states",
+                f"{len(states):,} of Transformer Engine {_join_numbers(releases)}.x, "
+                f"{', '.join(sorted({s.recipe for s in states}))}, "
+                f"histories of {_join_numbers(steps)} steps",
             )
         if buffers:
-            facts.append(("buffers", f"of ModelOpt's quantizers in {buffers:,} modules"))
-        facts += [("stateless", f"{n:,} of {recipe}") for recipe, n in self.stateless.items()]
+            yield "buffers", f"of ModelOpt's quantizers in {buffers:,} modules"
+        yield from (("stateless", f"{n:,} of {recipe}") for recipe, n in self.stateless.items())
         if self.empty:
-            facts.append(("empty", f"{self.empty:,} empty extra states"))
+            yield "empty", f"{self.empty:,} empty extra states"
         if self.foreign:
-            facts.append(("others", f"{self.foreign:,} extra states of other libraries"))
+            yield "others", f"{self.foreign:,} extra states of other libraries"
         if self.ranks > 1:
-            facts.append(
-                ("ranks", f"merged by max over {self.ranks}, which differ in {self.differing:,}")
-            )
+            yield "ranks", f"merged by max over {self.ranks}, which differ in {self.differing:,}"
         if states or buffers:
-            status = "compared" if self.compared else "not read"
-            facts.append(("weights", status))
-        yield from (f"  {label:<10}  {text}" for label, text in facts)
-        if self.modules:
-            yield ""
-            yield from self._table()
-        yield from self._finding_lines()
+            yield "weights", "compared" if self.compared else "not read"
 
-    def _table(self) -> Iterator[str]:
-        head = ["module", "steps", "input", "weight", "true", "scale", "implied", "found"]
-        rows = [head]
+    def sections(self) -> Iterator[Section]:
+        """The modules, and what is wrong with them."""
+        if self.modules:
+            yield Section(table=self._table())
+        yield Section(texts=[*self._finding_lines()])
+        if self.num_wrong:
+            yield Section(texts=[*self._summary_lines()])
+        elif self.modules:
+            yield Section(texts=["nothing is wrong"])
+
+    def _table(self) -> Table:
+        rows = []
         groups = [[line] for line in self.modules] if self.is_full else group_modules(self.modules)
         for some in groups:
             rows.append(
@@ -154,14 +156,15 @@ class AmaxInspection:
                     _format_kinds(some),
                 ]
             )
-        yield from columns(rows)
+        return Table(
+            header=["module", "steps", "input", "weight", "true", "scale", "implied", "finding"],
+            rows=rows,
+        )
 
     def _finding_lines(self) -> Iterator[str]:
         kinds: dict[str, list[tuple[AmaxLine, StateFinding]]] = {}
         for line, finding in self.findings:
             kinds.setdefault(finding.kind, []).append((line, finding))
-        if kinds or self.joint_findings:
-            yield ""
         for joint in self.joint_findings:
             yield f"{joint.kind}: {joint.module}: {joint.text}"
         for kind, findings in kinds.items():
@@ -171,11 +174,6 @@ class AmaxInspection:
                 yield f"{kind}{sign}: {line.name}: {finding.text}"
             if len(findings) > len(shown):
                 yield f"{kind}: and {len(findings) - len(shown):,} more (--modules lists them)"
-        if self.num_wrong:
-            yield from self._summary_lines()
-        elif self.modules:
-            yield ""
-            yield "nothing is wrong"
 
     def _summary_lines(self) -> Iterator[str]:
         """How many things are wrong, how many `fix` rebuilds, and how many it leaves."""

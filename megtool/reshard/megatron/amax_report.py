@@ -73,8 +73,8 @@ class AmaxReport:
         ]
         return out
 
-    def lines(self) -> Iterator[str]:
-        """The section `amax` of a report for a terminal."""
+    def describe(self) -> Iterator[str]:
+        """The lines `amax` of a report's text."""
         steps = f", histories of {_format_change(self.source_history, self.history)} steps"
         release = _format_change(self.source_release, self.release)
         yield (
