@@ -22,6 +22,7 @@ _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<last>[^.]+
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _FP8, _E8M0 = ("float8_e4m3fn", "float8_e5m2"), ("uint8", "float8_e8m0fnu")
 _CODES = (*_FP8, "int8", "uint8", "int32")
+_USUAL_BLOCK = 128
 
 _COMPANIONS = (
     *(*SCALE_NAMES, *KV_CACHE_SCALES, "q_scale", "prob_scale"),
@@ -217,7 +218,7 @@ def _infer_format(
     if codes.dtype == "int8":
         return ("W8A8_SQ_PER_CHANNEL" if inputs else "W8A16"), (rows, columns), 0
     if codes.dtype in _FP8:
-        return _infer_fp8_format(scale, rows), (rows, columns), _block_side(scale, columns)
+        return _infer_fp8_format(scale, rows), (rows, columns), _block_side(scale, (rows, columns))
     if scale.dtype in _FP8:
         size = _columns_per_scale(2 * columns, scale)
         nvfp4 = "W4A8_NVFP4_FP8" if size == 32 and inputs else ""
@@ -237,13 +238,23 @@ def _infer_fp8_format(scale: StoredTensor, rows: int) -> str:
     return "FP8_PER_CHANNEL_PER_TOKEN" if scale.shape in ((rows,), (rows, 1)) else "FP8_PB_WO"
 
 
-def _block_side(scale: StoredTensor, columns: int) -> int:
-    """Columns under one scale, of a group or a block; 0 for one scale per row or tensor."""
+def _block_side(scale: StoredTensor, shape: Shape) -> int:
+    """Columns under one scale, of a group or a block; 0 for one scale per row or tensor.
+
+    The last block may be cut. Where all columns have one block, rows show how large blocks are,
+    and a whole matrix in one block is taken for one of the usual size.
+    """
+    rows, columns = shape
     if len(scale.shape) == 4:
-        return _next_power_of_two(ceil(columns / max(scale.shape[2], 1)))
-    if len(scale.shape) == 2 and (scale.shape[1] > 1 or scale.shape == (1, 1)):
-        return _next_power_of_two(ceil(columns / scale.shape[1]))
-    return 0
+        counts = scale.shape[0], scale.shape[2]
+    elif len(scale.shape) == 2 and (scale.shape[1] > 1 or scale.shape[0] < max(rows, 2)):
+        counts = scale.shape[0], scale.shape[1]
+    else:
+        return 0
+    if counts[1] > 1:
+        return _next_power_of_two(ceil(columns / counts[1]))
+    side = _next_power_of_two(max(columns, ceil(rows / max(counts[0], 1))))
+    return max(side, _USUAL_BLOCK) if counts[0] == 1 else side
 
 
 def _next_power_of_two(size: int) -> int:

@@ -48,6 +48,7 @@ class SizeLimit:
     dim: Literal["rows", "columns"]
     multiple_of: int
     when: Literal["always", "split", "joined"] = "always"
+    hint: str = ""
     source: str
 
 

@@ -26,7 +26,9 @@ def _check_divides(context: LintContext, engine: EngineTarget) -> Iterator[Findi
             continue
         for limit in limits:
             if module.algo in limit.algos and (text := _why_not(module, limit, engine.tp)):
-                yield Finding(module=module.name, message=text, source=limit.source)
+                yield Finding(
+                    module=module.name, message=text, hint=limit.hint, source=limit.source
+                )
 
 
 def _why_not(module: LinearModule, limit: SizeLimit, tp: int) -> str:

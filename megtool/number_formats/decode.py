@@ -58,7 +58,9 @@ def decode(
     """
     name = packing.partition(":")[0]
     if name not in FORMATS:
-        raise FormatError(f"unknown packing {packing!r}", hint=f"known: {', '.join(FORMATS)}")
+        raise FormatError(
+            f"the packing {packing!r} is unknown", hint=f"known: {', '.join(FORMATS)}"
+        )
     by_role = {p.role: p for p in parts}
     order = by_role[CODES].order
     out = trimmed(FORMATS[name](windows[CODES], by_role[CODES]), by_role[CODES], lo, hi)

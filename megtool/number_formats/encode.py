@@ -114,7 +114,7 @@ def encode(
             by_bits = dtype == "bfloat16" and name == "mxfp4"
             shape = _lined_up(scale, values.shape)
             by = (out[SCALE] if by_bits else by).reshape(shape)
-            for box, under, into in slabs(values, by, codes, stored):
+            for box, under, into in _equal_blocks(values, by, scale, codes, stored):
                 if by_bits:
                     sure = SCALE not in (scales or {})
                     if mxfp4.encoded_bf16(box, under, into, half_down=half_down, sure=sure):
@@ -188,7 +188,9 @@ def _amax_under(
             )
     maxima = amax(values, dtype, part, lo, hi)
     if not np.isfinite(maxima).all():
-        raise FormatError("elements are NaN or infinite", hint="they cannot be quantized")
+        raise FormatError(
+            "elements are NaN or infinite", hint="they cannot be quantized", error_id="nan-weights"
+        )
     return maxima
 
 
@@ -225,7 +227,7 @@ def _factor(
 def _lined_up(scale: PackedPart, shape: Index) -> Index:
     """The shape in which a window of `scale` has an axis for every dimension of a box."""
     named = {s.dim: s.per for s in scale.spans if s.dim != WHOLE}
-    return tuple(n // named[d] if d in named else 1 for d, n in enumerate(shape))
+    return tuple(-(-n // named[d]) if d in named else 1 for d, n in enumerate(shape))
 
 
 @functools.lru_cache(maxsize=16)
@@ -254,7 +256,9 @@ def _look_up(
     codes = PackedPart(role=CODES, dtype="uint8", shape=values.shape, spans=_plain(values.ndim))
     for box, _, into in slabs(bits, zero, codes, out.view(np.uint8)):
         if name == "int8" and not is_number(box, _SHORT[dtype]):
-            raise FormatError("elements are NaN", hint="they cannot be quantized")
+            raise FormatError(
+                "elements are NaN", hint="they cannot be quantized", error_id="nan-weights"
+            )
         look_up(table, box, into)
 
 
@@ -270,6 +274,37 @@ def is_number(bits: NDArray[np.uint16], infinity: int) -> bool:
 Slab = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 
 _VECTOR = 32  # rows under one row of scales from which it pays to spread that over the columns
+
+
+def _equal_blocks(
+    values: NDArray[Any],
+    by: NDArray[Any],
+    scale: PackedPart,
+    codes: PackedPart,
+    out: NDArray[Any],
+) -> Iterator[Slab]:
+    """`slabs`, where the last blocks of rows and columns may be cut: they are separate boxes."""
+    blocks = {s.dim: s.per for s in scale.spans if s.dim != WHOLE}
+    units = {s.dim: s.per for s in codes.spans}
+    down, across = values.ndim - 2, values.ndim - 1
+    for r in _split(values.shape[down], blocks.get(down, 1)):
+        for c in _split(values.shape[across], blocks.get(across, 1)):
+            rows = _span(r.start, r.stop, blocks.get(down, 1), by.shape[down])
+            columns = _span(c.start, c.stop, blocks.get(across, 1), by.shape[across])
+            into = tuple(
+                slice(s.start // units.get(d, 1), -(-s.stop // units.get(d, 1)))
+                for d, s in ((down, r), (across, c))
+            )
+            yield from slabs(values[..., r, c], by[..., rows, columns], codes, out[..., *into])
+
+
+def _split(size: int, per: int) -> Iterator[slice]:
+    """The whole blocks of `per`, and the cut one at the end."""
+    whole = size // per * per
+    if whole:
+        yield slice(0, whole)
+    if whole < size:
+        yield slice(whole, size)
 
 
 def slabs(
@@ -307,7 +342,7 @@ def slabs(
 
 
 def _span(begin: int, end: int, block: int, count: int) -> slice:
-    return slice(begin // block, end // block) if count > 1 else slice(None)
+    return slice(begin // block, -(-end // block)) if count > 1 else slice(None)
 
 
 def divided(values: NDArray[Any], dtype: str, by: NDArray[np.float32]) -> NDArray[np.float32]:

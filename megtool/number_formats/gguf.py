@@ -50,7 +50,9 @@ def encode(values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
             f"the gguf package does not encode {kind}", hint=f"it does: {', '.join(encodings())}"
         )
     if not np.isfinite(values).all():
-        raise FormatError("elements are NaN or infinite", hint="they cannot be quantized")
+        raise FormatError(
+            "elements are NaN or infinite", hint="they cannot be quantized", error_id="nan-weights"
+        )
     try:
         with np.errstate(over="raise"):
             out = package().quants.quantize(values, package().GGMLQuantizationType[kind])
@@ -98,7 +100,9 @@ def row_bytes(packing: str, cols: int) -> int:
 def block(kind: str) -> tuple[int, int]:
     """Elements and bytes of one block of the GGUF type `kind`, for example (32, 20) for `Q4_1`."""
     if kind not in _blocks():
-        raise FormatError(f"unknown GGUF type {kind!r}", hint=f"known: {', '.join(_blocks())}")
+        raise FormatError(
+            f"the GGUF type {kind!r} is unknown", hint=f"known: {', '.join(_blocks())}"
+        )
     return _blocks()[kind]
 
 

@@ -40,12 +40,13 @@ def layout(
     A packing is a number format and what has a scale: `tensor`, `channel` (each row), a number of
     columns, or `rows x columns`, as in `fp8:tensor`, `int8:channel`, `int4rows:128` (two rows a
     byte), `int4:128` (32-bit words), `fp8:128x128`, `mxfp8:32`, `mxfp4:32`, `nvfp4:16`. `codes` may
-    be `float8_e5m2` for FP8; `scale` is the type of scales that no format fixes.
+    be `float8_e5m2` for FP8; `scale` is the type of scales that no format fixes. Blocks of rows and
+    columns need not divide the tensor: the last ones are cut, as in DeepSeek's checkpoints.
 
     Raises:
         FormatError: no such packing.
-        UsageError: blocks do not divide the tensor (with the largest that do), it has an odd number
-            of rows for row pairs or of columns for pairs of these.
+        UsageError: groups do not divide the columns (with the largest that do), or there is an odd
+            number of rows for row pairs or of columns for pairs of these.
     """
     name = packing.partition(":")[0]
     if name not in _CODES:
@@ -95,15 +96,14 @@ def _scale(packing: str, shape: Index, style: Style, dtype: str) -> PackedPart:
     if name.startswith("mx") and granularity != str(MX_BLOCK):
         raise FormatError(f"packing {packing!r}: MX formats have a scale for every {MX_BLOCK}")
     per = int(sizes[-1])
-    check_divides(shape[-1], per, "columns", even=name == "nvfp4")
     if len(sizes) == 1:
+        check_divides(shape[-1], per, "columns", even=name == "nvfp4")
         spans = (*rows, PartSpan(last, per))
         return PackedPart(
             role=SCALE, dtype=dtype, shape=(*shape[:-1], shape[-1] // per), spans=spans
         )
     high = int(sizes[0])
-    check_divides(shape[-2], high, "rows")
-    counts = shape[-2] // high, shape[-1] // per
+    counts = -(-shape[-2] // high), -(-shape[-1] // per)
     two = PartSpan(last - 1, high), PartSpan(last, per)
     if style == "modelopt" and len(shape) == 2:
         two_level = (two[0], PartSpan(WHOLE), two[1], PartSpan(WHOLE))

@@ -66,7 +66,9 @@ def _four_bits(x: NDArray[np.float32], out: NDArray[np.uint8], half_down: bool) 
     sign = scratch("sign", x.size, np.bool_)
     np.abs(x, out=value)
     if np.isnan(value.max()):
-        raise FormatError("elements are NaN", hint="they cannot be quantized")
+        raise FormatError(
+            "elements are NaN", hint="they cannot be quantized", error_id="nan-weights"
+        )
     np.greater(value, _borders(half_down), out=beyond)
     np.add.reduce(beyond.view(np.uint8), axis=0, dtype=np.uint8, out=out)
     (np.less_equal if half_down else np.less)(x, np.float32(0), out=sign)
@@ -113,7 +115,9 @@ def integer_codes(
         part: NDArray[Any] = flat[begin : begin + CHUNK]
         top = part.max()
         if np.isnan(top):
-            raise FormatError("elements are NaN", hint="they cannot be quantized")
+            raise FormatError(
+                "elements are NaN", hint="they cannot be quantized", error_id="nan-weights"
+            )
         if not (top < high + 0.5 and part.min() >= low - 0.5):
             part.clip(low, high, out=part)
         part += np.float32(3 << 22)  # whose last place is 1: integers are left in the low bits

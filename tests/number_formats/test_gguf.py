@@ -53,7 +53,7 @@ def test_every_decodable_type_decodes_arbitrary_bytes():
 @pytest.mark.parametrize(
     ("packing", "cols", "shape", "says"),
     [
-        ("gguf:Q9_9", 32, (1, 20), "unknown GGUF type 'Q9_9'"),
+        ("gguf:Q9_9", 32, (1, 20), "GGUF type 'Q9_9' is unknown"),
         ("Q4_1", 32, (1, 20), "not a multiple of the block"),
         ("gguf:Q4_1", 33, (1, 20), "not a multiple of the block"),
         ("gguf:Q4_1", 64, (1, 20), "not 40 bytes"),

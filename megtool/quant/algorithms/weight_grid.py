@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megtool.quant.fake_quant.fake_quantize import second_scale
 from megtool.quant.fake_quant.rounding_torch import (
@@ -57,6 +58,8 @@ class Grid:
             return size.amax()
         if not self.columns:
             return size.amax(dim=1)
+        if self.rows > 1:  # the last blocks may be cut
+            size = pad(size, (0, -size.shape[1] % self.columns, 0, -size.shape[0] % self.rows))
         out, width = size.shape
         size = size.reshape(out, width // self.columns, self.columns).amax(dim=2)
         if self.rows > 1:
@@ -64,7 +67,7 @@ class Grid:
         return size
 
     def broadcast(self, amax: Tensor) -> Tensor:
-        """Expand values per group, block, row or tensor to the shape of the weight."""
+        """Expand values per group, block, row or tensor to the weight's shape; blocks are whole."""
         if amax.dim() == 0:
             return amax
         if amax.dim() == 1:
@@ -90,6 +93,8 @@ class Grid:
         if self.has_global_scale and global_amax is None:
             global_amax = float(weight_OI.abs().max())
         scale = self.broadcast(self.scale(amax, global_amax))
+        if self.rows > 1:
+            scale = scale[: weight_OI.shape[0], : weight_OI.shape[1]]
         values = weight_OI / scale
         if self.is_integer:
             values = self.nearest_codes(values).mul_(scale)

@@ -139,7 +139,7 @@ def fake_weight(
             view = _rounded(name, view / scale, quotient)
         else:
             view = _meaning(name, _blocks(codes[part].to(device), granularity))
-        result = (view * scale).reshape(x.shape)
+        result = _unblocked(view * scale, granularity)[: len(x), :width]
         if run is not None:
             result = to_e4m3(result / run) * run
         out[part] = result if smoothing_scale is None else result / smoothing_scale
@@ -148,6 +148,7 @@ def fake_weight(
             f"the weight of {qparams.module} is NaN or infinite in places",
             tensor=qparams.module,
             hint="it cannot be quantized",
+            error_id="nan-weights",
         )
     return out
 
@@ -195,7 +196,18 @@ def _blocks(x: Tensor, granularity: str) -> Tensor:
     rows, width = x.shape
     if len(sizes) == 1:
         return x.view(rows, width // sizes[0], sizes[0])
+    over = -rows % sizes[0], -width % sizes[1]  # the last blocks may be cut
+    if any(over):
+        x = torch.nn.functional.pad(x, (0, over[1], 0, over[0]))
+        rows, width = x.shape
     return x.view(rows // sizes[0], sizes[0], width // sizes[1], sizes[1])
+
+
+def _unblocked(view: Tensor, granularity: str) -> Tensor:
+    """The matrix that `_blocks` made `view` of, with what fills up the last blocks."""
+    if "x" in granularity:
+        return view.flatten(0, 1).flatten(1)
+    return view.flatten(1)
 
 
 def _reduced(granularity: str) -> tuple[int, ...]:

@@ -189,9 +189,11 @@ def parse_engine(text: str) -> EngineVersion:
     """
     engine, _, version = text.partition("@")
     if engine not in ENGINES:
-        raise UsageError(f"unknown engine {engine!r}", hint="known: " + ", ".join(ENGINES))
+        raise UsageError(f"the engine {engine!r} is unknown", hint="known: " + ", ".join(ENGINES))
     if "@" in text and version != "main" and not re.fullmatch(_VERSION, version):
-        raise UsageError(f"version {version!r} of {engine}", hint="such as 0.16.0, or main")
+        raise UsageError(
+            f"{version!r} is not a version of {engine}", hint="such as 0.16.0, or main"
+        )
     first = min((s.since for s in TABLE if s.engine == engine), key=_order)
     if version and _order(version) < _order(first):
         raise UsageError(
@@ -312,6 +314,7 @@ def check_engine(
             f"here it is {message}",
         )
     check_family(engine, architecture, decisions, used, problems)
+    _check_cut_blocks(engine, used, problems)
     _check_siblings(engine, decisions, problems)
 
 
@@ -336,6 +339,25 @@ def list_permitted_sets(
         sets.append({a for a in algos if a in loads and a in mixes})
     maximal = [s for i, s in enumerate(sets) if not any(s < o for o in sets) and s not in sets[:i]]
     return [frozenset(s) for s in maximal] or [frozenset()]
+
+
+def _check_cut_blocks(
+    engine: EngineVersion, used: Mapping[str, Sequence[Decision]], problems: RecipeProblems
+) -> None:
+    """Check for blocks that are cut at the end of a weight: vLLM needs another form for them."""
+    if engine.engine != "vllm":
+        return
+    for d in used.get("FP8_PB_WO", ()):
+        size = d.format.group_size if d.format else 0
+        if size and not d.format.choose and any(n % size for n in d.module.shape):
+            shape = " x ".join(map(str, d.module.shape))
+            problems.add(
+                _line([d]),
+                f"{engine.name} loads blocks of {size} that are cut at the end of a weight only as "
+                f"compressed-tensors, and {d.module.name} is {shape}",
+                "quantize without --target, then megtool export --to compressed-tensors",
+            )
+            return
 
 
 def _check_siblings(

@@ -280,7 +280,7 @@ def _explain_no_effect(
 def _check_group_sizes(
     decisions: Sequence[Decision], problems: RecipeProblems, *, unknown: bool = False
 ) -> None:
-    """Check that groups and blocks divide their weights, and that packed rows come in pairs.
+    """Check that groups (not blocks) divide their weights, and that packed rows come in pairs.
 
     `unknown`: an unsupported group size was requested, so the recipe's own sizes are not checked.
     """
@@ -292,10 +292,10 @@ def _check_group_sizes(
         if f is None or not f.algo or (unknown and _group_sizes(f)):
             continue
         formats[f.name] = f
-        suited[f.name] += m.shape if f.number.scaling == "block" else m.shape[1:]
-        if f.number.scaling == "block" and (m.shape[0] % f.group_size):
-            wrong[f.name, "rows"].append(m)
-        elif f.group_size and m.shape[1] % f.group_size:
+        if f.number.scaling == "block":
+            continue
+        suited[f.name] += m.shape[1:]
+        if f.group_size and m.shape[1] % f.group_size:
             wrong[f.name, "columns"].append(m)
         elif f.number.bits == 4 and f.number.groups[0] == 128 and m.shape[0] % 2:
             wrong[f.name, "odd"].append(m)
@@ -309,13 +309,13 @@ def _check_group_sizes(
                 "keep them unquantized with a separate rule",
             )
             continue
-        size = first.shape[0] if defect == "rows" else first.shape[1]
         fitting = largest_group(suited[name], f.group_size)
         hint = "keep them unquantized with a separate rule, or use another format"
         if fitting in f.number.groups:
             hint = f"the largest that does is {fitting} (--group-size {fitting}, or in the recipe)"
         problems.add(
             f.line,
-            f"group size {f.group_size} of {f.algo} does not divide the {size} {defect} of {named}",
+            f"group size {f.group_size} of {f.algo} does not divide the {first.shape[1]} columns "
+            f"of {named}",
             hint,
         )

@@ -99,6 +99,17 @@ def test_scales_of_heads_that_are_turned(recipe: str, target: str, told: str, mo
     assert not told or told in problems.problems[0][1]
 
 
+def test_cut_blocks_are_not_loaded_as_modelopt_by_vllm(tmp_path: Path) -> None:
+    path = tiny_models.llama(tmp_path / "m", head_dim=32)  # k has 64 rows of 128 columns
+    with pytest.raises(RecipeError, match=r"cut at the end of a weight.*is 64 x 128") as caught:
+        explain_recipe(path, "fp8_block128", target="vllm")
+    assert "compressed-tensors" in str(caught.value)
+    explain_recipe(path, "fp8_block128", target="trtllm")
+    explain_recipe(path, "fp8_block128")
+    whole = tiny_models.llama(tmp_path / "whole")
+    explain_recipe(whole, "fp8_block128", target="vllm")
+
+
 def test_turned_heads_limit_a_choice() -> None:
     sglang, both = parse_engine("sglang"), ("FP8", "NVFP4")
     assert list_permitted_sets(sglang, (), both) == [{"FP8"}, {"NVFP4"}]
