@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FLOORS = (
-    {"config", "console", "dtypes", "errors", "options", "reports"},
+    {"child_process", "config", "console", "dtypes", "errors", "options", "reports"},
     {"tensors", "number_formats", "kernels"},
     {"checkpoint", "parallel"},
     {"convert", "model", "optim", "data"},

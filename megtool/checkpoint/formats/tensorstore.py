@@ -7,31 +7,45 @@ A database stores the keys of many arrays and the bytes of their chunks in a few
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, StoredFile
 from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.formats.header_reader import check_inside, parse_json
+from megtool.checkpoint.formats.ocdbt_listing import database_spec, list_metadata, read_value
 from megtool.checkpoint.formats.zarr_chunks import ZarrArray, ZarrChunks
+from megtool.checkpoint.formats.zarr_codecs import DecodeError
 from megtool.checkpoint.formats.zarr_decoding import (
-    LIBRARY_ERRORS,
-    ChunkDecoder,
-    open_tensorstore,
-    tensorstore_package,
+    MISSING,
+    check_index,
+    index_bytes,
+    max_stored_bytes,
 )
 from megtool.checkpoint.formats.zarr_metadata import V2_NAME, V3_NAME, read_v2, read_v3
 from megtool.checkpoint.storage.files import Files
-from megtool.errors import FormatError, StorageError
+from megtool.errors import FormatError, MissingPackageError, StorageError
 from megtool.tensors.sharded import GlobalTensor
 
 MANIFEST = "manifest.ocdbt"
 _DATA = "d"
-_MAX_JSON_BYTES = 64 << 20
 _IS_DATA = re.compile(r"(?:ocdbt\.process_[^/]+/)?(?:d/.+|manifest\.ocdbt)")
+LIBRARY_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,  # includes NotImplementedError
+    TypeError,
+    ValueError,
+)
+"""What tensorstore raises for invalid bytes or metadata."""
+
 _BATCH_BYTES = 64 << 20
 """Values written together: the limit of values in memory."""
 
@@ -62,8 +76,10 @@ def open_database(folder: Path) -> Catalogue:
         for key, read, data in _stored_metadata(folder)
     ]
     if not arrays:
-        raise FormatError("the database has no zarr array", file=folder)
-    chunks = ZarrChunks(folder, files, arrays, _DatabaseDecoder(folder))
+        raise FormatError(
+            "the database has no zarr array", file=folder, error_id="not-a-checkpoint"
+        )
+    chunks = ZarrChunks(folder, files, arrays, _DatabaseReader(folder))
     catalogue = Catalogue(
         format="ocdbt",
         root=folder,
@@ -100,7 +116,7 @@ def write_database(destination: Destination, stage: StagingFolder) -> None:
     pending: list[tuple[Path, Any]] = []
     pending_bytes = 0
     try:
-        store = ts.KvStore.open(_database(stage.tree)).result()
+        store = ts.KvStore.open(database_spec(stage.tree)).result()
         for name in [*metadata_files, *(f.path for f in destination.catalogue.files)]:
             path = stage.path(name)
             value = path.read_bytes()
@@ -138,39 +154,90 @@ def _list_files(folder: Path) -> list[StoredFile]:
 
 def _stored_metadata(folder: Path) -> list[tuple[str, Callable[..., Any], bytes]]:
     """The keys of all arrays, the functions that parse their metadata, and the metadata."""
-    ts = tensorstore_package()
+    tensorstore_package()
     out: list[tuple[str, Callable[..., Any], bytes]] = []
-    try:
-        store = ts.KvStore.open(_database(folder)).result()
-        for name in sorted(key.decode() for key in store.list().result()):
-            key, _, last = name.rpartition("/")
-            if last not in (V2_NAME, V3_NAME):
+    for name, data in list_metadata(folder, MANIFEST):
+        key, _, last = name.rpartition("/")
+        if last == V3_NAME and b'"group"' in data:
+            node = parse_json(data, folder / MANIFEST)
+            if isinstance(node, dict) and node.get("node_type") == "group":
                 continue
-            data = bytes(store.read(name).result().value)
-            if len(data) > _MAX_JSON_BYTES:
-                raise ValueError(f"metadata of {len(data):,} bytes")
-            if last == V3_NAME and b'"group"' in data:
-                node = parse_json(data, folder / MANIFEST)
-                if isinstance(node, dict) and node.get("node_type") == "group":
-                    continue
-            out.append((key, read_v2 if last == V2_NAME else read_v3, data))
-    except LIBRARY_ERRORS as e:
-        raise FormatError(
-            f"the database cannot be read: {str(e)[:200]}",
-            file=folder / MANIFEST,
-            hint="copy the whole folder: the manifest refers to other files in it",
-        ) from e
+        out.append((key, read_v2 if last == V2_NAME else read_v3, data))
     return out
 
 
-def _database(folder: Path, key: str = "") -> dict[str, Any]:
-    base = {"driver": "file", "path": f"{folder}/"}
-    return {"driver": "ocdbt", "base": base, "path": f"{key}/" if key else ""}
+class _DatabaseReader:
+    """Reads the stored bytes of chunks from a database, at most as many as they may have."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._store: Any = None
+        self._last_index: tuple[str, NDArray[np.uint64]] | None = None
+
+    def __call__(
+        self, array: ZarrArray, position: Sequence[int], extent: tuple[Path, int, int]
+    ) -> bytes | None:
+        m = array.metadata
+        per = [c // i for c, i in zip(m.chunk, m.inner, strict=True)]
+        shard = tuple(p // n for p, n in zip(position, per, strict=True))
+        key = f"{array.folder}/{m.key(shard)}" if array.folder else m.key(shard)
+        most = max_stored_bytes(m)
+        if m.index is None:
+            return self._read(lambda store: read_value(store, key, most))
+        index = self._index(array, key, tuple(per))
+        if index is None:
+            return None
+        offset, length = index[tuple(p % n for p, n in zip(position, per, strict=True))].tolist()
+        if offset == MISSING and length == MISSING:
+            return None
+        if length > most or offset + length >= 1 << 63:
+            raise DecodeError(f"a chunk of {length:,} bytes at {offset:,} of a shard")
+        return self._read_range(key, slice(offset, offset + length))
+
+    def _index(
+        self, array: ZarrArray, key: str, counts: tuple[int, ...]
+    ) -> NDArray[np.uint64] | None:
+        """Offset and length of every inner chunk of a shard; None if the shard is missing."""
+        last, index = self._last_index, array.metadata.index
+        if last is not None and last[0] == key:
+            return last[1]
+        if index is None:
+            return None
+        num_bytes = index_bytes(counts, index)
+        data = self._read_range(key, slice(-num_bytes, None) if index.at_end else slice(num_bytes))
+        if data is None:
+            return None
+        entries = check_index(data, counts, index)
+        self._last_index = key, entries
+        return entries
+
+    def _read_range(self, key: str, part: slice) -> bytes | None:
+        def read(store: Any) -> bytes | None:
+            result = store.read(key, byte_range=part).result()
+            return bytes(result.value) if result.state == "value" else None
+
+        return self._read(read)
+
+    def _read(self, read: Callable[[Any], bytes | None]) -> bytes | None:
+        try:
+            if self._store is None:
+                spec = database_spec(self._folder)
+                self._store = tensorstore_package().KvStore.open(spec).result()
+            return read(self._store)
+        except LIBRARY_ERRORS as e:
+            raise DecodeError(f"the database cannot be read: {str(e)[:200]}") from e
 
 
-class _DatabaseDecoder(ChunkDecoder):
-    """Reads boxes of the arrays of a database."""
+def tensorstore_package() -> Any:
+    """Import tensorstore.
 
-    def _open(self, array: ZarrArray) -> Callable[[tuple[slice, ...]], NDArray[Any]]:
-        driver = "zarr" if array.metadata.version == 2 else "zarr3"
-        return open_tensorstore({"driver": driver, "kvstore": _database(self._root, array.folder)})
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    try:
+        import tensorstore
+    except ModuleNotFoundError as e:
+        raise MissingPackageError(
+            "OCDBT databases need tensorstore", hint="pip install 'megtool[zarr]'"
+        ) from e
+    return tensorstore

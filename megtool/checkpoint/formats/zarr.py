@@ -3,7 +3,7 @@
 `zarr` is also Megatron's old backend, an array `iter_X/KEY/.zarray` per tensor. `tensorstore` are
 zarr v3 folders with element types that zarr-python does not know; `ocdbt` are databases of arrays.
 Opening reads metadata, file names and the indexes of shards. Chunks of raw elements are ordinary
-extents; only encoded ones need the libraries.
+extents; encoded ones are decoded in bounded memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from megtool.checkpoint.formats.header_reader import (
 )
 from megtool.checkpoint.formats.save_folder import RELEASE, find_iteration
 from megtool.checkpoint.formats.zarr_chunks import ZarrArray, ZarrChunks
-from megtool.checkpoint.formats.zarr_decoding import ChunkDecoder
 from megtool.checkpoint.formats.zarr_layout import BACKEND, COMMON, OBJECTS, plan_zarr_layout
 from megtool.checkpoint.formats.zarr_metadata import (
     ONLY_TENSORSTORE,
@@ -92,14 +91,17 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
             "an unfinished save: metadata.json is missing, which is written last",
             file=folder,
             hint="choose another iteration, or save again",
+            error_id="unfinished-save",
         )
     backend = _backend(folder)
     scan_result = _FolderScan(folder, void_is_bfloat16=backend == "zarr")
     scan_result.walk("", 0)
     if not scan_result.arrays:
-        raise FormatError("there is no zarr array in this folder", file=folder)
+        raise FormatError(
+            "there is no zarr array in this folder", file=folder, error_id="not-a-checkpoint"
+        )
     arrays = sorted(scan_result.arrays, key=lambda a: a.name)
-    chunks = ZarrChunks(folder, scan_result.files, arrays, ChunkDecoder(folder))
+    chunks = ZarrChunks(folder, scan_result.files, arrays)
     _check_complete(folder, arrays, chunks, megatron=backend == "zarr")
     native = any(
         a.metadata.version == 3 and a.metadata.dtype.name in ONLY_TENSORSTORE
@@ -173,6 +175,7 @@ def _check_complete(
             file=folder / arrays[number].folder,
             tensor=arrays[number].name,
             hint="the save was not finished, or not all of it was copied",
+            error_id="missing-shard",
         )
 
 
@@ -240,7 +243,7 @@ class _FolderScan:
         number = self._file(path)
         full, size = self.root / path, self.files[number].size
         if size > _MAX_JSON_BYTES:
-            raise FormatError(f"metadata of {size:,} bytes", file=full)
+            raise FormatError(f"the metadata has {size:,} bytes, which is too much", file=full)
         data = parse_json(read_exact(full, 0, size), full)
         if name == V2_NAME:
             return number, read_v2(data, file=full, void_is_bfloat16=self.void_is_bfloat16)
@@ -292,7 +295,7 @@ def _add_common(catalogue: Catalogue) -> None:
         catalogue.files.append(StoredFile.stat(root, path.name))
         size = catalogue.files[-1].size
         if size > _MAX_COMMON_BYTES:
-            raise FormatError(f"a common state of {size:,} bytes", file=path)
+            raise FormatError(f"the common state has {size:,} bytes, which is too much", file=path)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             tree: Any = zip_reader.load_object(fd, 0, size, file=path)

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import EncodedChunks, Extents, ShardOffsets, StoredFile
-from megtool.checkpoint.digest import crc32c
 from megtool.checkpoint.formats.header_reader import read_exact
+from megtool.checkpoint.formats.zarr_codecs import DecodeError
+from megtool.checkpoint.formats.zarr_decoding import (
+    MISSING,
+    check_index,
+    decode_chunk,
+    index_bytes,
+    max_stored_bytes,
+)
 from megtool.checkpoint.formats.zarr_metadata import ArrayMetadata
 from megtool.errors import FormatError
 from megtool.tensors.box import Boxes, Ints, numel, row_major_strides, strides
@@ -22,7 +29,8 @@ MAX_CHUNKS = 1 << 22
 MAX_DECODED_BYTES = 4 << 30
 """Encoded chunks are decoded whole in memory; larger ones are refused."""
 
-_MISSING = (1 << 64) - 1
+_PADDED_BYTES = 256 << 20
+_PADDED_RATIO = 8
 _INCOMPLETE = "a chunk file is truncated or belongs to another array: copy the whole folder"
 
 
@@ -39,6 +47,32 @@ class ZarrArray:
     metadata_file: int
     files: Mapping[str, int]
     in_database: bool = False
+
+
+class ReadChunk(Protocol):
+    """Reads the stored bytes of a chunk."""
+
+    def __call__(
+        self, array: ZarrArray, position: Sequence[int], extent: tuple[Path, int, int]
+    ) -> bytes | None:
+        """The bytes of the chunk at `position` in the grid, None if it is missing.
+
+        `extent` is its file, offset and length, of no meaning for an array in a database.
+        """
+
+
+def read_from_file(
+    array: ZarrArray, position: Sequence[int], extent: tuple[Path, int, int]
+) -> bytes:
+    """The bytes of a chunk in a file of its own, or in a shard; at most as many as it may have.
+
+    Raises:
+        DecodeError: there are more.
+    """
+    path, offset, length = extent
+    if length > (most := max_stored_bytes(array.metadata)):
+        raise DecodeError(f"{length:,} bytes are stored where at most {most:,} are expected")
+    return read_exact(path, offset, length)
 
 
 @dataclass(slots=True)
@@ -61,7 +95,7 @@ class ZarrChunks:
 
     Chunks of raw elements are extents. A chunk at the edge of its array is padded to full size, so
     its rows have the pitch of a full chunk (`locate`). All others are encoded chunks, read through
-    `decode`, or missing ones, which consist of the fill value.
+    `read`, or missing ones, which consist of the fill value.
 
     Raises:
         FormatError: too many chunks, a file that is not a chunk of its array, an index that
@@ -69,9 +103,13 @@ class ZarrChunks:
     """
 
     def __init__(
-        self, root: Path, files: Sequence[StoredFile], arrays: Sequence[ZarrArray], decode: Any
+        self,
+        root: Path,
+        files: Sequence[StoredFile],
+        arrays: Sequence[ZarrArray],
+        read: ReadChunk = read_from_file,
     ) -> None:
-        self._root, self._files, self._arrays, self._decode = root, files, arrays, decode
+        self._root, self._files, self._arrays, self._read = root, files, arrays, read
         ndim = max((len(a.metadata.shape) for a in arrays), default=0)
         table = _Table()
         for number, array in enumerate(arrays):
@@ -129,8 +167,20 @@ class ZarrChunks:
         n = len(m.shape)
         lo, hi = self.shards.boxes.lo[row, :n].tolist(), self.shards.boxes.hi[row, :n].tolist()
         shape = tuple(b - a for a, b in zip(lo, hi, strict=True))
-        missing = self._missing[row]
-        elements = np.full(shape, m.fill[0]) if missing else self._decode(array, lo, hi)
+        path = self._root / self._files[int(self.extents.file[row])].path
+        extent = path, int(self.extents.offset[row]), int(self.extents.length[row])
+        position = [a // i for a, i in zip(lo, m.inner, strict=True)]
+        try:
+            data = None if self._missing[row] else self._read(array, position, extent)
+            elements = np.full(shape, m.fill[0]) if data is None else decode_chunk(m, data)
+        except DecodeError as e:
+            raise FormatError(
+                f"elements {lo} to {hi} cannot be decoded: {e}",
+                file=path,
+                tensor=array.name,
+                hint="the chunk is damaged, or not one of this array: fetch or write it again",
+            ) from e
+        elements = elements[tuple(slice(0, n) for n in shape)]
         return np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
 
     def _add(self, number: int, array: ZarrArray, table: _Table, ndim: int) -> None:
@@ -166,6 +216,14 @@ class ZarrChunks:
                 file=self._root / array.folder,
                 tensor=array.name,
                 hint="write the array with smaller chunks, or without compression",
+            )
+        used = numel([min(c, s) for c, s in zip(m.inner, m.shape, strict=True)]) * m.dtype.itemsize
+        if is_encoded.any() and m.inner_bytes > max(_PADDED_BYTES, _PADDED_RATIO * used):
+            raise FormatError(
+                f"a chunk of {m.inner_bytes:,} bytes has only {used:,} of its array",
+                file=self._root / array.folder,
+                tensor=array.name,
+                hint="write the array with chunks of about its own size",
             )
         table.is_missing.append(file < 0)
         file[file < 0] = array.metadata_file
@@ -211,48 +269,43 @@ class ZarrChunks:
             shard_file = array.files.get(m.key(tuple(position)), -1)
             if shard_file < 0:
                 continue
-            if m.index is None:
-                # The library locates them; the lengths only add up to the bytes read.
-                size = self._files[shard_file].size
-                share = np.arange(len(rows) + 1) * size // max(len(rows), 1)
-                file[rows], offset[rows], length[rows] = shard_file, share[:-1], np.diff(share)
-                continue
             index = self._read_index(array, shard_file, int(per.prod()))
             entries = index[index_in_shard[rows]]
-            stored = (entries != np.uint64(_MISSING)).any(axis=1)
+            stored = (entries != np.uint64(MISSING)).any(axis=1)
             rows, entries = rows[stored], entries[stored]
-            for start, num in entries[entries[:, 1] != m.inner_bytes][:1].tolist():
-                self._refuse(array, shard_file, f"has a chunk of {num:,} bytes at {start:,}", m)
             start_at, end_at = self._data_range(array, shard_file, int(per.prod()))
-            outside = entries[:, 0] < start_at
-            outside |= entries[:, 0] > max(end_at - m.inner_bytes, 0)
+            outside = (entries[:, 0] < start_at) | (entries[:, 1] > end_at)
+            outside |= entries[:, 0] > np.maximum(end_at, entries[:, 1]) - entries[:, 1]
+            if m.is_raw:
+                outside |= entries[:, 1] != m.inner_bytes
             for start, num in entries[outside][:1].tolist():
                 self._refuse(array, shard_file, f"has a chunk of {num:,} bytes at {start:,}", m)
             file[rows], offset[rows], length[rows] = shard_file, entries[:, 0], entries[:, 1]
-        return file, offset, length, (file < 0) | np.full(n, m.index is None)
+        return file, offset, length, (file < 0) | np.full(n, not m.is_raw)
 
     def _data_range(self, array: ZarrArray, file: int, num_chunks: int) -> tuple[int, int]:
         """The byte range of a shard that may hold chunks: all but its index."""
         index, size = array.metadata.index, self._files[file].size
-        index_bytes = 16 * num_chunks + (4 if index and index.checksum else 0)
-        return (0, size - index_bytes) if index and index.at_end else (index_bytes, size)
+        num_bytes = index_bytes((num_chunks,), index) if index else 0
+        return (0, size - num_bytes) if index and index.at_end else (num_bytes, size)
 
     def _read_index(self, array: ZarrArray, file: int, num_chunks: int) -> NDArray[np.uint64]:
         """Offset and length of every inner chunk of a shard, uint64 `[num, 2]`."""
         index = array.metadata.index
+        if index is None:
+            raise ValueError("only a shard has an index")
         stored = self._files[file]
         first, end = self._data_range(array, file, num_chunks)
         if end < first:
             self._refuse(array, file, f"of {stored.size:,} bytes lacks an index", array.metadata)
-        offset, size = (end, stored.size - end) if index and index.at_end else (0, first)
+        offset, size = (end, stored.size - end) if index.at_end else (0, first)
         data = read_exact(self._root / stored.path, offset, size)
-        if index and index.checksum:
-            expected = int.from_bytes(data[-4:], "little")
-            if crc32c(data[:-4]) != expected:
-                self._refuse(array, file, "has an index with a wrong checksum", array.metadata)
-        return np.frombuffer(data[: 16 * num_chunks], "<u8").reshape(num_chunks, 2)
+        try:
+            return check_index(data, (num_chunks,), index)
+        except DecodeError as e:
+            self._refuse(array, file, f"has {e}", array.metadata)
 
-    def _refuse(self, array: ZarrArray, file: int, problem: str, m: ArrayMetadata) -> None:
+    def _refuse(self, array: ZarrArray, file: int, problem: str, m: ArrayMetadata) -> NoReturn:
         raise FormatError(
             f"the chunk file {problem}; chunks of {list(m.inner)} {m.dtype} have {m.inner_bytes:,}",
             file=self._root / self._files[file].path,

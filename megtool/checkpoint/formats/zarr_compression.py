@@ -36,7 +36,7 @@ def codec_metadata(compression: str, dtype: DType) -> dict[str, Any]:
         settings = _BLOSC | shuffle
     else:
         raise UsageError(
-            f"unknown compression {compression!r}", hint=f"known: {', '.join(COMPRESSIONS)}"
+            f"the compression {compression!r} is unknown", hint=f"known: {', '.join(COMPRESSIONS)}"
         )
     return {"name": compression, "configuration": settings}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,14 @@ from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import MAX_DIMS
 from megtool.checkpoint.formats.header_reader import DAMAGED, short_repr
+from megtool.checkpoint.formats.zarr_codecs import (
+    COMPRESSIONS,
+    INDEX_CODECS,
+    SHAPING,
+    SHARDING,
+    Codec,
+    find_wrong_setting,
+)
 from megtool.checkpoint.transport.cast import encode_element
 from megtool.dtypes import DTYPES, DType, dtype
 from megtool.errors import FormatError
@@ -33,12 +42,7 @@ ONLY_TENSORSTORE = frozenset(
 
 _DTYPES = {d.name: d for d in DTYPES}
 _V2_DTYPES = {np.dtype(d.numpy).str[1:]: d for d in DTYPES if d.name not in ONLY_TENSORSTORE}
-_SHAPING = ("bytes", "transpose", "sharding_indexed")
-_COMPRESSIONS = (
-    "adler32 blosc bz2 crc32 crc32c delta fletcher32 gzip jenkins_lookup3 lz4 lzma shuffle zlib "
-    "zstd"
-)
-"""Codecs that only convert numbers and bytes; `pickle`, which runs code, is not among them."""
+_MAX_NESTED_SHARDS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +58,9 @@ class ArrayMetadata:
     """One array.
 
     `chunk` is the shape of one file; `inner` is the shape encoded at a time, the same unless
-    sharded. `is_raw`: an encoded `inner` is its little-endian elements, in row-major order, or
-    column-major order if `is_column_major`, padded to full size at the edges of the array. `fill`
+    a shard with an index that can be read by itself. `codecs` encode an `inner`. `is_raw`: this
+    gives its little-endian elements, in row-major order, or column-major order if
+    `is_column_major`, padded to full size at the edges of the array. `fill`
     is one element of missing chunks, as an unsigned integer of its width. `is_zarr_python_dtype`:
     zarr-python supports the stored dtype.
     """
@@ -72,11 +77,12 @@ class ArrayMetadata:
     is_zarr_python_dtype: bool = True
     is_column_major: bool = False
     index: ShardIndex | None = None
+    codecs: tuple[Codec, ...] = ()
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a file holds several encoded chunks."""
-        return self.index is not None or self.chunk != self.inner
+        """Whether a file holds several encoded chunks, and an index of them."""
+        return self.index is not None
 
     @property
     def inner_bytes(self) -> int:
@@ -146,10 +152,15 @@ class _Reader:
             )
         return value
 
-    def compression(self, name: object) -> None:
+    def codec(self, name: object, settings: dict[str, Any], known: Collection[str]) -> Codec:
+        """A codec of one of the `known` names, whose settings have the right types."""
         plain = name.removeprefix("numcodecs.") if isinstance(name, str) else ""
-        if plain not in _COMPRESSIONS.split():
-            raise self.error(f"codec {short_repr(name)} is unknown", f"known: {_COMPRESSIONS}")
+        if plain not in known:
+            raise self.error(f"codec {short_repr(name)} is unknown", f"known: {' '.join(known)}")
+        codec = Codec(plain, settings)
+        if wrong := find_wrong_setting(codec):
+            raise self.error(f"codec {plain} has {wrong} {short_repr(settings.get(wrong))}")
+        return codec
 
     def bits(self, value: Any) -> Any:
         """The fill value of untyped elements (base64) in the notation of v3."""
@@ -208,11 +219,13 @@ def read_v2(data: Any, *, file: Path, void_is_bfloat16: bool = False) -> ArrayMe
         raise r.error(
             f"elements of type {short_repr(name)} are not supported", "convert them first"
         )
-    codecs = [metadata.get("compressor"), *r.items(metadata.get("filters") or [], "the filters")]
-    codecs = [r.members(c, "a codec") for c in codecs if c is not None]
-    for codec in codecs:
-        r.compression(codec.get("id"))
     order = r.choice(metadata.get("order", "C"), "the order", ("C", "F"))
+    stored = [*r.items(metadata.get("filters") or [], "the filters"), metadata.get("compressor")]
+    settings = [r.members(c, "a codec") for c in stored if c is not None]
+    codecs = [r.codec(c.get("id"), c, COMPRESSIONS) for c in settings]
+    reverse = list(range(len(shape)))[::-1]
+    shaping = [Codec("transpose", {"order": reverse})] if order == "F" else []
+    shaping.append(Codec("bytes", {"endian": "big" if swapped else "little"}))
     return ArrayMetadata(
         version=2,
         shape=shape,
@@ -225,6 +238,7 @@ def read_v2(data: Any, *, file: Path, void_is_bfloat16: bool = False) -> ArrayMe
         separator=r.choice(metadata.get("dimension_separator", "."), "the separator", (".", "/")),
         prefix="",
         is_zarr_python_dtype=kind.name not in ONLY_TENSORSTORE,
+        codecs=(*shaping, *codecs),
     )
 
 
@@ -261,68 +275,105 @@ def read_v3(data: Any, *, file: Path) -> ArrayMetadata:
         metadata.get("storage_transformers", []), "the storage transformers"
     ):
         raise r.error(f"the storage transformer {short_repr(transformer)} is unknown")
-    codecs = [r.named(c, "a codec") for c in r.items(metadata.get("codecs"), "the codecs")]
-    _check_codecs(r, codecs)
+    codecs = _read_codecs(r, metadata.get("codecs"), chunk)
     inner, index = chunk, None
-    is_raw = _is_raw(codecs, kind)
-    if codecs and codecs[0][0] == "sharding_indexed":
-        inner, index, is_raw = _sharding(r, codecs, chunk, kind)
+    shard = codecs[0].settings if codecs[0].name == SHARDING and len(codecs) == 1 else None
+    if shard is not None and _is_plain_index(shard["index_codecs"]):
+        index = ShardIndex(
+            at_end=shard["index_location"] == "end", checksum=len(shard["index_codecs"]) == 2
+        )
+        inner, codecs = shard["chunk_shape"], shard["codecs"]
     return ArrayMetadata(
         version=3,
         shape=shape,
         dtype=kind,
         chunk=chunk,
         inner=inner,
-        is_raw=is_raw,
+        is_raw=_is_raw(codecs, kind),
         fill=r.fill(metadata.get("fill_value"), stored),
         separator=separator,
         prefix="c" if encoding == "default" else "",
         is_zarr_python_dtype=stored.name not in ONLY_TENSORSTORE,
         index=index,
+        codecs=codecs,
     )
 
 
-_Codecs = list[tuple[str, dict[str, Any]]]
+def _read_codecs(
+    r: _Reader, stored: Any, shape: tuple[int, ...], depth: int = 0
+) -> tuple[Codec, ...]:
+    """The codecs of chunks of `shape`: any transpositions, one that gives bytes, and any others.
 
-
-def _check_codecs(r: _Reader, codecs: _Codecs) -> None:
-    if not codecs:
+    In a shard's settings, `codecs` and `index_codecs` are codecs too, and its defaults are filled
+    in.
+    """
+    known = (*sorted(SHAPING), *COMPRESSIONS)
+    codecs = [r.codec(*r.named(c, "a codec"), known) for c in r.items(stored or [], "the codecs")]
+    number = next((k for k, c in enumerate(codecs) if c.name in ("bytes", SHARDING)), None)
+    if number is None:
         raise r.error("no codec turns the elements into bytes")
-    for name, _ in codecs:
-        if name not in _SHAPING:
-            r.compression(name)
+    first, serializer, last = codecs[:number], codecs[number], codecs[number + 1 :]
+    deltas = [c for c in first if c.name == "delta"]
+    first = first[: len(first) - len(deltas)]
+    orders = [_axes(r, c.settings.get("order"), len(shape)) for c in first if c.name == "transpose"]
+    if len(orders) != len(first) or any(c.name in SHAPING for c in last):
+        raise r.error(f"the codecs {' '.join(c.name for c in codecs)} are in a wrong order")
+    for axes in orders:
+        shape = tuple(shape[a] for a in axes)
+    transposed = [Codec("transpose", {"order": axes}) for axes in orders]
+    if serializer.name == SHARDING:
+        if deltas or depth == _MAX_NESTED_SHARDS:
+            raise r.error("shards are nested too deeply, or in another codec")
+        serializer = _read_sharding(r, serializer.settings, shape, depth)
+    elif deltas and serializer.settings.get("endian", "little") != "little":
+        raise r.error("differences of big-endian elements are not supported")
+    return (*transposed, serializer, *deltas, *last)
 
 
-def _is_raw(codecs: _Codecs, kind: DType) -> bool:
+def _axes(r: _Reader, order: Any, ndim: int) -> list[int]:
+    """The permutation of a transposition."""
+    names = {"C": list(range(ndim)), "F": list(range(ndim))[::-1]}
+    axes = names.get(order) if isinstance(order, str) else order
+    if not isinstance(axes, list) or any(type(a) is not int for a in axes):
+        raise r.error(f"codec transpose has order {short_repr(order)}")
+    if sorted(axes) != list(range(ndim)):
+        raise r.error(f"codec transpose has order {short_repr(order)} in {ndim} dimensions")
+    return axes
+
+
+def _read_sharding(
+    r: _Reader, settings: Mapping[str, Any], shape: tuple[int, ...], depth: int
+) -> Codec:
+    inner = r.grid(shape, settings.get("chunk_shape"), "the inner chunk shape")
+    if any(c % i for c, i in zip(shape, inner, strict=True)):
+        raise r.error(f"inner chunks of {list(inner)} do not divide the shard {list(shape)}")
+    location = settings.get("index_location", "end")
+    counts = tuple(c // i for c, i in zip(shape, inner, strict=True))
+    index_codecs = _read_codecs(r, settings.get("index_codecs"), (*counts, 2), depth + 1)
+    if any(c.name not in INDEX_CODECS for c in index_codecs):
+        raise r.error("the index of a shard is compressed")
+    return Codec(
+        SHARDING,
+        {
+            "chunk_shape": inner,
+            "codecs": _read_codecs(r, settings.get("codecs"), inner, depth + 1),
+            "index_codecs": index_codecs,
+            "index_location": r.choice(location, "the index location", ("start", "end")),
+        },
+    )
+
+
+def _is_plain_index(codecs: tuple[Codec, ...]) -> bool:
+    """Whether an index is little-endian numbers, and at most a CRC-32C after them."""
+    names = [c.name for c in codecs]
+    is_plain = names == ["bytes"] or (
+        names == ["bytes", "crc32c"] and codecs[1].settings.get("location") in (None, "end")
+    )
+    return is_plain and codecs[0].settings.get("endian") == "little"
+
+
+def _is_raw(codecs: tuple[Codec, ...], kind: DType) -> bool:
     """Whether the only codec writes little-endian elements."""
-    if [name for name, _ in codecs] != ["bytes"]:
+    if [c.name for c in codecs] != ["bytes"]:
         return False
-    return kind.itemsize == 1 or codecs[0][1].get("endian") == "little"
-
-
-def _sharding(
-    r: _Reader, codecs: _Codecs, chunk: tuple[int, ...], kind: DType
-) -> tuple[tuple[int, ...], ShardIndex | None, bool]:
-    """The inner chunk of a shard, its index (if supported), and whether chunks are raw."""
-    settings = codecs[0][1]
-    inner = r.grid(chunk, settings.get("chunk_shape"), "the inner chunk shape")
-    if any(c % i for c, i in zip(chunk, inner, strict=True)):
-        raise r.error(f"inner chunks of {list(inner)} do not divide the shard {list(chunk)}")
-    inner_codecs = [
-        r.named(c, "a codec") for c in r.items(settings.get("codecs"), "the inner codecs")
-    ]
-    _check_codecs(r, inner_codecs)
-    index_codecs = [
-        r.named(c, "a codec") for c in r.items(settings.get("index_codecs"), "index codecs")
-    ]
-    _check_codecs(r, index_codecs)
-    location = r.choice(
-        settings.get("index_location", "end"), "the index location", ("start", "end")
-    )
-    names = [name for name, _ in index_codecs]
-    plain = (
-        names in (["bytes"], ["bytes", "crc32c"]) and index_codecs[0][1].get("endian") == "little"
-    )
-    is_raw = plain and len(codecs) == 1 and _is_raw(inner_codecs, kind)
-    index = ShardIndex(at_end=location == "end", checksum=len(names) == 2) if is_raw else None
-    return inner, index, is_raw
+    return kind.itemsize == 1 or codecs[0].settings.get("endian") == "little"

@@ -333,10 +333,14 @@ def test_a_shard_that_contradicts_its_index(sharded):
 
 def test_a_damaged_cell_is_named(sharded):
     file = sharded / "zst/c/1/0"
-    file.write_bytes(file.read_bytes()[:-30] + b"damaged" * 10)
+    good = file.read_bytes()
+    file.write_bytes(b"damaged" + good[7:])
     found = open_checkpoint(sharded)
-    with raises(FormatError, match="cannot be decoded", tensor="zst"):
+    with raises(FormatError, match="cannot be decoded", tensor="zst", file=file):
         contents(found)
+    file.write_bytes(good[:-30] + b"damaged" * 10)
+    with raises(FormatError, match="an index with a wrong checksum", tensor="zst", file=file):
+        open_checkpoint(sharded)
 
 
 def test_truncated_raw_chunks_and_links(tmp_path):

@@ -1,0 +1,79 @@
+"""Child processes under the limits of the system, and what they needed."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitedRun:
+    """A child process that ended: its status, output, seconds, and the most memory it had."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float
+    peak_bytes: int
+
+
+def run_limited(
+    arguments: Sequence[object],
+    *,
+    address_bytes: int | None = None,
+    processes: int | None = None,
+    timeout: float = 120,
+    user: int | None = None,
+    **environment: str,
+) -> LimitedRun:
+    """Run Python on `arguments` under limits; a child that does not end in `timeout` is an error.
+
+    Raises:
+        TimeoutError: it did not end.
+    """
+
+    def limit() -> None:
+        if address_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (address_bytes, address_bytes))
+        if processes is not None:
+            resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
+
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        start = time.monotonic()
+        child = subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            stdout=out,
+            stderr=err,
+            env=os.environ | environment,
+            preexec_fn=limit,
+            user=user,
+        )
+        try:
+            while True:
+                number, status, usage = os.wait4(child.pid, os.WNOHANG)
+                if number:
+                    break
+                if time.monotonic() - start > timeout:
+                    raise TimeoutError(f"{arguments} did not end in {timeout} seconds")
+                time.sleep(0.01)
+        except BaseException:
+            child.kill()
+            child.wait()
+            raise
+        child.returncode = os.waitstatus_to_exitcode(status)
+        seconds = time.monotonic() - start
+        out.seek(0)
+        err.seek(0)
+        return LimitedRun(
+            status=child.returncode,
+            out=out.read().decode(errors="replace"),
+            err=err.read().decode(errors="replace"),
+            seconds=seconds,
+            peak_bytes=usage.ru_maxrss << 10,
+        )
