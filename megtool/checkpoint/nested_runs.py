@@ -74,6 +74,7 @@ def check_runs_above(files: Files, destination: Path) -> None:
                 f"{holder} is writing {str(folder)!r}, which the destination is inside",
                 file=destination,
                 hint="wait until it has ended, or choose another destination",
+                error_id="destination-locked",
             )
 
 
@@ -106,6 +107,7 @@ def check_runs_within(files: Files, folder: Path) -> None:
                 f"{holder} is writing {str(target)!r}, which is inside the destination",
                 file=folder,
                 hint="wait until it has ended, or choose another destination",
+                error_id="destination-locked",
             )
         if path.name != SAVE_STAGING and any(files.lstat(path / name) for name in _WORK):
             raise DestinationError(
@@ -113,6 +115,7 @@ def check_runs_within(files: Files, folder: Path) -> None:
                 "inside the destination",
                 file=folder,
                 hint="run its command again to finish it, or remove that folder",
+                error_id="interrupted-run",
             )
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
+from stat import S_ISDIR
 from types import TracebackType
 from typing import Self
 
+from megtool.checkpoint.nested_runs import check_runs_above
+from megtool.checkpoint.storage.file_kinds import describe_kind, is_special
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.lock import LockFile
 from megtool.errors import DestinationError, MegtoolError
@@ -43,13 +47,19 @@ class DatasetFiles:
             raise DestinationError(f"{str(self.prefix)!r} is not a file name")
         for suffix in (DATA, INDEX):
             path = self._path(suffix)
-            if path.is_dir():
-                raise DestinationError("is a folder", file=path, hint="name another destination")
+            status = self._files.stat(path)
+            if status is not None and (S_ISDIR(status.st_mode) or is_special(status.st_mode)):
+                raise DestinationError(
+                    f"is {describe_kind(status.st_mode)}, which is never replaced",
+                    file=path,
+                    hint="name another destination",
+                )
             if not self._overwrite and self._files.lstat(path) is not None:
                 raise DestinationError(
                     "already exists",
                     file=path,
                     hint="name another destination, or replace it: --overwrite",
+                    error_id="destination-exists",
                 )
 
     def commit(self, *, fsync: bool = True) -> int:
@@ -79,10 +89,11 @@ class DatasetFiles:
         self.check()
         self._lock = LockFile(self._files, self._folder / "lock", self._make_folder)
         try:
+            check_runs_above(self._files, Path(os.path.realpath(self.prefix)))
             for suffix in (DATA, INDEX):
                 self._files.remove(self._path(suffix, self.staged))
         except BaseException:
-            self._lock.release()
+            self._leave()
             raise
         return self
 
@@ -92,6 +103,10 @@ class DatasetFiles:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        """Remove what is staged, and release the lock."""
         with contextlib.suppress(MegtoolError):  # the files are there, or the first error counts
             for path in (*(self._path(s, self.staged) for s in (DATA, INDEX)), self._lock_file()):
                 self._files.remove(path)
@@ -104,7 +119,7 @@ class DatasetFiles:
         for folder in reversed([p for p in self._folder.parents if self._files.stat(p) is None]):
             if self._files.mkdir(folder):
                 self._created_folders.append(folder)
-        self._files.mkdir(self._folder)
+        self._files.make_own_folder(self._folder, is_private=True)
 
     def _lock_file(self) -> Path:
         return self._folder / "lock"

@@ -171,7 +171,7 @@ class IndexedWriter:
         self._lengths, self._ends = array("i"), array("q", [0])
         self._modes: array[int] | None = None
         self.num_tokens = 0
-        self.index_file.unlink(missing_ok=True)
+        _remove(self.index_file)
         self._file = _open(self.data_file)
 
     def add(self, ids: Iterable[int] | Tokens, *, mode: int | None = None) -> None:
@@ -258,10 +258,19 @@ def _paths(prefix: Path) -> tuple[Path, Path]:
 
 
 def _open(path: Path) -> Any:
+    """A new file; what has its name is removed, so that no link is followed and no FIFO opened."""
+    _remove(path)
     try:
-        return path.open("wb", buffering=1 << 20)
+        return path.open("xb", buffering=1 << 20)
     except OSError as e:
         raise StorageError(f"cannot write: {e.strerror}", file=path) from e
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as e:
+        raise StorageError(f"cannot replace: {e.strerror}", file=path) from e
 
 
 def _mapped(path: Path) -> NDArray[np.uint8]:

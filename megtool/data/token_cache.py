@@ -9,6 +9,7 @@ is there is whole, and processes that build the same one do not disturb each oth
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress, silent
 from megtool.data.documents import Document, documents, source_bytes
 from megtool.data.indexed import IndexedDataset
@@ -68,8 +70,8 @@ class TokenCache:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            facts = json.loads((folder / _FACTS).read_text())
-            self.lengths: Int = np.load(folder / _LENGTHS).astype(np.int64)
+            facts = json.loads(_read(folder / _FACTS))
+            self.lengths: Int = np.load(io.BytesIO(_read(folder / _LENGTHS))).astype(np.int64)
             count = int(self.lengths.sum())
             self._tokens = _mapped(folder / _TOKENS, np.dtype("<i4"), count)
             self.is_partly_learned = bool(facts["partly"])
@@ -79,9 +81,9 @@ class TokenCache:
                 else None
             )
             self.fingerprint = str(facts["digest"])
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as e:
             raise FormatError(
-                f"incomplete token cache: {e}", file=folder, hint="delete it: it is rebuilt"
+                f"the token cache is incomplete: {e}", file=folder, hint="delete it: it is rebuilt"
             ) from e
         self._first = np.concatenate([[0], np.cumsum(self.lengths)])
 
@@ -257,6 +259,22 @@ def _key(source: str | Path, tokenizer: Tokenizer, encoding: Encoding) -> str:
             states.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
     facts = [_VERSION, str(source), states, tokenizer.fingerprint, asdict(encoding)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a file that must be there.
+
+    Raises:
+        FormatError: it is missing, or no regular file.
+    """
+    data = Files().read_whole(path)
+    if data is None:
+        raise FormatError(
+            f"the token cache has no {path.name}",
+            file=path.parent,
+            hint="delete it: it is rebuilt",
+        )
+    return data
 
 
 def _mapped(path: Path, kind: np.dtype[Any], count: int) -> NDArray[Any]:

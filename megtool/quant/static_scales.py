@@ -14,11 +14,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megtool.checkpoint.containers.te_extra_state import ExtraState
+from megtool.checkpoint.storage.file_kinds import describe_kind
+from megtool.checkpoint.storage.files import Files
 from megtool.convert.dialects import CanonicalView
 from megtool.errors import CalibrationError, DestinationError, MappingError
 from megtool.number_formats.delayed_scaling import INPUT
@@ -93,7 +96,9 @@ def derive_amax(
     config = model.view.config
     if config is None:
         raise MappingError(
-            "the model is unknown: the checkpoint has no config", hint="--like HF_FOLDER"
+            "the model is unknown: the checkpoint has no config",
+            hint="--like HF_FOLDER",
+            error_id="no-model-config",
         )
     activation_sites = list_activation_sites(modules.modules, config)
     inputs = read_input_amaxes(scaling)
@@ -298,11 +303,19 @@ def _save(
 
 
 def _check_destination(target: Path, overwrite: bool) -> None:
-    if target.is_dir():
-        raise DestinationError("the destination is a folder, not a file", file=target)
-    if target.exists() and not overwrite:
+    status = Files().stat(target)
+    if status is not None and not S_ISREG(status.st_mode):
         raise DestinationError(
-            "the file exists", file=target, hint="choose another name, or use --overwrite"
+            f"the destination is {describe_kind(status.st_mode)}, not a file",
+            file=target,
+            hint="choose another name",
+        )
+    if status is not None and not overwrite:
+        raise DestinationError(
+            "the file exists",
+            file=target,
+            hint="choose another name, or use --overwrite",
+            error_id="destination-exists",
         )
     if not target.parent.is_dir():
         raise DestinationError(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from megtool.checkpoint.storage.files import Files
 from megtool.errors import MissingPackageError, StorageError
 
 _LOG = logging.getLogger(__name__)
@@ -72,9 +72,8 @@ class RunLog:
         self.lines = [x for x in read_log(path) if x["iteration"] <= iteration and iteration]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            fresh = path.with_name(f".{LOG_FILE}.new")
-            fresh.write_text("".join(_encode_line(line) for line in self.lines))
-            os.replace(fresh, path)
+            text = "".join(_encode_line(line) for line in self.lines)
+            Files().replace_file(path, text.encode(), f".{LOG_FILE}.new")
             self._file = path.open("a", buffering=1)
         except OSError as e:
             raise StorageError(f"cannot write: {e.strerror or e}", file=path) from e
@@ -127,13 +126,11 @@ def read_log(path: Path) -> list[LogLine]:
     skipped.
 
     Raises:
+        FormatError: it is no regular file.
         StorageError: it cannot be read.
     """
-    try:
-        text = path.read_text() if path.exists() else ""
-    except OSError as e:
-        raise StorageError(f"cannot read: {e.strerror or e}", file=path) from e
-    return list(_parse_lines(text))
+    data = Files().read_whole(path) or b""
+    return list(_parse_lines(data.decode(errors="replace")))
 
 
 def _parse_lines(text: str) -> Iterator[LogLine]:

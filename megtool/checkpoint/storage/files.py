@@ -21,6 +21,9 @@ from megtool.errors import FormatError, StorageError
 
 _SAFELY = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # opening a FIFO does not block
 
+DESCRIPTORS = Path("/proc/self/fd")
+"""Where Linux has the open files of this process, each as a link to itself."""
+
 
 class Files(FileTransfer):
     """The only place that makes system calls for checkpoints."""
@@ -52,6 +55,8 @@ class Files(FileTransfer):
             DestinationError: it is no regular file with one name that belongs to this user.
             StorageError: it cannot be opened.
         """
+        if path.parent == DESCRIPTORS:  # a file in memory, by its descriptor
+            return self._open(path, os.O_RDWR | os.O_CLOEXEC)
         return self._open_own(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def open_own(self, path: Path) -> int:
@@ -123,6 +128,8 @@ class Files(FileTransfer):
 
     def truncate(self, fd: int, num_bytes: int) -> None:
         """Set the size of an open file; new bytes read as zeros."""
+        if self.recorder is not None:
+            self.recorder.forget(self._paths.get(fd))
         self.call(fd, "resize", os.ftruncate, fd, num_bytes)
 
     def read_whole(
@@ -168,6 +175,27 @@ class Files(FileTransfer):
                     return None
                 raise to_storage_error(e, fd, "lock") from e
             return True
+
+    def replace_file(self, path: Path, data: bytes, temporary: str, *, fsync: bool = False) -> None:
+        """Replace a small file: write `temporary` in its folder, and rename that.
+
+        Raises:
+            DestinationError: a run of this user cannot have made what has that name.
+            StorageError: it cannot be written; the old file stays.
+        """
+        new = path.with_name(temporary)
+        fd = self.open_write(new)
+        try:
+            self.truncate(fd, 0)
+            self.pwrite_all(fd, data, 0)
+            if fsync:
+                self.call(fd, "flush", os.fsync, fd)
+        except BaseException:
+            self.close(fd)
+            self.remove(new)
+            raise
+        self.close(fd)
+        self.rename(new, path)
 
     # ---- durability
 

@@ -41,7 +41,9 @@ class LockFile:
                 if isinstance(cause, FileNotFoundError):
                     continue  # another run removed the folder just now
                 if isinstance(cause, OSError) and cause.errno in _READ_ONLY:
-                    raise DestinationError(e.message, file=e.file, hint=e.hint) from e
+                    raise DestinationError(
+                        e.message, file=e.file, hint=e.hint, error_id="destination-not-writable"
+                    ) from e
                 raise
             try:
                 if self._take():
@@ -54,6 +56,7 @@ class LockFile:
             "cannot create a staging folder here",
             file=path.parent,
             hint="other runs use this destination, or nothing can be written here",
+            error_id="destination-not-writable",
         )
 
     def _take(self) -> bool:
@@ -89,6 +92,7 @@ class LockFile:
                 f"{holder} is writing this destination",
                 file=self._path.parent,
                 hint="wait until it has ended, or choose another destination",
+                error_id="destination-locked",
             )
 
     def release(self) -> None:

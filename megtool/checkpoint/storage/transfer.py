@@ -119,6 +119,7 @@ class FileTransfer:
                         "expected",
                         file=find_path(fd),
                         hint="the file is incomplete, or was shortened while it was read",
+                        error_id="truncated-file",
                     )
                 done += step
                 remaining = remaining[step:]

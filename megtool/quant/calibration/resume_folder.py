@@ -97,16 +97,8 @@ class ResumeFolder:
                     file=self.folder,
                     hint="--work-dir NAME: an empty folder, or one that does not exist yet",
                 )
-            place = path.with_name(f".{_METADATA_FILE}.tmp")
             text = json.dumps(self._metadata, indent=1, sort_keys=True).encode()
-            fd = self.files.open_write(place)
-            try:
-                self.files.truncate(fd, 0)
-                self.files.pwrite_all(fd, text, 0)
-            finally:
-                self.files.close(fd)
-            self.files.fsync(place)
-            self.files.rename(place, path)
+            self.files.replace_file(path, text, f".{_METADATA_FILE}.tmp", fsync=True)
             return
         try:
             stored = json.loads(data)
@@ -124,6 +116,7 @@ class ResumeFolder:
                 + " and ".join(differences),
                 file=self.folder,
                 hint="remove the folder, or choose another (--work-dir NAME)",
+                error_id="foreign-calibration",
             )
 
     # ---- units

@@ -1,4 +1,4 @@
-"""A `QuantizeRequest`: the options of one run, and everything derived from them before any work."""
+"""The request of a `quantize` run: its options, and all that is derived from them before work."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING
 
+from megtool.checkpoint.storage.file_kinds import describe_kind
+from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError, UsageError
 from megtool.options.groups import RuntimeOptions
 from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
@@ -26,8 +29,8 @@ if TYPE_CHECKING:
     from megtool.reshard.source import CheckpointSource
 
 
-USUAL_EVALUATED = 8192
-"""Tokens that both models are measured on."""
+DEFAULT_EVALUATION_TOKENS = 8192
+"""The number of tokens for evaluating both models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +65,10 @@ class QuantizeOutputOptions:
 
 @dataclass(kw_only=True)
 class QuantizeRequest:
-    """One run of `quantize`.
+    """A run of `quantize`.
 
-    `auto` is what was chosen where the recipe leaves formats open, by `sensitivities`; `written`
-    is then the hash of the recipe with them open.
+    `auto` is the choice of formats by `sensitivities`, if the recipe leaves formats open; `written`
+    is then the hash of the recipe before the choice.
     """
 
     resolved: ResolvedRecipe
@@ -83,17 +86,17 @@ class QuantizeRequest:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """What becomes of every module."""
+        """The decision about every module."""
         return self.resolved.matched.decisions
 
     @cached_property
     def model_source(self) -> CheckpointSource:
-        """The source as a model that runs."""
+        """The source as a decoder that can run."""
         return require_decoder(self.resolved.source)
 
     @cached_property
-    def points(self) -> tuple[ActivationSite, ...]:
-        """Where inputs are looked at."""
+    def sites(self) -> tuple[ActivationSite, ...]:
+        """The activation sites of the model."""
         return list_activation_sites(self.resolved.modules.modules, self.model_source.config)
 
     @cached_property
@@ -105,19 +108,19 @@ class QuantizeRequest:
         return [d for d in self.decisions if d.choices or derive_requirements(recipe, d).data]
 
     @property
-    def asks_data(self) -> bool:
-        """The model has to be run."""
+    def needs_data(self) -> bool:
+        """Whether the model has to run."""
         return bool(self.wants_data)
 
     @property
     def work(self) -> Path:
-        """The folder that keeps finished layers until the end."""
+        """The folder with finished layers, to resume from."""
         folder = self.calibration.work
         return folder or self.destination.parent / f".{self.destination.name}.calibration"
 
     @property
-    def chooses(self) -> bool:
-        """Formats are still to be chosen."""
+    def needs_choice(self) -> bool:
+        """Whether formats still have to be chosen."""
         return any(d.choices for d in self.decisions)
 
     def choose(self, sensitivities: Sensitivities) -> None:
@@ -164,7 +167,7 @@ class QuantizeRequest:
 
     @cached_property
     def calibration_file(self) -> CalibrationFile | None:
-        """The calibration files that were named, added up; None where none was."""
+        """The merged calibration files; None if there are none."""
         from megtool.quant.calibration.calibration_file import CalibrationFile, merge_calibrations
 
         files = self.calibration.files
@@ -175,36 +178,36 @@ class QuantizeRequest:
         """The texts for evaluating both models; empty if not requested."""
         from megtool.inference.evaluation_texts import read_token_documents
 
-        data, spoken = self.output.evaluate, self.calibration.tokenizer
+        data, tokenizer = self.output.evaluate, self.calibration.tokenizer
         if data is None:
             return []
         most = self.output.evaluate_tokens
-        return read_token_documents(data, self.model_source.tokenizer(spoken), max_tokens=most)
+        return read_token_documents(data, self.model_source.tokenizer(tokenizer), max_tokens=most)
 
     def check_evaluation(self) -> None:
         """Read the evaluation texts before any work.
 
         Raises:
-            UsageError: there is no text in it, or no tokenizer.
-            MegtoolError: it cannot be read.
+            UsageError: there is no text, or no tokenizer.
+            MegtoolError: they cannot be read.
         """
         data = self.output.evaluate
         if data is not None and not any(len(t.tokens) > 1 for t in self.evaluation):
             raise UsageError(
-                f"{data} holds no text to measure on", hint="--eval-data FILE: at least two tokens"
+                f"{data} has no text to evaluate on", hint="--eval-data FILE: at least two tokens"
             )
 
     def check_storable(self) -> None:
         """Refuse, before any work, a recipe whose result cannot be stored.
 
         Raises:
-            MappingError: a weight of this family is stored in a way that no engine loads so.
+            MappingError: no engine can load a weight of this family in this format.
         """
         from megtool.quant.pipeline.write import check_storable
 
         check_storable(self.resolved.source, self.decisions)
 
-    def planned(self, samples: CalibrationSamples | None) -> QuantizePlan:
+    def make_plan(self, samples: CalibrationSamples | None) -> QuantizePlan:
         """The plan of this run."""
         from megtool.checkpoint.parallel_scan import default_threads
         from megtool.quant.pipeline.plan import plan_quantize
@@ -225,10 +228,9 @@ class QuantizeRequest:
 
         Raises:
             DestinationError: it exists, is inside the source, or cannot be written; or one of the
-                other files that are asked for cannot be, or would be lost.
+                other output files cannot be written, or would be lost.
         """
         from megtool.checkpoint.commit import StagingFolder
-        from megtool.checkpoint.storage.files import Files
 
         source = self.resolved.source
         StagingFolder(
@@ -240,13 +242,13 @@ class QuantizeRequest:
             sources=[source.path, source.catalogue.root],
         ).check()
         self._check_distinct_paths(source.path.resolve(), source.catalogue.root.resolve())
-        parent = self.destination.parent  # which is made where it is missing
+        parent = self.destination.parent  # created if missing
         _check_file(self.calibration.keep, parent)
         _check_file(self.output.page, parent, self.destination)
 
     def _check_distinct_paths(self, *sources: Path) -> None:
-        """Refuse files in the place of each other or of the source's, or in a folder that is
-        replaced when they are written."""
+        """Refuse output files that replace each other or the source, or that are inside a folder
+        that is replaced."""
         c, destination = self.calibration, self.destination.resolve()
         named = {"--save-calibration": c.keep, "--work-dir": c.work, "--report": self.output.page}
         outputs = {name: path.resolve() for name, path in named.items() if path is not None}
@@ -255,19 +257,19 @@ class QuantizeRequest:
         owners = {destination: "DST"}
         for name, path in outputs.items():
             if (owner := owners.setdefault(path, name)) != name:
-                message = f"{owner} and {name} are one place"
-                raise DestinationError(message, file=path, hint="name another")
-            if destination in path.parents and name != "--report":  # which is written last
+                message = f"{owner} and {name} are the same path"
+                raise DestinationError(message, file=path, hint="choose different paths")
+            if destination in path.parents and name != "--report":  # written last
                 raise DestinationError(
-                    f"{name} inside of DST, which is written as a whole",
+                    f"{name} is inside DST, which is replaced as a whole",
                     file=path,
-                    hint="name a place beside it",
+                    hint="choose a path outside DST",
                 )
             if path.is_file() and any(s in (path, *path.parents) for s in sources):
                 raise DestinationError(
                     f"{name} would replace a file of the source",
                     file=path,
-                    hint="name another file",
+                    hint="choose another file",
                 )
 
 
@@ -275,15 +277,25 @@ def _check_file(path: Path | None, *outputs: Path) -> None:
     """Refuse a file that cannot be written; the parents of `outputs` may be missing."""
     if path is None:
         return
-    if path.is_dir():
-        raise DestinationError("a folder stands where a file is to be written", file=path)
+    status = Files().stat(path)
+    if status is not None and not S_ISREG(status.st_mode):
+        raise DestinationError(
+            f"this is {describe_kind(status.st_mode)}, but a file is written here",
+            file=path,
+            hint="choose another file",
+        )
     if not path.parent.is_dir():
         if path.parent.resolve() in {p.resolve() for p in outputs}:
             return
         raise DestinationError(
-            f"there is no folder {str(path.parent)!r} to write it to",
+            f"the folder {str(path.parent)!r} does not exist",
             file=path,
-            hint="make the folder first, or name another file",
+            hint="create the folder first, or choose another file",
         )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise DestinationError("it cannot be written", file=path, hint="name another file")
+        raise DestinationError(
+            "the file cannot be written",
+            file=path,
+            hint="choose another file",
+            error_id="destination-not-writable",
+        )

@@ -5,24 +5,31 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from stat import S_ISREG
 
 from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
+from megtool.checkpoint.storage.files import Files
 
+_MAX_TRACKER_BYTES = 1000
 _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
 def read_tracker(folder: Path) -> int | None:
-    """The iteration that a save folder's tracker names, which may be missing; None without one."""
-    try:
-        text = (folder / TRACKER).read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
+    """The iteration that a save folder's tracker names, which may be missing; None without one.
+
+    Raises:
+        FormatError: the tracker is no regular file, or too long.
+        StorageError: it cannot be read.
+    """
+    data = Files().read_whole(folder / TRACKER, at_most=_MAX_TRACKER_BYTES) or b""
+    text = data.decode(errors="replace").strip()
+    return int(text) if text.isascii() and text.isdecimal() else None
 
 
 def has_iteration(folder: Path, iteration: int) -> bool:
     """Whether a save folder has a complete iteration of this number."""
-    return (folder / folder_name(iteration) / ".metadata").is_file()  # it is written last
+    status = Files().stat(folder / folder_name(iteration) / ".metadata")  # it is written last
+    return status is not None and S_ISREG(status.st_mode)
 
 
 def find_newest_iteration(folder: Path) -> int | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megtool.checkpoint.storage.files import Files
 from megtool.config import ModelConfig
 from megtool.errors import FormatError, StorageError, TrainingError
 from megtool.train.config import TrainConfig
@@ -127,18 +126,16 @@ class RunIdentity:
         """Write it to a folder.
 
         Raises:
+            DestinationError: something else has the name of its temporary file.
             StorageError: it cannot be written.
         """
         path = folder / RUN_FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            fresh = folder / FRESH_RUN_FILE
-            fresh.write_text(json.dumps(asdict(self), indent=1) + "\n")
-            os.replace(fresh, path)
         except OSError as e:
-            with contextlib.suppress(OSError):
-                (folder / FRESH_RUN_FILE).unlink(missing_ok=True)
             raise StorageError(f"cannot write: {e.strerror or e}", file=path) from e
+        text = json.dumps(asdict(self), indent=1) + "\n"
+        Files().replace_file(path, text.encode(), FRESH_RUN_FILE)
 
     @classmethod
     def read(cls, folder: Path) -> RunIdentity | None:
@@ -146,15 +143,15 @@ class RunIdentity:
 
         Raises:
             FormatError: the file holds something else.
+            StorageError: it cannot be read.
         """
         path = folder / RUN_FILE
-        try:
-            content = json.loads(path.read_text())
-            return cls(**(content | {"names": tuple(content.get("names", ()))}))
-        except FileNotFoundError:
+        data = Files().read_whole(path)
+        if data is None:
             return None
-        except OSError as e:
-            raise StorageError(f"cannot read: {e.strerror or e}", file=path) from e
+        try:
+            content = json.loads(data)
+            return cls(**(content | {"names": tuple(content.get("names", ()))}))
         except (ValueError, TypeError) as e:
             raise FormatError("not the identity of a run", file=path) from e
 
@@ -185,6 +182,7 @@ class RunIdentity:
                     f"and is {_short(current_value)}",
                     file=folder / RUN_FILE,
                     hint="use what it was started with, or another DST",
+                    error_id="foreign-run",
                 )
         changed = [
             f"{n} was {_short(previous.curve.get(n))}, and is {_short(self.curve[n])}"
@@ -198,6 +196,7 @@ class RunIdentity:
                     "differ from those it started with",
                     file=folder / RUN_FILE,
                     hint="use the SRC that it was started with, or another DST",
+                    error_id="foreign-run",
                 )
             changed.append("the weights of SRC differ from those it started with")
         return changed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from megtool.checkpoint.containers.zip_writer import encode_object
 from megtool.checkpoint.formats.torch_dist_layout import COMMON_FILE, CONFIG_FILE
+from megtool.checkpoint.nested_runs import check_runs_above
 from megtool.checkpoint.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.lock import LockFile
@@ -102,7 +104,7 @@ class TorchDistSaver:
     ) -> None:
         if optimizer_format not in (FULLY_RESHARDABLE, DP_RESHARDABLE, _NONE):
             raise UsageError(
-                f"optimizer format {optimizer_format!r}",
+                f"there is no optimizer format {optimizer_format!r}",
                 hint=f"{FULLY_RESHARDABLE}, {DP_RESHARDABLE} or {_NONE}",
             )
         self.folder, self.template, self.groups = folder, template, groups
@@ -121,6 +123,8 @@ class TorchDistSaver:
                 self._claim_folder()
         except MegtoolError as e:
             error = e
+            if self._lock is not None:
+                self._lock.release()
         self._raise_on_all_ranks(error)
 
     def _claim_folder(self) -> None:
@@ -130,9 +134,12 @@ class TorchDistSaver:
         def make() -> None:
             for path in reversed(missing):
                 self.files.mkdir(path)
-            self.files.mkdir(self.folder / STAGING)
+            self.files.make_own_folder(self.folder / STAGING)
 
+        staging = Path(os.path.realpath(self.folder)) / STAGING
+        check_runs_above(self.files, staging)
         self._lock = LockFile(self.files, self.folder / STAGING / "lock", make)
+        check_runs_above(self.files, staging)  # of two runs that start at once, one sees the other
         if removed := remove_unfinished(self.files, self.folder):
             _LOG.warning("removed unfinished saves: %s", ", ".join(removed))
 

@@ -9,12 +9,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megtool.checkpoint.digest import (
+    SIDECAR,
+    TOOL,
+    FileDigest,
+    Sidecar,
+    StoredDigest,
+    encode_sidecar,
+    parse_sidecar,
+)
+from megtool.checkpoint.file_digests import FileDigests, digest_tree
 from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import DType
@@ -33,7 +45,8 @@ class StagedIteration:
     """One rank's view of an iteration that is being written; `number` counts the saves of a run.
 
     All ranks call `begin`, `write` and `mark_done`; then rank 0 calls `commit`, the others `wait`.
-    If one of these raises, the rank calls `mark_failed`.
+    If one of these raises, the rank calls `mark_failed`. All bytes are digested as they are
+    written; a rank's mark holds its digests, which rank 0 collects in the sidecar.
     """
 
     def __init__(
@@ -52,6 +65,7 @@ class StagedIteration:
         self.final = folder / folder_name(iteration)
         self.staging = folder / STAGING / f"{self.final.name}.{number}"
         self.tree = self.staging / "tree"
+        self._digests, self._stored = FileDigests(), dict[str, StoredDigest]()
         self._rank, self._size = rank, size
         self._fsync, self._timeout_s = fsync, timeout_s
 
@@ -60,11 +74,23 @@ class StagedIteration:
     def begin(self) -> None:
         """Create the staging folder, and this rank's mark while there is space for it."""
         for path in (self.staging.parent, self.staging, self.tree):
-            self.files.mkdir(path)
+            self.files.make_own_folder(path)
         self.files.close(self.files.open_write(self._mark(self._rank, "busy")))
 
     def mark_done(self) -> None:
-        """Mark this rank's files as complete."""
+        """Mark this rank's files as complete; the mark holds their digests."""
+        files = {
+            path.relative_to(self.tree).as_posix(): digest
+            for path in self._digests.paths()
+            if (digest := self._digests.get(path)) is not None
+        }
+        sidecar = Sidecar(names="stored", tool=TOOL, tensors={}, files=files)
+        data = encode_sidecar(replace(sidecar, stored_tensors=self._stored))
+        fd = self.files.open_write(self._mark(self._rank, "busy"))
+        try:
+            self.files.pwrite_all(fd, data, 0)
+        finally:
+            self.files.close(fd)
         self._set_mark("done")
 
     def mark_failed(self) -> None:
@@ -77,12 +103,20 @@ class StagedIteration:
         size: int,
         fragments: Iterable[tuple[int, bytes]],
         rows: Iterable[Elements],
+        shards: Mapping[str, StoredDigest] | None = None,
     ) -> None:
-        """Write a file of `size` bytes: fragments and elements, each in ascending order."""
+        """Write a file of `size` bytes: fragments and elements, each in ascending order.
+
+        `shards` are the parts of tensors in it, whose digests are not known yet.
+        """
         full = self._prepare_path(name)
         fd = self.files.open_write(full)
+        parts = shards or {}
+        cuts = sorted({c for p in parts.values() for c in (p.begin, p.begin + p.size)})
         try:
             self.files.truncate(fd, size)
+            self._digests.register(full, size, cuts)
+            self.files.recorder = self._digests
             writer = _Writer(self.files, fd)
             ahead = iter(fragments)
             bytes_at = next(ahead, None)
@@ -96,7 +130,12 @@ class StagedIteration:
                 bytes_at = next(ahead, None)
             writer.flush()
         finally:
+            self.files.recorder = None
             self.files.close(fd)
+        for label, part in parts.items():
+            crc = self._digests.section(full, part.begin, part.begin + part.size)
+            if crc is not None:
+                self._stored[label] = replace(part, crc32c=crc)
         if self._fsync:
             self.files.fsync(full)
 
@@ -131,10 +170,11 @@ class StagedIteration:
         free = self.files.free_space(self.tree)
         if num_bytes > free:
             raise StorageError(
-                f"not enough space for iteration {self.iteration}: {num_bytes:,} bytes needed, "
-                f"{free:,} free",
+                f"there is not enough space for iteration {self.iteration}: {num_bytes:,} bytes "
+                f"are needed, {free:,} are free",
                 file=self.folder,
                 hint=self._hint(),
+                error_id="no-space",
             )
 
     def commit(self, small: Mapping[str, bytes | Path]) -> None:
@@ -160,6 +200,7 @@ class StagedIteration:
                 self._move(data, name)
             else:
                 self.write(name, len(data), [(0, data)], ())
+        self._write_digests()
         files = self.files
         if self._fsync:
             _, folders = files.tree(self.tree)
@@ -172,6 +213,23 @@ class StagedIteration:
         if self._fsync:
             files.fsync_dir(self.folder)
         files.remove(self.staging)
+
+    def _write_digests(self) -> None:
+        """Write the sidecar: digests of all ranks' files, and of small files."""
+        known, stored = dict[str, FileDigest](), dict(self._stored)
+        for rank in range(self._size):
+            if rank == self._rank:
+                continue
+            mark = self._mark(rank, "done")
+            sidecar = parse_sidecar(self.files.read_whole(mark) or b"", mark)
+            known |= sidecar.files
+            stored |= sidecar.stored_tensors
+        rest = digest_tree(self.files, self.tree, self._digests, excluded=known)
+        sidecar = Sidecar(
+            names="stored", tool=TOOL, tensors={}, stored_tensors=stored, files={**known, **rest}
+        )
+        data = encode_sidecar(sidecar)
+        self.write(SIDECAR, len(data), [(0, data)], ())
 
     def discard(self) -> None:
         """Remove the staging folder once no rank writes to it."""
@@ -229,7 +287,7 @@ class StagedIteration:
         while not is_reached():
             if time.monotonic() - began > self._timeout_s:
                 raise StorageError(
-                    f"iteration {self.iteration}: {self._timeout_s:.0f} s passed before {goal}",
+                    f"{self._timeout_s:.0f} s of iteration {self.iteration} passed before {goal}",
                     file=self.final,
                     hint="a process may have ended, or the save folder is not shared by all",
                 )
@@ -239,7 +297,7 @@ class StagedIteration:
     def _prepare_path(self, name: str) -> Path:
         full = self.tree / name
         for folder in reversed(full.relative_to(self.tree).parents):
-            self.files.mkdir(self.tree / folder)
+            self.files.make_own_folder(self.tree / folder)
         return full
 
 
@@ -287,15 +345,20 @@ def remove_unfinished(files: Files, folder: Path) -> list[str]:
     Only the run that has locked the folder may call it.
 
     Raises:
+        DestinationError: a run of this user cannot have made the staging folder.
         StorageError: a system call failed.
     """
     staging = folder / STAGING
-    removed = []
-    for name in files.names(staging) if files.lstat(staging) is not None else ():
+    removed: list[str] = []
+    if files.lstat(staging) is None:
+        return removed
+    files.make_own_folder(staging)
+    for name in files.names(staging):
         if name == "lock":
             continue
         old, final = staging / name / "old", folder / name.rpartition(".")[0]
-        if files.lstat(old) is not None and files.lstat(final) is None:
+        status = files.lstat(old)
+        if status is not None and S_ISDIR(status.st_mode) and files.lstat(final) is None:
             files.rename(old, final)  # interrupted between the two renames of a replacement
         files.remove(staging / name)
         removed.append(name)
