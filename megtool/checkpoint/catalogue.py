@@ -51,7 +51,7 @@ class StoredFile:
                 hint="is the checkpoint complete?",
             ) from e
         if not full.is_file():
-            raise FormatError("not a regular file", file=full)
+            raise FormatError("it is not a regular file", file=full)
         return cls(path=path, size=st.st_size, mtime_ns=st.st_mtime_ns, inode=st.st_ino)
 
 
@@ -325,6 +325,7 @@ class Catalogue:
                 file=self.path(int(e.file[row])),
                 tensor=self.tensors[s.tensor[row]].name,
                 hint="the file is truncated, or belongs to another checkpoint",
+                error_id="truncated-file",
             )
         plain = np.array([t.packing is None for t in self.tensors], bool)[s.tensor]
         item = np.array([t.dtype.itemsize for t in self.tensors], np.int64)[s.tensor]

@@ -13,6 +13,7 @@ from types import TracebackType
 
 from megtool.checkpoint import journal
 from megtool.checkpoint.destination_check import DestinationCheck
+from megtool.checkpoint.digest import Sidecar
 from megtool.checkpoint.file_digests import FileDigests
 from megtool.checkpoint.nested_runs import LOCK, check_runs_above, staging_folder, wait_for
 from megtool.checkpoint.storage.file_kinds import describe_kind
@@ -35,7 +36,7 @@ class StagingFolder:
     A run that ends early leaves its staging folder, and the next run with the same `fingerprint`
     resumes: `resumed` are the finished units and `notes` the notes stored with them. The caller
     verifies what it relies on. `messages` are for the user. `digests` follows what is written to
-    the tree, unless the run resumes.
+    the tree, unless the run resumes; `sidecar` are the digests that were written to it.
 
     The staging folder is closed to other users, and only regular files of this user are opened in
     it: links, FIFOs, devices, and files with a second name are refused. Runs whose destinations
@@ -63,8 +64,9 @@ class StagingFolder:
         self.notes: dict[int, str] = {}
         self.messages: list[str] = []
         self.digests = FileDigests()
+        self.sidecar: Sidecar | None = None
+        self.is_file = is_file
         self._fingerprint = fingerprint
-        self._is_file = is_file
         self._destination_check = DestinationCheck(
             files=files,
             path=self.destination,
@@ -121,9 +123,11 @@ class StagingFolder:
         free = self.files.free_space(self.staging)
         if num_bytes - staged > free:
             raise StorageError(
-                f"not enough space: {num_bytes - staged:,} bytes needed, {free:,} free",
+                f"there is not enough space: {num_bytes - staged:,} bytes are needed, {free:,} "
+                "are free",
                 file=self.destination,
                 hint="free some space or choose a destination on another disk",
+                error_id="no-space",
             )
 
     # ---- entering
@@ -217,10 +221,11 @@ class StagingFolder:
                 f"an interrupted run left the former contents in {str(self._replaced)!r}",
                 file=self.destination,
                 hint="move or remove that folder first",
+                error_id="interrupted-run",
             )
 
     def _staged_inode(self) -> int | None:
-        status = self.files.lstat(self.path("") if self._is_file else self.tree)
+        status = self.files.lstat(self.path("") if self.is_file else self.tree)
         return None if status is None else status.st_ino
 
     # ---- writing
@@ -233,12 +238,14 @@ class StagingFolder:
         Raises:
             FormatError: the path is outside the checkpoint.
         """
-        if self._is_file and relative in ("", self.destination.name):
+        if self.is_file and relative in ("", self.destination.name):
             return self.tree / self.destination.name
         pure = PurePosixPath(relative)
         if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in relative:
             raise FormatError(
-                f"{relative!r} is not a path inside a checkpoint", file=self.destination
+                f"{relative!r} is not a path inside a checkpoint",
+                file=self.destination,
+                error_id="unsafe-path",
             )
         full = self.tree / pure
         if full.parent not in self._folders:
@@ -266,11 +273,11 @@ class StagingFolder:
     def write(self, relative: str, data: bytes) -> Path:
         """Write a whole small file and return its path."""
         full = self.path(relative)
-        if not self.resumed:
-            self.digests.register(full, len(data))
         fd = self.files.open_write(full)
         try:
             self.files.truncate(fd, len(data))
+            if not self.resumed:
+                self.digests.register(full, len(data))
             self.files.pwrite_all(fd, data, 0)
         finally:
             self.files.close(fd)
@@ -357,7 +364,7 @@ class StagingFolder:
     def _rename(self) -> None:
         destination, files = self.destination, self.files
         current = files.stat(destination)
-        if self._is_file:
+        if self.is_file:
             files.rename(self.path(""), destination, replace=current is not None)
         elif current is None or not files.names(destination):
             files.rename(self.tree, destination)

@@ -48,12 +48,14 @@ class DestinationCheck:
                     "or one is inside the other",
                     file=path,
                     hint="choose a destination outside the source",
+                    error_id="destination-in-source",
                 )
             if self._inside(real, self.staging):
                 raise DestinationError(
                     f"the source {str(source)!r} is inside the staging folder of the destination",
                     file=self.staging,
                     hint="choose another destination",
+                    error_id="destination-in-source",
                 )
         above = next(p for p in path.parents if self.files.stat(p) is not None)
         if not stat.S_ISDIR(self._mode(above)):
@@ -65,6 +67,7 @@ class DestinationCheck:
                 "cannot be written to: read-only, or no permission",
                 file=above,
                 hint="choose another destination, or check the permissions",
+                error_id="destination-not-writable",
             )
         mode = self._mode(self.staging, True)
         if mode and not stat.S_ISDIR(mode):
@@ -105,7 +108,9 @@ class DestinationCheck:
             hint = "choose another destination, or replace this one with --overwrite"
             if completed:
                 hint = f"an earlier run of the same command has completed it; {hint}"
-            raise DestinationError("already exists", file=path, hint=hint)
+            raise DestinationError(
+                "already exists", file=path, hint=hint, error_id="destination-exists"
+            )
         self._check_replaceable(status)
         if not self.is_file:
             check_runs_within(self.files, path)
@@ -119,12 +124,19 @@ class DestinationCheck:
                 file=path,
                 hint="name a folder inside it",
             )
-        if Path.cwd().is_relative_to(path):
+        if self._is_current(path):
             raise DestinationError(
                 "cannot replace the current folder",
                 file=path,
                 hint="name a new folder, or run from elsewhere",
             )
+
+    def _is_current(self, path: Path) -> bool:
+        """Whether the process runs in a folder, or below it; its own folder may be gone."""
+        try:
+            return Path.cwd().is_relative_to(path)
+        except FileNotFoundError:
+            return False
 
     def _inside(self, path: Path, folder: Path) -> bool:
         """Whether `path` is `folder` or inside it, links and mounts included."""

@@ -1,4 +1,4 @@
-"""CRC-32C digests of whole tensors, combined from pieces in any order, and their sidecar file."""
+"""CRC-32C digests of tensors and files, combined from pieces in any order, and their sidecar."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import json
 import re
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast
 
+from megtool import __version__
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.transfer import Buffer
 from megtool.dtypes import DType, dtype
 from megtool.errors import FormatError
 
 SIDECAR = "megtool.json"
-VERSION = 1
+TOOL = f"megtool {__version__}"
+VERSION = 2
 MAX_SIDECAR_BYTES = 1 << 30
 
 
@@ -51,7 +53,7 @@ class Digests:
 
     def piece(self, data: bytes | Buffer) -> int:
         """The linear CRC of `data`, for `add_piece`."""
-        return int(_checksums().crc32c(data, _ONES)) ^ _ONES
+        return chain_crc(0, data)
 
     def add_piece(self, name: str, offset: int, num_bytes: int, linear: int) -> None:
         """Add bytes by their linear CRC, the result of `piece`.
@@ -62,7 +64,7 @@ class Digests:
         size = self._sizes[name]
         if not 0 <= offset <= offset + num_bytes <= size:
             raise ValueError(f"{name!r}: bytes {offset}+{num_bytes} are not within {size}")
-        moved = self._shift(linear, size - offset - num_bytes) if linear else 0
+        moved = shift_crc(linear, size - offset - num_bytes) if linear else 0
         self._include(name, moved, num_bytes)
 
     def add_zeros(self, name: str, offset: int, num_bytes: int) -> None:
@@ -87,18 +89,29 @@ class Digests:
         size = self._sizes.get(name)
         if added != size:
             return None
-        return crc ^ self._shift(_ONES, size) ^ _ONES
+        return finish_crc(crc, size)
 
     def complete(self) -> dict[str, int]:
         """The CRC-32C of every tensor all of whose bytes were added."""
         return {n: crc for n in self._sizes if (crc := self.get(n)) is not None}
 
-    def _shift(self, linear: int, num_bytes: int) -> int:
-        """The linear CRC after `num_bytes` more zeros."""
-        return int(_checksums().combine_crc32c(linear, 0, num_bytes))
-
 
 _ONES = 0xFFFFFFFF
+
+
+def chain_crc(linear: int, data: bytes | Buffer) -> int:
+    """The linear CRC of some bytes followed by `data`, given that of the former (0 of none)."""
+    return int(_checksums().crc32c(data, linear ^ _ONES)) ^ _ONES
+
+
+def shift_crc(linear: int, num_bytes: int) -> int:
+    """The linear CRC after `num_bytes` more zeros."""
+    return int(_checksums().combine_crc32c(linear, 0, num_bytes))
+
+
+def finish_crc(linear: int, num_bytes: int) -> int:
+    """The CRC-32C of `num_bytes` bytes with this linear CRC."""
+    return linear ^ shift_crc(_ONES, num_bytes) ^ _ONES
 
 
 def crc32c(data: bytes | memoryview) -> int:
@@ -124,13 +137,43 @@ class TensorDigest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FileDigest:
+    """The size in bytes and the digest of one file."""
+
+    size: int
+    crc32c: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredDigest(TensorDigest):
+    """The digest of one stored tensor: all its bytes, from byte `begin` of `file`."""
+
+    file: str
+    begin: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sidecar:
-    """Digests stored with a checkpoint, by `canonical` names of a family or `stored` names."""
+    """Digests stored with a checkpoint.
+
+    `tensors` are by `canonical` names of a family or by `stored` names. `stored_tensors` are the
+    raw bytes of further tensors, by stored name: computed ones, and those of formats that are not
+    read back by canonical names. `files` are by path relative to the folder of the sidecar, which
+    is not among them: it has a digest of itself.
+    """
 
     names: Literal["canonical", "stored"]
     tool: str
     tensors: Mapping[str, TensorDigest]
     family: str | None = None
+    stored_tensors: Mapping[str, StoredDigest] = field(default_factory=dict)
+    files: Mapping[str, FileDigest] = field(default_factory=dict)
+
+    @property
+    def num_tensors(self) -> int:
+        """The number of tensors that have a digest."""
+        return len(self.tensors) + len(self.stored_tensors)
 
 
 def encode_sidecar(sidecar: Sidecar) -> bytes:
@@ -142,15 +185,34 @@ def encode_sidecar(sidecar: Sidecar) -> bytes:
         "family": sidecar.family,
         "tool": sidecar.tool,
     }
-    lines = ",\n".join(
-        f"{json.dumps(name)}: "
-        + json.dumps(
-            {"crc32c": f"{t.crc32c:08x}", "dtype": t.dtype.name, "shape": list(t.shape)},
-            separators=(",", ":"),
+    sections = {
+        "tensors": _encode_tensors(sidecar.tensors),
+        "stored_tensors": {
+            name: entry | {"file": t.file, "begin": t.begin, "size": t.size}
+            for name, entry in _encode_tensors(sidecar.stored_tensors).items()
+            if (t := sidecar.stored_tensors[name])
+        },
+        "files": {
+            name: {"crc32c": f"{f.crc32c:08x}", "size": f.size}
+            for name, f in sorted(sidecar.files.items())
+        },
+    }
+    text = json.dumps(head)[:-1]
+    for key, entries in sections.items():
+        lines = ",\n".join(
+            f"{json.dumps(name)}: {json.dumps(entry, separators=(',', ':'))}"
+            for name, entry in entries.items()
         )
-        for name, t in sorted(sidecar.tensors.items())
-    )
-    return (json.dumps(head)[:-1] + f', "tensors": {{\n{lines}\n}}}}\n').encode()
+        text += f',\n"{key}": {{\n{lines}\n}}'
+    data = text.encode()
+    return data + b',\n"crc32c": "%08x"}\n' % crc32c(data)
+
+
+def _encode_tensors(tensors: Mapping[str, TensorDigest]) -> dict[str, dict[str, object]]:
+    return {
+        name: {"crc32c": f"{t.crc32c:08x}", "dtype": t.dtype.name, "shape": list(t.shape)}
+        for name, t in sorted(tensors.items())
+    }
 
 
 def read_sidecar(path: Path, *, files: Files | None = None) -> Sidecar | None:
@@ -169,35 +231,112 @@ def parse_sidecar(data: bytes, path: Path) -> Sidecar:
         value = json.loads(
             data.decode(), object_pairs_hook=_reject_duplicates, parse_constant=reject_constant
         )
-        return _sidecar(value)
+        out = _sidecar(value)
+        _check_own_digest(data)
+        return out
     except (ValueError, RecursionError) as e:
-        raise FormatError(f"the digests are damaged: {e}", file=path, hint=_HINT) from e
+        raise FormatError(
+            f"the digests are damaged: {e}", file=path, hint=_HINT, error_id="damaged-digests"
+        ) from e
     except FormatError as e:
-        raise FormatError(e.message, file=path, tensor=e.tensor, hint=e.hint or _HINT) from e
+        raise FormatError(
+            e.message, file=path, tensor=e.tensor, hint=e.hint or _HINT, error_id=e.error_id
+        ) from e
 
 
 _HINT = "without this file the checkpoint can be used, but not verified"
+_OWN_DIGEST = re.compile(rb'(.*),\n"crc32c": "([0-9a-f]{8})"\}\n', re.DOTALL)
+
+
+def _check_own_digest(data: bytes) -> None:
+    match = _OWN_DIGEST.fullmatch(data)
+    if match is None:
+        raise FormatError(
+            "the digests are damaged: the end, with their own digest, is missing",
+            error_id="damaged-digests",
+        )
+    if crc32c(match[1]) != int(match[2], 16):
+        raise FormatError(
+            "the digests are damaged: they differ from their own digest", error_id="damaged-digests"
+        )
 
 
 def _sidecar(value: Any) -> Sidecar:
     if not isinstance(value, dict):
-        raise FormatError("the digests are damaged: not an object")
+        raise FormatError("the digests are damaged: not an object", error_id="damaged-digests")
     if value.get("version") != VERSION or value.get("algorithm") != "crc32c":
         raise FormatError(
-            f"digests of version {value.get('version')!r}, algorithm {value.get('algorithm')!r}",
+            f"digests have version {value.get('version')!r}, algorithm {value.get('algorithm')!r}",
             hint=f"this megtool reads version {VERSION}, crc32c: update megtool",
+            error_id="damaged-digests",
         )
     names, family, tool = value.get("names"), value.get("family"), value.get("tool")
-    tensors = value.get("tensors")
     if names not in ("canonical", "stored") or not isinstance(tool, str):
-        raise FormatError(f"the digests are damaged: names {names!r}, tool {tool!r}")
-    if not (family is None or isinstance(family, str)) or not isinstance(tensors, dict):
-        raise FormatError(f"the digests are damaged: family {family!r}, {type(tensors).__name__}")
+        raise FormatError(
+            f"the digests are damaged: names {names!r}, tool {tool!r}", error_id="damaged-digests"
+        )
+    sections = [value.get(key) for key in ("tensors", "stored_tensors", "files")]
+    tensors, stored, files = (s if isinstance(s, dict) else None for s in sections)
+    is_named = family is None or isinstance(family, str)
+    if not is_named or tensors is None or stored is None or files is None:
+        kinds = ", ".join(type(s).__name__ for s in sections)
+        raise FormatError(
+            f"the digests are damaged: family {family!r}, {kinds}", error_id="damaged-digests"
+        )
     return Sidecar(
         names=cast(Literal["canonical", "stored"], names),
         family=family,
         tool=tool,
         tensors={name: _tensor(name, entry) for name, entry in tensors.items()},
+        stored_tensors={name: _stored_tensor(name, entry) for name, entry in stored.items()},
+        files={name: _file(name, entry) for name, entry in files.items()},
+    )
+
+
+def _file(name: str, entry: Any) -> FileDigest:
+    crc, size = (entry.get("crc32c"), entry.get("size")) if isinstance(entry, dict) else (None, 0)
+    _check_path(name)
+    if not isinstance(crc, str) or not re.fullmatch("[0-9a-f]{8}", crc):
+        raise FormatError(
+            f"the digests are damaged: crc32c {crc!r} of {name!r:.80}", error_id="damaged-digests"
+        )
+    if not _is_size(size):
+        raise FormatError(
+            f"the digests are damaged: size {size!r} of {name!r:.80}", error_id="damaged-digests"
+        )
+    return FileDigest(size=int(size or 0), crc32c=int(crc, 16))
+
+
+def _check_path(name: object) -> None:
+    pure = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
+    if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in str(name):
+        raise FormatError(
+            f"the digests are damaged: {name!r:.80} is no path in a checkpoint",
+            error_id="damaged-digests",
+        )
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _stored_tensor(name: str, entry: Any) -> StoredDigest:
+    digest = _tensor(name, entry)
+    file, begin, size = (entry.get(k) for k in ("file", "begin", "size"))
+    _check_path(file)
+    if not _is_size(begin) or not _is_size(size):
+        raise FormatError(
+            f"the digests are damaged: bytes {begin!r} + {size!r}",
+            tensor=name,
+            error_id="damaged-digests",
+        )
+    return StoredDigest(
+        crc32c=digest.crc32c,
+        dtype=digest.dtype,
+        shape=digest.shape,
+        file=file,
+        begin=begin,
+        size=size,
     )
 
 
@@ -208,11 +347,17 @@ def _tensor(name: str, entry: Any) -> TensorDigest:
         else (None, None, None)
     )
     if not isinstance(crc, str) or not re.fullmatch("[0-9a-f]{8}", crc):
-        raise FormatError(f"the digests are damaged: crc32c {crc!r}", tensor=name)
+        raise FormatError(
+            f"the digests are damaged: crc32c {crc!r}", tensor=name, error_id="damaged-digests"
+        )
     if not isinstance(kind, str):
-        raise FormatError(f"the digests are damaged: dtype {kind!r}", tensor=name)
+        raise FormatError(
+            f"the digests are damaged: dtype {kind!r}", tensor=name, error_id="damaged-digests"
+        )
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
-        raise FormatError(f"the digests are damaged: shape {shape!r}", tensor=name)
+        raise FormatError(
+            f"the digests are damaged: shape {shape!r}", tensor=name, error_id="damaged-digests"
+        )
     return TensorDigest(crc32c=int(crc, 16), dtype=dtype(kind), shape=tuple(shape))
 
 

@@ -60,6 +60,7 @@ def _copy_entry(
         raise MappingError(
             f"the target needs {name!r}, which the source does not hold",
             tensor=target_placement.stored,
+            error_id="missing-tensors",
         )
     source, source_placement = sources[index].catalogue, sources[index].placements[source_name]
     source_tensor, target_tensor = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -14,7 +15,7 @@ from typing import Any
 
 from megtool.commands.verbs import Verb
 from megtool.console import Bar, Progress, colored, echo, log_line, set_up
-from megtool.errors import MegtoolError, UsageError
+from megtool.errors import MegtoolError, StorageError, UsageError
 from megtool.options.config_file import build_options
 from megtool.options.groups import ReportOptions
 from megtool.reports import Report
@@ -84,7 +85,10 @@ def is_first_rank() -> bool:
 
 
 def run(work: Work, output: CommandOutput | None = None) -> int:
-    """Do `work` and return the exit status: the report goes to stdout, all else to stderr."""
+    """Do `work` and return the exit status: the report goes to stdout, all else to stderr.
+
+    With `as_json` an error goes to both.
+    """
     output = output or CommandOutput()
     set_up(quiet=output.quiet, verbose=output.verbose)
     try:
@@ -101,13 +105,23 @@ def run(work: Work, output: CommandOutput | None = None) -> int:
             traceback.print_exception(error)
         if output.reports or not isinstance(error, UsageError):
             log_line("error", str(error))
+        if output.reports and output.as_json:
+            _echo_error(error.to_json())
         return error.exit_status
     except KeyboardInterrupt:
         log_line("error", "interrupted")
+        if output.reports and output.as_json:
+            _echo_error({"id": "interrupted", "message": "interrupted", "exit_status": 130})
         if output.resumes:
             log_line("hint", "the same command resumes where this one stopped")
         return 130
     return report.exit_status
+
+
+def _echo_error(values: dict[str, Any]) -> None:
+    """Print an error as JSON, unless stdout itself is what failed."""
+    with contextlib.suppress(StorageError):
+        echo(json.dumps({"error": values}, indent=2))
 
 
 def _terminal_width() -> int | None:

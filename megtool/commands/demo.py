@@ -122,7 +122,10 @@ def demo(options: DemoOptions) -> DemoReport:
     if folder is not None:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise DestinationError(
-                "already exists and is not an empty folder", file=folder, hint="name a new folder"
+                "already exists and is not an empty folder",
+                file=folder,
+                hint="name a new folder",
+                error_id="destination-exists",
             )
         folder.mkdir(parents=True, exist_ok=True)
         return _demo(weights, folder, is_temporary=False)

@@ -200,6 +200,7 @@ class Binding:
                 raise MappingError(
                     f"row {row.stored!r} lacks the index {sorted(missing)} of its tensors",
                     hint="put it in the stored name, or stack over it",
+                    error_id="missing-tensors",
                 )
             self._layouts[number] = layout
         return self._layouts[number]

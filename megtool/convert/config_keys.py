@@ -83,7 +83,8 @@ class Only(Setting):
             return ()  # null stays null
         if value != self.value:
             raise MappingError(
-                f"the configuration says {self.key}={value!r}, but the family knows {self.value!r}"
+                f"the configuration says {self.key}={value!r}, but the family knows {self.value!r}",
+                error_id="unsupported-model",
             )
         return (self.key,)
 
@@ -107,6 +108,7 @@ class Refused(Setting):
             raise MappingError(
                 f"the configuration says {self.key}={self.value!r}: {self.reason}",
                 hint="no Megatron layout can represent this model",
+                error_id="unsupported-model",
             )
         return ()
 
@@ -129,7 +131,8 @@ class OneOf(Setting):
         if value not in self.values:
             raise MappingError(
                 f"the configuration says {self.key}={value!r}, "
-                f"but the family knows {', '.join(map(repr, self.values))}"
+                f"but the family knows {', '.join(map(repr, self.values))}",
+                error_id="unsupported-model",
             )
         into[self.field] = value
         return (self.key,)
@@ -140,7 +143,8 @@ class OneOf(Setting):
         if value not in self.values:
             raise MappingError(
                 f"{self.field} is {value!r}, "
-                f"but the family knows {', '.join(map(repr, self.values))}"
+                f"but the family knows {', '.join(map(repr, self.values))}",
+                error_id="unsupported-model",
             )
         into[self.key] = value
 
@@ -163,7 +167,8 @@ class Derived(Setting):
         if value != want:
             raise MappingError(
                 f"{self.field} is {value!r}, but in this family it is always "
-                f"{self.expression} = {want!r}"
+                f"{self.expression} = {want!r}",
+                error_id="unsupported-model",
             )
 
 
@@ -190,7 +195,10 @@ class Rope(Setting):
         if self.local_key and isinstance(new, Mapping) and "full_attention" in new:
             windowed = new.get("sliding_attention") or {}
             if windowed.get("rope_type", "default") != "default":
-                raise MappingError(f"rotary scaling of layers with a window: {windowed!r}")
+                raise MappingError(
+                    f"rotary scaling of layers with a window is not supported: {windowed!r}",
+                    error_id="unsupported-model",
+                )
             local = windowed.get("rope_theta", local)
             new = new["full_attention"]
         scaling = dict(new if new is not None else stored.get("rope_scaling") or {})
@@ -200,7 +208,10 @@ class Rope(Setting):
             percent = stored.get(self.percent_key, self.percent) if percent is None else percent
             into["rotary_percent"] = float(percent)
         elif percent not in (None, 1.0):
-            raise MappingError(f"the family turns whole heads, not {percent!r} of one")
+            raise MappingError(
+                f"the family turns whole heads, not {percent!r} of one",
+                error_id="unsupported-model",
+            )
         if "type" in scaling:
             scaling.setdefault("rope_type", scaling.pop("type"))
         if scaling.get("rope_type", "default") == "default":
@@ -220,7 +231,8 @@ class Rope(Setting):
             into[self.percent_key] = config.rotary_percent
         elif config.rotary_percent != 1:
             raise MappingError(
-                f"rotary_percent is {config.rotary_percent!r}, but the family turns whole heads"
+                f"rotary_percent is {config.rotary_percent!r}, but the family turns whole heads",
+                error_id="unsupported-model",
             )
         if self.local_key and config.rope_local_base is not None:
             into[self.local_key] = config.rope_local_base

@@ -72,6 +72,7 @@ def read_side(
         raise MappingError(
             f"reading {dialect!r} tensors needs the model's configuration",
             hint="give --like a folder with a config.json, or reshard inside one format",
+            error_id="no-model-config",
         )
     by_state, states = _sorted_by_state(tensors, dialect)
     config = _tie(config, dialect, by_state.get("", {}))
@@ -101,6 +102,7 @@ def read_side(
             f"{len(absent)} tensors are missing: {summarize(absent)}",
             tensor=absent[0],
             hint="the checkpoint is incomplete, or its configuration belongs to another model",
+            error_id="missing-tensors",
         )
     return replace(out, config=replace(config, **flags))  # type: ignore[arg-type]
 
@@ -228,7 +230,10 @@ def write_side(
     if dialect not in ("hf", "megatron"):
         raise MappingError(f"dialect {dialect!r} cannot be written", hint="known: hf, megatron")
     if config is None:
-        raise MappingError(f"writing {dialect!r} tensors needs the model's configuration")
+        raise MappingError(
+            f"writing {dialect!r} tensors needs the model's configuration",
+            error_id="no-model-config",
+        )
     if per_layer is None:
         per_layer = not config.is_homogeneous
     if dialect == "megatron" and not per_layer and not config.is_homogeneous:
@@ -332,7 +337,9 @@ def _table(dialect: str, family: Family | None, *, per_layer: bool) -> Table:
         raise MappingError(f"{dialect!r} names need a family", hint="name it with --family")
     table = {"hf": family.hf, "gguf": family.gguf}.get(dialect)
     if table is None:
-        raise MappingError(f"unknown dialect {dialect!r}", hint=f"known: {', '.join(DIALECTS)}")
+        raise MappingError(
+            f"the dialect {dialect!r} is unknown", hint=f"known: {', '.join(DIALECTS)}"
+        )
     if not table:
         raise MappingError(f"family {family.name!r} has no table for {dialect!r} names")
     return table

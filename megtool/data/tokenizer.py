@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megtool.errors import FormatError, MappingError, MissingPackageError, StorageError
+from megtool.checkpoint.storage.files import read_file
+from megtool.errors import FormatError, MappingError, MissingPackageError
 
 _TABLES = (
     "tokenizer.json",
@@ -68,6 +69,7 @@ class Tokenizer:
             raise FormatError(
                 "the checkpoint has no tokenizer",
                 hint=f"one of {', '.join(_TABLES)} would do; {_GIVE}",
+                error_id="no-tokenizer",
             )
         first = tokenizer_files[tables[0]]
         place = str(first.parent) if isinstance(first, Path) else tables[0]
@@ -88,14 +90,21 @@ class Tokenizer:
         """
         root = Path(folder)
         if not root.is_dir():
-            raise FormatError("not a folder with a tokenizer", file=root, hint=_GIVE)
+            raise FormatError(
+                "it is not a folder with a tokenizer",
+                file=root,
+                hint=_GIVE,
+                error_id="no-tokenizer",
+            )
         files = [p for p in sorted(root.iterdir()) if p.is_file()]
         templates = root / "additional_chat_templates"
         files += sorted(templates.glob("*.jinja")) if templates.is_dir() else []
         try:
             return cls.load({p.relative_to(root).as_posix(): p for p in files})
         except FormatError as e:
-            raise FormatError(e.message, file=e.file or root, hint=e.hint) from e
+            raise FormatError(
+                e.message, file=e.file or root, hint=e.hint, error_id=e.error_id
+            ) from e
 
     @property
     def fingerprint(self) -> str:
@@ -306,10 +315,7 @@ def _belongs(name: str) -> bool:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as e:
-        raise StorageError(f"cannot read: {e.strerror}", file=path) from e
+    return read_file(path)
 
 
 def _from_folder(folder: Path, place: str) -> Any:
@@ -369,7 +375,7 @@ def _stop_ids(folder: Path, place: str) -> list[int]:
         try:
             config = json.loads(path.read_bytes())
         except ValueError as e:
-            raise FormatError(f"invalid JSON: {e}", file=Path(place) / name) from e
+            raise FormatError(f"the JSON is invalid: {e}", file=Path(place) / name) from e
         eos = config.get("eos_token_id") if isinstance(config, dict) else None
         ids = eos if isinstance(eos, list) else [eos]
         if ids := [i for i in ids if isinstance(i, int) and not isinstance(i, bool)]:

@@ -42,6 +42,7 @@ def check_engine_rules(folder: FolderView, target: str | None) -> list[str]:
             f"{reason}: {first.module}: {first.message}{more}",
             tensor=first.module or None,
             hint=f"{first.hint or 'see its rule'} ({first.source})",
+            error_id="unsupported-by-engine",
         )
     if engine is None:
         return []

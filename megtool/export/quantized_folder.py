@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool import __version__
-from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.computed_tensors import TensorFeed
-from megtool.checkpoint.digest import SIDECAR, DigestMode
+from megtool.checkpoint.digest import SIDECAR
 from megtool.checkpoint.formats.quantized import QUANT_FILE, quantization_config
 from megtool.checkpoint.formats.safetensors import (
     DEFAULT_SHARD_BYTES,
@@ -22,10 +21,9 @@ from megtool.checkpoint.formats.safetensors import (
     open_as_stored,
     plan_safetensors_layout,
 )
-from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.plan import DroppedItem, PlanSource, ReshardPlan
 from megtool.checkpoint.planner import build_plan
-from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.files import Files, read_file
 from megtool.console import Progress, silent
 from megtool.errors import MappingError, UnknownTensorsError, listed
 from megtool.export.folders.passthrough import PassthroughForm
@@ -39,116 +37,90 @@ from megtool.export.repack import WeightSlice, plan_repack
 from megtool.export.repack_region import find_source_part
 from megtool.export.report import ExportReport
 from megtool.export.small_tensors import SmallTensorReader, reciprocal
+from megtool.export.staged_export import PlannedExport
 from megtool.lint.folder_view import plan_folder
 from megtool.number_formats.small_floats import single
 from megtool.options.groups import SourceOptions
 from megtool.quant.recipes.engine_support import EngineVersion, parse_engine
 from megtool.reshard.constant_feed import ConstantFeed, round_to_dtype
-from megtool.reshard.execute import peak_rss_bytes
+from megtool.reshard.execute import ExecutionOptions
 from megtool.reshard.open_source import open_source
-from megtool.reshard.parse_size import parse_size
-from megtool.reshard.staged_write import WriteOptions, write_staged, written_files
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 _RENAMED = "its value is stored under another name"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderOptions:
+    """What the folder is: `to` is its form, `compressed-tensors` or anything else for ModelOpt's;
+    `target` is the engine, or ENGINE@VERSION, that has to load it."""
+
+    to: str
+    target: str | None = None
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+
+
 def export_folder(
-    source: str | Path,
-    destination: str | Path,
+    source: Path,
+    destination: Path,
+    options: FolderOptions,
     *,
-    to: str,
-    target: str | None = None,
     family: str | None = None,
-    max_shard_size: str | None = None,
-    threads: int | None = None,
-    memory: str = "256MiB",
-    overwrite: bool = False,
-    dry_run: bool = False,
-    fsync: bool = True,
+    execution: ExecutionOptions,
     files: Files | None = None,
     progress: Progress = silent,
 ) -> ExportReport:
     """Write a quantized Hugging Face folder in ModelOpt's form or that of compressed-tensors.
 
-    Codes and scales keep their values: where the two pack them alike their bytes are copied, else
-    put elsewhere; nothing is rounded again. What is compressed-tensors and stays so keeps all that
-    it says. `target` is an engine that has to load the result: its loader's rules are held against
-    what is planned, before anything is staged.
+    Codes and scales keep their values: if both forms pack them alike their bytes are copied,
+    otherwise they are repacked; nothing is rounded again. A compressed-tensors folder that stays
+    one keeps its whole configuration. The plan is checked against the rules of the loader of
+    `options.target` before anything is staged.
 
     Raises:
-        FormatError: the source is not quantized, or not whole.
+        FormatError: the source is not quantized, or incomplete.
         MappingError: tensors of the model (of `family`, else the one its config names) are missing,
-            the form has no place for something (which modules, and what to do), scales are wrong,
-            or the engine cannot load the result.
+            the form cannot hold something (which modules, and what to do), scales are wrong, or the
+            engine cannot load the result.
         StorageError, SourceChangedError, DestinationError: as of a reshard.
     """
-    began = time.monotonic()
-    engine = parse_engine(target) if target else None
-    form, folder = _read(Path(source), to)
+    start = time.monotonic()
+    engine = parse_engine(options.target) if options.target else None
+    form, folder = _read(source, options.to)
     form.check(folder)
     if engine is not None and isinstance(form, ModelOptForm):
         _check_algos(folder, engine)
-    _check_complete(Path(source), family)
-    system, place = files or Files(), Path(destination)
-    shard_bytes = parse_size(max_shard_size, "max shard size") if max_shard_size else None
+    _check_complete(source, family)
+    system = files or Files()
     with SmallTensorReader(folder.catalogue, system) as values:
         tensors = _plan_tensors(folder, form, values)
-        plan = _plan(folder, form, tensors, shard_bytes or DEFAULT_SHARD_BYTES)
+        plan = _plan(folder, form, tensors, options.max_shard_bytes)
         notes = [*folder.notes, *form.notes(folder)]
         if folder.has_untied_head:
             notes.append("lm_head is quantized: tie_word_embeddings becomes false")
-        laid_out = plan.target.catalogue
         planned = plan_folder(
-            place, laid_out, plan.target.iter_small_files(), tensors.tile_reader(values)
+            destination,
+            plan.target.catalogue,
+            plan.target.iter_small_files(),
+            tensors.tile_reader(values),
         )
-        notes += check_engine_rules(planned, target)
-    stage = StagingFolder(
-        place,
-        files=system,
-        fingerprint=plan.fingerprint,
-        overwrite=overwrite,
-        sources=[folder.catalogue.root],
-    )
+        notes += check_engine_rules(planned, options.target)
+    is_named = options.to in ("compressed-tensors", "unified")
     report = ExportReport(
         source=str(source),
-        destination=str(destination),
-        to=to if to in ("compressed-tensors", "unified") else f"unified ({to})",
+        to=options.to if is_named else f"unified ({options.to})",
         engine=engine.name if engine else "",
         algo=" and ".join(_formats(folder)),
         kv_algo=folder.kv_algo,
-        tensors=len(plan.target.catalogue.tensors),
-        num_bytes=plan.target.catalogue.num_bytes,
         source_bytes=folder.catalogue.num_bytes,
         exact=len(folder.modules) + len(folder.passed_through),
         plain=len(folder.unquantized),
-        files=written_files(plan),
         notes=tuple(notes),
         warnings=tuple(folder.catalogue.warnings),
-        is_dry=dry_run,
     )
-    if dry_run:
-        stage.check()
-        return report
-    write_staged(
-        plan,
-        stage,
-        WriteOptions(
-            threads=default_threads(threads),
-            memory_bytes=parse_size(memory, "memory"),
-            digest=DigestMode.NONE,
-            fsync=fsync,
-        ),
-        verb="export",
-        progress=progress,
-    )
-    return replace(
-        report,
-        warnings=(*report.warnings, *stage.messages),
-        seconds=time.monotonic() - began,
-        peak_rss_bytes=peak_rss_bytes(),
-    )
+    export = PlannedExport(plan=plan, report=report, sources=[folder.catalogue.root], start=start)
+    return export.write(destination, execution, system, progress)
 
 
 def _check_algos(folder: QuantizedModules, engine: EngineVersion) -> None:
@@ -159,6 +131,7 @@ def _check_algos(folder: QuantizedModules, engine: EngineVersion) -> None:
             file=folder.catalogue.root,
             hint="quantize weights too, or give the engine the model it was made from and let it "
             "choose the cache; --to unified and --to compressed-tensors keep the scales",
+            error_id="unsupported-by-engine",
         )
     loads = {a for line in engine.supported("linear") for a in line.algos}
     for algo in dict.fromkeys(m.algo for m in folder.modules):
@@ -169,6 +142,7 @@ def _check_algos(folder: QuantizedModules, engine: EngineVersion) -> None:
                 file=folder.catalogue.root,
                 tensor=names[0],
                 hint=f"it loads {', '.join(sorted(loads))}; `megtool recipe list` names recipes",
+                error_id="unsupported-by-engine",
             )
 
 
@@ -342,7 +316,7 @@ def _plan(
     """Everything laid out, and the copies and feeds that fill it."""
     catalogue = folder.catalogue
     files = {
-        n: p.read_bytes()
+        n: read_file(p)
         for n, p in catalogue.auxiliary_files.items()
         if n not in (INDEX, SIDECAR, QUANT_FILE)
     }

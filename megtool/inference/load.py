@@ -18,18 +18,16 @@ from megtool.convert.rank_tensors import RankCoordinates
 from megtool.convert.sharding import check_layout
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named
-from megtool.errors import CheckpointError, LayoutError, MappingError, OutOfMemoryError, UsageError
-from megtool.inference.layer_streaming import OnDemand, on_demand_of, replaced, units_of
-from megtool.inference.rank_weights import BUFFER_BYTES, Weights
+from megtool.errors import LayoutError, MappingError, OutOfMemoryError, UsageError
+from megtool.inference.layer_streaming import LayerStreamer, find_streamer, replaced, units_of
+from megtool.inference.rank_weights import Weights
 from megtool.model.decoder import VOCAB_MULTIPLE, Decoder
 from megtool.model.pipeline import build_stages
 from megtool.parallel.pipeline_split import divisors
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.source import CheckpointSource
 
-__all__ = ["check_finite", "find_nan", "load", "named_weights"]
-
-_AT_A_TIME = 1 << 22  # elements looked at at once: what is computed of them stays small
+_SCAN_ELEMENTS = 1 << 22  # elements checked at once, so that temporaries stay small
 
 
 def load(
@@ -38,32 +36,30 @@ def load(
     groups: ProcessGroups | None = None,
     dtype: DType | torch.dtype | str | None = None,
     device: torch.device | str | None = None,
-    on_demand: bool = False,
+    stream_layers: bool = False,
     sequence_parallel: bool = False,
-    check: bool = False,
     threads: int | None = None,
-    memory_bytes: int = BUFFER_BYTES,
     progress: Progress = silent,
 ) -> Decoder:
     """The decoder of a checkpoint with this rank's weights in it, for inference.
 
-    Weights become `dtype`, else what most of them are stored as (bfloat16 where that is quantized).
-    `device` is where they go, that of `groups` by default. With `on_demand` a layer is in memory
-    only while it is needed, and the next one while it is read: a model larger than memory still
-    runs. `check` looks for NaN and infinities. `memory_bytes` bounds the buffers on the way.
+    Weights become `dtype`; by default the type that most of them are stored in (bfloat16 if that is
+    quantized). `device` is where they go, that of `groups` by default. With `stream_layers` a layer
+    is in memory only while it is needed, and the next one while it is read: a model larger than
+    memory still runs.
 
     Raises:
         MappingError: the checkpoint is no whole decoder, or has other tensors than the model.
         LayoutError: the layout does not divide the model; the hint says which sizes do.
         OutOfMemoryError: the weights do not fit into memory; the hint says what would.
-        CheckpointError: they cannot be read, or with `check` are no numbers.
+        CheckpointError: they cannot be read.
     """
     groups = ProcessGroups.alone(device or "cpu") if groups is None else groups
     target_device = torch.device(device) if device is not None else groups.device
     parallel = groups.parallel
     if parallel.vpp > 1:
         raise LayoutError(
-            f"vpp={parallel.vpp} for a forward pass",
+            f"vpp is {parallel.vpp}, but a forward pass has no virtual stages",
             hint="virtual stages only help training; omit --vpp",
         )
     weights = Weights(
@@ -74,7 +70,6 @@ def load(
         ),
         vocab_multiple=VOCAB_MULTIPLE,
         threads=threads,
-        memory_bytes=memory_bytes,
         progress=progress,
     )
     kind = weights.usual_dtype if dtype is None else named(str(dtype))
@@ -84,9 +79,9 @@ def load(
     expected = decoder.state_dict()
     check_names(weights, expected)
     weights.become({n: named(str(t.dtype)) for n, t in expected.items()})
-    check_memory(weights, target_device, on_demand=on_demand)
-    if on_demand:
-        OnDemand(decoder, weights, target_device)
+    check_memory(weights, target_device, stream_layers=stream_layers)
+    if stream_layers:
+        LayerStreamer(decoder, weights, target_device)
     elif target_device.type == "cpu":
         fill(decoder, weights.load())
     else:
@@ -95,8 +90,6 @@ def load(
             fill(decoder, {n: tensors.pop(n).to(target_device) for n in names})
     decoder.requires_grad_(False)
     decoder.eval()
-    if check:
-        check_finite(decoder, source)
     return decoder
 
 
@@ -116,6 +109,7 @@ def check_names(weights: Weights, expected: Mapping[str, Tensor]) -> None:
                 file=file,
                 tensor=name,
                 hint="does the config.json belong to this checkpoint?",
+                error_id="missing-tensors",
             )
         if tuple(tensor.shape) != stored.shape:
             raise MappingError(
@@ -136,9 +130,9 @@ def check_names(weights: Weights, expected: Mapping[str, Tensor]) -> None:
 
 
 def check_memory(
-    weights: Weights, device: torch.device, *, on_demand: bool = False, is_trained: bool = False
+    weights: Weights, device: torch.device, *, stream_layers: bool = False, is_trained: bool = False
 ) -> None:
-    """Refuse before loading what cannot fit; what is trained is never loaded on demand, nor cast.
+    """Refuse before loading what cannot fit; what is trained is neither streamed nor cast.
 
     Raises:
         OutOfMemoryError: this rank's weights need more memory than is free.
@@ -148,19 +142,23 @@ def check_memory(
     else:
         free = free_memory()
     sizes = [weights.num_bytes(names) for names in units_of(weights.tensors).values()]
-    resident = [a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)] if on_demand else sizes
-    needed = max(resident, default=0) if on_demand else sum(resident)
+    resident = (
+        [a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)] if stream_layers else sizes
+    )
+    needed = max(resident, default=0) if stream_layers else sum(resident)
     if free is None or needed <= free:
         return
     ways = (
-        [] if on_demand or is_trained else ["keep one layer in memory at a time (--stream-layers)"]
+        []
+        if stream_layers or is_trained
+        else ["keep one layer in memory at a time (--stream-layers)"]
     )
     if not is_trained and any(weights.kind(n).itemsize > 2 for n in weights.tensors):
         ways.append("cast (--dtype bfloat16)")
     if axis := _wider(weights.config, weights.parallel):
         ways.append(f"spread the model over more processes (torchrun, {axis})")
     raise OutOfMemoryError(
-        f"the weights take {format_bytes(needed)}{' at a time' if on_demand else ''}, "
+        f"the weights take {format_bytes(needed)}{' at a time' if stream_layers else ''}, "
         f"and {device} has {format_bytes(free)} free",
         file=weights.catalogue.root,
         hint="; or ".join(ways) or None,
@@ -181,63 +179,33 @@ def _wider(config: ModelConfig, parallel: ParallelConfig) -> str | None:
 
 
 def fill(decoder: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put tensors in the place of a module's parameters and buffers, which keep their marks."""
+    """Replace a module's parameters and buffers, which keep their attributes."""
     for name, tensor in tensors.items():
         replaced(decoder, name, tensor)
 
 
 def named_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """All weights of a loaded decoder by name, those on demand a layer at a time."""
-    keeper = on_demand_of(decoder)
-    yield from decoder.state_dict().items() if keeper is None else keeper.named_weights()
+    """All weights of a loaded decoder by name, streamed ones a layer at a time."""
+    streamer = find_streamer(decoder)
+    yield from decoder.state_dict().items() if streamer is None else streamer.named_weights()
 
 
 def find_nan(decoder: Decoder) -> str | None:
-    """The first weight that holds a NaN or an infinity; None where all are numbers."""
-    fault = _first_fault(decoder)
-    return None if fault is None else fault[0]
+    """The first weight that contains a NaN or an infinity; None if there is none."""
+    return next((n for n, tensor in named_weights(decoder) if not _is_finite(tensor)), None)
 
 
-def check_finite(decoder: Decoder, source: CheckpointSource | None = None) -> None:
-    """Look at every weight.
-
-    Raises:
-        CheckpointError: one holds a NaN or an infinity; names it, and the element.
-    """
-    fault = _first_fault(decoder)
-    if fault is not None:
-        name, tensor, flat_index = fault
-        index = [int(i) for i in torch.unravel_index(torch.tensor(flat_index), tensor.shape)]
-        raise CheckpointError(
-            f"element {index} of this rank's part is {float(tensor.flatten()[flat_index])}",
-            file=source.catalogue.root if source else None,
-            tensor=name,
-            hint="`megtool inspect SRC --stats` counts them; load an intact checkpoint, "
-            "or one of an earlier iteration",
-        )
-
-
-def _first_fault(decoder: Decoder) -> tuple[str, Tensor, int] | None:
-    """The first weight with an element that is no finite number, and where that is."""
-    for name, tensor in named_weights(decoder):
-        if (index := _fault(tensor)) is not None:
-            return name, tensor, index
-    return None
-
-
-def _fault(tensor: Tensor) -> int | None:
-    """The position of the first element that is no finite number."""
+def _is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point():
-        return None
+        return True
     flat = tensor.detach().flatten()
-    for start in range(0, flat.numel(), _AT_A_TIME):
-        part = flat[start : start + _AT_A_TIME]
+    for start in range(0, flat.numel(), _SCAN_ELEMENTS):
+        part = flat[start : start + _SCAN_ELEMENTS]
         if part.element_size() == 1:
             part = part.float()
-        good = torch.isfinite(part)
-        if not bool(good.all()):
-            return start + int((~good).int().argmax())
-    return None
+        if not bool(torch.isfinite(part).all()):
+            return False
+    return True
 
 
 def computable(kind: DType) -> torch.dtype:

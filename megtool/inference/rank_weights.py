@@ -204,6 +204,7 @@ def decoder_of(source: CheckpointSource) -> tuple[ModelConfig, CanonicalView]:
             file=where,
             tensor=stored[0] if stored else None,
             hint="--like HF_FOLDER gives a config.json; --family NAME says how to read it",
+            error_id="no-model-config",
         )
     weights = {n: t for n, t in side.canonical.items() if ":" not in n}
     if further := [n for n in weights if n.startswith("mtp.")]:
@@ -225,6 +226,7 @@ def decoder_of(source: CheckpointSource) -> tuple[ModelConfig, CanonicalView]:
             tensor=absent[0],
             hint="a model runs whole: select every layer, or make the ones wanted a model of "
             "their own (`megtool reshard --layers 0-3`)",
+            error_id="missing-tensors",
         )
     config = replace(config, **flags)  # type: ignore[arg-type]
     return config, replace(
@@ -242,6 +244,7 @@ def _no_decoder(catalogue: Catalogue, name: str, what: str) -> MappingError:
         file=catalogue.root,
         tensor=name,
         hint="BERT and T5 can be converted and inspected; choose a decoder's checkpoint to run",
+        error_id="unsupported-model",
     )
 
 

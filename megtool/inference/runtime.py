@@ -89,7 +89,7 @@ def on_ranks(
 def load_forward(
     source: CheckpointSource, manner: RuntimeOptions, groups: ProcessGroups, progress: Progress
 ) -> Forward:
-    """The model on this rank, its weights loaded (or ready to be, `on_demand`).
+    """The model on this rank, its weights loaded (or ready to be, `stream_layers`).
 
     Raises:
         LayoutError: the layout does not divide the model.
@@ -103,7 +103,7 @@ def load_forward(
         groups=groups,
         dtype=manner.dtype or ("float32" if groups.device.type == "cpu" else None),
         device=groups.device,
-        on_demand=manner.stream_layers,
+        stream_layers=manner.stream_layers,
         threads=manner.threads,
         progress=progress,
     )
@@ -149,9 +149,10 @@ def _device(name: str | None) -> torch.device:
         raise MissingPackageError(
             f"device {name!r}, and there is {there}",
             hint="--device cpu" if not count else f"--device cuda:0 to cuda:{count - 1}, or cpu",
+            error_id="missing-device",
         )
     return device
 
 
 def _no_device(name: str) -> UsageError:
-    return UsageError(f"device {name!r}", hint="cpu, cuda, or one of several: cuda:0")
+    return UsageError(f"there is no device {name!r}", hint="cpu, cuda, or one of several: cuda:0")

@@ -90,6 +90,7 @@ class CudaGraphs:
             raise MissingPackageError(
                 "CUDA graphs need a CUDA device, and there is none",
                 hint="use megtool.kernels.graph_rule_checker.graphed, which only checks the rules",
+                error_id="missing-device",
             )
         return torch.cuda.graph_pool_handle()
 

@@ -57,6 +57,7 @@ def require(device_kind: str) -> None:
             "run",
             hint="use a CUDA device, or kernels 'torch'; TRITON_INTERPRET=1 runs them on a CPU, "
             "for tests alone",
+            error_id="missing-device",
         )
 
 

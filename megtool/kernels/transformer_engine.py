@@ -71,6 +71,7 @@ def require(device_kind: str) -> None:
             f"kernels 'te' were requested on the device {device_kind!r}, and Transformer Engine "
             "runs on CUDA alone",
             hint="use a CUDA device, or kernels 'torch'",
+            error_id="missing-device",
         )
     load()
 

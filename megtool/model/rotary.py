@@ -153,7 +153,9 @@ class Rotary:
         kind = "default" if is_local else self.kind
         if kind not in _KINDS:
             raise MappingError(
-                f"rope_scaling is of the kind {kind!r}", hint=f"known: {', '.join(_KINDS)}"
+                f"rope_scaling is of the kind {kind!r}",
+                hint=f"known: {', '.join(_KINDS)}",
+                error_id="unsupported-model",
             )
         if kind == "dynamic":
             length = max(length, self.config.max_positions)
@@ -169,7 +171,8 @@ class Rotary:
                 inv_freq = _KINDS[kind](self, float(base or 10000.0), length)
             except KeyError as missing:
                 raise MappingError(
-                    f"rope_scaling of the kind {kind!r} lacks {missing.args[0]!r}"
+                    f"rope_scaling of the kind {kind!r} lacks {missing.args[0]!r}",
+                    error_id="unsupported-model",
                 ) from missing
             self._known[key] = Frequencies(inv_freq.per_position.to(device), inv_freq.scale)
         return self._known[key]

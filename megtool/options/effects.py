@@ -21,7 +21,9 @@ def requires(name: str, hint: str) -> OptionCondition:
     """The condition that the option (or, of one letter, the argument) `name` is given as well."""
     shown = "--" + name.replace("_", "-") if len(name) > 1 else name.upper()
     return OptionCondition(
-        holds=lambda options, facts: is_set(options, name), reason=f"without {shown}", hint=hint
+        holds=lambda options, facts: is_set(options, name),
+        reason=f"{{has}} no effect without {shown}",
+        hint=hint,
     )
 
 
@@ -61,7 +63,7 @@ def check_effects(
             _LOG.warning("%s", reason.format_map(words))
             continue
         text = f"{words['names']} {reason.format_map(words)}"
-        raise UsageError(text, hint=hint.format_map(words))
+        raise UsageError(text, hint=hint.format_map(words), error_id="option-without-effect")
 
 
 def _words(entries: Sequence[OptionField], facts: Any) -> dict[str, Any]:

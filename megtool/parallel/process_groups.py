@@ -259,6 +259,7 @@ def _device(device: torch.device, local_rank: int) -> torch.device:
             hint=f"start at most {count} processes per host, or run with --device cpu"
             if count
             else "run with --device cpu, or pip install torch with CUDA on a host that has a GPU",
+            error_id="missing-device",
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

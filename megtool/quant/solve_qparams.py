@@ -162,8 +162,9 @@ class _Solver:
         requirements = [derive_requirements(self.recipe, self.decisions[m]) for m in modules]
         if statistics is None and any(n.data for n in requirements) and site.expert is None:
             raise CalibrationError(
-                f"no calibration data for the inputs of {site.name}",
+                f"there is no calibration data for the inputs of {site.name}",
                 hint="calibrate with data that reaches this module",
+                error_id="missing-statistics",
             )
         if statistics is not None:
             _check_second_moments(site, statistics, requirements)
@@ -174,6 +175,7 @@ class _Solver:
                     f"recipe needs {'channel statistics' if smooths else config.input_observer}",
                     hint="calibration files derived from FP8 training work for recipes with plain "
                     "static scales, such as fp8; else calibrate with data",
+                    error_id="missing-statistics",
                 )
         needs_weights = statistics is not None and any(n.gram or n.sample for n in requirements)
         needs_weights |= (
@@ -244,8 +246,9 @@ class _Solver:
         amax = max(siblings or layer or [a for _, a in measured], default=0.0)
         if not amax:
             raise CalibrationError(
-                f"no calibration data for the inputs of {site.name}, or of any other site",
+                f"there is no calibration data for the inputs of {site.name}, or of any other site",
                 hint="calibrate with data",
+                error_id="missing-statistics",
             )
         return amax
 
@@ -261,7 +264,9 @@ class _Solver:
             if not format.constant:
                 if statistics is None:
                     raise CalibrationError(
-                        f"no calibration data for {site.name}", hint="calibrate with data"
+                        f"there is no calibration data for {site.name}",
+                        hint="calibrate with data",
+                        error_id="missing-statistics",
                     )
                 half = site.width // 2
                 latent = bool(self.config.kv_lora_rank)
@@ -287,4 +292,5 @@ def _check_second_moments(
             raise CalibrationError(
                 f"{site.name} needs {missing} of its inputs, which is missing",
                 hint="calibrate with data again: calibration files do not store it",
+                error_id="missing-statistics",
             )

@@ -42,7 +42,9 @@ def load_tokenizer(catalogue: Catalogue) -> Tokenizer:
     try:
         return Tokenizer.load(find_tokenizer_files(catalogue))
     except FormatError as e:
-        raise FormatError(e.message, file=e.file or catalogue.root, hint=e.hint) from e
+        raise FormatError(
+            e.message, file=e.file or catalogue.root, hint=e.hint, error_id=e.error_id
+        ) from e
 
 
 def find_tokenizer_files(catalogue: Catalogue) -> dict[str, Path | bytes]:

@@ -12,6 +12,7 @@ from megtool.checkpoint.catalogue import Catalogue, IgnoredTensor, StoredObject
 from megtool.checkpoint.containers.pickle_reader import Inert
 from megtool.checkpoint.containers.pickle_writer import make_namespace
 from megtool.checkpoint.formats.auxiliary_files import MODELOPT_FOLDER
+from megtool.checkpoint.storage.files import read_file
 from megtool.config import ModelConfig
 from megtool.convert.layer_subset import edited_config, of_layers, parse_layers, renumbered
 from megtool.convert.megatron_args import args_from_config
@@ -41,6 +42,7 @@ def select_layers(source: CheckpointSource, text: str) -> CheckpointSource:
             "choosing layers needs the model's family and configuration",
             file=source.path,
             hint="--family NAME and --like HF_FOLDER supply them",
+            error_id="no-model-config",
         )
     layers = parse_layers(text, model.config.num_layers)
     config = of_layers(model.config, layers)
@@ -106,7 +108,7 @@ def _edit_identity(
         edited["config.json"] = text.encode()
     bridge = source.catalogue.auxiliary_files.get(BRIDGE_FILE)
     if bridge is not None:
-        edited[BRIDGE_FILE] = edit_model(bridge.read_bytes(), changed)
+        edited[BRIDGE_FILE] = edit_model(read_file(bridge), changed)
     return replace(model, config=config, hf_config=hf_config), edited
 
 

@@ -164,12 +164,14 @@ def require_decoder(source: CheckpointSource) -> CheckpointSource:
     if not source.is_canonical or config is None:
         why = f": {source.reason.message}" if source.reason else ""
         raise MappingError(
-            f"no decoder of a known family{why}",
+            f"it is no decoder of a known family{why}",
             file=source.path,
             hint="--family NAME and --like HF_FOLDER say which model it is; " + _ENCODERS,
         )
     if config.num_token_types or config.position_embedding == "relative":
-        raise MappingError("an encoder, which generates no text", file=source.path, hint=_ENCODERS)
+        raise MappingError(
+            "it is an encoder, which generates no text", file=source.path, hint=_ENCODERS
+        )
     if source.model is not None and source.model.assumed:
         _LOG.warning(
             "the checkpoint does not state %s: the family's defaults are used, which may not be "
@@ -254,7 +256,7 @@ def _parse_iteration(text: str | None) -> int | str | None:
     if text == "release":
         return text
     if not text.isdigit():
-        raise UsageError(f"iteration {text!r}", hint="a number, `latest` or `release`")
+        raise UsageError(f"--iteration is {text!r}", hint="a number, `latest` or `release`")
     return int(text)
 
 
@@ -284,6 +286,7 @@ def identify_model(
             f"family {family_name!r} is given, but the checkpoint has no model configuration",
             file=catalogue.root,
             hint=_LIKE,
+            error_id="no-model-config",
         )
     return model
 
@@ -361,16 +364,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         FormatError: it is missing, or not a JSON object.
+        StorageError: it cannot be read.
     """
     path = folder / "config.json"
+    data = Files().read_whole(path)
+    if data is None:
+        raise FormatError("the file does not exist", file=path, hint=_FOLDER)
     try:
-        value = json.loads(path.read_bytes())
-    except OSError as e:
-        raise FormatError(f"cannot read: {e.strerror}", file=path, hint=_FOLDER) from e
+        value = json.loads(data)
     except ValueError as e:
-        raise FormatError(f"invalid JSON: {e}", file=path, hint=_FOLDER) from e
+        raise FormatError(f"the JSON is invalid: {e}", file=path, hint=_FOLDER) from e
     if not isinstance(value, dict):
-        raise FormatError("not a JSON object", file=path, hint=_FOLDER)
+        raise FormatError("it is not a JSON object", file=path, hint=_FOLDER)
     return value
 
 

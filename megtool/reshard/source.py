@@ -14,6 +14,7 @@ from megtool.checkpoint.digest import Sidecar
 from megtool.checkpoint.formats import HF_SUBFOLDER_FORMATS
 from megtool.checkpoint.formats.auxiliary_files import find_auxiliary_files
 from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS
+from megtool.checkpoint.storage.files import read_file
 from megtool.config import ModelConfig
 from megtool.convert.dialects import CanonicalView
 from megtool.convert.families import Family
@@ -133,7 +134,9 @@ class CheckpointSource:
             try:
                 tokenizer = Tokenizer.load(files)
             except FormatError as e:
-                raise FormatError(e.message, file=e.file or self.path, hint=e.hint) from e
+                raise FormatError(
+                    e.message, file=e.file or self.path, hint=e.hint, error_id=e.error_id
+                ) from e
         tokenizer.check_vocabulary(self.config.vocab_size)
         return tokenizer
 
@@ -174,7 +177,7 @@ def collect_hf_files(source: CheckpointSource, dtype: DType | None) -> dict[str,
     """The small files of the model's Hugging Face folder, with `dtype` in its config.json."""
     files = _without_quantization(
         {
-            name: source.edited[name] if name in source.edited else path.read_bytes()
+            name: source.edited[name] if name in source.edited else read_file(path)
             for name, path in source.attachments().items()
         }
     )
@@ -197,7 +200,7 @@ def collect_saved_tokenizer(source: CheckpointSource) -> dict[str, bytes]:
         return {}
     files = source.catalogue.auxiliary_files
     return {
-        name: files[_TOKENIZER + name].read_bytes()
+        name: read_file(files[_TOKENIZER + name])
         for name in _TOKENIZER_FILES
         if _TOKENIZER + name in files and name not in hf_files
     }
@@ -267,5 +270,5 @@ def collect_small_files(
         for name, path in source.catalogue.auxiliary_files.items():
             if not name.startswith((HF_FOLDER, *left_out)):
                 edited = source.edited.get(name)
-                out[name] = path.read_bytes() if edited is None else edited
+                out[name] = read_file(path) if edited is None else edited
     return out

@@ -45,11 +45,14 @@ class SelectionOptions(SourceOptions):
         if self.optimizer_only and (self.average or target.optimizer == NONE):
             why = "optimizer state is not averaged" if self.average else "nothing is left to write"
             option = "--average" if self.average else "--optimizer-format none"
-            raise UsageError(f"--optimizer-only with {option}: {why}", hint="leave one of them out")
+            raise UsageError(
+                f"--optimizer-only excludes {option}: {why}", hint="leave one of them out"
+            )
         if self.weights is not None and not self.average:
             raise UsageError(
-                "--average-weights without --average",
+                "--average-weights has no effect without --average",
                 hint="--average PATH names the other checkpoints",
+                error_id="option-without-effect",
             )
         options = SourceOptions(iteration=self.iteration, family=self.family, like=self.like)
         return self._open(path, options, target, select=self._tensor_filter())

@@ -33,7 +33,8 @@ from megtool.convert.megatron_args import megatron_limits
 from megtool.convert.parallel_args import layout_fields, merged_layout
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
-from megtool.errors import LayoutError, UnknownFamilyError, UsageError
+from megtool.errors import FormatError, LayoutError, UnknownFamilyError, UsageError
+from megtool.reshard.foreign_objects import screen_source
 from megtool.reshard.megatron.master_weight_check import (
     check_masters,
     place_box,
@@ -61,6 +62,8 @@ WRITERS = {
 }
 """The planner of each format that can be written."""
 
+_WITHOUT_PICKLES = ("hf", "safetensors")
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -80,11 +83,15 @@ def make_target(source: CheckpointSource, options: TargetOptions) -> Target:
     """Plan the target, with the contents of everything that is not tensor data.
 
     Raises:
+        FormatError: an object would be written that names what no checkpoint needs.
         UsageError: options that do not fit the format or each other.
         LayoutError: the layout does not divide the model.
         MappingError: the target needs a family that is not known.
     """
     kind = choose_format(source.catalogue, options.to)
+    foreign: list[DroppedItem] = []
+    if kind not in _WITHOUT_PICKLES:
+        source, foreign = screen_source(source, drop=options.drop_objects)
     dialect = _target_dialect(source, kind)
     parallel = _choose_layout(source, options.layout, kind)
     dtype, catalogue = options.dtype, source.catalogue
@@ -113,9 +120,14 @@ def make_target(source: CheckpointSource, options: TargetOptions) -> Target:
         side=side,
         destination=Destination(catalogue=source.catalogue, fragments=[]),
         fills=[make_fill(f.placement, f.value) for f in side.fills],
-        dropped=_dropped_tensors(source, side, compare_all=options.prove_all),
+        dropped=_dropped_tensors(source, side, compare_all=options.prove_all) + foreign,
     )
-    WRITERS[kind](source, replace(options, optimizer=optimizer), target, dtype)
+    try:
+        WRITERS[kind](source, replace(options, optimizer=optimizer), target, dtype)
+    except FormatError as e:
+        if e.file is not None:
+            raise
+        raise FormatError(e.message, file=source.path, hint=e.hint, error_id=e.error_id) from e
     return target
 
 
@@ -218,6 +230,7 @@ def _choose_layout(
                 hint="--max-shard-size sets how many files there are"
                 if kind == "hf"
                 else "leave it out",
+                error_id="option-without-effect",
             )
         return None
     if kind == "dcp" and not _is_megatron(source) and (axes := [k for k in explicit if k != "dp"]):
@@ -297,7 +310,10 @@ def apply_renames(names: Sequence[str], renames: Sequence[str]) -> list[str]:
     for text in renames:
         old, equals, new = text.partition("=")
         if not equals or not old or not new or new.count("*") > old.count("*"):
-            raise UsageError(f"rename {text!r}", hint="OLD=NEW, with no more * in NEW than in OLD")
+            raise UsageError(
+                f"--rename is {text!r}, which is no pattern",
+                hint="OLD=NEW, with no more * in NEW than in OLD",
+            )
         pattern = re.compile("(.*)".join(re.escape(part) for part in old.split("*")))
         hits = [(i, m) for i, n in enumerate(names) if (m := pattern.fullmatch(n))]
         if not hits:

@@ -369,7 +369,8 @@ class TrainConfig(OptimizerOptions, SourceOptions, TokenizerOptions):
 def _check_numbers(s: TrainConfig) -> None:
     if (chosen := [n for n in DTYPE_FLAGS if getattr(s, n)])[1:]:
         raise UsageError(
-            f"{flag(chosen[0])} and {flag(chosen[1])}", hint="a model computes in one type"
+            f"{flag(chosen[0])} and {flag(chosen[1])} exclude each other",
+            hint="a model computes in one type",
         )
     for name, below in (
         ("adam_beta1", 1.0),
@@ -382,16 +383,16 @@ def _check_numbers(s: TrainConfig) -> None:
         ("attention_dropout", 1.0),
     ):
         if not 0 <= getattr(s, name) < below:
-            raise UsageError(f"{flag(name)} {getattr(s, name)}", hint="at least 0 and below 1")
+            raise UsageError(f"{flag(name)} is {getattr(s, name)}", hint="at least 0 and below 1")
     for name in ("distill_weight", "optimizer_offload_fraction"):
         if not 0 <= getattr(s, name) <= 1:
-            raise UsageError(f"{flag(name)} {getattr(s, name)}", hint="from 0 to 1")
+            raise UsageError(f"{flag(name)} is {getattr(s, name)}", hint="from 0 to 1")
     if s.min_lr > s.lr:
         raise UsageError(f"--min-lr {s.min_lr} is above --lr {s.lr}")
     if s.lr_warmup_init > s.lr:
         raise UsageError(f"--lr-warmup-init {s.lr_warmup_init} is above --lr {s.lr}")
     if s.distill_temperature <= 0:
-        raise UsageError(f"--distill-temperature {s.distill_temperature}", hint="above 0")
+        raise UsageError(f"--distill-temperature is {s.distill_temperature}", hint="above 0")
     if s.blend is not None:
         _check_blend(s)
 
@@ -402,7 +403,7 @@ def _check_blend(s: TrainConfig) -> None:
     except ValueError:
         shares = ()
     if not shares or any(not math.isfinite(x) or x <= 0 for x in shares):
-        raise UsageError(f"--blend {s.blend!r}", hint="positive numbers with commas: 0.7,0.3")
+        raise UsageError(f"--blend is {s.blend!r}", hint="positive numbers with commas: 0.7,0.3")
     if len(shares) != len(s.data):
         raise UsageError(
             f"--blend has {len(shares)} shares, and there are {len(s.data)} --data",
@@ -413,20 +414,26 @@ def _check_blend(s: TrainConfig) -> None:
 def _check_steps(s: TrainConfig) -> None:
     for first, second in ALTERNATIVES:
         if getattr(s, first) and getattr(s, second):
-            raise UsageError(f"{flag(first)} and {flag(second)}", hint="one of them")
+            raise UsageError(
+                f"{flag(first)} and {flag(second)} exclude each other", hint="give one of them"
+            )
     if s.epochs is not None and s.epochs <= 0:
-        raise UsageError(f"--epochs {s.epochs}", hint="above 0")
+        raise UsageError(f"--epochs is {s.epochs}", hint="above 0")
     if s.lr_warmup_fraction is not None and s.lr_warmup_fraction > 1:
-        raise UsageError(f"--lr-warmup-fraction {s.lr_warmup_fraction}", hint="from 0 to 1")
+        raise UsageError(f"--lr-warmup-fraction is {s.lr_warmup_fraction}", hint="from 0 to 1")
     if s.lr_decay_style == "WSD" and s.lr_wsd_decay_iters is None:
-        raise UsageError("--lr-decay-style WSD without --lr-wsd-decay-iters")
+        raise UsageError("--lr-decay-style WSD needs --lr-wsd-decay-iters")
     if s.global_batch_size is not None and s.global_batch_size % s.micro_batch_size:
         raise UsageError(
             f"--global-batch-size {s.global_batch_size} is not a multiple of "
             f"--micro-batch-size {s.micro_batch_size}"
         )
     if s.patience is not None and not (s.eval_data or s.eval_split):
-        raise UsageError("--patience, and nothing to evaluate on", hint="--eval-data, --eval-split")
+        raise UsageError(
+            "--patience has no effect: there is nothing to evaluate on",
+            hint="--eval-data, --eval-split",
+            error_id="option-without-effect",
+        )
 
 
 def _check_feature_options(s: TrainConfig) -> None:
@@ -458,35 +465,48 @@ def _check_feature_options(s: TrainConfig) -> None:
         ),
         (
             s.recompute_num_layers is not None and s.recompute_granularity is None,
-            "--recompute-num-layers without --recompute-granularity",
+            "--recompute-num-layers has no effect without --recompute-granularity",
         ),
-        (s.loss_scale is not None and not s.fp16, "--loss-scale without --fp16"),
+        (s.loss_scale is not None and not s.fp16, "--loss-scale has no effect without --fp16"),
         (
             s.store_param_remainders and bool(s.fp16 or s.fp32),
             "--store-param-remainders needs --bf16",
         ),
-        (s.qat is not None and s.fp8_recipe is not None, "--qat and --fp8-recipe"),
-        (s.qat is not None and s.lora_rank is not None, "--qat and --lora-rank"),
-        (s.lora_alpha is not None and s.lora_rank is None, "--lora-alpha without --lora-rank"),
-        (bool(s.lora_dropout) and s.lora_rank is None, "--lora-dropout without --lora-rank"),
-        (s.lora_rank is not None and s.fp8_param_gather, "--lora-rank and --fp8-param-gather"),
+        (
+            s.qat is not None and s.fp8_recipe is not None,
+            "--qat and --fp8-recipe exclude each other",
+        ),
+        (s.qat is not None and s.lora_rank is not None, "--qat and --lora-rank exclude each other"),
+        (
+            s.lora_alpha is not None and s.lora_rank is None,
+            "--lora-alpha has no effect without --lora-rank",
+        ),
+        (
+            bool(s.lora_dropout) and s.lora_rank is None,
+            "--lora-dropout has no effect without --lora-rank",
+        ),
+        (
+            s.lora_rank is not None and s.fp8_param_gather,
+            "--lora-rank and --fp8-param-gather exclude each other",
+        ),
         (
             s.lora_rank is not None and bool(s.freeze),
-            "--freeze with --lora-rank, which trains adapters only",
+            "--freeze has no effect with --lora-rank, which trains adapters only",
         ),
-        (s.fp8_recipe is not None and bool(s.fp16), "--fp8-recipe and --fp16"),
+        (s.fp8_recipe is not None and bool(s.fp16), "--fp8-recipe and --fp16 exclude each other"),
         (
             bool(s.moe_router_bias_update_rate) and s.lora_rank is not None,
-            "--moe-router-bias-update-rate and --lora-rank, which trains adapters only",
+            "--moe-router-bias-update-rate has no effect with --lora-rank, which trains adapters "
+            "only",
         ),
         (
             bool(s.moe_aux_loss_coeff) and s.moe_router_load_balancing_type == "none",
-            "--moe-aux-loss-coeff and --moe-router-load-balancing-type none",
+            "--moe-aux-loss-coeff has no effect with --moe-router-load-balancing-type none",
         ),
         (
             s.moe_router_load_balancing_type not in (None, "none")
             and not (s.moe_aux_loss_coeff or s.moe_losses_from_checkpoint),
-            "--moe-router-load-balancing-type without --moe-aux-loss-coeff",
+            "--moe-router-load-balancing-type has no effect without --moe-aux-loss-coeff",
         ),
     )
     for is_wrong, message in needs:
@@ -494,7 +514,9 @@ def _check_feature_options(s: TrainConfig) -> None:
             raise UsageError(message)
     _check_dependent_options(s)
     if s.lora_alpha is not None and s.lora_alpha <= 0:
-        raise UsageError(f"--lora-alpha {s.lora_alpha:g}", hint="above 0; default: 2 x --lora-rank")
+        raise UsageError(
+            f"--lora-alpha is {s.lora_alpha:g}", hint="above 0; default: 2 x --lora-rank"
+        )
     if s.overlap_param_gather and s.use_distributed_optimizer is False:
         raise UsageError("--overlap-param-gather without --use-distributed-optimizer")
     roles = ("qkv", "proj", "fc1", "fc2")
@@ -502,7 +524,7 @@ def _check_feature_options(s: TrainConfig) -> None:
         roles_given = [role.strip() for role in s.lora_target.split(",")]
         for n, role in enumerate(roles_given):
             if role not in roles:
-                raise UsageError(f"--lora-target {role!r}", hint=f"one of: {', '.join(roles)}")
+                raise UsageError(f"--lora-target is {role!r}", hint=f"one of: {', '.join(roles)}")
             if role in roles_given[:n]:
                 raise UsageError(f"--lora-target names {role!r} twice", hint=s.lora_target)
 
@@ -526,7 +548,7 @@ def _check_graphs(s: TrainConfig) -> None:
     hint = "without --cuda-graph-impl"
     for name, reason in GRAPH_CONFLICTS.items():
         if getattr(s, name):
-            raise UsageError(f"--cuda-graph-impl local and {flag(name)}: {reason}", hint=hint)
+            raise UsageError(f"--cuda-graph-impl local excludes {flag(name)}: {reason}", hint=hint)
     if s.pp > 1:
         raise UsageError(
             f"--cuda-graph-impl local and --pp {s.pp}: the host decides which stage runs",
@@ -534,8 +556,8 @@ def _check_graphs(s: TrainConfig) -> None:
         )
     if s.fp8_recipe is not None and s.kernels == "te":
         raise UsageError(
-            "--cuda-graph-impl local and --kernels te with --fp8-recipe: Transformer Engine "
-            "updates its own scales in every pass",
+            "--cuda-graph-impl local excludes --fp8-recipe with --kernels te: Transformer "
+            "Engine updates its own scales in every pass",
             hint=hint,
         )
 
@@ -561,4 +583,7 @@ def _check_dependent_options(s: TrainConfig) -> None:
         if getattr(s, needed) is None:
             for name in names:
                 if getattr(s, name) != usual[name]:
-                    raise UsageError(f"{flag(name)} without {flag(needed)}")
+                    raise UsageError(
+                        f"{flag(name)} has no effect without {flag(needed)}",
+                        error_id="option-without-effect",
+                    )

@@ -64,6 +64,7 @@ def nonfinite_error(
         hint="repeating the command gives the same error: a lower --lr, more --lr-warmup-iters or "
         f"--clip-grad may help; {remaining}; `megtool inspect SRC --stats` looks for NaN in the "
         "initial weights",
+        error_id="nan-loss",
     )
 
 

@@ -1,16 +1,11 @@
-"""Tensors nested in a pickle, each with its storage as a separate stream, read without torch.
+"""Tensors nested in a pickle, with their storages, read and written without torch.
 
-`pickle.dumps` of a tensor calls `torch.storage._load_from_bytes` on what `torch.save` wrote before
-release 1.6: five pickles (a number, a version, the machine, the storage, its key), the number of
-elements, and their bytes.
+A storage is a stream of its own (see `storage_stream`), or a member of the container.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import pickletools
-import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -21,26 +16,13 @@ from numpy.typing import NDArray
 from megtool.checkpoint.containers import pickle_reader
 from megtool.checkpoint.containers.pickle_reader import Inert, PersistentRef, inert_global
 from megtool.checkpoint.containers.pickle_writer import encode
+from megtool.checkpoint.containers.storage_stream import STREAM_HEAD, parse_storage_stream
 from megtool.dtypes import DType, from_storage
 from megtool.errors import FormatError
 
 REBUILD = "torch._utils._rebuild_tensor_v2"
 LOAD = "torch.storage._load_from_bytes"
 
-_HEAD = (
-    b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}q\x00("
-    b"X\x10\x00\x00\x00protocol_versionq\x01M\xe9\x03X\r\x00\x00\x00little_endianq\x02\x88"
-    b"X\n\x00\x00\x00type_sizesq\x03}q\x04(X\x05\x00\x00\x00shortq\x05K\x02"
-    b"X\x03\x00\x00\x00intq\x06K\x04X\x04\x00\x00\x00longq\x07K\x04uu."
-)
-_MAGIC = _HEAD[:15]
-_TORCH_PICKLES = re.compile(
-    rb"\x80\x02\(X\x07\0\0\0storageq\0ctorch\n(\w+Storage)\nq\x01X[\x01-\x14]\0\0\0\d+q\x02"
-    rb"X.\0\0\0(?:cpu|cuda:\d+)q\x03(?:K.|M..|J....)Ntq\x04Q(?:q\x05)?\."
-    rb"\x80\x02\]q\0\(?X[\x01-\x14]\0\0\0\d+q\x01[ae]\.",
-    re.DOTALL,
-)
-"""The last two pickles as torch writes them; other forms are decoded, ten times slower."""
 _KEY = "0"
 
 
@@ -63,7 +45,8 @@ def read_array(node: Any, file: str | Path = "") -> NDArray[np.float32] | None:
             raise FormatError("a tensor in an extra state has no storage", file=file)
         flat = _to_numpy(storage.data, _parse_dtype(pid[1].qualname, file), file)
     elif isinstance(storage, Inert) and storage.name == LOAD and storage.args:
-        flat = _read_storage(pickle_reader.as_bytes(storage.args[0]) or b"", file)
+        stream = parse_storage_stream(pickle_reader.as_bytes(storage.args[0]) or b"", file=file)
+        flat = _to_numpy(stream.data, _parse_dtype(stream.storage, file), file)
     else:
         raise FormatError("a tensor in an extra state has no storage", file=file)
     if shape is None or strides is None or len(shape) != len(strides) or type(offset) is not int:
@@ -81,18 +64,24 @@ def read_array(node: Any, file: str | Path = "") -> NDArray[np.float32] | None:
 def make_nested_tensor(array: NDArray[np.float32]) -> Inert:
     """A float32 tensor as torch pickles it."""
     data = np.ascontiguousarray(array, "<f4").tobytes()
-    storage = PersistentRef(("storage", _float_storage(), _KEY, "cpu", array.size, None))
+    return _make_rebuild(make_storage_stream("FloatStorage", data), array.shape)
+
+
+def make_storage_stream(storage: str, data: bytes) -> Inert:
+    """A storage of a class of `torch`, as torch pickles it."""
+    count = len(data) // from_storage(storage).itemsize
+    kind = inert_global("torch", storage)
+    reference = PersistentRef(("storage", kind, _KEY, "cpu", count, None))
     stream = b"".join(
         (
-            _HEAD,
-            encode(storage, replace=_persistent_id),
+            STREAM_HEAD,
+            encode(reference, replace=_persistent_id),
             encode([_KEY]),
-            struct.pack("<q", array.size),
+            struct.pack("<q", count),
             data,
         )
     )
-    load = inert_global("torch.storage", "_load_from_bytes")(stream)
-    return _make_rebuild(load, array.shape)
+    return inert_global("torch.storage", "_load_from_bytes")(stream)
 
 
 def make_stored_tensor(array: NDArray[np.float32], key: str) -> Inert:
@@ -120,42 +109,6 @@ def _persistent_id(node: Any) -> Any:
     return node.id
 
 
-def _read_storage(data: bytes, file: str | Path) -> NDArray[Any]:
-    """The elements of a storage in a separate stream."""
-    if not data.startswith(_MAGIC):
-        raise FormatError("a tensor in an extra state has a storage in an unknown form", file=file)
-    if data.startswith(_HEAD) and (match := _TORCH_PICKLES.match(data, len(_HEAD))):
-        return _read_elements(data, match.end(), _parse_dtype(match[1].decode(), file), file)
-    stream = io.BytesIO(data)
-    parts: list[bytes] = []
-    try:
-        while len(parts) < 5:
-            begin = stream.tell()
-            for _ in pickletools.genops(stream):
-                pass
-            parts.append(data[begin : stream.tell()])
-    except (ValueError, LookupError) as e:
-        raise FormatError(f"a storage in an extra state is damaged: {e}", file=file) from e
-    node = pickle_reader.decode(parts[-2], file=file)
-    pid = node.id if isinstance(node, PersistentRef) else None
-    if not (isinstance(pid, tuple) and len(pid) > 4 and pickle_reader.is_global(pid[1])):
-        raise FormatError("a storage in an extra state is in an unknown form", file=file)
-    return _read_elements(data, stream.tell(), _parse_dtype(pid[1].qualname, file), file)
-
-
-def _read_elements(data: bytes, offset: int, kind: DType, file: str | Path) -> NDArray[Any]:
-    """The elements of a stream whose pickles end at `offset`: a count, then their bytes."""
-    offset += 8
-    count = int.from_bytes(data[offset - 8 : offset], "little")
-    if len(data) != offset + count * kind.itemsize:
-        raise FormatError(
-            f"a storage in an extra state claims {count} elements in {max(len(data) - offset, 0)} "
-            "bytes",
-            file=file,
-        )
-    return _to_numpy(data[offset:], kind, file)
-
-
 def _parse_dtype(name: str, file: str | Path) -> DType:
     kind = from_storage(name)
     if not kind.is_float:
@@ -165,7 +118,9 @@ def _parse_dtype(name: str, file: str | Path) -> DType:
 
 def _to_numpy(data: bytes, kind: DType, file: str | Path) -> NDArray[Any]:
     if len(data) % kind.itemsize:
-        raise FormatError("a storage in an extra state is truncated", file=file)
+        raise FormatError(
+            "a storage in an extra state is truncated", file=file, error_id="truncated-file"
+        )
     flat = np.frombuffer(data, kind.view)
     if kind.name == "bfloat16":
         flat = (flat.astype("<u4") << 16).view("<f4")

@@ -78,7 +78,9 @@ def check_pickle(data: bytes, *, file: str | Path) -> None:
         kind = _ARGUMENT[code]
         if kind is None:
             raise FormatError(
-                f"pickle opcode {bytes([code])!r} at byte {position} is refused", file=file
+                f"pickle opcode {bytes([code])!r} at byte {position} is refused",
+                file=file,
+                error_id="hostile-pickle",
             )
         start = position + 1
         if kind >= 0:

@@ -152,6 +152,7 @@ class _Unpickler(pickle.Unpickler):
             raise FormatError(
                 f"pickle names too many or too long globals, such as {module[:60]!r}",
                 file=self._file,
+                error_id="hostile-pickle",
             )
         if f"{module}.{name}" not in _HARMLESS and (
             _HOSTILE.fullmatch(module)
@@ -161,6 +162,7 @@ class _Unpickler(pickle.Unpickler):
                 f"pickle names {module}.{name}, which no checkpoint needs: refused as hostile",
                 file=self._file,
                 hint="nothing was executed; do not load this file with other tools",
+                error_id="hostile-pickle",
             )
         if self._global_names is not None:
             self._global_names.add(f"{module}.{name}")
@@ -205,7 +207,7 @@ def decode(
         OSError,
     ) as e:
         reason = str(e) or type(e).__name__
-        raise FormatError(f"not a readable pickle: {reason[:200]}", file=file) from e
+        raise FormatError(f"it is not a readable pickle: {reason[:200]}", file=file) from e
 
 
 _NAMESPACES = frozenset({"argparse.Namespace", "types.SimpleNamespace"})

@@ -16,6 +16,7 @@ from typing import Any
 
 from megtool.checkpoint.containers import pickle_reader
 from megtool.checkpoint.containers.pickle_reader import Inert, PersistentRef, inert_global
+from megtool.checkpoint.containers.pickle_rewrite import encode_payloads
 from megtool.checkpoint.containers.pickle_writer import encode
 from megtool.checkpoint.containers.zip_reader import ZipArchive
 from megtool.checkpoint.containers.zip_tensor import StorageView, locate_view
@@ -26,6 +27,7 @@ from megtool.checkpoint.containers.zip_writer import (
     alignment_padding,
     central_entry,
     directory,
+    encode_object,
     local_header,
 )
 from megtool.checkpoint.storage.files import Files
@@ -138,17 +140,19 @@ def open_torch_file(path: Path, size: int) -> Iterator[TorchFile]:
         except FormatError as e:
             if e.hint:
                 raise
-            raise FormatError(e.message, file=e.file, tensor=e.tensor, hint=_DAMAGED_HINT) from e
+            raise FormatError(
+                e.message, file=e.file, tensor=e.tensor, hint=_DAMAGED_HINT, error_id=e.error_id
+            ) from e
     finally:
         files.close(fd)
 
 
 def _not_a_zip(start: bytes, path: Path) -> FormatError:
     if not start:
-        return FormatError("an empty file", file=path, hint=_DAMAGED_HINT)
+        return FormatError("the file is empty", file=path, hint=_DAMAGED_HINT)
     if start[:1] == b"\x80" or start[_TAR_AT : _TAR_AT + 5] == b"ustar":
         return FormatError(
-            "written in the format of torch before version 1.6", file=path, hint=_OLD_HINT
+            "it was written in the format of torch before version 1.6", file=path, hint=_OLD_HINT
         )
     return FormatError(
         f"begins with {start[:4]!r}, which torch.save never writes", file=path, hint=_DAMAGED_HINT
@@ -176,9 +180,11 @@ def plan_torch_file(tree: Any) -> TorchFileLayout:
     need their bytes (`TorchFile.attach_storages`); shared storages stay shared.
 
     Raises:
+        FormatError: the tree names what no checkpoint needs.
         UsageError: two tensors have one name, elements are packed, or a reference has no bytes.
         TypeError: a value in the tree cannot be pickled.
     """
+    tree = encode_payloads(tree, encode_object)
     storages = _Storages()
     growing = _FileBuilder()
     growing.add_bytes("data.pkl", encode(tree, replace=storages.replace))

@@ -144,16 +144,19 @@ def detect_format(path: Path) -> CheckpointFormat:
     """
     status = Files().stat(path)
     if status is None:
-        raise FormatError("does not exist", file=path, hint="check the path")
+        raise FormatError(
+            "does not exist", file=path, hint="check the path", error_id="source-not-found"
+        )
     names = Files().names(path) if stat.S_ISDIR(status.st_mode) else None
     for checkpoint_format in FORMATS:
         if checkpoint_format.may_match(names) and checkpoint_format.load().detect(path):
             return checkpoint_format
     files = [n for n in names or () if n.endswith(".gguf")]
     raise FormatError(
-        "not a checkpoint: looked for " + "; ".join(f.description for f in FORMATS),
+        "it is not a checkpoint: megtool looked for " + "; ".join(f.description for f in FORMATS),
         file=path,
         hint=f"name the file: {path / files[0]}" if files else "give the folder that holds it",
+        error_id="not-a-checkpoint",
     )
 
 
@@ -167,4 +170,4 @@ def find_format(name: str) -> CheckpointFormat:
         if name in checkpoint_format.names:
             return checkpoint_format
     writable = ", ".join(n for f in FORMATS for n in f.names if f.writable)
-    raise UsageError(f"unknown format {name!r}", hint=f"writable: {writable}")
+    raise UsageError(f"there is no format {name!r}", hint=f"writable: {writable}")

@@ -63,7 +63,7 @@ def read_metadata(data: bytes, *, file: str | Path) -> DcpMetadata:
     try:
         return _Reader(file).read(root)
     except AttributeError as e:  # a stub that the pickle built without a state
-        raise FormatError(f"damaged metadata: {e}", file=file) from e
+        raise FormatError(f"the metadata is damaged: {e}", file=file) from e
 
 
 class _Reader:
@@ -76,10 +76,10 @@ class _Reader:
     def read(self, root: Any) -> DcpMetadata:
         state = getattr(root, "state", None) if isinstance(root, MetadataStub) else None
         if not isinstance(state, dict):
-            raise self._error("not the metadata of a torch.distributed checkpoint")
+            raise self._error("it is not the metadata of a torch.distributed checkpoint")
         described, stored = state.get("state_dict_metadata"), state.get("storage_data")
         if not isinstance(described, dict) or not isinstance(stored, dict):
-            raise self._error("metadata without state_dict_metadata or storage_data")
+            raise self._error("the metadata has no state_dict_metadata or storage_data")
         tensors, chunks, counts, byte_names = self._read_tensors(described)
         ndim = max((len(t.shape) for t in tensors), default=0)
         tensor = np.repeat(np.arange(len(tensors), dtype=np.int32), counts)
@@ -124,9 +124,9 @@ class _Reader:
                 shape, kind, layout = entry.size, entry.properties.dtype, entry.properties.layout
                 tensor_chunks = entry.chunks
             except AttributeError as e:
-                raise self._error(f"damaged entry {entry!r:.60}", name) from e
+                raise self._error(f"the entry {entry!r:.60} is damaged", name) from e
             if not pickle_reader.is_global(kind) or kind.module != "torch":
-                raise self._error(f"unknown dtype {kind!r:.60}", name)
+                raise self._error(f"the dtype {kind!r:.60} is unknown", name)
             if isinstance(layout, pickle_reader.Inert) and layout.args != ("torch.strided",):
                 raise self._error(f"layout {layout.args!r:.60} is not supported", name)
             if not isinstance(tensor_chunks, list) or set(map(type, tensor_chunks)) - {ChunkStub}:
@@ -136,13 +136,15 @@ class _Reader:
                 or len(shape) > MAX_NDIM
                 or any(type(n) is not int or not 0 <= n < _MAX_NUMBER for n in shape)
             ):
-                raise self._error(f"absurd shape {shape!r:.60}", name)
+                raise self._error(f"the shape {shape!r:.60} is impossible", name)
             try:
                 tensors.append(GlobalTensor(name=name, shape=shape, dtype=dtype(kind.qualname)))
             except FormatError as e:
-                raise FormatError(e.message, file=self._file, tensor=name, hint=e.hint) from e
+                raise FormatError(
+                    e.message, file=self._file, tensor=name, hint=e.hint, error_id=e.error_id
+                ) from e
             if tensors[-1].num_bytes >= _MAX_NUMBER:
-                raise self._error(f"absurd shape {list(shape)}", name)
+                raise self._error(f"the shape {list(shape)} is impossible", name)
             chunks += tensor_chunks
             counts.append(len(tensor_chunks))
         return tensors, chunks, counts, byte_names
@@ -186,15 +188,15 @@ class _Reader:
                 or any(type(v) is not int or not 0 <= v < _MAX_NUMBER for v in values)
             ):
                 name = tensors[tensor[row]].name
-                return self._error(f"absurd offsets or sizes {values!r:.80}", name)
-        return self._error("absurd offsets or sizes")
+                return self._error(f"the offsets or sizes {values!r:.80} are impossible", name)
+        return self._error("offsets or sizes are impossible")
 
     def _read_items(self, stored: dict[Any, Any], byte_names: set[str], out: DcpMetadata) -> None:
         """Match items with chunks: by number if it fits, else by name and offset."""
         if set(map(type, stored)) - {IndexStub} or set(map(type, stored.values())) - {
             StorageInfoStub
         }:
-            raise self._error("damaged storage_data")
+            raise self._error("storage_data is damaged")
         file = self._files(stored, out)
         try:
             offset = np.fromiter((i.offset for i in stored.values()), np.int64, len(stored))
@@ -206,7 +208,7 @@ class _Reader:
         )
         if len(wrong):
             name = list(stored)[int(wrong[0])].fqn
-            raise self._error(f"an item at {offset[wrong[0]]}+{length[wrong[0]]}", name)
+            raise self._error(f"an item cannot be at {offset[wrong[0]]}+{length[wrong[0]]}", name)
         number = {t.name: i for i, t in enumerate(out.tensors)}
         try:
             tensor = np.fromiter((number.get(k.fqn, -1) for k in stored), np.int64, len(stored))
@@ -219,7 +221,7 @@ class _Reader:
                 raise self._error("an item that the metadata does not describe, or twice", name)
             out.objects[name] = (int(file[row]), int(offset[row]), int(length[row]))
         if missing := byte_names - out.objects.keys():
-            raise self._error("an object without an item", sorted(missing)[0])
+            raise self._error("an object has no item", sorted(missing)[0])
         rows = np.flatnonzero(tensor >= 0)
         self._match_items(
             [keys[r] for r in rows.tolist()], tensor[rows], rows, out, file, offset, length

@@ -38,6 +38,7 @@ from megtool.checkpoint.formats.header_reader import (
     parse_json,
     read_exact,
 )
+from megtool.checkpoint.storage.files import read_file
 from megtool.errors import FormatError
 from megtool.tensors.box import numel
 
@@ -122,15 +123,18 @@ def _choose_step(path: Path, iteration: int | str | None) -> Path:
         candidates = [t for t in tracked if t in steps] or sorted(steps, key=_step_number)[-1:]
     if not candidates or not _is_checkpoint(steps[candidates[0]]):
         raise FormatError(
-            f"no checkpoint of step {iteration}" if iteration is not None else "no checkpoint",
+            f"there is no checkpoint of step {iteration}"
+            if iteration is not None
+            else "there is no checkpoint",
             file=path,
             hint=f"there are {', '.join(steps)}" if steps else "give the folder that holds it",
+            error_id="iteration-not-found",
         )
     return steps[candidates[0]]
 
 
 def _read_tracker(path: Path) -> str:
-    return path.read_bytes()[:256].decode(errors="replace").strip()
+    return read_file(path)[:256].decode(errors="replace").strip()
 
 
 def _step_number(name: str) -> int:
@@ -225,7 +229,10 @@ def _gather_zero(
 
 def _missing_files_error(description: str, folder: Path) -> FormatError:
     return FormatError(
-        f"*_optim_states.pt {description} are missing", file=folder, hint="copy the whole folder"
+        f"*_optim_states.pt {description} are missing",
+        file=folder,
+        hint="copy the whole folder",
+        error_id="missing-shard",
     )
 
 
@@ -274,7 +281,8 @@ def _add_optimizer(
         raise FormatError("ranks have different groups", file=folder, hint="copy the whole folder")
     if not first.is_stage_3 and len(first.groups) != len(model.shapes):
         raise FormatError(
-            f"{len(first.groups)} groups of the optimizer, {len(model.shapes)} of parameters",
+            f"the optimizer has {len(first.groups)} groups, and the parameters have "
+            f"{len(model.shapes)}",
             file=folder,
             hint="the files belong to different saves: copy the whole folder",
         )

@@ -76,6 +76,7 @@ def _open_parts(path: Path, count: int) -> Catalogue:
             f"{total} tensors are expected in all parts, {count_in_files} are present",
             file=path,
             hint="a part belongs to another model",
+            error_id="missing-shard",
         )
     return _catalogue(path.parent, files, headers)
 

@@ -29,7 +29,12 @@ def convert_gguf_tokenizer(path: Path, *, warnings: list[str] | None = None) -> 
     """
     values = read_header(path, StoredFile.stat(path, "").size).values
     if "tokenizer.ggml.tokens" not in values:
-        raise FormatError("holds no tokenizer", file=path, hint="give one: --like HF_FOLDER")
+        raise FormatError(
+            "holds no tokenizer",
+            file=path,
+            hint="give one: --like HF_FOLDER",
+            error_id="no-tokenizer",
+        )
     tokenizer = _load(path)
     _fix_tokenizer(tokenizer, values, [] if warnings is None else warnings)
     with tempfile.TemporaryDirectory() as folder:

@@ -88,7 +88,7 @@ def parse_json(data: bytes, path: Path, *, hook: Callable[[Pairs], Any] | None =
             "JSON contains an escape of a lone surrogate", file=path, hint=DAMAGED
         ) from e
     except ValueError as e:
-        raise FormatError(f"invalid JSON: {e}", file=path, hint=DAMAGED) from e
+        raise FormatError(f"the JSON is invalid: {e}", file=path, hint=DAMAGED) from e
     return value
 
 
@@ -119,10 +119,20 @@ def check_plain_name(name: object, path: Path) -> str:
         FormatError: it leaves the folder, is absolute, or is not a string.
     """
     if type(name) is not str:
-        raise FormatError(f"{short_repr(name)} is not a file name", file=path, hint=_PLAIN_HINT)
+        raise FormatError(
+            f"{short_repr(name)} is not a file name",
+            file=path,
+            hint=_PLAIN_HINT,
+            error_id="unsafe-path",
+        )
     drive = len(name) > 1 and name[1] == ":"
     if name in ("", ".", "..") or drive or any(c in name for c in "/\\\0"):
-        raise FormatError(f"{short_repr(name)} leaves the folder", file=path, hint=_PLAIN_HINT)
+        raise FormatError(
+            f"{short_repr(name)} leaves the folder",
+            file=path,
+            hint=_PLAIN_HINT,
+            error_id="unsafe-path",
+        )
     return name
 
 
@@ -137,6 +147,7 @@ def check_inside(folder: Path, name: str) -> None:
             f"{name!r} is a link that leaves the folder",
             file=folder / name,
             hint="put the file itself there (links are followed in Hugging Face's cache only)",
+            error_id="unsafe-path",
         )
 
 

@@ -6,7 +6,6 @@ own, in one shard. Opening reads the end, the directory and the pickle of each f
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -65,10 +64,6 @@ _RANDOM_STATE_KEYS = frozenset(
     }
 )
 _UNKNOWN_WRITER_HINT = "not written by Megatron: load the file with torch and correct it"
-_KNOWN = re.compile(
-    r"(argparse|types|collections|torch|numpy|pathlib|_codecs|builtins|__builtin__|copyreg|copy_reg|"
-    r"signal|io|_io|enum|datetime|megatron|transformer_engine)\..*"
-)
 
 
 def detect(path: Path) -> bool:
@@ -94,6 +89,7 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
       to be written again;
     - `trees`: each file's whole tree, by path, with `GlobalTensor` leaves, the input of
       `plan_megatron_legacy_layout`;
+    - `globals`: the dotted names of the classes and functions that each file names, by path;
     - `aliases`: the stored name of each tensor that has several names.
 
     Raises:
@@ -102,7 +98,9 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     is_iteration = is_ranked(path) and iteration is None
     folder = path if is_iteration else find_iteration(path, iteration)
     if folder is None or not is_ranked(folder):
-        raise FormatError("no mp_rank_* folders here", file=path)
+        raise FormatError(
+            "there are no mp_rank_* folders here", file=path, error_id="not-a-checkpoint"
+        )
     folders, warnings = _find_rank_folders(folder)
     _check_files(folder, folders, warnings)
     budget = StorageBudget(_MAX_SMALL_BYTES)
@@ -140,6 +138,7 @@ def _check_files(root: Path, folders: Iterable[str], warnings: list[str]) -> Non
                 f"{MODEL_FILE} is missing, which every rank has",
                 file=root / name,
                 hint="copy the whole folder, or choose another iteration",
+                error_id="missing-shard",
             )
         for file in names:
             if file in (MODEL_FILE, OPTIMIZER_FILE):
@@ -241,14 +240,11 @@ def _add_metadata(
         if k not in _RANDOM_STATE_KEYS and not MODEL_KEY.fullmatch(k)
     }
     out["trees"] = {path: r.tree for path, r in read.items()}
+    out["globals"] = {path: frozenset(r.global_names) for path, r in read.items()}
     out["aliases"] = {a: b for r in read.values() for a, b in r.aliases.items()}
     is_separate = args[first].get("use_distributed_optimizer") and "optimizer" in tops[first]
     if is_separate and len(read) == len(models):
         catalogue.warnings.append(f"no {OPTIMIZER_FILE}: the optimizer's moments are missing")
-    unknown = {n for r in read.values() for n in r.global_names if not _KNOWN.fullmatch(n)}
-    catalogue.warnings += [
-        f"{name} is an unknown class: kept unchanged" for name in sorted(unknown)
-    ]
 
 
 def _read_args(top: dict[str, Any], file: Path) -> dict[str, Any]:
@@ -317,6 +313,7 @@ def _check_optimizers(
             file=root,
             hint="copy the whole folder, or remove the other ranks' files to continue without the "
             "optimizer",
+            error_id="missing-shard",
         )
 
 

@@ -175,7 +175,11 @@ class _Walk:
             view = parse_storage_view(node, file=self._file)
         except FormatError as e:
             raise FormatError(
-                e.message, file=e.file, tensor=name, hint=e.hint or _UNSUPPORTED_HINT
+                e.message,
+                file=e.file,
+                tensor=name,
+                hint=e.hint or _UNSUPPORTED_HINT,
+                error_id=e.error_id,
             ) from e
         if view is not None:
             return self._take(name, view)

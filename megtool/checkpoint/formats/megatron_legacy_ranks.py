@@ -210,7 +210,10 @@ _MAX_LISTED = 8
 def _missing_ranks_error(folders: list[str], count: int, total: int, root: Path) -> FormatError:
     listed = ", ".join(folders[:_MAX_LISTED]) + (", ..." if count > _MAX_LISTED else "")
     return FormatError(
-        f"{count} of {total} ranks are missing: {listed}", file=root, hint=_COPY_HINT
+        f"{count} of {total} ranks are missing: {listed}",
+        file=root,
+        hint=_COPY_HINT,
+        error_id="missing-shard",
     )
 
 

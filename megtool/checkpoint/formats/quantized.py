@@ -87,6 +87,7 @@ def find_packed_weights(
             f"quantized by {short_repr(config.get('quant_method'))}, which is not decoded",
             file=catalogue.root,
             hint=f"known: fp8, fbgemm_fp8, mxfp4, compressed-tensors, modelopt; {AS_STORED_HINT}",
+            error_id="unsupported-quantization",
         )
     for key in ("sparsity_config", "transform_config"):
         section = config.get(key)
@@ -95,6 +96,7 @@ def find_packed_weights(
                 f"its {key} {short_repr(section)} is not decoded",
                 file=catalogue.root,
                 hint=AS_STORED_HINT,
+                error_id="unsupported-quantization",
             )
     stored = PartFinder(catalogue, QuantGranularity.from_config(config))
     weights: list[PackedWeight] = []

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
+from megtool.checkpoint.embedded_digests import METADATA_KEY, reserve_digests
 from megtool.checkpoint.formats.auxiliary_files import find_auxiliary_files
 from megtool.checkpoint.formats.header_reader import (
     DAMAGED,
@@ -33,6 +34,7 @@ from megtool.checkpoint.formats.safetensors_header import (
     encode_header,
     read_header,
 )
+from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError, FormatError, UsageError
 from megtool.tensors.box import Boxes
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes, widest
@@ -199,7 +201,7 @@ def _find_index(folder: Path, present: list[str]) -> Path | None:
     if index is None:
         if len(indexes) > 1 and SINGLE not in present:
             raise FormatError(
-                f"{len(indexes)} indexes: {', '.join(p.name for p in indexes)}",
+                f"there are {len(indexes)} indexes: {', '.join(p.name for p in indexes)}",
                 file=folder,
                 hint=f"name the one to open, for example {indexes[0]}",
             )
@@ -246,6 +248,7 @@ def _check_index(
                 file=index,
                 tensor=tensor,
                 hint=hint,
+                error_id="missing-shard",
             )
     for name, tensors in names_by_file.items():
         for tensor in sorted(t for t in tensors if weight_map.get(t) != name):
@@ -271,9 +274,11 @@ def _find_shards(folder: Path, present: list[str]) -> list[str]:
         elif other_files:
             hint = f"name the file: {folder / other_files[0]}"
         raise FormatError(
-            "no .safetensors file here" + (f", only {other_files[0]!r}" if other_files else ""),
+            "there is no .safetensors file here"
+            + (f", only {other_files[0]!r}" if other_files else ""),
             file=folder,
             hint=hint,
+            error_id="not-a-checkpoint",
         )
     for match in filter(None, map(_NUMBERED.fullmatch, present)):
         stem, count = match[1], int(match[3])
@@ -287,6 +292,7 @@ def _find_shards(folder: Path, present: list[str]) -> list[str]:
                 f"{missing[0]!r} is missing, and so is {INDEX}",
                 file=folder,
                 hint="is the download complete?",
+                error_id="missing-shard",
             )
     return present
 
@@ -318,7 +324,8 @@ def plan_safetensors_layout(
     with spaces); in each file, tensors that are whole pages long come first, so each of them
     starts on a page, and the others follow, wide elements first, so each is aligned to its
     element. A tensor larger than `max_shard_bytes` has its own file. `small_files` are further
-    files. `header_metadata` is `{"format": "pt"}` unless given.
+    files. `header_metadata` is `{"format": "pt"}` unless given; one file also has room for its
+    digests.
 
     Raises:
         FormatError: a dtype that safetensors lacks, packed or repeated tensors, too long a header.
@@ -331,6 +338,8 @@ def plan_safetensors_layout(
     groups = [list(tensors)] if single_file else _group(tensors, max_shard_bytes)
     names = _file_names(len(groups), single_file)
     metadata = {"format": "pt"} if header_metadata is None else dict(header_metadata)
+    if single_file:
+        metadata[METADATA_KEY] = reserve_digests([t.num_bytes for t in tensors])
     files, fragments, headers = [], [], []
     for row, (name, group) in enumerate(zip(names, groups, strict=True)):
         entries = place_tensors(group)
@@ -416,8 +425,8 @@ def refuse_trtllm_legacy(folder: Path, present: Collection[str]) -> None:
     if _TRTLLM_LEGACY_FILE not in present:
         return
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
+        config = json.loads(Files().read_whole(folder / "config.json") or b"")
+    except ValueError:
         return
     if not isinstance(config, dict) or not isinstance(config.get("mapping"), dict):
         return

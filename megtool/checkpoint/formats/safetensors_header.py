@@ -56,7 +56,10 @@ def read_header(path: Path, size: int) -> SafetensorsHeader:
     """
     if size < 8:
         raise FormatError(
-            f"{size} bytes are too few for a safetensors file", file=path, hint="fetch it again"
+            f"{size} bytes are too few for a safetensors file",
+            file=path,
+            hint="fetch it again",
+            error_id="truncated-file",
         )
     (length,) = struct.unpack("<Q", read_exact(path, 0, 8))
     if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
@@ -64,6 +67,7 @@ def read_header(path: Path, size: int) -> SafetensorsHeader:
             f"a header of {length} bytes does not fit a file of {size}",
             file=path,
             hint="the file is truncated, or not a safetensors file",
+            error_id="truncated-file",
         )
     text = read_exact(path, 8, length)
     if text[:1] != b"{":
@@ -138,7 +142,7 @@ def _check_entry(name: str, value: object, path: Path) -> SafetensorsEntry:
     dtype = _TAGS.get(tag) if type(tag) is str else None
     if dtype is None:
         raise FormatError(
-            f"unknown dtype {short_repr(tag)}",
+            f"the dtype {short_repr(tag)} is unknown",
             file=path,
             tensor=_label(name),
             hint=f"known: {', '.join(str(t) for t in _TAGS)}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from megtool.checkpoint.storage.files import read_file
 from megtool.errors import FormatError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -65,6 +66,7 @@ def find_iteration(path: Path, iteration: int | str | None) -> Path | None:
             f"iteration {chosen}, {origin}, does not exist",
             file=path,
             hint=f"there are: {', '.join(iterations) or 'none'}",
+            error_id="iteration-not-found",
         )
     return iterations[chosen]
 
@@ -84,8 +86,7 @@ def _tracked(path: Path) -> str | None:
     file = path / TRACKER
     if not file.is_file():
         return None
-    with file.open("rb") as f:
-        text = f.read(64).decode("ascii", "replace").strip()
+    text = read_file(file)[:64].decode("ascii", "replace").removesuffix("\n").removesuffix("\r")
     if text != RELEASE and not (text.isascii() and text.isdecimal()):
         raise FormatError(
             f"{text!r} is not an iteration", file=file, hint="write a number, or name the iteration"

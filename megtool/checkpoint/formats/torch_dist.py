@@ -70,13 +70,17 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     else:
         folder = path / WEIGHTS
     if folder is None:
-        raise FormatError("not a torch.distributed checkpoint", file=path)
+        raise FormatError(
+            "it is not a torch.distributed checkpoint", file=path, error_id="not-a-checkpoint"
+        )
     megatron = _check_finished(folder, path)
     name = ".metadata"
     check_inside(folder, name)
     files = [StoredFile.stat(folder, name)]
     if files[0].size > MAX_METADATA_BYTES:
-        raise FormatError(f"metadata of {files[0].size:,} bytes", file=folder / name)
+        raise FormatError(
+            f"the metadata has {files[0].size:,} bytes, which is too much", file=folder / name
+        )
     metadata = read_metadata(read_exact(folder / name, 0, files[0].size), file=folder / name)
     if not megatron and COMMON_OBJECT in metadata.objects:
         raise _unfinished_error("metadata.json", folder, path)
@@ -121,6 +125,7 @@ def _check_finished(folder: Path, requested: Path) -> bool:
             f"an unfinished save: {marker.name} exists",
             file=folder.parent,
             hint="NeMo removes that file last; use an older checkpoint",
+            error_id="unfinished-save",
         )
     megatron = (folder / "metadata.json").exists()
     if megatron and (folder / ".metadata").exists():
@@ -156,6 +161,7 @@ def _unfinished_error(missing: str, folder: Path, requested: Path) -> FormatErro
         f"an unfinished save: {missing} is missing, which is written last",
         file=folder,
         hint=_complete_hint(folder, requested),
+        error_id="unfinished-save",
     )
 
 
@@ -177,7 +183,9 @@ def _data_files(folder: Path, paths: list[str]) -> list[StoredFile]:
         absurd = any(p in ("", ".", "..") or len(p.encode(errors="replace")) > 255 for p in parts)
         if absurd or len(parts) > 8 or any(c in path for c in "\0\\"):
             raise FormatError(
-                f"item in a file {path!r:.80} that leaves the folder", file=folder / ".metadata"
+                f"item in a file {path!r:.80} that leaves the folder",
+                file=folder / ".metadata",
+                error_id="unsafe-path",
             )
     missing = [p for p in paths if not (folder / p).exists()]
     if missing:
@@ -186,6 +194,7 @@ def _data_files(folder: Path, paths: list[str]) -> list[StoredFile]:
             f"{len(missing)} of {len(paths)} data files are missing: {some}",
             file=folder,
             hint="copy the whole folder",
+            error_id="missing-shard",
         )
     for path in paths:
         check_inside(folder, path)
@@ -215,8 +224,8 @@ def _check_items(catalogue: Catalogue) -> None:
     for row in np.flatnonzero(estimate > e.length)[:1].tolist():
         t = catalogue.tensors[s.tensor[row]]
         raise FormatError(
-            f"a chunk of {shape[row, : len(t.shape)].tolist()} {t.dtype} "
-            f"in an item of {int(e.length[row])} bytes",
+            f"a chunk of {shape[row, : len(t.shape)].tolist()} {t.dtype} cannot be in an item of "
+            f"{int(e.length[row])} bytes",
             file=catalogue.path(int(e.file[row])),
             tensor=t.name,
         )
@@ -227,6 +236,7 @@ def _check_items(catalogue: Catalogue) -> None:
                 f"object {o.name!r} is at {offset}+{length} of a file of "
                 f"{catalogue.files[number].size} bytes",
                 file=catalogue.path(number),
+                error_id="truncated-file",
             )
 
 
@@ -307,12 +317,16 @@ def _read_common_state(catalogue: Catalogue) -> dict[Any, Any] | None:
 
 def _load_object(path: Path, offset: int, length: int) -> Any:
     if length > _MAX_SMALL_BYTES:
-        raise FormatError(f"a common state of {length:,} bytes", file=path, hint=_DAMAGED)
+        raise FormatError(
+            f"the common state has {length:,} bytes, which is too much", file=path, hint=_DAMAGED
+        )
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return zip_reader.load_object(fd, offset, length, file=path)
     except FormatError as e:
-        raise FormatError(e.message, file=e.file, tensor=e.tensor, hint=e.hint or _DAMAGED) from e
+        raise FormatError(
+            e.message, file=e.file, tensor=e.tensor, hint=e.hint or _DAMAGED, error_id=e.error_id
+        ) from e
     finally:
         os.close(fd)
 

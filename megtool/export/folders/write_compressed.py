@@ -148,6 +148,7 @@ class CompressedForm:
                 file=folder.catalogue.root,
                 tensor=names[0],
                 hint=f"the nearest recipe that works: {_NEAREST.get(algo, 'fp8')}",
+                error_id="unsupported-by-engine",
             )
         smoothed = [m.name for m in folder.modules if m.is_smoothed]
         if smoothed:
@@ -158,12 +159,14 @@ class CompressedForm:
                 tensor=smoothed[0],
                 hint="quantize with `fold: true` in the recipe's algorithm (factors then go into "
                 "norms alone), or by a recipe without factors, such as int4_gptq or fp8",
+                error_id="unsupported-by-engine",
             )
         if folder.kv_algo not in (None, "FP8"):
             raise MappingError(
                 f"compressed-tensors has no KV cache in {folder.kv_algo}",
                 file=folder.catalogue.root,
                 hint="quantize with fp8_kv_fp8, or leave the cache as it is",
+                error_id="unsupported-by-engine",
             )
 
         if folder.kv_cache_biases:
@@ -173,6 +176,7 @@ class CompressedForm:
                 file=folder.catalogue.root,
                 tensor=folder.kv_cache_biases[0],
                 hint="quantize with fp8_kv_fp8, which has none, or export with --to unified",
+                error_id="unsupported-by-engine",
             )
 
     def notes(self, folder: QuantizedModules) -> Sequence[str]:

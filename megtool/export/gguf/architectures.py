@@ -199,6 +199,7 @@ def find_architecture(family: Family, config: ModelConfig) -> Architecture:
         raise MappingError(
             f"the model is of family {family.name!r}, which is not exported to GGUF",
             hint=f"known: {supported}",
+            error_id="unsupported-by-engine",
         )
     architecture = _ARCHITECTURES[family.name](family)
     for applies, words in architecture.limits:
@@ -207,12 +208,14 @@ def find_architecture(family: Family, config: ModelConfig) -> Architecture:
                 f"a GGUF file of architecture {architecture.name!r} would be another model: "
                 f"{words}",
                 hint="--to hf writes it as it is",
+                error_id="unsupported-by-engine",
             )
     for applies, words in _SWITCHES:
         if applies(config):
             raise MappingError(
                 f"the model has {words}, and llama.cpp's {architecture.name!r} has none",
                 hint="--to hf writes it as it is",
+                error_id="unsupported-by-engine",
             )
     return architecture
 

@@ -129,7 +129,7 @@ class EncodedRows:
                     blocks = encode(self.rows.sort(values), self.kind)
                 except FormatError as e:
                     raise FormatError(
-                        e.message, tensor=self.placement.canonical, hint=e.hint
+                        e.message, tensor=self.placement.canonical, hint=e.hint, error_id=e.error_id
                     ) from e
                 shape = (*(1 for _ in lead), *blocks.shape)
                 yield 0, (*lead, begin - self.first, 0), blocks.reshape(shape)

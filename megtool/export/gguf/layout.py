@@ -102,6 +102,7 @@ def _bind_names(
             f"{architecture.name!r}: {summarize(out.unplaced)}",
             tensor=out.unplaced[0],
             hint="--to hf writes them",
+            error_id="unsupported-by-engine",
         )
     return out
 

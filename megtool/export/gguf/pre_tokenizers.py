@@ -54,6 +54,7 @@ def find_pre_tokenizer(cuts: Sequence[Mapping[str, Any]]) -> str:
     supported = ", ".join(["gpt-2", "smollm", *_BY_EXPRESSION.values()])
     raise MappingError(
         f"the tokenizer cuts text in a way that has no name here: {' then '.join(kinds)}",
-        hint=f"known: {supported}; with split=NAME it gets llama.cpp's name for it "
+        hint=f"known: {supported}; --pre-tokenizer NAME gives llama.cpp's name for it "
         "(LLAMA_VOCAB_PRE)",
+        error_id="unsupported-by-engine",
     )

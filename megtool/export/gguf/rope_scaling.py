@@ -75,6 +75,7 @@ def build_rotary_keys(config: ModelConfig, architecture: Architecture) -> dict[s
         f"rope_scaling is of the kind {kind!r}{odd}, which llama.cpp's {architecture.name!r} "
         "does not compute",
         hint=f"it does: {', '.join(can)}",
+        error_id="unsupported-by-engine",
     )
 
 

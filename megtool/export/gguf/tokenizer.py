@@ -33,12 +33,12 @@ _HINT = "give a folder that has it: --like HF_FOLDER"
 
 
 def build_tokenizer_keys(
-    files: Mapping[str, bytes], vocab_size: int, *, split: str | None = None
+    files: Mapping[str, bytes], vocab_size: int, *, pre_tokenizer: str | None = None
 ) -> dict[str, Any]:
     """The keys of the tokenizer in the small files of a Hugging Face folder.
 
-    Rows of the embedding beyond the last token get unused tokens. `split` is llama.cpp's name for
-    the way text is cut before it is encoded, where that cannot be told from tokenizer.json.
+    Rows of the embedding beyond the last token get unused tokens. `pre_tokenizer` is llama.cpp's
+    name for how text is split before it is encoded, if tokenizer.json does not tell.
 
     Raises:
         FormatError: there is no tokenizer.json, or a broken one.
@@ -46,14 +46,16 @@ def build_tokenizer_keys(
     """
     if "tokenizer.json" not in files:
         raise FormatError(
-            "no tokenizer.json, and llama.cpp takes the tokenizer from the GGUF file", hint=_HINT
+            "no tokenizer.json, and llama.cpp takes the tokenizer from the GGUF file",
+            hint=_HINT,
+            error_id="no-tokenizer",
         )
     tokenizer = _json(files, "tokenizer.json")
     settings = _json(files, "special_tokens_map.json") | _json(files, "tokenizer_config.json")
     try:
         tokens = _Tokens(tokenizer, vocab_size)
         out: dict[str, Any] = (
-            _byte_level_keys(tokenizer, split)
+            _byte_level_keys(tokenizer, pre_tokenizer)
             if _is_byte_level(tokenizer)
             else _sentencepiece_keys(tokenizer)
         )
@@ -86,6 +88,7 @@ class _Tokens:
                 f"the tokenizer has {max(self.ids.values()) + 1} tokens, and the model's embedding "
                 f"{vocab_size} rows",
                 hint="give the tokenizer of this model: --like HF_FOLDER",
+                error_id="unsupported-by-engine",
             )
         falls_back = bool(tokenizer["model"].get("byte_fallback"))
         for text, number in self.ids.items():
@@ -142,7 +145,9 @@ def _is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
     kind = tokenizer["model"]["type"]
     if kind != "BPE":
         raise MappingError(
-            f"the tokenizer is of the kind {kind!r}", hint="BPE is written to GGUF, and no other"
+            f"the tokenizer is of the kind {kind!r}",
+            hint="BPE is written to GGUF, and no other",
+            error_id="unsupported-by-engine",
         )
     cuts = _stages(tokenizer.get("pre_tokenizer"), "pretokenizers")
     if any(s["type"] == "ByteLevel" for s in cuts):
@@ -151,17 +156,18 @@ def _is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
         raise MappingError(
             "the tokenizer is a BPE neither of bytes nor with bytes to fall back on",
             hint="llama.cpp knows these two",
+            error_id="unsupported-by-engine",
         )
     return False
 
 
-def _byte_level_keys(tokenizer: Mapping[str, Any], split: str | None) -> dict[str, Any]:
+def _byte_level_keys(tokenizer: Mapping[str, Any], pre_tokenizer: str | None) -> dict[str, Any]:
     cuts = _stages(tokenizer.get("pre_tokenizer"), "pretokenizers")
     for stage in _stages(tokenizer.get("normalizer"), "normalizers"):
         # llama.cpp takes text as it is, which mostly is NFC; its own converter lets that pass too.
         if stage["type"] != "NFC":
             raise _unsupported(f"the normalizer {stage['type']}")
-    name = split or find_pre_tokenizer(cuts)
+    name = pre_tokenizer or find_pre_tokenizer(cuts)
     _check_merging(tokenizer, takes_words=name in WHOLE_WORDS, name=name)
     return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name}
 
@@ -170,6 +176,7 @@ def _unsupported(feature: str) -> MappingError:
     return MappingError(
         f"the tokenizer has {feature}, and llama.cpp none: it would give other tokens",
         hint="a GGUF file cannot say it; --to hf keeps it",
+        error_id="unsupported-by-engine",
     )
 
 
@@ -194,6 +201,7 @@ def _check_merging(tokenizer: Mapping[str, Any], *, takes_words: bool, name: str
                 f"ignore_merges is {str(not takes_words).lower()}, and llama.cpp {does} ({name}): "
                 f"merging does not give the token {text!r}",
                 hint="a GGUF file cannot say it; --to hf keeps it",
+                error_id="unsupported-by-engine",
             )
 
 

@@ -22,8 +22,6 @@ _SCALINGS = ("linear", "llama3")
 """Those that the models of 1.x compute (layers/attention.py, `create_attention_const_params`): the
 frequencies of any other kind they multiply by its factor, where the model divides."""
 
-_MOST_RANKS = 1024
-
 
 def check_family(name: str | None, config: ModelConfig) -> None:
     """Refuse what no legacy model computes.
@@ -38,6 +36,7 @@ def check_family(name: str | None, config: ModelConfig) -> None:
             + ("" if name else ": nothing says which it is"),
             hint=f"known: {supported}; newer TensorRT-LLM loads Hugging Face folders: --to trtllm"
             + ("" if name else "; --family NAME and --like HF_FOLDER supply it"),
+            error_id="unsupported-by-engine",
         )
     kind = (config.rope_scaling or {}).get("rope_type")
     if kind is not None and kind not in _SCALINGS:
@@ -45,11 +44,13 @@ def check_family(name: str | None, config: ModelConfig) -> None:
             f"rotary embedding is scaled as {kind!r}, which legacy {FAMILIES[name]} does not "
             "compute",
             hint=f"it does: {', '.join(_SCALINGS)}; newer TensorRT-LLM: --to trtllm",
+            error_id="unsupported-by-engine",
         )
     if config.moe_layers and len(config.moe_layers) < config.num_layers:
         raise MappingError(
             "only some layers are mixtures of experts, and in a legacy checkpoint all are or none",
             hint="newer TensorRT-LLM loads it: --to trtllm",
+            error_id="unsupported-by-engine",
         )
 
 
@@ -72,9 +73,6 @@ def plan_rank_layout(
     Raises:
         LayoutError: `tp` or `pp` does not divide what it has to; the hint names those that do.
     """
-    for name, value in (("tp", tp), ("pp", pp)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_RANKS:
-            raise LayoutError(f"{name} is {value!r}", hint=f"a number from 1 to {_MOST_RANKS}")
     all_requirements = [*_model_requirements(config), *requirements]
     for subject, holds in all_requirements:
         if not holds(tp):

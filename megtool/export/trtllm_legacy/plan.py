@@ -76,7 +76,6 @@ def plan_trtllm_legacy(
     pp: int,
     dtype: DType,
     reasons: Mapping[str, str],
-    keeps_cache_scales: bool = False,
 ) -> TrtllmLegacyPlan:
     """Plan the checkpoint of `model`, whose tensors lie in `catalogue`.
 
@@ -89,7 +88,7 @@ def plan_trtllm_legacy(
         FormatError: scales are missing.
     """
     check_family(model.family, model.config)
-    return _Planner(model, catalogue, weights, dtype).plan(tp, pp, reasons, keeps_cache_scales)
+    return _Planner(model, catalogue, weights, dtype).plan(tp, pp, reasons)
 
 
 class _Planner:
@@ -112,9 +111,7 @@ class _Planner:
         self.used: set[str] = set()
         self.notes: list[str] = []
 
-    def plan(
-        self, tp: int, pp: int, reasons: Mapping[str, str], keeps_cache_scales: bool
-    ) -> TrtllmLegacyPlan:
+    def plan(self, tp: int, pp: int, reasons: Mapping[str, str]) -> TrtllmLegacyPlan:
         """Everything."""
         config, weights = self.model.config, self.weights
         algos = {h.module.algo for h in weights.rows.values()} if weights else set()
@@ -130,7 +127,7 @@ class _Planner:
         for tensor in list_rank_tensors(cut, self.model.placements, shares_table=shares):
             self._add(tensor)
         self._check_used()
-        kv_algo = self._plan_kv_cache(cut, keeps_cache_scales)
+        kv_algo = self._plan_kv_cache(cut)
         for canonical, tensors in self.norms.items():
             placement = self._add_source(canonical)
             stored = self.catalogue[placement.stored].dtype
@@ -211,7 +208,7 @@ class _Planner:
         self.pieces.source[canonical] = placement
         return placement
 
-    def _plan_kv_cache(self, cut: RankLayout, keeps: bool) -> str | None:
+    def _plan_kv_cache(self, cut: RankLayout) -> str | None:
         """The scales of keys and values, which every rank of a stage has."""
         weights = self.weights
         if weights is None or weights.folder.kv_algo is None:
@@ -221,15 +218,16 @@ class _Planner:
             raise MappingError(
                 f"a KV cache of {algo} is none of legacy TensorRT-LLM",
                 hint=f"known: {', '.join(_KV_ALGOS)}; quantize the cache to FP8",
+                error_id="unsupported-by-engine",
             )
         num_raised = 0
         for rank in range(cut.tp * cut.pp):
             for local in range(cut.layers):
                 number = cut.global_layer(rank, local)
                 scales = self._kv_cache_scales(number)
-                if algo == "FP8" and not keeps and min(scales) < 1:
+                if algo == "FP8" and min(scales) < 1:
                     num_raised += 1
-                if algo == "FP8" and not keeps:
+                if algo == "FP8":
                     scales = tuple(max(x, 1.0) for x in scales)
                 k, v = scales
                 prefix = f"transformer.layers.{local}.attention"
@@ -266,6 +264,7 @@ class _Planner:
                 f"{listed(unused)}: legacy TensorRT-LLM's {self.model.family} has no such tensors",
                 tensor=unused[0],
                 hint="newer TensorRT-LLM loads Hugging Face folders: --to trtllm",
+                error_id="unsupported-by-engine",
             )
 
     def _dropped(self, reasons: Mapping[str, str]) -> list[DroppedItem]:

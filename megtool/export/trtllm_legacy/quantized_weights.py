@@ -121,6 +121,7 @@ class QuantizedWeights:
                     f"has them as one tensor, {tensor.module!r}",
                     tensor=name,
                     hint="give all of them one format, or keep all of them",
+                    error_id="unsupported-by-engine",
                 )
         return None if first is None else first.module
 
@@ -258,6 +259,7 @@ def _check_algos(modules: Iterable[QuantizedModule]) -> None:
             tensor=names[0],
             hint=f"the nearest recipe is {_NEAREST.get(algo, 'fp8')}; newer TensorRT-LLM loads the "
             "folder as it is: --to trtllm",
+            error_id="unsupported-by-engine",
         )
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from megtool import __version__
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.commit import StagingFolder
-from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.formats.quantized import quantization_config
-from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.plan import PlanSource, ReshardPlan
 from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
+from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
@@ -24,15 +21,14 @@ from megtool.export.quantized_module import QuantizedModules
 from megtool.export.read_quantized import read_quantized_modules
 from megtool.export.report import ExportReport
 from megtool.export.small_tensors import SmallTensorReader
+from megtool.export.staged_export import PlannedExport
 from megtool.export.trtllm_legacy.layout import check_family
 from megtool.export.trtllm_legacy.plan import LegacyModel, TrtllmLegacyPlan, plan_trtllm_legacy
 from megtool.export.trtllm_legacy.quantized_weights import QuantizedWeights, find_quantized_weights
 from megtool.options.groups import SourceOptions
-from megtool.reshard.execute import peak_rss_bytes, source_paths
+from megtool.reshard.execute import ExecutionOptions, source_paths
 from megtool.reshard.open_source import open_source
-from megtool.reshard.parse_size import parse_size
 from megtool.reshard.source import CheckpointSource, unknown_model
-from megtool.reshard.staged_write import WriteOptions, write_staged, written_files
 from megtool.reshard.target import find_false_copies
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32"}
@@ -42,31 +38,33 @@ of GPU alone."""
 
 
 def export_trtllm_legacy(
-    source: str | Path,
-    destination: str | Path,
+    source: Path,
+    destination: Path,
     *,
-    tp: int = 1,
-    pp: int = 1,
+    layout: ParallelConfig,
     dtype: str | None = None,
-    keep_cache_scales: bool = False,
-    iteration: str | None = None,
-    family: str | None = None,
-    like: str | Path | None = None,
-    threads: int | None = None,
-    memory: str = "256MiB",
-    overwrite: bool = False,
-    dry_run: bool = False,
-    fsync: bool = True,
+    model: SourceOptions,
+    execution: ExecutionOptions,
     files: Files | None = None,
     progress: Progress = silent,
 ) -> ExportReport:
     """Write the model of `source`, in any format and layout, for `tp` x `pp` ranks of an engine.
 
     Llama (and Mistral), GPT-2, Qwen 2 and 3, Mixtral and Gemma. A quantized Hugging Face folder
-    keeps its codes; weights that engines multiply as one are brought to one scale where a format
-    has a single one. `dtype` is that of everything else: bfloat16, float16, or float32 for a plain
-    model; the source's own unless given. Scales of an FP8 KV cache below 1 become 1, as ModelOpt
-    writes them, unless `keep_cache_scales`. Optimizer state and tokenizer are left out.
+    keeps its codes; weights that engines multiply as one get one scale where a format has a single
+    one. Scales of an FP8 KV cache below 1 become 1, as ModelOpt writes them. Optimizer state and
+    tokenizer are left out.
+
+    Args:
+        source: A checkpoint of any format.
+        destination: The folder.
+        layout: How many tensor-parallel ranks and pipeline stages share the model.
+        dtype: The type of what is not quantized: bfloat16, float16, or float32 for a plain model;
+            the source's own unless given.
+        model: What the user says about the source.
+        execution: How the folder is written.
+        files: The file system.
+        progress: Is called with bytes written and their total.
 
     Raises:
         MappingError: another family, tensors no legacy model has, a format no legacy engine has
@@ -76,74 +74,39 @@ def export_trtllm_legacy(
         FormatError: scales are missing, or numbers are too large for float16.
         StorageError, SourceChangedError, DestinationError: as of a reshard.
     """
-    began = time.monotonic()
-    memory_bytes, place = parse_size(memory, "memory"), Path(destination)
-    opened = open_source(
-        Path(source),
-        SourceOptions(
-            iteration=iteration, family=family, like=None if like is None else Path(like)
-        ),
-        optimizer=False,
-    )
+    start = time.monotonic()
+    opened = open_source(source, model, optimizer=False)
     system = files or Files()
     with ExitStack() as stack:
-        legacy, plan, catalogue = _plan(opened, tp, pp, dtype, keep_cache_scales, system, stack)
-    stage = StagingFolder(
-        place,
-        files=system,
-        fingerprint=plan.fingerprint,
-        overwrite=overwrite,
-        sources=source_paths(opened),
-    )
-    target = plan.target
+        legacy, plan, catalogue = _plan(opened, layout, dtype, system, stack)
     report = ExportReport(
         source=str(source),
-        destination=str(destination),
         to="trtllm-legacy",
         engine="TensorRT-LLM up to 1.x",
         algo=legacy.algo,
         kv_algo=legacy.kv_algo,
-        tensors=len(target.catalogue.tensors),
-        num_bytes=target.catalogue.num_bytes,
         source_bytes=catalogue.num_bytes,
         exact=legacy.exact,
         requantized=legacy.requantized,
         decoded=len(catalogue.packed),
         plain=legacy.plain - len(catalogue.packed),
-        files=written_files(plan),
         notes=tuple(legacy.notes),
-        is_dry=dry_run,
+        warnings=tuple(catalogue.warnings),
     )
-    if dry_run:
-        stage.check()
-        return report
-    write_staged(
-        plan,
-        stage,
-        WriteOptions(
-            threads=default_threads(threads),
-            memory_bytes=memory_bytes,
-            digest=DigestMode.NONE,
-            fsync=fsync,
-        ),
-        verb="export",
-        progress=progress,
+    export = PlannedExport(
+        plan=plan,
+        report=report,
+        sources=source_paths(opened),
         overflow_hint="--dtype bfloat16 holds them",
+        start=start,
     )
-    return replace(
-        report,
-        warnings=(*catalogue.warnings, *stage.messages),
-        seconds=time.monotonic() - began,
-        peak_rss_bytes=peak_rss_bytes(),
-    )
+    return export.write(destination, execution, system, progress)
 
 
 def _plan(
     opened: CheckpointSource,
-    tp: int,
-    pp: int,
+    layout: ParallelConfig,
     dtype: str | None,
-    keep_cache_scales: bool,
     files: Files,
     stack: ExitStack,
 ) -> tuple[TrtllmLegacyPlan, ReshardPlan, Catalogue]:
@@ -163,11 +126,10 @@ def _plan(
         model,
         catalogue,
         weights,
-        tp=tp,
-        pp=pp,
+        tp=layout.tp,
+        pp=layout.pp,
         dtype=kind,
         reasons=dict(opened.view.dropped) | {s.name: s.reason for s in catalogue.ignored},
-        keeps_cache_scales=keep_cache_scales,
     )
     legacy.notes[:0] = [note] if note else []
     legacy.notes += find_false_copies(opened).values()
@@ -209,7 +171,9 @@ def _read_model(opened: CheckpointSource, folder: QuantizedModules | None) -> Le
     """What is exported."""
     model, config = opened.model, opened.view.config
     if model is None or model.family is None or config is None:
-        raise MappingError("nothing says which model it is", file=opened.path)
+        raise MappingError(
+            "nothing says which model it is", file=opened.path, error_id="no-model-config"
+        )
     architectures = (model.hf_config or {}).get("architectures")
     algos = {m.algo for m in folder.modules} if folder else set()
     return LegacyModel(
@@ -227,12 +191,14 @@ def _read_model(opened: CheckpointSource, folder: QuantizedModules | None) -> Le
 def _choose_dtype(
     opened: CheckpointSource, requested: str | None, weights: QuantizedWeights | None
 ) -> tuple[DType, str]:
-    """The type of what is not quantized, and what is to be said about it."""
+    """The type of what is not quantized, and a note about it (empty: none)."""
     supported = ("bfloat16", "float16") if weights else ("bfloat16", "float16", "float32")
     if requested is not None:
         name = _DTYPES.get(requested, requested)
         if name not in supported:
-            raise UsageError(f"dtype {requested!r}", hint=f"known: {', '.join(supported)}")
+            raise UsageError(
+                f"the dtype {requested!r} is not supported", hint=f"known: {', '.join(supported)}"
+            )
         return named_dtype(name), ""
     stored = opened.catalogue[opened.view.placements["embed.weight"].stored].dtype
     if stored.name in ("bfloat16", "float16"):

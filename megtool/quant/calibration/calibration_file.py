@@ -109,7 +109,7 @@ class CalibrationFile:
         try:
             if facts["version"] != _VERSION:
                 raise CalibrationError(
-                    f"calibration file of version {facts['version']!r}, expected {_VERSION}",
+                    f"the calibration file has version {facts['version']!r}, not {_VERSION}",
                     file=path,
                     hint="calibrate again with this version of megtool",
                 )
@@ -132,7 +132,7 @@ class CalibrationFile:
             )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, FormatError) as e:
             raise CalibrationError(
-                f"damaged calibration file: {type(e).__name__}: {e}",
+                f"the calibration file is damaged: {type(e).__name__}: {e}",
                 file=path,
                 hint="calibrate again, or use another file",
             ) from e
@@ -149,7 +149,9 @@ def merge_calibrations(calibrations: Sequence[CalibrationFile]) -> CalibrationFi
             two files with the same data.
     """
     if not calibrations:
-        raise CalibrationError("no calibration files to merge", hint="give at least one file")
+        raise CalibrationError(
+            "there are no calibration files to merge", hint="give at least one file"
+        )
     first = calibrations[0]
     for number, calibration in enumerate(calibrations[1:], 2):
         differences = {"model", "recipe"} & set(
@@ -160,18 +162,21 @@ def merge_calibrations(calibrations: Sequence[CalibrationFile]) -> CalibrationFi
                 f"calibration files 1 and {number} are of different "
                 + " and ".join(f"{name}s" for name in sorted(differences)),
                 hint="only calibrations of the same model with the same recipe can be merged",
+                error_id="foreign-calibration",
             )
         if set(first.statistics) != set(calibration.statistics):
             name = sorted(set(first.statistics) ^ set(calibration.statistics))[0]
             raise CalibrationError(
                 f"calibration files 1 and {number} have different sites: one has no {name!r}",
                 hint="calibrate again with one version of megtool",
+                error_id="foreign-calibration",
             )
         if first.route_all != calibration.route_all:
             raise CalibrationError(
                 f"calibration files 1 and {number}: one was made with --calibrate-all-experts, the "
                 "other without",
                 hint="calibrate all parts with the same options",
+                error_id="foreign-calibration",
             )
     data_hashes = sorted(data for a in calibrations for data in a.data_hashes)
     if len(set(data_hashes)) < len(data_hashes):
@@ -234,6 +239,7 @@ def check_fits(
         raise CalibrationError(
             "--calibrate-all-experts: the calibration file was made without this option",
             hint=_RECALIBRATE_HINT,
+            error_id="foreign-calibration",
         )
     reason = "several runs" if calibration.needs_solving else ""
     if calibration.solved_recipe != fingerprint.recipe:
@@ -247,6 +253,7 @@ def check_fits(
             "the calibration file is of another recipe, whose algorithm quantized each layer "
             "before the next one was measured: its statistics cannot be used",
             hint=_RECALIBRATE_HINT,
+            error_id="foreign-calibration",
         )
     measured = {module for p in listed if p.name in calibration.statistics for module in p.modules}
     for d in decisions:
@@ -258,6 +265,7 @@ def check_fits(
                 f"the calibration file has no statistics of the inputs of {d.module.name}",
                 tensor=d.module.name,
                 hint=_RECALIBRATE_HINT,
+                error_id="missing-statistics",
             )
         if requirements.gram or requirements.sample or requirements.sequential:
             method = d.format.method or recipe.method
@@ -266,6 +274,7 @@ def check_fits(
                 "themselves, which no calibration keeps",
                 tensor=d.module.name,
                 hint=_RECALIBRATE_HINT,
+                error_id="missing-statistics",
             )
     return False
 
@@ -281,6 +290,7 @@ def check_model(calibration: CalibrationFile, fingerprint: Fingerprint) -> None:
             "the calibration file is of another model "
             f"({calibration.fingerprint.model[:12]}, this model is {fingerprint.model[:12]})",
             hint="calibrate this model: give --data instead of --calibration",
+            error_id="foreign-calibration",
         )
 
 

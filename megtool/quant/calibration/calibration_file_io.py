@@ -95,7 +95,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     except OSError as e:
         raise CalibrationError(f"cannot be read: {e.strerror}", file=path, hint=hint) from e
     except FormatError as e:
-        raise CalibrationError(e.message, file=path, hint=hint) from e
+        raise CalibrationError(e.message, file=path, hint=hint, error_id=e.error_id) from e
     except (KeyError, TypeError, ValueError, RecursionError) as e:
         message = f"not a calibration file, or a damaged one: {e}"
         raise CalibrationError(message, file=path, hint=hint) from e

@@ -195,7 +195,7 @@ class ActivationRecorder:
         if labels_T is None or len(labels_T) != x_TW.shape[0] * ranks:
             expected = "nothing" if labels_T is None else f"{len(labels_T)} tokens"
             raise UsageError(
-                f"a pass over {x_TW.shape[0] * ranks} tokens, and {expected} to see",
+                f"a pass runs {x_TW.shape[0] * ranks} tokens, and there is {expected} to see",
                 hint="call set_batch before every pass",
             )
         return self._local_labels(labels_T) if ranks > 1 else labels_T
@@ -276,4 +276,5 @@ def _raise_at(site: ActivationSite, sample: int) -> NoReturn:
     raise CalibrationError(
         f"an activation at {site.name} ({location}) is NaN or Inf, in sample {sample}",
         hint="`megtool inspect --stats` shows NaN in weights; float16 overflows: --dtype float32",
+        error_id="nan-activations",
     )

@@ -14,7 +14,6 @@ from torch import Tensor
 from megtool.config import ModelConfig
 from megtool.console import Progress
 from megtool.errors import CalibrationError, MegtoolError
-from megtool.inference.load import load
 from megtool.model.decoder import Decoder
 from megtool.parallel.pipeline_split import Pipeline
 from megtool.parallel.process_groups import ProcessGroups
@@ -27,6 +26,7 @@ from megtool.quant.calibration.micro_batches import MicroBatch
 from megtool.quant.calibration.rank_sync import RankSync
 from megtool.quant.calibration.recorder import ActivationRecorder
 from megtool.quant.calibration.resume_folder import ResumeFolder
+from megtool.quant.calibration.settings import CalibrationSettings
 from megtool.quant.calibration.statistics import ActivationStatistics
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.qparams import QParams
@@ -51,13 +51,9 @@ class CalibrationRun:
     ranks: RankSync
     micro_batches: list[MicroBatch]
     sequential: bool
-    policy: str
-    route_all: bool
+    settings: CalibrationSettings
     resume: ResumeFolder | None
-    spills: bool
-    emulate_graphs: bool
     progress: Progress
-    load_options: dict[str, Any]
     results: dict[int, LayerResult] = field(default_factory=dict)
 
     @property
@@ -77,14 +73,16 @@ class CalibrationRun:
         self.progress("calibrate", begin * self.num_tokens, total)
         if begin == self.num_units:
             return self.results
-        decoder = load(self.source, **self.load_options)
-        layers = LayerRunner(decoder, self.micro_batches, rehearsed=self.emulate_graphs)
+        decoder = self.settings.load(self.source, self.ranks.groups)
+        layers = LayerRunner(
+            decoder, self.micro_batches, emulate_graphs=self.settings.emulate_graphs
+        )
         activations = Activations(
             [p.num_tokens for p in self.micro_batches],
             self.config.hidden_size,
             dtype=decoder.dtype,
             device=decoder.groups.device,
-            spilled=self.spills,
+            spilled=self.settings.spills,
         )
         try:
             with CanonicalWeights(self.source) as weights:
@@ -182,9 +180,8 @@ class _UnitRunner:
         self._send_output(unit)
         work, part = run.resume, self.groups.dp.rank
         if work is not None and self._writes and self.has(unit):
-            work.remove_activations(
-                unit - 1, part
-            )  # the input of the unit itself may still be needed
+            # The input of the unit itself may still be needed.
+            work.remove_activations(unit - 1, part)
             if unit == run.config.num_layers:
                 work.remove_activations(unit, part)
         run.progress("calibrate", run.num_tokens, run.num_tokens * run.num_units)
@@ -219,7 +216,7 @@ class _UnitRunner:
             normalize_tokens={p.name for p, n in requirements if n.normalized_gram}
             - {p.name for p, n in requirements if n.gram and not n.normalized_gram},
             sample={p.name for p, n in requirements if n.sample},
-            route_all=run.route_all,
+            route_all=run.settings.route_all,
         )
         stores_output = not is_last and not reruns
         if stores_output:
@@ -260,25 +257,25 @@ class _UnitRunner:
         state = [] if recorder is None else recorder.state
         graphable = recorder is not None and recorder.is_graphable
         replayed = self.layers.capture_layer(unit, state, graphable=graphable)
-        for number, piece in enumerate(self.layers.micro_batches):
+        for number, micro_batch in enumerate(self.layers.micro_batches):
             if recorder is not None:
-                recorder.set_batch(mask_uncounted(piece), first_sample=piece.first_row)
+                recorder.set_batch(mask_uncounted(micro_batch), first_sample=micro_batch.first_row)
             x_TH = self.activations.get(number)
             if replayed is not None:
                 y_TH = replayed(number, x_TH)
             else:
                 y_TH = self.layers.run(unit, number, x_TH)
-            self._check_finite(unit, piece, y_TH)
+            self._check_finite(unit, micro_batch, y_TH)
             if stores_output:
                 self.activations.put(number, y_TH)
 
     def _run_head(self, recorder: ActivationRecorder) -> None:
         with self.layers.only_final_norm():
-            for number, piece in enumerate(self.layers.micro_batches):
-                recorder.set_batch(mask_uncounted(piece), first_sample=piece.first_row)
+            for number, micro_batch in enumerate(self.layers.micro_batches):
+                recorder.set_batch(mask_uncounted(micro_batch), first_sample=micro_batch.first_row)
                 self.layers.finish(self.activations.get(number))
 
-    def _check_finite(self, unit: int, piece: MicroBatch, y_TH: Tensor) -> None:
+    def _check_finite(self, unit: int, micro_batch: MicroBatch, y_TH: Tensor) -> None:
         """Check the output of a layer; with several ranks the recorder of a later layer does so.
 
         Raises:
@@ -287,15 +284,17 @@ class _UnitRunner:
         if self.groups.world.size > 1 or bool(torch.isfinite(y_TH.sum())):
             return
         is_finite_T = torch.isfinite(y_TH).all(1)
-        if piece.valid_T is not None:
-            is_finite_T |= ~piece.valid_T
+        if micro_batch.valid_T is not None:
+            is_finite_T |= ~micro_batch.valid_T
         if bool(is_finite_T.all()):
             return
-        row, token = divmod(int((~is_finite_T).int().argmax()), piece.batch.shape[1])
+        row, token = divmod(int((~is_finite_T).int().argmax()), micro_batch.batch.shape[1])
         raise CalibrationError(
-            f"layer {unit} outputs NaN or Inf for token {token} of sample {piece.first_row + row}",
+            f"layer {unit} outputs NaN or Inf for token {token} of sample "
+            f"{micro_batch.first_row + row}",
             hint="`megtool inspect SRC --stats` counts NaN in weights; if there are none, use "
             "--dtype float32",
+            error_id="nan-activations",
         )
 
     def _locate_nonfinite(self, unit: int, error: CalibrationError) -> CalibrationError:
@@ -308,6 +307,7 @@ class _UnitRunner:
                         f"{error.message}: a weight of layer {unit} has NaN or Inf",
                         tensor=f"{prefix}.{name}",
                         hint="`megtool inspect SRC --stats` counts them; use an intact checkpoint",
+                        error_id="nan-activations",
                     )
         return error
 
@@ -324,7 +324,7 @@ class _UnitRunner:
     ) -> QParams:
         """Solve the unit's parameters; the ranks of the stage split the sites."""
         run, ranks = self.run, self.run.ranks
-        full, notes = fill_missing_statistics(sites, statistics, run.policy)
+        full, notes = fill_missing_statistics(sites, statistics, run.settings.policy)
         stage_ranks = ranks.gather_stage(self.groups.rank)
         local_sites = sites[stage_ranks.index(self.groups.rank) :: len(stage_ranks)]
         part, local_error = QParams(), None
@@ -372,20 +372,20 @@ class _UnitRunner:
         if unit + 1 == len(self.stages):
             return
         sender, receiver = self._stage(unit), self._stage(unit + 1)
-        spilled = self.run.spills and not self._writes
+        spilled = self.run.settings.spills and not self._writes
         if sender == receiver and not spilled:
             return
         path = self.activations_file(unit + 1)
         if path is not None:
             if self.has(unit + 1) and not self.activations.load(path):
                 raise CalibrationError(
-                    f"what enters layer {unit + 1} is missing",
+                    f"the input of layer {unit + 1} is missing",
                     file=path,
                     hint="the resume folder must be on storage that all hosts share",
                 )
             return
         pp = self.groups.pp
-        for number, piece in enumerate(self.layers.micro_batches):
+        for number, micro_batch in enumerate(self.layers.micro_batches):
             if pp.rank == sender:
                 dist.send(
                     self.activations.get(number).contiguous(),
@@ -394,7 +394,7 @@ class _UnitRunner:
                 )
             elif pp.rank == receiver:
                 x_TH = torch.empty(
-                    piece.num_tokens,
+                    micro_batch.num_tokens,
                     self.run.config.hidden_size,
                     dtype=self.decoder.dtype,
                     device=self.groups.device,

@@ -32,7 +32,7 @@ from megtool.number_formats.layout import layout
 from megtool.number_formats.packed_parts import PackedPart
 from megtool.number_formats.scales import RULES
 from megtool.number_formats.small_floats import E2M1, E4M3, single
-from megtool.quant.packed_tensors.modelopt_tensors import second_scale
+from megtool.quant.packed_tensors.modelopt_tensors import compute_global_scale
 from megtool.quant.qparams import WeightQParams
 from megtool.quant.recipes.formats import packing_of
 from megtool.reshard.constant_feed import digest_facts, to_bits
@@ -44,36 +44,32 @@ _LARGEST = {"int8": 127.0, "int4rows": 7.0, "fp8": 448.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightToPack:
-    """A canonical weight `[out, in]` to be packed: its placement, dtype and quantization
-    parameters.
-    """
+    """A canonical weight `[out, in]` to be packed, with its quantization parameters."""
 
     placement: Placement
     shape: tuple[int, int]
     dtype: DType
-    treatment: WeightQParams
+    qparams: WeightQParams
 
     @property
     def reads(self) -> tuple[Placement, ...]:
-        """All that it is read from."""
+        """The placements it is read from."""
         return (self.placement,)
 
     @property
-    def turn(self) -> int:
+    def period(self) -> int:
         """The number of rows that must be read together."""
         return 1
 
     @contextmanager
-    def reading(self, taking: RegionReader) -> Iterator[Callable[[int, int], Array]]:
-        """A function that reads a range of its elements, into memory that the next call may
-        reuse.
-        """
-        with taking.open(self.placement, self.dtype) as run:
+    def open_rows(self, reader: RegionReader) -> Iterator[Callable[[int, int], Array]]:
+        """A function that reads a range of elements into memory that the next call may reuse."""
+        with reader.open(self.placement, self.dtype) as run:
             yield run.read
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row as it is read."""
+        """Bytes per row of the source."""
         return self.shape[1] * self.dtype.itemsize
 
 
@@ -81,9 +77,9 @@ class WeightToPack:
 class PackFeed:
     """Rows `first:end` of a weight, as codes and scales.
 
-    They are put at row `row_offset` more of the stored module, which holds several weights where a
-    family stores them as one: `tensors` by role, of the codes and of those scales that are no
-    single number. `amax` is that of the whole module, where the format needs it.
+    They start at row `first + row_offset` of the stored module, which has several weights if a
+    family fuses them: `tensors` by role, for codes and for scales that are not a single number.
+    `amax` is that of the whole module, if the format needs it.
     """
 
     weight: WeightToPack
@@ -101,15 +97,17 @@ class PackFeed:
 
     @property
     def writes(self) -> tuple[TargetRegion, ...]:
-        """The rows of codes and scales, of the stored module."""
+        """The rows of codes and scales in the stored module."""
         parts = self._parts
         out = []
         for role, tensor in self.tensors:
             lo, hi = self._window(parts[role])
-            down = self.row_offset // _rows_per(parts[role])
+            part_offset = self.row_offset // _rows_per(parts[role])
             out.append(
                 TargetRegion(
-                    stored=tensor.name, lo=(lo[0] + down, *lo[1:]), hi=(hi[0] + down, *hi[1:])
+                    stored=tensor.name,
+                    lo=(lo[0] + part_offset, *lo[1:]),
+                    hi=(hi[0] + part_offset, *hi[1:]),
                 )
             )
         return tuple(out)
@@ -122,10 +120,10 @@ class PackFeed:
 
     @property
     def identity(self) -> bytes:
-        """The treatment and the rows."""
+        """A digest of the quantization parameters and the rows."""
         return digest_facts(self.digest, self.first, self.end, self.amax, self.weight.dtype.name)
 
-    def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
+    def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `TensorFeed`."""
         weight, parts = self.weight, self._parts
         number = {role: i for i, (role, _) in enumerate(self.tensors)}
@@ -135,32 +133,33 @@ class PackFeed:
             for role, k in kinds.items()
             if role != CODES
         }
-        rows = rows_of(weight, taking.tile_bytes)
+        rows = rows_of(weight, reader.tile_bytes)
         known_scales = _KnownScales(weight, parts, self.amax)
-        with weight.reading(taking) as read:
+        with weight.open_rows(reader) as read:
             for begin in range(self.first, self.end, rows):
                 stop = min(begin + rows, self.end)
                 try:
-                    strip = self._strip(read, known_scales, begin, stop, taking.tile_bytes)
+                    encoded = self._encode_rows(read, known_scales, begin, stop, reader.tile_bytes)
                 except FormatError as e:
                     raise FormatError(
                         e.message,
                         file=e.file,
                         tensor=weight.placement.canonical or weight.placement.stored,
                         hint=e.hint,
+                        error_id=e.error_id,
                     ) from e
-                lines = begin - self.first
-                codes = to_bits(strip[CODES], kinds[CODES])
-                yield number[CODES], (lines // _rows_per(parts[CODES]), 0), codes
+                offset = begin - self.first
+                codes = to_bits(encoded[CODES], kinds[CODES])
+                yield number[CODES], (offset // _rows_per(parts[CODES]), 0), codes
                 for role, all_rows in scales.items():
-                    num_rows = lines // _rows_per(parts[role])
-                    all_rows[num_rows : num_rows + len(strip[role])] = strip[role].view(
+                    num_rows = offset // _rows_per(parts[role])
+                    all_rows[num_rows : num_rows + len(encoded[role])] = encoded[role].view(
                         all_rows.dtype
                     )
         for role, all_rows in scales.items():
             yield number[role], (0,) * all_rows.ndim, to_bits(all_rows, kinds[role])
 
-    def _strip(
+    def _encode_rows(
         self,
         read: Callable[[int, int], Array],
         scales: _KnownScales,
@@ -170,26 +169,30 @@ class PackFeed:
     ) -> dict[str, NDArray[Any]]:
         """Full rows, encoded at once or, if there are too many columns, some columns at a time."""
         weight, width = self.weight, self.weight.shape[1]
-        if weight.treatment.codes is not None:
-            return scales.of_codes(begin, stop)
+        if weight.qparams.codes is not None:
+            return scales.cut_codes(begin, stop)
         values = read(begin * width, stop * width).reshape(stop - begin, width)
         step = _columns_of(weight, stop - begin, tile_bytes)
         if step >= width:
-            return scales.encoded(values, (begin, 0), (stop, width), is_retry=True)
+            return scales.encode_box(values, (begin, 0), (stop, width), reuses_memory=True)
         outputs: dict[str, list[NDArray[Any]]] = defaultdict(list)
         for column in range(0, width, step):
             column_end = min(column + step, width)
-            codes = scales.encoded(
+            codes = scales.encode_box(
                 values[:, column:column_end], (begin, column), (stop, column_end)
             )
             for role, array in codes.items():
                 outputs[role].append(array)
-        along = {p.role: _columns_axis(p) for p in scales.parts}
-        return {r: np.concatenate(a, axis=along[r]) for r, a in outputs.items() if along[r] >= 0}
+        columns_axis = {p.role: _columns_axis(p) for p in scales.parts}
+        return {
+            r: np.concatenate(a, axis=columns_axis[r])
+            for r, a in outputs.items()
+            if columns_axis[r] >= 0
+        }
 
     @property
     def _parts(self) -> dict[str, PackedPart]:
-        form = self.weight.treatment.format
+        form = self.weight.qparams.format
         return {p.role: p for p in layout(packing_of(form), self.weight.shape)}
 
     def _window(self, part: PackedPart) -> tuple[Index, Index]:
@@ -197,34 +200,38 @@ class PackFeed:
 
 
 class _KnownScales:
-    """Encodes boxes of one weight with the scales that are known for it as a whole."""
+    """Encodes boxes of one weight with the scales that are known before it is read."""
 
     def __init__(self, weight: WeightToPack, parts: dict[str, PackedPart], amax: float) -> None:
-        treatment = weight.treatment
+        qparams = weight.qparams
         self.parts = tuple(parts.values())
-        self._treatment, self._dtype = treatment, weight.dtype.name
-        self._packing = packing_of(treatment.format)
-        self._scales = list_known_scales(treatment, parts, amax)
-        self._columns = treatment.smoothing_scale
-        if self._columns is not None:
-            self._columns = self._columns.astype(np.float32)
+        self._qparams, self._dtype = qparams, weight.dtype.name
+        self._packing = packing_of(qparams.format)
+        self._scales = list_known_scales(qparams, parts, amax)
+        self._smoothing_scale = qparams.smoothing_scale
+        if self._smoothing_scale is not None:
+            self._smoothing_scale = self._smoothing_scale.astype(np.float32)
         self._room: NDArray[Any] | None = None
 
-    def encoded(
-        self, values: Array, lo: Index, hi: Index, *, is_retry: bool = False
+    def encode_box(
+        self, values: Array, lo: Index, hi: Index, *, reuses_memory: bool = False
     ) -> dict[str, NDArray[Any]]:
-        """The windows of a box; its codes lie, with `again`, where those of the last such box
-        did, which spares new memory and working out anew what is written from it."""
+        """Encode a box. With `reuses_memory` its codes reuse the memory of the last such box, which
+        saves allocations."""
         dtype = self._dtype
-        if self._columns is not None:
-            values = single(values, dtype) * self._columns[lo[1] : hi[1]]
+        if self._smoothing_scale is not None:
+            values = single(values, dtype) * self._smoothing_scale[lo[1] : hi[1]]
             dtype = "float32"
-        if SCALE in self._scales and self._treatment.amax is not None:  # nothing else looks
+        if SCALE in self._scales and self._qparams.amax is not None:  # no other check for NaN
             part = PackedPart(role=SCALE, dtype="float32", shape=(), spans=())
             if not np.isfinite(amax_of(values, dtype, part, lo, hi)).all():
-                raise FormatError("elements are NaN or infinite", hint="they cannot be quantized")
+                raise FormatError(
+                    "elements are NaN or Inf",
+                    hint="they cannot be quantized",
+                    error_id="nan-weights",
+                )
         windows = {r: self._cut(r, lo, hi) for r in self._scales}
-        twice = self._treatment.format.round_twice
+        twice = self._qparams.format.round_twice
         parts = encode(
             self._packing,
             self.parts,
@@ -234,21 +241,19 @@ class _KnownScales:
             hi,
             scales=windows,
             twice=twice,
-            room=self._room if is_retry else None,
+            room=self._room if reuses_memory else None,
         )
-        if is_retry:
+        if reuses_memory:
             self._room = parts[CODES]
         return parts
 
-    def of_codes(self, begin: int, stop: int) -> dict[str, NDArray[Any]]:
-        """The windows of rows whose codes were chosen."""
-        treatment = self._treatment
-        if treatment.codes is None or SCALE not in self._scales:
-            raise CalibrationError(
-                "its codes are given, and not the amax that they are for", tensor=treatment.module
-            )
-        lo, hi = (begin, 0), (stop, treatment.codes.shape[1])
-        bits = np.ascontiguousarray(treatment.codes[begin:stop]).view(np.uint8)
+    def cut_codes(self, begin: int, stop: int) -> dict[str, NDArray[Any]]:
+        """The codes and scales of rows whose codes calibration chose."""
+        qparams = self._qparams
+        if qparams.codes is None or SCALE not in self._scales:
+            raise CalibrationError("calibration chose codes but no amax", tensor=qparams.module)
+        lo, hi = (begin, 0), (stop, qparams.codes.shape[1])
+        bits = np.ascontiguousarray(qparams.codes[begin:stop]).view(np.uint8)
         name = self._packing.partition(":")[0]
         if name == "int4rows":
             low, high = bits[0::2] & np.uint8(15), np.left_shift(bits[1::2], 4)
@@ -266,21 +271,22 @@ class _KnownScales:
 
 
 def list_known_scales(
-    treatment: WeightQParams, parts: dict[str, PackedPart], amax: float
+    qparams: WeightQParams, parts: dict[str, PackedPart], amax: float
 ) -> dict[str, NDArray[Any]]:
     """The scales known before a weight is read, as they are stored, by role.
 
-    `amax` is that of the whole weight. What is not among them comes of the weight, box by box.
+    `amax` is that of the entire weight. Other scales are computed from the weight, box by box.
 
     Raises:
-        CalibrationError: the treatment's `amax` is not of the shape of the scales, or no number.
+        CalibrationError: the calibrated `amax` does not have the shape of the scales, or is NaN,
+            Inf or negative.
     """
-    name = packing_of(treatment.format).partition(":")[0]
+    name = packing_of(qparams.format).partition(":")[0]
     rules, scale = RULES["modelopt"], parts[SCALE]
     out: dict[str, NDArray[Any]] = {}
     if SCALE_2 in parts:
-        out[SCALE_2] = second_scale(treatment.format.algo, amax)
-    weight_amax = treatment.amax
+        out[SCALE_2] = compute_global_scale(qparams.format.algo, amax)
+    weight_amax = qparams.amax
     if weight_amax is None and not scale.shape:
         weight_amax = np.asarray(amax, np.float32)
     if weight_amax is None:
@@ -293,15 +299,15 @@ def list_known_scales(
             f"its amax of shape {list(weight_amax.shape)} does not fit scales of shape "
             f"{list(scale.shape)}, "
             "or is no magnitude",
-            tensor=treatment.module,
+            tensor=qparams.module,
         )
-    top = np.ascontiguousarray(weight_amax, np.float32).reshape(scale.shape)
+    scale_amax = np.ascontiguousarray(weight_amax, np.float32).reshape(scale.shape)
     if name == "nvfp4":
-        out[SCALE] = rules.block(top, np.asarray(out[SCALE_2], np.float32))
+        out[SCALE] = rules.block(scale_amax, np.asarray(out[SCALE_2], np.float32))
     elif name.startswith("mx"):
-        out[SCALE] = rules.exponent(top, E4M3 if name == "mxfp8" else E2M1)
+        out[SCALE] = rules.exponent(scale_amax, E4M3 if name == "mxfp8" else E2M1)
     else:
-        out[SCALE] = np.asarray(rules.scale(top, _LARGEST[name], "float32"), np.float32)
+        out[SCALE] = np.asarray(rules.scale(scale_amax, _LARGEST[name], "float32"), np.float32)
     return out
 
 
@@ -312,11 +318,11 @@ def make_pack_feeds(
     row_offset: int,
     amax: float,
 ) -> list[PackFeed]:
-    """The feeds of one weight, each of about a unit of work; see `PackFeed`."""
-    t = weight.treatment
-    form = (t.format.algo, t.format.group_size, t.format.round_twice)
-    digest = digest_facts(*form, t.smoothing_scale, t.amax, t.codes)
-    grain = math.lcm(grain_of(weight), weight.turn)
+    """Make the feeds of one weight, each of about a unit of work; see `PackFeed`."""
+    qparams = weight.qparams
+    form = (qparams.format.algo, qparams.format.group_size, qparams.format.round_twice)
+    digest = digest_facts(*form, qparams.smoothing_scale, qparams.amax, qparams.codes)
+    grain = math.lcm(grain_of(weight), weight.period)
     rows = max(grain, UNIT_BYTES // weight.row_bytes // grain * grain)
     return [
         PackFeed(
@@ -334,13 +340,13 @@ def make_pack_feeds(
 
 def grain_of(weight: WeightToPack) -> int:
     """The number of rows that must be packed together."""
-    parts = layout(packing_of(weight.treatment.format), weight.shape)
+    parts = layout(packing_of(weight.qparams.format), weight.shape)
     return math.lcm(*(_rows_per(p) for p in parts))
 
 
 def rows_of(weight: WeightToPack, tile_bytes: int) -> int:
-    """The number of rows read at once: about a tile, and a multiple of grains and turns."""
-    grain = math.lcm(grain_of(weight), weight.turn)
+    """The number of rows read at once: about a tile, in multiples of rows packed together."""
+    grain = math.lcm(grain_of(weight), weight.period)
     return max(grain, tile_bytes // weight.row_bytes // grain * grain)
 
 
@@ -353,7 +359,7 @@ def _columns_of(weight: WeightToPack, rows: int, tile_bytes: int) -> int:
 
 
 def _rows_per(part: PackedPart) -> int:
-    """Rows of the weight under one of a part."""
+    """Rows of the weight per row of a part."""
     return next((s.per for s in part.spans if s.dim == 0), 1)
 
 
@@ -367,8 +373,8 @@ def compute_dtype(dtype: DType) -> DType:
     return dtype if encoded else named_dtype("float32")
 
 
-SWEPT_BYTES = 32 << 20
-"""A thread looks for the amax of so much of a weight at a time."""
+SCAN_BYTES = 32 << 20
+"""Bytes of a weight per job when scanning for the amax."""
 
 
 def find_amaxes(
@@ -379,16 +385,16 @@ def find_amaxes(
     threads: int,
     progress: Callable[[int], None] | None = None,
 ) -> list[float]:
-    """The amax of each weight after smoothing; uses memory for tiles only.
+    """Find the amax of each weight after smoothing, with the memory of a few tiles.
 
     Raises:
-        FormatError: a weight holds NaN or infinity.
+        FormatError: a weight has NaN or Inf.
         SourceChangedError: a source file changed meanwhile.
     """
     part = PackedPart(role=SCALE, dtype="float32", shape=(), spans=())
     jobs: list[tuple[int, int, int]] = []
     for number, weight in enumerate(weights):
-        rows = max(1, SWEPT_BYTES // weight.row_bytes)
+        rows = max(1, SCAN_BYTES // weight.row_bytes)
         out = weight.shape[0]
         jobs += [(number, a, min(a + rows, out)) for a in range(0, out, rows)]
     amaxes = [0.0] * len(weights)
@@ -403,27 +409,30 @@ def find_amaxes(
                 local.taking = RegionReader(
                     locator, files, readers, Buffers(), tile_bytes=COMPUTED_BYTES
                 )
-            columns = weight.treatment.smoothing_scale
+            smoothing_scale = weight.qparams.smoothing_scale
             rows = max(1, COMPUTED_BYTES // weight.row_bytes)
             with local.taking.open(weight.placement, weight.dtype) as run:
                 for a in range(first, end, rows):
                     b = min(a + rows, end)
                     values, kind = run.read(a * width, b * width), weight.dtype.name
-                    if columns is not None:
-                        values = single(values, kind).reshape(-1, width) * columns.astype("<f4")
+                    if smoothing_scale is not None:
+                        values = single(values, kind).reshape(-1, width) * smoothing_scale.astype(
+                            "<f4"
+                        )
                         kind = "float32"
                     flat = values.reshape(-1)
-                    top = float(amax_of(flat, kind, part, (0,), (flat.size,)))
-                    if not np.isfinite(top):
+                    block_amax = float(amax_of(flat, kind, part, (0,), (flat.size,)))
+                    if not np.isfinite(block_amax):
                         raise FormatError(
-                            "elements are NaN or infinite",
+                            "elements are NaN or Inf",
                             file=catalogue.root,
                             tensor=weight.placement.canonical,
                             hint="they cannot be quantized; `megtool inspect SRC --stats` "
                             "counts them",
+                            error_id="nan-weights",
                         )
                     with lock:
-                        amaxes[number] = max(amaxes[number], top)
+                        amaxes[number] = max(amaxes[number], block_amax)
             if progress is not None:
                 with lock:
                     progress((end - first) * weight.row_bytes)

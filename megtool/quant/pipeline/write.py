@@ -1,7 +1,7 @@
 """Writes a Hugging Face folder in which quantized weights are codes and scales.
 
-What is kept is copied as by a reshard; what is quantized is computed on the way, tile by tile, by
-feeds of the same plan: one stage, one journal, one rename.
+Unquantized tensors are copied as in a reshard. Codes and scales are computed tile by tile by feeds
+of the same plan: one stage, one journal, one rename.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from megtool import __version__
 from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.checkpoint.copy import CopyReport
-from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.formats.quantized import QUANT_FILE
 from megtool.checkpoint.formats.safetensors import (
     DEFAULT_SHARD_BYTES,
     INDEX,
     plan_safetensors_layout,
 )
-from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.plan import PlanSource, ReshardPlan
 from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
@@ -51,25 +49,26 @@ from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import find_fused_name
 from megtool.reshard.constant_feed import ConstantFeed
 from megtool.reshard.execute import (
+    ExecutionOptions,
     expected_digests,
     peak_rss_bytes,
     placements_read,
     source_paths,
-    write_digests,
+    write_target_digests,
 )
 from megtool.reshard.source import CheckpointSource
-from megtool.reshard.staged_write import WriteOptions, write_staged, written_files
+from megtool.reshard.staged_write import write_staged, written_files
 from megtool.reshard.writers.target_spec import Target, TargetOptions
 from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteReport:
-    """What was written, or will be.
+    """The written folder, or with `dry_run` the planned one.
 
-    `num_bytes` are those of all tensors, `source_bytes` of the source's. `files` are relative
-    paths. `resumed_units` had been finished by an earlier run, and `repaired_units` of them were
-    damaged since.
+    `num_bytes` are the bytes of all tensors, `source_bytes` those of the source. `files` are
+    relative paths. `resumed_units` were finished by an earlier run; `repaired_units` of them had
+    been damaged since.
     """
 
     num_bytes: int
@@ -90,14 +89,15 @@ class VerificationError(MegtoolError):
     """The staged result failed verification; it is removed, and another run would fail too."""
 
     exit_status = 7
+    default_id = "verification"
 
 
 def check_storable(source: CheckpointSource, decisions: Sequence[Decision]) -> None:
-    """Refuse what a Hugging Face folder of this family cannot hold; reads headers only.
+    """Refuse decisions that a Hugging Face folder of this family cannot store; reads headers only.
 
     Raises:
-        MappingError: weights are stored transposed, interleaved with others or stacked with them,
-            all of them told at once; or weights in one tensor are to have different formats.
+        MappingError: weights are stored transposed, interleaved or stacked (all are listed); or
+            weights in one tensor have different formats.
         UsageError: groups do not divide a weight, or rows cannot be paired.
     """
     plain = {
@@ -115,40 +115,40 @@ def write(
     source: CheckpointSource,
     decisions: Sequence[Decision],
     qparams: QParams,
-    destination: Path,
+    options: TargetOptions,
+    execution: ExecutionOptions,
     *,
-    threads: int | None = None,
-    memory_bytes: int = 256 << 20,
-    max_shard_bytes: int | None = None,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    fsync: bool = True,
-    digest: DigestMode = DigestMode.ALL,
     files: Files | None = None,
     before_commit: Callable[[Path], None] | None = None,
     progress: Progress = silent,
 ) -> WriteReport:
-    """Write the model of `source` with the formats of `decisions` and the quantization parameters
-    `qparams`, in ModelOpt's layout.
+    """Write a quantized Hugging Face folder in ModelOpt's layout.
 
-    Atomic, resumed after a kill with the same bytes, whatever format and layout the source has; its
-    files are not touched. Where a format needs the largest magnitude of whole weights, these are
-    read once before (by `dry_run` they are not). `before_commit` is given the folder of the whole
-    result before it takes its name; what it raises is raised, and nothing is at `destination`: on
-    `VerificationError` nothing of it is kept for another run either. All that is kept is digested,
-    so that the same files come of every layout.
+    The write is atomic, and an interrupted one resumes with the same bytes. The bytes do not depend
+    on the format and layout of the source, whose files are only read. If a format needs the amax of
+    entire weights, they are read once before.
+
+    Args:
+        source: the checkpoint.
+        decisions: the format of each module.
+        qparams: the quantization parameters.
+        options: destination and size of shards.
+        execution: threads, memory and digests; `dry_run` returns the report of the plan and reads
+            no weights.
+        files: the file system.
+        before_commit: called with the staged folder before the rename. What it raises is raised,
+            and `VerificationError` also removes the staged files.
+        progress: reports bytes.
 
     Raises:
         MappingError, UsageError: see `check_storable`; before any work.
-        CalibrationError: a treatment is missing, or does not say what its format needs.
-        FormatError: a weight holds NaN or infinity.
-        StorageError, SourceChangedError, DestinationError: as of a reshard.
+        CalibrationError: parameters of a module are missing or incomplete.
+        FormatError: a weight has NaN or Inf.
+        StorageError, SourceChangedError, DestinationError: as in a reshard.
     """
     began = time.monotonic()
-    count = default_threads(threads)
     system = files or Files()
-    request = TargetOptions(to="hf", max_shard_bytes=max_shard_bytes, destination=destination)
-    target = make_quantized_target(source, decisions, request)
+    target = make_quantized_target(source, decisions, options)
     modules = list_stored_modules(
         source, decisions, collect_weight_qparams(decisions, qparams), target
     )
@@ -156,17 +156,19 @@ def write(
         list_tensor_specs(stored)
     stage_of = partial(
         StagingFolder,
-        destination,
+        options.destination,
         files=system,
-        overwrite=overwrite,
+        overwrite=execution.overwrite,
         sources=source_paths(source),
     )
     first = stage_of(fingerprint="")
-    if dry_run or system.lstat(first.staging) is None:  # what an earlier run left is sorted out
+    if execution.dry_run or system.lstat(first.staging) is None:  # else `stage` checks it
         first.check()
-    if not dry_run:
-        find_shared_amaxes(source, modules, system, threads=count, progress=progress)
-    plan = _plan(source, decisions, qparams, modules, target, digest, max_shard_bytes)
+    if not execution.dry_run:
+        find_shared_amaxes(source, modules, system, threads=execution.threads, progress=progress)
+    shard_bytes = options.max_shard_bytes or DEFAULT_SHARD_BYTES
+    options_key = repr((__version__, execution.digest.value))
+    plan = _plan(source, decisions, qparams, modules, target, shard_bytes, options_key)
     report = WriteReport(
         num_bytes=plan.target.catalogue.num_bytes,
         source_bytes=source.catalogue.num_bytes,
@@ -174,12 +176,12 @@ def write(
         files=written_files(plan),
         notes=tuple(qparams.notes),
     )
-    if dry_run:
+    if execution.dry_run:
         return report
     stage = stage_of(fingerprint=plan.fingerprint)
 
     def finish(copied: CopyReport) -> None:
-        write_digests(source, target, plan, copied, stage)
+        write_target_digests(source, target, plan, copied, stage, execution)
         if before_commit is not None:
             try:
                 before_commit(stage.tree)
@@ -190,7 +192,7 @@ def write(
     copied = write_staged(
         plan,
         stage,
-        WriteOptions(threads=count, memory_bytes=memory_bytes, digest=digest, fsync=fsync),
+        execution,
         verb="quantize",
         progress=progress,
         expected=expected_digests(source),
@@ -232,8 +234,8 @@ def find_shared_amaxes(
     progress: Progress = silent,
 ) -> None:
     """Set the shared amax of weights that engines run as one."""
-    pieces = [p for stored in modules for p in stored.pieces]
-    unknown = [p for p in pieces if needs_amax(p.qparams)]
+    weights = [p for stored in modules for p in stored.weights]
+    unknown = [p for p in weights if needs_amax(p.qparams)]
     total = sum(p.weight.row_bytes * p.weight.shape[0] for p in unknown)
     amaxes = find_amaxes(
         source.catalogue,
@@ -242,20 +244,20 @@ def find_shared_amaxes(
         threads=threads,
         progress=lambda n: progress("scan", n, total),
     )
-    together: dict[tuple[str, str], float] = defaultdict(float)
-    stored_as = {p.qparams.module: stored.name for stored in modules for p in stored.pieces}
+    group_amaxes: dict[tuple[str, str], float] = defaultdict(float)
+    stored_as = {p.qparams.module: stored.name for stored in modules for p in stored.weights}
 
     def key(p: StoredWeight) -> tuple[str, str]:
-        # FP8 siblings have scales of their own (engines bring them together), scales of scales not.
+        # Fused weights share the global scale of two-level formats; in FP8 engines merge scales.
         algo = p.qparams.format.algo
         alone = algo == "FP8"
         return stored_as[p.qparams.module] if alone else find_fused_name(p.decision.module), algo
 
     for p, amax in zip(unknown, amaxes, strict=True):
-        together[key(p)] = max(together[key(p)], amax)
-    for p in pieces:
+        group_amaxes[key(p)] = max(group_amaxes[key(p)], amax)
+    for p in weights:
         if needs_amax(p.qparams):
-            p.amax = together[key(p)]
+            p.amax = group_amaxes[key(p)]
         elif p.qparams.format.algo == "FP8" and p.qparams.amax is not None:
             p.amax = float(p.qparams.amax.max())
         else:
@@ -268,43 +270,39 @@ def _plan(
     qparams: QParams,
     modules: Sequence[StoredModule],
     target: Target,
-    digest: DigestMode,
-    max_shard_bytes: int | None,
+    shard_bytes: int,
+    options_key: str,
 ) -> ReshardPlan:
-    """Everything laid out, and the copies and feeds that fill it."""
-    becomes: dict[str, list[GlobalTensor]] = {}
+    """Plan the files, and the copies and feeds that fill them."""
+    replacements: dict[str, list[GlobalTensor]] = {}
     feeds: list[TensorFeed] = []
-    gone: set[str] = set()
+    replaced: set[str] = set()
     for stored in modules:
         specs = list_tensor_specs(stored)
-        becomes[stored.tensor.name] = [h.tensor for h in specs]
+        replacements[stored.tensor.name] = [s.tensor for s in specs]
         feeds += build_module_feeds(stored, specs)
-        gone.update(f"{p.decision.module.name}.weight" for p in stored.pieces)
+        replaced.update(f"{p.decision.module.name}.weight" for p in stored.weights)
     folded = find_folded_norms(source, qparams, target)
     feeds += folded
     written = {f.tensor.name for f in folded}
-    gone.update(n for n, p in target.side.placements.items() if p.stored in written)
-    caches = list_cache_scales(decisions, qparams)
-    values = tuple((h.tensor, h.value) for h in caches if h.value is not None)
+    replaced.update(n for n, p in target.side.placements.items() if p.stored in written)
+    kv_scales = list_cache_scales(decisions, qparams)
+    values = tuple((s.tensor, s.value) for s in kv_scales if s.value is not None)
     if values:
         feeds.append(ConstantFeed(values=values))
-    tensors = [n for t in target.side.tensors for n in becomes.get(t.name, [t])]
-    tensors += [h.tensor for h in caches]
+    tensors = [n for t in target.side.tensors for n in replacements.get(t.name, [t])]
+    tensors += [s.tensor for s in kv_scales]
     small = {n: data for n, data in target.destination.small_files.items() if n != INDEX}
     small |= _quantization_config(decisions, modules, target, small)
-    laid_out = plan_safetensors_layout(
-        tensors, max_shard_bytes=max_shard_bytes or DEFAULT_SHARD_BYTES, small_files=small
-    )
-    placements = {n: p for n, p in target.side.placements.items() if n not in gone}
+    destination = plan_safetensors_layout(tensors, max_shard_bytes=shard_bytes, small_files=small)
+    placements = {n: p for n, p in target.side.placements.items() if n not in replaced}
     return build_plan(
-        [
-            PlanSource(catalogue=source.catalogue, placements=placements_read(source, target)),
-        ],
-        laid_out,
+        [PlanSource(catalogue=source.catalogue, placements=placements_read(source, target))],
+        destination,
         placements,
         fills=target.fills,
         dropped=target.dropped,
         copies={n: specs for n, specs in source.repeats.items() if n in placements},
         feeds=feeds,
-        options=repr((__version__, digest.value)),
+        options=options_key,
     )

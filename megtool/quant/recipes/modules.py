@@ -96,6 +96,7 @@ def list_modules(view: CanonicalView) -> Modules:
         raise MappingError(
             "a recipe needs the names of a known model",
             hint="--family NAME sets the model family, --like FOLDER uses its config.json",
+            error_id="no-model-config",
         )
     stored = {s: _stored_names(view, s) for s in ("hf", "megatron")}
     modules: list[ModuleInfo] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,13 @@ from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.param_groups import OptimizerState, read_groups
 from megtool.checkpoint.rechunk import rechunk
 from megtool.config import ModelConfig, ParallelConfig
+from megtool.console import several
 from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.megatron import is_encoder_decoder, split_state
 from megtool.convert.rank_parameters import Parameter, RankPlace, rank_parameters
-from megtool.convert.sharding import rule_of
+from megtool.convert.sharding import is_known, rule_of
 from megtool.dtypes import DType
-from megtool.errors import LayoutError, MappingError
+from megtool.errors import LayoutError, MappingError, UsageError, listed
 from megtool.parallel.pipeline_split import Pipeline
 from megtool.reshard.fp8_state.transfer import ExtraStateTransfer
 from megtool.reshard.megatron.box_runs import BoxRunCollector, split_into_boxes
@@ -72,10 +74,12 @@ def plan_megatron_legacy_layout(
             "files per rank need the model's configuration",
             file=source.path,
             hint="--like HF_FOLDER gives it",
+            error_id="no-model-config",
         )
     parallel = out.parallel or ParallelConfig()
     weights = [t for t in out.side.tensors if not is_optimizer_state(t.name)]
     _check_tensor_names(source, weights, parallel)
+    out.replicated += _check_replicated(source, weights, parallel, options.replicate)
     carried = plan_objects(source, out.side.tensors, parallel, out.format)
     states = ExtraStateTransfer(source, carried, options.amax)
     states.convert(list_required_states(out.side.tensors, ()))
@@ -321,6 +325,40 @@ def _check_tensor_names(
             tensor=stacked,
             hint="--to torch_dist holds it as it is",
         )
+
+
+def _check_replicated(
+    source: CheckpointSource,
+    weights: Sequence[GlobalTensor],
+    parallel: ParallelConfig,
+    globs: Sequence[str],
+) -> list[str]:
+    """Tensors of unknown names, which every tensor rank gets whole; `globs` have to allow it.
+
+    Raises:
+        MappingError: a tensor would be written so, and no glob matches it.
+        UsageError: a glob matches no tensor.
+    """
+    for glob in globs:
+        if not any(fnmatchcase(t.name, glob) for t in weights):
+            raise UsageError(f"--replicate {glob!r} matches no tensor that is written")
+    unknown = []
+    for t in weights:
+        key = split_state(t.name)[2]
+        ranks = parallel.etp if rule_of(key, False).is_expert else parallel.tp
+        if (ranks or 1) > 1 and not is_known(key):
+            unknown.append(t.name)
+    refused = [n for n in unknown if not any(fnmatchcase(n, glob) for glob in globs)]
+    if refused:
+        raise MappingError(
+            f"{several(len(refused), 'tensor')} of names that Megatron's modules do not have would "
+            f"be written whole into the files of all tensor-parallel ranks: {listed(refused, 5)}",
+            file=source.path,
+            tensor=refused[0],
+            hint="--replicate GLOB if they are the same on every rank, --exclude GLOB leaves them "
+            "out, --to torch_dist holds each once",
+        )
+    return unknown
 
 
 def _check_experts(config: ModelConfig, parallel: ParallelConfig) -> None:

@@ -140,6 +140,7 @@ def _make_bridge_files(
             "run_config.yaml needs the model's configuration",
             file=source.path,
             hint="--like HF_FOLDER gives it",
+            error_id="no-model-config",
         )
     weights = [t.dtype.name for t in out.side.tensors if not is_optimizer_state(t.name)]
     return make_bridge_files(
@@ -167,6 +168,7 @@ def _plan_bucket_layout(
             "buckets need the model's configuration",
             file=source.path,
             hint="--like HF_FOLDER gives it; --optimizer-format fully_reshardable does not need it",
+            error_id="no-model-config",
         )
     weights = [t for t in out.side.tensors if not is_optimizer_state(t.name)]
     settings = choose_bucket_settings(source, parallel, weights)

@@ -200,6 +200,7 @@ class _OptimizerStateReader:
                     file=self._root,
                     tensor=name,
                     hint="is it a checkpoint of this model?",
+                    error_id="missing-tensors",
                 )
         if absent:
             raise MappingError(
@@ -207,6 +208,7 @@ class _OptimizerStateReader:
                 f"{summarize(absent)}",
                 file=self._root,
                 hint=_OTHER_RUN,
+                error_id="missing-tensors",
             )
 
     def read(self, state: str, name: str) -> Tensor:

@@ -79,7 +79,11 @@ def check_folders(source: Path, folder: Path) -> None:
     if not existing.is_dir() and existing != target:
         raise DestinationError(f"{existing} is not a folder", file=folder, hint="give another DST")
     if existing.is_dir() and not os.access(existing, os.W_OK | os.X_OK):
-        raise DestinationError(f"nothing can be written in {existing}", file=folder)
+        raise DestinationError(
+            f"nothing can be written in {existing}",
+            file=folder,
+            error_id="destination-not-writable",
+        )
 
 
 def find_checkpoint(folder: Path, settings: TrainConfig) -> Path | None:
@@ -95,6 +99,7 @@ def find_checkpoint(folder: Path, settings: TrainConfig) -> Path | None:
             f"it has iteration {newest} of a run, and --no-resume starts a new one",
             file=folder,
             hint="give another DST, or remove this one",
+            error_id="destination-exists",
         )
     is_run = (folder / RUN_FILE).exists()
     ignored = {CACHE_FOLDER, STAGING, FRESH_RUN_FILE}
@@ -104,6 +109,7 @@ def find_checkpoint(folder: Path, settings: TrainConfig) -> Path | None:
             "it holds something other than a run of `megtool finetune`",
             file=folder,
             hint="give a DST that does not exist yet; --load CKPT resumes from a checkpoint",
+            error_id="destination-exists",
         )
     if newest is None and (tracked is not None or list_iterations(folder)):
         missing = "an iteration" if tracked is None else f"iteration {tracked}"
@@ -145,6 +151,7 @@ def check_loaded(source: CheckpointSource, loaded: CheckpointSource, train_iters
                 f"SRC's is {expected[name]!r}",
                 file=path,
                 hint="give the SRC that its run started from",
+                error_id="foreign-run",
             )
     if (iteration := iteration_of(loaded.catalogue)) >= train_iters:
         raise UsageError(

@@ -84,7 +84,11 @@ class SafetensorsFile(Mapping[str, Tensor]):
         with self._storage_errors(), self._path.open("rb") as file:
             file.seek(self._start + entry.begin)
             if file.readinto(data) != len(data):
-                raise FormatError("the file ends before its last tensor", file=self._path)
+                raise FormatError(
+                    "the file ends before its last tensor",
+                    file=self._path,
+                    error_id="truncated-file",
+                )
         kind = getattr(torch, entry.dtype.name)
         tensor = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
         return tensor.view(entry.shape)
