@@ -140,7 +140,6 @@ def num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 _PLAN = "the parts of one plan, each computed apart; callers give few of them, by keyword"
-_VERB = "the options of a verb, one keyword each, as `megtool.commands` calls it"
 _RUN = "one call for a whole run: its inputs and settings, by keyword; only its verb calls it"
 _KERNEL = "an operation: tensors and the numbers that go with them, as the kernel behind it takes"
 
@@ -149,20 +148,10 @@ ALLOWED_LONG_LISTS = {
     "megtool/checkpoint/formats/zarr_layout.py: plan_zarr_layout": _PLAN,
     "megtool/checkpoint/planner.py: build_plan": _PLAN,
     "megtool/convert/dialects.py: write_side": _PLAN,
-    "megtool/data/dataset.py: open_dataset": _RUN,
-    "megtool/export/gguf/write_file.py: export_gguf": _VERB,
-    "megtool/export/quantized_folder.py: export_folder": _VERB,
-    "megtool/export/trtllm_legacy/write_checkpoint.py: export_trtllm_legacy": _VERB,
-    "megtool/inference/generate.py: generate": _RUN,
-    "megtool/inference/lm_eval.py: run_tasks": _RUN,
-    "megtool/inference/load.py: load": _RUN,
     "megtool/kernels/cross_entropy.py: linear_cross_entropy": _KERNEL,
     "megtool/kernels/lm_head.py: _fold": _KERNEL,
     "megtool/kernels/token_statistics.py: token_log_probs": _KERNEL,
     "megtool/number_formats/encode.py: encode": _KERNEL,
-    "megtool/quant/calibration/calibrate.py: calibrate": _RUN,
-    "megtool/quant/mixed_precision/sensitivity.py: measure": _RUN,
-    "megtool/quant/pipeline/write.py: write": _RUN,
     "megtool/train/features/distillation.py: forward": _KERNEL,
 }
 """`path: function` of those that may have more, with the reason."""

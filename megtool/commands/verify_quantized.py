@@ -1,4 +1,4 @@
-"""Verify, where one side is quantized: weights by signal over noise, and the folder's own words."""
+"""Verification of a quantized checkpoint against another: weights by SQNR, norms by factors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megtool.tensors.box import numel
 
 
 def packings_differ(a: CheckpointSource, b: CheckpointSource) -> bool:
-    """Whether any tensor is quantized on one side alone, or otherwise on the other."""
+    """Whether any tensor is quantized on one side only, or in different formats."""
     x, y = a.view.placements, b.view.placements
     return any(_packing(a, n) != _packing(b, n) for n in x if n in y)
 
@@ -41,9 +41,9 @@ def _packing(source: CheckpointSource, name: str) -> str:
     return (stored.packing or "") if stored is not None else ""
 
 
-def _numbers(source: CheckpointSource, name: str) -> str:
-    """The packing by the numbers that it stores: compressed-tensors keeps codes of four bits in a
-    byte each where inputs have codes too (W4A8), and they are no closer for that."""
+def _number_packing(source: CheckpointSource, name: str) -> str:
+    """The packing by number of bits: compressed-tensors stores 4-bit codes in a byte each if inputs
+    are quantized too (W4A8), which does not reduce their error."""
     packing = _packing(source, name)
     quant_config = quantization_config(source.catalogue.metadata) or {}
     if not packing.startswith("int8") or not isinstance(quant_config.get("config_groups"), dict):
@@ -59,9 +59,9 @@ def _numbers(source: CheckpointSource, name: str) -> str:
 class QuantizedPair:
     """Two checkpoints of which one is quantized, or both in different formats.
 
-    `a` is the reference: the plain one, or the first. `weights` are compared by signal over noise,
-    `casts` are plain tensors of two types, `norms` those that differ, with their factors. `weights`
-    has the plain modules behind such norms too.
+    `a` is the reference: the unquantized one, or the first. `weights` are compared by SQNR; `casts`
+    are unquantized tensors of different dtypes; `norms` are those that differ, with their factors.
+    `weights` includes the unquantized modules that read such norms.
     """
 
     a: CheckpointSource
@@ -82,7 +82,7 @@ class QuantizedPair:
         readers: Sequence[CheckpointReader],
         sqnr: float | None,
     ) -> QuantizedPair:
-        """Sort the tensors of both: what is in neither list is compared bit by bit."""
+        """Sort the tensors into lists; those in no list are compared bit by bit."""
         is_swapped = _is_quantized(a) and not _is_quantized(b)
         reference, quantized = (b, a) if is_swapped else (a, b)
         first, second = reversed(readers) if is_swapped else readers
@@ -94,13 +94,13 @@ class QuantizedPair:
             if n in quantized_view.canonical and t.shape == quantized_view.canonical[n].shape
         ]
         packed = {n for n in names if _packing(reference, n) != _packing(quantized, n)}
-        points = [
+        sites = [
             p
             for p in list_norm_sites(reference_view)
             if any(f"{m}.weight" in packed for m in p.modules)
         ]
-        pair.norms = find_changed_norms(points, reference_view, quantized_view, first, second)
-        after_norms = {f"{m}.weight" for n in pair.norms.values() for m in n.point.modules}
+        pair.norms = find_changed_norms(sites, reference_view, quantized_view, first, second)
+        after_norms = {f"{m}.weight" for n in pair.norms.values() for m in n.site.modules}
         for n in names:
             if len(reference_view.canonical[n].shape) < 2:
                 if (
@@ -121,24 +121,24 @@ class QuantizedPair:
 
     @property
     def num_elements(self) -> int:
-        """What `run` tells progress of, at four bytes each."""
+        """The elements that `run` reports as progress, at four bytes each."""
         return sum(numel(self.a.view.canonical[n].shape) for n in self.weights)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the reference's tensors that are compared here."""
+        """Bytes of the reference's tensors that are not compared bit by bit."""
         tensors = self.a.view.canonical
         return sum(tensors[n].num_bytes for n in self.names() if n in tensors)
 
     def run(self, *, threads: int, progress: Callable[[int], None]) -> None:
-        """Measure the weights, and say which are not close, or not the cast of the other's."""
+        """Measure the errors of weights, and report those that are too large and wrong casts."""
         reference_view, quantized_view = self.a.view, self.b.view
         catalogue, pre_quant_scales = split_pre_quant_scales(self.b.catalogue)
         with ExitStack() as stack:
             a = stack.enter_context(CheckpointReader(self.a.catalogue, Files()))
             b = stack.enter_context(CheckpointReader(catalogue, Files()))
             unsplit = stack.enter_context(CheckpointReader(self.b.catalogue, Files()))
-            norm_of = {f"{m}.weight": n for n in self.norms.values() for m in n.point.modules}
+            norm_of = {f"{m}.weight": n for n in self.norms.values() for m in n.site.modules}
             weights = []
             for name in self.weights:
                 shape = reference_view.canonical[name].shape
@@ -149,46 +149,48 @@ class QuantizedPair:
                         source=reference_view.placements[name],
                         written=quantized_view.placements[name],
                         shape=(numel(shape[:-1]), shape[-1]),
-                        input_factors=_together(norm_of.get(name), pre_quant_scales.get(stored)),
+                        input_factors=_multiply_factors(
+                            norm_of.get(name), pre_quant_scales.get(stored)
+                        ),
                     )
                 )
             sums = measure_errors(weights, a, b, threads=threads, progress=progress)
             for finding in compare_unquantized(
                 reference_view, quantized_view, a, unsplit, self.casts, threads=threads
             ):
-                self._differ(finding.module, f"{finding.message.partition(',')[0]}")
+                self._add_difference(finding.module, f"{finding.message.partition(',')[0]}")
         for w in weights:
             row = compare_with_threshold(
                 w.name,
                 w.written.stored,
-                (_numbers(self.a, w.name), _numbers(self.b, w.name)),
+                (_number_packing(self.a, w.name), _number_packing(self.b, w.name)),
                 sums[w.name],
                 sqnr=self.sqnr,
                 scaled=w.input_factors is not None,
             )
             self.rows.append(row)
             if not row.is_sound:
-                self._not_close(row)
+                self._report_weight(row)
         self.rows.sort(key=lambda r: r.sqnr_db)
-        self._judge_norms()
+        self._check_norms()
 
-    def _differ(self, name: str, text: str) -> None:
+    def _add_difference(self, name: str, text: str) -> None:
         self.differences.append(Difference(tensor=name, stored=name, kind="values", text=text))
 
-    def _not_close(self, row: WeightComparison) -> None:
+    def _report_weight(self, row: WeightComparison) -> None:
         if row.num_nan:
-            text = f"{row.num_nan:,} elements are no finite numbers"
+            text = f"{row.num_nan:,} elements are NaN or Inf"
         elif row.sqnr_db >= row.least_db and row.most_row_error is not None:
             text = (
-                f"row {row.lost_row} is off by {row.lost_row_error:.0%} of its size, and "
-                f"{row.packing} by {row.most_row_error:.0%} at most (the whole is close: "
+                f"row {row.lost_row} has a relative error of {row.lost_row_error:.0%}, but "
+                f"{row.packing} has at most {row.most_row_error:.0%} (the entire weight has "
                 f"{row.sqnr_db:.1f} dB)"
             )
         else:
             text = (
-                f"{row.sqnr_db:.1f} dB of signal over noise (cosine {row.cosine:.4f}), and "
-                f"{row.packing} has {row.least_db:g} dB at least; row {row.worst_row} is off by "
-                f"{row.worst_row_error:.0%}"
+                f"the SQNR is {row.sqnr_db:.1f} dB (cosine {row.cosine:.4f}), but "
+                f"{row.packing} has at least {row.least_db:g} dB; row {row.worst_row} has a "
+                f"relative error of {row.worst_row_error:.0%}"
             )
         self.differences.append(
             Difference(
@@ -201,36 +203,36 @@ class QuantizedPair:
             )
         )
 
-    def _judge_norms(self) -> None:
-        """Factors of columns are in a norm if what reads it, times these, is what it was."""
+    def _check_norms(self) -> None:
+        """Report norms whose change is not undone by the weights that read them."""
         close = {r.tensor: r.is_sound for r in self.rows}
         folded = 0
         for name, norm in self.norms.items():
-            read = [f"{m}.weight" for m in norm.point.modules]
+            read = [f"{m}.weight" for m in norm.site.modules]
             wrong = [m for m in read if not close.get(m, True)]
             if not wrong:
                 folded += 1
                 continue
             text = (
-                "differs, and no factors of columns explain it: norm times weight is another "
-                f"matrix in {', '.join(wrong)}"
+                "differs, and smoothing scales do not explain it: the product of norm and weight "
+                f"differs in {', '.join(wrong)}"
             )
-            self._differ(f"{name}.weight", text)
+            self._add_difference(f"{name}.weight", text)
         if folded:
             self.notes.append(
-                f"{folded} norms differ by factors of columns that the weights behind them have "
-                "taken: their products were compared"
+                f"{folded} norms differ by smoothing scales that are folded into the weights after "
+                "them: their products were compared"
             )
         smooth = [r for r in self.rows if not r.is_sound and not r.is_scaled and r.cosine < 0.9]
         if smooth:
             self.notes.append(
-                "factors folded from one projection into another (v into o, up into down) are "
-                "stored nowhere: they cannot be told from damage here"
+                "smoothing scales folded from one projection into another (v into o, up into "
+                "down) are not stored: they cannot be distinguished from damage"
             )
 
 
-def _together(norm: ChangedNorm | None, stored: Floats | None) -> Floats | None:
-    """What inputs are multiplied by: by the norm before, and by the engine."""
+def _multiply_factors(norm: ChangedNorm | None, stored: Floats | None) -> Floats | None:
+    """The factors of each input, by the preceding norm and by `pre_quant_scale`."""
     if norm is None or stored is None:
         return stored if norm is None else norm.factors
     return norm.factors * stored

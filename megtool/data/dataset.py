@@ -1,8 +1,7 @@
 """A token data set: the samples of a run by index, identical for every rank layout.
 
-Sample n is row n of a pass, passes one after the other, each in an order of its own that follows
-from the seed. So a run that resumes at a number of samples goes on exactly where it was, at any
-data-parallel size.
+Samples are the rows of one epoch after the other, each epoch in its own order, which the seed
+determines. So a run resumes exactly at a number of samples, at any data-parallel size.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from megtool.console import Progress, silent
 from megtool.data.blend import Blend, Chain
 from megtool.data.packing import IGNORED, PackedRows
-from megtool.data.sample_index import Long, Mode, SampleIndex, cut
+from megtool.data.sample_index import Mode, Overflow, SampleIndex, cut
 from megtool.data.token_cache import Documents, Encoding, IndexedStore, is_indexed, store_tokens
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, MegtoolError, UsageError
@@ -31,7 +30,8 @@ Int = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Statistics of a data set. `labels` counts one pass; `filled` is the share of rows in use."""
+    """Statistics of a data set. `labels` are those of one epoch; `filled` is the share of positions
+    that are no padding."""
 
     documents: int
     rows: int
@@ -43,14 +43,32 @@ class Counts:
     filled: float
 
 
-class TokenDataset:
-    """Rows of `length` of one data set.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOptions:
+    """How documents become rows of `length` tokens.
 
-    `seed` decides the order of documents and of rows; without it they come as they are. The rows
-    of a pass are `part` of all, which is how held-out rows are kept apart (`divided`).
+    Args:
+        length: tokens per row.
+        seed: determines the order of documents and of rows; None keeps the order of the data.
+        mode: see `sample_index.cut`. None: "packed", and "whole" for conversations and answers.
+        overflow: what happens to documents that are longer than a row.
+        shares: the share of samples from each source (None: by size).
+    """
+
+    length: int
+    seed: int | None = 1234
+    mode: Mode | None = None
+    overflow: Overflow = "split"
+    shares: Sequence[float] | None = None
+
+
+class TokenDataset:
+    """Rows of `length` tokens of one data set.
+
+    `seed` determines the order of documents and of rows; None keeps the order of the data.
 
     Raises:
-        FormatError: there is nothing to learn, or a document is too long (see `samples.cut`).
+        FormatError: there is nothing to learn, or a document is too long (see `sample_index.cut`).
     """
 
     def __init__(
@@ -60,45 +78,45 @@ class TokenDataset:
         *,
         seed: int | None = 1234,
         mode: Mode = "packed",
-        long: Long = "split",
+        overflow: Overflow = "split",
         pad_id: int = 0,
         source: str = "",
     ) -> None:
         if length < 1:
-            raise UsageError(f"rows of {length} tokens", hint="--seq-length 1 or more")
+            raise UsageError(f"rows cannot have {length} tokens", hint="--seq-length 1 or more")
         self._documents, self.length, self._seed = documents, length, seed
         self._pad_id, self._source = pad_id, source
         number = len(documents.lengths)
         order = np.arange(number) if seed is None else _shuffled(number, seed, "documents")
         self._cut = _with_labels(
-            documents, cut(documents.lengths, order, length, mode=mode, long=long)
+            documents, cut(documents.lengths, order, length, mode=mode, overflow=overflow)
         )
         self._part = range(self._cut.num_rows)
         self._shuffled: tuple[int, Int] | None = None
-        self._facts = (length, seed, mode, long, pad_id)
+        self._facts = (length, seed, mode, overflow, pad_id)
         if not self._cut.num_rows:
             raise FormatError(
-                f"nothing to train on in {number} documents",
+                f"there is nothing to train on in {number} documents",
                 file=source or None,
                 hint="a document needs at least two tokens, one of them in an answer",
             )
 
     def __len__(self) -> int:
-        """Samples of one pass."""
+        """Samples of one epoch."""
         return len(self._part)
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all that decides which sample has which number."""
+        """A digest of everything that determines the numbers of samples."""
         part = (self._part.start, self._part.stop)
         facts = repr((self._documents.fingerprint, self._facts, part))
         return hashlib.sha256(facts.encode()).hexdigest()
 
     def divided(self, share: float) -> tuple[TokenDataset, TokenDataset]:
-        """The rows without a share of them, and that share: whole documents, but for one at most.
+        """Divide into training and validation rows; at most one document is in both.
 
         Raises:
-            UsageError: one of the two would have no rows.
+            UsageError: one of them would have no rows.
         """
         num_eval = max(1, round(share * len(self)))
         if not 0 < share < 1 or num_eval >= len(self):
@@ -153,7 +171,7 @@ class TokenDataset:
 
     @property
     def counts(self) -> Counts:
-        """What became of the documents; reads which tokens are learned."""
+        """Statistics of one epoch; reads which tokens are learned."""
         c, labels = self._cut, 0
         pieces = slice(int(c.first[self._part.start]), int(c.first[self._part.stop]))
         sizes = c.end[pieces] - c.begin[pieces]
@@ -181,7 +199,7 @@ class TokenDataset:
 
 
 class BlendedDataset:
-    """Several feeds in shares (by default, of their sizes); one pass is as many samples as all."""
+    """Several data sets in shares (by default by size); an epoch has as many samples as all."""
 
     def __init__(
         self,
@@ -190,7 +208,7 @@ class BlendedDataset:
         *,
         in_turn: bool = False,
     ) -> None:
-        """Blend feeds of equally long rows; `in_turn`, all of one and then all of the next.
+        """Blend data sets of equally long rows; with `in_turn`, one after the other.
 
         Raises:
             UsageError: there is not one positive share for each.
@@ -205,12 +223,12 @@ class BlendedDataset:
         )
 
     def __len__(self) -> int:
-        """Samples of one pass: those of all feeds."""
+        """Samples of one epoch."""
         return sum(len(f) for f in self.feeds)
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all that decides which sample has which number."""
+        """A digest of everything that determines the numbers of samples."""
         facts = repr(([f.fingerprint for f in self.feeds], self._blend.facts))
         return hashlib.sha256(facts.encode()).hexdigest()
 
@@ -220,14 +238,14 @@ class BlendedDataset:
         return _stacked([self.feeds[dataset_id].rows(n, 1) for dataset_id, n in places])
 
     def divided(self, share: float) -> tuple[BlendedDataset, BlendedDataset]:
-        """Each feed divided; see `TokenDataset.divided`. What is held out has every row once."""
+        """Divide each data set; see `TokenDataset.divided`. Validation has every row once."""
         training, validation = zip(*[f.divided(share) for f in self.feeds], strict=True)
         shares = self._blend.facts if isinstance(self._blend, Blend) else None
         return BlendedDataset(training, shares), BlendedDataset(validation, in_turn=True)
 
     @property
     def counts(self) -> Counts:
-        """Those of all feeds together, for a pass over each."""
+        """Statistics of one epoch over each data set."""
         all_of = [f.counts for f in self.feeds]
         rows = sum(c.rows for c in all_of)
         return Counts(
@@ -244,40 +262,47 @@ class BlendedDataset:
 
 def open_dataset(
     sources: Sequence[str | Path],
-    tokenizer: Tokenizer,
-    length: int,
+    tokenizer: Tokenizer | None,
+    options: RowOptions,
     *,
     cache: Path | None,
     vocab_size: int,
-    shares: Sequence[float] | None = None,
-    seed: int | None = 1234,
-    mode: Mode | None = None,
-    long: Long = "split",
     encoding: Encoding | None = None,
     world: Group = ALONE,
     progress: Progress = silent,
 ) -> TokenDataset | BlendedDataset:
-    """The data set of one source, or a blend of several; tokenized text is kept in `cache`, if
-    given.
+    """Open the data set of one source, or a blend of several.
 
-    A source is what `text.documents` reads, or a data set of Megatron's (`is_indexed`). Without a
-    `mode`, texts are packed, and conversations and answers keep whole where they fit. Every rank of
-    `world` has to call this: the first encodes while the others wait, and all fail alike.
+    Every rank of `world` has to call this: the first one tokenizes while the others wait, and all
+    raise the same error.
+
+    Args:
+        sources: what `documents.documents` reads, or Megatron data sets (`is_indexed`).
+        tokenizer: the tokenizer of the model; None if all sources are tokens already.
+        options: how documents become rows.
+        cache: folder of tokenized text; None for no cache.
+        vocab_size: token numbers of Megatron data sets have to be less.
+        encoding: which part of a document is text.
+        world: the ranks.
+        progress: reports bytes of text.
 
     Raises:
-        FormatError: a broken line (it is named), or a source with nothing to learn.
-        UsageError: no such source, or shares that do not fit.
+        FormatError: a line is malformed (it is named), or a source has nothing to learn.
+        UsageError: a source does not exist, the shares do not match the sources, or a source is
+            text and there is no tokenizer.
         StorageError: the cache cannot be written.
     """
-    options = encoding or Encoding()
+    encoding = Encoding() if encoding is None else encoding
+
+    def open_store(source: str | Path) -> Documents:
+        if is_indexed(source):
+            return IndexedStore(source, vocab_size)
+        if tokenizer is None:
+            raise UsageError(f"{str(source)!r} is text, and there is no tokenizer for it")
+        return store_tokens(source, tokenizer, cache, encoding, progress=progress)
 
     def prepare() -> list[Documents]:
-        return [
-            IndexedStore(source, vocab_size)
-            if is_indexed(source)
-            else store_tokens(source, tokenizer, cache, options, progress=progress)
-            for source in sources
-        ]
+        return [open_store(source) for source in sources]
 
     stores: list[Documents] = []
     if world.handle is None:
@@ -293,26 +318,26 @@ def open_dataset(
         if failure[0] is not None:
             raise failure[0]
         if not world.is_first:
-            stores = prepare()  # of another host without the cache, this is the first
+            stores = prepare()  # tokenizes on a host without the cache
     feeds = [
         TokenDataset(
             store,
-            length,
-            seed=seed,
-            mode=mode or ("whole" if store.is_partly_learned else "packed"),
-            long=long,
-            pad_id=tokenizer.pad_id or 0,
+            options.length,
+            seed=options.seed,
+            mode=options.mode or ("whole" if store.is_partly_learned else "packed"),
+            overflow=options.overflow,
+            pad_id=0 if tokenizer is None else tokenizer.pad_id or 0,
             source=str(source),
         )
         for store, source in zip(stores, sources, strict=True)
     ]
     if not feeds:
-        raise UsageError("no data", hint="--data FILE")
-    return feeds[0] if len(feeds) == 1 else BlendedDataset(feeds, shares)
+        raise UsageError("there is no data", hint="--data FILE")
+    return feeds[0] if len(feeds) == 1 else BlendedDataset(feeds, options.shares)
 
 
 def _with_labels(documents: Documents, cut: SampleIndex) -> SampleIndex:
-    """The rows of a cut that hold a label."""
+    """Select the rows of a cut that have a label."""
     if not documents.is_partly_learned or not cut.num_rows:
         return cut
     has = np.zeros(len(cut.document), np.bool_)

@@ -17,7 +17,7 @@ from megtool.errors import FormatError
 
 Int = NDArray[np.int64]
 Mode = Literal["packed", "whole", "padded"]
-Long = Literal["split", "truncate", "error"]
+Overflow = Literal["split", "truncate", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class SampleIndex:
 
 
 def cut(
-    lengths: Int, order: Int, row: int, *, mode: Mode = "packed", long: Long = "split"
+    lengths: Int, order: Int, row: int, *, mode: Mode = "packed", overflow: Overflow = "split"
 ) -> SampleIndex:
     """Cut documents of the given lengths, in `order`, into rows of `row` pairs.
 
@@ -52,22 +52,22 @@ def cut(
     longer than a row is split over several, cut off, or an error; "packed" splits.
 
     Raises:
-        FormatError: a document is too long, and `long` says that it must not be.
+        FormatError: a document is too long, and `overflow` is an error.
     """
     pairs = np.maximum(lengths[order] - 1, 0)
     is_used = pairs > 0
     order, pairs, skipped = order[is_used], pairs[is_used], int((~is_used).sum())
     over = pairs > row
-    if long == "error" and over.any():
+    if overflow == "error" and over.any():
         worst = int(order[np.argmax(over)])
         raise FormatError(
             f"document {worst + 1} has {int(lengths[worst])} tokens, and a row has {row}",
             hint="--overflow split or truncate, or a larger --seq-length",
         )
-    if mode == "packed" and long != "truncate":
+    if mode == "packed" and overflow != "truncate":
         return _filled(order, pairs, row, skipped, split=int(over.sum()))
     truncated = split = 0
-    if long == "truncate":
+    if overflow == "truncate":
         truncated, pairs = int(over.sum()), np.minimum(pairs, row)
         document, begin, end = order, np.zeros_like(pairs), pairs
         if mode == "packed":

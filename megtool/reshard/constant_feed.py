@@ -46,7 +46,7 @@ class ConstantFeed:
         """Their values."""
         return digest_facts(*(v for _, v in self.values))
 
-    def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
+    def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `TensorFeed`."""
         for number, (tensor, value) in enumerate(self.values):
             yield number, (0,) * len(tensor.shape), to_bits(value, tensor.dtype)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megtool.console import Progress, silent
-from megtool.data.dataset import BlendedDataset, TokenDataset, open_dataset
-from megtool.data.token_cache import Encoding
+from megtool.data.dataset import BlendedDataset, RowOptions, TokenDataset, open_dataset
+from megtool.data.token_cache import Encoding, is_indexed
+from megtool.errors import MegtoolError
 from megtool.parallel.process_groups import ALONE, Group
 from megtool.reshard.source import CheckpointSource
 from megtool.train.config import TrainConfig
 from megtool.train.run_plan import row_length
+
+if TYPE_CHECKING:
+    from megtool.data.tokenizer import Tokenizer
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +45,8 @@ def open_datasets(
 ) -> TrainDatasets:
     """Tokenize the data that options name with the model's tokenizer, for every rank of `world`.
 
-    `cache` is the folder of tokenized data, None for no cache.
+    Data that are tokens already (Megatron's `.bin` and `.idx`) need no tokenizer. `cache` is the
+    folder of tokenized data, None for no cache.
 
     Raises:
         FormatError: a line is malformed (it is named), or there is nothing to learn.
@@ -51,23 +59,28 @@ def open_datasets(
         open_dataset,
         cache=cache,
         vocab_size=config.vocab_size,
-        mode=None if settings.packing else "padded",
         encoding=Encoding(
             field=settings.field, split=settings.split, answers_only=not settings.all_turns
         ),
-        long=settings.overflow,
         world=world,
         progress=progress,
     )
-    tokenizer = source.tokenizer(settings.tokenizer)
-    train = open_texts(
-        settings.data, tokenizer, seq_length, shares=settings.blend_shares, seed=settings.seed
+    tokenizer = _open_tokenizer(settings, source)
+    rows = RowOptions(
+        length=seq_length,
+        seed=settings.seed,
+        mode=None if settings.packing else "padded",
+        overflow=settings.overflow,
+        shares=settings.blend_shares,
     )
+    train = open_texts(settings.data, tokenizer, rows)
     evaluation: TokenDataset | BlendedDataset | None = None
     if settings.eval_split:
         train, evaluation = train.divided(settings.eval_split)
     elif settings.eval_data is not None:
-        evaluation = open_texts([settings.eval_data], tokenizer, seq_length, seed=None)
+        evaluation = open_texts(
+            [settings.eval_data], tokenizer, replace(rows, seed=None, shares=None)
+        )
     return TrainDatasets(
         train=train,
         evaluation=evaluation,
@@ -79,3 +92,15 @@ def open_datasets(
         },
         counts=asdict(train.counts),
     )
+
+
+def _open_tokenizer(settings: TrainConfig, source: CheckpointSource) -> Tokenizer | None:
+    """The tokenizer, or None where there is none and all data are tokens already."""
+    data = [*settings.data, *([] if settings.eval_data is None else [settings.eval_data])]
+    if settings.tokenizer is not None or not all(map(is_indexed, data)):
+        return source.tokenizer(settings.tokenizer)
+    try:
+        return source.tokenizer()
+    except MegtoolError as e:  # it would only say which token pads rows
+        _LOG.info("the data are tokens already, and no tokenizer is used: %s", e.message)
+        return None

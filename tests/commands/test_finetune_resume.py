@@ -289,7 +289,7 @@ def test_every_row_that_is_held_out_of_a_blend_is_measured_once(model, data, tmp
 
 def mean_held_out(model: Path, files: list[str]) -> float:
     """The mean loss of what is held out of files, each measured on its own."""
-    from megtool.data.dataset import open_dataset
+    from megtool.data.dataset import RowOptions, open_dataset
     from megtool.parallel.process_groups import ProcessGroups
     from megtool.reshard.open_source import open_decoder
     from megtool.train.build_model import load_for_training
@@ -300,7 +300,9 @@ def mean_held_out(model: Path, files: list[str]) -> float:
     stages = load_for_training(stored, ProcessGroups.alone(), dtype="float32", threads=1)
     total, labels = 0.0, 0
     for file in files:
-        feed = open_dataset([file], runnable.tokenizer(), 32, cache=None, vocab_size=262)
+        feed = open_dataset(
+            [file], runnable.tokenizer(), RowOptions(length=32), cache=None, vocab_size=262
+        )
         found = evaluate(stages, feed.divided(0.25)[1], micro_batch_size=1)
         total, labels = total + found.loss * found.num_labels, labels + found.num_labels
     return total / labels

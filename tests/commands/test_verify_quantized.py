@@ -170,7 +170,7 @@ def test_a_row_is_lost(
     row = next(r for r in report.weights if not r.is_sound)
     assert (row.lost_row, row.worst_row) == (7, 7)
     assert row.lost_row_error >= error
-    assert "row 7 is off by" in report.differences[0].text
+    assert "row 7 has a relative error of" in report.differences[0].text
 
 
 def test_small_rows_may_round_to_zeros(made: Path, tmp_path: Path) -> None:

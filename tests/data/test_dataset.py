@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.data.blend import Blend
-from megtool.data.dataset import BlendedDataset, TokenDataset, open_dataset
+from megtool.data.dataset import BlendedDataset, RowOptions, TokenDataset, open_dataset
 from megtool.data.indexed import IndexedWriter
 from megtool.data.packing import IGNORED, PackedRows
-from megtool.data.sample_index import Long, Mode
+from megtool.data.sample_index import Mode, Overflow
 from megtool.data.token_cache import Encoding, TokenCache, store_tokens
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, StorageError, UsageError
@@ -124,18 +124,18 @@ def test_whole_documents_are_not_cut(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize(
-    ("long", "labels", "truncated", "split"), [("split", 40, 0, 2), ("truncate", 23, 2, 0)]
+    ("overflow", "labels", "truncated", "split"), [("split", 40, 0, 2), ("truncate", 23, 2, 0)]
 )
 def test_long_documents_are_split_or_cut_off(
-    long: Long, labels: int, truncated: int, split: int
+    overflow: Overflow, labels: int, truncated: int, split: int
 ) -> None:
-    counts = TokenDataset(InMemory([21, 4, 18]), 10, mode="whole", long=long).counts
+    counts = TokenDataset(InMemory([21, 4, 18]), 10, mode="whole", overflow=overflow).counts
     assert (counts.labels, counts.truncated, counts.split) == (labels, truncated, split)
 
 
 def test_what_must_not_be_too_long_is_packed_all_the_same() -> None:
     documents = InMemory([5, 9, 7, 4])
-    strict, plain = (TokenDataset(documents, 10, long=how) for how in ("error", "split"))
+    strict, plain = (TokenDataset(documents, 10, overflow=o) for o in ("error", "split"))
     assert len(strict) == len(plain) == 3
     assert strict.counts.split == plain.counts.split == 0
     assert TokenDataset(InMemory([25, 4]), 10).counts.split == 1
@@ -143,7 +143,7 @@ def test_what_must_not_be_too_long_is_packed_all_the_same() -> None:
 
 def test_a_long_document_may_be_an_error() -> None:
     with raises(FormatError, "2", "12 tokens", "10"):
-        TokenDataset(InMemory([4, 12]), 10, long="error")
+        TokenDataset(InMemory([4, 12]), 10, overflow="error")
 
 
 def test_held_out_rows_are_never_learned() -> None:
@@ -204,11 +204,13 @@ def test_chats_learn_answers_and_texts_everything(tokenizer: Tokenizer, tmp_path
     turns = [{"role": "user", "content": "the model"}, {"role": "assistant", "content": "a text"}]
     chats.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(3)))
     cache = tmp_path / "cache"
-    feed = open_dataset([chats], tokenizer, 64, cache=cache, vocab_size=300)
+    feed = open_dataset([chats], tokenizer, RowOptions(length=64), cache=cache, vocab_size=300)
     rows = feed.rows(0, 1)
     assert 0 < rows.num_labels < rows.valid_BS.sum()
     everything = Encoding(answers_only=False)
-    both = open_dataset([chats], tokenizer, 64, cache=cache, vocab_size=300, encoding=everything)
+    both = open_dataset(
+        [chats], tokenizer, RowOptions(length=64), cache=cache, vocab_size=300, encoding=everything
+    )
     assert both.rows(0, 1).num_labels == both.rows(0, 1).valid_BS.sum()
     assert both.fingerprint != feed.fingerprint
 
@@ -218,13 +220,15 @@ def test_of_a_prompt_in_messages_no_turn_is_learned(tokenizer: Tokenizer, tmp_pa
     old, new = ({"role": "assistant", "content": c} for c in ("a text", "reads"))
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": [asked, old, asked], "completion": [new]}))
-    rows = open_dataset([data], tokenizer, 64, cache=None, vocab_size=300).rows(0, 1)
+    rows = open_dataset([data], tokenizer, RowOptions(length=64), cache=None, vocab_size=300).rows(
+        0, 1
+    )
     learned = tokenizer.decode(rows.labels_BS[rows.labels_BS != IGNORED].tolist())
     assert "reads" in learned
     assert "a text" not in learned
     data.write_text(json.dumps({"prompt": [asked, old, asked], "completion": "reads"}))
-    with pytest.raises(FormatError, match="line 1: a prompt without a list of messages"):
-        open_dataset([data], tokenizer, 64, cache=None, vocab_size=300)
+    with pytest.raises(FormatError, match="line 1: the prompt has no list of messages"):
+        open_dataset([data], tokenizer, RowOptions(length=64), cache=None, vocab_size=300)
 
 
 def test_a_store_is_made_once_and_anew_when_its_source_changes(
@@ -241,7 +245,7 @@ def test_a_store_is_made_once_and_anew_when_its_source_changes(
     assert store_tokens(text, tokenizer, cache, Encoding()).fingerprint != one.fingerprint
     assert not list(cache.glob("*.partial"))
     (one.folder / "tokens.bin").write_bytes(b"12")
-    with pytest.raises(FormatError, match="incomplete token cache"):
+    with pytest.raises(FormatError, match="token cache is incomplete"):
         TokenCache(one.folder)
     assert store_tokens(text, tokenizer, None, Encoding()).lengths.sum() > 9
 
@@ -252,24 +256,32 @@ def test_a_data_set_of_megatron_is_a_source(tokenizer: Tokenizer, tmp_path: Path
             writer.add(range(3, 3 + size))
             writer.end_document()
     for name in ("set", "set.bin", "set.idx"):
-        feed = open_dataset([tmp_path / name], tokenizer, 8, cache=None, vocab_size=300, seed=None)
+        feed = open_dataset(
+            [tmp_path / name],
+            tokenizer,
+            RowOptions(length=8, seed=None),
+            cache=None,
+            vocab_size=300,
+        )
         assert feed.rows(0, 1).labels_BS[0].tolist() == list(range(4, 12))
     with pytest.raises(FormatError, match="token 19, and the model knows 19"):
-        open_dataset([tmp_path / "set"], tokenizer, 8, cache=None, vocab_size=19)
+        open_dataset([tmp_path / "set"], tokenizer, RowOptions(length=8), cache=None, vocab_size=19)
 
 
 def test_a_broken_line_is_named_and_leaves_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
     bad, cache = tmp_path / "bad.jsonl", tmp_path / "cache"
     bad.write_text('{"text": "the"}\n{"text": \n')
     with raises(FormatError, match="line 2", file=bad):
-        open_dataset([bad], tokenizer, 8, cache=cache, vocab_size=300)
+        open_dataset([bad], tokenizer, RowOptions(length=8), cache=cache, vocab_size=300)
     assert not list(cache.iterdir())
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(FormatError, match="nothing to train on"):
-        open_dataset([tmp_path / "empty.jsonl"], tokenizer, 8, cache=cache, vocab_size=300)
+        open_dataset(
+            [tmp_path / "empty.jsonl"], tokenizer, RowOptions(length=8), cache=cache, vocab_size=300
+        )
     file = tmp_path / "file"
     file.write_text("")
     good = tmp_path / "good.txt"
     good.write_text("the model")
     with pytest.raises(StorageError, match="cannot be cached"):
-        open_dataset([good], tokenizer, 8, cache=file / "in", vocab_size=300)
+        open_dataset([good], tokenizer, RowOptions(length=8), cache=file / "in", vocab_size=300)

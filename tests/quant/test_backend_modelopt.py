@@ -23,6 +23,8 @@ from megtool.quant.qparams import QParams
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from megtool.quant.solve_qparams import solve_qparams
 from megtool.quant.verification.verify_folder import verify_folder
+from megtool.reshard.execute import ExecutionOptions
+from megtool.reshard.writers.target_spec import TargetOptions
 from tests.support.errors import raises
 from tests.support.models import family_models, tiny_models
 from tests.support.quant.loaded import points_of, source_of
@@ -158,7 +160,13 @@ def test_factors_stay_out_of_norms_before_modules_that_are_kept(
         assert t.smoothing_scale is not None
         assert t.stores_pre_quant_scale == (".attn." in name)
     decisions = decided.matched.decisions
-    write(decided.source, decisions, found, tmp_path / "out", threads=1, fsync=False)
+    write(
+        decided.source,
+        decisions,
+        found,
+        TargetOptions(to="hf", destination=tmp_path / "out"),
+        ExecutionOptions(threads=1, fsync=False),
+    )
     proof = verify_folder(decided.source, tmp_path / "out", decisions, found, threads=1)
     assert not proof.num_errors, proof.findings
 

@@ -26,9 +26,12 @@ def reshard(options: Options, phase: Phases) -> Options:
 
 def quantize(options: Options, phase: Phases) -> Options:
     """Write the source by a recipe that needs no data; amax of inputs are made up."""
+    from megtool.checkpoint.digest import DigestMode
     from megtool.quant.pipeline.write import write
     from megtool.quant.qparams import QParams, WeightQParams
     from megtool.quant.resolve import resolve_recipe
+    from megtool.reshard.execute import ExecutionOptions
+    from megtool.reshard.writers.target_spec import TargetOptions
 
     decided = resolve_recipe(options["source"], options["recipe"])
     settlement = QParams()
@@ -41,9 +44,8 @@ def quantize(options: Options, phase: Phases) -> Options:
             decided.source,
             decided.matched.decisions,
             settlement,
-            Path(options["destination"]),
-            threads=options["threads"],
-            fsync=False,
+            TargetOptions(to="hf", destination=Path(options["destination"])),
+            ExecutionOptions(threads=options["threads"], digest=DigestMode.ALL, fsync=False),
         )
     return {"num_bytes": report.num_bytes}
 

@@ -21,7 +21,7 @@ def forward(options: Options, phase: Phases) -> Options:
     with phase("load"):
         opened = open_source(Path(options["source"]), optimizer=False)
         source = opened
-        decoder = load(source, on_demand=options["on_demand"], threads=options["threads"])
+        decoder = load(source, stream_layers=options["stream_layers"], threads=options["threads"])
     tokens = torch.arange(options["tokens"]).unsqueeze(0)
     with phase("forward"), torch.inference_mode():
         decoder(Batch(tokens_BS=tokens), last_only=True)
@@ -55,6 +55,7 @@ def calibrate(options: Options, phase: Phases) -> Options:
     from megtool.quant.calibration.activation_sites import list_activation_sites
     from megtool.quant.calibration.calibrate import calibrate
     from megtool.quant.calibration.fingerprint import Fingerprint
+    from megtool.quant.calibration.settings import CalibrationSettings
     from megtool.quant.resolve import resolve_recipe
 
     torch.set_num_threads(options["threads"])
@@ -74,8 +75,7 @@ def calibrate(options: Options, phase: Phases) -> Options:
             points,
             batches,
             fingerprint=Fingerprint(model="", recipe="", data=""),
-            dtype=options["dtype"],
-            threads=options["threads"],
+            settings=CalibrationSettings(dtype=options["dtype"], threads=options["threads"]),
         )
     amax = {
         name: float(s.amax.max())

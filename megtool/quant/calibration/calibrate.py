@@ -11,9 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-
-import torch
 
 from megtool.console import Progress, silent
 from megtool.errors import CalibrationError, UsageError
@@ -28,6 +25,7 @@ from megtool.quant.calibration.micro_batches import num_valid, shard_micro_batch
 from megtool.quant.calibration.rank_sync import RankSync
 from megtool.quant.calibration.resume_folder import ResumeFolder
 from megtool.quant.calibration.sequential import CalibrationRun
+from megtool.quant.calibration.settings import CalibrationSettings
 from megtool.quant.calibration.statistics import ActivationStatistics
 from megtool.quant.qparams import QParams
 from megtool.quant.recipes.match import Decision
@@ -46,19 +44,9 @@ def calibrate(
     sites: Sequence[ActivationSite],
     batches: Sequence[Batch],
     *,
-    groups: ProcessGroups | None = None,
-    dtype: str = "float32",
-    device: torch.device | str = "cpu",
-    resident: bool = False,
-    sequential: bool | None = None,
-    policy: str = "share",
-    route_all: bool = False,
-    resume_folder: Path | None = None,
     fingerprint: Fingerprint,
-    spills: bool = False,
-    threads: int | None = None,
+    settings: CalibrationSettings | None = None,
     progress: Progress = silent,
-    emulate_graphs: bool = False,
 ) -> CalibrationFile:
     """Calibrate a model: collect statistics of all sites and solve quantization parameters.
 
@@ -70,20 +58,9 @@ def calibrate(
         recipe: the recipe, for its algorithm.
         sites: all activation sites of the model.
         batches: the data; data-parallel ranks split it.
-        groups: process groups (None: a single process).
-        dtype: dtype of activations and weights.
-        device: device of a single process.
-        resident: load the whole model once instead of layer by layer.
-        sequential: later layers see the quantized outputs of earlier ones (None: if the algorithm
-            asks for it).
-        policy: how experts without data are handled (see `expert_coverage`).
-        route_all: experts see all tokens.
-        resume_folder: folder to resume from after an interruption.
         fingerprint: identifies model, recipe and data.
-        spills: keep activations between layers in `resume_folder` instead of memory.
-        threads: threads that read weights.
+        settings: ranks, dtype, experts and the folder to resume from.
         progress: reports tokens.
-        emulate_graphs: emulate CUDA graphs on a CPU, for tests.
 
     Raises:
         CalibrationError: no data; NaN or Inf (names layer and sample); `resume_folder` belongs to
@@ -91,31 +68,33 @@ def calibrate(
         UsageError: `spills` without `resume_folder`; weights that do not fit.
         CheckpointError: the weights cannot be read; the disk is full.
     """
-    if spills and resume_folder is None:
+    settings = CalibrationSettings() if settings is None else settings
+    if settings.spills and settings.resume_folder is None:
         raise UsageError(
             "spilling activations needs a folder", hint="set it with --work-dir FOLDER"
         )
-    groups = ProcessGroups.alone(device) if groups is None else groups
+    groups = settings.process_groups()
     if source.config is None:
         raise CalibrationError(
             "the model is unknown: the checkpoint has no config", hint="--like HF_FOLDER"
         )
     by_module = {d.module.name: d for d in decisions}
+    sequential = settings.sequential
     if sequential is None:
         sequential = any(derive_requirements(recipe, d).sequential for d in decisions)
     micro_batches = split_batches(batches, source.config)
     resume = None
-    if resume_folder is not None:
+    if settings.resume_folder is not None:
         resume = ResumeFolder(
-            resume_folder,
+            settings.resume_folder,
             fingerprint=fingerprint,
             is_leader=groups.rank == 0,
             settings={
-                "dtype": str(dtype),
+                "dtype": settings.dtype,
                 "device": groups.device.type,
                 "sequential": sequential,
-                "policy": policy,
-                "route_all": route_all,
+                "policy": settings.policy,
+                "route_all": settings.route_all,
                 "layout": _layout_text(groups),
                 "pieces": [list(p.batch.shape) for p in micro_batches],
             },
@@ -129,19 +108,9 @@ def calibrate(
         ranks=RankSync(groups=groups),
         micro_batches=shard_micro_batches(micro_batches, groups.dp),
         sequential=sequential,
-        policy=policy,
-        route_all=route_all,
+        settings=settings,
         resume=resume,
-        spills=spills,
-        emulate_graphs=emulate_graphs,
         progress=progress,
-        load_options={
-            "groups": groups,
-            "dtype": dtype,
-            "device": groups.device,
-            "on_demand": not resident,
-            "threads": threads,
-        },
     )
     with contextlib.ExitStack() as stack:
         with run.ranks.raise_together():
@@ -154,8 +123,8 @@ def calibrate(
         num_samples=sum(p.batch.shape[0] for p in micro_batches),
         num_tokens=num_valid(micro_batches),
         sequential=sequential,
-        policy=policy,
-        route_all=route_all,
+        policy=settings.policy,
+        route_all=settings.route_all,
         statistics=statistics,
         qparams=qparams,
     )

@@ -94,7 +94,7 @@ def fill_missing_statistics(
     """
     if policy not in POLICIES:
         raise CalibrationError(
-            f"unknown policy {policy!r} for experts without data",
+            f"the policy {policy!r} for experts without data is unknown",
             hint=f"known: {', '.join(POLICIES)}",
         )
     out = dict(statistics)

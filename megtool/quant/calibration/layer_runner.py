@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megtool.errors import GraphRuleError
-from megtool.inference.layer_streaming import on_demand_of
+from megtool.inference.layer_streaming import find_streamer
 from megtool.kernels.cuda_graphs import CudaGraphs, Function
 from megtool.kernels.graph_rule_checker import graphed
 from megtool.model.batch import Batch
@@ -30,18 +30,18 @@ MIN_GRAPH_REPEATS = 8
 
 
 class LayerRunner:
-    """Runs the layers of a stage. `rehearsed` emulates CUDA graphs on a CPU, for tests."""
+    """Runs the layers of a stage. `emulate_graphs` emulates CUDA graphs on a CPU, for tests."""
 
     def __init__(
-        self, decoder: Decoder, pieces: Sequence[MicroBatch], *, rehearsed: bool = False
+        self, decoder: Decoder, micro_batches: Sequence[MicroBatch], *, emulate_graphs: bool = False
     ) -> None:
         self.decoder, self.device = decoder, decoder.groups.device
-        self.micro_batches = [move_to_device(p, self.device) for p in pieces]
+        self.micro_batches = [move_to_device(p, self.device) for p in micro_batches]
         self.num_replays = 0
         self._frames: dict[tuple[int, int], ForwardContext] = {}
-        self._allows_graphs = self.device.type == "cuda" or rehearsed
+        self._allows_graphs = self.device.type == "cuda" or emulate_graphs
         self._pool: object = None
-        self._streamer = on_demand_of(decoder)
+        self._streamer = find_streamer(decoder)
         if self._streamer is not None:
             weights = decoder.state_dict()
             sizes = [
@@ -55,8 +55,8 @@ class LayerRunner:
     @torch.no_grad()
     def embed(self) -> Iterator[Tensor]:
         """Yield the input of the first layer, by micro-batch."""
-        for piece in self.micro_batches:
-            yield self.decoder.embed(piece.batch, self._frame(piece))
+        for micro_batch in self.micro_batches:
+            yield self.decoder.embed(micro_batch.batch, self._frame(micro_batch))
         self.release()
 
     @torch.no_grad()
@@ -122,13 +122,13 @@ class LayerRunner:
             self._pool = captured.pool
         return captured
 
-    def _frame(self, piece: MicroBatch) -> ForwardContext:
+    def _frame(self, micro_batch: MicroBatch) -> ForwardContext:
         """Positions and masks of a micro-batch; cached by shape for plain ones."""
-        if not piece.is_plain:
-            return self.decoder.frame(piece.batch)
-        shape = piece.batch.shape
+        if not micro_batch.is_plain:
+            return self.decoder.frame(micro_batch.batch)
+        shape = micro_batch.batch.shape
         if shape not in self._frames:
-            self._frames[shape] = self.decoder.frame(piece.batch)
+            self._frames[shape] = self.decoder.frame(micro_batch.batch)
         return self._frames[shape]
 
 
@@ -148,9 +148,9 @@ class GraphedLayer:
 
     def __call__(self, number: int, x_TH: Tensor) -> Tensor:
         """Run the layer on a micro-batch."""
-        layers, piece = self._layers, self._layers.micro_batches[number]
-        shape = piece.batch.shape
-        if not piece.is_plain or shape not in self._shapes:
+        layers, micro_batch = self._layers, self._layers.micro_batches[number]
+        shape = micro_batch.batch.shape
+        if not micro_batch.is_plain or shape not in self._shapes:
             return layers.run(self._layer, number, x_TH)
         if shape not in self._graphs:
 

@@ -63,8 +63,8 @@ def split_batches(batches: Sequence[Batch], config: ModelConfig) -> list[MicroBa
         rows, width = batch.shape
         step = max(1, max_tokens // width)
         for start in range(0, rows, step):
-            some = slice(start, start + step)
-            out.append(MicroBatch(batch=slice_rows(batch, some, rows), first_row=first + start))
+            part = slice_rows(batch, slice(start, start + step))
+            out.append(MicroBatch(batch=part, first_row=first + start))
         first += rows
     if not any(_num_valid(p.batch) for p in out):
         raise CalibrationError(
@@ -111,14 +111,15 @@ def _num_valid(batch: Batch) -> int:
     return batch.tokens_BS.numel() if batch.valid_BS is None else int(batch.valid_BS.sum())
 
 
-def slice_rows(batch: Batch, some: slice, rows: int) -> Batch:
-    """Slice the `rows` rows of a batch."""
+def slice_rows(batch: Batch, rows: slice) -> Batch:
+    """Slice the rows of a batch."""
+    num_rows = batch.shape[0]
 
     def part(t: Tensor | None) -> Tensor | None:
-        return t if t is None or (t.shape[0] == 1 and rows != 1) else t[some]
+        return t if t is None or (t.shape[0] == 1 and num_rows != 1) else t[rows]
 
     return Batch(
-        tokens_BS=batch.tokens_BS[some],
+        tokens_BS=batch.tokens_BS[rows],
         positions_BS=part(batch.positions_BS),
         valid_BS=part(batch.valid_BS),
         documents_BS=part(batch.documents_BS),

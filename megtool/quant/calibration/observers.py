@@ -55,13 +55,14 @@ def observe_amax(
     """
     if observer not in OBSERVERS:
         raise CalibrationError(
-            f"unknown observer {observer!r}", hint=f"known: {', '.join(OBSERVERS)}"
+            f"the observer {observer!r} is unknown", hint=f"known: {', '.join(OBSERVERS)}"
         )
     if not 0 < percentile <= 100:
-        raise CalibrationError(f"percentile {percentile}", hint="above 0, at most 100")
+        raise CalibrationError(f"the percentile is {percentile}", hint="above 0, at most 100")
     if not statistics.num_tokens:
         raise CalibrationError(
-            "an amax of no tokens", hint="see expert_coverage.fill_missing_statistics"
+            "an amax of no tokens is not defined",
+            hint="see expert_coverage.fill_missing_statistics",
         )
     largest_input = float(statistics.amax.max())
     amax = (
@@ -203,7 +204,7 @@ def _levels(kind: str, largest: float) -> Doubles:
     elif kind.startswith("fp4") or kind.startswith("nvfp4") or kind.startswith("mxfp4"):
         levels = np.array(FP4) / 6.0
     else:
-        raise CalibrationError(f"unknown input format {kind!r}")
+        raise CalibrationError(f"the input format {kind!r} is unknown")
     levels.flags.writeable = False
     return levels
 

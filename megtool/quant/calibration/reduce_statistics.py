@@ -102,9 +102,9 @@ def _gather_columns(x: Tensor, place: HookLocation) -> Tensor:
     """`[..., this rank's columns]` as `[..., all columns]`."""
     if place.columns.size == 1:
         return x
-    every = gather_columns(x, place.columns)
-    every = every.view(*x.shape[:-1], place.columns.size, place.parts, -1)
-    return every[..., :: place.repeats, :, :].transpose(-3, -2).flatten(-3)
+    parts = gather_columns(x, place.columns)
+    parts = parts.view(*x.shape[:-1], place.columns.size, place.parts, -1)
+    return parts[..., :: place.repeats, :, :].transpose(-3, -2).flatten(-3)
 
 
 def _gram(
@@ -133,9 +133,9 @@ def _gather_sample(rows: Tensor, sums: _Sums, group: Group) -> Tensor:
     sizes = gather_rows(sizes, group)
     padded = rows.new_zeros(1, MAX_SAMPLE_ROWS, rows.shape[1])
     padded[0, : len(rows)] = rows
-    every = gather_rows(padded, group).cpu().numpy()
+    parts = gather_rows(padded, group).cpu().numpy()
     merged = merge_samples(
-        [(every[i, :num_rows], tokens) for i, (num_rows, tokens) in enumerate(sizes.tolist())]
+        [(parts[i, :num_rows], tokens) for i, (num_rows, tokens) in enumerate(sizes.tolist())]
     )
     return rows[:0] if merged is None else torch.from_numpy(merged).to(rows.device)
 

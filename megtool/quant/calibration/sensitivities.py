@@ -47,9 +47,9 @@ class Sensitivities:
             }
             count = int(tokens)
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as e:
-            raise FormatError(f"invalid sensitivities: {e}") from e
+            raise FormatError(f"the sensitivities are invalid: {e}") from e
         if method not in ("kl_div", "gradient") or count < 1:
-            raise FormatError(f"sensitivities by {method!r} over {tokens!r} tokens")
+            raise FormatError(f"the sensitivities are by {method!r} over {tokens!r} tokens")
         if any(not 0 <= x < math.inf for some in parsed.values() for x in some.values()):
             raise FormatError("sensitivities contain negative or non-finite losses")
         return cls(method=method, num_tokens=count, losses=parsed)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megtool.errors import UsageError
-from megtool.inference.layer_streaming import on_demand_of, replaced, restored
+from megtool.inference.layer_streaming import find_streamer, replaced, restored
 from megtool.model.decoder import Decoder
 from megtool.model.hook_locations import HookLocation, places
 from megtool.parallel.collectives import all_max
@@ -44,7 +44,7 @@ class InputRounding:
     columns: Tensor | None
 
     def equals(self, other: InputRounding | None) -> bool:
-        """The same becomes of another one."""
+        """Whether another rounding is the same."""
         if other is None or (self.kind, self.scale) != (other.kind, other.scale):
             return False
         if self.columns is None or other.columns is None:
@@ -55,52 +55,52 @@ class InputRounding:
 class FakeQuantModel:
     """A decoder with fake-quantized weights, inputs and caches; in `with`, or by `start`.
 
-    With `weights`, for a decoder of the model before quantization, weights are rounded too, and
-    inputs are smoothed by all factors of columns. Without, it is for a decoder loaded from the
-    written checkpoint: its weights are rounded already, and the norms before them carry the factors
-    that were folded, so that inputs are divided by stored ones alone; what is left to do with
-    weights is W4A8_AWQ's second step (`simulate.run_weight`).
+    With `weights`, for a decoder of the unquantized model, weights are rounded too, and inputs are
+    divided by all smoothing scales. Without, it is for a decoder loaded from the quantized
+    checkpoint: its weights are already rounded and its norms have the folded smoothing scales, so
+    inputs are only divided by stored ones; the only change of weights is W4A8_AWQ's second step
+    (`fake_quantize.run_weight`).
 
-    Weights that come on demand are rounded whenever their layer is there. `dtype` is the type they
-    are stored in (see `simulate.fake_weight`). Every rank makes the same calls.
+    Streamed weights are rounded whenever their layer is loaded. `dtype` is the dtype in which they
+    are stored (see `fake_quantize.fake_weight`). Every rank makes the same calls.
 
-    Modules in FP8 that a Hugging Face folder stores in one tensor have its one scale. Not
-    simulated: engines that give fused siblings in FP8 the larger of their scales.
+    FP8 modules that a Hugging Face folder stores in one tensor share its scale. Not covered:
+    engines that give fused FP8 modules the larger of their scales.
 
     Raises:
-        UsageError: modules that multiply the same input would round it in different ways.
-        CalibrationError: an input's scale has to come from calibration and did not.
-        MappingError: a point is not in this decoder.
+        UsageError: modules with the same input would round it in different ways.
+        CalibrationError: the scale of an input is unknown.
+        MappingError: a site is not in this decoder.
     """
 
     def __init__(
         self,
         decoder: Decoder,
-        points: Iterable[ActivationSite],
-        settlement: QParams,
+        sites: Iterable[ActivationSite],
+        qparams: QParams,
         *,
         weights: bool,
         dtype: str = "float32",
     ) -> None:
-        self._decoder, self._settlement, self._dtype = decoder, settlement, dtype
+        self._decoder, self._qparams, self._dtype = decoder, qparams, dtype
         self._folded = not weights
         stage = decoder.stage
         local_sites = [
-            p for p in points if (p.layer in stage.layers if p.layer is not None else stage.head)
+            p for p in sites if (p.layer in stage.layers if p.layer is not None else stage.head)
         ]
-        self._taps: list[tuple[HookLocation, Callable[..., Any]]] = []
-        self._before: list[tuple[HookLocation, Any]] = []
+        self._site_hooks: list[tuple[HookLocation, Callable[..., Any]]] = []
+        self._original_hooks: list[tuple[HookLocation, Any]] = []
         self._hooks: list[RemovableHandle] = []
         self._replaced: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
         self._before_head: Callable[[], None] | None = None
         self._modules: dict[int | None, list[str]] = defaultdict(list)
-        self._together = [(p.layer, names) for p in local_sites for names in p.stored_groups]
+        self._stored_groups = [(p.layer, names) for p in local_sites for names in p.stored_groups]
         self._install_hooks(local_sites)
         named = {
             m: p.layer
             for p in local_sites
             for m in p.modules
-            if (t := settlement.weights.get(m)) is not None
+            if (t := qparams.weights.get(m)) is not None
             and (weights or t.format.algo == "W4A8_AWQ")
         }
         if named:
@@ -110,10 +110,10 @@ class FakeQuantModel:
                     self._modules[layer].append(module)
 
     def start(self) -> FakeQuantModel:
-        """Compute as the engine does from now on."""
+        """Compute like the engine from now on."""
         decoder = self._decoder
         try:
-            if on_demand_of(decoder) is None:
+            if find_streamer(decoder) is None:
                 for layer in self._modules:
                     self._round_weights(layer)
             else:
@@ -121,14 +121,14 @@ class FakeQuantModel:
         except BaseException:
             self.stop()
             raise
-        for place, tap in self._taps:
-            self._before.append((place, getattr(place.module, place.attribute)))
+        for place, tap in self._site_hooks:
+            self._original_hooks.append((place, getattr(place.module, place.attribute)))
             place.set(tap)
         return self
 
     def stop(self) -> None:
-        """Compute as the decoder's own weights do again."""
-        for place, tap in reversed(self._before):
+        """Compute with the decoder's own weights again."""
+        for place, tap in reversed(self._original_hooks):
             place.set(tap)
         for hook in self._hooks:
             hook.remove()
@@ -137,7 +137,7 @@ class FakeQuantModel:
         for name, (parameter, original) in self._replaced.items():
             if self._decoder.get_parameter(name) is parameter:
                 restored(self._decoder, name, original)
-        self._before, self._hooks, self._before_head = [], [], None
+        self._original_hooks, self._hooks, self._before_head = [], [], None
         self._replaced.clear()
 
     def __enter__(self) -> FakeQuantModel:
@@ -152,7 +152,7 @@ class FakeQuantModel:
         self.stop()
 
     def _hook(self) -> None:
-        """Round the weights of a layer once they are read: their hook was there before."""
+        """Quantize the weights of a layer after they are loaded by an earlier hook."""
         layers = self._decoder.decoder.layers
         for layer in self._modules:
             if layer is not None:
@@ -172,7 +172,7 @@ class FakeQuantModel:
 
     @torch.no_grad()
     def _round_weights(self, layer: int | None) -> None:
-        """Put rounded weights in the place of a layer's own, unless they are there."""
+        """Replace a layer's weights by fake-quantized ones, unless that is done."""
         decoder, modules = self._decoder, self._modules[layer]
         names = self._views.parameters(modules)
         if all(
@@ -184,15 +184,15 @@ class FakeQuantModel:
         ]:
             del self._replaced[name]  # let go of by who loads on demand
         originals = {name: decoder.get_parameter(name) for name in names}
-        rounded = self.rounded(layer)
+        rounded = self.fake_quantize_layer(layer)
         for name in names:
             replaced(decoder, name, rounded[name])
             self._replaced[name] = decoder.get_parameter(name), originals[name]
 
     @property
-    def taps(self) -> Sequence[tuple[HookLocation, Callable[..., Any]]]:
+    def hooks(self) -> Sequence[tuple[HookLocation, Callable[..., Any]]]:
         """The hooks that round inputs and caches, and their locations."""
-        return self._taps
+        return self._site_hooks
 
     @property
     def layers(self) -> tuple[int | None, ...]:
@@ -200,41 +200,40 @@ class FakeQuantModel:
         return tuple(self._modules)
 
     @torch.no_grad()
-    def rounded(self, layer: int | None) -> dict[str, Tensor]:
-        """The parameters of a layer that hold rounded weights, as they are with them; the decoder
-        has to hold its own."""
+    def fake_quantize_layer(self, layer: int | None) -> dict[str, Tensor]:
+        """The parameters of a layer with fake-quantized weights; the decoder must have its own."""
         modules = self._modules[layer]
-        treatments = self._settlement.weights | self._with_one_scale(layer)
+        weight_qparams = self._qparams.weights | self._share_stored_scales(layer)
         out = {
             name: self._decoder.get_parameter(name).detach().clone()
             for name in self._views.parameters(modules)
         }
         for module in modules:
-            stored_weight, treatment = self._views.read(module), treatments[module]
+            stored_weight, params = self._views.read(module), weight_qparams[module]
             if self._folded:
-                weight = run_weight(stored_weight, treatment)
+                weight = run_weight(stored_weight, params)
             else:
-                weight = fake_weight(stored_weight, treatment, dtype=self._dtype, as_run=True)
+                weight = fake_weight(stored_weight, params, dtype=self._dtype, as_run=True)
             self._views.write(module, weight, out)
         return out
 
-    def _with_one_scale(self, layer: int | None) -> dict[str, WeightQParams]:
-        """The treatments of a layer's modules that have one scale because they are stored as one:
-        that of the largest."""
+    def _share_stored_scales(self, layer: int | None) -> dict[str, WeightQParams]:
+        """The parameters of a layer's modules that are stored in one tensor with one scale: the
+        largest."""
         if self._folded:
             return {}
         out: dict[str, WeightQParams] = {}
-        for site, names in self._together:
-            amaxes = [
+        for site, names in self._stored_groups:
+            members = [
                 t
                 for m in names
                 if site == layer and m in self._views.parts
-                if (t := self._settlement.weights[m]).format.algo == "FP8"
+                if (t := self._qparams.weights[m]).format.algo == "FP8"
             ]
-            if len(amaxes) > 1:
-                tops = [tensor_amax(self._views.read(t.module), t) for t in amaxes]
-                shared = np.asarray(max(tops), np.float32)
-                out |= {t.module: replace(t, amax=shared) for t in amaxes}
+            if len(members) > 1:
+                amaxes = [tensor_amax(self._views.read(t.module), t) for t in members]
+                shared = np.asarray(max(amaxes), np.float32)
+                out |= {t.module: replace(t, amax=shared) for t in members}
         return out
 
     def weight(self, module: str) -> Tensor | None:
@@ -242,20 +241,20 @@ class FakeQuantModel:
         has = hasattr(self, "_views") and module in self._views.parts
         return self._views.read(module) if has else None
 
-    def _install_hooks(self, points: Sequence[ActivationSite]) -> None:
+    def _install_hooks(self, sites: Sequence[ActivationSite]) -> None:
         inputs: dict[tuple[int, str], list[tuple[HookLocation, InputRounding]]] = defaultdict(list)
-        for point in points:
-            if point.kind == "kv_cache":
-                for cache in (self._settlement.kv_caches.get(m) for m in point.modules):
+        for site in sites:
+            if site.kind == "kv_cache":
+                for cache in (self._qparams.kv_caches.get(m) for m in site.modules):
                     if cache is not None:
-                        self._taps += [(p, _cache_tap(cache)) for p in self._places(point)]
+                        self._site_hooks += [(p, _cache_hook(cache)) for p in self._places(site)]
                 continue
-            if point.name.endswith(".shared.router"):  # a gate, which no engine quantizes
+            if site.name.endswith(".shared.router"):  # a gate, which no engine quantizes
                 continue
-            rounding = self._rounding(point)
+            rounding = self._rounding(site)
             if rounding is None:
                 continue
-            for place in self._places(point):
+            for place in self._places(site):
                 if place.is_here:
                     inputs[id(place.module), place.attribute].append((place, rounding))
         for roundings in inputs.values():
@@ -267,49 +266,48 @@ class FakeQuantModel:
                     for p, r in roundings
                     if p.expert is not None
                 }
-                tap: Callable[..., Any] = _expert_tap(
+                tap: Callable[..., Any] = _expert_hook(
                     by_expert, num_experts, place, self._decoder.groups.device
                 )
             else:
-                tap = _input_tap(self._local_rounding(rounding, place), place)
-            self._taps.append((place, tap))
+                tap = _input_hook(self._local_rounding(rounding, place), place)
+            self._site_hooks.append((place, tap))
 
-    def _places(self, point: ActivationSite) -> tuple[HookLocation, ...]:
-        return places(self._decoder, point.name)
+    def _places(self, site: ActivationSite) -> tuple[HookLocation, ...]:
+        return places(self._decoder, site.name)
 
-    def _rounding(self, point: ActivationSite) -> InputRounding | None:
+    def _rounding(self, site: ActivationSite) -> InputRounding | None:
         """The rounding of an activation site's input; None if it is not rounded."""
-        roundings = {m: self._rounding_for(m) for m in point.modules}
+        roundings = {m: self._rounding_for(m) for m in site.modules}
         first_name, first = next(iter(roundings.items()))
         for name, rounding in roundings.items():
             is_equal = rounding is None if first is None else first.equals(rounding)
             if not is_equal:
                 raise UsageError(
-                    f"{first_name} and {name} multiply the same input, rounded in different ways",
+                    f"{first_name} and {name} multiply the same input, which is rounded in "
+                    "different ways",
                     hint="engines run them as one: let one rule of the recipe decide about both",
                 )
         return first
 
     def _rounding_for(self, module: str) -> InputRounding | None:
-        treatment = self._settlement.weights.get(module)
-        kind = None if treatment is None else INPUT_PACKINGS.get(treatment.format.algo)
-        if treatment is None or kind is None:
+        params = self._qparams.weights.get(module)
+        kind = None if params is None else INPUT_PACKINGS.get(params.format.algo)
+        if params is None or kind is None:
             return None
         return InputRounding(
             kind=kind,
-            scale=float(input_scale(treatment)) if needs_scale(treatment) else 0.0,
-            columns=self._columns(treatment),
+            scale=float(input_scale(params)) if needs_scale(params) else 0.0,
+            columns=self._smoothing_scale(params),
         )
 
-    def _columns(self, treatment: WeightQParams) -> Tensor | None:
-        if treatment.smoothing_scale is None or (
-            self._folded and not treatment.stores_pre_quant_scale
-        ):
+    def _smoothing_scale(self, params: WeightQParams) -> Tensor | None:
+        if params.smoothing_scale is None or (self._folded and not params.stores_pre_quant_scale):
             return None
-        return torch.from_numpy(np.array(treatment.smoothing_scale, np.float32))
+        return torch.from_numpy(np.array(params.smoothing_scale, np.float32))
 
     def _local_rounding(self, rounding: InputRounding, place: HookLocation) -> InputRounding:
-        """For this rank's columns, on its device."""
+        """The rounding for this rank's columns, on its device."""
         columns, group = rounding.columns, place.columns
         if columns is not None:
             width = len(columns) // group.size
@@ -317,11 +315,11 @@ class FakeQuantModel:
         return InputRounding(kind=rounding.kind, scale=rounding.scale, columns=columns)
 
 
-def _cache_tap(cache: KVCacheQParams) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _cache_hook(cache: KVCacheQParams) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return lambda key, value: fake_cache(key, value, cache)
 
 
-def _input_tap(rounding: InputRounding, place: HookLocation) -> Callable[[Tensor], Tensor]:
+def _input_hook(rounding: InputRounding, place: HookLocation) -> Callable[[Tensor], Tensor]:
     group = place.columns
 
     def tap(x_TI: Tensor) -> Tensor:
@@ -336,16 +334,16 @@ def _input_tap(rounding: InputRounding, place: HookLocation) -> Callable[[Tensor
     return tap
 
 
-def _expert_tap(
+def _expert_hook(
     by_expert: Mapping[int, InputRounding],
     num_experts: int,
     place: HookLocation,
     device: torch.device,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Rows sorted by expert, each as its expert has it, without a loop over experts.
+    """A hook that rounds rows sorted by expert with the parameters of their expert, without a loop.
 
-    Scales and factors are picked by row; those of other experts are ones, and where experts differ
-    in kind, each kind is computed of all rows.
+    Scales and smoothing scales are selected by row; those of experts without rounding are ones. If
+    kinds differ between experts, each kind is computed for all rows.
     """
     kinds: dict[str, list[int]] = defaultdict(list)
     for expert, rounding in by_expert.items():

@@ -1,7 +1,7 @@
 """Rounding to low-precision values with torch, on any device: values, not codes.
 
-The same values, to the last bit, as `number_formats` encodes and decodes; nothing waits for the
-host, so that all of it may be part of a CUDA graph. Every function takes and gives float32.
+The results equal those of `number_formats` bit by bit. Nothing synchronizes with the host, so all
+of it can be part of a CUDA graph. Every function takes and returns float32.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def to_e2m1(x: Tensor, *, half_down: bool = False) -> Tensor:
 
 
 def round_small_(x: Tensor, *, mantissa: int, smallest: float) -> Tensor:
-    """Floats of `mantissa` bits after the point, to the nearest, ties to even; in place.
+    """Round to floats of `mantissa` bits, to the nearest, ties to even; in place.
 
-    `x` is within the type's largest number, `smallest` its smallest normal one. Added to a number
-    whose last place is the step there, a value is rounded by the processor; this takes a third of
-    the time of casts there and back on a CPU. What becomes zero loses its sign.
+    `x` is within the dtype's largest number, `smallest` its smallest normal one. Adding a number
+    whose last bit is the rounding step lets the processor round; on a CPU this takes a third of the
+    time of two casts. Values that become zero lose their sign.
     """
     power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
     # Half as much again, so that sums with values below zero have the same last place.
@@ -59,7 +59,7 @@ def round_e2m1_(x: Tensor) -> Tensor:
 
 
 def group_amax(x_TI: Tensor, per: int) -> Tensor:
-    """The largest magnitudes of every `per` columns, `[T, groups, 1]`."""
+    """The amax of every `per` columns, `[T, groups, 1]`."""
     sizes = x_TI.abs()
     if x_TI.device.type == "cpu" and x_TI.ndim == 2 and len(x_TI):
         # Reductions over short rows are slow there.
@@ -80,7 +80,7 @@ def plain_scale(amax: Tensor, largest: float) -> Tensor:
 
 
 def power_scale(amax: Tensor, largest: float) -> Tensor:
-    """The smallest power of two that brings `amax` within `largest`, of those that E8M0 has:
+    """The smallest power of two, of those in E8M0, that brings `amax` within `largest`:
     `megtool.number_formats.scales.modelopt_exponent`."""
     share, exponent = torch.frexp(amax / largest)
     exponent = torch.where(share == 0.5, exponent - 1, exponent)
@@ -91,8 +91,8 @@ def power_scale(amax: Tensor, largest: float) -> Tensor:
 
 
 def block_scale(amax: Tensor, second: Tensor | float) -> Tensor:
-    """NVFP4's scales of blocks, in E4M3: see `number_formats.scales`. The factor of a
-    block is this times `second`."""
+    """NVFP4's scales of blocks in E4M3: see `number_formats.scales`. A block is scaled by this
+    times `second`."""
     scale = amax / (E2M1_LARGEST * second)
     scale = torch.where(scale == 0, 1.0, scale)
     return to_e4m3(scale.clamp_(min=2.0**-9))

@@ -1,7 +1,7 @@
 """Weights of single modules as views of a decoder's fused and sharded parameters.
 
-A parameter holds several canonical weights (queries, keys and values by groups of heads), or a part
-of one, as a rank has it: the tables that load and reshard say where each element is.
+A parameter has several canonical weights (queries, keys and values by groups of heads), or a part
+of one on this rank. The tables of load and reshard give the position of each element.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from megtool.tensors.sharded import GlobalTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPart:
-    """A rank's part of a weight: pieces of its local `parameter`, possibly none.
+    """A rank's part of a weight: `boxes` of its local `parameter`, possibly none.
 
-    Of each piece it is known where it is `here`, and where in the whole weight of `shape`. `is_cut`
-    says that ranks have different pieces, whichever rank is asked.
+    Each box is a pair of placements: in the parameter, and in the full weight of `shape`. `is_cut`
+    says, on every rank, whether ranks have different boxes.
     """
 
     parameter: str
     shape: tuple[int, ...]
     is_cut: bool
-    pieces: tuple[tuple[Placement, Placement], ...]
+    boxes: tuple[tuple[Placement, Placement], ...]
 
 
 class WeightViews:
-    """Reads and writes weights of modules as `[out, in]`, in a loaded decoder.
+    """Reads and writes weights of modules as `[out, in]` in a loaded decoder.
 
-    Of those named, the ones that this rank has a part of: other stages and expert ranks have the
-    others. A weight that is cut is gathered to be read, by all ranks of its group together.
+    Covers those `modules` of which this rank has a part; other stages and expert ranks have the
+    others. A sharded weight is gathered when it is read, by all ranks of its group together.
     """
 
     def __init__(self, decoder: Decoder, modules: Iterable[str]) -> None:
@@ -67,14 +67,14 @@ class WeightViews:
             per_layer=True,
             divisible_by=VOCAB_MULTIPLE,
         )
-        seat = RankCoordinates(
+        coordinates = RankCoordinates(
             stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank
         )
         ranks = rank_parameters(target.tensors, config, groups.parallel)
         stored = {n: target.placements[n].stored for n in names}
         fused = set(stored.values())
         local_tensors_by_key = {
-            t.key: t for t in local_tensors(ranks, seat).values() if t.key in fused
+            t.key: t for t in local_tensors(ranks, coordinates).values() if t.key in fused
         }
         local = local_side(local_tensors_by_key.values(), side, target)
         placements: dict[str, list[tuple[Placement, Placement]]] = {
@@ -85,8 +85,8 @@ class WeightViews:
             if name in placements:
                 placements[name].append((local.target[part], source_box))
         sizes = {t.name: prod(t.shape) for t in target.tensors}
-        for name, pieces in placements.items():
-            if ".experts." in name and not pieces:  # another rank's
+        for name, boxes in placements.items():
+            if ".experts." in name and not boxes:  # another rank's
                 continue
             tensor = local_tensors_by_key[stored[name]]
             share = groups.ep.size if ".experts." in name else 1
@@ -94,7 +94,7 @@ class WeightViews:
                 parameter=tensor.name,
                 shape=side.canonical[name].shape,
                 is_cut=prod(tensor.shape) * share < sizes[tensor.key],
-                pieces=tuple(pieces),
+                boxes=tuple(boxes),
             )
 
     def parameters(self, modules: Iterable[str]) -> tuple[str, ...]:
@@ -106,20 +106,20 @@ class WeightViews:
         part = self.parts[module]
         parameter = self._decoder.get_parameter(part.parameter).detach()
         out = torch.zeros(part.shape, dtype=parameter.dtype, device=parameter.device)
-        for local_box, weight_box in part.pieces:
+        for local_box, weight_box in part.boxes:
             _strided(out, weight_box).copy_(_strided(parameter, local_box))
         return all_sum(out, self._group(module)) if part.is_cut else out
 
     def write(
         self, module: str, weight_OI: Tensor, into: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Put this rank's part of a weight in its place, as the type that is there: in tensors by
-        the parameters' names, or the parameters themselves."""
+        """Write this rank's part of a weight, cast to the dtype of its parameter: into tensors by
+        parameter name, or into the parameters themselves."""
         part, weight_OI = self.parts[module], weight_OI.contiguous()
         parameter = (
             self._decoder.get_parameter(part.parameter) if into is None else into[part.parameter]
         )
-        for local_box, weight_box in part.pieces:
+        for local_box, weight_box in part.boxes:
             _strided(parameter.detach(), local_box).copy_(_strided(weight_OI, weight_box))
 
     def _group(self, module: str) -> Group:
@@ -157,7 +157,7 @@ def canonical_side(config: ModelConfig, layers: Collection[str]) -> CanonicalVie
 
 
 def _strided(tensor: Tensor, p: Placement) -> Tensor:
-    """The elements of a tensor that a placement names, in its shape."""
+    """The elements of a tensor at a placement, in its shape."""
     steps = tensor.stride()
     start = tensor.storage_offset() + sum(b * s for b, s in zip(p.base, steps, strict=True))
     strides = [m * steps[d] for m, d in zip(p.mults, p.dims, strict=True)]

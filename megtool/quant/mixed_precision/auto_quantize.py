@@ -47,7 +47,7 @@ class ChosenFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPoint:
-    """A point of the curve: with so many bits a weight, so much loss is predicted."""
+    """A point of the curve: the predicted loss at a number of bits per weight."""
 
     bits: float
     num_bytes: int
@@ -56,12 +56,12 @@ class BudgetPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatChoice:
-    """An automatic recipe, decided.
+    """The formats that were chosen for an automatic recipe.
 
-    `decisions` are those about all modules, with a format or none. `loss` is predicted: the sum of
-    what each unit costs alone, in nats a token; no choice within `budget_bytes` is predicted to
-    cost less than `bound`. `curve` are the best choices at all sizes. `notes` say what was left
-    out, for the engine or because it does not divide.
+    `decisions` are those of all modules. `loss` is predicted: the sum of the losses of each unit
+    alone, in nats per token; no choice within `budget_bytes` has a predicted loss below `bound`.
+    `curve` has the best choices at all sizes. `notes` say which formats were left out, because the
+    engine does not support them or groups do not divide a weight.
     """
 
     decisions: tuple[Decision, ...]
@@ -122,18 +122,18 @@ def choose(
     bits: float = 0.0,
     group_size: int = 0,
 ) -> FormatChoice:
-    """Formats for all that a recipe leaves to a choice.
+    """Choose formats for all modules that a recipe leaves open.
 
-    `bits` replaces the recipe's budget (0: its own). With a `target`, only formats that it loads,
-    and loads beside each other and beside those the recipe gives, are chosen; of sets of formats
-    that serve, the best. Some engines load fewer for some `architecture` (the model's class as
-    config.json names it). A unit may always be kept.
+    `bits` replaces the recipe's budget (0: its own). With a `target`, only formats that the engine
+    supports, also in combination with each other and with those the recipe fixes, are chosen. Some
+    engines support fewer formats for an `architecture` (the model's class in config.json). A unit
+    may always stay unquantized.
 
     Raises:
-        UsageError: the budget is below what the smallest choice takes, which it names; or so large
-            that all weights are kept, beside a KV cache that the engine does not load alone.
-        CalibrationError: nothing was measured about a unit, or no number.
-        RecipeError: what engines run as one is not left to one choice.
+        UsageError: the budget is below the smallest choice, which is named; or so large that no
+            weight is quantized, and the engine does not support a quantized KV cache alone.
+        CalibrationError: a unit has no sensitivity, or it is NaN or Inf.
+        RecipeError: modules that engines run as one do not have the same candidates.
     """
     units = list_units(decisions, recipe, group_size=group_size)
     by_module = {d.module.name: d for d in decisions}
@@ -143,12 +143,12 @@ def choose(
     if target is not None:
         fixed = {d.format.algo for d in decisions if d.format and d.format.algo}
         experts = any("expert" in by_module[m].module.roles for u in units for m in u.modules)
-        turned = permutes_rotary_rows(target, architecture) and any(
+        permutes_rows = permutes_rotary_rows(target, architecture) and any(
             is_rotary(by_module[m].module) for u in units for m in u.modules
         )
-        alone = list_permitted_sets(target, (), sets[0], experts=experts, rotary=turned)
+        alone = list_permitted_sets(target, (), sets[0], experts=experts, rotary=permutes_rows)
         loaded = {a for algos in alone for a in algos}
-        sets = list_permitted_sets(target, fixed, sets[0], experts=experts, rotary=turned)
+        sets = list_permitted_sets(target, fixed, sets[0], experts=experts, rotary=permutes_rows)
     budgets = _budgets(units, by_module, bits)
     selections: list[
         tuple[KnapsackSelection, list[list[tuple[RecipeFormat | None, FormatOption]]]]
@@ -156,9 +156,9 @@ def choose(
     for algos in sets:
         options = [_options(u, by_module, recipe, sensitivities, algos) for u in units]
         if all(smallest(_items(units, options, c)) <= b for c, b in budgets.items()):
-            selections.append((_solved(units, options, budgets), options))
+            selections.append((_select(units, options, budgets), options))
     if not selections:
-        raise _too_small(units, by_module, recipe, sensitivities, sets, budgets)
+        raise _budget_error(units, by_module, recipe, sensitivities, sets, budgets)
     best, options = min(selections, key=lambda f: (f[0].loss, f[0].num_bytes))
     allowed = {o[0].algo for listed in options for o in listed if o[0]}
     if unsupported := sorted({f.algo for u in units for f in u.formats} - allowed):
@@ -169,10 +169,10 @@ def choose(
         notes.append(
             f"{algo_list} left out: {target.name if target else 'the engine'} does not {lacks} them"
         )
-    units_done, by_name = [], {}
+    chosen_formats, by_name = [], {}
     for unit, listed, pick in zip(units, options, best.picks, strict=True):
         option, reason = listed[pick], _explain_pick(listed, pick)
-        units_done.append(
+        chosen_formats.append(
             ChosenFormat(
                 name=unit.name,
                 modules=unit.modules,
@@ -184,9 +184,9 @@ def choose(
             )
         )
         for m in unit.modules:
-            by_name[m] = _decided(by_module[m], recipe, option[0], reason)
+            by_name[m] = _apply_choice(by_module[m], recipe, option[0], reason)
         notes += [
-            f"{unit.name} cannot be {c}: groups do not divide it"
+            f"{unit.name} cannot be {c}: groups do not divide its weights"
             for c in unit.choice.choose
             if c != KEEP and c not in {f.name for f in unit.formats}
         ]
@@ -194,12 +194,12 @@ def choose(
     decided = tuple(by_name.get(d.module.name, d) for d in decisions)
     if target is not None and (algo_list := reject_kv_cache_only(target.engine, decided)):
         raise UsageError(
-            f"all weights would be kept, and {target.name} {algo_list}",
+            f"no weight would be quantized, but {target.name} {algo_list}",
             hint="fewer --bits; or " + kv_cache_only_hint(target.engine),
         )
     return FormatChoice(
         decisions=decided,
-        units=tuple(units_done),
+        units=tuple(chosen_formats),
         method=sensitivities.method,
         weights=weights,
         budget_bytes=sum(budgets.values()),
@@ -217,7 +217,7 @@ def choose(
 def _budgets(
     units: Sequence[DecisionUnit], by_module: Mapping[str, Decision], bits: float
 ) -> dict[str, int]:
-    """Bytes of everything that each of the recipe's choices decides about."""
+    """The bytes for the modules of each choice in the recipe."""
     weights: dict[str, int] = defaultdict(int)
     allowed: dict[str, float] = {}
     for unit in units:
@@ -233,16 +233,16 @@ def _options(
     sensitivities: Sensitivities,
     algos: frozenset[str],
 ) -> list[tuple[RecipeFormat | None, FormatOption]]:
-    """The options of a decision unit, from the recipe's first format to unquantized."""
+    """The options of a decision unit: the recipe's formats in order, then unquantized."""
     losses = sensitivities.losses.get(unit.name, {})
     out: list[tuple[RecipeFormat | None, FormatOption]] = []
     for f in (f for f in unit.formats if f.algo in algos):
         if (key := key_of(f, recipe)) not in losses:
             groups = f" in groups of {f.group_size}" if f.group_size else ""
             raise CalibrationError(
-                f"nothing was measured about {unit.name} as {f.label}{groups}",
-                hint="it was measured for other formats, or with another --group-size: calibrate "
-                "with this recipe, and with data",
+                f"there is no sensitivity of {unit.name} in {f.label}{groups}",
+                hint="the calibration is for other formats or another --group-size: calibrate "
+                "with this recipe and with data",
             )
         size = sum(estimate_bytes(recipe, by_module[m].module, f) for m in unit.modules)
         out.append((f, FormatOption(name=f.label, num_bytes=size, loss=losses[key])))
@@ -262,12 +262,12 @@ def _items(
     ]
 
 
-def _solved(
+def _select(
     units: Sequence[DecisionUnit],
     options: Sequence[Sequence[tuple[RecipeFormat | None, FormatOption]]],
     budgets: Mapping[str, int],
 ) -> KnapsackSelection:
-    """The best choice for each of the budgets, as one."""
+    """Select the best options within each budget, as one selection."""
     parts = {c: select(_items(units, options, c), b) for c, b in budgets.items()}
     picks = {c: iter(s.picks) for c, s in parts.items()}
     return KnapsackSelection(
@@ -278,7 +278,7 @@ def _solved(
     )
 
 
-def _too_small(
+def _budget_error(
     units: Sequence[DecisionUnit],
     by_module: Mapping[str, Decision],
     recipe: Recipe,
@@ -286,21 +286,22 @@ def _too_small(
     sets: Sequence[frozenset[str]],
     budgets: Mapping[str, int],
 ) -> UsageError:
-    least: dict[str, int] = {}
+    smallest_bytes: dict[str, int] = {}
     weights: dict[str, int] = defaultdict(int)
     for algos in sets:
         options = [_options(u, by_module, recipe, sensitivities, algos) for u in units]
         for c in budgets:
             size = smallest(_items(units, options, c))
-            least[c] = min(size, least.get(c, size))
+            smallest_bytes[c] = min(size, smallest_bytes.get(c, size))
     for u in units:
         weights[u.choice.name] += sum(by_module[m].module.numel for m in u.modules)
-    name = next((c for c in budgets if least[c] > budgets[c]), next(iter(budgets)))
+    name = next((c for c in budgets if smallest_bytes[c] > budgets[c]), next(iter(budgets)))
     per = 8 / max(weights[name], 1)
     return UsageError(
         f"a budget of {budgets[name] * per:.4g} bits a weight ({format_bytes(budgets[name])}) is "
-        f"below the {least[name] * per:.4f} ({least[name]} bytes) of the smallest choice",
-        hint=f"--bits {_rounded_up(least[name] * per)}, or more formats to choose from",
+        f"below the {smallest_bytes[name] * per:.4f} ({smallest_bytes[name]} bytes) of the "
+        "smallest choice",
+        hint=f"--bits {_rounded_up(smallest_bytes[name] * per)}, or more formats to choose from",
     )
 
 
@@ -309,19 +310,19 @@ def _rounded_up(bits: float) -> float:
 
 
 def _explain_pick(listed: Sequence[tuple[RecipeFormat | None, FormatOption]], pick: int) -> str:
-    """The reason for a choice: its cost and savings, or why it was not worth it."""
+    """The reason for a choice: loss and savings, or why no format was chosen."""
     picked, unquantized = listed[pick], listed[-1][1]
     if picked[0] is not None:
         saved = format_bytes(max(unquantized.num_bytes - picked[1].num_bytes, 0))
         return f"chosen: {picked[1].name} costs {picked[1].loss:.3g} nats for {saved} less"
     if len(listed) == 1:
-        return "chosen: kept, as no format suits it"
+        return "chosen: not quantized, because no format fits"
     best = min((o for f, o in listed if f), key=lambda o: o.loss)
     saved = format_bytes(max(unquantized.num_bytes - best.num_bytes, 0))
-    return f"chosen: kept, as {best.name} would cost {best.loss:.3g} nats for {saved} less"
+    return f"chosen: not quantized, because {best.name} costs {best.loss:.3g} nats for {saved} less"
 
 
-def _decided(
+def _apply_choice(
     decision: Decision, recipe: Recipe, number_format: RecipeFormat | None, reason: str
 ) -> Decision:
     size = estimate_bytes(recipe, decision.module, number_format)

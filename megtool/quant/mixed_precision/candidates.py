@@ -31,13 +31,13 @@ from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.requirements import derive_requirements
 from megtool.quant.solve_qparams import solve_qparams
 
-SETTLING = 2
-"""How many times as long a pass takes in which statistics are taken."""
+CALIBRATION_PASS_COST = 2
+"""The cost of a pass that collects statistics, in passes without."""
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateRun:
-    """A unit in a format."""
+    """A decision unit in one format."""
 
     unit: DecisionUnit
     key: str
@@ -50,14 +50,14 @@ class CandidateRun:
         """
         if not math.isfinite(loss):
             raise CalibrationError(
-                f"with {self.unit.name} as {self.key} the answers are not finite",
-                hint="leave the format out of the choice, or keep the unit by a rule of its own",
+                f"the logits have NaN or Inf with {self.unit.name} in {self.key}",
+                hint="remove the format from the choice, or exclude the module with a rule",
             )
         return loss
 
 
 class Passes:
-    """Work in passes of so many tokens through one layer, as progress; parts of them add up."""
+    """Progress in passes of a number of tokens through one layer; partial passes add up."""
 
     def __init__(self, progress: Progress, num_tokens: int) -> None:
         self._progress, self._num_tokens = progress, max(num_tokens, 1)
@@ -65,26 +65,26 @@ class Passes:
         self._reported = 0
 
     def expect(self, passes: float) -> None:
-        """There will be so many more."""
+        """Add expected passes."""
         self._expected += passes
 
     def __call__(self, passes: float) -> None:
-        """So many more are done."""
+        """Add finished passes."""
         self._done += passes
         finished = math.floor(self._done + 1e-6)
         self._progress("sensitivity", finished - self._reported, math.floor(self._expected + 1e-6))
         self._reported = finished
 
     def of(self, num_tokens: int) -> float:
-        """Passes of other numbers of tokens."""
+        """Convert a number of tokens to passes."""
         return num_tokens / self._num_tokens
 
 
 class CandidateSurvey:
     """A model with its decision units, and their quantization parameters in each candidate format.
 
-    Every rank makes the same calls, over `pieces` of its own, of which each data-parallel rank has
-    as many.
+    Every rank makes the same calls, with its own micro-batches, of which each data-parallel rank
+    has the same number.
     """
 
     def __init__(
@@ -93,28 +93,28 @@ class CandidateSurvey:
         units: Sequence[DecisionUnit],
         decisions: Sequence[Decision],
         recipe: Recipe,
-        points: Sequence[ActivationSite],
+        sites: Sequence[ActivationSite],
         weights: CanonicalWeights,
-        pieces: Sequence[MicroBatch],
+        micro_batches: Sequence[MicroBatch],
         cache: SensitivityCache | None = None,
     ) -> None:
-        self.decoder, self.units, self.pieces = decoder, units, pieces
+        self.decoder, self.units, self.micro_batches = decoder, units, micro_batches
         self.ranks = RankSync(groups=decoder.groups)
         self._decisions = {d.module.name: d for d in decisions}
         self._recipe, self._weights, self._cache = recipe, weights, cache
-        self._points: dict[str, list[ActivationSite]] = defaultdict(list)
+        self._sites: dict[str, list[ActivationSite]] = defaultdict(list)
         owner = {m: u.name for u in units for m in u.modules}
-        for point in points:
-            if point.kind == "input" and point.modules[0] in owner:
-                self._points[owner[point.modules[0]]].append(point)
+        for site in sites:
+            if site.kind == "input" and site.modules[0] in owner:
+                self._sites[owner[site.modules[0]]].append(site)
         self.qparams: dict[tuple[str, str], QParams] = {}
 
-    def points_of(self, unit: DecisionUnit) -> list[ActivationSite]:
-        """Where the unit's inputs are."""
-        return self._points[unit.name]
+    def sites_of(self, unit: DecisionUnit) -> list[ActivationSite]:
+        """The activation sites of a decision unit."""
+        return self._sites[unit.name]
 
     def runs(self) -> list[CandidateRun]:
-        """All units in all formats, in the model's order, the head's last."""
+        """All units in all formats, in model order; those of the head are last."""
         last = len(self.decoder.stage.layers)
         order = sorted(self.units, key=lambda u: last if u.layer is None else u.layer)
         return [CandidateRun(u, key_of(f, self._recipe)) for u in order for f in u.formats]
@@ -127,13 +127,13 @@ class CandidateSurvey:
         if config.num_experts:
             used = config.num_experts_per_token / config.num_experts
             layer += int(used * sum(m.numel for m in inside if "expert" in m.roles))
-        each = layer / max(config.num_layers, 1)
-        return 2 * config.vocab_size * config.hidden_size / max(each, 1)
+        layer_numel = layer / max(config.num_layers, 1)
+        return 2 * config.vocab_size * config.hidden_size / max(layer_numel, 1)
 
     def solve(self, passes: Passes) -> None:
-        """Run all micro batches through the model, and solve every decision unit in every format.
+        """Run all micro-batches through the model and solve every decision unit in every format.
 
-        It goes on behind the last layer that an earlier run has kept.
+        Resumes after the last layer that an earlier run has finished.
         """
         numbers: list[int | None] = [*self.decoder.stage.layers]
         if any(u.layer is None for u in self.units):
@@ -141,15 +141,15 @@ class CandidateSurvey:
         done = self._finished(numbers)
         if done == len(numbers):
             return
-        points = [p for u in self.units for p in self._points[u.name]]
-        requirements = {p.name: self._requirements(p) for p in points}
+        sites = [p for u in self.units for p in self._sites[u.name]]
+        requirements = {p.name: self._requirements(p) for p in sites}
         recorder = ActivationRecorder(
             self.decoder,
-            points,
+            sites,
             gram={n for n, (gram, _) in requirements.items() if gram},
             sample={n for n, (_, sample) in requirements.items() if sample},
         )
-        layers = LayerRunner(self.decoder, self.pieces)
+        layers = LayerRunner(self.decoder, self.micro_batches)
         states = Activations(
             [p.num_tokens for p in layers.micro_batches],
             self.decoder.config.hidden_size,
@@ -157,17 +157,21 @@ class CandidateSurvey:
             device=self.decoder.groups.device,
         )
         try:
-            begin = self._enter(done, layers, states)
+            begin = self._load_inputs(done, layers, states)
             upcoming = [n for n in numbers[begin:] if n is not None]
             passes.expect(
-                SETTLING * len(upcoming) * sum(passes.of(p.num_tokens) for p in self.pieces)
+                CALIBRATION_PASS_COST
+                * len(upcoming)
+                * sum(passes.of(p.num_tokens) for p in self.micro_batches)
             )
             for number, layer in enumerate(numbers[begin:], start=begin):
                 with self.ranks.raise_together():
                     recorder.start(layer)
-                    states.begin(self._written(number + 1))
-                    for i, piece in enumerate(layers.micro_batches):
-                        recorder.set_batch(mask_uncounted(piece), first_sample=piece.first_row)
+                    states.begin(self._input_file_to_write(number + 1))
+                    for i, micro_batch in enumerate(layers.micro_batches):
+                        recorder.set_batch(
+                            mask_uncounted(micro_batch), first_sample=micro_batch.first_row
+                        )
                         x_TH = states.get(i)
                         if layer is None:
                             with torch.inference_mode():
@@ -175,11 +179,11 @@ class CandidateSurvey:
                                 states.put(i, x_TH)
                             continue
                         states.put(i, layers.run(layer, i, x_TH))
-                        passes(SETTLING * passes.of(piece.num_tokens))
-                    states.end(self._written(number + 1))
+                        passes(CALIBRATION_PASS_COST * passes.of(micro_batch.num_tokens))
+                    states.end(self._input_file_to_write(number + 1))
                     statistics = recorder.collect()
                 self._solve_layer(number, layer, statistics)
-            self._forget(len(numbers))
+            self._remove_inputs(len(numbers))
         finally:
             states.close()
             layers.release()
@@ -199,18 +203,18 @@ class CandidateSurvey:
             self.qparams |= qparams
         return done
 
-    def _enter(self, done: int, layers: LayerRunner, states: Activations) -> int:
+    def _load_inputs(self, done: int, layers: LayerRunner, states: Activations) -> int:
         """Load the inputs of the next layer; returns the first layer to run, 0 if nothing is
         finished.
         """
-        path = self._entering(done)
+        path = self._input_file(done)
         if all(self.ranks.all_gather(done > 0 and path is not None and states.load(path))):
             return done
         for i, x_TH in enumerate(layers.embed()):
             states.put(i, x_TH)
         return 0
 
-    def _entering(self, number: int) -> Path | None:
+    def _input_file(self, number: int) -> Path | None:
         """The file with the inputs of a layer; one per data-parallel rank."""
         groups = self.decoder.groups
         return (
@@ -219,18 +223,19 @@ class CandidateSurvey:
             else self._cache.work.activations_file(number, groups.dp.rank)
         )
 
-    def _written(self, number: int) -> Path | None:
-        """The same on the rank that writes it: others have the same rows."""
-        return self._entering(number) if self.decoder.groups.tp.is_first else None
+    def _input_file_to_write(self, number: int) -> Path | None:
+        """The file with the inputs of a layer on the rank that writes it; None on ranks with the
+        same rows."""
+        return self._input_file(number) if self.decoder.groups.tp.is_first else None
 
-    def _forget(self, number: int) -> None:
+    def _remove_inputs(self, number: int) -> None:
         groups = self.decoder.groups
         if self._cache is not None and groups.tp.is_first:
             self._cache.work.remove_activations(number, groups.dp.rank)
 
-    def _requirements(self, point: ActivationSite) -> tuple[bool, bool]:
-        unit = next(u for u in self.units if point.modules[0] in u.modules)
-        decision = self._decisions[point.modules[0]]
+    def _requirements(self, site: ActivationSite) -> tuple[bool, bool]:
+        unit = next(u for u in self.units if site.modules[0] in u.modules)
+        decision = self._decisions[site.modules[0]]
         requirements = [
             derive_requirements(self._recipe, replace(decision, format=f)) for f in unit.formats
         ]
@@ -247,21 +252,23 @@ class CandidateSurvey:
                     unit, number_format, statistics
                 )
         except MegtoolError as error:
-            fault = error  # the others wait for what this rank was to settle
-        every: dict[tuple[str, str], QParams] = {}
+            fault = error  # raised on all ranks below
+        results: dict[tuple[str, str], QParams] = {}
         for part, rank_fault in self.ranks.all_gather((solved, fault)):
             if rank_fault is not None:
                 raise rank_fault
-            every |= part
+            results |= part
         keys = ((unit.name, key_of(number_format, self._recipe)) for unit, number_format in runs)
-        some = {key: every[key] for key in keys}
+        layer_qparams = {key: results[key] for key in keys}
         if self._cache is not None:
             with self.ranks.raise_together():
                 if groups.rank == 0:
-                    self._cache.record_qparams(number, some)
-            self._forget(number)
-            some = self._cache.read_qparams(number) or some  # large arrays stay on disk
-        self.qparams |= some
+                    self._cache.record_qparams(number, layer_qparams)
+            self._remove_inputs(number)
+            layer_qparams = (
+                self._cache.read_qparams(number) or layer_qparams
+            )  # large arrays stay on disk
+        self.qparams |= layer_qparams
 
     def _solve_unit(
         self,
@@ -272,11 +279,11 @@ class CandidateSurvey:
         decisions = {
             m: replace(self._decisions[m], format=number_format, choices=()) for m in unit.modules
         }
-        points = self._points[unit.name]
-        seen_points = _statistics_of(points, statistics)
+        sites = self._sites[unit.name]
+        site_statistics = _statistics_of(sites, statistics)
         return solve_qparams(
-            points,
-            seen_points,
+            sites,
+            site_statistics,
             decisions,
             self._recipe,
             self._weights,
@@ -284,29 +291,29 @@ class CandidateSurvey:
             read_norm=self._weights.norm,
         )
 
-    def simulated(self, run: CandidateRun) -> FakeQuantModel:
-        """The model with only that decision unit fake-quantized, in `with`."""
+    def fake_quantized(self, run: CandidateRun) -> FakeQuantModel:
+        """The model with only this decision unit fake-quantized; use in `with`."""
         qparams = self.qparams[run.unit.name, run.key]
-        return FakeQuantModel(self.decoder, self._points[run.unit.name], qparams, weights=True)
+        return FakeQuantModel(self.decoder, self._sites[run.unit.name], qparams, weights=True)
 
 
 def _statistics_of(
-    points: Sequence[ActivationSite], statistics: Mapping[str, ActivationStatistics]
+    sites: Sequence[ActivationSite], statistics: Mapping[str, ActivationStatistics]
 ) -> dict[str, ActivationStatistics]:
-    """Statistics of points; of an expert without a token, those of all others together."""
-    out = {p.name: statistics[p.name] for p in points}
-    for point in points:
-        if point.expert is None or out[point.name].num_tokens:
+    """Statistics of sites; an expert without tokens gets the merged statistics of the others."""
+    out = {p.name: statistics[p.name] for p in sites}
+    for site in sites:
+        if site.expert is None or out[site.name].num_tokens:
             continue
-        last = point.name.rpartition(".")[2]
-        partners = [
+        last = site.name.rpartition(".")[2]
+        siblings = [
             statistics[p.name]
-            for p in points
+            for p in sites
             if p.name.rpartition(".")[2] == last and statistics[p.name].num_tokens
         ]
-        if partners:
-            merged = partners[0]
-            for partner in partners[1:]:
-                merged = merged.merge(partner)
-            out[point.name] = merged
+        if siblings:
+            merged = siblings[0]
+            for sibling in siblings[1:]:
+                merged = merged.merge(sibling)
+            out[site.name] = merged
     return out

@@ -18,8 +18,8 @@ from megtool.quant.recipes.rules import KEEP
 class DecisionUnit:
     """Modules that get one format: q, k and v; gate and up; all experts of a layer.
 
-    `formats` are those it may get, besides being kept, in the recipe's order; formats whose groups
-    do not divide its weights are not among them. `choice` is the format of the recipe that says so.
+    `formats` are its candidates (besides unquantized) in the recipe's order, without those whose
+    groups do not divide its weights. `choice` is the format of the recipe that lists them.
     """
 
     name: str
@@ -38,7 +38,7 @@ def unit_of(module: ModuleInfo) -> str:
 
 
 def key_of(number_format: RecipeFormat, recipe: Recipe) -> str:
-    """A format by all that its effect depends on, whatever a recipe calls it."""
+    """A key of everything that the effect of a format depends on; not its name in the recipe."""
     return (
         f"{number_format.algo}:{number_format.group_size}:{number_format.method or recipe.method}"
     )
@@ -47,44 +47,44 @@ def key_of(number_format: RecipeFormat, recipe: Recipe) -> str:
 def list_units(
     decisions: Sequence[Decision], recipe: Recipe, *, group_size: int = 0
 ) -> tuple[DecisionUnit, ...]:
-    """The units of all decisions that are left to a choice, in the model's order.
+    """List the decision units of all modules whose format is chosen, in model order.
 
-    `group_size` replaces that of formats that have several to choose from (0: their own).
+    `group_size` replaces that of formats that support several (0: their own).
 
     Raises:
-        RecipeError: modules that run as one are not left to the same choice, or what is to be
-            chosen for are no matrices of a layer or the head.
+        RecipeError: modules that run as one do not have the same candidates; or modules with
+            candidates are not matrices of a layer or the head.
     """
     groups: dict[str, list[Decision]] = defaultdict(list)
     for d in decisions:
         if d.choices and d.module.kind != "linear":
             raise RecipeError(
-                f"{d.module.name} is a {d.module.kind.replace('_', ' ')}, and formats are chosen "
-                "for matrices alone",
-                hint="give it a format, or keep it, with a rule of its own",
+                f"{d.module.name} is a {d.module.kind.replace('_', ' ')}, but formats can only be "
+                "chosen for matrices",
+                hint="add a rule that gives it a format or excludes it",
             )
         if d.module.kind == "linear":
             groups[unit_of(d.module)].append(d)
     out = []
-    for name, some in groups.items():
-        if not any(d.choices for d in some):
+    for name, members in groups.items():
+        if not any(d.choices for d in members):
             continue
-        conflicting = next((d for d in some if d.format != some[0].format), None)
-        if conflicting is not None or some[0].format is None:
+        conflicting = next((d for d in members if d.format != members[0].format), None)
+        if conflicting is not None or members[0].format is None:
             raise RecipeError(
-                f"engines run {name} as one, and the recipe gives {some[0].module.name} "
-                f"{some[0].label}, {(conflicting or some[0]).module.name} "
-                f"{(conflicting or some[0]).label}",
+                f"engines run {name} as one, and the recipe gives {members[0].module.name} "
+                f"{members[0].label}, {(conflicting or members[0]).module.name} "
+                f"{(conflicting or members[0]).label}",
                 hint="let one rule decide about all of it",
             )
-        listed = [format_of(c, recipe, group_size) for c in some[0].choices if c != KEEP]
+        listed = [format_of(c, recipe, group_size) for c in members[0].choices if c != KEEP]
         out.append(
             DecisionUnit(
                 name=name,
-                layer=some[0].module.layer,
-                modules=tuple(d.module.name for d in some),
-                formats=tuple(f for f in listed if all(_divides(f, d.module) for d in some)),
-                choice=some[0].format,
+                layer=members[0].module.layer,
+                modules=tuple(d.module.name for d in members),
+                formats=tuple(f for f in listed if all(_divides(f, d.module) for d in members)),
+                choice=members[0].format,
             )
         )
     return tuple(out)
@@ -99,7 +99,7 @@ def format_of(name: str, recipe: Recipe, group_size: int = 0) -> RecipeFormat:
     number_format = recipe.formats.get(name)
     if number_format is None:
         if name not in FORMATS:
-            raise RecipeError(f"unknown format {name!r} to choose", hint=suggest(name, FORMATS))
+            raise RecipeError(f"there is no format {name!r} to choose", hint=suggest(name, FORMATS))
         group_sizes = FORMATS[name].groups
         number_format = RecipeFormat(
             name=name, algo=name, group_size=group_sizes[0] if group_sizes else 0

@@ -30,7 +30,7 @@ from megtool.quant.mixed_precision.decision_units import DecisionUnit
 from megtool.quant.mixed_precision.sensitivity_cache import Key, SensitivityCache
 
 BACKWARD_TOKENS = 1024
-"""Tokens of one backward pass, whose activations are all in memory at once."""
+"""Tokens per backward pass; all of their activations are in memory."""
 
 
 _Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Tensor], None]
@@ -50,56 +50,59 @@ class _RecordedInput:
     gradient: list[Tensor]
 
 
-def by_gradient(
+def measure_gradient_sensitivity(
     survey: CandidateSurvey,
-    pieces: Sequence[MicroBatch],
+    micro_batches: Sequence[MicroBatch],
     progress: Progress,
     cache: SensitivityCache | None = None,
 ) -> dict[Key, float]:
-    """Half the sum over outputs y of (dL/dy)^2 (y rounded - y)^2, mean over tokens, of all runs.
+    """Measure the sensitivity of all runs by gradient.
 
-    With L the tokens' loss that is the divergence to second order, if outputs were independent of
-    each other (the diagonal of the empirical Fisher information). It goes on behind the last piece
-    that `kept` knows the sums of. Data-parallel ranks share `pieces` out.
+    The estimate is half the sum over outputs y of (dL/dy)^2 (quantized y - y)^2, the mean over
+    tokens. With L the loss of the tokens, this is the KL divergence to second order if outputs were
+    independent of each other (the diagonal of the empirical Fisher information). Resumes after the
+    last micro-batch whose sums `cache` has. Data-parallel ranks split `micro_batches`.
     """
     ranks, groups = survey.ranks, survey.decoder.groups
     runs: dict[str, list[CandidateRun]] = {}
     for run in survey.runs():
         runs.setdefault(run.unit.name, []).append(run)
     sums = {(r.unit.name, r.key): 0.0 for some in runs.values() for r in some}
-    every = [p for piece in pieces for p in _small(piece)]
-    small, tokens, done = shard_micro_batches(every, groups.dp), num_valid(every), 0
+    parts = [p for micro_batch in micro_batches for p in _split_rows(micro_batch)]
+    local_parts, tokens, done = shard_micro_batches(parts, groups.dp), num_valid(parts), 0
     losses, count = ranks.all_gather(({}, 0) if cache is None else cache.losses())[0]
-    if losses.keys() == sums.keys() and count <= len(small):
+    if losses.keys() == sums.keys() and count <= len(local_parts):
         done = count
         sums = losses if groups.rank == 0 else sums
     passes, num_layers = Passes(progress, BACKWARD_TOKENS), len(survey.decoder.stage.layers)
-    # Forward, backward for twice as long, and once more for each format of a unit.
+    # Forward, backward at twice the cost, and one run of a unit's modules per format.
     most = max((len(some) for some in runs.values()), default=0)
-    each = 3 * (num_layers + survey.head_passes()) + most * num_layers
-    passes.expect(each * sum(passes.of(p.num_tokens) for p in small[done:]))
-    if done < len(small):
+    cost = 3 * (num_layers + survey.head_passes()) + most * num_layers
+    passes.expect(cost * sum(passes.of(p.num_tokens) for p in local_parts[done:]))
+    if done < len(local_parts):
         survey.solve(passes)
-        simulations = {id(run): survey.simulated(run) for some in runs.values() for run in some}
-    for number, piece in enumerate(small[done:], start=done):
+        simulations = {
+            id(run): survey.fake_quantized(run) for some in runs.values() for run in some
+        }
+    for number, micro_batch in enumerate(local_parts[done:], start=done):
         with ranks.raise_together():
-            calls = _backward(survey, piece) if piece.is_counted else []
-            part = each * passes.of(piece.num_tokens) / max(len(calls), 1)
+            calls = _backward(survey, micro_batch) if micro_batch.is_counted else []
+            part = cost * passes.of(micro_batch.num_tokens) / max(len(calls), 1)
             while calls:
                 call = calls.pop()
                 for run in runs.get(call.unit.name, ()):
                     with simulations[id(run)]:
-                        sums[run.unit.name, run.key] += _damage(call)
+                        sums[run.unit.name, run.key] += _estimate_loss(call)
                 passes(part)
             for run in (r for some in runs.values() for r in some):
                 run.finite(sums[run.unit.name, run.key])
         if cache is not None:
-            _record(cache, _added(sums, groups), number + 1, ranks)
-    return {key: x / tokens for key, x in _added(sums, groups).items()}
+            _record(cache, _sum_over_ranks(sums, groups), number + 1, ranks)
+    return {key: x / tokens for key, x in _sum_over_ranks(sums, groups).items()}
 
 
-def _added(sums: Mapping[Key, float], groups: ProcessGroups) -> dict[Key, float]:
-    """The sums over all data-parallel ranks."""
+def _sum_over_ranks(sums: Mapping[Key, float], groups: ProcessGroups) -> dict[Key, float]:
+    """Add up the sums of all data-parallel ranks."""
     local_sums = torch.tensor(list(sums.values()), dtype=torch.float64, device=groups.device)
     return dict(zip(sums, all_sum(local_sums, groups.dp).tolist(), strict=True))
 
@@ -112,20 +115,20 @@ def _record(
             cache.record_losses(sums, num_pieces)
 
 
-def _small(piece: MicroBatch) -> Iterator[MicroBatch]:
-    rows, width = piece.batch.shape
+def _split_rows(micro_batch: MicroBatch) -> Iterator[MicroBatch]:
+    rows, width = micro_batch.batch.shape
     step = max(1, BACKWARD_TOKENS // width)
     for start in range(0, rows, step):
-        some = slice(start, min(start + step, rows))
-        yield replace(piece, batch=slice_rows(piece.batch, some, rows))
+        part = slice(start, min(start + step, rows))
+        yield replace(micro_batch, batch=slice_rows(micro_batch.batch, part))
 
 
-def _backward(survey: CandidateSurvey, piece: MicroBatch) -> list[_RecordedInput]:
-    """One forward and backward pass over a micro batch: every call of the units' modules."""
+def _backward(survey: CandidateSurvey, micro_batch: MicroBatch) -> list[_RecordedInput]:
+    """Run a micro-batch forward and backward; returns all calls of the units' modules."""
     decoder = survey.decoder
     calls: list[_RecordedInput] = []
 
-    def watched(unit: DecisionUnit) -> _Hook:
+    def make_hook(unit: DecisionUnit) -> _Hook:
         def hook(
             module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor
         ) -> None:
@@ -143,19 +146,19 @@ def _backward(survey: CandidateSurvey, piece: MicroBatch) -> list[_RecordedInput
                 continue
             modules = {
                 id(p.module): p.module
-                for point in survey.points_of(unit)
-                for p in places(decoder, point.name)
+                for site in survey.sites_of(unit)
+                for p in places(decoder, site.name)
             }
-            hook = watched(unit)
+            hook = make_hook(unit)
             handles += [m.register_forward_hook(hook, with_kwargs=True) for m in modules.values()]
         with torch.enable_grad():
-            batch = move_to_device(piece, decoder.groups.device).batch
+            batch = move_to_device(micro_batch, decoder.groups.device).batch
             frame = decoder.frame(batch)
             x_TH = decoder.embed(batch, frame).detach().requires_grad_()
             states_TH = decoder.finish(decoder.run(x_TH, frame))
             logits_TV = decoder.logits(states_TH)
             for unit in (u for u in survey.units if u.layer is None):
-                watched(unit)(_Head(decoder), (states_TH,), {}, logits_TV)
+                make_hook(unit)(_Head(decoder), (states_TH,), {}, logits_TV)
             loss = F.cross_entropy(
                 logits_TV.float(), _labels(batch).flatten(), ignore_index=IGNORED, reduction="sum"
             )
@@ -168,7 +171,7 @@ def _backward(survey: CandidateSurvey, piece: MicroBatch) -> list[_RecordedInput
 
 
 class _Head(nn.Module):
-    """The head as a module, whose weight is another's."""
+    """The head as a module; its weight may be shared."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -181,17 +184,17 @@ class _Head(nn.Module):
 
 
 @torch.no_grad()
-def _damage(seen: _RecordedInput) -> float:
+def _estimate_loss(call: _RecordedInput) -> float:
     """The estimated loss of a call with the module's current parameters."""
-    if not seen.gradient:  # an output that no counted token depends on
+    if not call.gradient:  # an output that no counted token depends on
         return 0.0
-    output = seen.module(*seen.inputs, **seen.options)
-    change = (output.float() - seen.output.float()) * seen.gradient[0].float()
+    output = call.module(*call.inputs, **call.options)
+    change = (output.float() - call.output.float()) * call.gradient[0].float()
     return 0.5 * float(change.square_().sum(dtype=torch.float64))
 
 
 def _labels(batch: Batch) -> Tensor:
-    """The token after each, where there is one."""
+    """The next token of each token, if there is one."""
     labels_BS = torch.full_like(batch.tokens_BS, IGNORED)
     labels_BS[:, :-1] = batch.tokens_BS[:, 1:]
     if batch.valid_BS is not None:

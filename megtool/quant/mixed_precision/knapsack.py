@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from megtool.errors import CalibrationError, UsageError
 
 MOST_STATES = 1 << 18
-"""Partial choices kept at a time. Beyond, only the best of those about equally large are, and the
-answer is then near the optimum, not proved to be it."""
+"""The most partial choices to extend. With more, only the best of similar size are kept, and the
+result may not be the optimum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class FormatOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnapsackItem:
-    """Something that takes exactly one of its options."""
+    """An item that takes exactly one of its options."""
 
     name: str
     options: tuple[FormatOption, ...]
@@ -35,10 +35,10 @@ class KnapsackItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnapsackSelection:
-    """The number of the option of each item, and their sums.
+    """The index of the option of each item, and their sums.
 
-    No choice within the budget has a loss below `bound`; the selection is optimal where that is
-    its own loss.
+    No choice within the budget has a loss below `bound`; the selection is optimal if its loss
+    equals it.
     """
 
     picks: tuple[int, ...]
@@ -49,10 +49,10 @@ class KnapsackSelection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnapsackStep:
-    """A point of the curve of all budgets: the least loss of so many bytes.
+    """A point of the curve of all budgets: the least loss for a number of bytes.
 
-    It differs from the point before by `item` having taken its option `option` (both empty in the
-    first, the smallest).
+    It differs from the previous point in that `item` takes its option `option` (both empty for the
+    first point, the smallest).
     """
 
     num_bytes: int
@@ -63,7 +63,7 @@ class KnapsackStep:
 
 @dataclass(frozen=True, slots=True)
 class _Rise:
-    """An item goes from one option of its hull to the next larger one."""
+    """A step of an item from one option of its hull to the next larger one."""
 
     slope: float
     item: int
@@ -73,23 +73,23 @@ class _Rise:
 
 
 def smallest(items: Sequence[KnapsackItem]) -> int:
-    """Bytes of the smallest choice there is."""
+    """The bytes of the smallest choice."""
     return sum(min(o.num_bytes for o in item.options) for item in items)
 
 
 def select(
     items: Sequence[KnapsackItem], budget: int, *, most_states: int = MOST_STATES
 ) -> KnapsackSelection:
-    """The options of least total loss within `budget` bytes; ties go to the smallest.
+    """Select the options with the least total loss within `budget` bytes; ties go to the smallest.
 
-    Partial choices are extended item by item. One goes when another is no larger and no worse, or
-    when even fractions of options could not bring it below the best choice known (the linear
-    relaxation, whose optimum is at the lower convex hulls of the options). Always the same answer
-    for the same items.
+    Partial choices are extended item by item. One is dropped if another is no larger and no worse,
+    or if even fractions of options could not bring it below the best known choice (the linear
+    relaxation, whose optimum is on the lower convex hulls of the options). The result is
+    deterministic.
 
     Raises:
-        UsageError: no choice is small enough; names the smallest.
-        CalibrationError: a loss is no number.
+        UsageError: no choice fits; names the smallest.
+        CalibrationError: a loss is NaN or Inf.
     """
     _check(items, budget)
     hulls = [_hull(item) for item in items]
@@ -109,12 +109,14 @@ def select(
 
 
 def curve(items: Sequence[KnapsackItem]) -> tuple[KnapsackStep, ...]:
-    """Budgets and the losses they allow, from the smallest choice to the one without loss.
+    """List budgets and the least losses they allow, from the smallest choice to the one without
+    loss.
 
-    Every point is the best choice of its size; between two lie others, a little above the line.
+    Every point is the best choice of its size; choices between two points are slightly above the
+    line.
 
     Raises:
-        CalibrationError: a loss is no number.
+        CalibrationError: a loss is NaN or Inf.
     """
     _check(items, None)
     hulls = [_hull(item) for item in items]
@@ -135,12 +137,12 @@ def _check(items: Sequence[KnapsackItem], budget: int | None) -> None:
         for option in item.options:
             if not np.isfinite(option.loss):
                 raise CalibrationError(
-                    f"{item.name} as {option.name} is said to cost {option.loss}",
-                    hint="measure again; activations of the sample may have overflown",
+                    f"the sensitivity of {item.name} in {option.name} is {option.loss}",
+                    hint="measure again; activations may have overflowed",
                 )
     if budget is not None and budget < (least := smallest(items)):
         raise UsageError(
-            f"a budget of {budget} bytes is below the {least} that the smallest choice takes"
+            f"a budget of {budget} bytes is below the {least} bytes of the smallest choice"
         )
 
 
@@ -181,7 +183,7 @@ def _slope(item: KnapsackItem, a: int, b: int) -> float:
 
 
 def _rises(items: Sequence[KnapsackItem], hulls: Sequence[Sequence[int]]) -> list[_Rise]:
-    """All steps along all hulls, those that gain most for a byte first."""
+    """All steps along all hulls, those with the largest gain per byte first."""
     out = []
     for number, (item, hull) in enumerate(zip(items, hulls, strict=True)):
         for place in range(1, len(hull)):
@@ -222,7 +224,7 @@ def _greedy(
 
 
 def _relaxed(items: Sequence[KnapsackItem], hulls: Sequence[Sequence[int]], budget: int) -> float:
-    """The least loss within the budget if options could be mixed: no choice has less."""
+    """The least loss within the budget if options could be mixed; no choice has less."""
     sizes, losses = _line(items, hulls, range(len(items)))
     return float(np.interp(budget, sizes, losses))
 
@@ -230,7 +232,7 @@ def _relaxed(items: Sequence[KnapsackItem], hulls: Sequence[Sequence[int]], budg
 def _line(
     items: Sequence[KnapsackItem], hulls: Sequence[Sequence[int]], some: Sequence[int]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The convex line of least losses by bytes of some of the items, relaxed."""
+    """The convex line of least losses by bytes of some items, relaxed."""
     first = [items[i].options[hulls[i][0]] for i in some]
     rises = _rises([items[i] for i in some], [hulls[i] for i in some])
     sizes = np.cumsum([sum(o.num_bytes for o in first), *(r.num_bytes for r in rises)])
@@ -245,7 +247,7 @@ def _searched(
     best: float,
     most_states: int,
 ) -> tuple[tuple[int, ...] | None, bool]:
-    """The best choice of a loss of at most `best`, and whether none was passed over."""
+    """The best choice with a loss of at most `best`, and whether the search was exhaustive."""
     order = _by_clearness(items, hulls, budget)
     allowed = best + 1e-12 * abs(best)
     sizes, losses = np.zeros(1, np.int64), np.zeros(1)

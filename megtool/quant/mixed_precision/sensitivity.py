@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.errors import UsageError
-from megtool.inference.load import load
 from megtool.model.batch import Batch
-from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.calibration.fingerprint import Fingerprint
@@ -27,22 +23,38 @@ from megtool.quant.calibration.micro_batches import (
 )
 from megtool.quant.calibration.rank_sync import RankSync
 from megtool.quant.calibration.sensitivities import Sensitivities, SensitivityMethod
+from megtool.quant.calibration.settings import CalibrationRuntime
 from megtool.quant.mixed_precision.candidates import CandidateSurvey
 from megtool.quant.mixed_precision.decision_units import list_units
-from megtool.quant.mixed_precision.gradient_sensitivity import by_gradient
-from megtool.quant.mixed_precision.kl_sensitivity import by_divergence
+from megtool.quant.mixed_precision.gradient_sensitivity import measure_gradient_sensitivity
+from megtool.quant.mixed_precision.kl_sensitivity import measure_kl_sensitivity
 from megtool.quant.mixed_precision.sensitivity_cache import SensitivityCache
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
 from megtool.reshard.source import CheckpointSource
 
-MOST_TOKENS, SHORT = 256, 64
-"""Divergence takes a run for each unit and format, and some hundred tokens tell which of two is
-larger: of more data, so many are run, in rows cut to `SHORT` (where there are enough of them) and
-taken from all over it."""
+MOST_TOKENS, SHORT_ROW = 256, 64
+"""KL divergence takes a run per decision unit and format, so it uses about `MOST_TOKENS` tokens in
+rows of `SHORT_ROW`, spread over the data. That is enough to rank formats."""
 
 STATES_BYTES = 1 << 30
-"""What the states of all runs that go on together may take."""
+"""Memory for the states of all concurrent runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SensitivitySettings(CalibrationRuntime):
+    """How sensitivities are measured.
+
+    Args:
+        group_size: replaces the group size of formats that allow several (0: their own).
+        most_tokens: tokens for KL divergence.
+        memory_bytes: memory for the states of concurrent runs; with less, the layers are loaded
+            more often.
+    """
+
+    group_size: int = 0
+    most_tokens: int = MOST_TOKENS
+    memory_bytes: int = STATES_BYTES
 
 
 def method_for(recipe: Recipe) -> SensitivityMethod:
@@ -51,20 +63,19 @@ def method_for(recipe: Recipe) -> SensitivityMethod:
 
 
 def check_layout(recipe: Recipe, parallel: ParallelConfig) -> None:
-    """Refuse layouts in which sensitivity is not measured.
+    """Refuse layouts in which sensitivity cannot be measured.
 
     Raises:
-        UsageError: stages, whose layers no rank has all of; or for `gradient`, weights in parts.
+        UsageError: pipeline parallelism, or for `gradient` any split of the weights.
     """
     sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "ep", "etp")}
     refused = ["pp"] if method_for(recipe) == "kl_div" else [*sizes]
     if flags := " ".join(f"--{axis} {sizes[axis]}" for axis in refused if sizes[axis] > 1):
+        options = "this option" if len(flags.split()) == 2 else "these options"
+        alternative = ", or with --tp or --ep" if refused == ["pp"] else ""
         raise UsageError(
-            f"{flags}, and what formats cost by {method_for(recipe)} is not measured so",
-            hint="torchrun without "
-            + ("it" if len(flags.split()) == 2 else "them")
-            + ": ranks then "
-            "share the data out" + ("; or with --tp or --ep" if refused == ["pp"] else ""),
+            f"sensitivity by {method_for(recipe)} cannot be measured with {flags}",
+            hint=f"use torchrun without {options}: ranks then split the data{alternative}",
         )
 
 
@@ -72,103 +83,105 @@ def measure(
     source: CheckpointSource,
     decisions: Sequence[Decision],
     recipe: Recipe,
-    points: Sequence[ActivationSite],
+    sites: Sequence[ActivationSite],
     batches: Sequence[Batch],
     *,
-    group_size: int = 0,
-    groups: ProcessGroups | None = None,
-    dtype: str = "float32",
-    device: torch.device | str = "cpu",
-    resident: bool = False,
-    most_tokens: int = MOST_TOKENS,
-    memory_bytes: int = STATES_BYTES,
-    threads: int | None = None,
-    work: Path | None = None,
+    settings: SensitivitySettings | None = None,
     fingerprint: Fingerprint | None = None,
     progress: Progress = silent,
 ) -> Sensitivities:
-    """The sensitivity of each decision unit in each of its formats, the same on every rank.
+    """Measure the sensitivity of each decision unit in each of its candidate formats.
 
-    Formats are settled as the recipe says, from statistics of all `batches`; divergence is over
-    `most_tokens` tokens from all over them. Every rank is given the same batches; data-parallel
-    ranks share them out. Layers are loaded as they are needed, or with
-    `resident` (and for `gradient`, always) all at once. `memory_bytes` bounds the states of runs
-    under way: fewer at a time go over the layers more often. `work` is a folder to go on from after
-    a kill, with the same numbers; the `fingerprint` says whose it is.
+    Every rank gets the same batches and returns the same result; data-parallel ranks split the
+    batches. Parameters are solved as the recipe says, from the statistics of all batches.
+
+    Args:
+        source: the checkpoint.
+        decisions: the candidates of each module.
+        recipe: the recipe, for its algorithms and its method.
+        sites: all activation sites of the model.
+        batches: the data.
+        settings: ranks, dtype, sizes, and the folder to resume from.
+        fingerprint: identifies model, recipe and data; needed to resume.
+        progress: reports passes through layers.
 
     Raises:
-        UsageError: in a layout for which `check_layout` has an error.
-        CalibrationError: no data, an activation that is NaN or infinite, or work that belongs to
-            another measurement.
-        RecipeError: what engines run as one is not left to one choice.
+        UsageError: the layout is not supported (see `check_layout`).
+        CalibrationError: no data; NaN or Inf in activations; or the folder belongs to another
+            measurement.
+        RecipeError: modules that engines run as one do not have the same candidates.
     """
-    groups = ProcessGroups.alone(device) if groups is None else groups
+    settings = SensitivitySettings() if settings is None else settings
+    groups = settings.process_groups()
     check_layout(recipe, groups.parallel)
     ranks = RankSync(groups=groups)
-    units = list_units(decisions, recipe, group_size=group_size)
+    units = list_units(decisions, recipe, group_size=settings.group_size)
     method = method_for(recipe)
     cache = None
     with contextlib.ExitStack() as stack:
-        if work is not None and fingerprint is not None:
-            settings = {
-                "dtype": str(dtype),
-                "device": torch.device(device).type,
-                "method": method,
-                "tokens": [most_tokens, SHORT],
-                "rows": [list(b.shape) for b in batches],
-                "layout": [getattr(groups, axis).size for axis in ("tp", "ep", "etp", "dp")],
-            }
-            leads = groups.rank == 0
+        if settings.resume_folder is not None and fingerprint is not None:
             cache = SensitivityCache(
-                work, fingerprint=fingerprint, units=units, settings=settings, leads=leads
+                settings.resume_folder,
+                fingerprint=fingerprint,
+                units=units,
+                settings={
+                    "dtype": settings.dtype,
+                    "device": groups.device.type,
+                    "method": method,
+                    "tokens": [settings.most_tokens, SHORT_ROW],
+                    "rows": [list(b.shape) for b in batches],
+                    "layout": [getattr(groups, axis).size for axis in ("tp", "ep", "etp", "dp")],
+                },
+                is_leader=groups.rank == 0,
             )
             with ranks.raise_together():
                 stack.enter_context(cache.work.claim())
-        decoder = load(
-            source,
-            groups=groups,
-            dtype=dtype,
-            device=device,
-            on_demand=not resident and method == "kl_div",
-            threads=threads,
-        )
-        pieces = split_batches(batches, decoder.config)
+        decoder = settings.load(source, groups, stream_layers=method == "kl_div")
+        micro_batches = split_batches(batches, decoder.config)
         weights = stack.enter_context(CanonicalWeights(source))
-        local_pieces = shard_micro_batches(pieces, groups.dp)
         survey = CandidateSurvey(
-            decoder, units, decisions, recipe, points, weights, local_pieces, cache
+            decoder,
+            units,
+            decisions,
+            recipe,
+            sites,
+            weights,
+            shard_micro_batches(micro_batches, groups.dp),
+            cache,
         )
         if method == "gradient":
-            measured_losses, tokens = (
-                by_gradient(survey, pieces, progress, cache),
-                num_valid(pieces),
-            )
+            losses_by_key = measure_gradient_sensitivity(survey, micro_batches, progress, cache)
         else:
-            some = spread(pieces, most_tokens)
-            local_pieces = shard_micro_batches(some, groups.dp)
-            measured_losses = by_divergence(survey, local_pieces, memory_bytes, progress, cache)
-            tokens = num_valid(some)
-        with ranks.raise_together():  # none reads what is settled any more
-            measured_losses = ranks.all_gather(measured_losses)[0]
+            micro_batches = spread(micro_batches, settings.most_tokens)
+            local_batches = shard_micro_batches(micro_batches, groups.dp)
+            losses_by_key = measure_kl_sensitivity(
+                survey, local_batches, settings.memory_bytes, progress, cache
+            )
+        with ranks.raise_together():  # no rank reads the stored parameters any more
+            losses_by_key = ranks.all_gather(losses_by_key)[0]
         if cache is not None and groups.rank == 0:
-            cache.forget_settled(range(decoder.config.num_layers + 1))
+            cache.remove_qparams(range(decoder.config.num_layers + 1))
     losses: dict[str, dict[str, float]] = {u.name: {} for u in units}
     for run in survey.runs():
-        losses[run.unit.name][run.key] = measured_losses[run.unit.name, run.key]
-    return Sensitivities(method=method, num_tokens=tokens, losses=losses)
+        losses[run.unit.name][run.key] = losses_by_key[run.unit.name, run.key]
+    return Sensitivities(method=method, num_tokens=num_valid(micro_batches), losses=losses)
 
 
-def spread(pieces: Sequence[MicroBatch], most: int) -> list[MicroBatch]:
-    """Micro batches of about `tokens` tokens: short rows, spread over the data."""
-    rows = [(piece, row) for piece in pieces for row in range(piece.batch.shape[0])]
-    width = max(piece.batch.shape[1] for piece in pieces)
-    if not any(_is_padded_left(p.batch) for p in pieces):
-        width = min(max(SHORT, -(-most // len(rows))), width)
+def spread(micro_batches: Sequence[MicroBatch], most: int) -> list[MicroBatch]:
+    """Select micro-batches of about `most` tokens in short rows, spread over the data."""
+    rows = [
+        (micro_batch, row)
+        for micro_batch in micro_batches
+        for row in range(micro_batch.batch.shape[0])
+    ]
+    width = max(micro_batch.batch.shape[1] for micro_batch in micro_batches)
+    if not any(_is_padded_left(p.batch) for p in micro_batches):
+        width = min(max(SHORT_ROW, -(-most // len(rows))), width)
     num_rows = min(len(rows), max(-(-most // width), 1))
     samples: dict[int, tuple[MicroBatch, list[int]]] = {}
     for number in range(num_rows):
-        piece, row = rows[number * len(rows) // num_rows]
-        samples.setdefault(piece.first_row, (piece, []))[1].append(row)
+        micro_batch, row = rows[number * len(rows) // num_rows]
+        samples.setdefault(micro_batch.first_row, (micro_batch, []))[1].append(row)
     return [replace(p, batch=_short(p.batch, some, width)) for p, some in samples.values()]
 
 
@@ -177,7 +190,7 @@ def _is_padded_left(batch: Batch) -> bool:
 
 
 def _short(batch: Batch, rows: Sequence[int], width: int) -> Batch:
-    """The beginnings of some rows of a batch."""
+    """The first `width` tokens of some rows of a batch."""
 
     def part(t: Tensor | None) -> Tensor | None:
         if t is None:

@@ -1,8 +1,8 @@
 """Finished measurements in a folder, from which an interrupted run resumes.
 
-There is a file for every layer that was settled in all its formats, files of the activations that
-enter the next one, and one of the losses that are known. All of them appear under their names when
-they are whole, and hold digests; what is not sound is measured again.
+There is a file with the quantization parameters of each finished layer in all its formats, files
+with the inputs of the next layer, and a file of finished losses. Files are renamed when they are
+complete, and have digests; a damaged one is measured again.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ _LOG = logging.getLogger(__name__)
 _LOSSES = "losses.safetensors"
 
 Key = tuple[str, str]
-"""A unit, and a format (`units.key_of`)."""
+"""A decision unit and a format (`decision_units.key_of`)."""
 
 
 class SensitivityCache:
     """The folder of one measurement. `settings` are those that change its numbers, besides the
-    formats of `units`. Of several ranks one `leads`, and writes. Use `work.claim` before anything
-    else."""
+    formats of `units`. Of several ranks only the leader writes. Call `work.claim` first."""
 
     def __init__(
         self,
@@ -43,23 +42,23 @@ class SensitivityCache:
         fingerprint: Fingerprint,
         units: Sequence[DecisionUnit],
         settings: Mapping[str, Any],
-        leads: bool = True,
+        is_leader: bool = True,
     ) -> None:
         formats = {u.name: [_plain(asdict(f)) for f in u.formats] for u in units}
         self.work = ResumeFolder(
             folder,
             fingerprint=fingerprint,
             settings={**settings, "formats": formats},
-            is_leader=leads,
+            is_leader=is_leader,
         )
 
-    # ---- layers, and behind them the head, as they would be settled
+    # ---- quantization parameters of layers, then of the head
 
     def record_qparams(self, layer: int, qparams: Mapping[Key, QParams]) -> None:
         """Store the quantization parameters of a layer's decision units.
 
         Raises:
-            StorageError: the disk is full, or refuses otherwise.
+            StorageError: the file cannot be written, as when the disk is full.
         """
         arrays: dict[str, calibration_file_io.Array] = {}
         entries = []
@@ -67,7 +66,7 @@ class SensitivityCache:
             unit_arrays: dict[str, calibration_file_io.Array] = {}
             entries.append([*key, encode_qparams(solved, unit_arrays)])
             arrays |= {f"{number}/{name}": array for name, array in unit_arrays.items()}
-        facts = {"layer": layer, "settled": entries}
+        facts = {"layer": layer, "qparams": entries}
         calibration_file_io.write(self._qparams_file(layer), arrays, facts, self.work.files)
 
     def read_qparams(self, layer: int) -> dict[Key, QParams] | None:
@@ -80,39 +79,40 @@ class SensitivityCache:
             if facts["layer"] != layer:
                 raise ValueError(f"it is of layer {facts['layer']}")
             out = {}
-            for number, (unit, key, entry) in enumerate(facts["settled"]):
+            for number, (unit, key, entry) in enumerate(facts["qparams"]):
                 prefix = f"{number}/"
                 unit_arrays = {
                     n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)
                 }
                 out[str(unit), str(key)] = decode_qparams(entry, unit_arrays)
         except (CalibrationError, KeyError, TypeError, ValueError, IndexError) as e:
-            _LOG.warning("%s is damaged, and is made again: %s", path, e)
+            _LOG.warning("%s is damaged and is computed again: %s", path, e)
             return None
         return out
 
-    def forget_settled(self, layers: Iterable[int]) -> None:
-        """Remove stored quantization parameters, which are not needed once all losses are known."""
+    def remove_qparams(self, layers: Iterable[int]) -> None:
+        """Remove quantization parameters, which are not needed once all losses are finished."""
         for layer in layers:
             self.work.files.remove(self._qparams_file(layer))
 
     # ---- losses
 
-    def record_losses(self, losses: Mapping[Key, float], num_pieces: int = 0) -> None:
-        """Keep the losses that are known, or their sums over the first `num_pieces` pieces.
+    def record_losses(self, losses: Mapping[Key, float], num_micro_batches: int = 0) -> None:
+        """Store the finished losses, or their sums over the first `num_micro_batches`
+        micro-batches.
 
         Raises:
-            StorageError: the disk is full, or refuses otherwise.
+            StorageError: the file cannot be written, as when the disk is full.
         """
         arrays = {
             "losses": np.array(list(losses.values()), np.float64),
-            "num_pieces": np.array([num_pieces], np.int64),
+            "num_pieces": np.array([num_micro_batches], np.int64),
         }
         facts = {"keys": [list(key) for key in losses]}
         calibration_file_io.write(self.work.folder / _LOSSES, arrays, facts, self.work.files)
 
     def losses(self) -> tuple[dict[Key, float], int]:
-        """The losses that are known, and of how many pieces they are sums."""
+        """The finished losses, and over how many micro-batches they are summed."""
         path = self.work.folder / _LOSSES
         if self.work.files.stat(path) is None:
             return {}, 0
@@ -123,14 +123,14 @@ class SensitivityCache:
             by_key = dict(zip(keys, values, strict=True))
             count = int(arrays["num_pieces"][0])
             if not np.isfinite(values).all() or count < 0:
-                raise ValueError("losses that are none")
+                raise ValueError("invalid losses")
         except (CalibrationError, KeyError, TypeError, ValueError, IndexError) as e:
-            _LOG.warning("%s is damaged, and is measured again: %s", path, e)
+            _LOG.warning("%s is damaged and is measured again: %s", path, e)
             return {}, 0
         return by_key, count
 
     def _qparams_file(self, layer: int) -> Path:
-        return self.work.folder / f"settled-{layer:05d}.safetensors"
+        return self.work.folder / f"qparams-{layer:05d}.safetensors"
 
 
 def _plain(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Norms that take in per-channel factors, as feeds of a plan."""
+"""Feeds that divide norms by smoothing scales."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megtool.tensors.sharded import GlobalTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldedNorm:
-    """A norm's weight (or bias) divided by factors, in float32 and rounded once.
+    """A norm's weight (or bias) divided by factors in float32 and rounded once.
 
-    `zero_centered` weights w stand for 1 + w.
+    Zero-centered weights w represent 1 + w.
     """
 
     placement: Placement
@@ -33,28 +33,28 @@ class FoldedNorm:
 
     @property
     def reads(self) -> tuple[Placement, ...]:
-        """The tensor as it was."""
+        """The norm in the source."""
         return (self.placement,)
 
     @property
     def writes(self) -> tuple[TargetRegion, ...]:
-        """All of it."""
+        """The whole tensor."""
         return (whole_region(self.tensor),)
 
     @property
     def num_bytes(self) -> int:
-        """Its bytes."""
+        """The bytes of the tensor."""
         return self.tensor.num_bytes
 
     @property
     def identity(self) -> bytes:
-        """The factors."""
+        """A digest of the factors."""
         return digest_facts(self.factors, self.zero_centered, self.tensor.dtype.name)
 
-    def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
+    def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `TensorFeed`."""
-        # Taken as it is to be stored: a source of other types is then no other than its cast.
-        with taking.open(self.placement, self.tensor.dtype) as run:
+        # Read in the stored dtype: a source of another dtype gives the same bytes as its cast.
+        with reader.open(self.placement, self.tensor.dtype) as run:
             stored = run.read(0, numel(self.placement.shape))
             values = single(stored, self.tensor.dtype.name)
         unit_offset = np.float32(self.zero_centered)
@@ -63,6 +63,7 @@ class FoldedNorm:
         )
         if not np.isfinite(out).all():
             raise CalibrationError(
-                "factors of its columns make it infinite or NaN", tensor=self.tensor.name
+                "dividing the norm by its smoothing scales gives NaN or Inf",
+                tensor=self.tensor.name,
             )
         yield 0, (0,), to_bits(round_to_dtype(out, self.tensor.dtype), self.tensor.dtype)

@@ -1,8 +1,8 @@
 """The quantization config of a Hugging Face folder: hf_quant_config.json and config.json.
 
-Both say the same. Engines read one or the other: TensorRT-LLM and SGLang hf_quant_config.json
-first, vLLM either, in ModelOpt's words. Where ModelOpt 0.47 leaves out what one of them asks for
-(groups and `pre_quant_scale` in config.json, algorithms in capitals), it stands here.
+Both have the same content, because engines read one or the other: TensorRT-LLM and SGLang read
+hf_quant_config.json first, vLLM either, in ModelOpt's schema. Keys that ModelOpt 0.47 leaves out
+but an engine needs (groups and `pre_quant_scale` in config.json, upper-case algorithms) are added.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megtool.quant.recipes.formats import ALGO_SPELLING, FORMATS, PLAIN_ALGOS, S
 MIXED = "MIXED_PRECISION"
 
 PRODUCER = {"name": "modelopt", "version": "0.47.0", "written_by": f"megtool {__version__}"}
-"""Engines recognize the file by the producer's name; the version is the one whose form it has."""
+"""Engines recognize the file by the producer's name; the version is that of the schema."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +37,14 @@ class QuantizedLayer:
 def quantization(
     layers: Sequence[QuantizedLayer], unquantized: Iterable[str], kv_algo: str | None
 ) -> dict[str, Any]:
-    """The `quantization` of hf_quant_config.json.
+    """The `quantization` section of hf_quant_config.json.
 
-    `kept` are the stored names of linear modules that are left as they are.
+    `unquantized` are the stored names of linear modules that are not quantized.
     """
     entries = [_layer_config(layer) for layer in layers]
     different = {(layer.algo, layer.group_size) for layer in layers}
     out: dict[str, Any] = {"quant_algo": None, "kv_cache_quant_algo": kv_algo}
-    if len(different) == 1:  # smoothed or not: the norm before some takes their factors
+    if len(different) == 1:  # smoothed or not: for some the norm has the smoothing scales
         out |= next((s for s in entries if s.get("pre_quant_scale")), entries[0])
     elif different:
         out["quant_algo"] = MIXED
@@ -69,9 +69,10 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\..+")
 
 
 def summarize_modules(unquantized: Iterable[str], quantized: Collection[str]) -> list[str]:
-    """Names of modules; the experts of a mixture become one glob if all of them are unquantized.
+    """Sorted names of unquantized modules, with experts as globs.
 
-    Engines build such experts as one module, called as what is before the star.
+    The experts of a layer become one glob if all of them are unquantized: engines build them as one
+    module, named like the part before the star.
     """
     expert_modules = {m[1] for name in quantized if (m := _EXPERT.fullmatch(name))}
     out: dict[str, None] = {}
@@ -82,7 +83,7 @@ def summarize_modules(unquantized: Iterable[str], quantized: Collection[str]) ->
 
 
 def hf_quant_config(section: Mapping[str, Any]) -> bytes:
-    """The file hf_quant_config.json."""
+    """The content of hf_quant_config.json."""
     value = {"producer": PRODUCER, "quantization": section}
     return (json.dumps(value, indent=4, ensure_ascii=False) + "\n").encode()
 
@@ -97,7 +98,7 @@ def with_quantization(config: bytes, section: Mapping[str, Any]) -> bytes:
 def with_blocks(config: bytes, unquantized: Iterable[str]) -> bytes:
     """A config.json that declares all experts as MXFP4 blocks, as OpenAI's gpt-oss does.
 
-    `kept` are the stored names of all that could be taken for a quantized module and is none.
+    `unquantized` are the stored names of modules that are not quantized but could be taken for it.
     """
     value = json.loads(config)
     value["quantization_config"] = {
@@ -115,7 +116,7 @@ _LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
 def inline(section: Mapping[str, Any]) -> dict[str, Any]:
     """The `quantization_config` of config.json.
 
-    `kv_cache_scheme` stands there for FP8 alone: loaders take any other for none.
+    `kv_cache_scheme` is only written for FP8, because loaders ignore any other.
     """
     out: dict[str, Any] = {}
     groups = _groups(section)
@@ -132,7 +133,8 @@ def inline(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _groups(section: Mapping[str, Any]) -> dict[str, Any]:
-    """`config_groups` in compressed-tensors' form, for the formats that ModelOpt writes there."""
+    """`config_groups` in the schema of compressed-tensors, for the formats for which ModelOpt
+    writes them."""
     if section["quant_algo"] == MIXED:
         alike: dict[str, list[str]] = defaultdict(list)
         for name, layer in section["quantized_layers"].items():
@@ -155,7 +157,7 @@ _INPUT_BITS = {"FP8": 8, "NVFP4": 4, "INT8": 8, "MXFP8": 8, "MXFP4": 4}
 
 
 def _scheme(algo: str, group: int) -> dict[str, Any]:
-    """Weights and inputs of a format."""
+    """The schemes of weights and inputs of a format."""
     form = FORMATS[PLAIN_ALGOS.get(algo, algo).upper()]
     kind = "int" if form.weights.startswith("INT") else "float"
     weights: dict[str, Any] = {"dynamic": False, "num_bits": form.bits, "type": kind}

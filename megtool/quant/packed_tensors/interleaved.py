@@ -21,32 +21,32 @@ from megtool.tensors.placement import Placement
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterleavedWeights(WeightToPack):
     """Weights whose rows alternate: `runs[0]` rows of the first, `runs[1]` of the second, and so
-    on, and again from the first. `placement` and `dtype` are those of the first."""
+    on, repeatedly. `placement` and `dtype` are those of the first."""
 
     parts: tuple[WeightToPack, ...]
     runs: tuple[int, ...]
 
     @property
     def reads(self) -> tuple[Placement, ...]:
-        """All of them."""
+        """The placements of all weights."""
         return tuple(p.placement for p in self.parts)
 
     @property
-    def turn(self) -> int:
-        """The rows of one turn."""
+    def period(self) -> int:
+        """The number of rows after which the order of weights repeats."""
         return sum(self.runs)
 
     @contextmanager
-    def reading(self, taking: RegionReader) -> Iterator[Callable[[int, int], Array]]:
-        """See `Weight`; ranges are of whole turns."""
-        width, turn = self.shape[1], self.turn
+    def open_rows(self, reader: RegionReader) -> Iterator[Callable[[int, int], Array]]:
+        """See `WeightToPack`; ranges are multiples of `period`."""
+        width, period = self.shape[1], self.period
 
         def read(first: int, end: int) -> Array:
-            a, b = first // width // turn, end // width // turn
-            out = np.empty((b - a, turn, width), self.dtype.view)
+            a, b = first // width // period, end // width // period
+            out = np.empty((b - a, period, width), self.dtype.view)
             offset = 0
             for part, run in zip(self.parts, self.runs, strict=True):
-                with taking.open(part.placement, part.dtype) as part_rows:
+                with reader.open(part.placement, part.dtype) as part_rows:
                     block = part_rows.read(a * run * width, b * run * width)
                     out[:, offset : offset + run] = block.reshape(b - a, run, width)
                 offset += run
@@ -56,45 +56,47 @@ class InterleavedWeights(WeightToPack):
 
 
 def interleave(parts: Sequence[WeightToPack], runs: Sequence[int]) -> InterleavedWeights:
-    """Join interleaved weights into one, with all of their parameters row by row.
+    """Join interleaved weights into one, with their parameters row by row.
 
     Raises:
-        CalibrationError: of some scales or codes are settled, and of others not.
+        CalibrationError: only some of the weights have calibrated scales or codes.
     """
     first = parts[0]
-    treatments = [p.treatment for p in parts]
+    all_qparams = [p.qparams for p in parts]
     rows = sum(p.shape[0] for p in parts)
-    treatment = replace(
-        first.treatment,
-        amax=_rows(treatments, "amax", [t.amax for t in treatments], parts, runs),
-        codes=_rows(treatments, "codes", [t.codes for t in treatments], parts, runs),
-        global_amax=max(t.global_amax for t in treatments),
+    qparams = replace(
+        first.qparams,
+        amax=_interleave_rows(all_qparams, "amax", [t.amax for t in all_qparams], parts, runs),
+        codes=_interleave_rows(all_qparams, "codes", [t.codes for t in all_qparams], parts, runs),
+        global_amax=max(t.global_amax for t in all_qparams),
     )
     return InterleavedWeights(
-        placement=replace(first.placement, canonical=""),  # what is wrong may be of any of them
+        placement=replace(first.placement, canonical=""),  # an error may be in any of them
         shape=(rows, first.shape[1]),
         dtype=first.dtype,
-        treatment=treatment,
+        qparams=qparams,
         parts=tuple(parts),
         runs=tuple(runs),
     )
 
 
-def _rows(
-    treatments: Sequence[WeightQParams],
+def _interleave_rows(
+    all_qparams: Sequence[WeightQParams],
     label: str,
     values: Sequence[NDArray[Any] | None],
     parts: Sequence[WeightToPack],
     runs: Sequence[int],
 ) -> NDArray[Any] | None:
-    """Per-row values (or per block of rows) in the order of the stored rows."""
+    """Interleave values per row (or per block of rows) like the stored rows."""
     present = [v for v in values if v is not None]
     if not present:
         return None
     if len(present) < len(values):
         raise CalibrationError(
-            f"its {label} is settled, and that of a weight stored in the same tensor is not",
-            tensor=next(t.module for t, v in zip(treatments, values, strict=True) if v is not None),
+            f"it has calibrated {label}, but a weight stored in the same tensor has none",
+            tensor=next(
+                t.module for t, v in zip(all_qparams, values, strict=True) if v is not None
+            ),
         )
     turns = []
     for value, part, run in zip(present, parts, runs, strict=True):

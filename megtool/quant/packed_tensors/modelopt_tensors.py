@@ -1,8 +1,8 @@
 """The tensors of a quantized module, as in ModelOpt's unified Hugging Face export.
 
-Names stand on the module's Hugging Face name, as the loaders of engines look for them: `weight`,
-`weight_scale`, `weight_scale_2`, `input_scale`, `pre_quant_scale`; a KV cache has
-`k_proj.k_scale` and `v_proj.v_scale`. Single scales have no dimension.
+Names extend the module's Hugging Face name, as engines expect: `weight`, `weight_scale`,
+`weight_scale_2`, `input_scale`, `pre_quant_scale`; a KV cache has `k_proj.k_scale` and
+`v_proj.v_scale`. Single scales have no dimension.
 """
 
 from __future__ import annotations
@@ -31,58 +31,58 @@ COLUMNS_SCALE = "pre_quant_scale"
 
 E4M3, INT8 = 448.0, 127.0
 
-SECONDS: Mapping[str, float] = {"W4A8_AWQ": E4M3, "W4A8_NVFP4_FP8": E4M3}
-"""What the amax of the whole tensor is divided by for `weight_scale_2`, where it is not NVFP4's
-6 * 448: engines make FP8 of these codes before they multiply (modelopt `export/quant_utils.py`
+GLOBAL_SCALE_DIVISORS: Mapping[str, float] = {"W4A8_AWQ": E4M3, "W4A8_NVFP4_FP8": E4M3}
+"""Divisors of the amax of the entire tensor for `weight_scale_2`, if not NVFP4's 6 * 448: engines
+convert these codes to FP8 before they multiply (modelopt `export/quant_utils.py`
 get_weight_scaling_factor_2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedTensorSpec:
-    """One stored tensor of a module; `value` is what it holds where that is known beforehand, else
-    it is the codes or scales that come of the weight (`part`)."""
+    """A stored tensor of a module. `value` is its content if that is known beforehand; otherwise
+    `part` says which codes or scales of the weight it has."""
 
     tensor: GlobalTensor
     part: PackedPart | None = None
     value: NDArray[np.generic] | None = None
 
 
-def needs_amax(treatment: WeightQParams) -> bool:
+def needs_amax(qparams: WeightQParams) -> bool:
     """Whether the amax of the entire weight (after smoothing) must be known first."""
-    algo = treatment.format.algo
+    algo = qparams.format.algo
     if algo == "FP8":
-        return treatment.amax is None
-    return has_second(algo) and not treatment.global_amax
+        return qparams.amax is None
+    return has_global_scale(algo) and not qparams.global_amax
 
 
-def has_second(algo: str) -> bool:
-    """There is a `weight_scale_2`."""
-    return algo in SECONDS or "NVFP4" in algo
+def has_global_scale(algo: str) -> bool:
+    """Whether a format has a `weight_scale_2`."""
+    return algo in GLOBAL_SCALE_DIVISORS or "NVFP4" in algo
 
 
-def second_scale(algo: str, amax: float) -> NDArray[np.float32]:
-    """`weight_scale_2`, from the amax of the entire weight."""
-    top = np.asarray(amax, np.float32)
-    if algo in SECONDS:
-        return np.asarray(modelopt_scale(top, SECONDS[algo]), np.float32)
-    return np.asarray(modelopt_second(top), np.float32)
+def compute_global_scale(algo: str, amax: float) -> NDArray[np.float32]:
+    """Compute `weight_scale_2` from the amax of the entire weight."""
+    tensor_amax = np.asarray(amax, np.float32)
+    if algo in GLOBAL_SCALE_DIVISORS:
+        return np.asarray(modelopt_scale(tensor_amax, GLOBAL_SCALE_DIVISORS[algo]), np.float32)
+    return np.asarray(modelopt_second(tensor_amax), np.float32)
 
 
-def input_scale(treatment: WeightQParams) -> NDArray[np.float32] | None:
-    """`input_scale`, None where a format has none.
+def compute_input_scale(qparams: WeightQParams) -> NDArray[np.float32] | None:
+    """Compute `input_scale`; None if the format has none.
 
     Raises:
-        CalibrationError: it has one, and nothing is known about inputs.
+        CalibrationError: the amax of the inputs is unknown.
     """
-    form = treatment.format
+    form = qparams.format
     if not form.number.calibrates:
         return None
-    amax = np.asarray(treatment.input_amax, np.float32)
+    amax = np.asarray(qparams.input_amax, np.float32)
     if not (np.isfinite(amax) and amax > 0):
         raise CalibrationError(
-            f"{form.algo} scales inputs by a number that calibration finds, and of "
-            f"{treatment.module} it has found {treatment.input_amax:g}",
-            hint="calibrate with data, or take a format that scales inputs as they come",
+            f"{form.algo} needs a static input scale, but the calibrated input amax of "
+            f"{qparams.module} is {qparams.input_amax:g}",
+            hint="calibrate with data, or choose a format with dynamic input scales",
         )
     if INPUT_PACKINGS[form.algo].startswith("nvfp4"):
         return np.asarray(modelopt_second(amax), np.float32)
@@ -90,7 +90,7 @@ def input_scale(treatment: WeightQParams) -> NDArray[np.float32] | None:
     return np.asarray(modelopt_scale(amax, largest), np.float32)
 
 
-def tensor_specs(
+def list_module_specs(
     name: str,
     shape: tuple[int, int],
     form: RecipeFormat,
@@ -100,10 +100,10 @@ def tensor_specs(
     inputs: NDArray[np.float32] | None = None,
     columns: Floats | None = None,
 ) -> list[QuantizedTensorSpec]:
-    """The tensors of the module `name` whose weight is of `shape`, codes first.
+    """List the tensors of the module `name` with a weight of `shape`, codes first.
 
-    `amax` is that of the whole weight, where the format needs it; `inputs` the `input_scale`;
-    `columns` the factors that inputs are divided by, if these are to be stored, in `dtype`.
+    `amax` is that of the entire weight, if the format needs it; `inputs` is the `input_scale`;
+    `columns` are the smoothing scales, if they are stored, in `dtype`.
 
     Raises:
         UsageError: groups or blocks do not divide the weight, or rows cannot be paired.
@@ -113,7 +113,7 @@ def tensor_specs(
     for part in layout(packing, shape):
         value: NDArray[np.generic] | None = None
         if part.role == SCALE_2:
-            value = second_scale(form.algo, amax)
+            value = compute_global_scale(form.algo, amax)
         elif part.role == SCALE and not part.shape:
             value = np.asarray(modelopt_scale(np.asarray(amax, np.float32), E4M3), np.float32)
         kind = named_dtype(stored_type(part.dtype))
@@ -121,8 +121,10 @@ def tensor_specs(
             name=f"{name}.{NAMES[part.role]}", shape=part.shape, dtype=kind
         )
         out.append(QuantizedTensorSpec(tensor=stored_tensor, part=part, value=value))
-    if form.algo in SECONDS and all(h.part and h.part.role != SCALE_2 for h in out):
-        out.append(_constant_spec(f"{name}.{NAMES[SCALE_2]}", second_scale(form.algo, amax)))
+    if form.algo in GLOBAL_SCALE_DIVISORS and all(h.part and h.part.role != SCALE_2 for h in out):
+        out.append(
+            _constant_spec(f"{name}.{NAMES[SCALE_2]}", compute_global_scale(form.algo, amax))
+        )
     if inputs is not None:
         out.append(_constant_spec(f"{name}.{INPUT_SCALE}", inputs))
     if columns is not None:
@@ -133,23 +135,23 @@ def tensor_specs(
 
 
 def stored_type(dtype: str) -> str:
-    """The type that a part is stored as: powers of two are bytes to the loaders of MX formats."""
+    """The dtype that a part is stored as: loaders of MX formats expect exponents as bytes."""
     return "uint8" if dtype == "float8_e8m0fnu" else dtype
 
 
-def caches_of(attention: str, cache: KVCacheQParams) -> list[QuantizedTensorSpec]:
-    """The scales of a layer's keys and values, on the name of its attention."""
+def list_kv_scale_specs(attention: str, cache: KVCacheQParams) -> list[QuantizedTensorSpec]:
+    """List the scales of a layer's keys and values, named after its attention."""
     out = []
     for name, amax in (("k_proj.k_scale", cache.key_amax), ("v_proj.v_scale", cache.value_amax)):
-        top = np.asarray(amax, np.float32)
-        if not (np.isfinite(top) and top >= 0):
-            raise CalibrationError(f"the amax of the cache {cache.module} is {amax:g}")
+        cache_amax = np.asarray(amax, np.float32)
+        if not (np.isfinite(cache_amax) and cache_amax >= 0):
+            raise CalibrationError(f"the amax of the KV cache {cache.module} is {amax:g}")
         if cache.format.constant:
             scale = np.ones((), np.float32)
         elif cache.format.kv_algo == "NVFP4":
-            scale = np.asarray(modelopt_second(top), np.float32)
+            scale = np.asarray(modelopt_second(cache_amax), np.float32)
         else:
-            scale = np.asarray(modelopt_scale(top, E4M3), np.float32)
+            scale = np.asarray(modelopt_scale(cache_amax, E4M3), np.float32)
         out.append(_constant_spec(f"{attention}.{name}", scale))
     return out
 

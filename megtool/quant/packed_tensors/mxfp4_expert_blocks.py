@@ -1,7 +1,7 @@
 """MXFP4 weights of all experts of a layer in one tensor, as gpt-oss stores them.
 
-`NAME_blocks` `[experts, rows, columns / 32, 16]` holds two codes a byte, the low four bits first,
-and `NAME_scales` `[experts, rows, columns / 32]` powers of two.
+`NAME_blocks` `[experts, rows, columns / 32, 16]` has two codes per byte, the low four bits first,
+and `NAME_scales` `[experts, rows, columns / 32]` has exponents.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCALES = "_scales"
 _BYTES = MX_BLOCK // 2
 
 
-def blocks_of(name: str, shape: tuple[int, int, int]) -> tuple[GlobalTensor, GlobalTensor]:
+def list_block_tensors(name: str, shape: tuple[int, int, int]) -> tuple[GlobalTensor, GlobalTensor]:
     """The two tensors of experts `[experts, rows, columns]`; `name` ends in `BLOCKS`.
 
     Raises:
@@ -44,7 +44,7 @@ def blocks_of(name: str, shape: tuple[int, int, int]) -> tuple[GlobalTensor, Glo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFeed:
-    """A feed that fills the rows of one expert inside the stacked `tensors`."""
+    """A feed that fills the rows of one expert in the stacked `tensors`."""
 
     feed: PackFeed
     expert: int
@@ -57,7 +57,7 @@ class ExpertFeed:
 
     @property
     def writes(self) -> tuple[TargetRegion, ...]:
-        """Its rows of codes and of scales."""
+        """The expert's rows of codes and scales."""
         e, out = self.expert, []
         for t, region in zip(self.tensors, self.feed.writes, strict=True):
             tail = t.shape[2:]
@@ -76,20 +76,20 @@ class ExpertFeed:
 
     @property
     def identity(self) -> bytes:
-        """Those of the rows, and whose they are."""
+        """A digest of the rows and the expert."""
         return digest_facts(self.feed.identity, self.expert)
 
-    def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
+    def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `TensorFeed`."""
-        for number, index, tile in self.feed.generate(taking):
+        for number, index, tile in self.feed.generate(reader):
             tail = self.tensors[number].shape[2:]
             yield number, (0, index[0], *(0 for _ in tail)), tile.reshape(1, len(tile), *tail)
 
 
-def expert_feeds(
+def make_expert_feeds(
     weight: WeightToPack, tensors: tuple[GlobalTensor, GlobalTensor], *, expert: int, first: int
 ) -> list[ExpertFeed]:
-    """The feeds of the weight of one expert."""
+    """Make the feeds of the weight of one expert."""
     codes, scales = tensors
     rows, width = codes.shape[1], weight.shape[1]
     tensors_of_expert = [

@@ -1,7 +1,7 @@
 """Codes of weights that are stored as `[in, out]`, as all of GPT-2's are.
 
-vLLM and SGLang turn every weight of such a family while they load it, codes as well, and nothing
-beside it (`load_weights` of their models/gpt2.py); so one scale a tensor is all that can be stored.
+vLLM and SGLang transpose every weight of such a family while they load it, including codes but not
+scales (`load_weights` of their models/gpt2.py). So only one scale per tensor can be stored.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megtool.quant.packed_tensors.pack import PackFeed
 from megtool.reshard.constant_feed import digest_facts
 from megtool.tensors.placement import Placement
 
-TURNED = ("FP8",)
-"""Formats whose codes are a byte each under one scale."""
+TRANSPOSABLE_ALGOS = ("FP8",)
+"""Formats with one-byte codes and one scale per tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class TransposedFeed:
 
     @property
     def writes(self) -> tuple[TargetRegion, ...]:
-        """Its rows, which are columns here."""
+        """The columns that its rows become."""
         return tuple(replace(r, lo=r.lo[::-1], hi=r.hi[::-1]) for r in self.feed.writes)
 
     @property
@@ -45,10 +45,10 @@ class TransposedFeed:
 
     @property
     def identity(self) -> bytes:
-        """Those of the rows."""
+        """A digest of the rows."""
         return digest_facts("turned", self.feed.identity)
 
-    def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
+    def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `TensorFeed`."""
-        for number, index, tile in self.feed.generate(taking):
+        for number, index, tile in self.feed.generate(reader):
             yield number, index[::-1], np.ascontiguousarray(tile.T)

@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from megtool.data.tokenizer import Tokenizer
     from megtool.model.batch import Batch
 
-USUAL_SAMPLES, USUAL_LENGTH = 128, 512
+DEFAULT_SAMPLES, DEFAULT_LENGTH = 128, 512
 BATCH_TOKENS = 2048
-_FEWEST = 16  # tokens: a shorter sample says nothing about attention
+_MIN_LENGTH = 16  # tokens: shorter samples hardly use attention
 
 Int = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationDataOptions:
-    """What to calibrate on; None for the usual.
+    """The data to calibrate on; None for defaults.
 
-    `data` is what `data.documents.documents` reads, or a Megatron data set; without it the text
-    that comes with megtool is taken. `synthetic` makes up random tokens instead. `samples` rows of
-    `length` tokens are taken: the first ones, or with a `seed` any of the data.
+    `data` is what `data.documents.documents` reads, or a Megatron data set; None is the text that
+    comes with megtool. `synthetic` uses random tokens instead. `samples` rows of `length` tokens
+    are taken: the first ones, or with a `seed` random ones.
     """
 
     data: str | Path | None = None
@@ -45,32 +45,32 @@ class CalibrationDataOptions:
     synthetic: bool = False
 
     def sizes(self, max_positions: int) -> tuple[int, int]:
-        """How many samples, and how long they are.
+        """The number of samples and their length.
 
         Raises:
-            UsageError: they make no sense for a model of so many positions.
+            UsageError: they do not fit a model with so many positions.
         """
-        samples = USUAL_SAMPLES if self.samples is None else self.samples
-        length = min(USUAL_LENGTH, max_positions) if self.length is None else self.length
+        samples = DEFAULT_SAMPLES if self.samples is None else self.samples
+        length = min(DEFAULT_LENGTH, max_positions) if self.length is None else self.length
         if length > max_positions:
             raise UsageError(
-                f"samples of {length} tokens, and the model has {max_positions} positions",
-                hint=f"--seq-length {max_positions} is the largest",
+                f"samples have {length} tokens, but the model has {max_positions} positions",
+                hint=f"use --seq-length {max_positions} or less",
             )
-        if samples < 1 or length < min(_FEWEST, max_positions):
+        if samples < 1 or length < min(_MIN_LENGTH, max_positions):
             raise UsageError(
-                f"{samples} samples of {length} tokens",
-                hint=f"at least 1 of {_FEWEST}: --samples {USUAL_SAMPLES} --seq-length "
-                f"{USUAL_LENGTH}",
+                f"{samples} samples of {length} tokens are too few",
+                hint=f"at least 1 of {_MIN_LENGTH}: --samples {DEFAULT_SAMPLES} --seq-length "
+                f"{DEFAULT_LENGTH}",
             )
         return samples, length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationSamples:
-    """Rows of tokens, `[N, S]`, with each token's position in its document and the document.
+    """Rows of tokens, `[N, S]`, with each token's position in its document and its document.
 
-    `digest` is that of the tokens and documents; `name` says where they are from.
+    `digest` is that of tokens and documents; `name` is the name of the data.
     """
 
     name: str
@@ -82,7 +82,7 @@ class CalibrationSamples:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are no padding."""
+        """The number of tokens without padding."""
         return int((self.documents_NS >= 0).sum())
 
     def __len__(self) -> int:
@@ -97,14 +97,14 @@ class CalibrationSamples:
         size = max(1, BATCH_TOKENS // self.tokens_NS.shape[1])
         out = []
         for start in range(0, len(self), size):
-            some = slice(start, start + size)
-            documents = self.documents_NS[some]
+            rows = slice(start, start + size)
+            documents = self.documents_NS[rows]
             several = bool((documents != documents[:, :1]).any())
             ragged = bool((documents < 0).any())
             out.append(
                 Batch(
-                    tokens_BS=torch.from_numpy(self.tokens_NS[some]),
-                    positions_BS=torch.from_numpy(self.positions_NS[some]) if several else None,
+                    tokens_BS=torch.from_numpy(self.tokens_NS[rows]),
+                    positions_BS=torch.from_numpy(self.positions_NS[rows]) if several else None,
                     valid_BS=torch.from_numpy(documents >= 0) if ragged else None,
                     documents_BS=torch.from_numpy(documents) if several else None,
                 )
@@ -119,42 +119,42 @@ def read_samples(
     vocab_size: int,
     max_positions: int,
 ) -> CalibrationSamples:
-    """The samples that are asked for.
+    """Read or generate the samples that `options` describe.
 
     Raises:
-        UsageError: the data is empty, or shorter than asked for.
+        UsageError: the data is empty, or too short.
         FormatError: it cannot be read. See `megtool.data.documents.documents` for more.
     """
     samples, length = options.sizes(max_positions)
     if options.synthetic:
         if options.data is not None:
-            raise UsageError("--synthetic with --data", hint="give one of them")
-        return _made_up(samples, length, vocab_size, options.seed or 0)
+            raise UsageError("--synthetic and --data exclude each other", hint="give one of them")
+        return _synthetic_samples(samples, length, vocab_size, options.seed or 0)
     if tokenizer is None:
         raise UsageError(
             "no tokenizer to read the data with", hint="--tokenizer FOLDER, or --synthetic"
         )
     name = "the text that comes with megtool" if options.data is None else str(options.data)
-    rows = list(_picked(_rows(options, tokenizer, length), samples, options.seed))
+    rows = list(_select_rows(_iterate_rows(options, tokenizer, length), samples, options.seed))
     if not rows:
         raise UsageError(
-            f"{name} holds no text to calibrate on", hint="--field names the field with the text"
+            f"{name} has no text to calibrate on", hint="--field names the field with the text"
         )
     note = ""
     if len(rows) < samples:
         total = sum(int((d >= 0).sum()) for _, _, d in rows)
         if options.samples is not None:
             raise UsageError(
-                f"{name} holds {total:,} tokens, and {samples} samples of {length} take "
+                f"{name} has {total:,} tokens, but {samples} samples of {length} tokens need "
                 f"{samples * length:,}",
                 hint=f"--samples {max(1, total // length)}, --seq-length, or more --data",
             )
-        note = f"{name} holds {len(rows)} samples of {length} tokens; {samples} are usual"
+        note = f"{name} has only {len(rows)} samples of {length} tokens; the default is {samples}"
     tokens, positions, documents = (np.stack(parts) for parts in zip(*rows, strict=True))
-    return _samples(name, tokens, positions, documents, note)
+    return _make_samples(name, tokens, positions, documents, note)
 
 
-def _samples(
+def _make_samples(
     name: str, tokens: Int, positions: Int, documents: Int, note: str = ""
 ) -> CalibrationSamples:
     digest = hashlib.sha256(np.ascontiguousarray(tokens).tobytes())
@@ -169,17 +169,17 @@ def _samples(
     )
 
 
-def _made_up(samples: int, length: int, vocab_size: int, seed: int) -> CalibrationSamples:
+def _synthetic_samples(samples: int, length: int, vocab_size: int, seed: int) -> CalibrationSamples:
     tokens = np.random.default_rng(seed).integers(0, vocab_size, (samples, length))
     positions = np.broadcast_to(np.arange(length), tokens.shape).copy()
-    note = "calibrated on random tokens: scales may be far from those of text"
-    return _samples("random tokens", tokens, positions, np.zeros_like(tokens), note)
+    note = "calibrated on random tokens: scales may differ much from those for text"
+    return _make_samples("random tokens", tokens, positions, np.zeros_like(tokens), note)
 
 
-def _rows(
+def _iterate_rows(
     options: CalibrationDataOptions, tokenizer: Tokenizer, length: int
 ) -> Iterator[tuple[Int, Int, Int]]:
-    """All rows of the data, each full but for the last one."""
+    """All rows of the data; only the last one has padding."""
     from megtool.data.packing import pack
 
     for rows in pack(_documents(options, tokenizer), length, mode="packed", rows=1):
@@ -203,9 +203,9 @@ def _documents(options: CalibrationDataOptions, tokenizer: Tokenizer) -> Iterato
             ids = np.asarray(dataset.document(number), np.int32)
             if ids.size and int(ids.max()) >= tokenizer.vocab_size:
                 raise UsageError(
-                    f"{options.data} holds the token {ids.max()}, and the tokenizer has "
-                    f"{tokenizer.vocab_size}",
-                    hint="it was made with another tokenizer: tokenize the text again",
+                    f"{options.data} has token {ids.max()}, but the tokenizer has only "
+                    f"{tokenizer.vocab_size} tokens",
+                    hint="it was written with another tokenizer: tokenize the text again",
                 )
             yield EncodedDocument(ids=ids)
     else:
@@ -213,10 +213,10 @@ def _documents(options: CalibrationDataOptions, tokenizer: Tokenizer) -> Iterato
         yield from encode(source_documents, tokenizer, append_eos=False, answers_only=False)
 
 
-def _picked(
+def _select_rows(
     rows: Iterator[tuple[Int, Int, Int]], samples: int, seed: int | None
 ) -> Sequence[tuple[Int, Int, Int]]:
-    """The first rows, or with a seed any of them, each as likely, in the data's order."""
+    """The first rows, or with a seed a uniform sample, in the order of the data."""
     reservoir: list[tuple[int, tuple[Int, Int, Int]]] = []
     draw = None if seed is None else random.Random(seed)
     for number, row in enumerate(rows):

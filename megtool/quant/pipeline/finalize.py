@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megtool import __version__
+from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.parallel_scan import default_threads
 from megtool.console import Progress
 from megtool.errors import StorageError
@@ -36,7 +37,7 @@ from megtool.quant.pipeline.write import VerificationError, write
 from megtool.quant.qparams import QParams
 from megtool.quant.recipes.modules import is_in_expert_blocks
 from megtool.quant.verification.verify_folder import FolderVerification, verify_folder
-from megtool.reshard.execute import peak_rss_bytes
+from megtool.reshard.execute import ExecutionOptions, peak_rss_bytes
 from megtool.reshard.open_source import open_decoder
 from megtool.reshard.target import make_target
 from megtool.reshard.writers.target_spec import TargetOptions
@@ -56,7 +57,7 @@ def finalize(
     seconds: dict[str, float],
     progress: Progress,
 ) -> QuantizeReport:
-    """Write, prove, measure, and say what came of it. What is not proved is not committed.
+    """Write, verify and evaluate, and build the report. Nothing is committed before it is verified.
 
     Raises:
         MegtoolError: see `write`.
@@ -91,12 +92,18 @@ def finalize(
             source,
             request.decisions,
             solved.qparams,
-            request.destination,
-            threads=request.runtime.threads,
-            memory_bytes=request.output.memory_bytes,
-            max_shard_bytes=request.output.max_shard_bytes,
-            overwrite=request.output.overwrite,
-            fsync=request.output.fsync,
+            TargetOptions(
+                to="hf",
+                max_shard_bytes=request.output.max_shard_bytes,
+                destination=request.destination,
+            ),
+            ExecutionOptions(
+                threads=default_threads(request.runtime.threads),
+                memory_bytes=request.output.memory_bytes,
+                overwrite=request.output.overwrite,
+                fsync=request.output.fsync,
+                digest=DigestMode.ALL,
+            ),
             before_commit=check,
             progress=progress,
         )
@@ -144,7 +151,7 @@ def build_calibration_report(
     samples: CalibrationSamples | None,
     seconds: Mapping[str, float],
 ) -> QuantizeReport:
-    """What a run told that calibrated alone."""
+    """The report of a run that only calibrates."""
     report = _report(request, solved, samples, seconds)
     return replace(
         report,
@@ -218,7 +225,7 @@ def _facts(
         seconds=seconds.get("calibrate", 0.0),
         inputs=input_rows(calibration_file.statistics),
         histograms=histograms(calibration_file.statistics),
-        coverage=coverage_rows(measure_coverage(request.points, calibration_file.statistics)),
+        coverage=coverage_rows(measure_coverage(request.sites, calibration_file.statistics)),
     )
 
 
@@ -232,7 +239,7 @@ def _chosen(auto: FormatChoice) -> AutoChoice:
 
 
 def _reproduction(solved: SolvedQParams) -> dict[str, str]:
-    """What someone needs who wants the same bytes again."""
+    """The versions and hashes that are needed to get the same bytes again."""
     out = {"megtool": __version__, "python": platform.python_version()}
     for name in ("torch", "numpy"):
         with suppress(PackageNotFoundError):
@@ -248,7 +255,7 @@ def _reproduction(solved: SolvedQParams) -> dict[str, str]:
 def _evaluate(
     request: QuantizeRequest, solved: SolvedQParams, data: str, progress: Progress
 ) -> QuantizeEvaluation:
-    """Both models on the same text, what was written as its engine computes."""
+    """Evaluate both models on the same text; the quantized one computes like its engine."""
     from megtool.quant.fake_quant.evaluate_quantized import compare_quantized
     from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 
@@ -273,7 +280,7 @@ def _evaluate(
             before,
             after,
             FakeQuantModel(
-                after.decoder, request.points, _as_engines_run(request, solved), weights=False
+                after.decoder, request.sites, _as_engines_run(request, solved), weights=False
             ),
             texts,
             window=window,
@@ -294,8 +301,8 @@ def _evaluate(
 
 
 def _as_engines_run(request: QuantizeRequest, solved: SolvedQParams) -> QParams:
-    """What was settled, without the inputs of experts in blocks: engines leave these as they are
-    (vLLM's and SGLang's mxfp4.py multiply the codes with 16-bit inputs)."""
+    """The parameters without those of experts in MXFP4 blocks, whose inputs engines do not quantize
+    (vLLM's and SGLang's mxfp4.py multiply codes with 16-bit inputs)."""
     blocks = {d.module.name for d in request.decisions if is_in_expert_blocks(d.module)}
     weight_qparams = solved.qparams.weights
     return replace(

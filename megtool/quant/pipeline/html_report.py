@@ -62,7 +62,7 @@ return d*(typeof p==="number"&&typeof q==="number"?p-q:String(p).localeCompare(S
 
 
 def page(report: QuantizeReport) -> str:
-    """The whole file. Nothing in it is loaded from anywhere, and nothing needs its script."""
+    """Render the file. It loads nothing, and works without its script."""
     title = f"{report.destination} by recipe {report.recipe}"
     body = "\n".join(_sections(report))
     return (
@@ -126,7 +126,7 @@ def _findings(proof: FolderVerification) -> str:
 
 
 def _errors(proof: FolderVerification) -> Iterator[str]:
-    """SQNR and bits, module by module in the model's order."""
+    """SQNR and bits by module, in model order."""
     by_label: dict[str, list[tuple[int, WeightAccuracy]]] = defaultdict(list)
     for i, row in enumerate(proof.rows):
         by_label[row.label].append((i, row))

@@ -1,4 +1,4 @@
-"""A quantize run from the first measurement to the report."""
+"""A quantize run, from measuring sensitivities to the report."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from megtool.quant.pipeline.solve import solve
 def run_quantize(
     request: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
 ) -> QuantizeReport:
-    """Calibrate if need be, write, prove and measure.
+    """Calibrate if needed, write, verify and evaluate.
 
-    What is kept for another run goes when all is done, and when this run, which began it, was ended
-    by what would end the same command again: of another one it would only be in the way.
+    The files to resume from are removed at the end. If this run created them, they are also removed
+    after an error that the same command would raise again.
 
     Raises:
         MegtoolError: see `quantize`.
@@ -42,7 +42,7 @@ def run_quantize(
     is_new = not request.work.exists()
     try:
         report = _run_stages(request, samples, progress)
-    except DestinationError:  # its place may be made free
+    except DestinationError:  # the user can free the path and resume
         raise
     except (CalibrationError, UsageError, RecipeError, MappingError, FormatError):
         if is_new:
@@ -53,7 +53,7 @@ def run_quantize(
 
 
 def _remove_work(request: QuantizeRequest) -> None:
-    """Remove what is kept between runs, unless its folder was named; the first process does."""
+    """Remove the files to resume from, unless the user chose the folder; on the first process."""
     if request.calibration.work is None and os.environ.get("RANK", "0") == "0":
         shutil.rmtree(request.work, ignore_errors=True)
 
@@ -65,7 +65,7 @@ def _run_stages(
     from megtool.quant.pipeline.report import QuantizeReport
 
     seconds: dict[str, float] = {"plan": time.monotonic() - request.began}
-    if request.chooses:
+    if request.needs_choice:
         with _timed(seconds, "measure"):
             _measure(request, samples, progress)
     with _timed(seconds, "calibrate"):
@@ -85,26 +85,27 @@ def _run_stages(
 def _measure(
     request: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
 ) -> None:
-    """Measure what each format costs, and choose."""
+    """Measure the sensitivity of each decision unit, and choose formats."""
     from megtool.quant.calibration.resume_folder import SENSITIVITY_FOLDER
-    from megtool.quant.mixed_precision.sensitivity import measure
+    from megtool.quant.mixed_precision.sensitivity import SensitivitySettings, measure
 
     if samples is None:
-        raise ValueError("a recipe that chooses formats is given data")
+        raise ValueError("a recipe that chooses formats needs data")
     with on_ranks(request.runtime) as groups:
         sensitivities = measure(
             request.source(),
             request.decisions,
             request.resolved.recipe,
-            request.points,
+            request.sites,
             samples.batches(),
-            group_size=request.group_size,
-            groups=groups,
-            dtype=request.runtime.dtype or "float32",
-            device=groups.device,
-            resident=request.calibration.resident,
-            threads=request.runtime.threads,
-            work=request.work / SENSITIVITY_FOLDER,
+            settings=SensitivitySettings(
+                groups=groups,
+                dtype=request.runtime.dtype or "float32",
+                resident=request.calibration.resident,
+                threads=request.runtime.threads,
+                resume_folder=request.work / SENSITIVITY_FOLDER,
+                group_size=request.group_size,
+            ),
             fingerprint=request.fingerprint(samples),
             progress=progress,
         )

@@ -95,9 +95,8 @@ def plan_quantize(
     calibration_file: CalibrationFile | None = None,
     calibration: str = "",
 ) -> QuantizePlan:
-    """The plan of a run of which `wants_data` are the decisions that data is needed for;
-    `calibration_file` is what the calibration files `given` hold.
-    """
+    """Plan a run in which the decisions `wants_data` need calibration data; `calibration_file` is
+    the merged content of the files that `calibration` names."""
     tokens = samples.num_tokens if samples else 0
     linear = sum(d.module.numel for d in resolved.matched.decisions if d.module.kind == "linear")
     measured = calibration_file if wants_data else None

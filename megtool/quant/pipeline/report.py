@@ -37,8 +37,8 @@ class FormatRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRow:
-    """What was seen at one point: the largest magnitude, and those that half, 99 % and 99.99 % of
-    all elements stay below."""
+    """The inputs at one activation site: the amax, and the magnitudes below which half, 99 % and
+    99.99 % of all elements are."""
 
     name: str
     layer: int | None
@@ -51,7 +51,7 @@ class InputRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoverageRow:
-    """The tokens that each expert of one mixture saw; `enough` is what each should have seen."""
+    """The tokens that each expert of one MoE layer received; `enough` is the minimum for each."""
 
     mixture: str
     tokens: tuple[int, ...]
@@ -59,14 +59,14 @@ class CoverageRow:
 
     @property
     def uncovered(self) -> tuple[int, ...]:
-        """Experts that saw too little."""
+        """Experts with too few tokens."""
         return tuple(e for e, n in enumerate(self.tokens) if n < self.enough)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationFacts:
-    """The data that was shown to the model. `histograms` count input elements by role of the module
-    and power of two of their size (the first one is 2^-40; what is below is with it)."""
+    """The calibration data. `histograms` count input elements by module role and power of two of
+    their magnitude (the first is 2^-40 and includes smaller ones)."""
 
     data: str
     num_samples: int
@@ -79,8 +79,9 @@ class CalibrationFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeEvaluation:
-    """Before and after on one text; `kl_mean` is of what was written against the source, in nats a
-    token, `agreement` the share of tokens of which both hold the same one likeliest."""
+    """Metrics of both models on one text. `kl_mean` is the KL divergence of the quantized model
+    from the source, in nats per token; `agreement` is the share of tokens for which both have the
+    same most likely token."""
 
     data: str
     tokens: int
@@ -102,7 +103,8 @@ class ParetoPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoChoice:
-    """What a recipe that chooses did: within `budget` bits per weight, `chosen` of the curve."""
+    """The choice of formats by an automatic recipe: within `budget` bits per weight, `chosen` on
+    the curve."""
 
     method: str
     budget: float
@@ -112,13 +114,12 @@ class AutoChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeReport(Report):
-    """What `quantize` did.
+    """The report of `quantize`.
 
-    `source_bytes` and `num_bytes` are of all weights, before and after (of the files, where there
-    is a proof). `doubt` is what speaks against the target's running the model. `seconds` are by
-    stage. `reproduction` holds versions, seed, fingerprints and the command. `calibration_file` is
-    what was kept of the calibration. Of several processes all but the first have a report that is
-    shown already.
+    `source_bytes` and `num_bytes` are those of all weights, before and after (of the files, if
+    there is a `proof`). `doubt` says why the target may not run the model. `seconds` are by stage.
+    `reproduction` has versions, seed, fingerprints and the command. `calibration_file` is the saved
+    calibration. With several processes, the reports of all but the first count as shown.
     """
 
     source: str
@@ -146,7 +147,7 @@ class QuantizeReport(Report):
 
     @classmethod
     def elsewhere(cls, source: str, destination: str) -> QuantizeReport:
-        """Of a process that left the writing to another."""
+        """The report of a process whose result another process writes."""
         return cls(source=source, destination=destination, is_shown=True)
 
     @property
@@ -157,7 +158,7 @@ class QuantizeReport(Report):
 
     @property
     def exit_status(self) -> int:
-        """0, or 7 if what was written is not what it should be."""
+        """0, or 7 if verification found errors."""
         return self.proof.exit_status if self.proof is not None else 0
 
     def to_json(self) -> dict[str, Any]:
@@ -168,7 +169,7 @@ class QuantizeReport(Report):
         return self.add_remarks(out)
 
     def title(self) -> str:
-        """From where to where, and by what."""
+        """Source, destination and recipe."""
         kind = f" ({self.source_format})" if self.source_format else ""
         return f"{self.source}{kind} -> {self.destination} by recipe {self.recipe}"
 
@@ -282,7 +283,7 @@ def _proof_sections(p: FolderVerification) -> Iterator[Section]:
 
 
 def decibels(value: float) -> str:
-    """As `31.4 dB`; `exact` where there is no noise."""
+    """A value like `31.4 dB`, or `exact` without noise."""
     if math.isinf(value):
         return "exact" if value > 0 else "nothing left"
     return f"{value:.1f} dB"
@@ -307,7 +308,7 @@ def format_rows(decisions: Iterable[Decision]) -> tuple[FormatRow, ...]:
 
 
 def kv_format(decisions: Iterable[Decision]) -> str:
-    """The format of the KV cache; empty where it is kept."""
+    """The format of the KV cache; empty if it is not quantized."""
     formats = dict.fromkeys(
         d.format.kv_algo for d in decisions if d.module.kind == "kv_cache" and d.format
     )
@@ -315,14 +316,14 @@ def kv_format(decisions: Iterable[Decision]) -> str:
 
 
 def coverage_rows(coverages: Iterable[ExpertCoverage]) -> tuple[CoverageRow, ...]:
-    """One row a mixture."""
+    """One row per MoE layer."""
     return tuple(
         CoverageRow(mixture=c.mixture, tokens=c.tokens, enough=c.min_tokens) for c in coverages
     )
 
 
 def input_rows(statistics: Mapping[str, ActivationStatistics]) -> tuple[InputRow, ...]:
-    """One row a point that saw tokens; quantiles are upper edges of bins."""
+    """One row per activation site with tokens; quantiles are upper edges of bins."""
     return tuple(
         InputRow(
             name=name,
@@ -339,7 +340,7 @@ def input_rows(statistics: Mapping[str, ActivationStatistics]) -> tuple[InputRow
 
 
 def quantile(statistics: ActivationStatistics, share: float) -> float:
-    """The magnitude that `share` of the elements stay below, to a bin (3 %), and at most amax."""
+    """The magnitude below which a share of the elements is, to a bin (3 %), at most the amax."""
     total = np.cumsum(statistics.histogram)
     if not total[-1]:
         return 0.0
@@ -352,7 +353,7 @@ def quantile(statistics: ActivationStatistics, share: float) -> float:
 
 
 def histograms(statistics: Mapping[str, ActivationStatistics]) -> dict[str, tuple[int, ...]]:
-    """Elements by power of two of their size, added up over the points of a role (`attn.qkv`)."""
+    """Elements by power of two of their magnitude, summed over the sites of a role (`attn.qkv`)."""
     counts: dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
     for name, s in statistics.items():
         role = ".".join(p for p in name.split(".") if not p.isdecimal())

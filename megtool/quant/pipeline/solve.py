@@ -1,4 +1,5 @@
-"""Quantization parameters of every module, from weights alone, data, or calibration files."""
+"""Quantization parameters of every module, from weights alone, calibration data, or calibration
+files."""
 
 from __future__ import annotations
 
@@ -52,8 +53,9 @@ def solve(
 
     done: SolvedQParams | None
     c = request.calibration
-    keeps = request.auto is not None and (c.only or c.keep is not None)  # what it was chosen by
-    if not (request.asks_data or keeps):
+    # Formats were chosen by sensitivities, which the calibration file has to contain.
+    keeps = request.auto is not None and (c.only or c.keep is not None)
+    if not (request.needs_data or keeps):
         if os.environ.get("RANK", "0") != "0":
             return None
         done = SolvedQParams(qparams=QParams(), calibration_file=None)
@@ -65,7 +67,7 @@ def solve(
         done = _calibrated(request, samples, progress)
     if done is None:
         return None
-    for d in request.decisions:  # what has no point: an embedding, layers that draft
+    for d in request.decisions:  # modules without an activation site: embeddings, MTP layers
         name, number_format = d.module.name, d.format
         if number_format is not None and number_format.algo and name not in done.qparams.weights:
             done.qparams.weights[name] = WeightQParams(
@@ -82,7 +84,7 @@ def _by_weights(request: QuantizeRequest) -> QParams:
     resolved = {d.module.name: d for d in request.decisions}
     with CanonicalWeights(request.source()) as weights:
         recipe, config = request.resolved.recipe, request.model_source.config
-        return solve_qparams(request.points, {}, resolved, recipe, weights, config=config)
+        return solve_qparams(request.sites, {}, resolved, recipe, weights, config=config)
 
 
 def _from_files(request: QuantizeRequest) -> SolvedQParams:
@@ -91,14 +93,14 @@ def _from_files(request: QuantizeRequest) -> SolvedQParams:
 
     calibration_file, fingerprint = request.calibration_file, request.fingerprint(None)
     if calibration_file is None:
-        raise ValueError("no calibration files were named")
+        raise ValueError("there are no calibration files")
     if not _fits(request, calibration_file, fingerprint):
         calibration_file = resolve_calibration(
             calibration_file,
             request.source(),
             request.decisions,
             request.resolved.recipe,
-            request.points,
+            request.sites,
             fingerprint=fingerprint,
             stored_recipe=request.written,
             policy=request.calibration.unseen,
@@ -117,7 +119,7 @@ def _fits(
         fingerprint,
         request.resolved.recipe,
         request.decisions,
-        request.points,
+        request.sites,
         policy=request.calibration.unseen,
         route_all=request.calibration.route_all,
     )
@@ -127,10 +129,11 @@ def choose_from_files(request: QuantizeRequest) -> None:
     """Choose formats by the sensitivities in calibration files, if the recipe leaves formats open.
 
     Raises:
-        CalibrationError: the files are of another model, know no costs, or those of other formats.
+        CalibrationError: the files are of another model, have no sensitivities, or those of other
+            formats.
         UsageError: the budget cannot be met.
     """
-    if request.calibration_file is None or not request.chooses:
+    if request.calibration_file is None or not request.needs_choice:
         return
     from megtool.quant.calibration.calibration_file import check_model
     from megtool.quant.mixed_precision.sensitivity import method_for
@@ -139,12 +142,11 @@ def choose_from_files(request: QuantizeRequest) -> None:
     sensitivities, recipe = request.calibration_file.sensitivities, request.resolved.recipe
     if sensitivities is None or sensitivities.method != method_for(recipe):
         several = len(request.calibration.files) > 1
-        subject = "the calibrations do not all hold" if several else "the calibration does not hold"
+        subject = "some calibration files have no" if several else "the calibration file has no"
         raise CalibrationError(
-            f"{subject} sensitivities by {method_for(recipe)}, and recipe {recipe.name} chooses "
-            "by that",
-            hint="calibrate with this recipe and --save-calibration FILE, without --calibration: "
-            "that FILE then serves any --bits",
+            f"{subject} sensitivities by {method_for(recipe)}, which recipe {recipe.name} needs",
+            hint="calibrate with this recipe and --save-calibration FILE, without --calibration; "
+            "FILE can then be used for any --bits",
         )
     request.choose(sensitivities)
 
@@ -154,13 +156,13 @@ def check_given(request: QuantizeRequest) -> None:
     needs.
 
     Raises:
-        CalibrationError: they are; says which.
+        CalibrationError: says which.
     """
     from megtool.quant.calibration.calibration_file import check_model
 
     if request.calibration_file is None:
         return
-    if request.asks_data:
+    if request.needs_data:
         _fits(request, request.calibration_file, request.fingerprint(None))
     else:
         check_model(request.calibration_file, request.fingerprint(None))
@@ -170,20 +172,20 @@ def check_choosing(request: QuantizeRequest) -> None:
     """Refuse, before any work, layouts in which sensitivities cannot be measured.
 
     Raises:
-        UsageError: this is one.
+        UsageError: see `check_layout`.
     """
-    if request.chooses:
+    if request.needs_choice:
         from megtool.quant.mixed_precision.sensitivity import check_layout
 
         check_layout(request.resolved.recipe, request.runtime.layout)
 
 
 def check_modelopt(request: QuantizeRequest) -> None:
-    """Refuse, before any work, what ModelOpt does not support.
+    """Refuse, before any work, what ModelOpt does not support; all candidate formats are checked.
 
     Raises:
         MissingPackageError, RecipeError, UsageError: see `calibrate_with_modelopt` and
-            `check_quantizers`; of formats that are still to be chosen it has to know all.
+            `check_quantizers`.
     """
     from megtool.quant.backend_modelopt import build_modelopt_config, check_quantizers
     from megtool.quant.mixed_precision.decision_units import format_of
@@ -192,8 +194,8 @@ def check_modelopt(request: QuantizeRequest) -> None:
     world = max(request.runtime.layout.world_size, int(os.environ.get("WORLD_SIZE", "1")))
     if world > 1:
         raise UsageError(
-            f"--backend modelopt in {world} processes",
-            hint="it runs a whole model in one: no torchrun, no --tp, --pp and --ep",
+            f"--backend modelopt cannot run in {world} processes",
+            hint="ModelOpt runs the model in one process: no torchrun, no --tp, --pp and --ep",
         )
     recipe, decisions = request.resolved.recipe, list[Decision]()
     for d in request.decisions:
@@ -203,17 +205,18 @@ def check_modelopt(request: QuantizeRequest) -> None:
         decisions += [replace(d, format=f, choices=()) for f in formats] if d.choices else [d]
     config = build_modelopt_config(recipe, decisions, device=request.runtime.device or "cpu")
     built = collect_hf_files(request.resolved.source, None)["config.json"]
-    check_quantizers(built, config, decisions, request.points)
+    check_quantizers(built, config, decisions, request.sites)
 
 
 def _calibrated(
     request: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
 ) -> SolvedQParams | None:
-    """The model shown the samples, on all processes."""
+    """Calibrate with the samples, on all processes."""
     from megtool.quant.calibration.calibrate import calibrate
+    from megtool.quant.calibration.settings import CalibrationSettings
 
     if samples is None:
-        raise ValueError("a recipe that asks for data is given some")
+        raise ValueError("a recipe that needs data got none")
     c = request.calibration
     if c.backend == "modelopt":
         return _by_modelopt(request, samples, progress)
@@ -222,18 +225,19 @@ def _calibrated(
             request.source(),
             request.decisions,
             request.resolved.recipe,
-            request.points,
+            request.sites,
             samples.batches(),
-            groups=groups,
-            dtype=request.runtime.dtype or "float32",
-            device=groups.device,
-            resident=c.resident,
-            policy=c.unseen or "share",
-            route_all=c.route_all,
-            resume_folder=request.work,
             fingerprint=request.fingerprint(samples),
-            spills=c.spill,
-            threads=request.runtime.threads,
+            settings=CalibrationSettings(
+                groups=groups,
+                dtype=request.runtime.dtype or "float32",
+                resident=c.resident,
+                threads=request.runtime.threads,
+                resume_folder=request.work,
+                policy=c.unseen or "share",
+                route_all=c.route_all,
+                spills=c.spill,
+            ),
             progress=progress,
         )
         first, world = groups.rank == 0, groups.parallel.world_size
@@ -255,7 +259,7 @@ def _calibrated(
 def _by_modelopt(
     request: QuantizeRequest, samples: CalibrationSamples, progress: Progress
 ) -> SolvedQParams:
-    """ModelOpt shown the samples: in a Hugging Face folder, made for it where there is none."""
+    """Calibrate with ModelOpt, in a temporary Hugging Face folder if the source is none."""
     import torch
 
     from megtool.quant.backend_modelopt import calibrate_with_modelopt
@@ -277,7 +281,7 @@ def _by_modelopt(
             folder,
             request.resolved.recipe,
             request.decisions,
-            request.points,
+            request.sites,
             samples.batches(),
             dtype=request.runtime.dtype or "float32",
             device=request.runtime.device or "cpu",

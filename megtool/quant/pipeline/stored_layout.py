@@ -1,4 +1,4 @@
-"""The stored tensors that quantized modules become, and the feeds that fill them."""
+"""The stored tensors of quantized modules, and the feeds that fill them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megtool.quant.packed_tensors.hf_config import QuantizedLayer, quantization
 from megtool.quant.packed_tensors.interleaved import interleave
 from megtool.quant.packed_tensors.modelopt_tensors import (
     QuantizedTensorSpec,
-    caches_of,
-    input_scale,
-    tensor_specs,
+    compute_input_scale,
+    list_kv_scale_specs,
+    list_module_specs,
 )
-from megtool.quant.packed_tensors.mxfp4_expert_blocks import blocks_of, expert_feeds
+from megtool.quant.packed_tensors.mxfp4_expert_blocks import list_block_tensors, make_expert_feeds
 from megtool.quant.packed_tensors.pack import WeightToPack, compute_dtype, grain_of, make_pack_feeds
 from megtool.quant.packed_tensors.transposed import TransposedFeed
 from megtool.quant.pipeline.weight_layout import (
@@ -53,27 +53,26 @@ class StoredWeight:
 @dataclass(slots=True, kw_only=True)
 class StoredModule:
     """A stored module to be quantized: several canonical weights if a family fuses them in one
-    tensor.
-    """
+    tensor."""
 
     name: str
     tensor: GlobalTensor
-    pieces: list[StoredWeight] = field(default_factory=list)
+    weights: list[StoredWeight] = field(default_factory=list)
 
     @property
     def smoothed(self) -> Floats | None:
         """The per-channel smoothing scales to store."""
-        first = self.pieces[0].qparams
+        first = self.weights[0].qparams
         return first.smoothing_scale if first.stores_pre_quant_scale else None
 
 
 def collect_weight_qparams(
     decisions: Sequence[Decision], qparams: QParams
 ) -> dict[str, WeightQParams]:
-    """The quantization parameters of every module that is quantized.
+    """The quantization parameters of every quantized module.
 
     Raises:
-        CalibrationError: one has none, or one for another format.
+        CalibrationError: a module has none, or those of another format.
     """
     out: dict[str, WeightQParams] = {}
     for d in decisions:
@@ -81,10 +80,11 @@ def collect_weight_qparams(
             continue
         weight_qparams = qparams.weights.get(d.module.name)
         if weight_qparams is None or weight_qparams.format.algo != d.format.algo:
-            has = f"only some for {weight_qparams.format.algo}" if weight_qparams else "none"
+            has = f"those of {weight_qparams.format.algo}" if weight_qparams else "none"
             raise CalibrationError(
-                f"{d.module.name} is to be {d.format.algo}, and the calibration has {has}",
-                hint="the calibration is of another recipe: run it anew",
+                f"{d.module.name} needs parameters of {d.format.algo}, but the calibration has "
+                f"{has}",
+                hint="the calibration is of another recipe: calibrate again",
             )
         out[d.module.name] = weight_qparams
     return out
@@ -118,12 +118,12 @@ def list_stored_modules(
             placement=source.placement_of(name),
             shape=(d.module.shape[0], d.module.shape[1]),
             dtype=compute_dtype(tensor.dtype),
-            treatment=weight_qparams[d.module.name],
+            qparams=weight_qparams[d.module.name],
         )
         stored = out.setdefault(
             tensor.name, StoredModule(name=_module_name(tensor.name), tensor=tensor)
         )
-        stored.pieces.append(
+        stored.weights.append(
             StoredWeight(
                 decision=d, qparams=weight_qparams[d.module.name], weight=weight, rows=rows
             )
@@ -142,28 +142,27 @@ def _module_name(stored: str) -> str:
 
 def _check_together(stored: StoredModule, names: Sequence[str]) -> None:
     """Check that weights in one stored tensor are quantized as one."""
-    first = stored.pieces[0]
-    modules = {p.decision.module.name for p in stored.pieces}
+    first = stored.weights[0]
+    modules = {p.decision.module.name for p in stored.weights}
     missing = [name for name in names if name.removesuffix(".weight") not in modules]
     differ = [
         p.decision.module.name
-        for p in stored.pieces
+        for p in stored.weights
         if (p.qparams.format.algo, p.qparams.format.group_size)
         != (first.qparams.format.algo, first.qparams.format.group_size)
         or p.qparams.stores_pre_quant_scale != first.qparams.stores_pre_quant_scale
-        or not np.array_equal(_ones(p), _ones(first))
+        or not np.array_equal(_smoothing_scale(p), _smoothing_scale(first))
     ]
     if missing or differ:
         neighbor = (missing or differ)[0].removesuffix(".weight")
         raise MappingError(
-            f"{first.decision.module.name} is to be {first.decision.label}, and {neighbor}, "
-            "which is "
+            f"{first.decision.module.name} is {first.decision.label}, but {neighbor}, which is "
             "stored in the same tensor, "
-            + ("is kept" if missing else "has another format or other factors"),
+            + ("is not quantized" if missing else "has another format or other smoothing scales"),
             tensor=stored.tensor.name,
-            hint="give all of them one format, or keep all of them",
+            hint="give all of them the same format, or exclude all of them",
         )
-    for p in stored.pieces:
+    for p in stored.weights:
         grain = grain_of(p.weight)
         if p.rows.first % grain or (p.rows.is_interleaved and p.rows.run % grain):
             location = (
@@ -172,35 +171,37 @@ def _check_together(stored: StoredModule, names: Sequence[str]) -> None:
                 else f"at row {p.rows.first}"
             )
             raise MappingError(
-                f"{p.decision.module.name} begins {location} in the tensor it is stored in, "
-                f"and {p.decision.label} packs {grain} rows together",
+                f"{p.decision.module.name} begins {location} in its stored tensor, but "
+                f"{p.decision.label} packs {grain} rows together",
                 tensor=stored.tensor.name,
-                hint="keep it by a rule before the others, or take another format",
+                hint="exclude it with a first rule, or choose another format",
             )
 
 
-def _ones(piece: StoredWeight) -> Floats:
-    columns = piece.qparams.smoothing_scale
-    return np.ones(piece.weight.shape[1], np.float32) if columns is None else columns
+def _smoothing_scale(weight: StoredWeight) -> Floats:
+    columns = weight.qparams.smoothing_scale
+    return np.ones(weight.weight.shape[1], np.float32) if columns is None else columns
 
 
 def list_tensor_specs(stored: StoredModule, *, checked: bool = True) -> list[QuantizedTensorSpec]:
-    """The tensors of a module; `checked` requires that calibration has what they need."""
-    first = stored.pieces[0]
+    """List the tensors of a module; `checked` requires that calibration has all parameters."""
+    first = stored.weights[0]
     if len(stored.tensor.shape) == 3:
         shape = stored.tensor.shape
         return [
             QuantizedTensorSpec(tensor=t)
-            for t in blocks_of(stored.tensor.name, (shape[0], shape[1], shape[2]))
+            for t in list_block_tensors(stored.tensor.name, (shape[0], shape[1], shape[2]))
         ]
-    inputs = [s for p in stored.pieces if checked and (s := input_scale(p.qparams)) is not None]
+    inputs = [
+        s for p in stored.weights if checked and (s := compute_input_scale(p.qparams)) is not None
+    ]
     rows, width = stored.tensor.shape
-    return tensor_specs(
+    return list_module_specs(
         stored.name,
         (rows, width),
         first.qparams.format,
         first.weight.dtype,
-        amax=max(p.amax for p in stored.pieces),
+        amax=max(p.amax for p in stored.weights),
         inputs=max(inputs, default=None),
         columns=first.qparams.smoothing_scale if first.qparams.stores_pre_quant_scale else None,
     )
@@ -210,48 +211,51 @@ def build_module_feeds(
     stored: StoredModule, specs: Sequence[QuantizedTensorSpec]
 ) -> list[TensorFeed]:
     """The feeds that fill the tensors of one module."""
-    amax = max(p.amax for p in stored.pieces)
+    amax = max(p.amax for p in stored.weights)
     if len(stored.tensor.shape) == 3:
         codes, scales = (h.tensor for h in specs)
         return [
             feed
-            for p, weight in _as_stored(stored)
-            for feed in expert_feeds(
+            for p, weight in _join_interleaved(stored)
+            for feed in make_expert_feeds(
                 weight, (codes, scales), expert=p.rows.matrix, first=p.rows.first
             )
         ]
     computed = [(h.part.role, h.tensor) for h in specs if h.part is not None and h.value is None]
     out: list[TensorFeed] = []
-    for p, weight in _as_stored(stored):
+    for p, weight in _join_interleaved(stored):
         feeds = make_pack_feeds(weight, computed, row_offset=p.rows.first, amax=amax)
-        out += [TransposedFeed(feed=f) for f in feeds] if p.rows.is_turned else feeds
+        out += [TransposedFeed(feed=f) for f in feeds] if p.rows.is_transposed else feeds
     values = tuple((h.tensor, h.value) for h in specs if h.value is not None)
     return [*out, ConstantFeed(values=values)] if values else out
 
 
-def _as_stored(stored: StoredModule) -> Iterator[tuple[StoredWeight, WeightToPack]]:
+def _join_interleaved(stored: StoredModule) -> Iterator[tuple[StoredWeight, WeightToPack]]:
     """Weights with contiguous rows, and interleaved ones joined into one."""
-    among: dict[int, list[StoredWeight]] = defaultdict(list)
-    for p in stored.pieces:
+    interleaved: dict[int, list[StoredWeight]] = defaultdict(list)
+    for p in stored.weights:
         if p.rows.is_interleaved:
-            among[p.rows.matrix].append(p)
+            interleaved[p.rows.matrix].append(p)
         else:
-            yield p, _with_one_scale(p)
-    for some in among.values():
-        some.sort(key=lambda p: p.rows.first)
-        yield some[0], interleave([_with_one_scale(p) for p in some], [p.rows.run for p in some])
+            yield p, _weight_to_pack(p)
+    for members in interleaved.values():
+        members.sort(key=lambda p: p.rows.first)
+        yield (
+            members[0],
+            interleave([_weight_to_pack(p) for p in members], [p.rows.run for p in members]),
+        )
 
 
-def _with_one_scale(piece: StoredWeight) -> WeightToPack:
-    if piece.qparams.format.algo != "FP8":
-        return piece.weight  # else there is one scale, of all that is stored as one
-    return replace(piece.weight, treatment=replace(piece.qparams, amax=None))
+def _weight_to_pack(weight: StoredWeight) -> WeightToPack:
+    if weight.qparams.format.algo != "FP8":
+        return weight.weight  # FP8 has one scale per stored tensor
+    return replace(weight.weight, qparams=replace(weight.qparams, amax=None))
 
 
 def find_folded_norms(
     source: CheckpointSource, qparams: QParams, target: Target
 ) -> list[FoldedNorm]:
-    """The norms that take factors."""
+    """The feeds of the norms into which smoothing scales are folded."""
     tensors = {t.name: t for t in target.side.tensors}
     config = source.view.config
     out: list[FoldedNorm] = []
@@ -265,10 +269,10 @@ def find_folded_norms(
             fits = to is not None and tensor is not None and to.is_identity
             if to is None or tensor is None or not fits or tensor.shape != factors.shape:
                 raise MappingError(
-                    f"factors of {len(factors)} columns are to go into {name}, which is not there "
-                    "or is no vector of so many",
+                    f"calibration has {len(factors)} smoothing scales for {name}, which does not "
+                    "exist or has another shape",
                     tensor=name,
-                    hint="the calibration is of another model",
+                    hint="use a calibration of this model",
                 )
             out.append(
                 FoldedNorm(
@@ -284,7 +288,7 @@ def find_folded_norms(
 
 
 def list_cache_scales(decisions: Sequence[Decision], qparams: QParams) -> list[QuantizedTensorSpec]:
-    """The scales of KV caches."""
+    """List the scales of KV caches."""
     out: list[QuantizedTensorSpec] = []
     for d in decisions:
         if d.format is None or not d.format.kv_algo:
@@ -292,12 +296,12 @@ def list_cache_scales(decisions: Sequence[Decision], qparams: QParams) -> list[Q
         cache = qparams.kv_caches.get(d.module.name)
         if cache is None:
             if d.format.constant:
-                continue  # loaders take 1 where nothing is stored
+                continue  # loaders default to 1
             raise CalibrationError(
-                f"{d.module.name} is to be {d.label}, and nothing is known about its values",
+                f"{d.module.name} is {d.label}, but the amax of its values is unknown",
                 hint="calibrate with data",
             )
-        out += caches_of(d.module.names_in("hf")[0], cache)
+        out += list_kv_scale_specs(d.module.names_in("hf")[0], cache)
     return out
 
 
@@ -306,7 +310,7 @@ def excluded_from_blocks(
 ) -> list[str] | None:
     """The modules excluded next to experts in MXFP4 blocks; None if there are no such experts.
 
-    Attention is named as a whole, as those who load it are used to.
+    Attention is named as one module, as loaders expect.
     """
     if not any(s.tensor.name.endswith(BLOCKS) for s in modules):
         return None
@@ -327,14 +331,15 @@ def build_quantization_config(
     caches = {d.format.kv_algo for d in decisions if d.format is not None and d.format.kv_algo}
     if len(caches) > 1:
         raise UsageError(
-            f"KV caches of {' and '.join(sorted(caches))} in one model, and engines know one",
-            hint="give all layers the same",
+            f"the KV caches have several formats ({' and '.join(sorted(caches))}), but engines "
+            "support one",
+            hint="use the same KV cache format in all layers",
         )
     layers = [
         QuantizedLayer(
             name=s.name,
-            algo=s.pieces[0].qparams.format.algo,
-            group_size=s.pieces[0].qparams.format.group_size,
+            algo=s.weights[0].qparams.format.algo,
+            group_size=s.weights[0].qparams.format.group_size,
             smoothed=s.smoothed is not None,
         )
         for s in modules
@@ -347,7 +352,7 @@ def build_quantization_config(
                 None
             )
     if not any(d.module.name == "head" for d in decisions):
-        unquantized["lm_head"] = None  # tied, and yet a module to engines
+        unquantized["lm_head"] = None  # tied, but engines have a module for it
     if not unquantized:  # loaders of NVFP4 refuse an empty list
         embeddings = [d for d in decisions if d.module.kind == "embedding" and d.format is None]
         unquantized.update(dict.fromkeys(n for d in embeddings for n in d.module.names_in("hf")))

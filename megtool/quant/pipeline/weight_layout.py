@@ -1,4 +1,4 @@
-"""Where the rows of each weight are in a stored tensor, and which weights cannot be quantized."""
+"""The rows of each weight in its stored tensor, and weights that cannot be stored quantized."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megtool.errors import MappingError
-from megtool.quant.packed_tensors.transposed import TURNED
+from megtool.quant.packed_tensors.transposed import TRANSPOSABLE_ALGOS
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import BLOCKS
 from megtool.reshard.source import CheckpointSource
@@ -17,35 +17,36 @@ from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 EXPERTS_RECIPE = "mxfp4_experts"
-"""The shipped recipe for what is stored in blocks."""
+"""The shipped recipe for experts stored in blocks."""
 
 
 def make_quantized_target(
     source: CheckpointSource, decisions: Sequence[Decision], request: TargetOptions
 ) -> Target:
-    """The Hugging Face folder to be written, experts where loaders look for their codes.
+    """Plan the Hugging Face folder, with experts in the layout in which loaders read their codes.
 
-    Where no expert becomes codes, they lie as the family has them unquantized.
+    If no expert is quantized, experts keep the layout of the family.
     """
-    coded = any(_algo(d) and "expert" in d.module.roles for d in decisions)
+    has_quantized_experts = any(_algo(d) and "expert" in d.module.roles for d in decisions)
     model = source.model
-    if coded and model is not None and model.family is not None:
+    if has_quantized_experts and model is not None and model.family is not None:
         source = replace(source, model=replace(model, family=model.family.for_codes))
     return make_target(source, request)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """Rows of a weight in a stored matrix, the `matrix`-th of a stack: `run` of them from row
-    `first`, the next `run` from `period` rows further on, and so on; all at once where the two are
-    equal. `is_turned`: its rows are columns there.
+    """Rows of a weight in a stored matrix, the `matrix`-th of a stack.
+
+    `run` rows start at row `first`, the next `run` at `first + period`, and so on; they are
+    contiguous if the two are equal. `is_transposed`: its rows are columns there.
     """
 
     matrix: int
     first: int
     run: int
     period: int
-    is_turned: bool = False
+    is_transposed: bool = False
 
     @property
     def is_interleaved(self) -> bool:
@@ -55,21 +56,25 @@ class RowLayout:
 
 def row_layout(to: Placement, tensor: GlobalTensor) -> RowLayout | None:
     """The row layout of a weight; None if its rows are not contiguous and in order."""
-    down, across = len(tensor.shape) - 2, len(tensor.shape) - 1
-    return _row_layout_along(to, tensor, down, across) or _row_layout_along(
-        to, tensor, across, down
+    row_dim, column_dim = len(tensor.shape) - 2, len(tensor.shape) - 1
+    return _row_layout_along(to, tensor, row_dim, column_dim) or _row_layout_along(
+        to, tensor, column_dim, row_dim
     )
 
 
 def _row_layout_along(
-    to: Placement, tensor: GlobalTensor, down: int, across: int
+    to: Placement, tensor: GlobalTensor, row_dim: int, column_dim: int
 ) -> RowLayout | None:
-    """The same, with rows along the dimension `down`."""
+    """The row layout with rows along the dimension `row_dim`."""
     view = [v for v in zip(to.shape, to.dims, to.mults, strict=True) if v[0] > 1]
     width = 1
-    while view and view[-1][1] == across and view[-1][2] == width:
+    while view and view[-1][1] == column_dim and view[-1][2] == width:
         width *= view.pop()[0]
-    if width != tensor.shape[across] or to.base[across] or any(d != down for _, d, _ in view):
+    if (
+        width != tensor.shape[column_dim]
+        or to.base[column_dim]
+        or any(d != row_dim for _, d, _ in view)
+    ):
         return None
     run, period, count = 1, 0, 1
     for n, _, mult in reversed(view):
@@ -83,10 +88,10 @@ def _row_layout_along(
             return None
     return RowLayout(
         matrix=to.base[0] if len(to.base) > 2 else 0,
-        first=to.base[down],
+        first=to.base[row_dim],
         run=run,
         period=period or run,
-        is_turned=across < down,
+        is_transposed=column_dim < row_dim,
     )
 
 
@@ -94,7 +99,7 @@ def check_places(decisions: Sequence[Decision], target: Target) -> None:
     """Refuse weights whose stored layout no loader supports for their format.
 
     Raises:
-        MappingError: with all of them, and whether any of the family's could be quantized.
+        MappingError: lists all of them, and says whether the family can be quantized at all.
     """
     tensors = {t.name: t for t in target.side.tensors}
     quantized = [d for d in decisions if _algo(d)]
@@ -115,7 +120,7 @@ def check_blocks(decisions: Sequence[Decision], target: Target) -> None:
     """Check that MXFP4 blocks cover all experts, as their layout requires.
 
     Raises:
-        MappingError: something else is quantized besides, or an expert is not.
+        MappingError: another module is quantized, or an expert is not.
     """
     places = target.side.placements
     inside = {
@@ -128,14 +133,14 @@ def check_blocks(decisions: Sequence[Decision], target: Target) -> None:
     for d in decisions:
         has = d.format is not None
         if d.module.name in inside and not has:
-            message = f"{d.module.name} is kept, and other experts are to be MXFP4"
+            message = f"{d.module.name} is not quantized, but other experts are MXFP4"
         elif d.module.name not in inside and has:
-            message = f"{d.module.name} is to be {d.label}, and experts are to be MXFP4"
+            message = f"{d.module.name} is {d.label}, but only experts can be quantized"
         else:
             continue
         raise MappingError(
-            f"{message}: this family has a form of its own for these, in which all experts are "
-            "MXFP4 and nothing else is quantized",
+            f"{message}: in the MXFP4 format of this family all experts are MXFP4 and nothing "
+            "else is quantized",
             hint=f"--recipe {EXPERTS_RECIPE} writes it",
         )
 
@@ -143,43 +148,44 @@ def check_blocks(decisions: Sequence[Decision], target: Target) -> None:
 def placement_error(
     wrong: Sequence[tuple[Decision, GlobalTensor, str]], *, is_all: bool
 ) -> MappingError:
-    """All weights that cannot be stored as codes, by the names they have in every layer."""
-    alike: dict[str, list[str]] = defaultdict(list)
+    """The error for all weights that cannot be stored as codes, by their names without layer
+    numbers."""
+    names_by_reason: dict[str, list[str]] = defaultdict(list)
     for d, _, reason in wrong:
         name = ".".join("*" if p.isdecimal() else p for p in d.module.name.split("."))
-        if name not in alike[reason]:
-            alike[reason].append(name)
+        if name not in names_by_reason[reason]:
+            names_by_reason[reason].append(name)
     first, tensor, _ = wrong[0]
     label = first.format.label if first.format else ""
-    message = "; ".join(f"{', '.join(names)} {reason}" for reason, names in alike.items())
-    globs = ", ".join(name for names in alike.values() for name in names)
-    hint = f"keep them by a rule before the others: - {{match: {{glob: [{globs}]}}, format: keep}}"
+    message = "; ".join(f"{', '.join(names)} {reason}" for reason, names in names_by_reason.items())
+    globs = ", ".join(name for names in names_by_reason.values() for name in names)
+    hint = f"exclude them with a first rule: - {{match: {{glob: [{globs}]}}, format: keep}}"
     if tensor.name.endswith(BLOCKS):
-        hint = f"take --recipe {EXPERTS_RECIPE}, or {hint}"
-    if "transposed" in next(iter(alike)):
-        hint = "--recipe fp8 (a scale a tensor) can be stored so"
+        hint = f"use --recipe {EXPERTS_RECIPE}, or {hint}"
+    if "transposed" in next(iter(names_by_reason)):
+        hint = "use --recipe fp8, which has one scale per tensor"
     elif is_all:
-        hint = "no weight of this family can be written so: nothing is left to quantize"
+        hint = "no weight of this family can be quantized with this recipe"
     return MappingError(
-        f"{len(wrong):,} weights are to be quantized ({first.module.name} to {label}), and a "
-        f"Hugging Face folder of this family stores them so that no engine loads codes: {message}",
+        f"a Hugging Face folder of this family stores {len(wrong):,} weights ({first.module.name}: "
+        f"{label}) in a layout in which no engine loads codes: {message}",
         tensor=tensor.name,
         hint=hint,
     )
 
 
 def describe_misplacement(d: Decision, to: Placement, tensor: GlobalTensor) -> str:
-    """Why a weight's layout does not suit loaders of its format; empty if it does."""
+    """Why loaders of a weight's format do not support its layout; empty if they do."""
     in_blocks = tensor.name.endswith(BLOCKS)
     if len(tensor.shape) != (3 if in_blocks else 2):
         return "stacked with others"
     if in_blocks and _algo(d) != "MXFP4":
-        return "stacked with others, for which loaders know MXFP4 alone"
+        return "stacked with others, for which loaders only support MXFP4"
     if not in_blocks and not tensor.name.endswith(".weight"):
         return f"as {tensor.name!r}, for which loaders have no scales"
     rows = row_layout(to, tensor)
     if rows is None:
         return "interleaved with others"
-    if rows.is_turned and (_algo(d) not in TURNED or rows.is_interleaved):
-        return f"transposed, for which loaders know {', '.join(TURNED)} alone"
+    if rows.is_transposed and (_algo(d) not in TRANSPOSABLE_ALGOS or rows.is_interleaved):
+        return f"transposed, for which loaders only support {', '.join(TRANSPOSABLE_ALGOS)}"
     return ""

@@ -74,7 +74,7 @@ def read_recipe_text(recipe: str | Path) -> tuple[str, bytes]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise RecipeError(
-                f"a recipe of {path.stat().st_size:,} bytes",
+                f"the recipe has {path.stat().st_size:,} bytes, which is too much",
                 file=path,
                 hint=f"at most {MAX_BYTES:,}",
             )
@@ -97,7 +97,7 @@ def load_recipe(recipe: str | Path, problems: RecipeProblems | None = None) -> R
     file, text = read_recipe_text(recipe)
     documents = read_documents(text, file=file)
     if len(documents) != 1:
-        raise RecipeError(f"{len(documents)} YAML documents, not one", file=file)
+        raise RecipeError(f"there are {len(documents)} YAML documents, not one", file=file)
     path = Path(recipe)
     root = path.resolve().parent if path.is_file() else None
     return parse_recipe(documents[0], name=path.stem, problems=problems, file=file, root=root)

@@ -56,7 +56,9 @@ def read_documents(text: bytes, *, file: str | Path) -> list[Node]:
     yaml: Any = importlib.import_module("yaml")
     if len(text) > MAX_BYTES:
         raise RecipeError(
-            f"a recipe of {len(text):,} bytes", file=file, hint=f"at most {MAX_BYTES:,}"
+            f"the recipe has {len(text):,} bytes, which is too much",
+            file=file,
+            hint=f"at most {MAX_BYTES:,}",
         )
     loader: Any = None
     try:
@@ -69,10 +71,12 @@ def read_documents(text: bytes, *, file: str | Path) -> list[Node]:
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         location = f"line {mark.line + 1}: " if mark else ""
-        raise RecipeError(f"{location}invalid YAML: {e.problem or e.context}", file=file) from e
+        raise RecipeError(
+            f"{location}the YAML is invalid: {e.problem or e.context}", file=file
+        ) from e
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         message = " ".join(str(e).split())[:120]
-        raise RecipeError(f"invalid YAML: {message}", file=file) from e
+        raise RecipeError(f"the YAML is invalid: {message}", file=file) from e
     finally:
         if loader is not None:
             loader.dispose()
@@ -90,14 +94,18 @@ class _Tree:
         line = node.start_mark.line + 1
         if self._left < 0 or depth > MAX_DEPTH:
             raise RecipeError(
-                f"line {line}: more than {MAX_NODES:,} values, or nested more than "
-                f"{MAX_DEPTH} deep",
+                f"line {line}: there are more than {MAX_NODES:,} values, or they are nested more "
+                f"than {MAX_DEPTH} deep",
                 file=self._file,
                 hint="nested anchors grow without bound",
             )
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if kind == node.tag or kind.startswith("python/"):
-            raise RecipeError(f"line {line}: tag {node.tag!r}", file=self._file, hint="remove it")
+            raise RecipeError(
+                f"line {line}: the tag {node.tag!r} is not allowed",
+                file=self._file,
+                hint="remove it",
+            )
         if isinstance(node, self._yaml.MappingNode):
             return self._mapping(node, depth)
         if isinstance(node, self._yaml.SequenceNode):
@@ -119,7 +127,7 @@ class _Tree:
                 continue
             if key in values:
                 raise RecipeError(
-                    f"line {line}: duplicate key {key!r}, first at line {lines[key]}",
+                    f"line {line}: the key {key!r} is a duplicate, first at line {lines[key]}",
                     file=self._file,
                     hint="YAML would silently use the last value",
                 )

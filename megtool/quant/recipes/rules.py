@@ -275,7 +275,7 @@ class RecipeProblems:
             for t, (_, _, hint) in zip(messages, problems, strict=True)
         ]
         raise RecipeError(
-            f"{len(lines)} problems in the recipe {self.file}:\n  " + "\n  ".join(lines)
+            f"there are {len(lines)} problems in the recipe {self.file}:\n  " + "\n  ".join(lines)
         )
 
 

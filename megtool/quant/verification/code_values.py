@@ -1,7 +1,7 @@
-"""Stored codes and scales of weights, compared with the qparams that calibration chose.
+"""Compare stored codes and scales of weights with the quantization parameters of calibration.
 
-What calibration chose for outputs (codes that are not the nearest, scales that cut off) no bound on
-single elements can judge: it is held against the settlement itself, element by element.
+If calibration chose codes other than the nearest ones (GPTQ) or clipped scales, no bound on single
+elements applies. Codes and scales are then compared with the chosen ones, element by element.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_codes(
     *,
     threads: int,
 ) -> list[Finding]:
-    """Weights whose codes were chosen, and are others in what was written (`catalogue`)."""
+    """Compare stored codes (`catalogue`) with those that calibration chose."""
     chosen = {
         w.name: t
         for w in weights
@@ -57,20 +57,22 @@ def check_codes(
             end = part.start + stored.size
             packing = catalogue[part.weight.written.stored].packing or ""
             expected = _code_values(packing, chosen[part.weight.name], part.start, end)
-            off = stored != expected
-            if not off.any():
+            differs = stored != expected
+            if not differs.any():
                 return
-            first = part.start + int(off.argmax())
+            first = part.start + int(differs.argmax())
             with lock:
                 count, before = wrong.get(part.weight.name, (0, first))
-                wrong[part.weight.name] = (count + int(off.sum()), min(before, first))
+                wrong[part.weight.name] = (count + int(differs.sum()), min(before, first))
 
-        some = [w for w in weights if w.name in chosen and _fits(w, chosen[w.name])]
+        comparable = [w for w in weights if w.name in chosen and _fits(w, chosen[w.name])]
         run_jobs(
-            [job for w in some for job in split_weight(w, source, codes)], work, threads=threads
+            [job for w in comparable for job in split_weight(w, source, codes)],
+            work,
+            threads=threads,
         )
     out = [
-        _codes_error(w.name, "its settled codes do not suit its shape")
+        _codes_error(w.name, "the calibrated codes do not have its shape")
         for w in weights
         if w.name in chosen and not _fits(w, chosen[w.name])
     ]
@@ -78,7 +80,7 @@ def check_codes(
         if w.name in wrong:
             count, first = wrong[w.name]
             index = list(divmod(first, w.shape[1]))
-            text = f"{count:,} codes are not those that were settled, the first at {index}"
+            text = f"{count:,} codes differ from the calibrated ones, the first at {index}"
             out.append(_codes_error(w.name, text))
     return out
 
@@ -87,16 +89,16 @@ def _codes_error(name: str, text: str) -> Finding:
     return error("codes", name.removesuffix(".weight"), text, _WRONG)
 
 
-def _fits(w: WeightPair, treatment: WeightQParams) -> bool:
-    return treatment.codes is not None and treatment.codes.shape == w.shape
+def _fits(w: WeightPair, qparams: WeightQParams) -> bool:
+    return qparams.codes is not None and qparams.codes.shape == w.shape
 
 
-def _code_values(packing: str, treatment: WeightQParams, start: int, end: int) -> Floats:
-    """What settled codes stand for before they are scaled: integers, or the bits of floats."""
-    if treatment.codes is None:
-        raise ValueError(f"{treatment.module} has no codes")
-    columns = treatment.codes.shape[1]
-    rows = treatment.codes[start // columns : -(-end // columns)].reshape(-1)
+def _code_values(packing: str, qparams: WeightQParams, start: int, end: int) -> Floats:
+    """The values of codes before scaling: integers, or FP4 and FP8 numbers."""
+    if qparams.codes is None:
+        raise ValueError(f"{qparams.module} has no calibrated codes")
+    columns = qparams.codes.shape[1]
+    rows = qparams.codes[start // columns : -(-end // columns)].reshape(-1)
     skipped = start // columns * columns
     codes = np.ascontiguousarray(rows[start - skipped : end - skipped])
     name = packing.partition(":")[0]
@@ -111,7 +113,7 @@ def _code_values(packing: str, treatment: WeightQParams, start: int, end: int) -
 def check_scales(
     weights: Sequence[WeightPair], qparams: QParams, catalogue: Catalogue
 ) -> Iterator[Finding]:
-    """Weights whose scales are not, to the last bit, those of the amax that was settled."""
+    """Compare stored scales bit by bit with those of the calibrated amax."""
     by_stored_name: dict[str, list[WeightQParams]] = defaultdict(list)
     for w in weights:
         if t := qparams.weights.get(w.name.removesuffix(".weight")):
@@ -121,38 +123,42 @@ def check_scales(
         if t is None or t.amax is None:
             continue
         amax = t.amax
-        if not amax.ndim:  # one scale of all that is stored as one
-            tops = [o.amax for o in by_stored_name[w.written.stored]]
-            if any(top is None for top in tops):
+        if not amax.ndim:  # one scale for all weights in one stored tensor
+            amaxes = [o.amax for o in by_stored_name[w.written.stored]]
+            if any(top is None for top in amaxes):
                 continue
-            amax = np.asarray(max(float(top.max()) for top in tops if top is not None), np.float32)
+            amax = np.asarray(
+                max(float(top.max()) for top in amaxes if top is not None), np.float32
+            )
         scales = _read_scales(w, catalogue)
         if scales is None:
-            continue  # that it has no scales is told elsewhere
+            continue  # another check reports missing scales
         scale, second = scales
         if scale.size != amax.size:
-            text = f"has {scale.size:,} scales, and {amax.size:,} were settled"
+            text = f"has {scale.size:,} scales, but calibration has {amax.size:,}"
             yield error("scales", t.module, text, _WRONG)
             continue
         packing = (catalogue[w.written.stored].packing or "").partition(":")[0]
         expected = _compute_scales(packing, amax.reshape(-1), second)
-        off = expected != scale.reshape(-1)
-        if off.any():
-            first = int(off.argmax())
+        differs = expected != scale.reshape(-1)
+        if differs.any():
+            first = int(differs.argmax())
             text = (
-                f"{int(off.sum()):,} of {off.size:,} scales are not those that were settled: number"
-                f" {first} is {scale.reshape(-1)[first]:.6g}, not {expected[first]:.6g}"
+                f"{int(differs.sum()):,} of {differs.size:,} scales differ from the calibrated "
+                f"ones: number {first} is {scale.reshape(-1)[first]:.6g}, not {expected[first]:.6g}"
             )
             yield error("scales", t.module, text, _WRONG)
 
 
 def _read_scales(w: WeightPair, catalogue: Catalogue) -> tuple[Floats, float] | None:
-    """The scales of a weight's own rows, and the one of the whole tensor (1 if there is none)."""
+    """The scales of a weight's rows, and the global scale of the tensor (1 if there is none)."""
     scale, second = None, 1.0
-    lines = MatrixIndices.of(w.written, w.shape)
+    indices = MatrixIndices.of(w.written, w.shape)
     for stored in catalogue.packed.get(w.written.stored, ()):
-        if stored.part.role == SCALE and lines is not None:
-            values = lines.pick(map_part(catalogue, stored), stored.part, 0, w.shape[0], each=False)
+        if stored.part.role == SCALE and indices is not None:
+            values = indices.pick(
+                map_part(catalogue, stored), stored.part, 0, w.shape[0], per_element=False
+            )
             scale = None if values is None else single(values, stored.part.dtype)
         elif stored.part.role == SCALE_2 and math.prod(stored.part.shape) == 1:
             value = single(np.array(map_part(catalogue, stored)), stored.part.dtype)
@@ -161,9 +167,9 @@ def _read_scales(w: WeightPair, catalogue: Catalogue) -> tuple[Floats, float] | 
 
 
 def _compute_scales(name: str, amax: Floats, second: float) -> Floats:
-    """The scales that a format has for largest magnitudes."""
+    """The scales of a format for given amaxes."""
     top = np.ascontiguousarray(amax, np.float32)
-    with np.errstate(all="ignore"):  # a second scale that is no number is told elsewhere
+    with np.errstate(all="ignore"):  # another check reports global scales that are NaN or Inf
         if name == "nvfp4":
             return eight_bit("float8_e4m3fn")[modelopt_block(top, np.asarray(second, np.float32))]
         if name.startswith("mx"):

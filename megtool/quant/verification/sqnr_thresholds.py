@@ -1,4 +1,4 @@
-"""How close a quantized weight must be to its source, by number format."""
+"""Thresholds for the quantization error of weights, by number format."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megtool.quant.verification.weight_error import ErrorSums, Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqnrThreshold:
-    """The least signal over noise, in dB, of a sound weight in a format; `found` is what the worst
-    one had of those it was measured on. `row` is how far off a row may be, against its size."""
+    """The least SQNR in dB of a correct weight in a format. `worst_measured` is the least SQNR of
+    the weights that it was measured on. `row` is the largest relative error of a row."""
 
     db: float
     worst_measured: float
@@ -41,32 +41,31 @@ SQNR_THRESHOLDS: Mapping[str, SqnrThreshold] = MappingProxyType(
         "": SqnrThreshold(db=40.0, worst_measured=49.9, row=0.05),
     }
 )
-"""By the first word of a packing; "" is a plain weight, cast to bfloat16 at worst.
+"""By the first word of a packing; "" is an unquantized weight, cast to bfloat16 at worst.
 
-`found` is the worst of 42 matrices of SmolLM2-135M and of random ones, normal and heavy-tailed
-(Student's t with 3 degrees), rounded to nearest with a scale for 64 columns in INT4. The thresholds
-lie 6 dB and more below it: noise of twice the amplitude, room for clipping and for codes that were
-chosen for outputs (GPTQ). Rows that are swapped, nibbles in the wrong order and scales of another
-tensor come out at 3 dB or less.
+`worst_measured` is the worst of 42 matrices of SmolLM2-135M and of random ones, normal and
+heavy-tailed (Student's t with 3 degrees of freedom), rounded to nearest, in INT4 with a scale per
+64 columns. The thresholds are at least 6 dB lower: noise of twice the amplitude, room for clipping
+and for codes chosen by GPTQ. Swapped rows, nibbles in the wrong order and scales of another tensor
+give 3 dB or less.
 
-A mean over a matrix does not see a few rows of it: beside the noise of FP8 one row in 400 may be
-zero, of INT4 one in eleven. So `row` bounds each: more than twice what a row of such matrices, with
-2 degrees at that, was off by at most (0.054 in FP8, 0.068 in INT8 with a scale a row, 0.30 in INT4
-with one for 128 columns, 0.20 in MXFP4, 0.11 in NVFP4), and well below 1, what a row of zeros is
-off by (another row: 1.4). A row within two half steps of the format (`ErrorSums.lost_row`) is sound
-in any case: small rows under the scale of a whole matrix may round to zeros.
+A mean over a matrix hides single rows: within the noise of FP8 one row in 400 may be zero, of INT4
+one in eleven. So `row` bounds each: more than twice the largest relative error of a row of such
+matrices, with 2 degrees of freedom (0.054 in FP8, 0.068 in INT8 with a scale per row, 0.30 in INT4
+with one per 128 columns, 0.20 in MXFP4, 0.11 in NVFP4), and well below 1, the error of a row of
+zeros (a wrong row: 1.4). A row within two half steps of the format (`ErrorSums.lost_row`) is
+correct in any case: small rows under the scale of an entire matrix may round to zeros.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightComparison:
-    """One weight of B beside that of A.
+    """A weight of B compared with that of A.
 
-    `packing` is how it is stored in B (and in A, where that is quantized too: `a over b`).
-    Columns that take factors of a norm, or have a `pre_quant_scale`, are compared as they were
-    rounded (`is_scaled`). `worst_row_error` is the relative error of the row that is furthest off,
-    `lost_row_error` that of the furthest that rounding does not explain, and `most_row_error` what
-    it may be (None, of two quantized weights: not known).
+    `packing` is its packing in B (`a over b` if it is quantized in A too). With `is_scaled`,
+    columns were compared as they were rounded, after smoothing. `worst_row_error` is the relative
+    error of the worst row, `lost_row_error` that of the worst row that rounding does not explain,
+    and `most_row_error` its limit (None for two quantized weights: unknown).
     """
 
     tensor: str
@@ -88,12 +87,12 @@ class WeightComparison:
 
     @property
     def is_sound(self) -> bool:
-        """Close enough, all numbers, and no row lost."""
+        """The error is below the thresholds, and no element is NaN or Inf."""
         return not self.num_nan and self.sqnr_db >= self.least_db and not self.has_lost_row
 
     @property
     def has_lost_row(self) -> bool:
-        """A row is further off than the format takes it."""
+        """The error of a row exceeds that of the format."""
         return self.most_row_error is not None and self.lost_row_error > self.most_row_error
 
 
@@ -106,14 +105,17 @@ def compare_with_threshold(
     sqnr: float | None = None,
     scaled: bool = False,
 ) -> WeightComparison:
-    """A row of the table; `packings` are those of A and B ("" is plain), `sqnr` the threshold in
-    place of the format's. Two quantized weights are as far apart as both noises together."""
+    """Compare the error of a weight with the threshold of its format.
+
+    `packings` are those of A and B ("" is unquantized); `sqnr` replaces the threshold of the
+    format. For two quantized weights the noise of both is expected.
+    """
     kinds = [p.partition(":")[0] for p in packings]
     limits = [SQNR_THRESHOLDS.get(k, SQNR_THRESHOLDS["int4"]) for k in kinds]
-    least = min(x.db for x in limits)
+    least_db = min(x.db for x in limits)
     row: float | None = max(x.row for x in limits)
-    if all(kinds):  # a row that is small under the scale of A may be zeros there
-        least, row = least - 3.0, None
+    if all(kinds):  # a row that is small under the scale of A may be zero in A
+        least_db, row = least_db - 3.0, None
     elif sqnr is not None and row is not None:
         row = max(row, 10 ** (-sqnr / 20))
     return WeightComparison(
@@ -122,7 +124,7 @@ def compare_with_threshold(
         packing=" over ".join(dict.fromkeys(p for p in packings if p)) or "plain",
         num_elements=sums.count,
         sqnr_db=sums.sqnr_db,
-        least_db=least if sqnr is None else sqnr,
+        least_db=least_db if sqnr is None else sqnr,
         cosine=sums.cosine,
         max_error=sums.max_error,
         relative_error=sums.relative_error,
@@ -137,7 +139,7 @@ def compare_with_threshold(
 
 
 def list_norm_sites(side: CanonicalView) -> tuple[ActivationSite, ...]:
-    """The inputs that follow a norm, with what reads them; none where the model is not known."""
+    """List the activation sites after norms; empty if the model is unknown."""
     if side.config is None or side.dialect == "identity":
         return ()
     try:
@@ -151,26 +153,26 @@ def list_norm_sites(side: CanonicalView) -> tuple[ActivationSite, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ChangedNorm:
-    """A norm that is not the same on both sides: what each column's input is multiplied by in B
-    against A (NaN where both are zero)."""
+    """A norm that differs between A and B, and the factors by which B multiplies each column's
+    input (NaN if the weight is zero in both)."""
 
-    point: ActivationSite
+    site: ActivationSite
     factors: Floats
 
 
 def find_changed_norms(
-    points: Collection[ActivationSite],
+    sites: Collection[ActivationSite],
     source: CanonicalView,
     written: CanonicalView,
     a: CheckpointReader,
     b: CheckpointReader,
 ) -> dict[str, ChangedNorm]:
-    """Norms whose weights differ by more than a cast, by canonical name."""
+    """Find norms whose weights differ by more than a cast, by canonical name."""
     out: dict[str, ChangedNorm] = {}
     centered = bool(written.config and written.config.zero_centered_norm)
     offset = np.float32(1 if centered else 0)
-    for point in points:
-        name = f"{point.norm}.weight"
+    for site in sites:
+        name = f"{site.norm}.weight"
         p, q = source.placements.get(name), written.placements.get(name)
         if p is None or q is None or source.canonical[name].shape != written.canonical[name].shape:
             continue
@@ -186,11 +188,11 @@ def find_changed_norms(
         with np.errstate(all="ignore"):
             factors = np.where(x == 0, np.float32(np.nan), y / x).astype(np.float32)
         if (y[x == 0] != 0).any():
-            continue  # no factor makes something of nothing
-        out[point.norm] = ChangedNorm(point, factors)
+            continue  # no factor explains a change from zero
+        out[site.norm] = ChangedNorm(site, factors)
     return out
 
 
 def _is_cast(x: Floats, y: Floats, kind: str, *, same_type: bool) -> bool:
-    """Whether y is x in its own type; no rounding where both have one."""
+    """Whether y is x, or its cast if the dtypes differ."""
     return np.array_equal(x, y) or (not same_type and np.array_equal(rounded(x.copy(), kind), y))

@@ -34,7 +34,7 @@ LARGEST: Mapping[str, float] = {
 
 
 def map_part(catalogue: Catalogue, stored: StoredPart) -> NDArray[Any]:
-    """A part of a packed tensor, its bytes in no memory until they are looked at."""
+    """Map a part of a packed tensor; its bytes are read on access."""
     mapped = np.memmap(
         catalogue.path(stored.file),
         dtype(stored.part.dtype).view,
@@ -47,8 +47,8 @@ def map_part(catalogue: Catalogue, stored: StoredPart) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class MatrixIndices:
-    """Indices of a weight's rows and of its columns along each dimension of the stored tensor;
-    along the others it lies at `base`."""
+    """Indices of a weight's rows and columns along each dimension of the stored tensor; along other
+    dimensions its index is `base`."""
 
     base: tuple[int, ...]
     rows: Mapping[int, Ints]
@@ -56,21 +56,24 @@ class MatrixIndices:
 
     @classmethod
     def of(cls, place: Placement, shape: tuple[int, int]) -> MatrixIndices | None:
-        """None where rows and columns run along one dimension."""
-        across, size = len(place.shape), 1
-        while across and size < shape[1]:
-            across -= 1
-            size *= place.shape[across]
-        if size != shape[1] or prod(place.shape[:across]) != shape[0]:
+        """The indices; None if rows and columns share a stored dimension."""
+        dim, size = len(place.shape), 1
+        while dim and size < shape[1]:
+            dim -= 1
+            size *= place.shape[dim]
+        if size != shape[1] or prod(place.shape[:dim]) != shape[0]:
             return None
-        rows, columns = _along(place, 0, across), _along(place, across, len(place.shape))
+        rows, columns = (
+            _stored_indices(place, 0, dim),
+            _stored_indices(place, dim, len(place.shape)),
+        )
         return None if rows.keys() & columns.keys() else cls(place.base, rows, columns)
 
     def pick(
-        self, mapped: NDArray[Any], part: PackedPart, first: int, end: int, *, each: bool
+        self, mapped: NDArray[Any], part: PackedPart, first: int, end: int, *, per_element: bool
     ) -> NDArray[Any] | None:
-        """The numbers of a part for rows `first:end`, `[rows or 1, columns or 1]`: one for every
-        element, or, without `each`, one for all elements under it."""
+        """Select the values of a part for rows `first:end`, `[rows or 1, columns or 1]`: one value
+        per element, or without `per_element` one for each group of elements."""
         index: list[Ints] = []
         repeats = 1
         for n, s in zip(part.shape, part.spans, strict=True):
@@ -79,14 +82,14 @@ class MatrixIndices:
                     return None
                 index.append(np.zeros((1, 1), np.int64))
                 continue
-            step = 1 if each else s.per
+            step = 1 if per_element else s.per
             if s.dim in self.rows:
                 position = self.rows[s.dim][first:end:step][:, None]
             elif s.dim in self.columns:
-                along = self.columns[s.dim]
-                if each and _is_run(along, s.per):  # one of each group, put down so often
+                columns = self.columns[s.dim]
+                if per_element and _is_run(columns, s.per):  # one value per group, repeated
                     step = repeats = s.per
-                position = along[::step][None, :]
+                position = columns[::step][None, :]
             else:
                 position = np.full((1, 1), self.base[s.dim], np.int64)
             index.append(position // s.per)
@@ -96,14 +99,16 @@ class MatrixIndices:
         return np.repeat(values, repeats, axis=1) if repeats > 1 else values
 
 
-def _is_run(along: Ints, per: int) -> bool:
-    """Whole groups of `per`, one after another."""
-    length = len(along)
-    return length % per == 0 and along[0] % per == 0 and int(along[-1] - along[0]) == length - 1
+def _is_run(indices: Ints, per: int) -> bool:
+    """Whether indices are complete groups of `per`, in order."""
+    length = len(indices)
+    return (
+        length % per == 0 and indices[0] % per == 0 and int(indices[-1] - indices[0]) == length - 1
+    )
 
 
-def _along(place: Placement, first: int, end: int) -> dict[int, Ints]:
-    """The indices along each stored dimension of some dimensions of the view, run through."""
+def _stored_indices(place: Placement, first: int, end: int) -> dict[int, Ints]:
+    """The stored indices along some dimensions of the view, flattened."""
     sizes = place.shape[first:end]
     number = np.arange(prod(sizes), dtype=np.int64)
     out: dict[int, Ints] = {}
@@ -125,13 +130,13 @@ class StepSizes:
 
     @classmethod
     def of(cls, place: Placement, shape: tuple[int, int], catalogue: Catalogue) -> StepSizes | None:
-        """None where scales cannot be lined up with elements."""
+        """The step sizes; None if scales cannot be aligned with elements."""
         kind = (catalogue[place.stored].packing or "").partition(":")[0]
-        lines = MatrixIndices.of(place, shape)
-        if kind not in LARGEST or lines is None:
+        indices = MatrixIndices.of(place, shape)
+        if kind not in LARGEST or indices is None:
             return None
         is_plain = place.dims == (0, 1) and place.mults == (1, 1)
-        out = cls(kind, lines, is_plain)
+        out = cls(kind, indices, is_plain)
         for stored in catalogue.packed[place.stored]:
             if stored.part.role == ZEROS:
                 return None
@@ -140,7 +145,7 @@ class StepSizes:
         return out
 
     def step(self, first: int, end: int, columns: int) -> Floats | None:
-        """What a code of one stands for in some rows, `[rows or 1, columns or 1]`."""
+        """The step size of each element of some rows, `[rows or 1, columns or 1]`."""
         out = np.ones((1, 1), np.float32)
         for stored, mapped in self.parts:
             if stored.part.role not in (SCALE, SCALE_2, DIVISOR, COLUMNS):
@@ -156,7 +161,7 @@ class StepSizes:
         self, part: PackedPart, mapped: NDArray[Any], first: int, end: int, columns: int
     ) -> Floats | None:
         if not self.is_plain:
-            values = self.indices.pick(mapped, part, first, end, each=True)
+            values = self.indices.pick(mapped, part, first, end, per_element=True)
             return None if values is None else single(values, part.dtype).reshape(values.shape)
         base = self.indices.base
         lo, hi = (base[0] + first, base[1]), (base[0] + end, base[1] + columns)

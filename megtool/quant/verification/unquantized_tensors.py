@@ -1,4 +1,4 @@
-"""Unquantized tensors equal the source, and norms hold their smoothing factors."""
+"""Check that unquantized tensors equal the source and that norms have the expected factors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Floats = NDArray[np.float32]
 
 _ROUNDING: Mapping[str, float] = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-21}
 _WRONG = "outputs are wrong in every engine"
-_FOLDED = 2.0**-7  # a norm that is off by more was not only cast to another type
+_FOLDED = 2.0**-7  # a larger relative change of a norm is more than a cast
 
 
 def compare_unquantized(
@@ -37,8 +37,8 @@ def compare_unquantized(
     *,
     threads: int,
 ) -> list[Finding]:
-    """Those of `names` that are not bit for bit the source's, or its cast to another float, and
-    those that hold what is no number, whether the source does or not."""
+    """Compare tensors bit by bit with the source, or with its cast to another float dtype, and
+    report NaN and Inf, also those of the source."""
     equal_types: list[TensorPair] = []
     other_types: list[TensorPair] = []
     for n in names:
@@ -47,7 +47,7 @@ def compare_unquantized(
         (
             equal_types if a.open_canonical(p).dtype == b.open_canonical(q).dtype else other_types
         ).append(pair)
-    written, alike = _NonFiniteCounter(reader=b), {p.name for p in equal_types}
+    written, equal_type_names = _NonFiniteCounter(reader=b), {p.name for p in equal_types}
     wrong = {
         n: delta.num_differing
         for n, delta in compare(
@@ -57,18 +57,18 @@ def compare_unquantized(
     wrong |= _count_cast_differences(other_types, a, b, threads, written)
     out = []
     for n, count in wrong.items():
-        text = f"{count:,} elements of {n} are not the source's, though it was to be kept"
+        text = f"{count:,} elements of {n}, which is not quantized, differ from the source"
         out.append(error("kept", n.removesuffix(".weight"), text, _WRONG))
     for n, count in sorted(written.counts.items()):
-        text = f"{count:,} elements of {n} are NaN or infinity"
-        text += ", as in the source" if n in alike and n not in wrong else ""
+        text = f"{count:,} elements of {n} are NaN or Inf"
+        text += ", as in the source" if n in equal_type_names and n not in wrong else ""
         out.append(error("kept-nan", n.removesuffix(".weight"), text, _WRONG))
     return out
 
 
 @dataclass(slots=True, kw_only=True)
 class _NonFiniteCounter(ComparedSource):
-    """What was written, and how many elements of which tensors are no finite numbers."""
+    """The written folder, and the number of NaN and Inf elements by tensor."""
 
     counts: dict[str, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -76,14 +76,14 @@ class _NonFiniteCounter(ComparedSource):
     def tiles(
         self, name: str, view: ReadableView, start: int
     ) -> Generator[tuple[int, Array], None, None]:
-        """The tiles of a view, each looked at on its way."""
+        """Read the tiles of a view and count their NaN and Inf."""
         with closing(ComparedSource.tiles(self, name, view, start)) as tiles:
             for offset, tile in tiles:
                 self.count(name, numeric_values(tile, view.dtype))
                 yield offset, tile
 
     def count(self, name: str, values: Array) -> None:
-        """Count in some elements; from any thread."""
+        """Count NaN and Inf; thread-safe."""
         if values.dtype.kind != "f":
             return
         count = int(values.size - np.count_nonzero(np.isfinite(values)))
@@ -99,7 +99,7 @@ def _count_cast_differences(
     threads: int,
     written: _NonFiniteCounter,
 ) -> dict[str, int]:
-    """How many elements of which tensors are not the source's in their own type."""
+    """Count the elements by tensor that differ from the source after a cast."""
     out: dict[str, int] = {}
     lock = threading.Lock()
 
@@ -129,9 +129,9 @@ def _count_cast_differences(
 
 @dataclass(slots=True)
 class NormFactors:
-    """Norms as they were found: `values` by canonical norm are what each column's input is now
-    multiplied by, against the source (NaN where both are zero: nothing is known of that column).
-    `handled` tensors need no further comparison."""
+    """Factors recovered from norms: `values` by canonical norm are what each column's input is
+    multiplied by, compared with the source (NaN if the weight is zero in both). `handled` tensors
+    need no further comparison."""
 
     values: dict[str, Floats] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -147,8 +147,8 @@ def recover_norm_factors(
     names: Collection[str],
     qparams: QParams,
 ) -> NormFactors:
-    """The factors of the norms `names` (their weights and biases), from the two checkpoints, and
-    whether they are those of the settlement."""
+    """Recover the factors of norms `names` (weights and biases) from the two checkpoints, and
+    compare them with those of calibration."""
     out = NormFactors()
     centered = bool(written.config and written.config.zero_centered_norm)
     for name in sorted(names):
@@ -164,23 +164,22 @@ def recover_norm_factors(
         if factors is None:
             if last == "weight" and not np.array_equal(_cast(x, v.dtype.name), y):
                 out.values[norm] = _ratio(x + offset, y + offset)
-            continue  # that it is not the source's is told where it is compared as it is
+            continue  # the comparison of unquantized tensors reports it
         out.handled.add(name)
         if factors.shape != x.shape:
-            text = f"has {len(x)} columns, and {factors.size} factors were settled"
+            text = f"has {len(x)} columns, but calibration has {factors.size} factors"
             out.findings.append(error("norm", norm, text, _WRONG))
             continue
         expected = (x + offset) / factors - offset
         ulp = _ROUNDING.get(v.dtype.name, 2.0**-8)
-        off = ~(np.abs(y - expected) <= ulp * np.abs(expected) + np.float32(1e-30))
-        if off.any():
+        differs = ~(np.abs(y - expected) <= ulp * np.abs(expected) + np.float32(1e-30))
+        if differs.any():
             untouched = np.array_equal(_cast(x, v.dtype.name), y)
-            reason = (
-                "its factors are not folded in" if untouched else "is not its factors' quotient"
-            )
-            column = int(off.argmax())
+            reason = "its factors are not folded in" if untouched else "not divided by its factors"
+            column = int(differs.argmax())
             text = (
-                f"{last} of {int(off.sum()):,} of {off.size:,} columns: {reason}, column {column} "
+                f"{last} of {int(differs.sum()):,} of {differs.size:,} columns: {reason}, column "
+                f"{column} "
                 f"is {y[column]:.6g} where {expected[column]:.6g} is due"
             )
             out.findings.append(error("norm", norm, text, _WRONG))
@@ -194,18 +193,18 @@ def recover_norm_factors(
 def check_norm_readers(
     factors: NormFactors, readers: Mapping[str, Sequence[str]], packed: Collection[str]
 ) -> list[Finding]:
-    """Modules that are kept, and whose inputs come out of a norm that took factors.
+    """Report unquantized modules that read a norm with folded factors.
 
-    `readers` are the modules behind each norm, `packed` those that were quantized: these are held
-    against the norm they were written with.
+    `readers` are the modules that read each norm. Quantized ones (`packed`) are compared with their
+    norm elsewhere.
     """
     out = []
     for norm, ratio in factors.values.items():
-        if not (np.abs(ratio - 1) > _FOLDED).any():  # what is NaN is zero on both sides
+        if not (np.abs(ratio - 1) > _FOLDED).any():  # NaN: zero on both sides
             continue
         for module in readers.get(norm, ()):
             if module not in packed:
-                text = f"is kept, and {norm}, whose outputs it reads, was divided by factors"
+                text = f"is not quantized, but {norm}, which it reads, was divided by factors"
                 out.append(error("norm-shared", module, text, _WRONG))
     return out
 

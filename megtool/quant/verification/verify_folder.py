@@ -1,8 +1,8 @@
 """Verify a quantized folder against its source, from its files alone.
 
-Nothing that the writer knew is trusted: the folder is opened again, weights are decoded and
-compared element by element, and smoothing factors are recovered from the norms. Only then are they
-compared with the qparams that calibration chose.
+Nothing is taken over from the writer: the folder is opened again, weights are decoded and compared
+element by element, and smoothing factors are recovered from the norms. Then they are compared with
+the quantization parameters of calibration.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from megtool.reshard.source import CheckpointSource
 from megtool.tensors.box import numel
 
 MIN_SQNR_DB = 6.0
-"""A weight with less signal over noise than this is another weight: the coarsest format that
-anyone ships keeps more than twice as much."""
+"""A weight with a lower SQNR is a different weight: the coarsest format in use has more than twice
+as much."""
 
 MAX_ROW_ERROR = 0.5
-"""A row whose error is a larger part of its size is worth a look."""
+"""Rows with a larger relative error are reported."""
 
 MAX_CLIPPED = 0.02
 _WRONG = "outputs are wrong in every engine"
@@ -64,16 +64,16 @@ _WRONG = "outputs are wrong in every engine"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightAccuracy:
-    """One quantized weight beside its source.
+    """The error of a quantized weight against its source.
 
-    Where factors of columns were moved into a norm or beside the weight, both are as they were
-    rounded: columns of the source times the factors. In the source's own terms columns that have
-    small inputs would look bad, and do no harm.
+    If smoothing factors were folded into a norm or are stored, the source is compared after
+    smoothing, as it was rounded. Without that, columns with small inputs would have large errors
+    that do no harm.
 
-    `num_bytes` are those in the files, scales included, and `bits` the same per weight.
+    `num_bytes` are those in the files including scales, and `bits` the same per weight.
     `relative_error` is |source - written| / |source| over all elements, `max_error` the largest
-    single difference. `num_clipped` elements lie beyond the largest code (None where scales do not
-    lie as the matrix does, and elements could not be held against them one by one).
+    single difference. `num_clipped` elements exceed the largest code (None if scales could not be
+    aligned with elements).
     """
 
     name: str
@@ -91,7 +91,7 @@ class WeightAccuracy:
 class FolderVerification:
     """The result of comparing a quantized folder with its source.
 
-    `num_unquantized` tensors equal the source bit for bit, or are its cast; `num_norms` norms hold
+    `num_unquantized` tensors equal the source bit for bit, or are its cast; `num_norms` norms have
     the expected smoothing factors.
     """
 
@@ -104,7 +104,7 @@ class FolderVerification:
 
     @property
     def num_errors(self) -> int:
-        """Findings that nothing should be shipped with."""
+        """The number of findings with severity error."""
         return sum(f.severity == "error" for f in self.findings)
 
     @property
@@ -113,11 +113,11 @@ class FolderVerification:
         return 7 if self.num_errors else 0
 
     def worst(self, count: int = 5) -> tuple[WeightAccuracy, ...]:
-        """The rows with the least signal over noise."""
+        """The weights with the least SQNR."""
         return tuple(sorted(self.rows, key=lambda r: r.sqnr_db)[:count])
 
     def to_json(self) -> dict[str, Any]:
-        """The proof as plain data."""
+        """The result as plain data."""
         return asdict(self) | {"num_errors": self.num_errors}
 
 
@@ -185,7 +185,7 @@ def _unreadable(path: Path, e: MegtoolError) -> Finding:
 def _open_decoded(
     source: CheckpointSource, destination: Path, folder: FolderView, findings: list[Finding]
 ) -> tuple[Catalogue, CanonicalView] | None:
-    """The folder through the reader of quantized folders; None where that cannot be."""
+    """Open the folder with the reader of quantized folders; None if that fails."""
     try:
         catalogue = open_checkpoint(destination)
         family, config = source.view.family, source.view.config
@@ -196,11 +196,11 @@ def _open_decoded(
             catalogue.tensors, dialect="hf", family=family, config=config, partial=True
         )
     except (MegtoolError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
-        mismatch = e if isinstance(e, MegtoolError) else MegtoolError(f"cannot be understood: {e}")
+        mismatch = e if isinstance(e, MegtoolError) else MegtoolError(f"cannot be read: {e}")
         findings.append(_unreadable(destination, mismatch))
         return None
     for message in catalogue.warnings:
-        findings.append(warning("config", destination.name, message, "loaders may warn of it too"))
+        findings.append(warning("config", destination.name, message, "loaders may warn, too"))
     return catalogue, side
 
 
@@ -210,7 +210,7 @@ def _stored_tensors(path: Path) -> Iterator[Any]:
 
 
 class _WeightVerification:
-    """One run, with what it has found so far."""
+    """One comparison of all weights, and its findings."""
 
     def __init__(
         self,
@@ -227,9 +227,9 @@ class _WeightVerification:
         self.qparams, self.global_scales, self.findings = qparams, global_scales, findings
         self.decisions = {f"{d.module.name}.weight": d for d in decisions}
         modules = [d.module for d in decisions]
-        points = list_activation_sites(modules, source.view.config) if source.view.config else ()
-        self.norm_of = {f"{m}.weight": p.norm for p in points for m in p.modules if p.norm}
-        self.readers = map_norm_readers(points, modules)
+        sites = list_activation_sites(modules, source.view.config) if source.view.config else ()
+        self.norm_of = {f"{m}.weight": p.norm for p in sites for m in p.modules if p.norm}
+        self.readers = map_norm_readers(sites, modules)
         self.num_unquantized = self.num_norms = 0
 
     def run(
@@ -294,7 +294,7 @@ class _WeightVerification:
         return iter([self._row(w, sums[w.name], sizes) for w in weights])
 
     def _input_factors(self, name: str, norms: Mapping[str, Floats]) -> Floats | None:
-        """What inputs are multiplied by: by the norm before, and by the engine."""
+        """The factors of each input, by the preceding norm and by `pre_quant_scale`."""
         folded = norms.get(self.norm_of.get(name, ""))
         stored = self.stored_factors.get(self.side.placements[name].stored)
         if folded is None or stored is None:
@@ -304,33 +304,33 @@ class _WeightVerification:
     def _has_same_shape(self, name: str) -> bool:
         expected, stored = self.source.view.canonical[name], self.side.canonical[name]
         if expected.shape != stored.shape:
-            text = f"is {list(stored.shape)}, and {list(expected.shape)} in the source"
+            text = f"has shape {list(stored.shape)}, but {list(expected.shape)} in the source"
             self.findings.append(error("shape", name.removesuffix(".weight"), text, _WRONG))
         return expected.shape == stored.shape
 
     def _compare_names(self) -> None:
-        """Tensors of one side alone."""
+        """Report tensors that only one side has."""
         expected, stored = self.source.view.canonical, self.side.canonical
         for name in expected:
             if ":" not in name and name not in stored:
-                text = "is in the source, and was not written"
+                text = "is in the source, but was not written"
                 self.findings.append(
                     error("missing", name.removesuffix(".weight"), text, "engines stop")
                 )
         for name in stored:
             if name not in expected:
-                text = "was written, and is not in the source"
+                text = "was written, but is not in the source"
                 self.findings.append(
                     error("extra", name.removesuffix(".weight"), text, "engines stop")
                 )
         for name, reason in self.side.dropped:
             if self.side.copies.get(name) is None:
-                text = f"was written, and is no part of the model: {reason}"
+                text = f"was written, but is not part of the model: {reason}"
                 self.findings.append(warning("extra", name, text, "engines may refuse it"))
 
     def _row(self, w: WeightPair, sums: ErrorSums, sizes: Mapping[str, int]) -> WeightAccuracy:
         name = w.name.removesuffix(".weight")
-        self._judge(name, w, sums)
+        self._check_sums(name, w, sums)
         d = self.decisions.get(w.name)
         packing = self.catalogue[w.written.stored].packing or ""
         num_bytes = sizes.get(name, 0)
@@ -348,39 +348,39 @@ class _WeightVerification:
             num_clipped=sums.num_clipped if sums.num_bounded else None,
         )
 
-    def _judge(self, name: str, w: WeightPair, s: ErrorSums) -> None:
-        """What the sums of a weight give cause for."""
-        treatment = self.qparams.weights.get(name)
+    def _check_sums(self, name: str, w: WeightPair, s: ErrorSums) -> None:
+        """Report what the error of a weight shows."""
+        params = self.qparams.weights.get(name)
         if s.num_nan:
             text = f"{s.num_nan:,} elements are NaN or Inf"
             self.findings.append(error("weight-nan", name, text, _WRONG))
         if s.count and s.sqnr_db < MIN_SQNR_DB:
             text = (
-                f"has {s.sqnr_db:.1f} dB of signal over noise (cosine {s.cosine:.3f}): it is "
-                "another weight, or its codes and scales do not belong together"
+                f"has an SQNR of {s.sqnr_db:.1f} dB (cosine {s.cosine:.3f}): it is another "
+                "weight, or its codes and scales do not belong together"
             )
             self.findings.append(error("weight", name, text, _WRONG))
             return
-        # Codes that were chosen for outputs are held against those that were settled.
-        rounds_to_nearest = treatment is None or treatment.codes is None
+        # `check_codes` compares codes that calibration chose.
+        rounds_to_nearest = params is None or params.codes is None
         if s.num_wrong and rounds_to_nearest:
             index = list(s.first_wrong or ())
             text = (
-                f"{s.num_wrong:,} of {s.num_bounded:,} elements are further from the source than "
-                f"rounding takes them, the first at {index}"
+                f"{s.num_wrong:,} of {s.num_bounded:,} elements differ from the source by more "
+                f"than rounding, the first at {index}"
             )
             self.findings.append(error("weight", name, text, _WRONG))
         elif s.worst_row_error > MAX_ROW_ERROR:
             text = (
-                f"row {s.worst_row} is off by {s.worst_row_error:.0%} of its size, and the whole "
-                f"by {s.relative_error:.1%}"
+                f"row {s.worst_row} has a relative error of {s.worst_row_error:.0%}, the entire "
+                f"weight of {s.relative_error:.1%}"
             )
             self.findings.append(
-                warning("row", name, text, "what comes of this row is mostly noise")
+                warning("row", name, text, "the output of this row is mostly noise")
             )
         share = s.num_clipped / max(s.num_bounded, 1)
-        is_clipping_expected = treatment is not None and (
-            treatment.amax is not None or treatment.global_amax > 0
+        is_clipping_expected = params is not None and (
+            params.amax is not None or params.global_amax > 0
         )
         if (
             s.num_clipped
@@ -388,10 +388,10 @@ class _WeightVerification:
             and rounds_to_nearest
             and "nvfp4" not in self._packing(w)
         ):
-            text = f"{s.num_clipped:,} elements are cut off, though nothing was to be cut off"
+            text = f"{s.num_clipped:,} elements are clipped, though calibration clips nothing"
             self.findings.append(error("clipped", name, text, "a scale is too small"))
         elif share > MAX_CLIPPED:
-            text = f"{share:.1%} of its elements are cut off"
+            text = f"{share:.1%} of its elements are clipped"
             self.findings.append(
                 warning("clipped", name, text, "large values are lost in every engine")
             )
@@ -401,19 +401,19 @@ class _WeightVerification:
 
 
 def map_stored_names(decisions: Sequence[Decision], side: CanonicalView | None) -> dict[str, str]:
-    """The stored names of modules by canonical ones: as found, else as they should be."""
+    """Map canonical modules to stored names: those in the folder, or the expected ones."""
     out = {}
     for d in decisions:
         place = side.placements.get(f"{d.module.name}.weight") if side else None
         if place is not None:
             out[d.module.name] = place.stored.removesuffix(".weight")
-        elif d.module.kind != "kv_cache" and (called := d.module.names_in("hf")):
-            out[d.module.name] = called[0]
+        elif d.module.kind != "kv_cache" and (names := d.module.names_in("hf")):
+            out[d.module.name] = names[0]
     return out
 
 
 def find_absent_weights(folder: FolderView, decisions: Sequence[Decision]) -> Iterator[Finding]:
-    """Weights that are in no file, of a folder that cannot be decoded for it."""
+    """Report weights that are in no file, for a folder that cannot be decoded."""
     for d in decisions:
         stored = [f"{n}{end}" for n in d.module.names_in("hf") for end in (".weight", BLOCKS)]
         if d.module.kind != "kv_cache" and stored and not any(n in folder.tensors for n in stored):
@@ -421,7 +421,7 @@ def find_absent_weights(folder: FolderView, decisions: Sequence[Decision]) -> It
 
 
 def count_stored_bytes(folder: FolderView, stored: str | None) -> int:
-    """The bytes of a stored module: codes, and what lies beside them."""
+    """Count the bytes of a stored module: codes and scales."""
     tensors = folder.modules.get(stored or "", {})
     parts = [t for last, t in tensors.items() if last in ("weight", *COMPANIONS)]
     blocks = (folder.tensors.get(f"{stored}{end}") for end in (BLOCKS, "_scales"))

@@ -1,9 +1,9 @@
 """Compare quantized weights with their source, tile by tile, with a bound for every element.
 
-Nearest rounding leaves every element within half a step of the format at its size, or cut off at
-the largest code. So an element that is off by more, and not because it was cut off, was put there
-by something else than rounding: another row, swapped nibbles, a scale of another block. This sees
-damage of a few elements that no mean over a matrix would show.
+Rounding to the nearest code leaves every element within half a step of the format, or clipped at
+the largest code. A larger error of an unclipped element does not come from rounding: a wrong row,
+swapped nibbles, or a scale of another block. This finds damage of a few elements that no mean over
+a matrix would show.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from megtool.tensors.placement import Placement, narrow, refine
 Floats = NDArray[np.float32]
 
 TILE_BYTES = 1 << 20
-"""Of float32 of one side; a thread holds about a dozen arrays of this size."""
+"""Float32 bytes of one side; a thread has about a dozen arrays of this size."""
 
 SLACK = 2.0**-8
-"""What elements may be off besides, of their size: rounded to bfloat16 on the way."""
+"""Additional relative error of elements, for rounding to bfloat16."""
 
 FOLDED_SLACK = 2.0**-6
-"""The same where factors of columns were rounded to bfloat16 too, once with a norm and once more
-in a file."""
+"""The same if smoothing scales were rounded to bfloat16 too, once with a norm and once in a
+file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPair:
-    """One weight to be proved: where it lies in the source and in what was written. `gammas` are
-    what its inputs, column by column, are multiplied by that those of the source are not (None:
-    ones; NaN: nothing is known): the source's columns are divided by them, as before rounding."""
+    """A weight and its placements in the source and in the written folder. `input_factors` are what
+    the written model multiplies each input column by (None: ones; NaN: unknown); columns of the
+    source are divided by them, as before rounding."""
 
     name: str
     source: Placement
@@ -58,13 +58,13 @@ class WeightPair:
 
 @dataclass(slots=True, kw_only=True)
 class ErrorSums:
-    """What is added up over a weight.
+    """Sums over the elements of a weight.
 
-    `num_bounded` elements were held against half a step; `num_wrong` of them are off by more than
-    that, the first at `first_wrong` (row, column), and `num_clipped` are so only because they lie
-    beyond the largest code. `worst_row` is the one with the largest error against its size,
-    `lost_row` that among rows which are further off than twice what rounding takes them, where that
-    is known; `largest` the largest magnitude of the source, its columns as they were rounded.
+    `num_bounded` elements were compared with half a step; `num_wrong` of them exceed it, the first
+    at `first_wrong` (row, column), and `num_clipped` exceed it only because they are beyond the
+    largest code. `worst_row` has the largest relative error. `lost_row` is the worst of the rows
+    whose error is more than twice that of rounding, if that is known. `largest` is the amax of the
+    source after smoothing.
     """
 
     count: int = 0
@@ -84,34 +84,34 @@ class ErrorSums:
     lost_row: int = -1
     lost_row_error: float = 0.0
 
-    def merge(self, other: ErrorSums) -> None:
-        """Take in other elements."""
+    def merge(self, part: ErrorSums) -> None:
+        """Add the sums of another part."""
         for name in ("count", "num_nan", "source", "written", "product", "error"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            setattr(self, name, getattr(self, name) + getattr(part, name))
         for name in ("num_bounded", "num_wrong", "num_clipped"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.max_error = max(self.max_error, other.max_error)
-        self.largest = max(self.largest, other.largest)
-        if other.first_wrong is not None:
+            setattr(self, name, getattr(self, name) + getattr(part, name))
+        self.max_error = max(self.max_error, part.max_error)
+        self.largest = max(self.largest, part.largest)
+        if part.first_wrong is not None:
             first = self.first_wrong
-            self.first_wrong = other.first_wrong if first is None else min(first, other.first_wrong)
+            self.first_wrong = part.first_wrong if first is None else min(first, part.first_wrong)
         worst = (self.worst_row_error, -self.worst_row)
-        if (other.worst_row_error, -other.worst_row) > worst and other.worst_row >= 0:
-            self.worst_row, self.worst_row_error = other.worst_row, other.worst_row_error
+        if (part.worst_row_error, -part.worst_row) > worst and part.worst_row >= 0:
+            self.worst_row, self.worst_row_error = part.worst_row, part.worst_row_error
         worst = (self.lost_row_error, -self.lost_row)
-        if (other.lost_row_error, -other.lost_row) > worst and other.lost_row >= 0:
-            self.lost_row, self.lost_row_error = other.lost_row, other.lost_row_error
+        if (part.lost_row_error, -part.lost_row) > worst and part.lost_row >= 0:
+            self.lost_row, self.lost_row_error = part.lost_row, part.lost_row_error
 
     @property
     def sqnr_db(self) -> float:
-        """Signal to quantization noise; infinite without noise."""
+        """Signal to quantization noise in dB; infinite without noise."""
         if not self.error:
             return math.inf
         return 10 * math.log10(self.source / self.error) if self.source else -math.inf
 
     @property
     def cosine(self) -> float:
-        """1 for the same direction; of two zeros as well."""
+        """The cosine similarity; 1 for two zero weights."""
         size = math.sqrt(self.source) * math.sqrt(self.written)
         return self.product / size if size else float(self.source == self.written)
 
@@ -124,15 +124,17 @@ class ErrorSums:
 
 
 def decode_as_float32(catalogue: Catalogue) -> Catalogue:
-    """The catalogue with packed tensors decoded to float32, not rounded to what they had been."""
+    """The catalogue with packed tensors decoded to float32 instead of their original dtype."""
     wide = dtype("float32")
     tensors = [t if t.packing is None else replace(t, dtype=wide) for t in catalogue.tensors]
     return replace(catalogue, tensors=tensors, _index={})
 
 
 def split_pre_quant_scales(catalogue: Catalogue) -> tuple[Catalogue, dict[str, Floats]]:
-    """The catalogue with matrices as they were rounded, and what engines multiply the columns of
-    their inputs by (`pre_quant_scale`), by stored name."""
+    """Separate `pre_quant_scale` from the weights of a catalogue.
+
+    Returns the catalogue with weights as they were rounded, and the factors by stored name.
+    """
     factors: dict[str, Floats] = {}
     packed = dict(catalogue.packed)
     for name, parts in catalogue.packed.items():
@@ -153,7 +155,7 @@ def measure_errors(
     threads: int,
     progress: Callable[[int], None],
 ) -> dict[str, ErrorSums]:
-    """Read all weights once on both sides, and say by name how they differ.
+    """Read all weights once on both sides and sum up their errors, by name.
 
     `written` reads entire tensors. `progress` receives numbers of elements, from any thread.
     """
@@ -186,10 +188,10 @@ class WeightPart:
 def split_weight(
     w: WeightPair, source: CheckpointReader, written: CheckpointReader
 ) -> Iterator[WeightPart]:
-    """The parts in which a weight is read: whole rows where it can be."""
+    """Split a weight into the parts in which it is read, of whole rows if possible."""
     try:
         p, q = refine(w.source, w.written)
-    except MappingError:  # they cannot be cut alike
+    except MappingError:  # the two cannot be split in the same way
         yield WeightPart(w, 0, w.source, w.written)
         return
     depth: int | None = None
@@ -217,10 +219,13 @@ def _measure_part(
     has_whole_rows = part.start % columns == 0 and x.size % columns == 0
     if (factors := part.weight.input_factors) is not None:
         column = np.arange(part.start, part.start + x.size) % columns
-        by = factors[column]
-        unread = np.isnan(by)  # columns whose input is zero, so that nothing is known about them
+        element_factors = factors[column]
+        is_unknown = np.isnan(element_factors)  # the input of these columns is zero
         with np.errstate(all="ignore"):
-            x, y = np.where(unread, np.float32(0), x / by), np.where(unread, np.float32(0), y)
+            x, y = (
+                np.where(is_unknown, np.float32(0), x / element_factors),
+                np.where(is_unknown, np.float32(0), y),
+            )
     out = ErrorSums()
     is_finite = np.isfinite(x) & np.isfinite(y)
     if not is_finite.all():
@@ -250,7 +255,7 @@ def _measure_part(
 
 
 def _add_worst_row(out: ErrorSums, size: Floats, gap: Floats, first: int) -> Floats:
-    """The row that is furthest off; of each how far, against its size."""
+    """Record the row with the largest error; returns the relative error of each row."""
     square = np.einsum("ij,ij->i", size, size)
     error = np.einsum("ij,ij->i", gap, gap)
     ratio = np.sqrt(np.divide(error, square, out=np.zeros_like(error), where=square > 0))
@@ -261,20 +266,20 @@ def _add_worst_row(out: ErrorSums, size: Floats, gap: Floats, first: int) -> Flo
 
 
 _SUSPECT = 0.05
-"""A row that is off by less, against its size, is not looked at for what rounding explains."""
+"""Rows with a smaller relative error are not compared with the error of rounding."""
 
 _BEYOND = 2.0
-"""Codes that are chosen for outputs (GPTQ), or clipped, are off by more than the nearest ones, yet
-by less than so many half steps a row; a row of zeros, or another row, is off by five and more."""
+"""Chosen (GPTQ) or clipped codes have larger errors than the nearest ones, but less than this many
+half steps per row; a row of zeros or a wrong row has five or more."""
 
 
 def _add_lost_row(
     out: ErrorSums, kind: str, size: Floats, gap: Floats, step: Floats, ratio: Floats, first: int
 ) -> None:
-    """The row that is furthest off of those that rounding does not explain.
+    """Record the worst of the rows whose error rounding does not explain.
 
-    A row of small numbers under the scale of a whole matrix may round to zeros, and be off by all
-    of its size: that is what the format does to it.
+    A row of small numbers under the scale of an entire matrix may round to zeros, so a relative
+    error of 1 can come from the format.
     """
     rows = np.flatnonzero(ratio > _SUSPECT)
     if not rows.size:
@@ -282,32 +287,32 @@ def _add_lost_row(
     size, gap = size[rows], gap[rows]
     step = np.broadcast_to(step, (len(ratio), step.shape[1]))[rows]
     steps = half_step(kind, size, np.broadcast_to(step, size.shape))
-    due = np.einsum("ij,ij->i", steps, steps)
+    expected = np.einsum("ij,ij->i", steps, steps)
     error = np.einsum("ij,ij->i", gap, gap)
-    far = np.where(error > np.float32(_BEYOND**2) * due, ratio[rows], np.float32(0))
-    worst = int(far.argmax())
-    if far[worst] > 0:
-        out.lost_row, out.lost_row_error = first + int(rows[worst]), float(far[worst])
+    lost = np.where(error > np.float32(_BEYOND**2) * expected, ratio[rows], np.float32(0))
+    worst = int(lost.argmax())
+    if lost[worst] > 0:
+        out.lost_row, out.lost_row_error = first + int(rows[worst]), float(lost[worst])
 
 
 def _count_beyond_rounding(
     out: ErrorSums, kind: str, size: Floats, gap: Floats, step: Floats, slack: float, first: int
 ) -> None:
-    """Count the elements that are further off than rounding takes them."""
+    """Count the elements whose error exceeds that of rounding."""
     rows, columns = size.shape
     out.num_bounded = size.size
-    if kind in ("fp8", "mxfp8"):  # what few elements exceed, to look closely at these alone
-        least = size * np.float32(2.0**-4 + slack)
+    if kind in ("fp8", "mxfp8"):  # a cheap bound that few elements exceed; only these are compared
+        bound = size * np.float32(2.0**-4 + slack)
     else:
-        least = step * np.float32(0.25 if kind in ("mxfp4", "nvfp4") else 0.5)
-    suspects = np.flatnonzero(~(gap <= least))
+        bound = step * np.float32(0.25 if kind in ("mxfp4", "nvfp4") else 0.5)
+    suspects = np.flatnonzero(~(gap <= bound))
     size, gap = size.reshape(-1)[suspects], gap.reshape(-1)[suspects]
     step = np.broadcast_to(step, (rows, columns))[np.divmod(suspects, columns)]
-    off = ~(gap <= half_step(kind, size, step) + np.float32(slack) * size)
-    if not off.any():
+    exceeds = ~(gap <= half_step(kind, size, step) + np.float32(slack) * size)
+    if not exceeds.any():
         return
-    clipped = off & (size > np.float32(LARGEST[kind]) * step)
-    wrong = off & ~clipped
+    clipped = exceeds & (size > np.float32(LARGEST[kind]) * step)
+    wrong = exceeds & ~clipped
     out.num_clipped = int(clipped.sum())
     out.num_wrong = int(wrong.sum())
     if out.num_wrong:
@@ -318,8 +323,8 @@ def _count_beyond_rounding(
 def half_step(kind: str, size: Floats, step: Floats) -> Floats:
     """Half the distance between two numbers of a format around `size`, or a little more.
 
-    Of FP4 numbers lie 0.5, 1 and 2 apart, from 2 and from 4 on; of FP8 (E4M3) an eighth of the
-    power of two below, and 2^-9 at the bottom; INT4 and INT8 are even.
+    Steps of FP4 are 0.5, 1 from 2 on, and 2 from 4 on; of FP8 (E4M3) an eighth of the power of two
+    below, at least 2^-9; INT4 and INT8 are uniform.
     """
     if kind in ("mxfp4", "nvfp4"):
         out = np.where(size < 2 * step, np.float32(0.25), np.float32(0.5))

@@ -129,7 +129,7 @@ def test_a_file_without_sensitivities_is_read(tmp_path: Path) -> None:
 )
 def test_sensitivities_that_are_none(tmp_path: Path, wrong: object) -> None:
     path = as_said(made(), tmp_path / "a", sensitivities=wrong)
-    with pytest.raises(CalibrationError, match="damaged calibration file"):
+    with pytest.raises(CalibrationError, match="calibration file is damaged"):
         CalibrationFile.load(path)
 
 

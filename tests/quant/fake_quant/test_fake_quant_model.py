@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.inference.forward import Forward
-from megtool.inference.layer_streaming import on_demand_of
+from megtool.inference.layer_streaming import find_streamer
 from megtool.inference.load import load
 from megtool.inference.windows import TokenDocument
 from megtool.model.batch import Batch
@@ -100,7 +100,7 @@ def test_weights_on_demand_are_rounded_when_they_come(
     settlement = make_qparams(modules, points, lambda name: "NVFP4", cache="FP8")
     resident, demanded = (
         load(source, dtype="float32"),
-        load(source, dtype="float32", on_demand=True),
+        load(source, dtype="float32", stream_layers=True),
     )
     before = logits(demanded)
     with FakeQuantModel(resident, points, settlement, weights=True):
@@ -113,7 +113,7 @@ def test_weights_on_demand_are_rounded_when_they_come(
     assert torch.equal(logits(demanded), before)
     with simulation:  # once more
         assert torch.equal(logits(demanded), want)
-    keeper = on_demand_of(demanded)
+    keeper = find_streamer(demanded)
     assert keeper is not None
     keeper.close()
 
@@ -122,9 +122,9 @@ def test_one_layer_in_memory_and_out_again(llama: Path) -> None:
     """What is in memory when it ends is the layer's own again."""
     source, modules, points = open_model_source(llama)
     settlement = make_qparams(modules, points, lambda n: "W4A16_AWQ" if "layers.1.mlp" in n else "")
-    decoder = load(source, dtype="float32", on_demand=True)
+    decoder = load(source, dtype="float32", stream_layers=True)
     decoder(Batch(tokens_BS=TOKENS))
-    keeper = on_demand_of(decoder)
+    keeper = find_streamer(decoder)
     assert keeper is not None
     keeper.enter("decoder.layers.1")
     name = "decoder.layers.1.mlp.linear_fc1.weight"
@@ -210,7 +210,7 @@ def on_rank(rank: int, size: int, folder: str, algo: str) -> np.ndarray:
     try:
         source, modules, points = open_model_source(Path(folder))
         settlement = make_qparams(modules, points, lambda name: algo, smooth=True, cache="FP8")
-        decoder = load(source, groups=groups, dtype="float32", on_demand=not moe)
+        decoder = load(source, groups=groups, dtype="float32", stream_layers=not moe)
         with FakeQuantModel(decoder, points, settlement, weights=True):
             return logits(decoder).numpy()
     finally:
@@ -234,7 +234,7 @@ def test_two_ranks_compute_the_same(model: str, algo: str, request: pytest.Fixtu
 
 def test_quality(llama: Path) -> None:
     source, modules, points = open_model_source(llama)
-    before, after = load(source, dtype="float32"), load(source, dtype="float32", on_demand=True)
+    before, after = load(source, dtype="float32"), load(source, dtype="float32", stream_layers=True)
     documents = [TokenDocument(tokens=[(7 * i * i + n) % 128 for i in range(40)]) for n in range(3)]
     found = []
     for algo in ("FP8", "NVFP4"):

@@ -23,7 +23,7 @@ from megtool.quant.calibration.sensitivities import Sensitivities
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.mixed_precision.auto_quantize import FormatChoice, choose
 from megtool.quant.mixed_precision.decision_units import key_of, list_units
-from megtool.quant.mixed_precision.sensitivity import measure, spread
+from megtool.quant.mixed_precision.sensitivity import spread
 from megtool.quant.recipes.dialects import recipe_from
 from megtool.quant.recipes.engine_support import parse_engine
 from megtool.quant.recipes.formats import RecipeFormat
@@ -33,7 +33,7 @@ from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from megtool.quant.solve_qparams import solve_qparams
 from tests.support.errors import raises
 from tests.support.models import tiny_models
-from tests.support.quant.loaded import points_of, source_of
+from tests.support.quant.loaded import measure_sensitivities, points_of, source_of
 
 
 @pytest.fixture(scope="module")
@@ -67,20 +67,9 @@ def batches() -> list[Batch]:
     return [Batch(tokens_BS=torch.randint(0, 128, (3, 32), generator=generator)) for _ in range(2)]
 
 
-def measured(decided: ResolvedRecipe, batches: list[Batch], **more: object) -> Sensitivities:
-    return measure(
-        source_of(decided),
-        decided.matched.decisions,
-        decided.recipe,
-        points_of(decided),
-        batches,
-        **more,  # type: ignore[arg-type]
-    )
-
-
 @pytest.fixture(scope="module")
 def sensitivities(decided: ResolvedRecipe, batches: list[Batch]) -> Sensitivities:
-    return measured(decided, batches)
+    return measure_sensitivities(decided, batches)
 
 
 def chosen(decided: ResolvedRecipe, sensitivities: Sensitivities, **more: object) -> FormatChoice:
@@ -189,10 +178,10 @@ def test_every_unit_costs_what_it_costs_alone(
 def test_little_memory_and_layers_on_disk_change_nothing(
     decided: ResolvedRecipe, sensitivities: Sensitivities, batches: list[Batch]
 ) -> None:
-    found = measured(decided, batches, memory_bytes=1, resident=True)
+    found = measure_sensitivities(decided, batches, memory_bytes=1, resident=True)
     for name, some in sensitivities.losses.items():
         assert found.losses[name] == pytest.approx(dict(some), rel=1e-6, abs=1e-12)
-    few = measured(decided, batches, most_tokens=40)
+    few = measure_sensitivities(decided, batches, most_tokens=40)
     assert few.num_tokens == 64, "whole rows"
 
 
@@ -209,7 +198,7 @@ def test_a_heads_inputs_are_rounded_with_it(
     rest = after[after.index("  - match") :]
     (tmp_path / "head.yaml").write_text(before + rest)
     decided = resolve_recipe(folder, tmp_path / "head.yaml")
-    found = measured(decided, batches)
+    found = measure_sensitivities(decided, batches)
     everything = chosen(decided, found, bits=16)
     unit = next(u for u in list_units(decided.matched.decisions, decided.recipe) if u.layer is None)
     for f in unit.formats:
@@ -228,7 +217,9 @@ def test_progress_goes_on_all_the_time(
 ) -> None:
     said: list[tuple[str, int, int]] = []
     recipe = replace(decided.recipe, algorithm={"method": method})
-    measured(replace(decided, recipe=recipe), batches, progress=lambda *about: said.append(about))
+    measure_sensitivities(
+        replace(decided, recipe=recipe), batches, progress=lambda *about: said.append(about)
+    )
     assert {stage for stage, _, _ in said} == {"sensitivity"}
     totals = {total for _, _, total in said}
     assert len(totals) == 1, "what is expected is known from the first word on"
@@ -273,7 +264,7 @@ def test_gradients_tell_the_same_story(
     decided: ResolvedRecipe, sensitivities: Sensitivities, batches: list[Batch]
 ) -> None:
     recipe = replace(decided.recipe, algorithm={"method": "gradient"})
-    found = measured(replace(decided, recipe=recipe), batches)
+    found = measure_sensitivities(replace(decided, recipe=recipe), batches)
     assert found.method == "gradient"
     pairs = []
     for unit in list_units(decided.matched.decisions, decided.recipe):
@@ -396,7 +387,7 @@ def test_nothing_was_measured_about_it(
     decided: ResolvedRecipe, sensitivities: Sensitivities
 ) -> None:
     other = replace(sensitivities, losses={})
-    with pytest.raises(CalibrationError, match=r"layers\.0\.attn\.qkv as NVFP4"):
+    with pytest.raises(CalibrationError, match=r"layers\.0\.attn\.qkv in NVFP4"):
         chosen(decided, other)
 
 
@@ -443,7 +434,7 @@ def test_modelopts_own_lists_of_formats(
 
 def test_experts_are_measured_together(moe_random: Path, batches: list[Batch]) -> None:
     decided = resolve_recipe(moe_random, "auto_nvfp4_fp8")
-    found = measured(decided, batches)
+    found = measure_sensitivities(decided, batches)
     choice = chosen(decided, found, bits=6)
     experts = [d for d in choice.decisions if ".mlp.experts." in d.module.name]
     assert len({d.label for d in experts if d.module.layer == 2}) == 1

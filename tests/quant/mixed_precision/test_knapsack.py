@@ -64,7 +64,7 @@ def test_no_choice_is_better(raw: list[list[tuple[int, float]]], budget: int) ->
     items = items_of(raw)
     expected = best_of_all(items, budget)
     if expected is None:
-        with pytest.raises(UsageError, match=f"{smallest(items)} that the smallest choice takes"):
+        with pytest.raises(UsageError, match=f"{smallest(items)} bytes of the smallest choice"):
             select(items, budget)
         return
     found = select(items, budget)
@@ -132,7 +132,7 @@ def test_the_same_items_give_the_same_choice() -> None:
 
 def test_a_loss_that_is_no_number() -> None:
     items = items_of([[(1, float("nan"))]])
-    with pytest.raises(CalibrationError, match="unit 0 as option 0 is said to cost nan"):
+    with pytest.raises(CalibrationError, match="the sensitivity of unit 0 in option 0 is nan"):
         select(items, 5)
     with pytest.raises(CalibrationError):
         curve(items)

@@ -14,14 +14,12 @@ from megtool import quantize
 from megtool.errors import CalibrationError
 from megtool.model.batch import Batch
 from megtool.quant.calibration.fingerprint import Fingerprint
-from megtool.quant.calibration.sensitivities import Sensitivities
 from megtool.quant.mixed_precision import kl_sensitivity
 from megtool.quant.mixed_precision.candidates import CandidateSurvey
-from megtool.quant.mixed_precision.sensitivity import measure
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from tests.support.folders import contents
 from tests.support.models import tiny_models, tiny_text
-from tests.support.quant.loaded import points_of, source_of
+from tests.support.quant.loaded import measure_sensitivities
 
 PRINT = Fingerprint(model="m", recipe="r", data="d")
 
@@ -61,7 +59,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(CandidateSurvey, "_solve_unit", settled)
     monkeypatch.setattr(kl_sensitivity, "_divergences", ended)
-    monkeypatch.setattr(kl_sensitivity, "AT_ONCE", 5)
+    monkeypatch.setattr(kl_sensitivity, "MOST_CONCURRENT_RUNS", 5)
     return found
 
 
@@ -77,11 +75,6 @@ def batches() -> list[Batch]:
     return [Batch(tokens_BS=torch.randint(0, 128, (3, 32), generator=generator)) for _ in range(2)]
 
 
-def measured(decided: ResolvedRecipe, batches: list[Batch], **more: Any) -> Sensitivities:
-    given = source_of(decided), decided.matched.decisions, decided.recipe, points_of(decided)
-    return measure(*given, batches, **more)
-
-
 @pytest.mark.parametrize("method", ["kl_div", "gradient"])
 def test_what_is_finished_is_not_measured_again(
     decided: ResolvedRecipe,
@@ -94,52 +87,57 @@ def test_what_is_finished_is_not_measured_again(
     decided = replace(decided, recipe=recipe)
     if method == "gradient":
         batches = batches * 6  # 1152 tokens, there and back in several parts
-    whole = measured(decided, batches)
+    whole = measure_sensitivities(decided, batches)
     expected = Counter(counted)
     assert set(expected.values()) == {1}
     counted.clear()
-    kept = {"work": tmp_path / "work", "fingerprint": PRINT}
+    kept = {"resume_folder": tmp_path / "work", "fingerprint": PRINT}
     kills, most = 0, 1
     while True:
         try:
-            found = measured(decided, batches, **kept, progress=Ends(most))
+            found = measure_sensitivities(decided, batches, **kept, progress=Ends(most))
             break
         except Killed:
             kills += 1
             before = counted.total()
             with pytest.raises(Killed):  # at once: nothing more of it is finished
-                measured(decided, batches, **kept, progress=Ends(0))
+                measure_sensitivities(decided, batches, **kept, progress=Ends(0))
             assert counted.total() == before
             most += 3
     assert kills > 4
     assert found == whole, "to the last bit"
     assert counted == expected, "each was settled once, and run once"
     counted.clear()
-    assert measured(decided, batches, **kept, progress=Ends(0)) == whole
+    assert measure_sensitivities(decided, batches, **kept, progress=Ends(0)) == whole
     assert not counted
-    assert not list((tmp_path / "work").glob("settled-*")), "of no more use"
+    assert not list((tmp_path / "work").glob("qparams-*")), "of no more use"
     with pytest.raises(CalibrationError, match="another calibration: different data"):
-        measured(decided, batches, work=kept["work"], fingerprint=replace(PRINT, data="e"))
+        measure_sensitivities(
+            decided,
+            batches,
+            resume_folder=kept["resume_folder"],
+            fingerprint=replace(PRINT, data="e"),
+        )
     with pytest.raises(CalibrationError, match="another calibration: different dtype"):
-        measured(decided, batches, **kept, dtype="bfloat16")
+        measure_sensitivities(decided, batches, **kept, dtype="bfloat16")
 
 
 def test_what_is_damaged_is_measured_again(
     decided: ResolvedRecipe, batches: list[Batch], tmp_path: Path, counted: Counter[str]
 ) -> None:
-    whole = measured(decided, batches)
+    whole = measure_sensitivities(decided, batches)
     counted.clear()
-    kept = {"work": tmp_path / "work", "fingerprint": PRINT}
+    kept = {"resume_folder": tmp_path / "work", "fingerprint": PRINT}
     with pytest.raises(Killed):
-        measured(decided, batches, **kept, progress=Ends(60))
+        measure_sensitivities(decided, batches, **kept, progress=Ends(60))
     assert any(name.startswith("run") for name in counted)
     files = sorted((tmp_path / "work").glob("*.safetensors"))
-    assert {"losses.safetensors", "settled-00000.safetensors"} <= {f.name for f in files}
+    assert {"losses.safetensors", "qparams-00000.safetensors"} <= {f.name for f in files}
     for file in files:
         data = bytearray(file.read_bytes())
         data[-3] ^= 1
         file.write_bytes(data)
-    assert measured(decided, batches, **kept) == whole
+    assert measure_sensitivities(decided, batches, **kept) == whole
 
 
 def test_a_killed_run_of_an_automatic_recipe_goes_on(tmp_path: Path, counted: Counter[str]) -> None:

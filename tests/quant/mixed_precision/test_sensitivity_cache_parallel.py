@@ -15,12 +15,11 @@ from megtool.model.batch import Batch
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.fingerprint import Fingerprint
 from megtool.quant.calibration.sensitivities import Sensitivities
-from megtool.quant.mixed_precision.sensitivity import measure
 from megtool.quant.resolve import resolve_recipe
 from tests.support.errors import raises
 from tests.support.models import tiny_models
 from tests.support.quant.calibrated import random_moe
-from tests.support.quant.loaded import points_of, source_of
+from tests.support.quant.loaded import measure_sensitivities
 from tests.support.worlds.gloo_world import WorldError, run_world
 
 PRINT = Fingerprint(model="m", recipe="r", data="d")
@@ -34,8 +33,7 @@ def data() -> list[Batch]:
 def measured(folder: Path, method: str, **more: Any) -> Sensitivities:
     decided = resolve_recipe(folder, "auto_nvfp4_fp8")
     recipe = replace(decided.recipe, algorithm={"method": method})
-    facts = source_of(decided), decided.matched.decisions, recipe, points_of(decided)
-    return measure(*facts, data(), most_tokens=192, **more)
+    return measure_sensitivities(replace(decided, recipe=recipe), data(), most_tokens=192, **more)
 
 
 def on_rank(
@@ -93,10 +91,10 @@ def test_ranks_find_what_one_process_finds(
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["kl_div", "gradient"])
 def test_work_is_shared_and_not_done_again(dense: Path, tmp_path: Path, method: str) -> None:
-    kept = {"work": tmp_path / "work", "fingerprint": PRINT}
+    kept = {"resume_folder": tmp_path / "work", "fingerprint": PRINT}
     (whole, *_) = run_world(on_rank, 2, dense, method, {}, {})
     assert run_world(on_rank, 2, dense, method, {}, kept) == [whole] * 2
-    assert not list((tmp_path / "work").glob("settled-*"))
+    assert not list((tmp_path / "work").glob("qparams-*"))
     assert not list((tmp_path / "work").glob("into-*"))
     assert run_world(on_rank, 2, dense, method, {}, kept) == [whole] * 2
     with pytest.raises(WorldError, match="different layout"):
@@ -111,5 +109,5 @@ def test_layouts_that_do_not_serve(
     dense: Path, method: str, layout: dict[str, int], told: str
 ) -> None:
     groups = replace(ProcessGroups.alone(), parallel=ParallelConfig(**layout))
-    with raises(UsageError, match=told, hint="share the data out"):
+    with raises(UsageError, match=told, hint="split the data"):
         measured(dense, method, groups=groups)

@@ -8,10 +8,10 @@ import pytest
 from megtool.dtypes import dtype
 from megtool.errors import CalibrationError, UsageError
 from megtool.quant.packed_tensors.modelopt_tensors import (
-    caches_of,
-    input_scale,
+    compute_input_scale,
+    list_kv_scale_specs,
+    list_module_specs,
     needs_amax,
-    tensor_specs,
 )
 from megtool.quant.qparams import KVCacheQParams, WeightQParams
 from megtool.quant.recipes.formats import RecipeFormat
@@ -47,7 +47,7 @@ def treatment(algo: str, group: int = 0, **more: object) -> WeightQParams:
 def test_as_the_table_has_it(row: tuple[object, ...]) -> None:
     algo, group, codes, scale, second, inputs = row
     t = treatment(str(algo), int(str(group)), input_amax=2.0)
-    found = tensor_specs("m", (O, I), t.format, BF16, amax=1.0, inputs=input_scale(t))
+    found = list_module_specs("m", (O, I), t.format, BF16, amax=1.0, inputs=compute_input_scale(t))
     shapes = {h.tensor.name: (h.tensor.dtype.name, h.tensor.shape) for h in found}
     want = {"m.weight": codes, "m.weight_scale": scale}
     want |= {"m.weight_scale_2": ("float32", ())} if second else {}
@@ -66,10 +66,10 @@ def test_as_the_table_has_it(row: tuple[object, ...]) -> None:
     ],
 )
 def test_scales_of_inputs(algo: str, group: int, scale: float) -> None:
-    assert input_scale(treatment(algo, group, input_amax=2.0)) == np.float32(scale)
+    assert compute_input_scale(treatment(algo, group, input_amax=2.0)) == np.float32(scale)
     for amax in (0.0, float("nan"), float("inf")):
         with pytest.raises(CalibrationError, match=r"layers\.0\.mlp\.up"):
-            input_scale(treatment(algo, group, input_amax=amax))
+            compute_input_scale(treatment(algo, group, input_amax=amax))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_scales_of_inputs(algo: str, group: int, scale: float) -> None:
 def test_second_scales(algo: str, group: int, second: float) -> None:
     found = {
         h.tensor.name: h.value
-        for h in tensor_specs("m", (O, I), treatment(algo, group).format, BF16, amax=1.5)
+        for h in list_module_specs("m", (O, I), treatment(algo, group).format, BF16, amax=1.5)
     }
     assert found["m.weight_scale_2"] == np.float32(second)
 
@@ -98,7 +98,7 @@ def test_which_formats_need_the_amax_of_whole_weights() -> None:
 def test_factors_of_columns_are_stored_as_what_inputs_are_multiplied_by() -> None:
     columns = np.full(I, 4.0, np.float32)
     form = treatment("W4A16_AWQ", 128).format
-    last = tensor_specs("m", (O, I), form, BF16, columns=columns)[-1]
+    last = list_module_specs("m", (O, I), form, BF16, columns=columns)[-1]
     assert (last.tensor.name, last.tensor.dtype) == ("m.pre_quant_scale", BF16)
     assert last.value is not None
     assert set(last.value.tolist()) == {0x3E80}  # 0.25
@@ -108,7 +108,7 @@ def test_scales_of_caches() -> None:
     def values(algo: str, **more: bool) -> dict[str, float]:
         form = RecipeFormat(name="kv", kv_algo=algo, **more)  # type: ignore[arg-type]
         cache = KVCacheQParams(module="c", format=form, key_amax=896.0, value_amax=4.48)
-        return {h.tensor.name: float(h.value or 0) for h in caches_of("a", cache)}  # type: ignore[arg-type]
+        return {h.tensor.name: float(h.value or 0) for h in list_kv_scale_specs("a", cache)}  # type: ignore[arg-type]
 
     names = ["a.k_proj.k_scale", "a.v_proj.v_scale"]
     assert list(values("FP8")) == names
@@ -120,9 +120,9 @@ def test_scales_of_caches() -> None:
 
 def test_what_groups_do_not_divide_is_told() -> None:
     with pytest.raises(UsageError, match="blocks of 128 do not divide 96"):
-        tensor_specs("m", (O, 96), treatment("W4A16_AWQ", 128).format, BF16)
+        list_module_specs("m", (O, 96), treatment("W4A16_AWQ", 128).format, BF16)
     with pytest.raises(UsageError, match="two a byte"):
-        tensor_specs("m", (O + 1, I), treatment("W4A16_AWQ", 128).format, BF16)
+        list_module_specs("m", (O + 1, I), treatment("W4A16_AWQ", 128).format, BF16)
 
 
 def test_floats_are_rounded_once() -> None:

@@ -19,7 +19,7 @@ from megtool.number_formats.decode import SCALE, SCALE_2
 from megtool.number_formats.encode import encode
 from megtool.number_formats.layout import layout
 from megtool.quant.packed_tensors import pack
-from megtool.quant.packed_tensors.modelopt_tensors import second_scale, tensor_specs
+from megtool.quant.packed_tensors.modelopt_tensors import compute_global_scale, list_module_specs
 from megtool.quant.packed_tensors.pack import WeightToPack, find_amaxes, grain_of, make_pack_feeds
 from megtool.quant.qparams import WeightQParams
 from megtool.quant.recipes.formats import FORMATS, RecipeFormat, packing_of
@@ -42,7 +42,7 @@ def weight(folder: Path, algo: str, columns: np.ndarray | None = None) -> Weight
         placement=Placement.identity("w", (ROWS, COLUMNS)),
         shape=(ROWS, COLUMNS),
         dtype=dtype("bfloat16"),
-        treatment=WeightQParams(module="m", format=form, smoothing_scale=columns),
+        qparams=WeightQParams(module="m", format=form, smoothing_scale=columns),
     )
 
 
@@ -51,7 +51,7 @@ def made(
 ) -> dict[str, np.ndarray]:
     """All that the feeds of a weight write, into arrays of twice its rows."""
     catalogue, files = open_checkpoint(folder), Files()
-    held = tensor_specs("m", (2 * ROWS, COLUMNS), w.treatment.format, w.dtype, amax=amax)
+    held = list_module_specs("m", (2 * ROWS, COLUMNS), w.qparams.format, w.dtype, amax=amax)
     computed = [(h.part.role, h.tensor) for h in held if h.part is not None and h.value is None]
     out = {role: np.zeros(t.shape, f"<u{t.dtype.itemsize}") for role, t in computed}
     with SourceFiles(files, [catalogue]) as readers:
@@ -82,9 +82,9 @@ def test_cut_anyhow_it_is_the_whole_encoded(
     catalogue = open_checkpoint(tmp_path / "in")
     (amax,) = find_amaxes(catalogue, [w], Files(), threads=2)
     found = made(tmp_path / "in", w, amax, tile_bytes, at)
-    packing = packing_of(w.treatment.format)
+    packing = packing_of(w.qparams.format)
     parts = layout(packing, (ROWS, COLUMNS))
-    given = {p.role: second_scale(algo, amax) for p in parts if p.role == SCALE_2}
+    given = {p.role: compute_global_scale(algo, amax) for p in parts if p.role == SCALE_2}
     if algo == "FP8":
         given[SCALE] = np.asarray(np.float32(amax) / np.float32(448))
     with SourceFiles(Files(), [catalogue]) as readers:
@@ -122,7 +122,7 @@ def test_blocks_are_not_cut() -> None:
             placement=Placement.identity("w", (256, 256)),
             shape=(256, 256),
             dtype=dtype("bfloat16"),
-            treatment=WeightQParams(
+            qparams=WeightQParams(
                 module="m", format=RecipeFormat(name="f", algo=algo, group_size=groups[0])
             ),
         )
@@ -135,7 +135,7 @@ def test_no_numbers_are_found_in_either_pass(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-2:] = b"\x80\x7f"  # infinity
     file.write_bytes(data)
-    with pytest.raises(FormatError, match="NaN or infinite"):
+    with pytest.raises(FormatError, match="NaN or Inf"):
         made(tmp_path / "in", w, 1.0, 1 << 20)
-    with pytest.raises(FormatError, match="NaN or infinite"):
+    with pytest.raises(FormatError, match="NaN or Inf"):
         find_amaxes(open_checkpoint(tmp_path / "in"), [w], Files(), threads=1)

@@ -22,6 +22,8 @@ import torch
 from megtool.quant.pipeline.write import write
 from megtool.quant.qparams import QParams, WeightQParams
 from megtool.quant.resolve import resolve_recipe
+from megtool.reshard.execute import ExecutionOptions
+from megtool.reshard.writers.target_spec import TargetOptions
 from tests.support.folders import stored_tensors
 
 pytestmark = pytest.mark.peers
@@ -111,7 +113,13 @@ def test_equal_in_every_byte(source: Path, tmp_path: Path, recipe: str) -> None:
             input_amax=scale * LARGEST.get(recipe, 0),
         )
     ours = tmp_path / "ours"
-    write(decided.source, decided.matched.decisions, settlement, ours, fsync=False)
+    write(
+        decided.source,
+        decided.matched.decisions,
+        settlement,
+        TargetOptions(to="hf", destination=ours),
+        ExecutionOptions(fsync=False),
+    )
     found = stored_tensors(ours)
     assert found.keys() == want.keys()
     for name, (kind, shape, data) in want.items():

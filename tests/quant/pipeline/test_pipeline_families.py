@@ -277,29 +277,39 @@ def rules(*lines: str) -> str:
 @pytest.mark.parametrize(
     ("family", "recipe", "told", "hint"),
     [
-        ("gpt_oss", "fp8_per_channel", "for which loaders know MXFP4 alone", "--recipe mxfp4_exp"),
-        ("gpt_oss", "mxfp4", r"layers.0.attn.q is to be MXFP4, and experts", "--recipe mxfp4_exp"),
+        (
+            "gpt_oss",
+            "fp8_per_channel",
+            "for which loaders only support MXFP4",
+            "--recipe mxfp4_exp",
+        ),
+        ("gpt_oss", "mxfp4", r"layers.0.attn.q is MXFP4, but only experts", "--recipe mxfp4_exp"),
         (
             "gpt_oss",
             rules("{match: {role: expert, layers: 0}, format: m}"),
-            "layers.1.mlp.experts.0.gate is kept, and other experts are to be MXFP4",
+            "layers.1.mlp.experts.0.gate is not quantized, but other experts are MXFP4",
             "--recipe mxfp4_experts",
         ),
         (
             "gpt_oss",
             rules("{match: {role: expert}, format: m}", "{match: {kind: kv_cache}, format: kv}"),
-            "layers.0.attn.kv is to be KV FP8",
+            "layers.0.attn.kv is KV FP8, but",
             "--recipe mxfp4_experts",
         ),
         (
             "gpt_oss",
             rules("{match: {role: expert}, format: m}", "{match: {glob: '*.o'}, format: f}"),
-            "layers.0.attn.o is to be FP8_PER_CHANNEL_PER_TOKEN",
+            "layers.0.attn.o is FP8_PER_CHANNEL_PER_TOKEN, but",
             "--recipe mxfp4_experts",
         ),
         ("gpt_neox", "fp8_block128", "64 rows at a time .* packs 128 rows together", "another"),
-        ("gpt2", "nvfp4", "transposed, for which loaders know FP8 alone", "--recipe fp8"),
-        ("gpt2", "fp8_per_channel", "transposed, for which loaders know FP8", "--recipe fp8"),
+        ("gpt2", "nvfp4", "transposed, for which loaders only support FP8", "--recipe fp8"),
+        (
+            "gpt2",
+            "fp8_per_channel",
+            "transposed, for which loaders only support FP8",
+            "--recipe fp8",
+        ),
     ],
 )
 def test_refused_before_any_work(

@@ -338,12 +338,12 @@ def test_a_plan_with_a_calibration_runs_nothing(folder: Path, kept: Path, tmp_pa
 @pytest.mark.parametrize(
     ("option", "place", "told"),
     [
-        ("save_calibration", "out", "DST and --save-calibration are one place"),
-        ("save_calibration", "out/c", "--save-calibration inside of DST"),
+        ("save_calibration", "out", "DST and --save-calibration are the same path"),
+        ("save_calibration", "out/c", "--save-calibration is inside DST"),
         ("save_calibration", "hf/config.json", "--save-calibration would replace a file of the s"),
         ("report", "hf/model.safetensors", "--report would replace a file of the source"),
-        ("work_dir", "out", "DST and --work-dir are one place"),
-        ("work_dir", "out/w", "--work-dir inside of DST"),
+        ("work_dir", "out", "DST and --work-dir are the same path"),
+        ("work_dir", "out/w", "--work-dir is inside DST"),
     ],
 )
 def test_files_that_would_be_lost(
@@ -355,12 +355,12 @@ def test_files_that_would_be_lost(
     assert told in str(found)
     assert found.hint
     both = {"save_calibration": tmp_path / "c", "report": tmp_path / "c"}
-    assert "--report are one place" in str(refused(folder, tmp_path, recipe="fp8", **both))
+    assert "--report are the same path" in str(refused(folder, tmp_path, recipe="fp8", **both))
 
 
 def test_a_calibration_is_not_lost_in_what_is_replaced(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(DestinationError, match="inside of DST"):
+    with pytest.raises(DestinationError, match="inside DST"):
         quantize(
             folder,
             tmp_path / "out",

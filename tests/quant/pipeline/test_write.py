@@ -174,7 +174,7 @@ def test_codes_that_were_chosen_are_stored(source: Path, tmp_path: Path) -> None
     write_quantized(source, tmp_path / "out", "int4_gptq", told)
     assert np.array_equal(canonical_values(tmp_path / "out")["layers.0.attn.o.weight"], codes * 2.0)
     told = one(decided, "layers.0.attn.o", codes=codes)
-    with pytest.raises(CalibrationError, match="codes are given"):
+    with pytest.raises(CalibrationError, match="calibration chose codes but no amax"):
         write_quantized(source, tmp_path / "no", "int4_gptq", told)
 
 
@@ -193,7 +193,7 @@ def test_an_amax_that_is_smaller_saturates(source: Path, tmp_path: Path) -> None
 
 def test_what_calibration_did_not_find_is_no_scale(source: Path, tmp_path: Path) -> None:
     decided = resolve_recipe(source, "fp8")
-    with pytest.raises(CalibrationError, match="scales inputs by a number"):
+    with pytest.raises(CalibrationError, match="needs a static input scale"):
         write_quantized(
             source, tmp_path / "o", "fp8", one(decided, "layers.0.mlp.up", input_amax=0.0)
         )

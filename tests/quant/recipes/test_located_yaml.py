@@ -42,14 +42,14 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     [
         (BOMB, "more than 20,000 values"),
         ("a: &a [*a]", "nested more than 40 deep"),
-        ("[" * 100_000, "invalid YAML"),
-        ("a: " + "x" * MAX_BYTES, "a recipe of"),
-        ("a: 1\nb: 2\na: 3", "line 3: duplicate key 'a', first at line 1"),
+        ("[" * 100_000, "YAML is invalid"),
+        ("a: " + "x" * MAX_BYTES, "the recipe has"),
+        ("a: 1\nb: 2\na: 3", "line 3: the key 'a' is a duplicate, first at line 1"),
         ("a: !!python/object/apply:os.system ['true']", "line 1"),
         ("a: !thing 3", "line 1: tag '!thing'"),
-        ("a: [1,\nb: 2", "line 2: invalid YAML"),
+        ("a: [1,\nb: 2", "line 2: the YAML is invalid"),
         ("? [a, b]\n: 1", "a key that is not a string"),
-        ("a: \x00", "invalid YAML"),
+        ("a: \x00", "YAML is invalid"),
     ],
 )
 def test_refused(text: str, told: str) -> None:

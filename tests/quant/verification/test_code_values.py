@@ -131,7 +131,7 @@ def test_the_first_code_that_differs_is_named(
     one = made["W4A16_AWQ"].copied(tmp_path / "broken")
     one.change(edited(W, put(8, 5, by=lambda b: b ^ 1)))  # the low half is the row above
     (finding,) = [f for f in proof(one).findings if f.id == "codes"]
-    assert finding.message == "1 codes are not those that were settled, the first at [16, 5]"
+    assert finding.message == "1 codes differ from the calibrated ones, the first at [16, 5]"
 
 
 @pytest.mark.parametrize("amax", [0.0, 3.5])

@@ -17,6 +17,7 @@ from megtool.quant.calibration.calibrate import calibrate
 from megtool.quant.calibration.calibration_file import CalibrationFile
 from megtool.quant.calibration.fingerprint import compute_fingerprint
 from megtool.quant.calibration.resume_folder import ResumeFolder
+from megtool.quant.calibration.settings import CalibrationSettings
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from megtool.reshard.source import CheckpointSource
 from tests.support.models import tiny_models
@@ -43,7 +44,9 @@ class Case:
         seen = compute_fingerprint(
             d.source.catalogue, d.source.view, d.recipe, d.matched.decisions, self.batches
         )
-        return calibrate(*self.facts, fingerprint=seen, **more)
+        hooks = {n: more.pop(n) for n in ("progress",) if n in more}
+        settings = CalibrationSettings(**more)
+        return calibrate(*self.facts, fingerprint=seen, settings=settings, **hooks)
 
 
 def case(folder: Path, recipe: str | Path = "fp8", *, batches: list[Batch] | None = None) -> Case:

@@ -10,7 +10,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from megtool.model.batch import Batch
 from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
+from megtool.quant.calibration.sensitivities import Sensitivities
+from megtool.quant.mixed_precision.sensitivity import SensitivitySettings, measure
 from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
 from megtool.quant.recipes.formats import FORMATS, INPUT_PACKINGS, RecipeFormat
 from megtool.quant.recipes.modules import ModuleInfo, list_modules
@@ -96,3 +99,19 @@ def make_qparams(
                 **more,
             )
     return out
+
+
+def measure_sensitivities(
+    decided: ResolvedRecipe, batches: list[Batch], **more: Any
+) -> Sensitivities:
+    """Sensitivities of a recipe on data; `more` are settings, a fingerprint and progress."""
+    arguments = {n: more.pop(n) for n in ("fingerprint", "progress") if n in more}
+    return measure(
+        source_of(decided),
+        decided.matched.decisions,
+        decided.recipe,
+        points_of(decided),
+        batches,
+        settings=SensitivitySettings(**more),
+        **arguments,
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.cast import numeric_values
@@ -15,7 +16,9 @@ from megtool.quant.pipeline import write as quantize_write
 from megtool.quant.pipeline.write import WriteReport, write
 from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
+from megtool.reshard.execute import ExecutionOptions
 from megtool.reshard.open_source import open_source
+from megtool.reshard.writers.target_spec import TargetOptions
 
 Floats = np.ndarray
 
@@ -41,8 +44,19 @@ def write_quantized(
     """Decided by a shipped recipe, settled, and written."""
     decided = resolve_recipe(source, recipe)
     told = settlement or make_qparams(decided)
-    options = {"threads": 1, "fsync": False} | more
-    return write(decided.source, decided.matched.decisions, told, out, **options)
+    hooks = {n: more.pop(n) for n in ("files", "before_commit", "progress") if n in more}
+    target = TargetOptions(
+        to="hf", destination=out, max_shard_bytes=more.pop("max_shard_bytes", None)
+    )
+    options = {"threads": 1, "fsync": False, "digest": DigestMode.ALL} | more
+    return write(
+        decided.source,
+        decided.matched.decisions,
+        told,
+        target,
+        ExecutionOptions(**options),
+        **hooks,
+    )
 
 
 def canonical_values(folder: Path) -> dict[str, Floats]:
@@ -61,14 +75,13 @@ def shared_amaxes(decided: ResolvedRecipe, settlement: QParams) -> dict[str, Wei
     """The treatments with their amax, one for all that engines run as one."""
     from megtool.quant.pipeline.stored_layout import list_stored_modules
     from megtool.quant.pipeline.weight_layout import make_quantized_target
-    from megtool.reshard.writers.target_spec import TargetOptions
 
     decisions, opened = decided.matched.decisions, decided.source
     target = make_quantized_target(opened, decisions, TargetOptions(to="hf"))
     modules = list_stored_modules(opened, decisions, settlement.weights, target)
     quantize_write.find_shared_amaxes(opened, modules, Files(), threads=1)
     out = {}
-    for p in (p for m in modules for p in m.pieces):
+    for p in (p for m in modules for p in m.weights):
         t = p.qparams
         top = np.asarray(p.amax, np.float32)
         own = t.format.algo == "FP8"

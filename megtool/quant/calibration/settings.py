@@ -1,0 +1,71 @@
+"""Settings of a calibration: how the model runs, what is measured, and what is resumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megtool.inference.load import load
+from megtool.model.decoder import Decoder
+from megtool.parallel.process_groups import ProcessGroups
+from megtool.reshard.source import CheckpointSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationRuntime:
+    """How a model runs over calibration data.
+
+    Args:
+        groups: process groups (None: a single process).
+        dtype: dtype of activations and weights.
+        device: device of a single process.
+        resident: load the whole model once instead of layer by layer.
+        threads: threads that read weights.
+        resume_folder: folder to resume from after an interruption.
+    """
+
+    groups: ProcessGroups | None = None
+    dtype: str = "float32"
+    device: torch.device | str = "cpu"
+    resident: bool = False
+    threads: int | None = None
+    resume_folder: Path | None = None
+
+    def process_groups(self) -> ProcessGroups:
+        """The process groups, of one process if there are none."""
+        return ProcessGroups.alone(self.device) if self.groups is None else self.groups
+
+    def load(
+        self, source: CheckpointSource, groups: ProcessGroups, *, stream_layers: bool = True
+    ) -> Decoder:
+        """Load a model; layer by layer if `stream_layers`, unless it is resident."""
+        return load(
+            source,
+            groups=groups,
+            dtype=self.dtype,
+            device=groups.device,
+            stream_layers=stream_layers and not self.resident,
+            threads=self.threads,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationSettings(CalibrationRuntime):
+    """How activations are measured and parameters are solved.
+
+    Args:
+        sequential: later layers see the quantized outputs of earlier ones (None: if the algorithm
+            asks for it).
+        policy: how experts without data are handled (see `expert_coverage`).
+        route_all: experts see all tokens.
+        spills: keep activations between layers in `resume_folder` instead of memory.
+        emulate_graphs: emulate CUDA graphs on a CPU, for tests.
+    """
+
+    sequential: bool | None = None
+    policy: str = "share"
+    route_all: bool = False
+    spills: bool = False
+    emulate_graphs: bool = False
