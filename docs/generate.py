@@ -185,21 +185,23 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:].rstrip(".") + "." if text else ""
 
 
-def exit_status() -> str:
-    """The exit status of every error class."""
+def error_ids() -> str:
+    """The id and the exit status of every error class, and the finer ids of it."""
     from megtool import errors
+    from megtool.quant.pipeline.write import VerificationError
 
-    by_status: dict[int, list[tuple[str, str]]] = {}
-    for name, kind in vars(errors).items():
-        if inspect.isclass(kind) and issubclass(kind, errors.MegtoolError):
-            text = " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
-            by_status.setdefault(kind.exit_status, []).append((name, text))
-    rows = [
-        (str(status), code(name), text)
-        for status, classes in sorted(by_status.items())
-        for name, text in classes
-    ]
-    return table(("Status", "Error class", "Meaning"), rows)
+    classes = [x for x in vars(errors).values() if inspect.isclass(x)]
+    kinds = [x for x in classes if issubclass(x, errors.MegtoolError)]
+    rows = []
+    for kind in sorted([*kinds, VerificationError], key=lambda x: x.exit_status):
+        text = " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
+        status = str(kind.exit_status)
+        rows.append((status, code(kind.default_id), code(kind.__name__), text))
+        rows += [
+            (status, code(name), code(kind.__name__), _sentence(meaning))
+            for name, meaning in errors.ERROR_IDS.get(kind, {}).items()
+        ]
+    return table(("Status", "Id", "Class", "Meaning"), rows)
 
 
 PARTS: Mapping[str, Callable[[], str]] = {
@@ -211,7 +213,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "recipes": recipes,
     "engine-support": engine_support,
     "lint-rules": lint_rules,
-    "exit-status": exit_status,
+    "error-ids": error_ids,
 }
 
 

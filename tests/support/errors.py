@@ -24,6 +24,7 @@ class raises(Generic[E]):
         file: The file that the error names; a path, or the end of one.
         tensor: The tensor that the error names.
         hint: Whether there is a hint, or a value that it holds.
+        id: The id of the error; see `megtool.errors.ERROR_IDS`.
         match: A pattern that the whole text matches, where no value tells the error apart.
     """
 
@@ -34,11 +35,12 @@ class raises(Generic[E]):
         file: str | os.PathLike[str] | None = None,
         tensor: str | None = None,
         hint: bool | str | None = None,
+        id: str | None = None,
         match: str | None = None,
     ) -> None:
         self._types = error if isinstance(error, tuple) else (error,)
         self._facts = [str(fact) for fact in facts]
-        self._file, self._tensor, self._hint = file, tensor, hint
+        self._file, self._tensor, self._hint, self._id = file, tensor, hint, id
         self._raises = pytest.raises(error, match=match)
 
     def __enter__(self) -> pytest.ExceptionInfo[E]:
@@ -60,6 +62,8 @@ class raises(Generic[E]):
         kinds = {kind for kind in self._types if isinstance(error, kind)}
         statuses = {(type(error) if kind is MegtoolError else kind).exit_status for kind in kinds}
         assert error.exit_status in statuses, f"exit status {error.exit_status}: {error}"
+        if self._id is not None:
+            assert error.id == self._id, f"id {error.id}: {error}"
         text, start = str(error), 0
         for fact in self._facts:
             position = text.find(fact, start)
