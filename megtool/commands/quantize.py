@@ -18,7 +18,7 @@ from megtool.quant.pipeline.calibration_data import (
 )
 from megtool.quant.pipeline.pipeline import run_quantize
 from megtool.quant.pipeline.request import (
-    USUAL_EVALUATED,
+    DEFAULT_EVALUATION_TOKENS,
     CalibrationOptions,
     QuantizeOutputOptions,
     QuantizeRequest,
@@ -75,7 +75,7 @@ def quantize(
     request = _make_request(resolved, options, start)
     check_effects(options, _learn_facts(request), order=CONDITIONS)
     _check_processes(request, options)
-    if request.asks_data and options.backend == "modelopt":
+    if request.needs_data and options.backend == "modelopt":
         check_modelopt(request)
     choose_from_files(request)
     check_choosing(request)
@@ -84,7 +84,7 @@ def quantize(
     samples = _read_samples(request)
     request.check_evaluation()
     if options.dry_run:
-        return request.planned(samples)
+        return request.make_plan(samples)
     request.check_free()
     return run_quantize(request, samples, progress)
 
@@ -131,7 +131,7 @@ def _make_request(
             overwrite=options.overwrite,
             fsync=options.fsync,
             evaluate=options.eval_data,
-            evaluate_tokens=options.eval_tokens or USUAL_EVALUATED,
+            evaluate_tokens=options.eval_tokens or DEFAULT_EVALUATION_TOKENS,
             page=options.report,
         ),
     )
@@ -140,8 +140,8 @@ def _make_request(
 def _learn_facts(request: QuantizeRequest) -> QuantizeFacts:
     return QuantizeFacts(
         recipe=request.resolved.recipe.name,
-        chooses_formats=request.chooses,
-        needs_data=request.asks_data,
+        chooses_formats=request.needs_choice,
+        needs_data=request.needs_data,
         has_experts=any("expert" in d.module.roles for d in request.decisions),
     )
 
@@ -153,7 +153,7 @@ def _check_processes(request: QuantizeRequest, options: QuantizeOptions) -> None
         UsageError: they would all do the same.
     """
     world = max(options.layout.world_size, int(os.environ.get("WORLD_SIZE", "1")))
-    if world > 1 and (options.calibration or not request.asks_data):
+    if world > 1 and (options.calibration or not request.needs_data):
         why = "--calibration replaces data" if options.calibration else "the recipe needs no data"
         raise UsageError(
             f"{world} processes, and {why}: they would all do the same",
@@ -163,7 +163,7 @@ def _check_processes(request: QuantizeRequest, options: QuantizeOptions) -> None
 
 def _read_samples(request: QuantizeRequest) -> CalibrationSamples | None:
     """The samples, if any are needed."""
-    if not request.asks_data or request.calibration.files:
+    if not request.needs_data or request.calibration.files:
         return None
     data_options, config = request.calibration.data_options, request.model_source.config
     synthetic = data_options.synthetic

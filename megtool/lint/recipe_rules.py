@@ -36,7 +36,7 @@ from megtool.lint.stored_format import (
     check_shapes,
     check_types,
 )
-from megtool.quant.packed_tensors.transposed import TURNED
+from megtool.quant.packed_tensors.transposed import TRANSPOSABLE_ALGOS
 from megtool.quant.recipes.formats import FORMATS
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import find_fused_name
@@ -152,7 +152,7 @@ def _check_tensors(
     columns = d.module.shape[1]
     shape = (rows // stored.rows, ceil(columns / stored.columns))
     weight = tensors["weight"]
-    shapes = (shape, shape[::-1]) if algo in TURNED else (shape,)
+    shapes = (shape, shape[::-1]) if algo in TRANSPOSABLE_ALGOS else (shape,)
     if weight.dtype == stored.codes and weight.shape not in shapes:
         text = f"weight is {list(weight.shape)}, {algo} has {list(shape)}"
         yield error("shape", name, text, _NOT_LOADED)

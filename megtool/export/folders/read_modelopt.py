@@ -22,7 +22,7 @@ from megtool.lint.quant_config import (
 )
 from megtool.number_formats.decode import SCALE_2
 from megtool.number_formats.packed_parts import WHOLE, PackedPart, PartSpan
-from megtool.quant.packed_tensors.modelopt_tensors import INPUT_SCALE, NAMES, SECONDS
+from megtool.quant.packed_tensors.modelopt_tensors import INPUT_SCALE, NAMES, GLOBAL_SCALE_DIVISORS
 from megtool.quant.recipes.formats import FORMATS
 
 _ALIASES = {"FP8_BLOCK_SCALES": "FP8_PB_WO", "W4A8_NVFP4": "W4A8_NVFP4_FP8"}
@@ -67,7 +67,7 @@ def compare_quant_configs(catalogue: Catalogue) -> list[str]:
         if first and second and first != second:
             words = f" is {first} and {second}" if isinstance(first, (str, int)) else " differ"
             raise FormatError(
-                f"{key} of {file.file} and of {inline.file}{words}",
+                f"{key} of {file.file} is not that of {inline.file}{words}",
                 file=catalogue.root / file.file,
                 hint="make both say what the tensors are: engines go by the one or the other",
             )
@@ -87,7 +87,7 @@ def read_module(weight: QuantizedWeight, config: QuantConfig) -> QuantizedModule
     algo, group = _format(weight, config)
     number = FORMATS[algo]
     parts = list(weight.packed.parts)
-    if algo in SECONDS and not weight.has_second:
+    if algo in GLOBAL_SCALE_DIVISORS and not weight.has_second:
         second = weight.find_single(NAMES[SCALE_2])
         if not second:
             raise _missing(weight, NAMES[SCALE_2], algo)

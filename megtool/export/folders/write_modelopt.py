@@ -17,7 +17,12 @@ from megtool.quant.packed_tensors.hf_config import (
     inline,
     quantization,
 )
-from megtool.quant.packed_tensors.modelopt_tensors import COLUMNS_SCALE, INPUT_SCALE, NAMES, SECONDS
+from megtool.quant.packed_tensors.modelopt_tensors import (
+    COLUMNS_SCALE,
+    INPUT_SCALE,
+    NAMES,
+    GLOBAL_SCALE_DIVISORS,
+)
 from megtool.quant.recipes.formats import PACKINGS
 from megtool.tensors.sharded import GlobalTensor
 
@@ -46,7 +51,7 @@ class ModelOptForm:
             parts.append(
                 (part, tensor(f"{module.name}.{NAMES[part.role]}", part.shape, part.dtype))
             )
-        if module.algo in SECONDS and all(p.role != SCALE_2 for p, _ in parts):
+        if module.algo in GLOBAL_SCALE_DIVISORS and all(p.role != SCALE_2 for p, _ in parts):
             second = PackedPart(role=SCALE_2, dtype="float32", shape=(), spans=())
             parts.append((second, tensor(f"{module.name}.{NAMES[SCALE_2]}", (), "float32")))
         if (columns := module.part(COLUMNS)) is not None:

@@ -148,12 +148,12 @@ class QatFeature(TrainingFeature):
                 for stage, simulation in self._stages:
                     self._update_shared_scales(simulation)
                     for layer in simulation.layers:
-                        for name, rounded in simulation.rounded(layer).items():
+                        for name, rounded in simulation.fake_quantize_layer(layer).items():
                             parameter = stage.get_parameter(name)
                             originals.append((parameter, parameter.detach().clone()))
                             parameter.copy_(rounded)
             for _, simulation in self._stages:
-                for place, tap in simulation.taps:
+                for place, tap in simulation.hooks:
                     previous_taps.append((place, getattr(place.module, place.attribute)))
                     place.set(_straight_through(tap, is_pair=place.attribute == "cache_tap"))
             yield
@@ -228,7 +228,7 @@ def solve_qat_qparams(
     result = solve(job, None, progress)
     if result is None:
         raise CalibrationError(f"recipe {job.resolved.recipe.name} quantizes nothing")
-    return job.points, result.qparams
+    return job.sites, result.qparams
 
 
 def make_qat_request(
@@ -276,12 +276,12 @@ def make_qat_request(
             page=None,
         ),
     )
-    if job.chooses:
+    if job.needs_choice:
         raise UsageError(
-            f"--qat {recipe}, which chooses formats by their sensitivity",
+            f"--qat {recipe} cannot be used: it chooses formats by their sensitivity",
             hint="a recipe with a format for each module",
         )
-    if job.asks_data and calibration is None:
+    if job.needs_data and calibration is None:
         raise CalibrationError(
             f"recipe {decided.recipe.name} needs statistics of the model's inputs",
             hint=f"megtool quantize {path} FILE --recipe {recipe} --calibrate-only makes a FILE "
