@@ -13,10 +13,10 @@ from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """The loss of quality by quantization, over `num_tokens` predictions.
+    """Metrics of a quantized model, over `num_tokens` predictions.
 
-    Perplexities before and after; KL(before || after) in nats, its mean and its largest value;
-    `agreement`, the share of tokens whose likeliest token is the same. `comparison` has the rest.
+    Perplexities before and after; KL(before || after) in nats, its mean and maximum; `agreement`,
+    the share of tokens for which both have the same most likely token. `comparison` has the rest.
     """
 
     num_tokens: int
@@ -57,15 +57,16 @@ def compare_quantized(
     batch_size: int = 1,
     counted: Callable[[int], None] = lambda n: None,
 ) -> Quality:
-    """Run both models over all documents, the quantized one as its engine computes.
+    """Run both models over all documents, the quantized one like its engine.
 
-    `quantized` is loaded from the written checkpoint, with a `simulation` of its inputs and caches
-    (`weights=False`), or is another decoder of the source with one of its weights too (None: inputs
-    stay as they are). The two may be on demand. Every rank gets the same result.
+    `quantized` is loaded from the quantized checkpoint, with a `simulation` of its inputs and
+    caches (`weights=False`), or is another decoder of the source with a simulation of its weights
+    too (None: inputs stay unrounded). Both may stream their layers. Every rank gets the same
+    result.
 
     Raises:
         UsageError: nothing to predict, or vocabularies differ.
-        CheckpointError: logits hold a NaN.
+        CheckpointError: logits have NaN.
     """
 
     def run() -> Comparison:

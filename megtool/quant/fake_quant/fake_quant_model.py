@@ -182,7 +182,7 @@ class FakeQuantModel:
         for name in [
             n for n in self._replaced if decoder.get_parameter(n) is not self._replaced[n][0]
         ]:
-            del self._replaced[name]  # let go of by who loads on demand
+            del self._replaced[name]  # replaced when the layer was loaded again
         originals = {name: decoder.get_parameter(name) for name in names}
         rounded = self.fake_quantize_layer(layer)
         for name in names:

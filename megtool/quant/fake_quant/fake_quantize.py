@@ -1,8 +1,9 @@
 """Fake quantization of weights, inputs and KV caches, in float32.
 
-`fake_weight` gives what a packed weight means, `fake_input` and `fake_cache` what becomes of what
-is multiplied and cached. All take and give numbers as the source model has them: factors of columns
-are applied, and taken off again. Nothing waits for the host but `fake_weight`'s look for NaN.
+`fake_weight` returns the values of a packed weight; `rounded_input` and `fake_cache` round inputs
+and caches like the engine. All of them take and return numbers as in the source model: smoothing
+scales are applied and removed again. Only `fake_weight` synchronizes with the host, to look for
+NaN.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ CHUNK = 1 << 22
 """Elements of a weight that are rounded at a time."""
 
 CHUNK_INPUT = 1 << 16
-"""Elements of inputs that are, on a CPU."""
+"""The same for inputs, and for weights on a CPU."""
 
 SECOND_LARGEST = {"W4A8_NVFP4_FP8": E4M3_LARGEST}
-"""What the amax of a whole tensor is divided by under formats with two levels, where that is not
-NVFP4's 6 * 448: engines make FP8 numbers of these codes, so that 6 times the largest scale of a
-block is to be 448 (modelopt `export/quant_utils.py` get_weight_scaling_factor_2)."""
+"""Divisors of the amax of an entire tensor in two-level formats, if not NVFP4's 6 * 448: engines
+convert these codes to FP8, so 6 times the largest block scale must be 448 (modelopt
+`export/quant_utils.py` get_weight_scaling_factor_2)."""
 
 _INTEGERS = {"int8": (-128, 127, 127.0), "int4rows": (-8, 7, 7.0)}
 _CACHE_BLOCK = 16
@@ -57,14 +58,14 @@ def input_scale(qparams: WeightQParams) -> np.float32:
     """The calibrated scale of inputs, as it is stored (`input_scale`).
 
     Raises:
-        CalibrationError: the format has one, and nothing is known about inputs.
+        CalibrationError: the amax of the inputs is unknown.
     """
     kind = INPUT_PACKINGS[qparams.format.algo]
     if not qparams.input_amax:
         raise CalibrationError(
-            f"{qparams.format.algo} scales the inputs of {qparams.module} by a number that "
-            "calibration has to find, and it has found none",
-            hint="calibrate with data, or choose a format that scales inputs as they come",
+            f"{qparams.format.algo} needs a static input scale, but the calibrated input amax of "
+            f"{qparams.module} is 0",
+            hint="calibrate with data, or choose a format with dynamic input scales",
         )
     if kind.startswith("nvfp4"):
         return second_scale(qparams.format.algo, qparams.input_amax)
@@ -77,23 +78,23 @@ def fake_weight(
 ) -> Tensor:
     """The values of the packed weight, divided by the smoothing scales again: float32 `[out, in]`.
 
-    Before that division it equals, bit for bit, what `number_formats` decodes of what it encoded
-    (style modelopt) with the treatment's scales. `dtype` is the type that the weight is encoded
-    from, its stored one (`bfloat16`, whatever `weight_OI` itself is): FP8 with a scale a tensor
-    that is to be rounded twice is rounded to it first. With a `smoothing_scale` the product is
-    float32, and `dtype` says nothing. `codes` of float formats are the bits of each number.
+    Before that division they equal, bit by bit, what `number_formats` decodes after encoding (style
+    modelopt) with the same scales. `dtype` is the stored dtype of the weight, from which it is
+    encoded (`bfloat16`, whatever the dtype of `weight_OI`): per-tensor FP8 with `round_twice` is
+    rounded to it first. With a `smoothing_scale` the product is float32 and `dtype` has no effect.
+    `codes` of float formats are the bits of each number.
 
-    `as_run` goes one step further where engines do: under W4A8_AWQ they round the weight that INT4
-    means to FP8, by `weight_scale_2` = amax / 448 of the whole weight, which is stored beside the
-    scales of groups and does not change codes.
+    `as_run` adds what engines do when they run: under W4A8_AWQ they round the decoded INT4 weight
+    to FP8, by `weight_scale_2` = amax / 448 of the entire weight, which is stored in addition to
+    the group scales and does not change codes.
 
     Raises:
-        FormatError: the weight holds NaN or infinity.
+        FormatError: the weight has NaN or Inf.
         UsageError: groups do not divide it.
     """
     algo = qparams.format.algo
     packing = packing_of(qparams.format)
-    layout(packing, tuple(weight_OI.shape))  # says what does not divide
+    layout(packing, tuple(weight_OI.shape))  # raises if groups do not divide the weight
     name, _, granularity = packing.partition(":")
     device = weight_OI.device
     smoothing_scale = _on(qparams.smoothing_scale, device)
@@ -156,8 +157,8 @@ def fake_weight(
 def run_weight(weight_OI: Tensor, qparams: WeightQParams) -> Tensor:
     """The weight that engines compute from a W4A8_AWQ checkpoint.
 
-    `weight_OI` is what INT4 means, divided by those of the columns' factors that are stored. It is
-    rounded to FP8 as `fake_weight` does `as_run`.
+    `weight_OI` is the decoded INT4 weight, divided by the stored smoothing scales. It is rounded to
+    FP8 as in `fake_weight` with `as_run`.
     """
     stored = qparams.smoothing_scale if qparams.stores_pre_quant_scale else None
     smoothing_scale = _on(stored, weight_OI.device)
@@ -180,7 +181,7 @@ def _on(values: Any, device: torch.device) -> Tensor | None:
 
 
 def _whole_amax(weight_OI: Tensor, smoothing_scale: Tensor | None) -> Tensor:
-    """The largest magnitude of a weight times its smoothing scale."""
+    """The amax of a weight times its smoothing scale."""
     if smoothing_scale is None:
         low, high = torch.aminmax(weight_OI)
         return torch.maximum(-low, high).float()
@@ -204,14 +205,14 @@ def _blocks(x: Tensor, granularity: str) -> Tensor:
 
 
 def _unblocked(view: Tensor, granularity: str) -> Tensor:
-    """The matrix that `_blocks` made `view` of, with what fills up the last blocks."""
+    """The matrix from which `_blocks` made `view`, with the padding of the last blocks."""
     if "x" in granularity:
         return view.flatten(0, 1).flatten(1)
     return view.flatten(1)
 
 
 def _reduced(granularity: str) -> tuple[int, ...]:
-    """Those of `_blocks` that one scale serves."""
+    """The dimensions of `_blocks` that share a scale."""
     if granularity in ("tensor", "channel"):
         return (0, 1) if granularity == "tensor" else (1,)
     return (1, 3) if "x" in granularity else (2,)
@@ -300,10 +301,10 @@ def rounded_input(
     smoothing_scale: Tensor | None = None,
     largest: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Rows rounded as `kind` of `formats.INPUT_PACKINGS` requires.
+    """Round rows as `kind` of `formats.INPUT_PACKINGS` requires.
 
-    `scale`, if the kind has one from calibration, and `smoothing_scale` may differ between rows:
-    `[T, 1]` and `[T, in]`.
+    `scale` (if the kind has a calibrated one) and `smoothing_scale` may differ between rows: `[T,
+    1]` and `[T, in]`.
     """
     together = largest is not None and kind.endswith(":token")
     if x_TI.device.type != "cpu" or together or x_TI.numel() <= 2 * CHUNK_INPUT:
@@ -368,11 +369,11 @@ def _rounded_groups(x_TI: Tensor, name: str, per: int, second: Tensor | float) -
 
 
 def fake_cache(key: Tensor, value: Tensor, cache: KVCacheQParams) -> tuple[Tensor, Tensor]:
-    """Keys (after rotation) and values as the engine caches them, `[..., head size]` each, in
-    their own type: FP8 by one scale each, or NVFP4 in groups of 16 along a head.
+    """Keys (after RoPE) and values as the engine caches them, `[..., head size]` each, in their own
+    dtype: FP8 with one scale each, or NVFP4 in groups of 16 along a head.
 
     Raises:
-        CalibrationError: largest magnitudes are not known.
+        CalibrationError: their amaxes are unknown.
     """
     return _cached(key, cache, cache.key_amax), _cached(value, cache, cache.value_amax)
 
@@ -380,7 +381,7 @@ def fake_cache(key: Tensor, value: Tensor, cache: KVCacheQParams) -> tuple[Tenso
 def _cached(x: Tensor, cache: KVCacheQParams, amax: float) -> Tensor:
     if not amax > 0:
         raise CalibrationError(
-            f"nothing is known about what {cache.module} holds", hint="calibrate with data"
+            f"the amax of the KV cache {cache.module} is unknown", hint="calibrate with data"
         )
     if cache.format.kv_algo == "FP8":
         scale = np.float32(amax) / np.float32(E4M3_LARGEST)

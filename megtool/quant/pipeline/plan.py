@@ -22,15 +22,15 @@ from megtool.reports import Report, Row, Section
 if TYPE_CHECKING:
     from megtool.quant.calibration.calibration_file import CalibrationFile
 
-_TRIED = (256, 1024)  # elements that are encoded to find out how fast that goes here
+_TRIED = (256, 1024)  # shape that is encoded to measure the speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizePlan(Report):
-    """What `quantize` would do; seconds are measured on small pieces, and rough.
+    """The plan of `quantize`; seconds are rough, measured on small parts.
 
-    `calibration` says what data is needed for: nothing where it is empty. `data` is what would be
-    shown to the model, or with `is_given` the calibration files that stand for it.
+    `calibration` says which formats need data; it is empty if none does. `data` is the calibration
+    data, or with `is_given` the calibration files.
     """
 
     explained: ExplainReport

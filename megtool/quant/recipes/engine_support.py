@@ -349,7 +349,7 @@ def _check_cut_blocks(
         return
     for d in used.get("FP8_PB_WO", ()):
         size = d.format.group_size if d.format else 0
-        if size and not d.format.choose and any(n % size for n in d.module.shape):
+        if d.format and size and not d.format.choose and any(n % size for n in d.module.shape):
             shape = " x ".join(map(str, d.module.shape))
             problems.add(
                 _line([d]),
