@@ -64,7 +64,23 @@ def python_api() -> str:
     return table(("Function", "Options", "What it does"), rows)
 
 
-def formats() -> str:
+def checkpoint_formats() -> str:
+    """The formats of checkpoints: what they hold, and which command writes them."""
+    from megtool.checkpoint.formats import FORMATS
+    from megtool.commands.options.checkpoints import ExportOptions
+    from megtool.options.field import option_fields
+
+    (to,) = [x for x in option_fields(ExportOptions) if x.name == "to"]
+    rows = []
+    for x in reversed(FORMATS):
+        for name, text in x.contents.items():
+            verbs = ["reshard"] * x.writable + ["export"] * (name in to.choices)
+            written = ", ".join(map(code, verbs)) or "no"
+            rows.append((code(name), _sentence(text), written))
+    return table(("Format", "Contents", "Written by"), rows)
+
+
+def number_formats() -> str:
     """The number formats of weights, with what engines call them."""
     from megtool.quant.recipes.formats import FORMATS
 
@@ -207,7 +223,8 @@ def error_ids() -> str:
 PARTS: Mapping[str, Callable[[], str]] = {
     "cli": cli,
     "python-api": python_api,
-    "number-formats": formats,
+    "checkpoint-formats": checkpoint_formats,
+    "number-formats": number_formats,
     "algorithm-options": algorithm_options,
     "families": families,
     "recipes": recipes,

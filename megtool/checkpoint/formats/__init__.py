@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -31,19 +31,25 @@ class FormatModule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFormat:
-    """One format, or several that share a module; `--to` and `Catalogue.format` use its `names`.
+    """One format, or several that share a module.
 
-    `description` is for the error message if no format matches. `name_patterns` and `is_file` are a
-    quick filter: `detect` is called only for folders with a name that matches a pattern, and for
-    files if `is_file`.
+    `contents` says for each name (of `--to` and of `Catalogue.format`) what the format is, for the
+    documentation. `description` is for the error message if no format matches. `name_patterns` and
+    `is_file` are a quick filter: `detect` is called only for folders with a name that matches a
+    pattern, and for files if `is_file`.
     """
 
-    names: tuple[str, ...]
+    contents: Mapping[str, str]
     module: str
     description: str
     name_patterns: tuple[str, ...] = ()
     is_file: bool = False
     writable: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The formats that share the module."""
+        return tuple(self.contents)
 
     def may_match(self, names: Sequence[str] | None) -> bool:
         """Whether a folder with these names, or a file (None), may have this format."""
@@ -67,7 +73,12 @@ HF_SUBFOLDER_FORMATS = (*RANK_SHARDED_FORMATS, *ARRAY_FORMATS)
 
 FORMATS: tuple[CheckpointFormat, ...] = (
     CheckpointFormat(
-        names=ARRAY_FORMATS,
+        contents={
+            "zarr": "one array per tensor: zarr v2 and v3 (sharded, compressed), and Megatron's "
+            "old zarr backend; written as zarr v3, uncompressed or with `--compress`",
+            "tensorstore": "the same arrays, with bfloat16 and FP8 as tensorstore names them",
+            "ocdbt": "the same arrays in one OCDBT database, as tensorstore and Orbax write it",
+        },
         module="megtool.checkpoint.formats.zarr",
         description="a folder of zarr arrays",
         name_patterns=(
@@ -84,33 +95,51 @@ FORMATS: tuple[CheckpointFormat, ...] = (
         ),
     ),
     CheckpointFormat(
-        names=("torch_dist", "dcp"),
+        contents={
+            "torch_dist": "Megatron-Core's distributed checkpoint: before and after core 0.19, "
+            "stacked or per-layer keys, NeMo 2 folders (`weights/` and `context/`), "
+            "Megatron-Bridge's `run_config.yaml`",
+            "dcp": "plain `torch.distributed.checkpoint`, as FSDP2 and Megatron-FSDP "
+            "(`fsdp_dtensor`) write it",
+        },
         module="megtool.checkpoint.formats.torch_dist",
         description="a Megatron save folder or a folder with .metadata",
         name_patterns=(".metadata", "metadata.json", "*.distcp", "iter_*", "release", "weights"),
     ),
     CheckpointFormat(
-        names=("megatron",),
+        contents={
+            "megatron": "Megatron's legacy `torch` format: `mp_rank_TT[_PPP][_EEE]/"
+            "model_optim_rng.pt` and `distrib_optim.pt`",
+        },
         module="megtool.checkpoint.formats.megatron_legacy",
         description="a folder with mp_rank_* folders",
         name_patterns=("mp_rank_*", "iter_*", "release"),
     ),
     CheckpointFormat(
-        names=("gguf",),
+        contents={
+            "gguf": "one GGUF file or a split one, decoded to bfloat16 unless `--dtype` is given",
+        },
         module="megtool.checkpoint.formats.gguf",
         description="a .gguf file",
         is_file=True,
         writable=False,
     ),
     CheckpointFormat(
-        names=("deepspeed",),
+        contents={
+            "deepspeed": "DeepSpeed's ZeRO and universal checkpoints: weights and moments",
+        },
         module="megtool.checkpoint.formats.deepspeed",
         description="a DeepSpeed folder global_step*",
         name_patterns=("global_step*", "*_model_states.pt", "zero"),
         writable=False,
     ),
     CheckpointFormat(
-        names=("hf", "safetensors"),
+        contents={
+            "hf": "Hugging Face folder: safetensors shards with an index, config, tokenizer and "
+            "other small files; optimizer state in `optimizer.safetensors` is read; quantized "
+            "folders (FP8 blocks, MXFP4, compressed-tensors, ModelOpt) are decoded",
+            "safetensors": "one `.safetensors` file",
+        },
         module="megtool.checkpoint.formats.safetensors",
         description="a folder with config.json or *.safetensors, or one .safetensors file",
         name_patterns=("config.json", "*.safetensors*"),

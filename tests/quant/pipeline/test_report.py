@@ -37,7 +37,7 @@ def test_the_report_is_short_and_says_all_that_counts() -> None:
         "5 kept ones are equal, 4 norms carry factors",
         "chosen      4.97 bits per weight within 5, by kl_div",
         "seconds     15.5 (calibrate 12.5, write 3.0)",
-        "error   scale-zero: layers.3.mlp.up: weight_scale is zero; all is zero",
+        "error       scale-zero: layers.3.mlp.up: weight_scale is zero; all is zero",
     ):
         assert said in text
     assert len(lines) < 40
@@ -48,7 +48,7 @@ def test_the_worst_come_first_and_many_findings_are_counted() -> None:
     many = replace(proof(), findings=proof().findings * 30)
     one = replace(report(), proof=many)
     text = "\n".join(one.lines())
-    assert "in all  30 errors and 30 warnings (--json lists them)" in text
+    assert "in all      30 errors and 30 warnings (--json lists them)" in text
     found = [r.sqnr_db for r in one.proof.worst()]  # type: ignore[union-attr]
     assert found == sorted(r.sqnr_db for r in many.rows)[:5]
 
