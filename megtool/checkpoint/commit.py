@@ -118,7 +118,7 @@ class StagingFolder:
         Raises:
             StorageError: there is not enough space.
         """
-        files, _ = self.files.tree(self.tree)
+        files, _ = self.files.own_tree(self.tree)
         staged = sum(status.st_blocks * 512 for f in files if (status := self.files.lstat(f)))
         free = self.files.free_space(self.staging)
         if num_bytes - staged > free:
@@ -191,7 +191,7 @@ class StagingFolder:
             self._clear()
             record = None
         self.files.make_own_folder(self.tree)
-        self.files.tree(self.tree)  # refuses what no run has made
+        self.files.own_tree(self.tree)  # refuses what no run has made
         record = record or journal.JournalRecord(fingerprint=self._fingerprint)
         self._journal = journal.Journal(self.files, self.staging / "journal", record)
         self.notes = record.finished
@@ -295,7 +295,7 @@ class StagingFolder:
         It calls fsync on every file, so use it rarely. Units finished while it runs are not
         covered: call it when no unit is in progress. If it fails, the staged data is discarded.
         """
-        files, folders = self.files.tree(self.tree)
+        files, folders = self.files.own_tree(self.tree)
         try:
             with ThreadPoolExecutor(max(1, threads)) as pool:
                 for _ in pool.map(self.files.fsync, files):

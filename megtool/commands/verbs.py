@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from megtool.errors import StorageError
 
 _OPTIONS = "megtool.commands.options"
 
@@ -48,11 +52,44 @@ class Verb:
         return function
 
     def call(self, options: Any, callbacks: Mapping[str, Any]) -> Any:
-        """Do the work; `progress` is passed on if the function takes it."""
+        """Do the work; `progress` is passed on if the function takes it.
+
+        Raises:
+            StorageError: a system call failed that no other error describes.
+        """
         function = self.function
         accepted = inspect.signature(function).parameters
         keywords = {k: v for k, v in callbacks.items() if k != "progress" or k in accepted}
-        return function(options, **keywords)
+        try:
+            return function(options, **keywords)
+        except BrokenPipeError:  # nobody reads what a callback prints
+            raise
+        except OSError as e:
+            raise _to_storage_error(e) from e
+
+
+def _to_storage_error(error: OSError) -> StorageError:
+    """The error for a system call that nothing nearer to it has explained."""
+    from megtool.checkpoint.storage.transfer import HINTS
+
+    if isinstance(error, FileNotFoundError) and error.filename is None and not _has_folder():
+        return StorageError(
+            "the current folder does not exist any more",
+            hint="run the command from another folder, or with absolute paths",
+        )
+    verb = "open" if error.filename else "complete a system call"
+    message = f"cannot {verb}: {error.strerror or error}"
+    file = error.filename if isinstance(error.filename, str | Path) else None
+    return StorageError(message, file=file, hint=HINTS.get(error.errno or 0))
+
+
+def _has_folder() -> bool:
+    """Whether the current folder exists; another process may remove it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def load(path: str) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
+from megtool.checkpoint.storage.files import read_file
 from megtool.commands.verify_report import Difference
 from megtool.config import ModelConfig
 from megtool.convert.families import detect_family
@@ -67,7 +68,7 @@ def _config(source: CheckpointSource) -> ModelConfig | None:
     if (file := _config_file(source)) is None:
         return source.model.config if source.model is not None else None
     try:
-        values = json.loads(file.read_bytes())
+        values = json.loads(read_file(file))
         return detect_family(values).read_config(values)
     except (MappingError, TypeError, ValueError, ArithmeticError, AttributeError):
         return None

@@ -16,7 +16,7 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS
 from megtool.checkpoint.formats.safetensors import INDEX, open_checkpoint, refuse_trtllm_legacy
 from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.files import Files, read_file
 from megtool.errors import FormatError
 from megtool.number_formats.small_floats import single
 from megtool.tensors.box import numel
@@ -165,7 +165,7 @@ class FolderView:
         """A JSON object by its file name; a problem if it is none."""
         try:
             value = json.loads(read(name))
-        except (OSError, KeyError):
+        except KeyError:
             self.problems.append((name, "is missing"))
             return None
         except ValueError as e:
@@ -197,11 +197,12 @@ def open_folder(path: Path) -> FolderView:
                 yield single(tile, kind)
 
     view = FolderView(path=path, file_names=frozenset(names), read_tiles=read_tiles)
-    view.config = view._parse(CONFIG_FILE, lambda name: (path / name).read_bytes())
-    view.hf_quant_config = view._parse(QUANT_FILE, lambda name: (path / name).read_bytes())
+    present = {n: path / n for n in names}  # another name is a KeyError
+    view.config = view._parse(CONFIG_FILE, lambda name: read_file(present[name]))
+    view.hf_quant_config = view._parse(QUANT_FILE, lambda name: read_file(present[name]))
     index = None
     if INDEX in names:
-        index = view._parse(INDEX, lambda name: (path / name).read_bytes())
+        index = view._parse(INDEX, lambda name: read_file(present[name]))
     if not files:
         raise FormatError("holds no safetensors", file=path, hint="is the folder complete?")
     for file in files:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS
 from megtool.checkpoint.formats.safetensors import INDEX
+from megtool.checkpoint.storage.files import Files
 from megtool.lint.expected import ExpectedModel
 from megtool.lint.finding import Finding, error
 from megtool.lint.folder_view import CONFIG_FILE, FolderView
@@ -174,9 +175,8 @@ def check_auxiliary_files(folder: FolderView, files: Mapping[str, bytes]) -> Ite
         effect = "engines compute or stop differently than with the source"
         if "token" in name or name in ("vocab.json", "merges.txt", "chat_template.jinja"):
             effect = "texts become other tokens, or engines cannot start"
-        try:
-            stored = (folder.path / name).read_bytes()
-        except OSError:
+        stored = Files().read_whole(folder.path / name)
+        if stored is None:
             yield error("file", name, "is missing, and the source has it", effect)
             continue
         if stored != content:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megtool.checkpoint.formats.auxiliary_files import MODELOPT_FOLDER
 from megtool.checkpoint.plan import DroppedItem, Op, ReshardPlan
+from megtool.checkpoint.storage.files import read_file
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.writers.target_spec import Target
 
@@ -78,12 +79,13 @@ def take_inventory(source: CheckpointSource, target: Target, plan: ReshardPlan) 
     tensors = {t.name for t in catalogue.tensors} | {s.name for s in catalogue.ignored}
     dropped: dict[str, dict[str, DroppedItem]] = {kind: {} for kind in KINDS}
     for d in plan.dropped:
-        kind = TENSORS if d.name in tensors else OBJECTS
+        is_file = d.name in catalogue.auxiliary_files
+        kind = FILES if is_file else TENSORS if d.name in tensors else OBJECTS
         if kind == TENSORS and d.name in used:  # in part
             changed.add(d.name)
         else:
             dropped[kind][d.name] = d
-    dropped[FILES] = {d.name: d for d in dropped_files}
+    dropped[FILES] = {d.name: d for d in dropped_files} | dropped[FILES]
     return Inventory(
         moved={
             TENSORS: tuple(n for n in used if n not in changed),
@@ -119,7 +121,7 @@ def _sort_files(
             reason = f"{target.format!r} has no place for it"
             is_lost = name.startswith(f"{MODELOPT_FOLDER}/")
             dropped.append(DroppedItem(name=name, reason=reason, is_lost=is_lost))
-        elif len(data) == path.stat().st_size and data == path.read_bytes():
+        elif len(data) == path.stat().st_size and data == read_file(path):
             moved.append(name)
         else:
             derived.append(name)

@@ -38,7 +38,7 @@ from megtool.checkpoint.formats.header_reader import (
     parse_json,
     read_exact,
 )
-from megtool.checkpoint.storage.files import read_file
+from megtool.checkpoint.storage.files import is_regular_file, read_file
 from megtool.errors import FormatError
 from megtool.tensors.box import numel
 
@@ -119,7 +119,7 @@ def _choose_step(path: Path, iteration: int | str | None) -> Path:
     if iteration is not None:
         candidates = [n for n in steps if n.split("_universal")[0] == f"global_step{iteration}"]
     else:
-        tracked = [_read_tracker(path / t) for t in _TRACKERS if (path / t).is_file()]
+        tracked = [_read_tracker(path / t) for t in _TRACKERS if is_regular_file(path / t)]
         candidates = [t for t in tracked if t in steps] or sorted(steps, key=_step_number)[-1:]
     if not candidates or not _is_checkpoint(steps[candidates[0]]):
         raise FormatError(

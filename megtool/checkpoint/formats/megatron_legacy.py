@@ -44,6 +44,7 @@ from megtool.checkpoint.formats.save_folder import (
     is_distributed,
     is_ranked,
 )
+from megtool.checkpoint.storage.files import is_regular_file
 from megtool.errors import FormatError, UsageError
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
@@ -108,7 +109,7 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
         (f"{name}/{file}", budget)
         for name in folders
         for file in (MODEL_FILE, OPTIMIZER_FILE)
-        if (folder / name / file).is_file()
+        if is_regular_file(folder / name / file)
     ]
     read = _in_threads(lambda job: read_rank_file(folder, *job), jobs)
     catalogue = _build_catalogue(folder, read, warnings)

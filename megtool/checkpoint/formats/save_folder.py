@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megtool.checkpoint.storage.files import read_file
+from megtool.checkpoint.storage.files import is_regular_file, read_file
 from megtool.errors import FormatError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -84,7 +84,7 @@ def _iterations(path: Path) -> dict[str, Path]:
 
 def _tracked(path: Path) -> str | None:
     file = path / TRACKER
-    if not file.is_file():
+    if not is_regular_file(file):
         return None
     text = read_file(file)[:64].decode("ascii", "replace").removesuffix("\n").removesuffix("\r")
     if text != RELEASE and not (text.isascii() and text.isdecimal()):

@@ -355,11 +355,24 @@ class Files(FileTransfer):
         return sorted(self.call(path, "list", os.listdir, path))
 
     def tree(self, path: Path) -> tuple[list[Path], list[Path]]:
+        """All files below a folder, and all folders including `path`; links count as files.
+
+        Raises:
+            FormatError: one is a FIFO, a socket or a device.
+        """
+        return self._walk(path, check_readable_kind)
+
+    def own_tree(self, path: Path) -> tuple[list[Path], list[Path]]:
         """All files below a folder that megtool writes, and all folders including `path`.
 
         Raises:
             DestinationError: a run of this user cannot have made one of the files.
         """
+        return self._walk(path, self.check_own_file)
+
+    def _walk(
+        self, path: Path, check: Callable[[Path, os.stat_result], None]
+    ) -> tuple[list[Path], list[Path]]:
         files: list[Path] = []
         folders = [path]
         for folder in folders:  # the list grows during the loop
@@ -370,7 +383,7 @@ class Files(FileTransfer):
                     folders.append(full)
                     continue
                 if status is not None:
-                    self.check_own_file(full, status)
+                    check(full, status)
                 files.append(full)
         return files, folders
 
@@ -378,6 +391,37 @@ class Files(FileTransfer):
         """Free bytes on the file system of `path`, without quotas."""
         status = self.call(path, "look at", os.statvfs, path)
         return status.f_bavail * status.f_frsize
+
+
+def read_file(path: Path) -> bytes:
+    """All bytes of a small file that must be there.
+
+    Raises:
+        FormatError: it is a FIFO, a socket or a device.
+        StorageError: it is missing, or cannot be read.
+    """
+    files = Files()
+    fd = files.open_read(path)
+    try:
+        data = bytearray(files.fstat(fd).st_size)
+        files.pread_into(fd, memoryview(data), 0)
+    finally:
+        files.close(fd)
+    return bytes(data)
+
+
+def is_regular_file(path: Path) -> bool:
+    """Whether `path` is a regular file, or a link to one; False if there is nothing.
+
+    Raises:
+        FormatError: it is a FIFO, a socket or a device.
+        StorageError: it cannot be looked at.
+    """
+    status = Files().stat(path)
+    if status is None:
+        return False
+    check_readable_kind(path, status)
+    return stat.S_ISREG(status.st_mode)
 
 
 def is_folder_at(name: str, folder_fd: int) -> bool | None:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megtool import __version__
-from megtool.checkpoint.commit import StagingFolder
-from megtool.checkpoint.digest import DigestMode
-from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.plan import DroppedItem, PlanSource, ReshardPlan
 from megtool.checkpoint.planner import build_plan
-from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.files import Files, read_file
 from megtool.config import ModelConfig
 from megtool.console import Progress, silent
 from megtool.convert.families import Family
@@ -25,15 +21,14 @@ from megtool.export.gguf.header import plan_gguf_file
 from megtool.export.gguf.layout import GgufContents, plan_gguf_tensors
 from megtool.export.gguf.metadata_keys import build_model_keys
 from megtool.export.gguf.rope_scaling import build_rope_factors
-from megtool.export.gguf.tensor_types import parse_tensor_type
+from megtool.export.gguf.tensor_types import PLAIN, parse_tensor_type
 from megtool.export.gguf.tokenizer import build_tokenizer_keys
 from megtool.export.report import ExportReport
+from megtool.export.staged_export import PlannedExport
 from megtool.options.groups import SourceOptions
-from megtool.reshard.execute import expected_digests, peak_rss_bytes, source_paths
+from megtool.reshard.execute import ExecutionOptions, expected_digests, source_paths
 from megtool.reshard.open_source import open_source
-from megtool.reshard.parse_size import parse_size
 from megtool.reshard.source import CheckpointSource, collect_saved_tokenizer, unknown_model
-from megtool.reshard.staged_write import WriteOptions, write_staged
 from megtool.reshard.target import find_false_copies
 
 _LOG = logging.getLogger(__name__)
@@ -47,102 +42,71 @@ _FILES = (
 
 
 def export_gguf(
-    source: str | Path,
-    destination: str | Path,
+    source: Path,
+    destination: Path,
     *,
     kind: str = "bf16",
-    name: str | None = None,
-    split: str | None = None,
-    iteration: str | None = None,
-    family: str | None = None,
-    like: str | Path | None = None,
-    threads: int | None = None,
-    memory: str = "256MiB",
-    overwrite: bool = False,
-    dry_run: bool = False,
-    fsync: bool = True,
+    pre_tokenizer: str | None = None,
+    model: SourceOptions,
+    execution: ExecutionOptions,
     files: Files | None = None,
     progress: Progress = silent,
 ) -> ExportReport:
     """Write the model of `source`, in any format and layout, quantized or not, as one GGUF file.
 
-    `kind` is what most weights become: f32, f16, bf16, or a block format that the installed gguf
-    package encodes (q8_0, q4_0, ...); see `export.gguf.kinds` for the rest. Weights whose rows are
-    no whole blocks become f16, as llama.cpp's own tools do, and a note says so. `name` is the
-    model's name in the file (the destination's, without it); `split` is llama.cpp's name for the
-    way the tokenizer cuts text, where it cannot be told from tokenizer.json. Optimizer state is
-    left out.
+    Weights whose rows are not whole blocks become f16, as llama.cpp's own tools do, and a note says
+    so. The model's name in the file is that of the file. Optimizer state is left out.
+
+    Args:
+        source: A checkpoint of any format.
+        destination: The file.
+        kind: The type of most weights: f32, f16, bf16, or a block format that the installed gguf
+            package encodes (q8_0, q4_0, ...); see `choose_tensor_type` for the other weights.
+        pre_tokenizer: llama.cpp's name for how the tokenizer splits text, if tokenizer.json does
+            not tell.
+        model: What the user says about the source.
+        execution: How the file is written.
+        files: The file system.
+        progress: Is called with bytes written and their total.
 
     Raises:
-        UsageError: the kind is not known, or is for experts and there are none.
+        UsageError: the kind is unknown, or is for experts and there are none.
         MappingError: llama.cpp has no such architecture, or would compute something else.
         FormatError: there is no tokenizer; a weight to be quantized holds NaN or infinity, or one
             that becomes f16 a number too large for it.
         MissingPackageError: the gguf package is not installed.
         StorageError, SourceChangedError, DestinationError: as of a reshard.
     """
-    began = time.monotonic()
-    type_name, place = parse_tensor_type(kind), Path(destination)
-    memory_bytes = parse_size(memory, "memory")
-    opened = open_source(
-        Path(source),
-        SourceOptions(
-            iteration=iteration, family=family, like=None if like is None else Path(like)
-        ),
-        optimizer=False,
-    )
-    plan, notes = _plan(opened, place, type_name, name or place.stem, split)
-    stage = StagingFolder(
-        place,
-        files=files or Files(),
-        fingerprint=plan.fingerprint,
-        overwrite=overwrite,
-        is_file=True,
-        sources=source_paths(opened),
-    )
+    start = time.monotonic()
+    type_name = parse_tensor_type(kind)
+    opened = open_source(source, model, optimizer=False)
+    plan, notes = _plan(opened, destination, type_name, pre_tokenizer)
     report = ExportReport(
         source=str(source),
-        destination=str(destination),
         to="gguf",
         engine="llama.cpp",
-        algo="" if type_name in ("F32", "F16", "BF16") else type_name,
-        tensors=len(plan.target.catalogue.tensors),
-        num_bytes=plan.target.catalogue.num_bytes,
+        algo="" if type_name in PLAIN else type_name,
         source_bytes=opened.catalogue.num_bytes,
         decoded=len(opened.catalogue.packed),
-        files=(place.name,),
         notes=tuple(notes),
-        is_dry=dry_run,
+        warnings=tuple(opened.catalogue.warnings),
     )
-    if dry_run:
-        stage.check()
-        return report
-    write_staged(
-        plan,
-        stage,
-        WriteOptions(
-            threads=default_threads(threads),
-            memory_bytes=memory_bytes,
-            digest=DigestMode.BUFFERED,
-            fsync=fsync,
-        ),
-        verb="export",
-        progress=progress,
+    export = PlannedExport(
+        plan=plan,
+        report=report,
+        sources=source_paths(opened),
         expected=expected_digests(opened),
         overflow_hint="--outtype bf16 or f32 holds them",
+        is_file=True,
+        start=start,
     )
-    return replace(
-        report,
-        warnings=tuple(stage.messages),
-        seconds=time.monotonic() - began,
-        peak_rss_bytes=peak_rss_bytes(),
-    )
+    return export.write(destination, execution, files or Files(), progress)
 
 
 def _plan(
-    opened: CheckpointSource, place: Path, kind: str, name: str, split: str | None
+    opened: CheckpointSource, path: Path, kind: str, pre_tokenizer: str | None
 ) -> tuple[ReshardPlan, list[str]]:
-    """The plan, and what is to be said about it."""
+    """The plan, and the notes of the report."""
     family, config = _require_model(opened)
     architecture = find_architecture(family, config)
     if kind == "MXFP4" and not config.num_experts:
@@ -150,8 +114,8 @@ def _plan(
             "kind 'mxfp4' is for the weights of experts, and the model has none",
             hint="q4_0 or q8_0",
         )
-    keys = build_model_keys(config, architecture, name=name, kind=kind)
-    keys |= _tokenizer(opened, config.vocab_size, split)
+    keys = build_model_keys(config, architecture, name=path.stem, kind=kind)
+    keys |= _tokenizer(opened, config.vocab_size, pre_tokenizer)
     tensors = {t.name: t for t in opened.catalogue.tensors}
     contents = plan_gguf_tensors(
         opened.view.canonical,
@@ -164,7 +128,7 @@ def _plan(
         factors=build_rope_factors(config),
     )
     laid_out = plan_gguf_file(
-        contents.tensors, keys, architecture=architecture.name, file=place.name
+        contents.tensors, keys, architecture=architecture.name, file=path.name
     )
     plan = build_plan(
         [PlanSource(catalogue=opened.catalogue, placements=dict(opened.view.placements))],
@@ -213,17 +177,19 @@ def _require_model(opened: CheckpointSource) -> tuple[Family, ModelConfig]:
     return model.family, model.config
 
 
-def _tokenizer(opened: CheckpointSource, vocab_size: int, split: str | None) -> Mapping[str, Any]:
+def _tokenizer(
+    opened: CheckpointSource, vocab_size: int, pre_tokenizer: str | None
+) -> Mapping[str, Any]:
     """The keys of the tokenizer: a GGUF source's own, else those of its tokenizer.json."""
     stored = opened.catalogue.metadata.get("gguf", {})
     if "tokenizer.ggml.tokens" in stored and opened.like is None:
         return {k: v for k, v in stored.items() if k.startswith("tokenizer.") and v != []}
     attachments = opened.attachments()
-    files = {n: attachments[n].read_bytes() for n in _FILES if n in attachments}
+    files = {n: read_file(attachments[n]) for n in _FILES if n in attachments}
     if "tokenizer.json" not in files:
         files = collect_saved_tokenizer(opened) | files
     try:
-        return build_tokenizer_keys(files, vocab_size, split=split)
+        return build_tokenizer_keys(files, vocab_size, pre_tokenizer=pre_tokenizer)
     except (FormatError, MappingError) as e:
         raise type(e)(e.message, file=opened.like or opened.path, hint=e.hint) from e
 

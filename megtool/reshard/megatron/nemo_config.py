@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.storage.files import read_file
 from megtool.convert.megatron import split_state
 from megtool.convert.rank_parameters import EMBEDDING
 from megtool.errors import FormatError
@@ -117,11 +118,13 @@ def read_yaml(path: Path) -> Any:
     loader.add_multi_constructor("", untagged)
     size = path.stat().st_size
     if size > _MAX_BYTES:
-        raise FormatError(f"a configuration of {size:,} bytes", file=path)
+        raise FormatError(f"the configuration has {size:,} bytes, which is too much", file=path)
     try:
-        return yaml.load(path.read_bytes(), Loader=loader)
+        return yaml.load(read_file(path), Loader=loader)
     except (yaml.YAMLError, ValueError, RecursionError, TypeError) as e:
-        raise FormatError(f"invalid YAML: {' '.join(str(e).split())[:120]}", file=path) from e
+        raise FormatError(
+            f"the YAML is invalid: {' '.join(str(e).split())[:120]}", file=path
+        ) from e
 
 
 def _target_name(value: Any) -> str:

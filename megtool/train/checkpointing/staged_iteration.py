@@ -203,7 +203,7 @@ class StagedIteration:
         self._write_digests()
         files = self.files
         if self._fsync:
-            _, folders = files.tree(self.tree)
+            _, folders = files.own_tree(self.tree)
             for folder in [*reversed(folders), self.tree]:
                 files.fsync_dir(folder)
         self._rename()
