@@ -17,10 +17,10 @@ from megtool.commands.tokenize import TokenizeReport
 from megtool.commands.verify_report import VerifyReport
 from megtool.console import Progress
 from megtool.export.report import ExportReport
+from megtool.quant.derive_calibration import DeriveReport
 from megtool.quant.explain import ExplainReport
 from megtool.quant.pipeline.plan import QuantizePlan
 from megtool.quant.pipeline.report import QuantizeReport
-from megtool.quant.static_scales import DeriveReport
 from megtool.reshard.fp8_state.inspect_report import AmaxInspection
 from megtool.reshard.report import ReshardReport
 
@@ -231,6 +231,7 @@ def finetune(
     like: str | Path | None = ...,
     tokenizer: str | Path | None = ...,
     dry_run: bool = ...,
+    drop_objects: bool = ...,
     config: str | Path | None = ...,
     progress: Progress = ...,
 ) -> FinetuneReport | FinetunePlan: ...
@@ -246,6 +247,7 @@ def fix_amax(
     overwrite: bool = ...,
     fsync: bool = ...,
     dry_run: bool = ...,
+    drop_objects: bool = ...,
     progress: Progress = ...,
 ) -> ReshardReport: ...
 def generate(
@@ -371,6 +373,7 @@ def reshard(
     amax: Literal["keep", "rebuild", "strip"] = ...,
     te_version: str | None = ...,
     amax_history: int | None = ...,
+    replicate: str | Sequence[str] = ...,
     core_version: str | None = ...,
     bridge: bool = ...,
     dtype: str | None = ...,
@@ -400,6 +403,7 @@ def reshard(
     overwrite: bool = ...,
     fsync: bool = ...,
     dry_run: bool = ...,
+    drop_objects: bool = ...,
     config: str | Path | None = ...,
     check: Callable[[ReshardPlan], object] | None = ...,
     progress: Progress = ...,
@@ -420,6 +424,7 @@ def strip_amax(
     overwrite: bool = ...,
     fsync: bool = ...,
     dry_run: bool = ...,
+    drop_objects: bool = ...,
     progress: Progress = ...,
 ) -> ReshardReport: ...
 def tokenize(

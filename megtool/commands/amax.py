@@ -9,8 +9,8 @@ from megtool.commands.options.checkpoints import (
 )
 from megtool.commands.reshard import make_execution_options
 from megtool.console import Progress, silent
-from megtool.quant import static_scales
-from megtool.quant.static_scales import DeriveReport
+from megtool.quant import derive_calibration
+from megtool.quant.derive_calibration import DeriveReport
 from megtool.reshard.fp8_state import inspect
 from megtool.reshard.fp8_state.inspect_report import AmaxInspection
 from megtool.reshard.fp8_state.rewrite import rewrite_fp8_state
@@ -78,7 +78,7 @@ def derive_amax(options: DeriveAmaxOptions) -> DeriveReport:
         MappingError: the model is not known.
         DestinationError: there is a file already.
     """
-    return static_scales.derive_amax(
+    return derive_calibration.derive_amax(
         options.source,
         options.destination,
         options,
@@ -94,5 +94,6 @@ def _rewrite(options: RewriteAmaxOptions, mode: AmaxMode, progress: Progress) ->
         mode,
         options,
         make_execution_options(options, options),
+        drop_objects=options.drop_objects,
         progress=progress,
     )

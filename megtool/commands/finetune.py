@@ -18,6 +18,7 @@ from megtool.errors import MissingPackageError, UsageError
 from megtool.inference.runtime import on_ranks, usual_device
 from megtool.options.groups import RuntimeOptions
 from megtool.reshard.execute import ExecutionOptions
+from megtool.reshard.foreign_objects import screen_source
 from megtool.reshard.open_source import open_decoder
 from megtool.reshard.run import reshard_checkpoint
 from megtool.reshard.source import CheckpointSource
@@ -57,8 +58,8 @@ def finetune(
 
     settings, folder = options.train_config(), Path(options.destination)
     if not settings.data:
-        raise UsageError("nothing to train on", hint="--data FILE")
-    source = open_decoder(options.source, settings)
+        raise UsageError("there is nothing to train on", hint="--data FILE")
+    source, _ = screen_source(open_decoder(options.source, settings), drop=options.drop_objects)
     check_folders(options.source, folder)
     checkpoint = find_checkpoint(folder, settings)
     check_run(source, settings)

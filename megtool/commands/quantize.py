@@ -16,18 +16,18 @@ from megtool.quant.pipeline.calibration_data import (
     CalibrationSamples,
     read_samples,
 )
+from megtool.quant.pipeline.obtain_qparams import (
+    check_choosing,
+    check_given,
+    check_modelopt,
+    choose_from_files,
+)
 from megtool.quant.pipeline.pipeline import run_quantize
 from megtool.quant.pipeline.request import (
     DEFAULT_EVALUATION_TOKENS,
     CalibrationOptions,
     QuantizeOutputOptions,
     QuantizeRequest,
-)
-from megtool.quant.pipeline.solve import (
-    check_choosing,
-    check_given,
-    check_modelopt,
-    choose_from_files,
 )
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from megtool.reshard.parse_size import parse_size

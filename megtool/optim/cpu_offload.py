@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megtool.errors import UsageError
 from megtool.optim.distributed import BucketShard, DistributedOptimizer
+from megtool.optim.muon import Muon
 from megtool.optim.offload_streams import (
     ALIGNED,
     OffloadedSegment,
@@ -28,7 +29,7 @@ from megtool.optim.offload_streams import (
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.replicated import ReplicatedOptimizer
 from megtool.optim.segments import Segment
-from megtool.optim.update_rules import Muon, UpdateRule, update_segments
+from megtool.optim.update_rules import UpdateRule, update_segments
 
 CHUNK_BYTES = 32 * 2**20
 
@@ -92,18 +93,6 @@ class HybridDeviceOptimizer(Optimizer):
             parts = (s.host_part, s.device_part) if isinstance(s, OffloadedSegment) else (s,)
             out += [part for part in parts if part is not None]
         return out
-
-    @property
-    def device_bytes(self) -> int:
-        """Memory of main parameters (that are not parameters) and states on the device."""
-        on_host = {id(s.host_part) for s in self.offloaded_segments}
-        parameters = {f.parameter.untyped_storage().data_ptr() for f in self.param_infos}
-        return _storage_bytes([s for s in self.state_segments if id(s) not in on_host], parameters)
-
-    @property
-    def host_bytes(self) -> int:
-        """Memory of main parameters and states on the host."""
-        return _storage_bytes([s.host_part for s in self.offloaded_segments], set())
 
     @property
     def bucket_size(self) -> int | None:
@@ -268,12 +257,3 @@ def _copy_to_host(part: Segment) -> Segment:
         replicated=part.replicated,
         states={name: to_host(tensor) for name, tensor in part.states.items()},
     )
-
-
-def _storage_bytes(segments: list[Segment], without: set[int]) -> int:
-    """Bytes of the storages of segments, each counted once."""
-    tensors = [t for s in segments for t in (s.main, s.high, s.low, *s.states.values())]
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t is not None
-    }
-    return sum(s.nbytes() for address, s in storages.items() if address not in without)

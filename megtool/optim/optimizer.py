@@ -28,11 +28,11 @@ from megtool.optim.grad_norm import (
     first_nonfinite_of_ranks,
     local_statistics,
 )
-from megtool.optim.muon import orthogonalize_matrices
+from megtool.optim.muon import Muon, orthogonalize_matrices
 from megtool.optim.param_groups import ParamGroup, ParamInfo, collect_param_infos, group_parameters
 from megtool.optim.scaler import GradScaler, make_grad_scaler
 from megtool.optim.segments import Segment, Span, StatePiece, copy_parts
-from megtool.optim.update_rules import Muon, UpdateRule, make_update_rule, update_segments
+from megtool.optim.update_rules import UpdateRule, make_update_rule, update_segments
 from megtool.parallel.collectives import all_max, all_sum
 from megtool.parallel.process_groups import Group, ProcessGroups
 

@@ -47,7 +47,9 @@ class LRSchedule:
             (self.wd_incr_style, get_args(DecayStyle), "weight-decay-incr-style"),
         ):
             if value not in options:
-                raise UsageError(f"no schedule {value!r}", hint=f"--{option}: {', '.join(options)}")
+                raise UsageError(
+                    f"there is no schedule {value!r}", hint=f"--{option}: {', '.join(options)}"
+                )
         for wrong, message, hint in self._faults():
             if wrong:
                 raise UsageError(message, hint=hint)

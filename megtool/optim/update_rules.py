@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megtool.optim.config import OptimizerConfig
+from megtool.optim.muon import Muon
 from megtool.optim.segments import Segment
 
 # Elements at a time if states or main parameters have to be converted to fp32 and back: on a CPU
@@ -128,62 +128,6 @@ class Sgd:
             maximize=False,
             is_first_step=False,
         )
-
-
-class Muon:
-    """Momentum that Newton-Schulz steps make orthogonal, for whole matrices.
-
-    As `torch.optim.Muon` with Nesterov momentum and `match_rms_adamw`: updates have the size of
-    Adam's, so that both use the same learning rate. Its `apply` is the elementwise part (momentum);
-    `optim.muon` gathers the matrices and does the other steps.
-    Source: K. Jordan et al., "Muon", 2024; Liu et al., arXiv 2502.16982.
-    """
-
-    states: tuple[str, ...] = ("momentum_buffer",)
-
-    def __init__(self, *, momentum: float, steps: int) -> None:
-        self.momentum = momentum
-        self.steps = steps
-
-    @property
-    def hyperparameters(self) -> dict[str, Any]:
-        """Its entries in a checkpoint's parameter groups."""
-        return {"momentum": self.momentum, "nesterov": True, "ns_steps": self.steps}
-
-    def apply(
-        self,
-        mains: list[Tensor],
-        grads: list[Tensor],
-        states: dict[str, list[Tensor]],
-        *,
-        lr: float,
-        weight_decay: float,
-        step: int,
-    ) -> None:
-        """Turn gradients into the momentum to make orthogonal, and decay the parameters."""
-        for main, grad, momentum in zip(mains, grads, states["momentum_buffer"], strict=True):
-            momentum.lerp_(grad, 1 - self.momentum)
-            grad.lerp_(momentum, self.momentum)
-            main.mul_(1 - lr * weight_decay)
-
-    def direction(self, matrix: Tensor) -> tuple[Tensor, float]:
-        """The update direction (bf16) of a 2-D tensor, and the factor of its size."""
-        factor = 0.2 * math.sqrt(max(matrix.shape))
-        return newton_schulz(matrix, self.steps), factor
-
-
-def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
-    """Approximately the nearest orthogonal matrix, in bf16; singular values are 0.7 to 1.2."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrix.bfloat16()
-    tall = x.shape[0] > x.shape[1]
-    if tall:
-        x = x.T
-    x = x / x.norm().clamp(min=1e-7)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
 
 
 def make_update_rule(kind: str, settings: OptimizerConfig) -> UpdateRule:

@@ -6,7 +6,10 @@ and its amaxes and `pre_quant_scale`s are read back as quantization parameters.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import tempfile
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megtool.console import Progress, silent
-from megtool.errors import CalibrationError, RecipeError, UsageError
+from megtool.errors import CalibrationError, MissingPackageError, RecipeError, UsageError
 from megtool.quant.calibration.activation_sites import ActivationSite, map_norm_readers
-from megtool.quant.modelopt_import import import_modelopt, silence_output, without_progress_bars
 from megtool.quant.qparams import Floats, KVCacheQParams, QParams, WeightQParams
 from megtool.quant.recipes.formats import FORMATS, INPUT_PACKINGS, RecipeFormat, packing_of
 from megtool.quant.recipes.match import Decision
@@ -468,3 +470,42 @@ def check_quantizers(
             if module in by_name:
                 quantizer = "k_bmm" if site.kind == "kv_cache" else "weight"
                 find_quantizer_module(modules, by_name[module], quantizer)
+
+
+@contextlib.contextmanager
+def silence_output() -> Iterator[None]:
+    """Suppress what the packages print and warn about."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def without_progress_bars(transformers: Any) -> Iterator[None]:
+    """Turn off the progress bars of transformers."""
+    logging = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def import_modelopt() -> tuple[Any, Any]:
+    """Import `modelopt.torch.quantization` and transformers.
+
+    Raises:
+        MissingPackageError: one is not installed.
+    """
+    try:
+        with silence_output():
+            import modelopt.torch.quantization as mtq
+            import transformers
+    except ImportError as e:
+        raise MissingPackageError(
+            f"--backend modelopt needs a package that is not installed: {e}",
+            hint="pip install 'megtool[modelopt]'",
+        ) from e
+    return mtq, transformers

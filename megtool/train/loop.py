@@ -25,7 +25,7 @@ from megtool.model.pipeline import PipelineSchedule
 from megtool.optim.optimizer import Optimizer, StepResult
 from megtool.optim.scaler import DynamicGradScaler
 from megtool.optim.schedules import LRSchedule
-from megtool.train.checkpointing.protocol import CheckpointSaver, SaveMetadata
+from megtool.train.checkpointing.protocol import CheckpointSaver, SaveMetadata, TrainState
 from megtool.train.checkpointing.retention import has_iteration, prune_checkpoints
 from megtool.train.collate import RowDataset, collate_rows
 from megtool.train.config import TrainConfig
@@ -35,7 +35,6 @@ from megtool.train.features.registry import TrainingFeatures
 from megtool.train.nonfinite import find_nonfinite_parameter, find_nonfinite_tensor, nonfinite_error
 from megtool.train.run_log import RunLog, format_line
 from megtool.train.run_plan import RunPlan, rates_at
-from megtool.train.train_state import TrainState
 
 _LOG = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from megtool.optim.optimizer import Optimizer
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.source import CheckpointSource
 from megtool.train.build_model import load_for_training
-from megtool.train.checkpointing.fingerprint import sample_fingerprint
 from megtool.train.checkpointing.megatron_template import make_save_template
+from megtool.train.checkpointing.protocol import TrainState
 from megtool.train.checkpointing.resume_point import (
     CACHE_FOLDER,
     check_loaded,
@@ -32,7 +32,7 @@ from megtool.train.checkpointing.resume_point import (
     warn_stale_tracker,
     with_batch_size,
 )
-from megtool.train.checkpointing.run_identity import RunIdentity
+from megtool.train.checkpointing.run_identity import RunIdentity, sample_fingerprint
 from megtool.train.checkpointing.save import TorchDistSaver
 from megtool.train.checkpointing.save_template import SaveTemplate
 from megtool.train.config import TrainConfig
@@ -51,7 +51,6 @@ from megtool.train.run_plan import (
     resolve_dtype,
     row_length,
 )
-from megtool.train.train_state import TrainState
 
 _LOG = logging.getLogger(__name__)
 

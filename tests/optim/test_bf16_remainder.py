@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megtool.optim.bf16_remainder import join, split
+from megtool.optim.segments import join_float32, split_float32
 
 EDGES = [0.0, -0.0, 1e-45, -1e-45, 1.1754942e-38, 3.4028235e38, -3.4028235e38]
 INFINITE = [float("inf"), -float("inf")]
@@ -15,7 +15,7 @@ INFINITE = [float("inf"), -float("inf")]
 def halves(values: Tensor) -> tuple[Tensor, Tensor]:
     high = torch.empty_like(values, dtype=torch.bfloat16)
     low = torch.empty_like(values, dtype=torch.int16)
-    split(values, high=high, low=low)
+    split_float32(values, high=high, low=low)
     return high, low
 
 
@@ -29,7 +29,7 @@ def test_a_million_random_bit_patterns_come_back() -> None:
     values = any_bits(1_000_000)
     assert values.isnan().any()
     high, low = halves(values)
-    back = join(high, low)
+    back = join_float32(high, low)
     number = ~values.isnan()
     assert torch.equal(back[number].view(torch.int32), values[number].view(torch.int32))
     assert back[~number].isnan().all()
@@ -40,7 +40,7 @@ def test_a_million_random_bit_patterns_come_back() -> None:
 def test_zeros_denormals_infinities_and_the_largest_come_back() -> None:
     values = torch.tensor([*EDGES, *INFINITE])
     high, low = halves(values)
-    assert torch.equal(join(high, low).view(torch.int32), values.view(torch.int32))
+    assert torch.equal(join_float32(high, low).view(torch.int32), values.view(torch.int32))
     assert high[len(EDGES) :].tolist() == INFINITE
 
 
@@ -60,7 +60,7 @@ def test_parts_of_larger_tensors_are_written_in_place(stride: int) -> None:
     high = torch.zeros(40, dtype=torch.bfloat16)
     low = torch.zeros(40, dtype=torch.int16)
     n = len(values)
-    split(values, high=high[5 : 5 + n], low=low[5 : 5 + n])
-    assert torch.equal(join(high[5 : 5 + n], low[5 : 5 + n]), values)
+    split_float32(values, high=high[5 : 5 + n], low=low[5 : 5 + n])
+    assert torch.equal(join_float32(high[5 : 5 + n], low[5 : 5 + n]), values)
     assert not high[:5].any()
     assert not low[5 + n :].any()

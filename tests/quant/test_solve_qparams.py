@@ -14,7 +14,7 @@ from megtool.config import ModelConfig
 from megtool.errors import CalibrationError
 from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.calibration.statistics import ActivationStatistics
-from megtool.quant.fake_quant.fake_quantize import fake_input, fake_weight
+from megtool.quant.fake_quant.fake_quantize import fake_weight
 from megtool.quant.qparams import QParams
 from megtool.quant.recipes.dialects import load_recipe
 from megtool.quant.recipes.match import Decision, match_rules
@@ -25,6 +25,7 @@ from megtool.quant.requirements import derive_requirements
 from megtool.quant.solve_qparams import FOLD_NOTE, solve_qparams
 from megtool.reshard.open_source import open_source
 from tests.support.quant import algorithm_inputs
+from tests.support.quant.fake_inputs import fake_input
 
 
 class Model:

@@ -29,6 +29,7 @@ from tests.support.checkpoints.fp8_trained import (
     with_buffers,
 )
 from tests.support.checkpoints.trained import config, write
+from tests.support.errors import raises
 from tests.support.models import tiny_llama
 
 
@@ -87,7 +88,7 @@ def test_recipes_that_ask_for_more_are_refused(tmp_path: Path) -> None:
             quantize(tmp_path / "hf", tmp_path / "q", recipe=recipe, calibration=[tmp_path / "cal"])
         assert not (tmp_path / "q").exists()
     other = tiny_llama.save(tmp_path / "other", seed=5)
-    with pytest.raises(CalibrationError, match="of another model"):
+    with raises(CalibrationError, id="foreign-calibration"):
         quantized(other, tmp_path / "q", tmp_path / "cal")
 
 
@@ -114,7 +115,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no FP8 scaling state"):
         derive_amax(hf, tmp_path / "cal")
     (tmp_path / "there").write_bytes(b"")
-    with pytest.raises(DestinationError, match="the file exists"):
+    with raises(DestinationError, id="destination-exists"):
         derive_amax(hf, tmp_path / "there")
 
 

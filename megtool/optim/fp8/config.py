@@ -44,7 +44,7 @@ class Fp8Config:
         ):
             if getattr(self, field) not in options:
                 raise UsageError(
-                    f"FP8 {field} {getattr(self, field)!r}",
+                    f"FP8 {field} is {getattr(self, field)!r}",
                     hint=f"--{option} has to be one of {', '.join(options)}",
                 )
         for field, least, option in (
@@ -54,12 +54,12 @@ class Fp8Config:
         ):
             if getattr(self, field) < least:
                 raise UsageError(
-                    f"FP8 {field} {getattr(self, field)}",
+                    f"FP8 {field} is {getattr(self, field)}",
                     hint=f"--{option} has to be {least} or more",
                 )
         if abs(self.margin) >= 64:
             raise UsageError(
-                f"FP8 margin {self.margin}", hint="--fp8-margin is a power of two, below 64"
+                f"the FP8 margin is {self.margin}", hint="--fp8-margin is a power of two, below 64"
             )
 
     @property

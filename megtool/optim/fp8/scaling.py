@@ -164,7 +164,7 @@ def make_scalings(
     """
     if settings.recipe == "mxfp8":
         raise UsageError(
-            "FP8 recipe 'mxfp8' without Transformer Engine",
+            "the FP8 recipe 'mxfp8' needs Transformer Engine",
             hint="--kernels te, or --fp8-recipe blockwise",
         )
     if settings.recipe == "delayed":

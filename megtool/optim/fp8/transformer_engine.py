@@ -62,7 +62,7 @@ def require_recipe(recipe: Recipe) -> None:
     can, reason = getattr(load().pytorch, _PROBES[recipe])(return_reason=True)
     if not can:
         raise UsageError(
-            f"--fp8-recipe {recipe} by Transformer Engine: {reason}",
+            f"Transformer Engine cannot run --fp8-recipe {recipe}: {reason}",
             hint="use another --fp8-recipe, or omit --kernels te",
         )
 

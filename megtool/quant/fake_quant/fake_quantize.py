@@ -259,34 +259,6 @@ def _meaning(name: str, codes: Tensor) -> Tensor:
     return codes.view(torch.float8_e4m3fn).float()
 
 
-def fake_input(
-    x_TI: Tensor,
-    qparams: WeightQParams,
-    *,
-    smoothing_scale: Tensor | None = None,
-    largest: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    """Inputs as the engine multiplies them, in their own dtype; unchanged if it does not round
-    them.
-
-    Scales from calibration (FP8, INT8 and NVFP4's first level) are numbers; others come from each
-    row, or each group of columns, of which the last may be short. Inputs are divided by the
-    smoothing scale of `qparams` and multiplied by it again (`smoothing_scale` replaces it, on the
-    device and of as many columns as `x_TI` has). `largest` merges amaxes `[T, 1]` of rows of which
-    other ranks have more columns.
-
-    Raises:
-        CalibrationError: a scale has to come from calibration and did not.
-    """
-    kind = INPUT_PACKINGS.get(qparams.format.algo)
-    if kind is None:
-        return x_TI
-    if smoothing_scale is None:
-        smoothing_scale = _on(qparams.smoothing_scale, x_TI.device)
-    scale = float(input_scale(qparams)) if needs_scale(qparams) else 0.0
-    return rounded_input(x_TI, kind, scale=scale, smoothing_scale=smoothing_scale, largest=largest)
-
-
 def needs_scale(qparams: WeightQParams) -> bool:
     """Whether inputs are rounded with a calibrated scale."""
     kind = INPUT_PACKINGS.get(qparams.format.algo, "")

@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -440,3 +440,44 @@ def find_amaxes(
         run_jobs(jobs, work, threads=threads)
     catalogue.check_unchanged()
     return amaxes
+
+
+TRANSPOSABLE_ALGOS = ("FP8",)
+"""Formats with one-byte codes and one scale per tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransposedFeed:
+    """A feed that fills columns of a stored tensor with the rows of a weight.
+
+    All weights of GPT-2 are stored as `[in, out]`. vLLM and SGLang transpose every weight of such a
+    family while they load it, including codes but not scales (`load_weights` of their
+    models/gpt2.py), so only one scale per tensor can be stored.
+    """
+
+    feed: PackFeed
+
+    @property
+    def reads(self) -> tuple[Placement, ...]:
+        """The weight."""
+        return self.feed.reads
+
+    @property
+    def writes(self) -> tuple[TargetRegion, ...]:
+        """The columns that its rows become."""
+        return tuple(replace(r, lo=r.lo[::-1], hi=r.hi[::-1]) for r in self.feed.writes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes."""
+        return self.feed.num_bytes
+
+    @property
+    def identity(self) -> bytes:
+        """A digest of the rows."""
+        return digest_facts("turned", self.feed.identity)
+
+    def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
+        """See `TensorFeed`."""
+        for number, index, tile in self.feed.generate(reader):
+            yield number, index[::-1], np.ascontiguousarray(tile.T)

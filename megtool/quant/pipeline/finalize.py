@@ -18,7 +18,9 @@ from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.parallel_scan import default_threads
 from megtool.console import Progress
 from megtool.errors import StorageError
+from megtool.inference.compare import compare
 from megtool.inference.runtime import load_forward, on_ranks
+from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.pipeline.calibration_data import CalibrationSamples
 from megtool.quant.pipeline.html_report import page
 from megtool.quant.pipeline.report import (
@@ -44,8 +46,8 @@ from megtool.reshard.writers.target_spec import TargetOptions
 
 if TYPE_CHECKING:
     from megtool.quant.mixed_precision.auto_quantize import FormatChoice
+    from megtool.quant.pipeline.obtain_qparams import SolvedQParams
     from megtool.quant.pipeline.request import QuantizeRequest
-    from megtool.quant.pipeline.solve import SolvedQParams
 
 _WINDOW = 2048
 
@@ -256,8 +258,6 @@ def _evaluate(
     request: QuantizeRequest, solved: SolvedQParams, data: str, progress: Progress
 ) -> QuantizeEvaluation:
     """Evaluate both models on the same text; the quantized one computes like its engine."""
-    from megtool.quant.fake_quant.evaluate_quantized import compare_quantized
-    from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 
     source = request.model_source
     written = open_decoder(request.destination)
@@ -276,27 +276,27 @@ def _evaluate(
     with on_ranks(runtime, alone=True) as groups:
         before = load_forward(source, runtime, groups, progress)
         after = load_forward(written, runtime, groups, progress)
-        quality = compare_quantized(
-            before,
-            after,
-            FakeQuantModel(
-                after.decoder, request.sites, _as_engines_run(request, solved), weights=False
-            ),
-            texts,
-            window=window,
-            stride=window,
-            counted=partial(_report_progress, progress, total),
+        simulation = FakeQuantModel(
+            after.decoder, request.sites, _as_engines_run(request, solved), weights=False
         )
-    c = quality.comparison
+        with simulation:
+            comparison = compare(
+                before,
+                after,
+                texts,
+                window=window,
+                stride=window,
+                counted=partial(_report_progress, progress, total),
+            )
     return QuantizeEvaluation(
         data=data,
-        tokens=quality.num_tokens,
-        perplexity_before=quality.perplexity_before,
-        perplexity_after=quality.perplexity_after,
-        kl_mean=quality.kl_mean,
-        kl_99=c.kl_percentiles[2],
-        kl_max=quality.kl_max,
-        agreement=quality.agreement,
+        tokens=comparison.ours.num_tokens,
+        perplexity_before=comparison.ours.perplexity,
+        perplexity_after=comparison.reference.perplexity,
+        kl_mean=comparison.kl_mean,
+        kl_99=comparison.kl_percentiles[2],
+        kl_max=comparison.kl_max,
+        agreement=comparison.agreement,
     )
 
 

@@ -24,8 +24,8 @@ from megtool.quant.pipeline.calibration_data import CalibrationSamples
 if TYPE_CHECKING:
     from megtool.quant.pipeline.report import QuantizeReport
 
+from megtool.quant.pipeline.obtain_qparams import solve
 from megtool.quant.pipeline.request import QuantizeRequest
-from megtool.quant.pipeline.solve import solve
 
 
 def run_quantize(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.computed_tensors import TensorFeed
+from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion, TensorFeed
+from megtool.checkpoint.transport.strided import Array
+from megtool.checkpoint.transport.tile import Index
 from megtool.errors import CalibrationError, MappingError, UsageError
-from megtool.quant.packed_tensors.folded_norm import FoldedNorm
+from megtool.number_formats.small_floats import single
 from megtool.quant.packed_tensors.hf_config import QuantizedLayer, quantization
 from megtool.quant.packed_tensors.interleaved import interleave
 from megtool.quant.packed_tensors.modelopt_tensors import (
@@ -21,8 +23,13 @@ from megtool.quant.packed_tensors.modelopt_tensors import (
     list_module_specs,
 )
 from megtool.quant.packed_tensors.mxfp4_expert_blocks import list_block_tensors, make_expert_feeds
-from megtool.quant.packed_tensors.pack import WeightToPack, compute_dtype, grain_of, make_pack_feeds
-from megtool.quant.packed_tensors.transposed import TransposedFeed
+from megtool.quant.packed_tensors.pack import (
+    TransposedFeed,
+    WeightToPack,
+    compute_dtype,
+    grain_of,
+    make_pack_feeds,
+)
 from megtool.quant.pipeline.weight_layout import (
     RowLayout,
     check_blocks,
@@ -33,9 +40,17 @@ from megtool.quant.pipeline.weight_layout import (
 from megtool.quant.qparams import Floats, QParams, WeightQParams
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import BLOCKS
-from megtool.reshard.constant_feed import ConstantFeed
+from megtool.reshard.constant_feed import (
+    ConstantFeed,
+    digest_facts,
+    round_to_dtype,
+    to_bits,
+    whole_region,
+)
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.writers.target_spec import Target
+from megtool.tensors.box import numel
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 
@@ -64,6 +79,56 @@ class StoredModule:
         """The per-channel smoothing scales to store."""
         first = self.weights[0].qparams
         return first.smoothing_scale if first.stores_pre_quant_scale else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedNorm:
+    """A norm's weight (or bias) divided by factors in float32 and rounded once.
+
+    Zero-centered weights w represent 1 + w.
+    """
+
+    placement: Placement
+    tensor: GlobalTensor
+    factors: Floats
+    zero_centered: bool
+
+    @property
+    def reads(self) -> tuple[Placement, ...]:
+        """The norm in the source."""
+        return (self.placement,)
+
+    @property
+    def writes(self) -> tuple[TargetRegion, ...]:
+        """The whole tensor."""
+        return (whole_region(self.tensor),)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the tensor."""
+        return self.tensor.num_bytes
+
+    @property
+    def identity(self) -> bytes:
+        """A digest of the factors."""
+        return digest_facts(self.factors, self.zero_centered, self.tensor.dtype.name)
+
+    def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
+        """See `TensorFeed`."""
+        # Read in the stored dtype: a source of another dtype gives the same bytes as its cast.
+        with reader.open(self.placement, self.tensor.dtype) as run:
+            stored = run.read(0, numel(self.placement.shape))
+            values = single(stored, self.tensor.dtype.name)
+        unit_offset = np.float32(self.zero_centered)
+        out = ((values + unit_offset) / self.factors.astype(np.float32) - unit_offset).astype(
+            np.float32
+        )
+        if not np.isfinite(out).all():
+            raise CalibrationError(
+                "dividing the norm by its smoothing scales gives NaN or Inf",
+                tensor=self.tensor.name,
+            )
+        yield 0, (0,), to_bits(round_to_dtype(out, self.tensor.dtype), self.tensor.dtype)
 
 
 def collect_weight_qparams(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megtool.errors import MappingError
-from megtool.quant.packed_tensors.transposed import TRANSPOSABLE_ALGOS
+from megtool.quant.packed_tensors.pack import TRANSPOSABLE_ALGOS
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import BLOCKS
 from megtool.reshard.source import CheckpointSource

@@ -18,7 +18,7 @@ from megtool.quant.recipes.compressed_arguments import check_values
 from megtool.quant.recipes.dialect_compressed import read_compressed
 from megtool.quant.recipes.dialect_modelopt import read_modelopt
 from megtool.quant.recipes.formats import FORMATS, RecipeFormat
-from megtool.quant.recipes.located_yaml import MAX_BYTES, Node, from_plain, read_documents
+from megtool.quant.recipes.located_yaml import MAX_BYTES, Node, read_documents
 from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.recipe import Recipe, check_keys, read_recipe
 from megtool.quant.recipes.rules import KEEP, AllOf, Glob, RecipeProblems, RecipeRule, Role
@@ -101,15 +101,6 @@ def load_recipe(recipe: str | Path, problems: RecipeProblems | None = None) -> R
     path = Path(recipe)
     root = path.resolve().parent if path.is_file() else None
     return parse_recipe(documents[0], name=path.stem, problems=problems, file=file, root=root)
-
-
-def recipe_from(data: Mapping[str, Any], *, name: str = "given") -> Recipe:
-    """Read a recipe in any dialect from plain data, such as a ModelOpt preset.
-
-    Raises:
-        RecipeError: the recipe is invalid; lists all problems.
-    """
-    return parse_recipe(from_plain(dict(data)), name=name, file=name)
 
 
 def parse_recipe(

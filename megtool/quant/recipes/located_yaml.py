@@ -148,13 +148,3 @@ def as_key(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(as_key(item) for item in value)
     return repr(value) if isinstance(value, dict) else value
-
-
-def from_plain(value: Any) -> Node:
-    """Convert plain data to nodes without line numbers (0)."""
-    if isinstance(value, dict):
-        values = {str(key): from_plain(item) for key, item in value.items()}
-        return Node(value=values, line=0, keys=dict.fromkeys(values, 0))
-    if isinstance(value, list | tuple):
-        return Node(value=[from_plain(item) for item in value], line=0)
-    return Node(value=value, line=0)

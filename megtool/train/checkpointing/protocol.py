@@ -1,4 +1,4 @@
-"""The protocol of savers, as the training loop sees them, and the metadata of a save."""
+"""The protocol of savers, the metadata of a save, and the progress of a run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ from megtool.model.decoder import Decoder
 
 if TYPE_CHECKING:
     from megtool.optim.optimizer import Optimizer
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainState:
+    """The progress of a run: steps done, samples of the data used, and steps of the schedule, which
+    counts samples, without those of skipped steps."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    num_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from megtool.model.decoder import Decoder
 from megtool.options.groups import SourceOptions
 from megtool.reshard.open_source import open_source, require_decoder
 from megtool.reshard.source import CheckpointSource
+from megtool.train.checkpointing.protocol import TrainState
 from megtool.train.checkpointing.resume import resume
 from megtool.train.checkpointing.retention import (
     find_newest_iteration,
@@ -27,7 +28,6 @@ from megtool.train.checkpointing.retention import (
 from megtool.train.checkpointing.run_identity import FRESH_RUN_FILE, RUN_FILE, RunIdentity
 from megtool.train.checkpointing.staged_iteration import STAGING
 from megtool.train.config import TrainConfig
-from megtool.train.train_state import TrainState
 
 if TYPE_CHECKING:
     from megtool.optim.optimizer import Optimizer

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.storage.files import Files
 from megtool.config import ModelConfig
+from megtool.convert.canonical_view import CanonicalView
 from megtool.errors import FormatError, StorageError, TrainingError
+from megtool.quant.calibration.fingerprint import hash_model
 from megtool.train.config import TrainConfig
 from megtool.train.features.registry import feature_identity, is_model_frozen
 
@@ -205,3 +208,21 @@ class RunIdentity:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+_FINGERPRINT_TENSORS = 2000
+
+
+def sample_fingerprint(catalogue: Catalogue, side: CanonicalView) -> str:
+    """A digest of the model's configuration and of names, shapes, dtypes and some rows of its
+    canonical weights; of a large number of weights, some are chosen, always the same ones.
+
+    Training changes all weights, and so the digest. A copy in another place, format or layout has
+    the same digest. Weights of any size take a few reads each.
+
+    Raises:
+        StorageError: a file cannot be read.
+    """
+    names = sorted(name for name in side.canonical if ":" not in name)
+    some = names[:: max(1, len(names) // _FINGERPRINT_TENSORS)]
+    return hash_model(catalogue, replace(side, canonical={n: side.canonical[n] for n in some}))

@@ -36,7 +36,7 @@ from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.source import CheckpointSource
 from megtool.train.checkpointing.megatron_common_state import to_plain_tree
-from megtool.train.checkpointing.protocol import CheckpointSaver, SaveMetadata
+from megtool.train.checkpointing.protocol import CheckpointSaver, SaveMetadata, TrainState
 from megtool.train.checkpointing.retention import find_newest_iteration
 from megtool.train.checkpointing.safetensors_stream import SafetensorsFile, write_safetensors
 from megtool.train.checkpointing.staged_iteration import STAGING
@@ -45,7 +45,6 @@ from megtool.train.features.adapter_gather import WEIGHT, AdapterGather
 from megtool.train.features.adapter_tensors import AdapterViews, all_gather_objects
 from megtool.train.features.peft_format import CONFIG_FILE, WEIGHTS_FILE, PeftFormat
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
-from megtool.train.train_state import TrainState
 
 if TYPE_CHECKING:
     from typing import Self
@@ -490,9 +489,9 @@ def _read_adapter_state(path: Path) -> tuple[SafetensorsFile, dict[str, Any]]:
         facts = json.loads(tensors.metadata["state"])
         format_version = facts["format"]
     except (ValueError, KeyError, TypeError) as e:
-        raise FormatError(f"not the state of an adapter: {e}", file=path) from e
+        raise FormatError(f"it is not the state of an adapter: {e}", file=path) from e
     if format_version != _FORMAT:
         raise FormatError(
-            f"adapter state of format {format_version} instead of {_FORMAT}", file=path
+            f"the adapter state has format {format_version}, not {_FORMAT}", file=path
         )
     return tensors, facts

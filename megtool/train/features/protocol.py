@@ -17,9 +17,8 @@ from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import Objective
 from megtool.reshard.source import CheckpointSource
-from megtool.train.checkpointing.protocol import CheckpointSaver
+from megtool.train.checkpointing.protocol import CheckpointSaver, TrainState
 from megtool.train.config import TrainConfig
-from megtool.train.train_state import TrainState
 
 if TYPE_CHECKING:
     from typing import Self

@@ -28,12 +28,12 @@ from megtool.options.groups import RuntimeOptions
 from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.pipeline.calibration_data import CalibrationDataOptions
+from megtool.quant.pipeline.obtain_qparams import check_given, solve
 from megtool.quant.pipeline.request import (
     CalibrationOptions,
     QuantizeOutputOptions,
     QuantizeRequest,
 )
-from megtool.quant.pipeline.solve import check_given, solve
 from megtool.quant.qparams import QParams
 from megtool.quant.resolve import resolve_recipe
 from megtool.reshard.source import CheckpointSource

@@ -16,7 +16,7 @@ from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import Objective
 from megtool.reshard.source import CheckpointSource
-from megtool.train.checkpointing.protocol import CheckpointSaver
+from megtool.train.checkpointing.protocol import CheckpointSaver, TrainState
 from megtool.train.config import TrainConfig
 from megtool.train.features.distillation import DistillationFeature
 from megtool.train.features.dropout import DropoutFeature
@@ -25,7 +25,6 @@ from megtool.train.features.lora import LoraFeature
 from megtool.train.features.moe_load_balancing import MoeLoadBalancingFeature
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
 from megtool.train.features.qat import QatFeature
-from megtool.train.train_state import TrainState
 
 if TYPE_CHECKING:
     from megtool.optim.optimizer import Optimizer

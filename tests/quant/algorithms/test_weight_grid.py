@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from megtool.quant.algorithms.weight_grid import fake_quantize_inputs, make_grid
-from megtool.quant.fake_quant.fake_quantize import fake_input, fake_weight
+from megtool.quant.fake_quant.fake_quantize import fake_weight
 from megtool.quant.qparams import WeightQParams
 from megtool.quant.recipes.formats import FORMATS, INPUT_PACKINGS, RecipeFormat
 from tests.support.quant import algorithm_inputs
+from tests.support.quant.fake_inputs import fake_input
 
 
 def format_of(algo: str) -> RecipeFormat:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megtool.config import ParallelConfig
 from megtool.errors import UsageError
+from megtool.inference.compare import compare
 from megtool.inference.forward import Forward
 from megtool.inference.layer_streaming import find_streamer
 from megtool.inference.load import load
@@ -21,12 +22,12 @@ from megtool.inference.windows import TokenDocument
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.quant.fake_quant.evaluate_quantized import compare_quantized
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
-from megtool.quant.fake_quant.fake_quantize import fake_input, fake_weight
+from megtool.quant.fake_quant.fake_quantize import fake_weight
 from megtool.quant.qparams import QParams
 from tests.support.errors import raises
 from tests.support.models import tiny_models
+from tests.support.quant.fake_inputs import fake_input
 from tests.support.quant.loaded import make_qparams, open_model_source, randomize
 from tests.support.worlds.gloo_world import run_world
 
@@ -239,21 +240,15 @@ def test_quality(llama: Path) -> None:
     found = []
     for algo in ("FP8", "NVFP4"):
         settlement = make_qparams(modules, points, lambda name, algo=algo: algo)
-        found.append(
-            compare_quantized(
-                Forward(before),
-                Forward(after),
-                FakeQuantModel(after, points, settlement, weights=True),
-                documents,
-                window=16,
-                stride=16,
-            )
-        )
-    same = compare_quantized(Forward(before), Forward(after), None, documents, window=16, stride=16)
-    assert (same.kl_max, same.agreement, same.perplexity_ratio) == (0, 1, 1)
+        with FakeQuantModel(after, points, settlement, weights=True):
+            forwards = Forward(before), Forward(after)
+            found.append(compare(*forwards, documents, window=16, stride=16))
+    same = compare(Forward(before), Forward(after), documents, window=16, stride=16)
+    assert (same.kl_max, same.agreement) == (0, 1)
+    assert same.ours.perplexity == same.reference.perplexity
     assert 0 < found[0].kl_mean < found[1].kl_mean
-    assert found[0].num_tokens == 117
-    assert found[0].perplexity_before == same.perplexity_before != found[0].perplexity_after
+    assert found[0].ours.num_tokens == 117
+    assert found[0].ours.perplexity == same.ours.perplexity != found[0].reference.perplexity
 
 
 def test_nothing_is_left_behind_by_a_failure(llama: Path) -> None:

@@ -24,7 +24,6 @@ from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.mixed_precision.auto_quantize import FormatChoice, choose
 from megtool.quant.mixed_precision.decision_units import key_of, list_units
 from megtool.quant.mixed_precision.sensitivity import spread
-from megtool.quant.recipes.dialects import recipe_from
 from megtool.quant.recipes.engine_support import parse_engine
 from megtool.quant.recipes.formats import RecipeFormat
 from megtool.quant.recipes.match import match_rules
@@ -34,6 +33,7 @@ from megtool.quant.solve_qparams import solve_qparams
 from tests.support.errors import raises
 from tests.support.models import tiny_models
 from tests.support.quant.loaded import measure_sensitivities, points_of, source_of
+from tests.support.quant.recipe_texts import recipe_from
 
 
 @pytest.fixture(scope="module")

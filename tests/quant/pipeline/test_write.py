@@ -378,7 +378,7 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     report = write_quantized(source, tmp_path / "out", "nvfp4")
     assert (told.num_bytes, told.files) == (report.num_bytes, report.files)
-    with pytest.raises(DestinationError, match="exists"):
+    with raises(DestinationError, id="destination-exists"):
         write_quantized(source, tmp_path / "out", "nvfp4", dry_run=True)
 
 
@@ -407,7 +407,7 @@ def test_whatever_fails_the_folder_is_absent_or_complete(tmp_path: Path, fault: 
         if contents(out) is None:
             write_quantized(small, out, "nvfp4")
         else:
-            with pytest.raises(DestinationError, match="exists"):
+            with raises(DestinationError, id="destination-exists"):
                 write_quantized(small, out, "nvfp4")
         assert contents(out) == expected, (n, calm.calls[n - 1])
         assert file_states(small) == before

@@ -8,10 +8,11 @@ import pytest
 
 from megtool.errors import RecipeError
 from megtool.quant.algorithms.algorithm_config import resolve_algorithm
-from megtool.quant.recipes.dialects import parse_recipe, recipe_from
+from megtool.quant.recipes.dialects import parse_recipe
 from megtool.quant.recipes.located_yaml import read_documents
 from megtool.quant.recipes.recipe import Recipe
 from tests.support.errors import raises
+from tests.support.quant.recipe_texts import recipe_from
 
 EVERY = {"kind": "linear"}
 

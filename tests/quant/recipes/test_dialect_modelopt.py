@@ -11,12 +11,12 @@ import pytest
 
 from megtool.errors import RecipeError
 from megtool.quant.recipes.dialects import load_recipe, parse_recipe
-from megtool.quant.recipes.located_yaml import from_plain
 from megtool.quant.recipes.match import match_rules
 from megtool.quant.recipes.modelopt_quantizers import ALGOS
 from megtool.quant.recipes.modelopt_settings import classify_quantizer
 from megtool.quant.recipes.rules import RecipeProblems
 from tests.support.models import tiny_models
+from tests.support.quant.recipe_texts import from_plain
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 OURS = {"MXFP6_DEFAULT_CFG", "MXINT8_DEFAULT_CFG"}  # no engine has such formats

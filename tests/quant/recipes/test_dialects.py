@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from megtool.errors import RecipeError
-from megtool.quant.recipes.dialects import load_recipe, recipe_from
+from megtool.quant.recipes.dialects import load_recipe
 from megtool.quant.recipes.match import MatchResult, match_rules
 from megtool.quant.recipes.rules import RecipeProblems
 from tests.support.errors import raises
 from tests.support.models import tiny_models
-from tests.support.quant.recipe_texts import COMPRESSED, FP8, MEGATRON, OFF, both
+from tests.support.quant.recipe_texts import COMPRESSED, FP8, MEGATRON, OFF, both, recipe_from
 
 
 def matched(data: dict[str, Any], path: Path) -> MatchResult:

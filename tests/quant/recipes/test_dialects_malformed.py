@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.errors import RecipeError
-from megtool.quant.recipes.dialects import read_recipe_text, recipe_from
+from megtool.quant.recipes.dialects import read_recipe_text
 from megtool.quant.recipes.match import match_rules
 from megtool.quant.recipes.modules import ModuleInfo
 from megtool.quant.recipes.rules import RecipeProblems
 from tests.support.models import tiny_models
-from tests.support.quant.recipe_texts import COMPRESSED, FP8, MEGATRON, OFF, both
+from tests.support.quant.recipe_texts import COMPRESSED, FP8, MEGATRON, OFF, both, recipe_from
 
 INT4 = {"num_bits": 4, "block_sizes": {-1: 128, "type": "static"}}
 MODELOPT = {

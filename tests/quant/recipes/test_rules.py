@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.quant.recipes.located_yaml import from_plain
 from megtool.quant.recipes.modules import ModuleInfo
 from megtool.quant.recipes.rules import RecipeProblems, read_condition
 from tests.support.models import tiny_models
+from tests.support.quant.recipe_texts import from_plain
 
 
 def condition(match: object) -> tuple[object, RecipeProblems]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from megtool.quant.recipes.dialects import parse_recipe
+from megtool.quant.recipes.located_yaml import Node
+from megtool.quant.recipes.recipe import Recipe
 
 TE = "transformer_engine_config_type"
 
@@ -61,3 +66,18 @@ FP8 = {"num_bits": (4, 3), "axis": None}
 
 def both(pattern: str, cfg: Any) -> list[dict[str, Any]]:
     return [{"quantizer_name": f"{pattern}{p}_quantizer", "cfg": cfg} for p in ("weight", "input")]
+
+
+def from_plain(value: Any) -> Node:
+    """Convert plain data to nodes without line numbers (0)."""
+    if isinstance(value, dict):
+        values = {str(key): from_plain(item) for key, item in value.items()}
+        return Node(value=values, line=0, keys=dict.fromkeys(values, 0))
+    if isinstance(value, list | tuple):
+        return Node(value=[from_plain(item) for item in value], line=0)
+    return Node(value=value, line=0)
+
+
+def recipe_from(data: Mapping[str, Any], *, name: str = "given") -> Recipe:
+    """Read a recipe in any dialect from plain data."""
+    return parse_recipe(from_plain(dict(data)), name=name, file=name)

@@ -20,9 +20,9 @@ from megtool.optim.replicated import ReplicatedOptimizer
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.open_source import open_source
 from megtool.train.build_model import load_for_training
+from megtool.train.checkpointing.protocol import TrainState
 from megtool.train.features.adapter_gather import WEIGHT, AdapterGather
 from megtool.train.features.lora import FOLDER, LoraFeature
-from megtool.train.train_state import TrainState
 
 TOKENS = torch.randint(1, 100, (2, 12), generator=torch.Generator().manual_seed(1))
 
