@@ -202,9 +202,15 @@ _CONTROL = re.compile(
 def set_up(*, quiet: bool = False, verbose: bool = False) -> None:
     """Send megtool's log to stderr: INFO and worse, or errors alone, or everything."""
     logger = logging.getLogger("megtool")
-    logger.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
-    logger.handlers[:] = [_Stderr()]
+    logger.setLevel(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
+    logger.handlers[:] = [_Stderr(quiet=quiet)]
     logger.propagate = False
+
+
+def logged_warnings() -> list[str]:
+    """The warnings that were logged since `set_up`, each once; quiet does not leave any out."""
+    handlers = logging.getLogger("megtool").handlers
+    return [text for h in handlers if isinstance(h, _Stderr) for text in h.warnings]
 
 
 def log_line(kind: str, text: str) -> None:
@@ -230,7 +236,16 @@ def colored(stream: TextIO) -> bool:
 class _Stderr(logging.Handler):
     """Looks stderr up for each line, so that lines appear above a bar that has taken it over."""
 
+    def __init__(self, *, quiet: bool = False) -> None:
+        super().__init__()
+        self.warnings: dict[str, None] = {}
+        self._is_quiet = quiet
+
     def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.WARNING:
+            self.warnings[record.getMessage()] = None
+        if self._is_quiet and record.levelno < logging.ERROR:
+            return
         kind = {logging.INFO: ""}.get(record.levelno, record.levelname.lower())
         log_line(kind, record.getMessage())
 

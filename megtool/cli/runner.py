@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megtool.commands.verbs import Verb
-from megtool.console import Bar, Progress, colored, echo, log_line, set_up
+from megtool.console import Bar, Progress, colored, echo, log_line, logged_warnings, set_up
 from megtool.errors import MegtoolError, StorageError, UsageError
 from megtool.options.config_file import build_options
 from megtool.options.groups import ReportOptions
@@ -97,7 +97,7 @@ def run(work: Work, output: CommandOutput | None = None) -> int:
         if not output.reports:
             pass
         elif output.as_json:
-            echo(json.dumps(_finite(report.to_json()), indent=2))
+            echo(json.dumps(_finite(_with_warnings(report.to_json())), indent=2))
         elif lines := [*report.lines(_terminal_width(), color=colored(sys.stdout))]:
             echo("\n".join(lines))
     except MegtoolError as error:
@@ -116,6 +116,13 @@ def run(work: Work, output: CommandOutput | None = None) -> int:
             log_line("hint", "the same command resumes where this one stopped")
         return 130
     return report.exit_status
+
+
+def _with_warnings(values: dict[str, Any]) -> dict[str, Any]:
+    """The data of a report, with the warnings that were logged on the way."""
+    if "warnings" in values:
+        values["warnings"] = [*dict.fromkeys([*values["warnings"], *logged_warnings()])]
+    return values
 
 
 def _echo_error(values: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 import resource
 import subprocess
@@ -255,6 +256,19 @@ def test_json_is_json_even_with_nan(capsys: pytest.CaptureFixture[str]) -> None:
     expected = {"min": "-inf", "max": ["nan", 1.5], "name": "é\x1b"}
     assert json.loads(out, parse_constant=refuse) == expected
     assert err == ""
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_warnings_are_part_of_the_json(quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    def work(progress: Progress) -> Answer:
+        for text in ("stale tracker", "two shards", "stale tracker"):
+            logging.getLogger("megtool.checkpoint").warning("%s", text)
+        return Answer(values={"warnings": ["two shards"]})
+
+    assert run(work, CommandOutput(as_json=True, quiet=quiet)) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["warnings"] == ["two shards", "stale tracker"]
+    assert err.count("warning: ") == (0 if quiet else 3)
 
 
 def test_a_reader_that_has_seen_enough_is_no_failure() -> None:

@@ -188,8 +188,6 @@ FP9 = "modelopt_fp9"
 QUANT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
 UNHEARD_OF = config(lambda c: c.update(architectures=["FooLM"], model_type="foo"))
 KEPT = ["lm_head", "model.layers.1.self_attn*"]
-
-STACKED = "model.layers.1.mlp.experts"
 FP8 = torch.float8_e4m3fn
 
 
@@ -209,10 +207,10 @@ BREAKS: list[tuple[str, str, str, Change, tuple[str, ...]]] = [
         ALL,
     ),
     ("architectures", "none", "fp8", config(lambda c: c.update(architectures=None)), ALL),
-    ("blocks", "no scales", "blocks", drop(f"{STACKED}.down_proj_scales"), ALL),
-    ("blocks", "plain", "blocks", put(f"{STACKED}.gate_up_proj", torch.ones(4, 8, 8)), ALL),
-    ("blocks", "floats", "blocks", changed(f"{STACKED}.down_proj_scales", torch.Tensor.float), ALL),
-    ("blocks", "cut", "blocks", changed(f"{STACKED}.down_proj_blocks", lambda t: t[:, :9]), ALL),
+    ("blocks", "no scales", "blocks", drop(f"{EXPERTS}.down_proj_scales"), ALL),
+    ("blocks", "plain", "blocks", put(f"{EXPERTS}.gate_up_proj", torch.ones(4, 8, 8)), ALL),
+    ("blocks", "floats", "blocks", changed(f"{EXPERTS}.down_proj_scales", torch.Tensor.float), ALL),
+    ("blocks", "cut", "blocks", changed(f"{EXPERTS}.down_proj_blocks", lambda t: t[:, :9]), ALL),
     ("blocks", "attention", "blocks", put(f"{Q}.weight", torch.ones(8, 8).to(FP8)), ALL),
     ("llama4-rotary", "blocks", "pb", config(named("Llama4ForCausalLM")), ("vllm", "sglang")),
     ("llama4-rotary", "rows", "nvfp4", config(named("Llama4ForCausalLM")), ("sglang",)),
