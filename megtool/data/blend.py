@@ -15,9 +15,9 @@ _STRETCH = 1 << 14
 class Blend:
     """Maps sample number n to a data set and a sample of it.
 
-    Each sample is of the data set that is farthest behind its share, the first of equals, so that
-    at any point every data set is within one sample of its share. The rule is that of Megatron's
-    blended data sets (`build_blending_indices`).
+    Each sample is from the data set that is farthest behind its share (the first of equals), so
+    every data set is always within one sample of its share. This is the rule of Megatron's blended
+    data sets (`build_blending_indices`).
 
     Raises:
         UsageError: a share is no positive number.
@@ -45,7 +45,7 @@ class Blend:
 
     @property
     def facts(self) -> list[float]:
-        """What decides the order."""
+        """What determines the order."""
         return [float(s) for s in self.shares]
 
     def _extend(self) -> None:
@@ -65,7 +65,7 @@ class Blend:
 
 
 class Chain:
-    """All samples of one data set, then all of the next, repeated: the order of an evaluation."""
+    """All samples of one data set, then all of the next, repeatedly: the order of an evaluation."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._ends = np.cumsum(np.asarray(sizes, np.int64))
@@ -79,5 +79,5 @@ class Chain:
 
     @property
     def facts(self) -> list[float]:
-        """What decides the order."""
+        """What determines the order."""
         return [float(n) for n in self._ends]

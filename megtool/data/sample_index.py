@@ -1,8 +1,8 @@
 """The sample index of a run: documents cut into numbered rows.
 
-A row holds pieces of documents. A document of n tokens gives n - 1 pairs of a token and its label;
-a piece is a run of pairs. Which pieces are in which row is decided once, from lengths alone, so
-that any row of any pass is found at once and on any number of ranks.
+A row has parts of documents. A document of n tokens gives n - 1 pairs of a token and its label; a
+part is a range of pairs. The index is computed once, from lengths alone, so any row of any epoch is
+found at once on any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Overflow = Literal["split", "truncate", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleIndex:
-    """Rows of a data set: row r has pieces `first[r]` to `first[r + 1]`.
+    """Rows of a data set: row r has parts `first[r]` to `first[r + 1]`.
 
-    Piece p holds pairs `begin[p]` to `end[p]` of `document[p]`. `truncated` documents lost their
-    end, `split` ones were too long for a row and go on in others, `skipped` ones gave no pair.
+    Part p has pairs `begin[p]` to `end[p]` of `document[p]`. `truncated` documents lost their end,
+    `split` ones were longer than a row and continue in other rows, `skipped` ones had no pair.
     """
 
     document: Int
@@ -38,7 +38,7 @@ class SampleIndex:
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return len(self.first) - 1
 
 
@@ -47,12 +47,13 @@ def cut(
 ) -> SampleIndex:
     """Cut documents of the given lengths, in `order`, into rows of `row` pairs.
 
-    "packed" fills every row but the last and cuts documents where a row ends; "whole" puts several
-    documents into a row and cuts none that fits into one; "padded" begins a row with each. What is
-    longer than a row is split over several, cut off, or an error; "packed" splits.
+    "packed" fills every row except the last and splits documents at the end of a row; "whole" puts
+    several documents into a row and splits none that fits into one; "padded" starts a row with each
+    document. With `overflow`, documents longer than a row are split, truncated or an error;
+    "packed" splits them.
 
     Raises:
-        FormatError: a document is too long, and `overflow` is an error.
+        FormatError: a document is too long and `overflow` is "error".
     """
     pairs = np.maximum(lengths[order] - 1, 0)
     is_used = pairs > 0
@@ -95,7 +96,7 @@ def cut(
 def _filled(
     order: Int, pairs: Int, row: int, skipped: int, *, truncated: int = 0, split: int = 0
 ) -> SampleIndex:
-    """Full rows of documents one after the other."""
+    """Full rows of consecutive documents."""
     ends = np.cumsum(pairs)
     total = int(ends[-1]) if len(ends) else 0
     starts = ends - pairs
@@ -116,7 +117,7 @@ def _filled(
 
 
 def _fitted(sizes: Int, row: int) -> Int:
-    """The starts of rows, if pieces stay in order and none is cut."""
+    """The first part of each row if parts stay in order and none is split."""
     first, room = [0], row
     for number, size in enumerate(sizes.tolist()):
         if size > room:

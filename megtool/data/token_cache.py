@@ -1,9 +1,9 @@
 """A cache of tokenized documents in a folder, read by memory map.
 
-A store is a folder: `tokens.bin` (int32, all documents one after the other), `lengths.npy` (tokens
-of each), `learned.bin` (a byte a token: is it a label) where some are not to be learned, and
-`facts.json`, which is written last. It is built beside its place and renamed, so that a store that
-is there is whole, and processes that build the same one do not disturb each other.
+A cache is a folder: `tokens.bin` (int32, all documents one after the other), `lengths.npy` (tokens
+of each), `learned.bin` (one byte per token: whether it is a label) if some are not learned, and
+`facts.json`, which is written last. It is written to a temporary folder and renamed, so an existing
+cache is complete, and processes that write the same one do not disturb each other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Int = NDArray[np.int64]
 
 
 class Documents(Protocol):
-    """Encoded documents by number: a store of ours, or a data set of Megatron's."""
+    """Tokenized documents by number: a `TokenCache` or a Megatron data set."""
 
     lengths: Int
     fingerprint: str
@@ -52,7 +52,7 @@ class Documents(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """How a source of text becomes tokens."""
+    """How text becomes tokens."""
 
     field: str | None = None
     split: str | None = None
@@ -101,13 +101,13 @@ class TokenCache:
 
 
 class IndexedStore:
-    """A data set of Megatron's as documents; all of its tokens are learned."""
+    """A Megatron data set as documents; all of its tokens are learned."""
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
         """Open `prefix`.bin and `prefix`.idx.
 
         Raises:
-            FormatError: the files are broken, or hold tokens that the model has not.
+            FormatError: the files are damaged, or have tokens that the model does not have.
         """
         self._data = IndexedDataset(prefix)
         ends = np.concatenate([[0], np.cumsum(self._data.lengths, dtype=np.int64)])
@@ -136,7 +136,7 @@ class IndexedStore:
 
 
 def is_indexed(source: str | Path) -> bool:
-    """Whether a name is that of a data set of Megatron's: a prefix, or one of its two files."""
+    """Whether a name is that of a Megatron data set: a prefix, or one of its two files."""
     path = Path(source)
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     return Path(f"{prefix}.idx").is_file()
@@ -150,14 +150,14 @@ def store_tokens(
     *,
     progress: Progress = silent,
 ) -> TokenCache:
-    """The documents of `source` (`text.documents`) as a store in `cache`, encoded if need be.
+    """Tokenize the documents of `source` into `cache`, unless they are there.
 
-    A store is used again while path, size and time of the source's files, the tokenizer and the
-    encoding are the same; a data set of the hub, while its name is. Without a cache it lives as
-    long as the object.
+    A cache is used again while path, size and time of the source's files, the tokenizer and the
+    encoding are the same; for a data set of the hub, while its name is. Without `cache` the tokens
+    exist as long as the object.
 
     Raises:
-        FormatError: a broken line (named), or nothing to train on in the source.
+        FormatError: a line is malformed (it is named), or the source has nothing to learn.
         StorageError: the cache cannot be written.
     """
     if cache is None:
@@ -262,10 +262,10 @@ def _key(source: str | Path, tokenizer: Tokenizer, encoding: Encoding) -> str:
 
 
 def _read(path: Path) -> bytes:
-    """The bytes of a file that must be there.
+    """Read a file that must exist.
 
     Raises:
-        FormatError: it is missing, or no regular file.
+        FormatError: it is missing, or not a regular file.
     """
     data = Files().read_whole(path)
     if data is None:

@@ -110,8 +110,8 @@ def build_modelopt_config(
 
 
 def _check_shared_tensors(quantized: Sequence[Decision]) -> None:
-    """Reject per-row amaxes of weights that are one module in transformers: the rows of each cannot
-    be told apart."""
+    """Reject per-row amaxes of weights that are one module in transformers: their rows cannot be
+    separated."""
     by_name: dict[str, Decision] = {}
     for d in quantized:
         packing = packing_of(d.format) if d.format and d.format.algo else "tensor"

@@ -170,7 +170,7 @@ def run_weight(weight_OI: Tensor, qparams: WeightQParams) -> Tensor:
 
 
 def tensor_amax(weight_OI: Tensor, qparams: WeightQParams) -> float:
-    """The amax of a weight's global scale: the solved one, or that of all its elements."""
+    """The amax for a weight's global scale: the calibrated one, or that of all its elements."""
     if qparams.amax is not None:
         return float(qparams.amax.max())
     return float(_whole_amax(weight_OI, _on(qparams.smoothing_scale, weight_OI.device)))

@@ -91,7 +91,7 @@ def _sections(report: QuantizeReport) -> Iterator[str]:
                 )
                 for f in report.formats
             ],
-            caption="What became of all modules",
+            caption="Modules by format",
         )
     if report.proof is not None and report.proof.rows:
         yield from _errors(report.proof)
@@ -100,7 +100,7 @@ def _sections(report: QuantizeReport) -> Iterator[str]:
     if report.calibration is not None:
         yield from _calibrated(report.calibration)
     if report.reproduction:
-        yield "<h2>To do it again</h2>" + _pairs(list(report.reproduction.items()))
+        yield "<h2>Reproduction</h2>" + _pairs(list(report.reproduction.items()))
 
 
 def _facts(report: QuantizeReport) -> str:
@@ -114,7 +114,7 @@ def _pairs(facts: Sequence[tuple[str, str]]) -> str:
 
 def _findings(proof: FolderVerification) -> str:
     if not proof.findings:
-        return '<h2>Findings</h2><p class="good">None: it is what it should be.</p>'
+        return '<h2>Findings</h2><p class="good">No findings.</p>'
     items = "".join(
         f'<li><strong class="{f.severity}">{f.severity}</strong> {escape(f.id)}: '
         f"<code>{escape(f.module)}</code>: {escape(f.message)}; {escape(f.effect)}</li>"
@@ -143,7 +143,7 @@ def _errors(proof: FolderVerification) -> Iterator[str]:
             )
             for label, some in by_label.items()
         ],
-        x="module, in the model's order",
+        x="module, in model order",
         y="SQNR, dB",
     )
     yield scatter(
@@ -155,7 +155,7 @@ def _errors(proof: FolderVerification) -> Iterator[str]:
             )
             for label, some in by_label.items()
         ],
-        x="module, in the model's order",
+        x="module, in model order",
         y="bits",
     )
     shown = proof.worst(_MOST_ROWS)
@@ -188,7 +188,7 @@ def _chosen(report: QuantizeReport) -> str:
     curve = [(p.bits, p.loss, f"{p.bits:.3f} bits: {p.loss:.4g}") for p in auto.curve]
     chosen = auto.chosen
     series = [
-        PlotSeries(name="the least loss of every size", points=curve),
+        PlotSeries(name="least loss at each size", points=curve),
         PlotSeries(
             name="chosen", points=[(chosen.bits, chosen.loss, f"chosen: {chosen.bits:.3f} bits")]
         ),
@@ -197,7 +197,11 @@ def _chosen(report: QuantizeReport) -> str:
     return (
         "<h2>Choice of formats</h2>"
         + scatter(
-            "What fewer bits cost", series, x="bits per weight", y="predicted loss", lines=True
+            "Predicted loss by bits per weight",
+            series,
+            x="bits per weight",
+            y="predicted loss",
+            lines=True,
         )
         + "<details><summary>As a table</summary>"
         + table(("bits per weight", "predicted loss"), rows, caption="The curve")
@@ -209,9 +213,9 @@ def _calibrated(c: CalibrationFacts) -> Iterator[str]:
     if c.inputs or c.histograms or c.coverage:
         yield "<h2>Calibration</h2>"
     if c.inputs:
-        kinds = (("largest", "amax"), ("99.99 %", "percent_9999"), ("half", "median"))
+        kinds = (("amax", "amax"), ("99.99 %", "percent_9999"), ("median", "median"))
         yield scatter(
-            "Sizes of inputs by point: the largest, what 99.99 % and what half stay below",
+            "Input magnitudes by activation site: amax, 99.99th percentile and median",
             [
                 PlotSeries(
                     name=name,
@@ -222,14 +226,14 @@ def _calibrated(c: CalibrationFacts) -> Iterator[str]:
                 )
                 for name, key in kinds
             ],
-            x="point, in the model's order",
+            x="activation site, in model order",
             y="magnitude",
             log=True,
         )
         yield (
             "<details><summary>As a table</summary>"
             + table(
-                ("point", "tokens", "half", "99 %", "99.99 %", "largest"),
+                ("site", "tokens", "median", "99 %", "99.99 %", "amax"),
                 [
                     (
                         r.name,
@@ -241,7 +245,7 @@ def _calibrated(c: CalibrationFacts) -> Iterator[str]:
                     )
                     for r in c.inputs[:_MOST_ROWS]
                 ],
-                caption="Sizes of inputs",
+                caption="Input magnitudes",
             )
             + "</details>"
         )
@@ -249,7 +253,7 @@ def _calibrated(c: CalibrationFacts) -> Iterator[str]:
         yield _distribution(c)
     if c.coverage:
         yield cells(
-            "Tokens that each expert saw (outlined in red: too few)",
+            "Tokens per expert (outlined in red: too few)",
             [(row.mixture, row.tokens) for row in c.coverage],
             x="expert",
             short=c.coverage[0].enough,
@@ -257,7 +261,7 @@ def _calibrated(c: CalibrationFacts) -> Iterator[str]:
         yield (
             "<details><summary>As a table</summary>"
             + table(
-                ("mixture", "experts", "too few", "fewest", "most"),
+                ("MoE layer", "experts", "too few", "fewest", "most"),
                 [
                     (
                         row.mixture,

@@ -76,7 +76,7 @@ class QuantizePlan(Report):
         else:
             yield "calibration", "none needed"
         shown, total = (
-            f"writing and proof {_format_duration(self.write_seconds)}",
+            f"writing and verification {_format_duration(self.write_seconds)}",
             self.write_seconds,
         )
         if self.calibrate_seconds:

@@ -198,7 +198,7 @@ class QuantizeReport(Report):
         if self.calibration is not None:
             yield from _calibrated(self.calibration)
         if self.calibration_file:
-            yield "kept", f"{self.calibration_file} holds the calibration"
+            yield "saved", f"the calibration to {self.calibration_file}"
         if self.auto is not None:
             yield (
                 "chosen",
@@ -215,7 +215,7 @@ class QuantizeReport(Report):
                 f"{e.tokens:,} tokens of {e.data}",
             )
             yield "KL", f"{e.kl_mean:.3e} mean, {e.kl_99:.3e} for 99 % of tokens"
-            yield "agreement", f"{e.agreement:.2%} of tokens have the same likeliest one"
+            yield "agreement", f"{e.agreement:.2%} of tokens have the same most likely token"
         if self.resumed_units:
             yield "resumed", f"{self.resumed_units} finished pieces verified"
         if self.seconds:
@@ -242,18 +242,18 @@ def _calibrated(c: CalibrationFacts) -> Iterator[Row]:
         experts = sum(len(row.tokens) for row in c.coverage)
         short = sum(len(row.uncovered) for row in c.coverage)
         least = min(min(row.tokens, default=0) for row in c.coverage)
-        text = f"{experts - short:,} of {experts:,} experts saw enough tokens"
-        yield "experts", text + (f", the least of all {least:,}" if short else "")
+        text = f"{experts - short:,} of {experts:,} experts received enough tokens"
+        yield "experts", text + (f", the fewest {least:,}" if short else "")
 
 
 def _summary(p: FolderVerification) -> str:
     finite = sorted(r.sqnr_db for r in p.rows)
     middle = finite[len(finite) // 2]
-    unquantized = f", {p.num_unquantized} kept ones are equal" if p.num_unquantized else ""
-    norms = f", {p.num_norms} norms carry factors" if p.num_norms else ""
+    unquantized = f", {p.num_unquantized} unquantized are equal" if p.num_unquantized else ""
+    norms = f", {p.num_norms} norms have smoothing scales" if p.num_norms else ""
     return (
-        f"{len(p.rows)} weights read again: SQNR {decibels(finite[0])} at least, "
-        f"{decibels(middle)} in the middle{unquantized}{norms}"
+        f"{len(p.rows)} weights compared: SQNR at least {decibels(finite[0])}, "
+        f"median {decibels(middle)}{unquantized}{norms}"
     )
 
 

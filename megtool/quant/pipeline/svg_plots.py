@@ -101,7 +101,7 @@ def scatter(
 
 
 def bars(title: str, series: Sequence[PlotSeries], *, x: str, y: str) -> str:
-    """Steps of a distribution, one outline a series."""
+    """A distribution as steps, one outline per series."""
     points = [p for s in series for p in s.points]
     across = PlotAxis.of((p[0] for p in points), LEFT, WIDTH - RIGHT)
     up = PlotAxis.of([0.0, *(p[1] for p in points)], HEIGHT - BOTTOM, TOP)
