@@ -301,7 +301,8 @@ class ParallelConfig:
         self._check_split()
         if self.vpp > 1 and self.pp == 1:
             raise LayoutError(
-                f"vpp={self.vpp} with pp=1", hint="virtual stages need at least two pipeline stages"
+                f"vpp is {self.vpp}, but pp is 1",
+                hint="virtual stages need at least two pipeline stages",
             )
 
     def _check(self, name: str, least: int) -> None:
@@ -316,7 +317,7 @@ class ParallelConfig:
             self._check(name, 1)
         if len(uneven) + 1 > self.pp and uneven:
             raise LayoutError(
-                f"{' and '.join(uneven)} with pp={self.pp}",
+                f"{' and '.join(uneven)} cannot be set with pp={self.pp}",
                 hint=f"an uneven split needs at least {len(uneven) + 1} pipeline stages",
             )
         accounted = [f for f in ("account_for_embedding", "account_for_loss") if self._has(f)]
@@ -325,7 +326,9 @@ class ParallelConfig:
                 raise LayoutError(f"{name} is {getattr(self, name)!r}", hint="true or false")
         explicit = ["pipeline_layout"] if self.pipeline_layout is not None else []
         if len(ways := [w[0] for w in (explicit, uneven, accounted) if w]) > 1:
-            raise LayoutError(f"{ways[0]} with {ways[1]}", hint="they exclude each other")
+            raise LayoutError(
+                f"{ways[0]} and {ways[1]} exclude each other", hint="give one of them"
+            )
         if self.pipeline_layout is not None:
             chunks = len(pipeline_chunks(self.pipeline_layout))
             if chunks > 1 and self.pp == 1:

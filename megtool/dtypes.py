@@ -71,12 +71,12 @@ def dtype(name: str) -> DType:
     key = name.removeprefix("torch.")
     key = _SHORT.get(key, key)
     if key not in _BY_NAME:
-        raise FormatError(f"unknown dtype {name!r}", hint=f"known: {', '.join(_BY_NAME)}")
+        raise FormatError(f"the dtype {name!r} is unknown", hint=f"known: {', '.join(_BY_NAME)}")
     return _BY_NAME[key]
 
 
 def from_storage(name: str) -> DType:
     """The element type of torch's legacy storage class `name`, for example `HalfStorage`."""
     if name not in _BY_STORAGE:
-        raise FormatError(f"unknown torch storage {name!r}")
+        raise FormatError(f"the torch storage {name!r} is unknown")
     return _BY_STORAGE[name]

@@ -54,7 +54,7 @@ def evaluate(
     check_effects(options)
     data = options.data
     if data is None and options.tasks is None:
-        raise UsageError("nothing to evaluate on", hint="--data FILE, or --tasks NAMES")
+        raise UsageError("there is nothing to evaluate on", hint="--data FILE, or --tasks NAMES")
     source = open_decoder(options.source, options)
     tokenizer = source.tokenizer(options.tokenizer)
     reference = (
@@ -99,7 +99,7 @@ class _Sizes:
             )
         if stride > window:
             raise UsageError(
-                f"a window of {window} tokens every {stride}",
+                f"a window of {window} tokens cannot move by {stride}",
                 hint="the stride is at least 1, and at most the window",
             )
         return cls(
@@ -164,7 +164,7 @@ class _Evaluation:
                     batch_size=sizes.batch_size,
                     window=sizes.task_window,
                     limit=options.limit,
-                    shots=options.num_fewshot,
+                    num_fewshot=options.num_fewshot,
                     chat=options.chat,
                 )
             divergence = None

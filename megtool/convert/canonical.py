@@ -197,7 +197,9 @@ class CanonicalModel:
     def size(self, index: str) -> int:
         """How many values the index `l`, `e` or `m` takes."""
         if index not in DOMAINS:
-            raise MappingError(f"unknown index {index!r}", hint=f"known: {', '.join(DOMAINS)}")
+            raise MappingError(
+                f"the index {index!r} is unknown", hint=f"known: {', '.join(DOMAINS)}"
+            )
         return self.value(DOMAINS[index])
 
     def each(self, names: tuple[str, ...], when: Expression = True) -> Iterator[dict[str, int]]:

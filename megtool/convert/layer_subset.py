@@ -29,7 +29,10 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
     for part in text.replace(" ", "").split(","):
         match = _PART.fullmatch(part)
         if match is None or len(part) > 20:
-            raise UsageError(f"layers {text!r}", hint="for example 0-15, or 0-3,8")
+            raise UsageError(
+                f"--layers is {text!r}, which is no list of layers",
+                hint="for example 0-15, or 0-3,8",
+            )
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first or last >= num_layers:
             raise UsageError(

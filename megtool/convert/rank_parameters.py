@@ -168,14 +168,14 @@ def _check_size(t: GlobalTensor, rule: ShardingRule, config: ModelConfig) -> Non
     layers = t.shape[0] if rule.has_layer_axis else rule.layer + 1
     if layers > config.num_layers:
         raise LayoutError(
-            f"a layer {layers - 1}, and num_layers={config.num_layers}", tensor=t.name
+            f"there is a layer {layers - 1}, but num_layers={config.num_layers}", tensor=t.name
         )
     if not rule.is_expert:
         return
     experts = t.shape[rule.has_layer_axis] if rule.has_expert_axis else rule.expert + 1
     if experts > config.num_experts:
         raise LayoutError(
-            f"an expert {experts - 1}, and num_experts={config.num_experts}", tensor=t.name
+            f"there is an expert {experts - 1}, but num_experts={config.num_experts}", tensor=t.name
         )
 
 

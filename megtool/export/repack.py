@@ -175,7 +175,8 @@ def _given_scale(
     """A given scale as it is stored."""
     if value.size not in (1, math.prod(part.shape)):
         raise FormatError(
-            f"{value.size} values for a {part.role} of {list(part.shape)}", tensor=tensor.name
+            f"there are {value.size} values for a {part.role} of {list(part.shape)}",
+            tensor=tensor.name,
         )
     return encode_scales(np.broadcast_to(value.reshape(-1), (math.prod(part.shape),)), part, tensor)
 

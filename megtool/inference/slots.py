@@ -77,7 +77,9 @@ class RowSlots:
     def prefill(self, rows: Sequence[Running]) -> Tensor | None:
         """All prompts at once; slots are numbered in the order of entering."""
         if len(rows) != self._num_rows:
-            raise UsageError(f"{len(rows)} of {self._num_rows} rows enter")
+            raise UsageError(
+                f"{len(rows)} rows cannot enter the {self._num_rows} rows of the cache"
+            )
         tokens, valid = left_padded([r.request.prompt for r in rows], _PAD)
         device = self._forward.device
         ragged = not all(map(all, valid))

@@ -45,7 +45,7 @@ def windows(length: int, *, window: int, stride: int, document: int = 0) -> Iter
     """
     if window < 1 or not 1 <= stride <= window:
         raise UsageError(
-            f"windows of {window} tokens every {stride}",
+            f"windows of {window} tokens cannot move by {stride}",
             hint="the stride is at least 1, and at most the window",
         )
     done = 0

@@ -35,7 +35,7 @@ def formula(kind: str) -> str:
     name = SAME.get(kind, kind)
     if name not in KINDS:
         raise MappingError(
-            f"unknown activation {kind!r}", hint=f"known: {', '.join((*KINDS, *SAME))}"
+            f"the activation {kind!r} is unknown", hint=f"known: {', '.join((*KINDS, *SAME))}"
         )
     return name
 

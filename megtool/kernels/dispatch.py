@@ -43,7 +43,9 @@ def use(name: Implementation) -> Iterator[None]:
         UsageError: no implementation is called so.
     """
     if name not in IMPLEMENTATIONS:
-        raise UsageError(f"unknown kernels {name!r}", hint=f"known: {', '.join(IMPLEMENTATIONS)}")
+        raise UsageError(
+            f"the kernels {name!r} are unknown", hint=f"known: {', '.join(IMPLEMENTATIONS)}"
+        )
     token = _requested.set(name)
     try:
         yield

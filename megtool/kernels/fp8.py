@@ -122,7 +122,7 @@ def _saturate(scaled: Tensor, kind: Kind) -> Tensor:
 def _dtype(kind: Kind) -> torch.dtype:
     """The torch dtype of `kind`; UsageError where there is none."""
     if kind not in DTYPES:
-        raise UsageError(f"unknown FP8 kind {kind!r}", hint=f"known: {', '.join(DTYPES)}")
+        raise UsageError(f"the FP8 kind {kind!r} is unknown", hint=f"known: {', '.join(DTYPES)}")
     return DTYPES[kind]
 
 

@@ -177,8 +177,8 @@ class Attention(nn.Module):
         tp = groups.tp.size
         if config.num_heads % tp or (config.num_kv_heads % tp and tp % config.num_kv_heads):
             raise LayoutError(
-                f"{config.num_heads} query and {config.num_kv_heads} key and value heads "
-                f"over tp={tp}",
+                f"{config.num_heads} query heads and {config.num_kv_heads} key and value heads "
+                f"cannot be split over tp={tp}",
                 hint="tp divides the query heads, and divides or is a multiple of the others",
             )
         self.config, self.layer, self.tp = config, layer, groups.tp

@@ -155,15 +155,15 @@ class ContiguousCache(KVCache):
         """Slots follow on for all rows at once."""
         rows, tokens = batch.shape
         if rows != self.num_rows:
-            raise UsageError(f"{rows} rows in a cache of {self.num_rows}")
+            raise UsageError(f"{rows} rows do not fit into a cache of {self.num_rows}")
         if not self.graphable and self.length + tokens > self.max_tokens:
             raise UsageError(
-                f"{tokens} tokens after {self.length} in a cache of {self.max_tokens}",
+                f"{tokens} tokens after {self.length} do not fit into a cache of {self.max_tokens}",
                 hint="make the cache for prompt and answer together",
             )
         if batch.documents_BS is not None:
             raise UsageError(
-                "packed documents with a cache", hint="give every document a row of its own"
+                "packed documents cannot have a cache", hint="give every document a row of its own"
             )
         if self.graphable:
             slots_S = self.offset + self.slots_L[:tokens]
@@ -251,7 +251,7 @@ class PagedCache(KVCache):
         device: torch.device | str = "cpu",
     ) -> None:
         if num_blocks < 2 or block_size < 1:
-            raise UsageError(f"a cache of {num_blocks} blocks of {block_size} slots")
+            raise UsageError(f"a cache cannot have {num_blocks} blocks of {block_size} slots")
         size = EntrySize.of(config, tp)
         numbers = range(config.num_layers) if layers is None else layers
         shape = (num_blocks * block_size, size.num_heads)
@@ -306,13 +306,14 @@ class PagedCache(KVCache):
         rows, tokens = batch.shape
         if rows != len(self._rows):
             raise UsageError(
-                f"{rows} rows, and {len(self._rows)} sequences chosen", hint="call choose() first"
+                f"there are {rows} rows, but {len(self._rows)} sequences are chosen",
+                hint="call choose() first",
             )
         if max(real for _, real in self._rows) > tokens:
             raise UsageError(f"{self._rows} were chosen for rows of {tokens} tokens")
         if batch.documents_BS is not None:
             raise UsageError(
-                "packed documents with a cache", hint="give every document a row of its own"
+                "packed documents cannot have a cache", hint="give every document a row of its own"
             )
         size, device = self.block_size, self.device
         tables = [self.blocks[sequence] for sequence, _ in self._rows]

@@ -67,7 +67,7 @@ def check_no_context(groups: ProcessGroups) -> None:
     """
     if groups.cp.size > 1:
         raise LayoutError(
-            f"cp={groups.cp.size} with a cache of keys and values",
+            f"cp is {groups.cp.size}, but there is a cache of keys and values",
             hint="--tp, --pp or --ep generate; context parallelism is for passes over whole rows",
         )
 

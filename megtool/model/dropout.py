@@ -36,7 +36,7 @@ class Dropout:
     def __post_init__(self) -> None:
         for name, share in (("hidden", self.hidden), ("attention", self.attention)):
             if not 0 <= share < 1:
-                raise UsageError(f"{name} dropout {share}", hint="at least 0 and below 1")
+                raise UsageError(f"{name} dropout is {share}", hint="at least 0 and below 1")
 
 
 @dataclass(frozen=True, slots=True)

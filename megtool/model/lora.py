@@ -62,14 +62,16 @@ class LoraSettings:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise UsageError(f"LoRA of rank {self.rank}", hint="1 or more")
+            raise UsageError(f"the rank of LoRA is {self.rank}", hint="1 or more")
         if not 0 <= self.dropout < 1:
-            raise UsageError(f"LoRA dropout {self.dropout}", hint="at least 0 and below 1")
+            raise UsageError(
+                f"the dropout of LoRA is {self.dropout}", hint="at least 0 and below 1"
+            )
         if not self.roles:
-            raise UsageError("LoRA for no layer", hint=f"of {', '.join(ROLES)}")
+            raise UsageError("LoRA is for no layer", hint=f"of {', '.join(ROLES)}")
         for role in self.roles:
             if role not in ROLES:
-                raise UsageError(f"LoRA for {role!r}", hint=f"of {', '.join(ROLES)}")
+                raise UsageError(f"LoRA cannot be for {role!r}", hint=f"of {', '.join(ROLES)}")
 
     @property
     def scale(self) -> float:

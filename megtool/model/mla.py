@@ -57,7 +57,8 @@ class LatentAttention(nn.Module):
         tp = groups.tp
         if config.num_heads % tp.size:
             raise LayoutError(
-                f"{config.num_heads} heads over tp={tp.size}", hint="tp divides the heads"
+                f"{config.num_heads} heads cannot be split over tp={tp.size}",
+                hint="tp divides the heads",
             )
         self.config, self.layer, self.tp = config, layer, tp
         self.cache_tap: KVCacheHook | None = None

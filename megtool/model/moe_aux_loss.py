@@ -38,7 +38,7 @@ class BalanceSettings:
     def __post_init__(self) -> None:
         for name in ("aux_coeff", "z_coeff", "bias_rate"):
             if getattr(self, name) < 0:
-                raise UsageError(f"{name} of routers {getattr(self, name)}", hint="0 or more")
+                raise UsageError(f"{name} of routers is {getattr(self, name)}", hint="0 or more")
 
     @property
     def has_losses(self) -> bool:

@@ -158,7 +158,7 @@ class PipelineSchedule:
         pp, rounds = self.groups.pp, 1
         if num_microbatches < (pp.size if len(self.stages) == 1 else 1):
             raise LayoutError(
-                f"{num_microbatches} microbatches for pp={pp.size}",
+                f"{num_microbatches} microbatches are too few for pp={pp.size}",
                 hint=f"at least one for each stage: {pp.size} or more",
             )
         if len(self.stages) > 1:
@@ -166,7 +166,8 @@ class PipelineSchedule:
         if num_microbatches % rounds:
             below = rounds * pp.size
             raise LayoutError(
-                f"{num_microbatches} microbatches for pp={pp.size} with virtual chunks",
+                f"{num_microbatches} microbatches do not divide over pp={pp.size} with virtual "
+                "chunks",
                 hint=f"a multiple of pp, such as {below} or {below + pp.size}",
             )
         self._links = [_Link(decoder) for decoder in self.stages]

@@ -54,9 +54,9 @@ def recompute(
         UsageError: there is no such granularity, or fewer than one layer.
     """
     if granularity not in ("full", "selective"):
-        raise UsageError(f"recompute {granularity!r}", hint="full or selective")
+        raise UsageError(f"recompute is {granularity!r}", hint="full or selective")
     if num_layers is not None and num_layers < 1:
-        raise UsageError(f"recompute of {num_layers} layers", hint="1 or more")
+        raise UsageError(f"recompute is of {num_layers} layers", hint="1 or more")
     chosen: list[nn.Module] = []
     for decoder in [stages] if isinstance(stages, Decoder) else stages:
         chosen += [decoder.decoder.layers[str(n)] for n in decoder.stage.layers[:num_layers]]

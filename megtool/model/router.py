@@ -149,6 +149,6 @@ def _check(config: ModelConfig) -> None:
     groups, best = config.router_num_groups, config.router_topk_groups
     if groups > 1 and best and (num % groups or best > groups or chosen > best * (num // groups)):
         raise MappingError(
-            f"{chosen} of {num} experts from {best} of {groups} groups",
+            f"{chosen} of {num} experts cannot be chosen from {best} of {groups} groups",
             hint="equal groups, of which the chosen ones hold enough experts",
         )

@@ -52,12 +52,14 @@ def read_options(cls: type[Any], path: str | Path) -> dict[str, Any]:
     except OSError as e:
         raise StorageError(f"cannot read: {e.strerror or e}", file=path) from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise FormatError(f"not YAML: {' '.join(str(e).split())}", file=path) from e
+        raise FormatError(f"the file is not YAML: {' '.join(str(e).split())}", file=path) from e
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise FormatError(
-            f"{type(content).__name__} instead of options", file=path, hint="train-iters: 100"
+            f"the file holds a {type(content).__name__}, not options",
+            file=path,
+            hint="train-iters: 100",
         )
     names = {}
     for entry in option_fields(cls):

@@ -260,7 +260,7 @@ def convert_value(entry: OptionField, value: Any, file: str | Path | None = None
         if value in entry.choices:
             return value
         words = ", ".join(entry.choices)
-        raise UsageError(_shown(name, value, file), file=file, hint=f"one of: {words}")
+        raise UsageError(_shown(name, value), file=file, hint=f"one of: {words}")
     elif hint is str and isinstance(value, str | Path | int | float):
         if not isinstance(value, bool):
             return str(value)
@@ -269,11 +269,11 @@ def convert_value(entry: OptionField, value: Any, file: str | Path | None = None
             return _in_range(entry, number, name, file)
     elif hint is bool and isinstance(value, bool):
         return value
-    raise UsageError(_shown(name, value, file), file=file, hint=_KINDS.get(hint, "a list of texts"))
+    raise UsageError(_shown(name, value), file=file, hint=_KINDS.get(hint, "a list of texts"))
 
 
-def _shown(name: str, value: object, file: str | Path | None) -> str:
-    return f"{name} {value!r}" if file is None else f"{name} is {value!r}"
+def _shown(name: str, value: object) -> str:
+    return f"{name} is {value!r}"
 
 
 def _number(value: Any, kind: type[Any], *, from_text: bool) -> int | float | None:
@@ -292,9 +292,9 @@ def _number(value: Any, kind: type[Any], *, from_text: bool) -> int | float | No
 
 def _in_range(entry: OptionField, number: float, name: str, file: str | Path | None) -> int | float:
     if not math.isfinite(number):
-        raise UsageError(f"{name} {number}", file=file, hint="a finite number")
+        raise UsageError(f"{name} is {number}", file=file, hint="a finite number")
     if entry.spec.minimum is not None and number < entry.spec.minimum:
-        raise UsageError(f"{name} {number}", file=file, hint=f"{entry.spec.minimum:g} or more")
+        raise UsageError(f"{name} is {number}", file=file, hint=f"{entry.spec.minimum:g} or more")
     return number
 
 

@@ -59,6 +59,18 @@ class OutputOptions(DryRunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ObjectOptions(Options):
+    """What becomes of objects that would run code when the result is loaded."""
+
+    drop_objects: bool = option(
+        OUTPUT,
+        "Leave out objects that name classes or functions no checkpoint needs, and list them; "
+        "default: refuse such a source.",
+        False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ThreadOptions(Options):
     """Threads of reading and writing."""
 
@@ -147,7 +159,7 @@ class RuntimeOptions(Options):
         super().__post_init__()
         if self.dtype is not None and self.dtype not in RUN_DTYPES:
             known = ", ".join(RUN_DTYPES)
-            raise UsageError(f"dtype {self.dtype!r}", hint=f"a model runs in {known}")
+            raise UsageError(f"the dtype is {self.dtype!r}", hint=f"a model runs in {known}")
 
     @property
     def layout(self) -> ParallelConfig:

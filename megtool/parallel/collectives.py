@@ -135,7 +135,7 @@ def _alone(group: Group) -> bool:
     """
     if group.size > 1 and group.handle is None:
         raise LayoutError(
-            f"no connection to ranks {list(group.ranks)}",
+            f"there is no connection to ranks {list(group.ranks)}",
             hint="ProcessGroups.start makes it, and ProcessGroups.stop ends it",
         )
     return group.size == 1

@@ -36,13 +36,18 @@ def parse_shares(text: str | None, count: int) -> tuple[float, ...]:
     try:
         weights = [float(part) for part in text.split(",")]
     except ValueError as e:
-        raise UsageError(f"weights {text!r}", hint="numbers, such as 0.5,0.3,0.2") from e
+        raise UsageError(
+            f"--average-weights is {text!r}, which is no list of numbers",
+            hint="numbers, such as 0.5,0.3,0.2",
+        ) from e
     total = math.fsum(weights)
     if not all(w > 0 and math.isfinite(w) for w in weights) or not math.isfinite(total):
-        raise UsageError(f"weights {text!r}", hint="every weight has to be a positive number")
+        raise UsageError(
+            f"--average-weights is {text!r}", hint="every weight has to be a positive number"
+        )
     if len(weights) != count:
         raise UsageError(
-            f"{len(weights)} weights for {count} checkpoints",
+            f"there are {len(weights)} weights for {count} checkpoints",
             hint="one for the source, then one for each --average, in their order",
         )
     return tuple(w / total for w in weights)

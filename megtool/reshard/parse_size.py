@@ -30,5 +30,7 @@ def parse_size(text: str, option: str) -> int:
     unit = {"K": "KB", "M": "MB", "G": "GB", "T": "TB", "B": ""}.get(unit, unit)
     unit = unit if unit in _UNITS else f"{unit}B"
     if match is None or unit not in _UNITS or int(float(match[1]) * _UNITS[unit]) <= 0:
-        raise UsageError(f"{option} {text!r}", hint="a size such as 5GB or 128MiB")
+        raise UsageError(
+            f"{option} is {text!r}, which is no size", hint="a size such as 5GB or 128MiB"
+        )
     return int(float(match[1]) * _UNITS[unit])

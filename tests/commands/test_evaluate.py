@@ -103,12 +103,16 @@ def test_a_dry_run_loads_nothing(folder: Path) -> None:
     ("options", "status", "said"),
     [
         ({}, 2, "nothing to evaluate on"),
-        ({"against": "hf"}, 2, "--against without --data"),
+        ({"against": "hf"}, 2, "--against has no effect without --data"),
         ({"data": "empty.txt"}, 2, "no token to predict"),
         ({"data": "text.txt", "window": 4000}, 2, "the model has 128 positions"),
-        ({"data": "text.txt", "window": 8, "stride": 9}, 2, "a window of 8 tokens every 9"),
+        (
+            {"data": "text.txt", "window": 8, "stride": 9},
+            2,
+            "a window of 8 tokens cannot move by 9",
+        ),
         ({"data": "chats.jsonl", "join": True}, 2, "--join"),
-        ({"data": "text.txt", "chat": True}, 2, "--chat without --tasks"),
+        ({"data": "text.txt", "chat": True}, 2, "--chat has no effect without --tasks"),
         ({"data": "lines.jsonl", "field": "body"}, 3, "no field 'body'"),
     ],
 )

@@ -147,7 +147,7 @@ def test_another_model_or_other_data_are_refused(model, data, tmp_path) -> None:
 def test_a_folder_of_something_else_is_left_alone(model, data, tmp_path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("years of work")
-    with pytest.raises(DestinationError, match="other than a run of `megtool finetune`"):
+    with raises(DestinationError, id="destination-exists"):
         tune(model, tmp_path / "out", data)
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["thesis.tex"]
 
@@ -155,7 +155,7 @@ def test_a_folder_of_something_else_is_left_alone(model, data, tmp_path) -> None
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [
-        ('{"text": "one"}\n{"text": \n', FormatError, "line 2: invalid JSON"),
+        ('{"text": "one"}\n{"text": \n', FormatError, "line 2 is invalid JSON"),
         ("", FormatError, "nothing to train on"),
     ],
 )

@@ -292,9 +292,9 @@ def test_selected_excluded_and_renamed(tmp_path: Path, hf: Path) -> None:
     [
         ({"select": ["nothing*"]}, "no tensor is selected"),
         ({"exclude": ["*"]}, "no tensor is selected"),
-        ({"rename": ["a"]}, "rename 'a'"),
+        ({"rename": ["a"]}, "rename is 'a'"),
         ({"rename": ["nothing=b"]}, "matches no tensor"),
-        ({"rename": ["lm_head.weight=a.*"]}, "rename 'lm_head.weight=a.*'"),
+        ({"rename": ["lm_head.weight=a.*"]}, "rename is 'lm_head.weight=a.*'"),
         ({"rename": ["lm_head.weight=model.norm.weight"]}, "two tensors"),
         ({"iteration": "3"}, "no iterations"),
         ({"iteration": "third"}, "'third'"),

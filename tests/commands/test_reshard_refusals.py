@@ -42,8 +42,8 @@ def refused(kind: type[MegtoolError], source: Path, **options: Any) -> MegtoolEr
         ({"optimizer_format": "legacy", "to": "megatron"}, "no optimizer state"),
         ({"etp": 2}, "etp=2"),
         ({"etp": 4, "tp": 2}, "etp=4"),
-        ({"dp": 0}, "--dp 0"),
-        ({"tp": 0}, "--tp 0"),
+        ({"dp": 0}, "--dp is 0"),
+        ({"tp": 0}, "--tp is 0"),
     ],
     ids=str,
 )

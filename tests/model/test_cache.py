@@ -177,11 +177,11 @@ def test_blocks_run_out() -> None:
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        (Batch(tokens_BS=text(3, 2)), "3 rows in a cache of 2"),
-        (Batch(tokens_BS=text(2, 9)), "9 tokens after 0 in a cache of 8"),
+        (Batch(tokens_BS=text(3, 2)), "3 rows do not fit into a cache of 2"),
+        (Batch(tokens_BS=text(2, 9)), "9 tokens after 0 do not fit into a cache of 8"),
         (
             Batch(tokens_BS=text(2, 4), documents_BS=torch.zeros(2, 4, dtype=torch.int64)),
-            "packed documents with a cache",
+            "packed documents cannot have a cache",
         ),
     ],
 )

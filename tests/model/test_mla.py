@@ -190,5 +190,5 @@ def test_yarn_is_megatrons() -> None:
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     groups = ProcessGroups(parallel=ProcessGroups.alone().parallel, tp=Group(ranks=(0, 1, 2)))
-    with pytest.raises(LayoutError, match="4 heads over tp=3"):
+    with pytest.raises(LayoutError, match="4 heads cannot be split over tp=3"):
         LatentAttention(config_of("latent"), 0, groups)

@@ -214,7 +214,7 @@ def test_gradients_reach_the_router_and_not_its_expert_bias() -> None:
         ({"router_num_groups": 3, "router_topk_groups": 1}, "1 of 3 groups"),
         (
             {"router_num_groups": 8, "router_topk_groups": 1},
-            "2 of 8 experts from 1 of 8 groups",
+            "2 of 8 experts cannot be chosen from 1 of 8 groups",
         ),
     ],
 )

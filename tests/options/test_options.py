@@ -65,13 +65,13 @@ def test_values_are_converted() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"height": 0}, "--height 0"),
-        ({"height": 1.5}, "--height 1.5"),
-        ({"height": True}, "--height True"),
-        ({"speed": float("nan")}, "--speed nan"),
-        ({"mode": "quick"}, "--mode 'quick'"),
+        ({"height": 0}, "--height is 0"),
+        ({"height": 1.5}, "--height is 1.5"),
+        ({"height": True}, "--height is True"),
+        ({"speed": float("nan")}, "--speed is nan"),
+        ({"mode": "quick"}, "--mode is 'quick'"),
         ({"paths": [3]}, "--paths"),
-        ({"is_long": "yes"}, "--is-long 'yes'"),
+        ({"is_long": "yes"}, "--is-long is 'yes'"),
     ],
 )
 def test_wrong_values_are_refused(values: dict[str, Any], message: str) -> None:
@@ -95,7 +95,7 @@ def test_a_file_gives_options_and_flags_override_it(tmp_path: Path) -> None:
     [
         ("tallness: 3", UsageError, "there is no option 'tallness'"),
         ("height: 3\nheight: [", FormatError, "not YAML"),
-        ("[1, 2]", FormatError, "list instead of options"),
+        ("[1, 2]", FormatError, "holds a list, not options"),
         ("is-long: true\nis_long: true", FormatError, "given twice"),
         ("mode: quick", UsageError, "mode is 'quick'"),
     ],
@@ -111,7 +111,7 @@ def test_a_bad_file_is_refused(
 
 
 def test_an_option_without_effect_is_refused() -> None:
-    with pytest.raises(UsageError, match="--no-is-long without --speed"):
+    with pytest.raises(UsageError, match="--no-is-long has no effect without --speed"):
         check_effects(Flight(is_long=False))
     check_effects(Flight(is_long=False, speed=1.0))
     check_effects(Flight(wings="big"))  # facts are not known yet
@@ -131,13 +131,28 @@ def test_what_only_this_run_does_not_use_is_a_warning(caplog: pytest.LogCaptureF
     ("options", "message"),
     [
         (ReshardOptions(source="a", destination="b", average_weights="1,2"), "without --average"),
-        (VerifyOptions(a="a", atol=1.0), "--atol without B"),
-        (VerifyOptions(a="a", b="b", atol=1.0, sqnr=3.0), "--sqnr with --atol or --rtol"),
-        (GenerateOptions(source="a", prompt="x", system="y"), "--system without --chat"),
+        (VerifyOptions(a="a", atol=1.0), "--atol has no effect without B"),
+        (
+            VerifyOptions(a="a", b="b", atol=1.0, sqnr=3.0),
+            "--sqnr has no effect with --atol or --rtol",
+        ),
+        (
+            GenerateOptions(source="a", prompt="x", system="y"),
+            "--system has no effect without --chat",
+        ),
         (GenerateOptions(source="a", prompt="x", prompts="y"), "--prompt and --prompts"),
-        (GenerateOptions(source="a", prompt="x", field="y"), "--field without --prompts"),
-        (EvaluateOptions(source="a", data="x", num_fewshot=2), "--num-fewshot without --tasks"),
-        (EvaluateOptions(source="a", tasks="x", against="y"), "--against without --data"),
+        (
+            GenerateOptions(source="a", prompt="x", field="y"),
+            "--field has no effect without --prompts",
+        ),
+        (
+            EvaluateOptions(source="a", data="x", num_fewshot=2),
+            "--num-fewshot has no effect without --tasks",
+        ),
+        (
+            EvaluateOptions(source="a", tasks="x", against="y"),
+            "--against has no effect without --data",
+        ),
         (ExportOptions(source="a", destination="b", to="gguf", tp=2), "--tp has no effect"),
         (ExportOptions(source="a", destination="b", to="hf", outtype="f16"), "--outtype has no"),
     ],

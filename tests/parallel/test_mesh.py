@@ -81,7 +81,7 @@ def test_positions_invert(tp: int, cp: int, pp: int, ep: int, etp: int, order: s
         ({"vpp": 2}, "vpp=2", "two pipeline stages"),
         ({"pp": 4, "first_stage_layers": 0}, "first_stage_layers is 0", "positive"),
         ({"pp": 4, "last_stage_layers": True}, "last_stage_layers is True", "positive"),
-        ({"first_stage_layers": 3}, "first_stage_layers with pp=1", "at least 2"),
+        ({"first_stage_layers": 3}, "first_stage_layers cannot be set with pp=1", "at least 2"),
         (
             {"pp": 2, "first_stage_layers": 3, "last_stage_layers": 3},
             "first_stage_layers and last_stage_layers with pp=2",

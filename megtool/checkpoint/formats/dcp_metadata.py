@@ -19,7 +19,7 @@ from megtool.errors import FormatError
 from megtool.tensors.box import Boxes, Ints
 from megtool.tensors.sharded import GlobalTensor
 
-_MAX_NUMBER = 1 << 62
+MAX_NUMBER = 1 << 62
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class _Reader:
             if (
                 type(shape) is not tuple
                 or len(shape) > MAX_NDIM
-                or any(type(n) is not int or not 0 <= n < _MAX_NUMBER for n in shape)
+                or any(type(n) is not int or not 0 <= n < MAX_NUMBER for n in shape)
             ):
                 raise self._error(f"the shape {shape!r:.60} is impossible", name)
             try:
@@ -143,7 +143,7 @@ class _Reader:
                 raise FormatError(
                     e.message, file=self._file, tensor=name, hint=e.hint, error_id=e.error_id
                 ) from e
-            if tensors[-1].num_bytes >= _MAX_NUMBER:
+            if tensors[-1].num_bytes >= MAX_NUMBER:
                 raise self._error(f"the shape {list(shape)} is impossible", name)
             chunks += tensor_chunks
             counts.append(len(tensor_chunks))
@@ -167,7 +167,7 @@ class _Reader:
             or not np.array_equal(np.fromiter(map(len, rows), np.int64, len(rows)), width)
             or set(map(type, chain.from_iterable(rows))) - {int}
             or min(chain.from_iterable(rows), default=0) < 0
-            or max(chain.from_iterable(rows), default=0) >= _MAX_NUMBER
+            or max(chain.from_iterable(rows), default=0) >= MAX_NUMBER
         ):
             raise self._wrong_row(rows, width.tolist(), tensor, tensors)
         flat = np.fromiter(chain.from_iterable(rows), np.int64, int(width.sum()))
@@ -185,7 +185,7 @@ class _Reader:
             if (
                 type(values) is not tuple
                 or len(values) != width[row]
-                or any(type(v) is not int or not 0 <= v < _MAX_NUMBER for v in values)
+                or any(type(v) is not int or not 0 <= v < MAX_NUMBER for v in values)
             ):
                 name = tensors[tensor[row]].name
                 return self._error(f"the offsets or sizes {values!r:.80} are impossible", name)
@@ -204,7 +204,7 @@ class _Reader:
         except (TypeError, ValueError, OverflowError) as e:
             raise self._error(f"an item's offset or length is absurd: {e}") from e
         wrong = np.flatnonzero(
-            (offset < 0) | (length <= 0) | (offset >= _MAX_NUMBER) | (length >= _MAX_NUMBER)
+            (offset < 0) | (length <= 0) | (offset >= MAX_NUMBER) | (length >= MAX_NUMBER)
         )
         if len(wrong):
             name = list(stored)[int(wrong[0])].fqn

@@ -128,7 +128,7 @@ def _read_entry(scan: _Scanner, alignment: int) -> GgufEntry:
     kind = type_names().get(number)
     if kind is None:
         raise scan.fault(
-            f"unknown type {number}",
+            f"the type {number} is unknown",
             tensor=name,
             hint=f"known: {', '.join(type_names().values())}; or update the gguf package",
         )
@@ -175,7 +175,7 @@ class _Scanner:
                     f"{length} more bytes are expected at byte {self.position} of {self.end}",
                     hint="the file is truncated, or not a GGUF file: fetch it again",
                 )
-            raise self.fault(f"a header of more than {MAX_HEADER_BYTES} bytes")
+            raise self.fault(f"the header has more than {MAX_HEADER_BYTES} bytes")
         if self.position + length > self._base + len(self._window):
             ahead = min(max(length, _WINDOW), self.end - self.position)
             self._window = read_exact(self.path, self.position, ahead)
@@ -222,7 +222,7 @@ class _Scanner:
                 raise self.fault(f"a bool before byte {self.position} is neither 0 nor 1")
             return list(np.frombuffer(raw, item).tolist())
         if kind not in (_STRING, _ARRAY):
-            raise self.fault(f"unknown type {kind} of a value at byte {self.position}")
+            raise self.fault(f"the type {kind} of a value at byte {self.position} is unknown")
         if count > self.end - self.position:
             raise self.fault(
                 f"an array of {count} items is expected at byte {self.position} of {self.end}",

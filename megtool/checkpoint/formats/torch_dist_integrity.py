@@ -53,20 +53,24 @@ def read_integrity(folder: Path) -> Integrity | None:
     check_inside(folder, INTEGRITY_FILE)
     size = path.stat().st_size
     if size > _MAX_BYTES:
-        raise FormatError(f"checksums of {size:,} bytes", file=path)
+        raise FormatError(f"the checksums have {size:,} bytes, which is too much", file=path)
     value = parse_json(read_exact(path, 0, size), path)
     algorithm = value.get("algorithm") if isinstance(value, dict) else None
     files = value.get("files") if isinstance(value, dict) else None
     if not isinstance(algorithm, str) or algorithm.lower() not in _ALGORITHMS:
         raise FormatError(
-            f"checksums by {algorithm!r:.40}", file=path, hint=f"known: {', '.join(_ALGORITHMS)}"
+            f"the checksum algorithm {algorithm!r:.40} is unknown",
+            file=path,
+            hint=f"known: {', '.join(_ALGORITHMS)}",
         )
     if not isinstance(files, dict):
         raise FormatError("it lists no files", file=path)
     for name, checksum in files.items():
         inside = name and name not in (".", "..") and not set(name) & set("/\\\0")
         if not inside or not isinstance(checksum, str) or not _HEX.fullmatch(checksum.lower()):
-            raise FormatError(f"a checksum {checksum!r:.40} of a file {name!r:.80}", file=path)
+            raise FormatError(
+                f"the checksum {checksum!r:.40} of the file {name!r:.80} is damaged", file=path
+            )
     return Integrity(algorithm=algorithm.lower(), files={n: c.lower() for n, c in files.items()})
 
 

@@ -45,7 +45,7 @@ class GenerateOptions(SourceOptions, TokenizerOptions, RuntimeOptions, DryRunOpt
         needs=(
             OptionCondition(
                 holds=lambda options, facts: options.prompts is None,
-                reason="and --prompts",
+                reason="and --prompts exclude each other",
                 hint="give one of them",
             ),
         ),

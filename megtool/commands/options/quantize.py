@@ -48,13 +48,13 @@ def _is_not_plain(options: Any) -> bool:
 
 _CHOOSES = OptionCondition(
     holds=lambda options, facts: facts.chooses_formats,
-    reason="and recipe {recipe} chooses no format",
+    reason="{has} no effect: recipe {recipe} chooses no format",
     hint="a recipe with `choose` does, such as auto_nvfp4_fp8",
     on_facts=True,
 )
 _MAKES_CALIBRATION = OptionCondition(
     holds=lambda options, facts: facts.needs_data,
-    reason="and recipe {recipe} needs no data",
+    reason="{has} no effect: recipe {recipe} needs no data",
     hint="leave {it} out: scales come from the weights alone, and there is no calibration to save",
     on_facts=True,
 )
@@ -66,7 +66,7 @@ def _is_megtool(options: Any, facts: Any) -> bool:
 
 _MEGTOOL = OptionCondition(
     holds=_is_megtool,
-    reason="with --backend modelopt, which does not use {it}",
+    reason="{has} no effect with --backend modelopt, which does not use {it}",
     hint="--backend megtool has {names}; with modelopt leave {it} out",
 )
 _MEGTOOL_OR_MEASURED = OptionCondition(
@@ -74,7 +74,7 @@ _MEGTOOL_OR_MEASURED = OptionCondition(
 )
 _QUANTIZES = OptionCondition(
     holds=lambda options, facts: not options.calibrate_only,
-    reason="with --calibrate-only, which quantizes nothing",
+    reason="{has} no effect with --calibrate-only, which quantizes nothing",
     hint="leave out --calibrate-only, or give {names} to the run that uses the calibration",
 )
 
@@ -85,7 +85,7 @@ def _has_no_file(options: Any, facts: Any) -> bool:
 
 _NO_FILE = OptionCondition(
     holds=_has_no_file,
-    reason="with --calibration, which replaces data",
+    reason="{has} no effect with --calibration, which replaces data",
     hint="a calibration file stands for the data it was made of: leave out one or the other; "
     "--save-calibration merges several files",
 )
@@ -94,7 +94,7 @@ _NO_FILE_OR_MEASURED = OptionCondition(
 )
 _NOT_SYNTHETIC = OptionCondition(
     holds=lambda options, facts: not options.synthetic,
-    reason="with --synthetic, which generates random tokens",
+    reason="{has} no effect with --synthetic, which generates random tokens",
     hint="leave out one or the other",
 )
 _NOT_SYNTHETIC_OR_MEASURED = OptionCondition(
@@ -109,17 +109,17 @@ _NOT_INDEXED = OptionCondition(
     holds=lambda options, facts: (
         options.data is None or Path(options.data).suffix not in (".bin", ".idx")
     ),
-    reason="with a Megatron data set, which holds only tokens",
+    reason="{has} no effect with a Megatron data set, which holds only tokens",
     hint="leave {it} out",
 )
 _NOT_ONE_FILE = OptionCondition(
     holds=lambda options, facts: options.data is None or not Path(options.data).is_file(),
-    reason="with one file of --data, which has no splits",
+    reason="{has} no effect with one file of --data, which has no splits",
     hint="leave it out, or name a folder or a data set",
 )
 _NOT_PLAIN = OptionCondition(
     holds=lambda options, facts: _is_not_plain(options),
-    reason="with a text in --data, which has no fields",
+    reason="{has} no effect with a text in --data, which has no fields",
     hint="leave it out, or give JSON lines or parquet",
 )
 _EVALUATES = requires("eval_data", "--eval-data FILE is the text that is measured on")

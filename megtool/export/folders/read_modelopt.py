@@ -22,7 +22,7 @@ from megtool.lint.quant_config import (
 )
 from megtool.number_formats.decode import SCALE_2
 from megtool.number_formats.packed_parts import WHOLE, PackedPart, PartSpan
-from megtool.quant.packed_tensors.modelopt_tensors import INPUT_SCALE, NAMES, GLOBAL_SCALE_DIVISORS
+from megtool.quant.packed_tensors.modelopt_tensors import GLOBAL_SCALE_DIVISORS, INPUT_SCALE, NAMES
 from megtool.quant.recipes.formats import FORMATS
 
 _ALIASES = {"FP8_BLOCK_SCALES": "FP8_PB_WO", "W4A8_NVFP4": "W4A8_NVFP4_FP8"}

@@ -25,7 +25,8 @@ def parse_tensor_type(text: str) -> str:
     name = text.upper()
     if name not in encodings():
         raise UsageError(
-            f"kind {text!r}", hint="one of " + ", ".join(k.lower() for k in encodings())
+            f"--outtype is {text!r}, which is no type that the gguf package encodes",
+            hint="one of " + ", ".join(k.lower() for k in encodings()),
         )
     return name
 

@@ -72,10 +72,12 @@ def parse_amax_options(
         if mode == known:
             break
     else:
-        raise UsageError(f"amax {mode!r}", hint=f"one of {', '.join(AMAX_MODES)}")
+        raise UsageError(f"--amax is {mode!r}", hint=f"one of {', '.join(AMAX_MODES)}")
     number, columns = _parse_release(release)
     if history is not None and not 1 <= history <= LONGEST:
-        raise UsageError(f"a history of {history} steps", hint=f"from 1 to {LONGEST}")
+        raise UsageError(
+            f"an amax history cannot have {history} steps", hint=f"from 1 to {LONGEST}"
+        )
     return AmaxOptions(mode=known, release=number, history=history, columns=columns)
 
 
@@ -86,7 +88,7 @@ def _parse_release(text: int | float | str | None) -> tuple[int | None, Columns 
     match = _RELEASE.fullmatch(str(text))
     if match is None or int(match[1]) not in RELEASES:
         raise UsageError(
-            f"Transformer Engine {text}",
+            f"--te-version is {text!r}, which is no release of Transformer Engine",
             hint="1 for releases 1.x, 2.2 for 2.0 to 2.2, 2.3 for 2.3 and later; 2 for any of 2.x",
         )
     if match[1] == "1":

@@ -99,7 +99,7 @@ def _check_sharding_type(catalogue: Catalogue) -> None:
     names = [t.name for t in catalogue.tensors if is_optimizer_state(t.name)]
     if names:
         raise FormatError(
-            f"unknown optimizer format {kind!r:.60}",
+            f"the optimizer format {kind!r:.60} is unknown",
             file=catalogue.root,
             tensor=names[0],
             hint=f"known are {', '.join(SHARDING_TYPES)}; "

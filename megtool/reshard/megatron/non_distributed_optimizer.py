@@ -49,8 +49,8 @@ def read_numbered_state(
             stored = catalogue.tensors[index[name]]
             if stored.shape != p.local_shape:
                 raise FormatError(
-                    f"state of shape {list(stored.shape)} for a parameter {p.key!r} of "
-                    f"{list(p.local_shape)}",
+                    f"the state of a parameter {p.key!r} of {list(p.local_shape)} has shape "
+                    f"{list(stored.shape)}",
                     file=catalogue.root / folder,
                     tensor=name,
                     hint=f"the optimizer belongs to another model; {_HINT}",

@@ -37,7 +37,8 @@ def choose_optimizer(
     """
     if requested is not None and requested not in OPTIMIZER_FORMATS:
         raise UsageError(
-            f"optimizer format {requested!r}", hint=f"one of {', '.join(OPTIMIZER_FORMATS)}"
+            f"there is no optimizer format {requested!r}",
+            hint=f"one of {', '.join(OPTIMIZER_FORMATS)}",
         )
     required_format = _FORMAT_OF.get(requested or "")
     if required_format is not None and required_format != to:

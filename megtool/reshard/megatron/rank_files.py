@@ -125,7 +125,7 @@ def _read_chunks(
         rank = ranks[folder]
         if chunk >= parallel.vpp:
             raise FormatError(
-                f"a model chunk {chunk}, but vpp={parallel.vpp} in the args",
+                f"there is a model chunk {chunk}, but vpp={parallel.vpp} in the args",
                 file=catalogue.root / folder,
             )
         layers = pipeline.layers_of(config.num_layers, rank.pp, chunk)
@@ -317,7 +317,8 @@ def _flat_buffers(
         dtypes = max(per_folder[folder, chain] // max(len(filled), 1), 1)
         if number >= dtypes * len(filled):
             raise FormatError(
-                f"flat buffer {number} of optimizer {chain}, for {len(filled)} model chunks",
+                f"there is a flat buffer {number} of optimizer {chain}, but only {len(filled)} "
+                "model chunks",
                 file=catalogue.root / folder / "distrib_optim.pt",
                 hint="the args have another layout; --optimizer-format none leaves the state out",
             )

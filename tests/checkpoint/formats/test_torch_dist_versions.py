@@ -22,6 +22,7 @@ from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, UsageError
 from megtool.tensors.sharded import GlobalTensor, Shards
+from tests.support.errors import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Materialize = Callable[[Destination, Path, dict[str, np.ndarray]], None]
@@ -144,10 +145,10 @@ def test_checksums_hold_or_name_the_file(tmp_path: Path, materialize: Materializ
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[]", "checksums by None"),
-        ('{"algorithm": "crc", "files": {}}', "checksums by 'crc'"),
+        ("[]", "checksum algorithm None"),
+        ('{"algorithm": "crc", "files": {}}', "checksum algorithm 'crc'"),
         ('{"algorithm": "sha256"}', "lists no files"),
-        ('{"algorithm": "sha256", "files": {"../x": "' + "0" * 64 + '"}}', "of a file '../x'"),
+        ('{"algorithm": "sha256", "files": {"../x": "' + "0" * 64 + '"}}', "of the file '../x'"),
         ('{"algorithm": "sha256", "files": {"a": "zz"}}', "checksum 'zz'"),
         ('{"algorithm": "sha256", "files": {"a": 7}}', "checksum 7"),
         ("{", "JSON"),
@@ -195,13 +196,13 @@ def test_an_unfinished_save_names_the_last_complete_one(
     for name in UNFINISHED[lacks]:
         (folder / name).unlink(missing_ok=True)
     for path in (tmp_path, folder):
-        with pytest.raises(FormatError, match="an unfinished save") as e:
+        with raises(FormatError, id="unfinished-save") as e:
             open_checkpoint(path)
         assert str(tmp_path / "iter_9999999") in str(e.value.hint)
     assert open_checkpoint(tmp_path, iteration=9999999).metadata["iteration"] == 9999999
     shutil.rmtree(tmp_path / "iter_9999999")
     shutil.rmtree(tmp_path / "iter_9999998")
-    with pytest.raises(FormatError, match="unfinished") as e:
+    with raises(FormatError, id="unfinished-save") as e:
         open_checkpoint(folder)
     assert e.value.hint == "there is no complete one"
 

@@ -26,6 +26,7 @@ from megtool.reshard.megatron.nemo_config import args_from_section, read_yaml
 from megtool.reshard.open_source import open_source
 from tests.support.checkpoints.old_formats import Materialize, as_fragments, rename_tensors
 from tests.support.checkpoints.trained import config, write
+from tests.support.errors import raises
 
 yaml = pytest.importorskip("yaml")
 
@@ -129,17 +130,17 @@ def test_an_unfinished_nemo_folder(nemo: Path) -> None:
         open_checkpoint(nemo)
     marker.unlink()
     (nemo / "weights" / "metadata.json").unlink()
-    with pytest.raises(FormatError, match="unfinished save"):
+    with raises(FormatError, id="unfinished-save"):
         open_checkpoint(nemo)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[1, 2", "invalid YAML"),
+        ("[1, 2", "YAML is invalid"),
         ("config: 7", "no section 'config'"),
         ("- 1", "no section 'config'"),
-        ("config: " + "[" * 5000, "invalid YAML"),
+        ("config: " + "[" * 5000, "YAML is invalid"),
     ],
 )
 def test_a_nemo_model_that_is_none(nemo: Path, text: str, says: str) -> None:

@@ -313,7 +313,7 @@ def test_the_checkpoints_own_weights_only_if_asked() -> None:
     none = args | {"moe_router_load_balancing_type": "none"}
     found = make_balance_settings(replace(asked, moe_aux_loss_coeff=0.5), config, none)
     assert found == BalanceSettings(kind="aux_loss", aux_coeff=0.5)
-    with pytest.raises(UsageError, match="type without --moe-aux-loss-coeff"):
+    with pytest.raises(UsageError, match="type has no effect without --moe-aux-loss-coeff"):
         TrainConfig(moe_router_load_balancing_type="seq_aux_loss")
     with pytest.raises(UsageError, match="without an expert bias"):
         make_balance_settings(TrainConfig(moe_router_bias_update_rate=0.1), config, {})
