@@ -384,8 +384,8 @@ def _read_weight(
 def _read_kv_cache(decision: Decision, module: Any) -> KVCacheQParams:
     format = decision.format or RecipeFormat(name="")
     if format.constant:
-        top = 448.0 if format.kv_algo == "FP8" else 448.0 * 6
-        amaxes = top, top
+        amax = 448.0 if format.kv_algo == "FP8" else 448.0 * 6
+        amaxes = amax, amax
     else:
         keys, values = module.k_bmm_quantizer.amax, module.v_bmm_quantizer.amax
         amaxes = (

@@ -263,8 +263,8 @@ def _check_experts(
     layers: dict[str, list[tuple[str, bool]]] = {}
     for p in activation_sites:
         if p.expert is not None:
-            before, _, behind = p.name.partition(".experts.")
-            key = f"{before}/{behind.partition('.')[2]}"
+            before, _, suffix = p.name.partition(".experts.")
+            key = f"{before}/{suffix.partition('.')[2]}"
             layers.setdefault(key, []).append((p.name, p.name in statistics))
     for experts in layers.values():
         missing = [name for name, is_measured in experts if not is_measured]
@@ -390,12 +390,12 @@ class DeriveReport(Report):
             groups.setdefault(key, []).append(d)
         rows = [
             (
-                fold_names([d.site for d in some])[0][0],
-                fold_names([d.module for d in some])[0][0],
-                f"{min(d.amax for d in some):.4g}",
-                f"{max(d.amax for d in some):.4g}",
+                fold_names([d.site for d in members])[0][0],
+                fold_names([d.module for d in members])[0][0],
+                f"{min(d.amax for d in members):.4g}",
+                f"{max(d.amax for d in members):.4g}",
             )
-            for some in groups.values()
+            for members in groups.values()
         ]
         yield Section(
             table=Table(header=("input of", "from", "smallest", "largest"), rows=rows, left=2)

@@ -101,8 +101,8 @@ def fill_missing_statistics(
     sibling_groups: dict[tuple[str, str], list[ActivationSite]] = defaultdict(list)
     for p in sites:
         if p.expert is not None and p.name in statistics:
-            before, _, behind = p.name.partition(".experts.")
-            sibling_groups[before, behind.partition(".")[2]].append(p)
+            before, _, suffix = p.name.partition(".experts.")
+            sibling_groups[before, suffix.partition(".")[2]].append(p)
     notes: dict[str, None] = {}
     for (mixture, _), siblings in sibling_groups.items():
         uncovered = [p for p in siblings if statistics[p.name].num_tokens < min_tokens]

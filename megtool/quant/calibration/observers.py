@@ -150,7 +150,7 @@ def _min_error_clip(
         off = rounded(sizes / clip) * clip - sizes
         return float(counts @ (off * off))
 
-    top = edges[-1]
+    amax = edges[-1]
 
     def best(clips: Doubles) -> float:
         return float(min(sorted(clips, reverse=True), key=error))
@@ -160,10 +160,10 @@ def _min_error_clip(
     clips = np.concatenate(
         (np.geomspace(_LOWEST_CLIP, 0.25, half, endpoint=False), np.linspace(0.25, 1, half))
     )
-    coarse = best(top * clips)
-    near = int(np.argmin(np.abs(clips * top - coarse)))
-    around = np.linspace(clips[max(near - 1, 0)], clips[min(near + 1, len(clips) - 1)], _FINE)
-    return best(np.append(top * around, coarse))
+    coarse = best(amax * clips)
+    nearest = int(np.argmin(np.abs(clips * amax - coarse)))
+    around = np.linspace(clips[max(nearest - 1, 0)], clips[min(nearest + 1, len(clips) - 1)], _FINE)
+    return best(np.append(amax * around, coarse))
 
 
 def _round_function(kind: str, largest: float) -> Callable[[Doubles], Doubles]:

@@ -29,7 +29,7 @@ class Sensitivities:
         return {
             "method": self.method,
             "num_tokens": self.num_tokens,
-            "losses": {unit: dict(some) for unit, some in self.losses.items()},
+            "losses": {unit: dict(by_format) for unit, by_format in self.losses.items()},
         }
 
     @classmethod
@@ -42,15 +42,15 @@ class Sensitivities:
         try:
             method, tokens, losses = value["method"], value["num_tokens"], value["losses"]
             parsed = {
-                str(unit): {str(key): float(loss) for key, loss in some.items()}
-                for unit, some in losses.items()
+                str(unit): {str(key): float(loss) for key, loss in by_format.items()}
+                for unit, by_format in losses.items()
             }
             count = int(tokens)
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as e:
             raise FormatError(f"the sensitivities are invalid: {e}") from e
         if method not in ("kl_div", "gradient") or count < 1:
             raise FormatError(f"the sensitivities are by {method!r} over {tokens!r} tokens")
-        if any(not 0 <= x < math.inf for some in parsed.values() for x in some.values()):
+        if any(not 0 <= x < math.inf for by_format in parsed.values() for x in by_format.values()):
             raise FormatError("sensitivities contain negative or non-finite losses")
         return cls(method=method, num_tokens=count, losses=parsed)
 
@@ -65,13 +65,13 @@ def merge_sensitivities(parts: Sequence[Sensitivities]) -> Sensitivities | None:
     losses = {
         unit: {
             key: math.fsum(p.losses[unit][key] * p.num_tokens for p in parts) / tokens
-            for key in some
+            for key in by_format
             if all(key in p.losses.get(unit, {}) for p in parts)
         }
-        for unit, some in parts[0].losses.items()
+        for unit, by_format in parts[0].losses.items()
     }
     return Sensitivities(
         method=methods.pop(),
         num_tokens=tokens,
-        losses={unit: some for unit, some in losses.items() if some},
+        losses={unit: by_format for unit, by_format in losses.items() if by_format},
     )

@@ -98,7 +98,7 @@ def fake_weight(
     name, _, granularity = packing.partition(":")
     device = weight_OI.device
     smoothing_scale = _on(qparams.smoothing_scale, device)
-    top = (
+    weight_amax = (
         _whole_amax(weight_OI, smoothing_scale)
         if granularity == "tensor" or name == "nvfp4" or as_run
         else None
@@ -108,13 +108,13 @@ def fake_weight(
     if amax is not None and granularity == "tensor":
         amax = amax.reshape(1, 1)
     second = None
-    if name == "nvfp4" and top is not None:
-        second_amax = qparams.global_amax or float(top)
+    if name == "nvfp4" and weight_amax is not None:
+        second_amax = qparams.global_amax or float(weight_amax)
         second = float(second_scale(algo, second_amax))
     quotient = dtype if smoothing_scale is None and qparams.format.round_twice else "float32"
     run = None
-    if as_run and algo == "W4A8_AWQ" and top is not None:
-        run = plain_scale(torch.tensor(qparams.global_amax or float(top)), E4M3_LARGEST)
+    if as_run and algo == "W4A8_AWQ" and weight_amax is not None:
+        run = plain_scale(torch.tensor(qparams.global_amax or float(weight_amax)), E4M3_LARGEST)
     out = torch.empty(weight_OI.shape, dtype=torch.float32, device=device)
     rows, width = weight_OI.shape
     most = CHUNK if device.type != "cpu" else CHUNK_INPUT
@@ -126,7 +126,11 @@ def fake_weight(
         view = _blocks(x, granularity)
         dims = _reduced(granularity)
         if amax is None:
-            tensor_amax = top.reshape(1, 1) if granularity == "tensor" and top is not None else None
+            tensor_amax = (
+                weight_amax.reshape(1, 1)
+                if granularity == "tensor" and weight_amax is not None
+                else None
+            )
             if tensor_amax is None and dims == (2,):
                 tensor_amax = group_amax(x, view.shape[2])
             elif tensor_amax is None:
@@ -287,13 +291,13 @@ def rounded_input(
     out = torch.empty_like(flat)
     for begin in range(0, len(flat), step):
         rows = slice(begin, begin + step)
-        by = scale[rows] if isinstance(scale, Tensor) else scale
+        divisor = scale[rows] if isinstance(scale, Tensor) else scale
         factors = (
             smoothing_scale[rows]
             if smoothing_scale is not None and smoothing_scale.ndim > 1
             else smoothing_scale
         )
-        out[rows] = _rounded_rows(flat[rows], kind, by, factors, None)
+        out[rows] = _rounded_rows(flat[rows], kind, divisor, factors, None)
     return out.view(x_TI.shape)
 
 
@@ -315,8 +319,8 @@ def _rounded_rows(
         x.mul_(scale)
     elif granularity == "token":
         top = x.abs().amax(-1, keepdim=True)
-        each = plain_scale(largest(top) if largest is not None else top, E4M3_LARGEST)
-        x = round_e4m3_(x / each).mul_(each)
+        row_scale = plain_scale(largest(top) if largest is not None else top, E4M3_LARGEST)
+        x = round_e4m3_(x / row_scale).mul_(row_scale)
     else:
         x = _rounded_groups(x, name, int(granularity), scale)
     if smoothing_scale is not None:
@@ -329,12 +333,12 @@ def _rounded_groups(x_TI: Tensor, name: str, per: int, second: Tensor | float) -
     width = x_TI.shape[-1]
     over = -width % per
     x = torch.nn.functional.pad(x_TI, (0, over)) if over else x_TI.contiguous()
-    top = group_amax(x, per)
+    group_amaxes = group_amax(x, per)
     if name == "nvfp4":
         second = second.unsqueeze(-1) if isinstance(second, Tensor) else second
-        scale = block_scale(top, second) * second
+        scale = block_scale(group_amaxes, second) * second
     else:
-        scale = power_scale(top, E4M3_LARGEST if name == "mxfp8" else E2M1_LARGEST)
+        scale = power_scale(group_amaxes, E4M3_LARGEST if name == "mxfp8" else E2M1_LARGEST)
     x = x.view(*x.shape[:-1], x.shape[-1] // per, per) / scale
     x = (round_e4m3_(x) if name == "mxfp8" else round_e2m1_(x)).mul_(scale)
     return x.flatten(-2)[..., :width]

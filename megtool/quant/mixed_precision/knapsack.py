@@ -140,9 +140,9 @@ def _check(items: Sequence[KnapsackItem], budget: int | None) -> None:
                     f"the sensitivity of {item.name} in {option.name} is {option.loss}",
                     hint="measure again; activations may have overflowed",
                 )
-    if budget is not None and budget < (least := smallest(items)):
+    if budget is not None and budget < (smallest_bytes := smallest(items)):
         raise UsageError(
-            f"a budget of {budget} bytes is below the {least} bytes of the smallest choice"
+            f"a budget of {budget} bytes is below the {smallest_bytes} bytes of the smallest choice"
         )
 
 
@@ -230,11 +230,11 @@ def _relaxed(items: Sequence[KnapsackItem], hulls: Sequence[Sequence[int]], budg
 
 
 def _line(
-    items: Sequence[KnapsackItem], hulls: Sequence[Sequence[int]], some: Sequence[int]
+    items: Sequence[KnapsackItem], hulls: Sequence[Sequence[int]], numbers: Sequence[int]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The convex line of least losses by bytes of some items, relaxed."""
-    first = [items[i].options[hulls[i][0]] for i in some]
-    rises = _rises([items[i] for i in some], [hulls[i] for i in some])
+    first = [items[i].options[hulls[i][0]] for i in numbers]
+    rises = _rises([items[i] for i in numbers], [hulls[i] for i in numbers])
     sizes = np.cumsum([sum(o.num_bytes for o in first), *(r.num_bytes for r in rises)])
     losses = np.cumsum([float(sum(o.loss for o in first)), *(r.loss for r in rises)])
     return sizes.astype(np.float64), losses

@@ -182,7 +182,9 @@ def spread(micro_batches: Sequence[MicroBatch], most: int) -> list[MicroBatch]:
     for number in range(num_rows):
         micro_batch, row = rows[number * len(rows) // num_rows]
         samples.setdefault(micro_batch.first_row, (micro_batch, []))[1].append(row)
-    return [replace(p, batch=_short(p.batch, some, width)) for p, some in samples.values()]
+    return [
+        replace(p, batch=_short(p.batch, row_numbers, width)) for p, row_numbers in samples.values()
+    ]
 
 
 def _is_padded_left(batch: Batch) -> bool:

@@ -136,10 +136,10 @@ def _groups(section: Mapping[str, Any]) -> dict[str, Any]:
     """`config_groups` in the schema of compressed-tensors, for the formats for which ModelOpt
     writes them."""
     if section["quant_algo"] == MIXED:
-        alike: dict[str, list[str]] = defaultdict(list)
+        names_by_layer: dict[str, list[str]] = defaultdict(list)
         for name, layer in section["quantized_layers"].items():
-            alike[json.dumps(layer)].append(name)
-        kinds = [(json.loads(key), sorted(names)) for key, names in alike.items()]
+            names_by_layer[json.dumps(layer)].append(name)
+        kinds = [(json.loads(key), sorted(names)) for key, names in names_by_layer.items()]
     elif section["quant_algo"] in ("FP8", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4"):
         kinds = [(dict(section), ["Linear"])]
     else:

@@ -405,13 +405,13 @@ def find_amaxes(
         def work(job: tuple[int, int, int]) -> None:
             number, first, end = job
             weight, width = weights[number], weights[number].shape[1]
-            if not hasattr(local, "taking"):
-                local.taking = RegionReader(
+            if not hasattr(local, "reader"):
+                local.reader = RegionReader(
                     locator, files, readers, Buffers(), tile_bytes=COMPUTED_BYTES
                 )
             smoothing_scale = weight.qparams.smoothing_scale
             rows = max(1, COMPUTED_BYTES // weight.row_bytes)
-            with local.taking.open(weight.placement, weight.dtype) as run:
+            with local.reader.open(weight.placement, weight.dtype) as run:
                 for a in range(first, end, rows):
                     b = min(a + rows, end)
                     values, kind = run.read(a * width, b * width), weight.dtype.name

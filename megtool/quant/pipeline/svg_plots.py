@@ -80,20 +80,20 @@ def scatter(
 ) -> str:
     """Points, with `lines` between those of a series."""
     points = [p for s in series for p in s.points]
-    across = PlotAxis.of((p[0] for p in points), LEFT, WIDTH - RIGHT, log=log_x)
-    up = PlotAxis.of((p[1] for p in points), HEIGHT - BOTTOM, TOP, log=log)
-    out = _axes(across, up, x, y)
+    x_axis = PlotAxis.of((p[0] for p in points), LEFT, WIDTH - RIGHT, log=log_x)
+    y_axis = PlotAxis.of((p[1] for p in points), HEIGHT - BOTTOM, TOP, log=log)
+    out = _axes(x_axis, y_axis, x, y)
     tips = len(points) <= _MOST_TIPS
     for number, group in enumerate(series):
         color = f"c{number % COLOURS}"
         if lines:
             path = " ".join(
-                f"{across.position(a):.1f},{up.position(b):.1f}" for a, b, _ in group.points
+                f"{x_axis.position(a):.1f},{y_axis.position(b):.1f}" for a, b, _ in group.points
             )
             out.append(f'<polyline class="line {color}" points="{path}"/>')
         out.append(f'<g class="{color}">')
         for a, b, tip in group.points:
-            attributes = f'cx="{across.position(a):.1f}" cy="{up.position(b):.1f}" r="3"'
+            attributes = f'cx="{x_axis.position(a):.1f}" cy="{y_axis.position(b):.1f}" r="3"'
             mark = f"<circle {attributes}><title>{escape(tip)}</title></circle>"
             out.append(mark if tips else f"<circle {attributes}/>")
         out.append("</g>")
@@ -103,13 +103,13 @@ def scatter(
 def bars(title: str, series: Sequence[PlotSeries], *, x: str, y: str) -> str:
     """A distribution as steps, one outline per series."""
     points = [p for s in series for p in s.points]
-    across = PlotAxis.of((p[0] for p in points), LEFT, WIDTH - RIGHT)
-    up = PlotAxis.of([0.0, *(p[1] for p in points)], HEIGHT - BOTTOM, TOP)
-    out = _axes(across, up, x, y)
+    x_axis = PlotAxis.of((p[0] for p in points), LEFT, WIDTH - RIGHT)
+    y_axis = PlotAxis.of([0.0, *(p[1] for p in points)], HEIGHT - BOTTOM, TOP)
+    out = _axes(x_axis, y_axis, x, y)
     for number, values in enumerate(series):
         path = " ".join(
-            f"{across.position(a):.1f},{up.position(b):.1f} "
-            f"{across.position(a + 1):.1f},{up.position(b):.1f}"
+            f"{x_axis.position(a):.1f},{y_axis.position(b):.1f} "
+            f"{x_axis.position(a + 1):.1f},{y_axis.position(b):.1f}"
             for a, b, _ in values.points
         )
         name = f"<title>{escape(values.name)}</title>"
@@ -163,19 +163,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str) -
     )
 
 
-def _axes(across: PlotAxis, up: PlotAxis, x: str, y: str) -> list[str]:
+def _axes(x_axis: PlotAxis, y_axis: PlotAxis, x: str, y: str) -> list[str]:
     low, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     out = []
-    for value in up.ticks():
-        y_position = up.position(value)
+    for value in y_axis.ticks():
+        y_position = y_axis.position(value)
         out.append(
             f'<line class="grid" x1="{LEFT}" y1="{y_position:.1f}" '
             f'x2="{right}" y2="{y_position:.1f}"/>'
         )
         text = f'x="{LEFT - 6}" y="{y_position + 4:.1f}"'
         out.append(f'<text class="tick end" {text}>{value:g}</text>')
-    for value in across.ticks(8):
-        text = f'x="{across.position(value):.1f}" y="{low + 16}"'
+    for value in x_axis.ticks(8):
+        text = f'x="{x_axis.position(value):.1f}" y="{low + 16}"'
         out.append(f'<text class="tick middle" {text}>{value:g}</text>')
     out.append(f'<line class="axis" x1="{LEFT}" y1="{low}" x2="{right}" y2="{low}"/>')
     out.append(f'<text class="label" x="{WIDTH / 2}" y="{HEIGHT - 6}">{escape(x)}</text>')

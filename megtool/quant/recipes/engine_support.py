@@ -275,8 +275,10 @@ def check_engine(
                 caches[d.format.kv_algo if d.format else ""].append(d)
         elif d.format is not None:
             algos = _algos(d.format, recipe.formats)
-            turned = permutes_rotary_rows(engine, architecture)
-            if d.format.choose and any(list_permitted_sets(engine, (), algos, rotary=turned)):
+            permutes_rows = permutes_rotary_rows(engine, architecture)
+            if d.format.choose and any(
+                list_permitted_sets(engine, (), algos, rotary=permutes_rows)
+            ):
                 continue  # unsupported candidates are not chosen
             for algo in algos:
                 used[algo].append(d)

@@ -125,10 +125,11 @@ def check_scales(
         amax = t.amax
         if not amax.ndim:  # one scale for all weights in one stored tensor
             amaxes = [o.amax for o in by_stored_name[w.written.stored]]
-            if any(top is None for top in amaxes):
+            if any(weight_amax is None for weight_amax in amaxes):
                 continue
             amax = np.asarray(
-                max(float(top.max()) for top in amaxes if top is not None), np.float32
+                max(float(weight_amax.max()) for weight_amax in amaxes if weight_amax is not None),
+                np.float32,
             )
         scales = _read_scales(w, catalogue)
         if scales is None:
