@@ -32,14 +32,15 @@ class Step:
     """One command of the demo, run in a process of its own.
 
     `seconds` are of the work, without starting Python; `cp_seconds` is what `cp -r` takes for the
-    same result. `peak_rss_bytes` is the process's largest resident set.
+    same result, None for a step that computes. `peak_rss_bytes` is the process's largest resident
+    set.
     """
 
     name: str
     command: str
     num_bytes: int
     seconds: float
-    cp_seconds: float
+    cp_seconds: float | None
     peak_rss_bytes: int
 
 
@@ -251,9 +252,14 @@ def _step(folder: Path, job: Job, verb: str = "reshard") -> Step:
         command=" ".join(["megtool", *arguments]),
         num_bytes=report["num_bytes"],
         seconds=sum(took.values()) if isinstance(took, dict) else took,
-        cp_seconds=_copy_seconds(target),
+        cp_seconds=_copy_seconds(target) if _is_copy(verb, source) else None,
         peak_rss_bytes=report["peak_rss_bytes"],
     )
+
+
+def _is_copy(verb: str, source: str) -> bool:
+    """Whether a step only moves bytes: nothing is decoded, quantized or exported."""
+    return verb == "reshard" and not source.endswith(".gguf")
 
 
 def _run(arguments: list[str], allowed: tuple[int, ...]) -> str:
