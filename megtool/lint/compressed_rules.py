@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import ceil
 from typing import Any
 
-from megtool.lint.context import LinearModule, LintContext
+from megtool.lint.context import Check, LinearModule, LintContext
 from megtool.lint.engines import EngineTarget, load_engines, rows_for
 from megtool.lint.finding import Finding
 from megtool.lint.folder_view import CONFIG_FILE
@@ -289,7 +289,7 @@ def _check_fp8_scales(context: LintContext, engine: EngineTarget) -> Iterator[Fi
             yield Finding(module=module.name, message=text)
 
 
-CHECKS = {
+CHECKS: Mapping[str, Check] = {
     "scheme": _check_scheme,
     "targets": _check_targets,
     "packed": _check_packed,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megtool.checkpoint.formats.quantized import QUANT_FILE
-from megtool.lint.context import LintContext
+from megtool.lint.context import Check, LintContext
 from megtool.lint.engines import EngineTarget, load_engines, rows_for
 from megtool.lint.finding import Finding, Severity
 from megtool.lint.folder_view import CONFIG_FILE
@@ -210,7 +210,7 @@ def _check_mixed_names(context: LintContext, engine: EngineTarget) -> Iterator[F
         yield Finding(module=config.file, message=text + more(missing))
 
 
-CHECKS = {
+CHECKS: Mapping[str, Check] = {
     "files": _check_files,
     "architectures": _check_architectures,
     "tokenizer": _check_tokenizer,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from megtool.lint.engines import load_engines
+from megtool.lint.engines import EngineTarget, load_engines
+from megtool.lint.finding import Finding
 from megtool.lint.folder_view import KV_CACHE_SCALES, FolderView, ScaleStatistics, StoredTensor
 from megtool.lint.model_shapes import ModelMismatch, check_model
 from megtool.lint.quant_config import (
@@ -280,3 +281,7 @@ def _infer_int32_format(
     has_groups = scale is not None and scale.shape[-1:] != (1,)
     group_size = _columns_per_scale(columns, scale) if scale is not None and has_groups else 0
     return ("W8A16" if columns / max(words, 1) <= 4 else "W4A16_AWQ"), (rows, columns), group_size
+
+
+Check = Callable[[LintContext, EngineTarget], Iterator[Finding]]
+"""A rule: its findings in a folder for an engine."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megtool.lint.config_rules import effective_config, more
-from megtool.lint.context import LintContext
+from megtool.lint.context import Check, LintContext
 from megtool.lint.engines import EngineTarget
 from megtool.lint.finding import Finding
 from megtool.lint.folder_view import CONFIG_FILE, KV_CACHE_SCALES, FolderView
@@ -146,7 +146,7 @@ def _check_bias(context: LintContext, engine: EngineTarget) -> Iterator[Finding]
         yield Finding(module=biases[0], message=text + more(biases))
 
 
-CHECKS = {
+CHECKS: Mapping[str, Check] = {
     "kv-cache": _check_format,
     "kv-scales": _check_scales,
     "kv-scales-half": _check_pairs,

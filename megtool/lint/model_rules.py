@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from megtool.lint.context import LintContext, parts_of
+from megtool.lint.context import Check, LintContext, parts_of
 from megtool.lint.engines import EngineTarget
 from megtool.lint.finding import Finding
 from megtool.lint.folder_view import CONFIG_FILE
@@ -79,7 +79,7 @@ def _check_llama4_rotary(context: LintContext, engine: EngineTarget) -> Iterator
             yield Finding(module=module.name, message=f"({module.algo}) {text}")
 
 
-CHECKS = {
+CHECKS: Mapping[str, Check] = {
     "tensors-missing": _check_missing,
     "sizes-said": _check_sizes,
     "tensors-unknown": _check_unknown,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megtool.lint.compressed_rules import group_in_engines, ignored_modules
 from megtool.lint.config_rules import effective_config
-from megtool.lint.context import LinearModule, LintContext
+from megtool.lint.context import Check, LinearModule, LintContext
 from megtool.lint.engines import EngineTarget, ExcludeList, load_engines, rows_for
 from megtool.lint.exclude_matching import MATCHERS, PartlyExcludedError
 from megtool.lint.finding import Finding
@@ -217,7 +217,7 @@ def _check_stacked(context: LintContext, engine: EngineTarget) -> Iterator[Findi
         )
 
 
-CHECKS = {
+CHECKS: Mapping[str, Check] = {
     "exclude": _check_exclude,
     "fused": _check_fused,
     "format": _check_format,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from megtool.checkpoint.formats.quantized import QUANT_FILE
-from megtool.lint.context import LintContext
+from megtool.lint.context import Check, LintContext
 from megtool.lint.engines import EngineTarget
 from megtool.lint.expected import ExpectedModel
 from megtool.lint.finding import Finding, error
@@ -47,7 +47,7 @@ def _check_blocks(context: LintContext, engine: EngineTarget) -> Iterator[Findin
         yield Finding(module=module.name, message=text)
 
 
-CHECKS = {"blocks": _check_blocks}
+CHECKS: Mapping[str, Check] = {"blocks": _check_blocks}
 
 
 def has_blocks(decisions: Sequence[Decision]) -> bool:

@@ -36,7 +36,7 @@ from megtool.lint.stored_format import (
     check_shapes,
     check_types,
 )
-from megtool.quant.packed_tensors.transposed import TRANSPOSABLE_ALGOS
+from megtool.quant.packed_tensors.pack import TRANSPOSABLE_ALGOS
 from megtool.quant.recipes.formats import FORMATS
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import find_fused_name

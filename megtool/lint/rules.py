@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -16,11 +16,9 @@ from megtool.lint import (
     scale_rules,
     size_rules,
 )
-from megtool.lint.context import LintContext
+from megtool.lint.context import Check, LintContext
 from megtool.lint.engines import EngineTarget, RuleText, load_engines
 from megtool.lint.finding import Finding
-
-Check = Callable[[LintContext, EngineTarget], Iterator[Finding]]
 
 CHECKS: Mapping[str, Check] = {
     **config_rules.CHECKS,

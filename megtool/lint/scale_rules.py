@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megtool.lint.config_rules import effective_config, more
-from megtool.lint.context import LinearModule, LintContext
+from megtool.lint.context import Check, LinearModule, LintContext
 from megtool.lint.engines import EngineTarget, load_engines
 from megtool.lint.finding import Finding, Severity
 from megtool.lint.folder_view import KV_CACHE_SCALES
@@ -275,7 +275,7 @@ def _check_outlier(context: LintContext, engine: EngineTarget) -> Iterator[Findi
         yield Finding(module=finding.module, message=finding.message)
 
 
-CHECKS = {
+CHECKS: Mapping[str, Check] = {
     "scale-missing": _check_missing,
     "scale-extra": _check_extra,
     "type": _check_types,

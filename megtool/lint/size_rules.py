@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from megtool.lint.context import LinearModule, LintContext, parts_of
+from megtool.lint.context import Check, LinearModule, LintContext, parts_of
 from megtool.lint.engines import EngineTarget, SizeLimit, load_engines
 from megtool.lint.finding import Finding
 from megtool.lint.folder_view import CONFIG_FILE
@@ -88,7 +88,7 @@ def _check_tensor_parallel(context: LintContext, engine: EngineTarget) -> Iterat
             yield Finding(module=module.name, message=f"{size} {dim} over {tp} ranks")
 
 
-CHECKS = {
+CHECKS: Mapping[str, Check] = {
     "divides": _check_divides,
     "padding": _check_padding,
     "tensor-parallel": _check_tensor_parallel,
