@@ -78,7 +78,7 @@ def test_every_tensor_on_a_line(megatron: Path) -> None:
     assert held["decoder.layers.mlp.linear_fc1.weight"].shape == (4, 96, 32)
     assert held["decoder.layers.mlp.linear_fc1.weight"].num_shards > 4
     lines = list(report.lines())
-    assert len([n for n in held if any(f" {n} " in line for line in lines)]) == len(held)
+    assert len([n for n in held if any(line.startswith(f"{n} ") for line in lines)]) == len(held)
     assert report.to_json()["tensors"][0]["shape"]
 
 

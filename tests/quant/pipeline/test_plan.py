@@ -330,7 +330,7 @@ def test_a_plan_with_a_calibration_runs_nothing(folder: Path, kept: Path, tmp_pa
     assert (plan.num_samples, plan.num_tokens) == (2, 64)
     assert plan.calibrate_seconds == 0
     told = "\n".join(plan.lines())
-    assert f"calibration 2 samples, 64 tokens: read from {kept}" in told
+    assert f"calibration  2 samples, 64 tokens: read from {kept}" in told
     assert "(writing and verification" in told
     assert plan.to_json()["is_given"] is True
 
