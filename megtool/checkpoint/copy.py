@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
+from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.digest import DigestMode, Digests
 from megtool.checkpoint.parallel_scan import run_in_threads
 from megtool.checkpoint.plan import Op, ReshardPlan
@@ -19,7 +22,13 @@ from megtool.checkpoint.transport.encoded_chunks import SourceFiles
 from megtool.checkpoint.transport.reduce import sum_dtype
 from megtool.checkpoint.transport.shard_locator import ShardLocator
 from megtool.checkpoint.transport.strided import PeakMemory
-from megtool.checkpoint.transport.work_units import TiledUnit, Unit, UnitSchedule, plan_units
+from megtool.checkpoint.transport.work_units import (
+    KernelUnit,
+    TiledUnit,
+    Unit,
+    UnitSchedule,
+    plan_units,
+)
 from megtool.checkpoint.transport.worker import CopyContext, Worker
 from megtool.console import several
 from megtool.dtypes import dtype
@@ -33,12 +42,14 @@ class CopyReport:
 
     `num_bytes` counts bytes of the target by operation; `kernel_bytes` of them never entered this
     process. `verified` units were finished by an earlier run and compared with the source;
-    `repaired` of them differed and were written again. `overflowed` counts, by the source's names,
-    the numbers too large for float16, which became infinite.
+    `repaired` of them differed and were written again. `kernel_files` are the files of which the
+    kernel wrote some bytes. `overflowed` counts, by the source's names, the numbers too large for
+    float16, which became infinite.
     """
 
     num_bytes: Mapping[Op, int]
     kernel_bytes: int
+    kernel_files: tuple[str, ...]
     seconds: float
     peak_buffer_bytes: int
     digests: Digests
@@ -68,8 +79,8 @@ class StagingArea(Protocol):
     def resumed(self) -> set[int]:
         """Units finished by an earlier run."""
 
-    def create(self, relative: str, num_bytes: int) -> Path:
-        """Create a file of its final size; returns the path that opens it."""
+    def create(self, relative: str, num_bytes: int, cuts: Sequence[int] = ()) -> Path:
+        """Create a file of its final size, digested in sections; returns the path that opens it."""
 
     def write(self, relative: str, data: bytes) -> Path:
         """Write a whole small file."""
@@ -85,7 +96,7 @@ def execute(
     files: Files,
     threads: int = 1,
     memory_bytes: int = 256 << 20,
-    digest: DigestMode = DigestMode.BUFFERED,
+    digest: DigestMode = DigestMode.ALL,
     progress: Callable[[int], None] | None = None,
     expected: Mapping[str, int] | None = None,
 ) -> CopyReport:
@@ -104,7 +115,9 @@ def execute(
         StorageError: a read or a write failed.
     """
     began = time.monotonic()
-    paths = [stage.create(f.path, f.size) for f in plan.target.catalogue.files]
+    written = plan.target.catalogue
+    cuts = _find_cuts(written)
+    paths = [stage.create(f.path, f.size, c) for f, c in zip(written.files, cuts, strict=True)]
     target = ShardLocator(plan.target.catalogue, paths)
     with (
         SourceFiles(files, plan.sources) as readers,
@@ -148,6 +161,16 @@ def execute(
     return CopyReport(
         num_bytes=dict(run.num_bytes),
         kernel_bytes=run.kernel_bytes,
+        kernel_files=tuple(
+            sorted(
+                {
+                    written.files[f].path
+                    for _, u in todo
+                    if isinstance(u, KernelUnit)
+                    for f in u.files
+                }
+            )
+        ),
         seconds=time.monotonic() - began,
         peak_buffer_bytes=run.peak.num_bytes,
         digests=run.digests,
@@ -156,6 +179,22 @@ def execute(
         repaired=run.repaired,
         overflowed=_count_overflowed(run),
     )
+
+
+def _find_cuts(catalogue: Catalogue) -> list[list[int]]:
+    """By file, the offsets where the bytes of a shard begin and end, ascending."""
+    extents = catalogue.extents
+    out: list[list[int]] = [[] for _ in catalogue.files]
+    if extents.contained or not len(extents):
+        return out
+    file = np.concatenate([extents.file, extents.file]).astype(np.int64)
+    cut = np.concatenate([extents.offset, extents.offset + extents.length])
+    order = np.lexsort((cut, file))
+    file, cut = file[order], cut[order]
+    numbers, first = np.unique(file, return_index=True)
+    for number, part in zip(numbers.tolist(), np.split(cut, first[1:]), strict=True):
+        out[number] = np.unique(part).tolist()
+    return out
 
 
 def _count_overflowed(run: CopyContext) -> dict[str, int]:

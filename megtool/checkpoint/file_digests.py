@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 from megtool.checkpoint.digest import FileDigest, chain_crc, finish_crc, shift_crc
 from megtool.checkpoint.parallel_scan import run_jobs
@@ -62,7 +63,7 @@ class FileDigests:
         linear = 0
         number = bisect_right(staged.ends, offset)
         for buffer in buffers:
-            view = memoryview(buffer)
+            view = memoryview(cast(Any, buffer))
             if not view.nbytes:
                 continue
             view = view if view.format == "B" and view.ndim == 1 else view.cast("B")
@@ -84,6 +85,10 @@ class FileDigests:
         staged = None if path is None else self._files.get(path)
         if staged is not None:
             staged.known = False
+
+    def paths(self) -> list[Path]:
+        """The registered files."""
+        return list(self._files)
 
     def get(self, path: Path) -> FileDigest | None:
         """The digest of a file, or None if it is not known."""

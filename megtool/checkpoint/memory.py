@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
+from megtool.checkpoint.storage.files import DESCRIPTORS
 from megtool.errors import FormatError, StorageError
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
@@ -84,8 +85,10 @@ class MemoryStage:
             path.unlink(missing_ok=True)
         self._open, self._named = [], []
 
-    def create(self, relative: str, num_bytes: int) -> Path:
+    def create(self, relative: str, num_bytes: int, cuts: Sequence[int] = ()) -> Path:
         """Create a file of zeros of the given size; returns the path that opens it.
+
+        Memory has no digests, so `cuts` has no effect.
 
         Raises:
             StorageError: there is no memory for it, or the system allows no more open files.
@@ -95,7 +98,7 @@ class MemoryStage:
         except OSError as e:
             raise StorageError(f"cannot allocate memory: {e.strerror or e}", file=relative) from e
         self._open.append(fd)
-        if path.parent != _DESCRIPTORS:
+        if path.parent != DESCRIPTORS:
             self._named.append(path)
         if num_bytes:
             try:
@@ -153,7 +156,6 @@ class MemoryStage:
         return out
 
 
-_DESCRIPTORS = Path("/proc/self/fd")
 _POPULATE_READ = 22  # Linux 5.14: map all pages in one call
 
 
@@ -162,7 +164,7 @@ def _new_file() -> tuple[int, Path]:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             fd = os.memfd_create("megtool", os.MFD_CLOEXEC)
-            if (path := _DESCRIPTORS / str(fd)).exists():
+            if (path := DESCRIPTORS / str(fd)).exists():
                 return fd, path
             os.close(fd)  # no /proc here
     fd, name = tempfile.mkstemp(prefix="megtool-")

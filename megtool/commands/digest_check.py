@@ -1,25 +1,157 @@
-"""The digests stored with a checkpoint, and the tensors that they are checked against."""
+"""The digests stored with a checkpoint, and the tensors and files that are compared with them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
 
 from megtool.checkpoint.compare import ComparedSource, TensorPair
-from megtool.checkpoint.digest import SIDECAR, TensorDigest
+from megtool.checkpoint.digest import (
+    SIDECAR,
+    FileDigest,
+    StoredDigest,
+    TensorDigest,
+    read_sidecar,
+)
+from megtool.checkpoint.embedded_digests import (
+    METADATA_KEY,
+    EmbeddedDigests,
+    check_embedded,
+    parse_embedded,
+)
+from megtool.checkpoint.file_digests import FileMismatch, check_files, read_sections
+from megtool.checkpoint.formats import open_checkpoint
+from megtool.checkpoint.formats.save_folder import find_iteration
 from megtool.checkpoint.read import CheckpointReader
+from megtool.checkpoint.storage.files import Files
 from megtool.commands.verify_report import Difference, DigestCheck
-from megtool.errors import MappingError
+from megtool.errors import MappingError, MegtoolError
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
+
+
+class FileCheck:
+    """The files of one checkpoint, compared with the digests that were written with them.
+
+    Without `is_alone` (there is a second checkpoint, so tensors are read anyway), files of tensors
+    are left out.
+    """
+
+    def __init__(self, source: CheckpointSource, *, is_alone: bool) -> None:
+        self._source = source
+        catalogue = source.catalogue
+        self._expected = dict(source.sidecar.files) if source.sidecar else {}
+        if not is_alone:
+            self._expected = _without(self._expected, {f.path for f in catalogue.files})
+        self._embedded = _find_embedded(source)
+        self._stored = dict(source.sidecar.stored_tensors) if source.sidecar and is_alone else {}
+        self.mismatches: list[FileMismatch] = []
+        self.differing: list[str] = []
+        self._verified: set[str] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that `run` reads."""
+        if self._embedded is not None:
+            return self._source.catalogue.num_bytes
+        return sum(digest.size for digest in self._expected.values())
+
+    @property
+    def num_files(self) -> int:
+        """The number of files that have a digest and are compared with it."""
+        return 1 if self._embedded is not None else len(self._expected)
+
+    def run(self, *, threads: int, progress: Callable[[int], None]) -> None:
+        """Compare all files; of those that differ, find the stored tensors that do.
+
+        Raises:
+            FormatError: the digests do not fit the file that holds them.
+            StorageError: a read failed.
+        """
+        if self._embedded is not None:
+            catalogue = open_checkpoint(self._source.path)
+            check = check_embedded(catalogue, self._embedded, threads=threads, progress=progress)
+            self.differing += check.differing
+            if check.outside is not None:
+                self.mismatches.append(check.outside)
+            elif not check.differing:
+                self._verified.add("")
+            return
+        root = self._source.catalogue.root
+        self.mismatches += check_files(root, self._expected, threads=threads, progress=progress)
+        damaged = {m.file for m in self.mismatches}
+        self._verified = set(self._expected) - damaged
+        for name, digest in self._stored.items():
+            if digest.file in damaged and not _is_intact(root, digest):
+                self.differing.append(name)
+
+    @functools.cached_property
+    def verified(self) -> frozenset[str]:
+        """Stored tensors all of whose files are as they were written."""
+        catalogue = self._source.catalogue
+        paths = [f.path for f in catalogue.files]
+        damaged = np.array([path not in self._verified for path in paths], bool)
+        if not damaged.any():
+            return frozenset(t.name for t in catalogue.tensors)
+        rows = damaged[catalogue.extents.file]
+        touched = set(catalogue.shards.tensor[rows].tolist())
+        return frozenset(t.name for n, t in enumerate(catalogue.tensors) if n not in touched)
+
+    def differences(self) -> list[Difference]:
+        """Files and stored tensors that differ."""
+        out = [
+            Difference(tensor=m.file, stored=m.file, kind="file", text=m.reason)
+            for m in self.mismatches
+        ]
+        text = "its stored bytes differ from their digest"
+        return out + [
+            Difference(tensor=n, stored=n, kind="digest", text=text) for n in self.differing
+        ]
+
+
+def _without(digests: dict[str, FileDigest], names: Collection[str]) -> dict[str, FileDigest]:
+    return {name: digest for name, digest in digests.items() if name not in names}
+
+
+def _find_embedded(source: CheckpointSource) -> EmbeddedDigests | None:
+    """The digests in the header of a checkpoint that is one file, if it has any."""
+    catalogue, path = source.catalogue, source.path
+    section = {"safetensors": "header", "gguf": "gguf"}.get(catalogue.format)
+    if section is None or not path.is_file() or len(catalogue.files) != 1:
+        return None
+    text = catalogue.metadata.get(section, {}).get(METADATA_KEY)
+    return None if text is None else parse_embedded(text, path)
+
+
+def _is_intact(root: Path, digest: StoredDigest) -> bool:
+    try:
+        section = digest.begin, digest.begin + digest.size
+        return read_sections(Files(), root / digest.file, [section]) == [digest.crc32c]
+    except MegtoolError:
+        return False
+
+
+def find_damage(path: Path, iteration: int | str | None) -> list[FileMismatch]:
+    """Files of a checkpoint that cannot be opened, which differ from their digests."""
+    try:
+        root = find_iteration(path, iteration) or path
+        sidecar = read_sidecar(root / SIDECAR) if root.is_dir() else None
+        return check_files(root, sidecar.files) if sidecar else []
+    except MegtoolError:
+        return []
 
 
 class DigestIndex:
     """The digests of one checkpoint.
 
     `compared` are those of tensors that are compared as they are; `stored_whole` those of whole
-    stored tensors of which something else is compared, each with its placement. `differences` need
-    no reading: a digest of a tensor that does not exist, or that has another dtype or shape.
+    stored tensors of which something else is compared, each with its placement. `by_file` are
+    tensors whose files were verified as a whole. `differences` need no reading: a digest of a
+    tensor that does not exist, or that has another dtype or shape.
     """
 
     def __init__(self, source: CheckpointSource) -> None:
@@ -27,6 +159,7 @@ class DigestIndex:
         self.compared: dict[str, TensorDigest] = {}
         self.stored_whole: dict[str, TensorDigest] = {}
         self.placements: dict[str, Placement] = {}
+        self.by_file: set[str] = set()
         self.differences: list[Difference] = []
         self.notes: list[str] = []
         if source.reason is not None:
@@ -92,6 +225,7 @@ class DigestIndex:
         pairs = [
             TensorPair(name=name, a=placement, b=None)
             for name, placement in self.placements.items()
+            if name in self.stored_whole
         ]
         return pairs, ComparedSource(reader=reader, sizes=_sizes(self.stored_whole))
 
@@ -112,15 +246,25 @@ class DigestIndex:
         stored = name if placement is None or name in self.stored_whole else placement.stored
         self.differences.append(Difference(tensor=name, stored=stored, kind="digest", text=text))
 
-    def summarize(self) -> DigestCheck:
+    def leave_out(self, verified: Collection[str]) -> None:
+        """Do not read tensors of these stored names, which the digests of files have verified."""
+        stored = {n: p.stored for n, p in self.source.view.placements.items()}
+        self.by_file = {n for n, name in stored.items() if name in verified}
+        self.compared = {n: d for n, d in self.compared.items() if n not in self.by_file}
+        self.stored_whole = {n: d for n, d in self.stored_whole.items() if n not in verified}
+        self.unverified = tuple(n for n in self.unverified if n not in self.by_file)
+
+    def summarize(self, files: FileCheck) -> DigestCheck:
         """Count the digests that match, those that differ, and tensors without one."""
-        wrong = {d.tensor for d in self.differences if d.kind == "digest"}
-        read = [*self.compared, *self.stored_whole]
+        wrong = {d.tensor for d in self.differences if d.kind == "digest"} | {*files.differing}
+        read = [*self.by_file, *self.compared, *self.stored_whole]
         return DigestCheck(
             path=str(self.source.path),
             matching=sum(name not in wrong for name in read),
             differing=len(wrong),
-            unverified=self.unverified,
+            unverified=tuple(n for n in self.unverified if n not in wrong),
+            matching_files=files.num_files - len(files.mismatches),
+            differing_files=len(files.mismatches),
         )
 
     def plan_reads(self) -> Iterator[TensorPair]:

@@ -23,14 +23,15 @@ from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.replicas import pair_replicas
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.digest_check import DigestIndex
+from megtool.commands.digest_check import DigestIndex, FileCheck, find_damage
 from megtool.commands.options.checkpoints import VerifyOptions
-from megtool.commands.verify_metadata import check_configs, check_quant_config
+from megtool.commands.verify_metadata import check_configs, check_objects, check_quant_config
 from megtool.commands.verify_quantized import QuantizedPair, packings_differ
 from megtool.commands.verify_report import Difference, DifferenceKind, VerifyReport
 from megtool.console import Progress, silent
 from megtool.convert.binding import missing
 from megtool.convert.canonical import VOCABULARY, CanonicalModel
+from megtool.errors import CheckpointError, DigestError, MappingError
 from megtool.options.effects import check_effects
 from megtool.reshard.align import open_aligned, open_for_digests
 from megtool.reshard.source import CheckpointSource
@@ -67,14 +68,19 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
     check_effects(options)
     b, has_tolerance = options.b, bool(options.atol or options.rtol)
     threads = default_threads(options.threads)
-    sources = (
-        [open_for_digests(options.a, options)]
-        if b is None
-        else [*open_aligned(options.a, b, options)]
-    )
+    sources = _open_sources(options)
     findings = _Findings()
     quantized: QuantizedPair | None = None
     digests = [DigestIndex(o) for o in sources]
+    file_checks = [FileCheck(o, is_alone=b is None) for o in sources]
+    file_bytes = sum(check.num_bytes for check in file_checks)
+    if file_bytes:
+        progress("verify files", 0, file_bytes)
+    for check in file_checks:
+        check.run(threads=threads, progress=lambda n: progress("verify files", n, file_bytes))
+        findings.differences += check.differences()
+    if b is None:
+        digests[0].leave_out(file_checks[0].verified)
     with ExitStack() as stack:
         readers = [stack.enter_context(CheckpointReader(o.catalogue, Files())) for o in sources]
         for reader in readers:  # finds every shard, whether or not its bytes will be read
@@ -84,6 +90,7 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
         ]
         if b is None:
             findings.differences += _find_missing(sources[0])
+            findings.differences += check_objects(sources[0])
             findings.check_files(sources[0].catalogue, threads)
             pairs = list(digests[0].plan_reads())
         else:
@@ -112,7 +119,8 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
         total = sum(task.num_bytes for task in tasks) + 4 * (
             quantized.num_elements if quantized else 0
         )
-        progress("verify", 0, total)
+        if total:
+            progress("verify", 0, total)
         for number, task in enumerate(tasks):
             deltas = compare(
                 task.pairs,
@@ -144,16 +152,41 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
         atol=options.atol,
         rtol=options.rtol,
         num_tensors=sum(b is None or (p.a is not None and p.b is not None) for p in pairs)
+        + (len(digests[0].by_file) if b is None else 0)
         + (len(quantized.names()) if quantized else 0),
-        num_bytes=tasks[0].num_bytes + (quantized.num_bytes if quantized else 0),
+        num_bytes=tasks[0].num_bytes
+        + (quantized.num_bytes if quantized else 0)
+        + (file_bytes if b is None else 0),
         num_replicas=sum(len(o.catalogue.replicas) for o in sources),
         seconds=time.monotonic() - start,
         within=findings.within,
-        digests=tuple(index.summarize() for index in digests),
+        digests=tuple(i.summarize(c) for i, c in zip(digests, file_checks, strict=True)),
         differences=(*findings.differences, *(d for k in digests for d in k.differences)),
         notes=(*findings.notes, *(n for k in digests for n in k.notes)),
         weights=tuple(quantized.rows) if quantized else (),
     )
+
+
+def _open_sources(options: VerifyOptions) -> list[CheckpointSource]:
+    """One checkpoint, or two under the same names.
+
+    Raises:
+        DigestError: it cannot be opened, and a file of it is not as it was written.
+        MegtoolError: it cannot be opened.
+    """
+    try:
+        if options.b is None:
+            return [open_for_digests(options.a, options)]
+        return [*open_aligned(options.a, options.b, options)]
+    except (CheckpointError, MappingError) as e:
+        for path in filter(None, (options.a, options.b)):
+            for damaged in find_damage(path, options.iteration):
+                raise DigestError(
+                    f"the file {damaged.reason}",
+                    file=path / damaged.file,
+                    hint=f"so the checkpoint cannot be opened: {e.message}",
+                ) from e
+        raise
 
 
 class _Findings:

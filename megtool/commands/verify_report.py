@@ -26,6 +26,7 @@ DifferenceKind = Literal[
     "digest",
     "replica",
     "file",
+    "object",
 ]
 
 
@@ -51,18 +52,29 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DigestCheck:
-    """How the digests stored with one checkpoint compare with its bytes; `unverified` have none."""
+    """How the digests stored with one checkpoint compare with its bytes: numbers of tensors and of
+    files. `unverified` tensors have none. Of two checkpoints, files without tensors are counted.
+    """
 
     path: str
     matching: int
     differing: int
     unverified: tuple[str, ...]
+    matching_files: int = 0
+    differing_files: int = 0
 
     def format_counts(self) -> str:
-        """The three counts as text."""
-        if not self.matching and not self.differing:
+        """The counts as text."""
+        num_files = self.matching_files + self.differing_files
+        if not self.matching and not self.differing and not num_files:
             return f"none: all {len(self.unverified)} tensors are unverified"
-        return f"{self.matching} match, {self.differing} differ, {len(self.unverified)} unverified"
+        text = (
+            f"tensors: {self.matching} match, {self.differing} differ, "
+            f"{len(self.unverified)} unverified"
+        )
+        if num_files:
+            text += f"; files: {self.matching_files} match, {self.differing_files} differ"
+        return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,7 @@ from numpy.typing import NDArray
 from megtool import __version__
 from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.copy import CopyReport
-from megtool.checkpoint.digest import (
-    SIDECAR,
-    Sidecar,
-    TensorDigest,
-    encode_sidecar,
-)
+from megtool.checkpoint.digest import TOOL, Sidecar, TensorDigest
 from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.plan import DroppedItem, Op, PlanSource, ReshardPlan
 from megtool.checkpoint.plan_summary import PlanSummary, summarize
@@ -32,12 +27,13 @@ from megtool.reshard.average import Average, averaged_sources, dropped_optimizer
 from megtool.reshard.constant_feed import ConstantFeed, round_to_dtype
 from megtool.reshard.inventory import Inventory, take_inventory
 from megtool.reshard.megatron.optimizer import NONE
-from megtool.reshard.readback import ReadbackReport, compare_with_source
+from megtool.reshard.readback import ReadbackReport, check_readable, compare_with_source
 from megtool.reshard.report import ReshardReport
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.staged_write import WriteOptions, write_staged
 from megtool.reshard.target import make_target
 from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.reshard.written_digests import write_digests
 from megtool.tensors.placement import Placement
 
 LEAST_THREAD_BYTES = 384 << 10
@@ -208,13 +204,13 @@ def _write(
 ) -> dict[str, Any]:
     """Write the plan and commit it; the fields of the report about that."""
     source, target, plan = job.source, job.target, job.plan
-    sidecars: list[Sidecar] = []
     readbacks: list[ReadbackReport] = []
 
     def finish(copied: CopyReport) -> None:
         if target.finish is not None:
             target.finish(stage, execution.threads)
-        sidecars.append(write_digests(source, target, plan, copied, stage))
+        check_staged(source, target, plan, stage)
+        write_target_digests(source, target, plan, copied, stage, execution)
         if execution.verify:
             readbacks.append(verify_staged(source, target, plan, stage, execution, progress))
 
@@ -227,20 +223,36 @@ def _write(
         expected=expected_digests(source),
         finish=finish,
     )
-    (sidecar,) = sidecars
-    complete = [n for n in copied.digests.complete() if n not in target.copies]
-    digested = 0 if target.is_file else len(complete)
+    computed = sum(n not in target.copies for n in copied.digests.complete())
+    sidecar = stage.sidecar or Sidecar(names="stored", tool=TOOL, tensors={})
+    placed = len(target.side.placements) - len(target.copies)
     return {
         "kernel_bytes": copied.kernel_bytes,
         "resumed_units": copied.verified,
         "repaired_units": copied.repaired,
-        "digested": digested,
-        "inherited": len(sidecar.tensors) - digested,
-        "unverified": len(target.side.placements) - len(target.copies) - len(sidecar.tensors),
+        "digested": placed if target.is_file else computed,
+        "inherited": 0 if target.is_file else len(sidecar.tensors) - computed,
+        "unverified": 0 if target.is_file else placed - len(sidecar.tensors),
+        "digested_files": 1 if target.is_file else len(sidecar.files),
         "peak_buffer_bytes": copied.peak_buffer_bytes,
         "overflowed": dict(copied.overflowed),
         "verified": readbacks[0].num_tensors if readbacks else None,
     }
+
+
+def check_staged(
+    source: CheckpointSource, target: Target, plan: ReshardPlan, stage: StagingFolder
+) -> None:
+    """Check that what is staged can be opened and holds all that was planned.
+
+    Raises:
+        FormatError: it does not; the staged data is discarded.
+    """
+    try:
+        check_readable(source, target, plan, stage.path("") if target.is_file else stage.tree)
+    except FormatError:
+        stage.discard()
+        raise
 
 
 def verify_staged(
@@ -287,6 +299,7 @@ def _report(job: ReshardJob, summary: PlanSummary, **facts: Any) -> ReshardRepor
         plan=summary,
         inventory=job.inventory,
         left_out=source.left_out,
+        replicated=tuple(target.replicated),
         shares=_shares(job),
         amax=target.amax,
         **facts,
@@ -335,31 +348,36 @@ def _known_digests(source: CheckpointSource) -> dict[str, TensorDigest]:
     return out
 
 
-def write_digests(
+def write_target_digests(
     source: CheckpointSource,
     target: Target,
     plan: ReshardPlan,
     copied: CopyReport,
     stage: StagingFolder,
-) -> Sidecar:
-    """Write the digests of the target's tensors to its sidecar, if any are known; return them."""
-    sidecar = _make_sidecar(source, target, plan, copied)
-    if sidecar.tensors:
-        stage.write(str(Path(target.sidecar_folder) / SIDECAR), encode_sidecar(sidecar))
-    return sidecar
+    options: WriteOptions,
+) -> None:
+    """Write the digests of the target's tensors, by canonical name, and of its files."""
+    write_digests(
+        plan,
+        stage,
+        copied,
+        options.digest,
+        tensors=_digest_tensors(source, target, plan, copied),
+        folder=target.sidecar_folder,
+        is_raw=target.finish is None,
+        threads=options.threads,
+    )
 
 
-def _make_sidecar(
+def _digest_tensors(
     source: CheckpointSource, target: Target, plan: ReshardPlan, copied: CopyReport
 ) -> Sidecar:
     """Digests of the target's tensors: computed while copying, or the source's where bytes are the
     same."""
-    known = {} if target.is_file else _known_digests(source)
+    known = _known_digests(source)
     tensors: dict[str, TensorDigest] = {}
     for entry in plan.entries:
-        if (
-            entry.op is Op.FILL or entry.canonical in target.copies or target.is_file
-        ):  # a single file has no sidecar
+        if entry.op is Op.FILL or entry.canonical in target.copies:
             continue
         shape = source.view.canonical[entry.canonical].shape
         crc = copied.digests.get(entry.canonical)
@@ -370,7 +388,7 @@ def _make_sidecar(
             tensors[entry.canonical] = TensorDigest(crc32c=crc, dtype=kind, shape=shape)
     return Sidecar(
         names="canonical" if source.is_canonical else "stored",
-        tool=f"megtool {__version__}",
+        tool=TOOL,
         family=source.family_name if source.is_canonical else None,
         tensors=tensors,
     )

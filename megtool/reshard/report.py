@@ -9,7 +9,7 @@ from typing import Any
 from megtool.checkpoint.formats import RANK_SHARDED_FORMATS
 from megtool.checkpoint.plan import DroppedItem
 from megtool.checkpoint.plan_summary import PlanSummary
-from megtool.console import format_bytes
+from megtool.console import format_bytes, several
 from megtool.errors import listed
 from megtool.reports import Report, Row, Section
 from megtool.reshard.inventory import OBJECTS, Inventory
@@ -21,12 +21,14 @@ class ReshardReport(Report):
     """The result of a reshard, or with `dry_run` its plan.
 
     `left_out` counts source tensors that were not selected (--select, --exclude, --layers,
-    --optimizer-format none, --optimizer-only). `shares` are the checkpoints averaged.
+    --optimizer-format none, --optimizer-only). `shares` are the checkpoints averaged, `replicated`
+    the tensors that are whole in every rank's files because --replicate says so.
     `digested` tensors have a digest of the bytes written, `inherited` ones the source's own,
-    `unverified` ones none. `peak_rss_bytes` is the peak resident set of this process, with
-    libraries and mapped files. `overflowed` counts, by the source's tensors, numbers that are too
-    large for float16 and became infinite. `verified` tensors were read back and equal the source's,
-    cast or averaged; None without `verify`. `amax` reports FP8's delayed scaling state.
+    `unverified` ones none; `digested_files` are the files that have one. `peak_rss_bytes` is the
+    peak resident set of this process, with libraries and mapped files. `overflowed` counts, by the
+    source's tensors, numbers that are too large for float16 and became infinite. `verified` tensors
+    were read back and equal the source's, cast or averaged; None without `verify`. `amax` reports
+    FP8's delayed scaling state.
     """
 
     source: str
@@ -42,6 +44,7 @@ class ReshardReport(Report):
     left_out: int
     shares: tuple[tuple[str, float], ...]
     dry_run: bool
+    replicated: tuple[str, ...] = ()
     amax: AmaxReport | None = None
     seconds: float = 0.0
     kernel_bytes: int = 0
@@ -50,6 +53,7 @@ class ReshardReport(Report):
     digested: int = 0
     inherited: int = 0
     unverified: int = 0
+    digested_files: int = 0
     peak_buffer_bytes: int = 0
     peak_rss_bytes: int = 0
     verified: int | None = None
@@ -96,6 +100,8 @@ class ReshardReport(Report):
             yield "objects", str(counts)
         if self.amax is not None:
             yield from (("amax", text) for text in self.amax.describe())
+        if self.replicated:
+            yield "replicated", f"{listed(self.replicated)}: whole for every tensor-parallel rank"
         if self.left_out:
             yield "left out", f"{self.left_out} tensors that were not selected"
         reasons: dict[str, list[str]] = {}
@@ -125,11 +131,11 @@ class ReshardReport(Report):
             f"in {self.seconds:.2f} s ({rate}/s)",
         )
         yield "kernel", f"{format_bytes(self.kernel_bytes)} copied without entering the process"
-        yield (
-            "digests",
-            f"{self.digested} computed, {self.inherited} carried over, "
-            f"{self.unverified} unverified",
-        )
+        total = self.digested + self.inherited + self.unverified
+        text = f"{self.digested} of {several(total, 'tensor')} digested"
+        if self.inherited:
+            text += f", {self.inherited} carried over"
+        yield "digests", text + f", and {several(self.digested_files, 'file')}"
         if self.verified is not None:
             yield "verified", f"{self.verified} tensors read back, equal to the source"
         if self.resumed_units:

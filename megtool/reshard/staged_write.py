@@ -13,6 +13,7 @@ from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.console import Progress
 from megtool.errors import FormatError
+from megtool.reshard.written_digests import write_digests
 
 _LOG = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ class WriteOptions:
 
     threads: int = field(default_factory=lambda: default_threads(None))
     memory_bytes: int = 128 << 20
-    digest: DigestMode = DigestMode.BUFFERED
+    digest: DigestMode = DigestMode.ALL
     fsync: bool = True
 
 
@@ -51,7 +52,8 @@ def write_staged(
         progress: Is called with bytes written and their total.
         expected: CRC-32C of source tensors by canonical name, compared as they are read.
         finish: Is called when all data are staged, before the commit: for files that are known only
-            then, and for checks. What it raises is raised.
+            then, for checks, and for the digests (`write_digests`), which are those of stored
+            tensors and files without it. What it raises is raised.
         overflow_hint: Refuse numbers that are too large for float16, with this hint, and discard
             the stage. Without it they are a warning.
 
@@ -86,6 +88,8 @@ def write_staged(
                 _LOG.warning("%s", copied.overflows)
             if finish is not None:
                 finish(copied)
+            else:
+                write_digests(plan, stage, copied, options.digest, threads=options.threads)
             stage.commit(fsync=options.fsync, threads=options.threads)
     except BaseException:
         if stage.describe_resume() in stage.messages:  # there is something to resume from

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from megtool.checkpoint.digest import (
     SIDECAR,
     Digests,
+    FileDigest,
     Sidecar,
+    StoredDigest,
     TensorDigest,
     encode_sidecar,
     parse_sidecar,
@@ -127,6 +129,12 @@ EXAMPLE = Sidecar(
         "b": TensorDigest(crc32c=1, dtype=dtype("bfloat16"), shape=(2, 3)),
         "a\n\u00e4": TensorDigest(crc32c=0xFFFFFFFF, dtype=dtype("float32"), shape=()),
     },
+    stored_tensors={
+        "scale": StoredDigest(
+            crc32c=2, dtype=dtype("float32"), shape=(1,), file="a/b.safetensors", begin=8, size=4
+        )
+    },
+    files={"config.json": FileDigest(size=12, crc32c=3)},
 )
 
 
@@ -157,7 +165,11 @@ def test_a_sidecar_is_read_from_its_file(tmp_path: Path) -> None:
 
 
 def with_changes(**changes: Any) -> bytes:
-    return json.dumps(json.loads(encode_sidecar(EXAMPLE)) | changes).encode()
+    """The example with other values, and a right digest of itself."""
+    values = json.loads(encode_sidecar(EXAMPLE)) | changes
+    del values["crc32c"]
+    data = json.dumps(values)[:-1].encode()
+    return data + b',\n"crc32c": "%08x"}\n' % crc32c(data)
 
 
 def with_entry(**changes: Any) -> bytes:
@@ -176,7 +188,13 @@ def with_entry(**changes: Any) -> bytes:
         (b'{"version": NaN}', "NaN"),
         (b'{"version": 1, "version": 1}', "duplicate key"),
         (b'{"version": ' + b"9" * 5000 + b"}", "damaged"),
-        (with_changes(version=2), "version 2"),
+        (with_changes(version=1), "version 1"),
+        (with_changes(files=[]), "list"),
+        (with_changes(files={"/etc/passwd": {"crc32c": "00000001", "size": 1}}), "no path"),
+        (with_changes(files={"a/../../b": {"crc32c": "00000001", "size": 1}}), "no path"),
+        (with_changes(files={"a": {"crc32c": "1", "size": 1}}), "crc32c '1'"),
+        (with_changes(files={"a": {"crc32c": "00000001", "size": -1}}), "size -1"),
+        (with_changes(stored_tensors={"a": {}}), "crc32c None"),
         (with_changes(algorithm="md5"), "md5"),
         (with_changes(names="other"), "other"),
         (with_changes(family=3), "family 3"),
@@ -191,6 +209,8 @@ def with_entry(**changes: Any) -> bytes:
         (with_entry(shape=[2**63]), "shape"),
         (with_entry(shape=None), "shape"),
         (encode_sidecar(EXAMPLE)[:-5], "damaged"),
+        (encode_sidecar(EXAMPLE)[:-1], "the end"),
+        (encode_sidecar(EXAMPLE).replace(b"megtool 0.1", b"megtool 0.2"), "their own digest"),
     ],
 )
 def test_a_bad_sidecar_is_refused_in_words(tmp_path: Path, data: bytes, words: str) -> None:

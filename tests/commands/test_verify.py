@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megtool import reshard, verify
-from megtool.checkpoint.digest import SIDECAR
+from megtool.checkpoint.digest import SIDECAR, encode_sidecar, read_sidecar
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.cli.app import main
 from megtool.errors import CheckpointError, MappingError
@@ -82,7 +83,7 @@ def test_the_same_model_in_other_formats_and_layouts(
         made / a,
         made / b,
         threads=threads,
-        progress=lambda stage, n, total: seen.append((n, total)),
+        progress=lambda stage, n, total: seen.append((n, total)) if stage == "verify" else None,
     )
     assert (report.verdict, report.exit_status, report.differences) == ("equal", 0, ())
     assert (report.matched_by, report.family, report.num_tensors) == (
@@ -204,9 +205,11 @@ def test_a_flipped_bit_is_found_by_the_digest(
     flip(folder, stored)
     report = verify(folder)
     assert (report.verdict, report.exit_status) == ("different", 7)
-    (found,) = report.differences
+    damaged, found = report.differences
+    assert (damaged.kind, Path(damaged.stored).suffix) == ("file", ".distcp")
     assert (found.kind, found.stored) == ("digest", stored)
     assert found.tensor.startswith(hit)
+    assert report.digests[0].differing_files == 1
     assert report.digests[0].matching == len(SHAPES) - 1
     assert any(found.tensor in line for line in report.lines())
 
@@ -232,7 +235,7 @@ def test_swapped_files_of_equal_size_are_found(copy: Callable[[str], Path]) -> N
         assert "__" in str(e.file)
     else:
         assert report.exit_status == 7
-        assert {d.kind for d in report.differences} == {"digest"}
+        assert {d.kind for d in report.differences} == {"digest", "file"}
 
 
 def test_a_tensor_that_is_gone(copy: Callable[[str], Path]) -> None:
@@ -250,12 +253,15 @@ def test_digests_of_a_tensor_that_is_gone_or_another(tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
     save_file(held, tmp_path / "from" / "model.safetensors")
     reshard(tmp_path / "from", tmp_path / "to", digest="all")
-    data = json.loads((tmp_path / "to" / SIDECAR).read_text())
-    data["tensors"]["e"] = data["tensors"]["a"]
-    data["tensors"]["b"]["shape"] = [2, 3]
-    data["tensors"]["c"]["shape"] = [4]
-    del data["tensors"]["d"]
-    (tmp_path / "to" / SIDECAR).write_text(json.dumps(data))
+    path = tmp_path / "to" / SIDECAR
+    sidecar = read_sidecar(path)
+    assert sidecar is not None
+    tensors = dict(sidecar.tensors)
+    tensors["e"] = tensors["a"]
+    tensors["b"] = replace(tensors["b"], shape=(2, 3))
+    tensors["c"] = replace(tensors["c"], shape=(4,))
+    del tensors["d"]
+    path.write_bytes(encode_sidecar(replace(sidecar, tensors=tensors, files={})))
     report = verify(tmp_path / "to")
     assert [(d.tensor, d.kind) for d in report.differences] == [
         ("b", "digest"),
@@ -409,7 +415,7 @@ def test_the_command_line(
     assert main(["verify", str(folder), "--json"]) == 7
     value = json.loads(capsys.readouterr().out)
     assert value["verdict"] == "different"
-    assert [d["tensor"] for d in value["differences"]] == ["embed.weight"]
+    assert [d["tensor"] for d in value["differences"] if d["kind"] == "digest"] == ["embed.weight"]
     assert main(["verify", str(made / "hf"), str(folder)]) == 7
     out = capsys.readouterr().out
     assert "embed.weight" in out

@@ -107,6 +107,7 @@ class StridedBlock:
         if self.sieved:
             for offset, view in zip(self.offsets, self.views, strict=True):
                 files.pread_into(fd, view, offset + shift)
+                files.record(fd, offset + shift, (view,))  # cancelled, because it is written again
         self.assign(self.inner, self.outer)
 
 

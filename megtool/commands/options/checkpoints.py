@@ -22,6 +22,7 @@ from megtool.options.groups import (
     CopyOptions,
     DryRunOptions,
     EngineOptions,
+    ObjectOptions,
     OutputOptions,
     SourceOptions,
     ThreadOptions,
@@ -86,6 +87,12 @@ _IS_MEGATRON = OptionCondition(
 )
 
 
+_IS_RANK_FILES = OptionCondition(
+    holds=lambda options, facts: facts.format == "megatron",
+    reason="{has} no effect with --to {format}, which holds each tensor once",
+    hint="--to megatron",
+    on_facts=True,
+)
 _WRITES = OptionCondition(
     holds=lambda options, facts: not options.dry_run,
     reason="{has} no effect with --dry-run, which writes nothing",
@@ -94,7 +101,7 @@ _WRITES = OptionCondition(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReshardOptions(SourceOptions, LayoutOptions, CopyOptions, OutputOptions):
+class ReshardOptions(SourceOptions, LayoutOptions, CopyOptions, OutputOptions, ObjectOptions):
     """Copy a checkpoint into another format, parallel layout or dtype.
 
     An interrupted run resumes when the same command is given again.
@@ -159,6 +166,14 @@ class ReshardOptions(SourceOptions, LayoutOptions, CopyOptions, OutputOptions):
         minimum=1,
         needs=(_IS_MEGATRON,),
     )
+    replicate: tuple[str, ...] = option(
+        OUTPUT,
+        "Write tensors of these names, which no Megatron module has, whole for every "
+        "tensor-parallel rank; repeatable.",
+        (),
+        metavar="GLOB",
+        needs=(_IS_RANK_FILES,),
+    )
     core_version: str | None = option(
         OUTPUT,
         "Write for one version of megatron-core; default: what old and new ones load.",
@@ -186,8 +201,9 @@ class ReshardOptions(SourceOptions, LayoutOptions, CopyOptions, OutputOptions):
     )
     digest: Literal["all", "buffered", "none"] = option(
         OUTPUT,
-        "Digest all bytes, or those that pass through a buffer, or none.",
-        "buffered",
+        "Digest all tensors and files; or those that pass through a buffer, so that the rest can "
+        "share blocks with the source where the file system allows it; or none.",
+        "all",
     )
     verify: bool = option(
         OUTPUT,
@@ -206,7 +222,7 @@ class ReshardOptions(SourceOptions, LayoutOptions, CopyOptions, OutputOptions):
 _TWO = requires("b", "megtool verify A B compares two checkpoints")
 _EXACT = OptionCondition(
     holds=lambda options, facts: not (options.atol or options.rtol),
-    reason="with --atol or --rtol",
+    reason="{has} no effect with --atol or --rtol",
     hint="give one kind of tolerance",
 )
 
@@ -388,7 +404,7 @@ class InspectAmaxOptions(ThreadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewriteAmaxOptions(SourceOptions, CopyOptions, OutputOptions):
+class RewriteAmaxOptions(SourceOptions, CopyOptions, OutputOptions, ObjectOptions):
     """What `amax fix` and `amax strip` take."""
 
     source: Path = argument(SOURCE, "SRC")

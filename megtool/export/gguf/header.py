@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
+from megtool.checkpoint.embedded_digests import METADATA_KEY, reserve_digests
 from megtool.checkpoint.formats.safetensors import whole_shards
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
@@ -44,7 +45,8 @@ def plan_gguf_file(
 ) -> Destination:
     """One file `file` of these tensors, in this order, each at a multiple of 32 bytes.
 
-    Of `keys`, ints are u32, floats f32; lists are arrays of strings, i32 or f32.
+    Of `keys`, ints are u32, floats f32; lists are arrays of strings, i32 or f32. One more key has
+    room for the digests.
 
     Raises:
         MappingError: a name is longer than llama.cpp reads.
@@ -55,9 +57,10 @@ def plan_gguf_file(
             raise MappingError(
                 f"a name of {len(t.name)} letters is too long for GGUF", tensor=t.name
             )
-    head = _head(tensors, keys, architecture)
-    head += bytes(-len(head) % _ALIGNMENT)
     stored = [t.stored for t in tensors]
+    room = {METADATA_KEY: reserve_digests([t.num_bytes for t in stored])}
+    head = _head(tensors, {**keys, **room}, architecture)
+    head += bytes(-len(head) % _ALIGNMENT)
     offsets, end = [], len(head)
     for tensor in stored:
         offsets.append(end)

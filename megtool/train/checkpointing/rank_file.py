@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from megtool.checkpoint.catalogue import Destination
+from megtool.checkpoint.digest import StoredDigest
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.formats.torch_dist_layout import CONFIG_FILE, plan_torch_dist_layout
 from megtool.train.checkpointing.host_snapshot import LiveShards
@@ -68,7 +69,29 @@ class RankDataFile:
         if number is None:
             return
         fragments = [(offset, data) for file, offset, data in planned.fragments if file == number]
-        place.write(name, catalogue.files[number].size, fragments, self._elements(planned, rows))
+        elements = self._elements(planned, rows)
+        shards = self._shards(planned, name)
+        place.write(name, catalogue.files[number].size, fragments, elements, shards)
+
+    def _shards(self, planned: Destination, file: str) -> dict[str, StoredDigest]:
+        """This rank's shards, by tensor and box; their digests are not known yet."""
+        layout, extents, out = self._layout, planned.catalogue.extents, {}
+        for row in layout.parts:
+            tensor = layout.tensors[int(layout.shards.tensor[row])]
+            ndim = len(tensor.shape)
+            lo = layout.shards.boxes.lo[row, :ndim].tolist()
+            hi = layout.shards.boxes.hi[row, :ndim].tolist()
+            is_whole = tuple(hi) == tensor.shape and not any(lo)
+            box = ", ".join(f"{a}:{b}" for a, b in zip(lo, hi, strict=True))
+            out[tensor.name if is_whole else f"{tensor.name}[{box}]"] = StoredDigest(
+                crc32c=0,
+                dtype=tensor.dtype,
+                shape=tuple(b - a for a, b in zip(lo, hi, strict=True)),
+                file=file,
+                begin=int(extents.offset[row]),
+                size=int(extents.length[row]),
+            )
+        return out
 
     def _elements(
         self, planned: Destination, rows: Mapping[int, Tensor] | LiveShards

@@ -1,0 +1,147 @@
+"""Digests of everything that was staged: tensors, stored tensors and files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+from megtool.checkpoint.commit import StagingFolder
+from megtool.checkpoint.copy import CopyReport
+from megtool.checkpoint.digest import (
+    SIDECAR,
+    TOOL,
+    DigestMode,
+    FileDigest,
+    Sidecar,
+    StoredDigest,
+    encode_sidecar,
+)
+from megtool.checkpoint.embedded_digests import embed_digests, list_sections
+from megtool.checkpoint.file_digests import digest_tree, read_sections
+from megtool.checkpoint.plan import Op, ReshardPlan
+from megtool.tensors.sharded import GlobalTensor
+
+
+def write_digests(
+    plan: ReshardPlan,
+    stage: StagingFolder,
+    copied: CopyReport,
+    mode: DigestMode,
+    *,
+    tensors: Sidecar | None = None,
+    folder: str = "",
+    is_raw: bool = True,
+    threads: int = 1,
+) -> Sidecar:
+    """Write the digests of all that is staged: to the sidecar in `folder`, or into the single file.
+
+    Digests of most bytes were computed as they were written; other files are read once. With
+    `buffered`, files that the kernel wrote have none; with `none`, nothing has one, except for
+    `tensors`, the digests by canonical name. Without `is_raw`, the bytes of tensors were encoded
+    after they were written.
+    """
+    sidecar = tensors or Sidecar(names="stored", tool=TOOL, tensors={})
+    if stage.is_file:
+        sidecar = _embed(plan, stage, mode, threads)
+    elif mode is not DigestMode.NONE:
+        skipped = () if mode is DigestMode.ALL else copied.kernel_files
+        digests = digest_tree(
+            stage.files, stage.tree, stage.digests, excluded=skipped, threads=threads
+        )
+        stored = {}
+        if is_raw and not plan.target.catalogue.extents.contained:
+            stored = _stored_digests(plan, stage, sidecar, digests, folder, threads)
+        sidecar = replace(sidecar, files=_relative_to(digests, folder), stored_tensors=stored)
+    if not stage.is_file and (sidecar.num_tensors or sidecar.files):
+        stage.write(str(PurePosixPath(folder) / SIDECAR), encode_sidecar(sidecar))
+    stage.sidecar = sidecar
+    return sidecar
+
+
+def _relative_to(digests: dict[str, FileDigest], folder: str) -> dict[str, FileDigest]:
+    """The files inside `folder`, by their path in it."""
+    prefix = f"{folder}/" if folder else ""
+    return {
+        name.removeprefix(prefix): digest
+        for name, digest in digests.items()
+        if name.startswith(prefix) and name != f"{prefix}{SIDECAR}"
+    }
+
+
+def _stored_digests(
+    plan: ReshardPlan,
+    stage: StagingFolder,
+    sidecar: Sidecar,
+    digests: dict[str, FileDigest],
+    folder: str,
+    threads: int,
+) -> dict[str, StoredDigest]:
+    """Digests of the stored tensors of which no part has one by canonical name."""
+    covered = {
+        e.target.stored
+        for e in plan.entries
+        if e.op is not Op.FILL and e.canonical in sidecar.tensors
+    }
+    prefix = f"{folder}/" if folder else ""
+    out = {}
+    for tensor, name, begin, end in _whole_tensors(plan):
+        if tensor.name in covered or name not in digests or not name.startswith(prefix):
+            continue
+        path = stage.tree / name
+        crc = stage.digests.section(path, begin, end)
+        if crc is None:
+            (crc,) = read_sections(stage.files, path, [(begin, end)], threads=threads)
+        out[tensor.name] = StoredDigest(
+            crc32c=crc,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            file=name.removeprefix(prefix),
+            begin=begin,
+            size=end - begin,
+        )
+    return out
+
+
+def _whole_tensors(plan: ReshardPlan) -> Iterator[tuple[GlobalTensor, str, int, int]]:
+    """Tensors whose bytes are in one place: file, begin and end."""
+    catalogue, extents = plan.target.catalogue, plan.target.catalogue.extents
+    owner = catalogue.shards.tensor.tolist()
+    columns = zip(
+        owner, extents.file.tolist(), extents.offset.tolist(), extents.length.tolist(), strict=True
+    )
+    for number, file, offset, length in columns:
+        tensor = catalogue.tensors[number]
+        if length == tensor.num_bytes:
+            yield tensor, catalogue.files[file].path, offset, offset + length
+
+
+def _embed(plan: ReshardPlan, stage: StagingFolder, mode: DigestMode, threads: int) -> Sidecar:
+    """Complete the digests in the header of a single file."""
+    sidecar = Sidecar(names="stored", tool=TOOL, tensors={})
+    if mode is DigestMode.NONE:
+        return sidecar
+    catalogue, path = plan.target.catalogue, stage.path("")
+    sections = list_sections(catalogue)
+    crcs = [stage.digests.section(path, begin, end) for _, begin, end in sections]
+    missing = [number for number, crc in enumerate(crcs) if crc is None]
+    ranges = [(sections[n][1], sections[n][2]) for n in missing]
+    for number, crc in zip(
+        missing, read_sections(stage.files, path, ranges, threads=threads), strict=True
+    ):
+        crcs[number] = crc
+    ((_, _, head),) = plan.target.fragments
+    complete = [crc or 0 for crc in crcs]
+    embed_digests(stage.files, path, catalogue, head, complete)
+    stored = {
+        name: StoredDigest(
+            crc32c=crc,
+            dtype=catalogue[name].dtype,
+            shape=catalogue[name].shape,
+            file="",
+            begin=begin,
+            size=end - begin,
+        )
+        for (name, begin, end), crc in zip(sections, complete, strict=True)
+    }
+    return replace(sidecar, stored_tensors=stored)
