@@ -50,8 +50,8 @@ def main() -> None:
         jobs: list[tuple[str, str, dict[str, Any]]] = [
             ("transformers, copied", "peer_forward", {**both, "copied": True}),
             ("transformers, mapped", "peer_forward", {**both, "copied": False}),
-            ("whole", "forward", {**both, "on_demand": False}),
-            ("on demand", "forward", {**both, "on_demand": True}),
+            ("whole", "forward", {**both, "stream_layers": False}),
+            ("on demand", "forward", {**both, "stream_layers": True}),
         ]
         peer = 0.0
         for name, kind, how in jobs:

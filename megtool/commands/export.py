@@ -9,16 +9,19 @@ from typing import Any
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats import detect_format, open_checkpoint
 from megtool.checkpoint.formats.quantized import quantization_config
+from megtool.checkpoint.formats.safetensors import DEFAULT_SHARD_BYTES
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.options.checkpoints import ExportFacts, ExportOptions, ReshardOptions
-from megtool.commands.reshard import reshard
+from megtool.commands.reshard import make_execution_options, reshard
+from megtool.config import ParallelConfig
 from megtool.console import Progress, several, silent
 from megtool.errors import UsageError
 from megtool.export.report import ExportReport
 from megtool.lint.engines import ENGINES
 from megtool.options.effects import check_effects
 from megtool.quant.recipes.engine_support import parse_engine
+from megtool.reshard.parse_size import parse_size
 
 
 def export(
@@ -39,46 +42,55 @@ def export(
     to, source, destination = options.to, options.source, options.destination
     _check_engines(options)
     engine = options.target or (to if to in ENGINES else "")
-    copying: dict[str, Any] = {
-        "threads": options.threads,
-        "memory": options.memory,
-        "overwrite": options.overwrite,
-        "dry_run": options.dry_run,
-        "fsync": options.fsync,
-        "files": files,
-        "progress": progress,
-    }
-    model: dict[str, Any] = {
-        "iteration": options.iteration,
-        "family": options.family,
-        "like": options.like,
-    }
+    execution = make_execution_options(options, options)
     if to == "trtllm-legacy":
         from megtool.export.trtllm_legacy.write_checkpoint import export_trtllm_legacy
 
-        ranks: dict[str, Any] = {"tp": options.tp or 1, "pp": options.pp or 1}
         return export_trtllm_legacy(
-            source, destination, dtype=options.dtype, **ranks, **model, **copying
+            source,
+            destination,
+            layout=ParallelConfig(tp=options.tp or 1, pp=options.pp or 1),
+            dtype=options.dtype,
+            model=options,
+            execution=execution,
+            files=files,
+            progress=progress,
         )
     if to == "gguf":
         from megtool.export.gguf.write_file import export_gguf
 
-        return export_gguf(source, destination, kind=options.outtype or "bf16", **model, **copying)
+        return export_gguf(
+            source,
+            destination,
+            kind=options.outtype or "bf16",
+            pre_tokenizer=options.pre_tokenizer,
+            model=options,
+            execution=execution,
+            files=files,
+            progress=progress,
+        )
     catalogue = _open_quantized(source)
     is_repacked = catalogue is not None and to != "hf"
     check_effects(options, ExportFacts(to=to, is_repacked=is_repacked))
     if not is_repacked:
         return _export_plain(options, engine, catalogue, files, progress)
-    from megtool.export.quantized_folder import export_folder
+    from megtool.export.quantized_folder import FolderOptions, export_folder
 
+    shard_size = options.max_shard_size
     return export_folder(
         source,
         destination,
-        to=to,
-        target=engine or None,
+        FolderOptions(
+            to=to,
+            target=engine or None,
+            max_shard_bytes=parse_size(shard_size, "max shard size")
+            if shard_size
+            else DEFAULT_SHARD_BYTES,
+        ),
         family=options.family,
-        max_shard_size=options.max_shard_size,
-        **copying,
+        execution=execution,
+        files=files,
+        progress=progress,
     )
 
 

@@ -131,7 +131,7 @@ def _run(
     callbacks: _Callbacks,
 ) -> GenerateReport:
     """Load the model, continue every prompt, and report."""
-    from megtool.inference.generate import Meter
+    from megtool.inference.generate import DecodingOptions, Meter
     from megtool.inference.generate import generate as generate_texts
 
     conversations, requests = prompts.conversations, prompts.requests
@@ -150,13 +150,15 @@ def _run(
         for text in generate_texts(
             forward,
             requests,
-            spelling=tokenizer.stream,
-            sampling=sampling,
-            eos_ids=frozenset(tokenizer.eos_ids),
-            stop=options.stop,
-            num_slots=num_slots,
-            graphed=groups.device.type == "cuda" and not options.stream_layers,
-            shown=None if on_text is None else lambda number, piece: on_text(piece),
+            DecodingOptions(
+                sampling=sampling,
+                eos_ids=frozenset(tokenizer.eos_ids),
+                stop=options.stop,
+                num_slots=num_slots,
+                graphed=groups.device.type == "cuda" and not options.stream_layers,
+            ),
+            new_detokenizer=tokenizer.stream,
+            on_text=None if on_text is None else lambda number, piece: on_text(piece),
             meter=meter,
         ):
             answer = Answer(
@@ -199,8 +201,10 @@ def _read_conversations(options: GenerateOptions) -> list[Conversation]:
     prompts = list(options.prompt) if file is None else list(_read_prompts(file, options.field))
     if not prompts:
         if file is not None:
-            raise FormatError("no prompt in it", file=file, hint="one line, or JSON object, each")
-        raise UsageError("no prompt", hint="--prompt TEXT, or --prompts FILE")
+            raise FormatError(
+                "the file has no prompt", file=file, hint="one line, or JSON object, each"
+            )
+        raise UsageError("there is no prompt", hint="--prompt TEXT, or --prompts FILE")
     system = options.system
     opening = () if system is None else ({"role": "system", "content": system},)
     conversations: list[Conversation] = []
@@ -229,7 +233,7 @@ def _read_prompts(path: Path, field: str | None) -> Iterator[Conversation]:
     except OSError as e:
         raise StorageError(f"cannot read: {e.strerror}", file=path) from e
     except UnicodeDecodeError as e:
-        raise FormatError(f"not UTF-8 at byte {e.start}", file=path) from e
+        raise FormatError(f"the file is not UTF-8 at byte {e.start}", file=path) from e
     yield from (line for line in text.splitlines() if line.strip())
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.config import ModelConfig
-from megtool.inference.layer_streaming import on_demand_of
+from megtool.inference.layer_streaming import find_streamer
 from megtool.kernels.token_statistics import token_log_probs
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache, KVCache, PagedCache
@@ -68,7 +68,7 @@ class Forward:
         on the host (experts that are looped over, or on other ranks) or for the disk."""
         return (
             self.groups.pp.size == self.groups.cp.size == 1
-            and on_demand_of(self.decoder) is None
+            and find_streamer(self.decoder) is None
             and all(m.is_graphable for m in self.decoder.modules() if isinstance(m, MoeMlp))
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -32,6 +32,21 @@ class IncrementalDetokenizer(Protocol):
 
     def finish(self) -> str:
         """What text is left at the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodingOptions:
+    """How tokens are chosen, what ends a text, and how many texts are generated at once.
+
+    A text ends at a token of `eos_ids` or before a `stop` string. With `graphed`, steps are
+    replayed as CUDA graphs where that is possible.
+    """
+
+    sampling: Sampling = field(default_factory=Sampling)
+    eos_ids: frozenset[int] = frozenset()
+    stop: Sequence[str] = ()
+    num_slots: int = 16
+    graphed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,23 +108,19 @@ def check_requests(requests: Sequence[GenerateRequest], config: ModelConfig) -> 
 def generate(
     forward: Forward,
     requests: Sequence[GenerateRequest],
+    options: DecodingOptions,
     *,
-    spelling: Callable[[], IncrementalDetokenizer],
-    sampling: Sampling,
-    eos_ids: frozenset[int] = frozenset(),
-    stop: Sequence[str] = (),
-    num_slots: int = 16,
-    graphed: bool = True,
-    shown: Callable[[int, str], None] | None = None,
+    new_detokenizer: Callable[[], IncrementalDetokenizer],
+    on_text: Callable[[int, str], None] | None = None,
     meter: Meter | None = None,
 ) -> Iterator[Completion]:
     """Continue every prompt; completions come in the order of their numbers (0, 1, ...).
 
-    Up to `num_slots` prompts are worked on at once. If there are no more than that, all enter
-    together, into a cache without blocks whose steps a CUDA graph replays; otherwise each leaves
-    when it is finished and the next takes its blocks. `shown` is called with a prompt's number and
-    each piece of its text as soon as it is certain. Every rank of the model has to call this, with
-    the same arguments, and gets the same tokens.
+    If there are no more prompts than slots, all enter together, into a cache without blocks whose
+    steps a CUDA graph replays; otherwise each leaves when it is finished and the next takes its
+    blocks. `on_text` is called with a prompt's number and each piece of its text as soon as it is
+    certain. Every rank of the model has to call this, with the same arguments, and gets the same
+    tokens.
 
     Raises:
         UsageError: a prompt is empty, too long for the model or another tokenizer's, or a stop
@@ -118,11 +129,12 @@ def generate(
     """
     meter = Meter() if meter is None else meter
     check_requests(requests, forward.config)
-    Stops(stop)
+    Stops(options.stop)  # refuses empty ones
     if not requests:
         return
+    num_slots = options.num_slots
     slots: Slots = (
-        RowSlots(forward, requests, graphed=graphed)
+        RowSlots(forward, requests, graphed=options.graphed)
         if len(requests) <= num_slots
         else BlockSlots(forward, requests, num_slots=num_slots)
     )
@@ -139,12 +151,12 @@ def generate(
         entered = schedule.enter(most_tokens=slots.most_prefill_tokens or _MOST_PREFILL_TOKENS)
         for running in entered:
             number = running.request.number
-            writers[number] = _Writer(
-                running, spelling(), Stops(stop), eos_ids, sampling.generator(number), shown
-            )
+            writers[number] = _Writer(running, options, new_detokenizer(), on_text)
         rows = entered or list(schedule.running.values())
         logits_BV = slots.prefill(rows) if entered else slots.step(rows)
-        tokens = _chosen(forward, logits_BV, sampling, [writers[r.request.number] for r in rows])
+        tokens = _choose_tokens(
+            forward, logits_BV, options.sampling, [writers[r.request.number] for r in rows]
+        )
         took = time.monotonic() - began
         if entered:
             meter.prompt_tokens += sum(len(r.request.prompt) for r in rows)
@@ -170,13 +182,13 @@ def generate(
     meter.num_graphed += slots.num_graphed
 
 
-def _chosen(
+def _choose_tokens(
     forward: Forward,
     logits_BV: torch.Tensor | None,
     sampling: Sampling,
     writers: Sequence[_Writer],
 ) -> list[int]:
-    """The next token of each row, chosen by one rank and told to the others.
+    """The next token of each row, chosen by one rank and sent to the others.
 
     Every rank draws, so that generators stay in step; only the chooser's draw counts.
     """
@@ -193,15 +205,14 @@ class _Writer:
     def __init__(
         self,
         running: Running,
-        spelling: IncrementalDetokenizer,
-        stops: Stops,
-        eos_ids: frozenset[int],
-        generator: torch.Generator,
-        shown: Callable[[int, str], None] | None,
+        options: DecodingOptions,
+        detokenizer: IncrementalDetokenizer,
+        on_text: Callable[[int, str], None] | None,
     ) -> None:
-        self._running, self._spelling, self._stops = running, spelling, stops
-        self._eos_ids, self._shown = eos_ids, shown
-        self.generator = generator
+        self._running, self._detokenizer = running, detokenizer
+        self._eos_ids, self._stops = options.eos_ids, Stops(options.stop)
+        self._on_text = on_text
+        self.generator = options.sampling.generator(running.request.number)
         self._pieces: list[str] = []
 
     def add(self, token: int) -> Completion | None:
@@ -212,11 +223,11 @@ class _Writer:
         if token in self._eos_ids:
             finish = "eos"
         else:
-            self._show(self._stops.add(self._spelling.push(token)))
+            self._show(self._stops.add(self._detokenizer.push(token)))
             if not self._stops.stopped and len(running.tokens) == running.request.max_new_tokens:
                 finish = "length"
         if finish:
-            self._show(self._stops.add(self._spelling.finish()))
+            self._show(self._stops.add(self._detokenizer.finish()))
         if self._stops.stopped:
             finish = "stop"
         if finish is None:
@@ -233,5 +244,5 @@ class _Writer:
     def _show(self, text: str) -> None:
         if text:
             self._pieces.append(text)
-            if self._shown is not None:
-                self._shown(self._running.request.number, text)
+            if self._on_text is not None:
+                self._on_text(self._running.request.number, text)

@@ -42,7 +42,7 @@ def units_of(names: Iterable[str]) -> dict[str, list[str]]:
     return {unit: members for unit, members in out.items() if members}
 
 
-class OnDemand:
+class LayerStreamer:
     """Keeps a decoder's weights on disk but for the unit in use and the one behind it.
 
     The decoder's parameters are on the device `meta` until a unit's first module is called. Tied
@@ -71,9 +71,9 @@ class OnDemand:
         self._lock = threading.RLock()
         self.reads_ahead = True
         self._is_fixed = False
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="megtool-on-demand")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="megtool-stream")
         self._hook()
-        decoder.__dict__["_megtool_on_demand"] = self
+        decoder.__dict__["_megtool_streamer"] = self
 
     def _hook(self) -> None:
         """Have the first module of every unit ask for it."""
@@ -162,10 +162,10 @@ class OnDemand:
         return self._weights.load(self.units[unit])
 
 
-def on_demand_of(decoder: nn.Module) -> OnDemand | None:
-    """What keeps a decoder's weights on disk; None where they are all in memory."""
-    on_demand = decoder.__dict__.get("_megtool_on_demand")
-    return on_demand if isinstance(on_demand, OnDemand) else None
+def find_streamer(decoder: nn.Module) -> LayerStreamer | None:
+    """What keeps a decoder's weights on disk; None if they are all in memory."""
+    streamer = decoder.__dict__.get("_megtool_streamer")
+    return streamer if isinstance(streamer, LayerStreamer) else None
 
 
 def replaced(root: nn.Module, name: str, tensor: Tensor) -> None:

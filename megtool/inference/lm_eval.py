@@ -13,7 +13,7 @@ from megtool.errors import MissingPackageError, UsageError
 from megtool.inference.batching import GenerateRequest
 from megtool.inference.evaluate import hidden_of, predictions
 from megtool.inference.forward import Forward
-from megtool.inference.generate import generate
+from megtool.inference.generate import DecodingOptions, generate
 from megtool.inference.sampling import Sampling
 from megtool.inference.windows import TokenDocument, batches
 from megtool.model.batch import check_ids
@@ -25,19 +25,19 @@ _MISSING = "pip install 'megtool[tasks]'"
 def run_tasks(
     forward: Forward,
     tokenizer: Tokenizer,
-    tasks: Sequence[Any],
+    tasks: Sequence[str],
     *,
     window: int,
     batch_size: int,
     limit: int | None = None,
-    shots: int | None = None,
+    num_fewshot: int | None = None,
     chat: bool = False,
-    task_manager: Any = None,
 ) -> dict[str, dict[str, Any]]:
-    """What lm-eval measures on each task (by name, or a task as lm-eval defines it).
+    """What lm-eval measures on each task.
 
-    `limit` is how many questions of each are asked, `shots` how many solved ones stand before each;
-    `chat` puts them into the model's chat template. Every rank of the model has to call this.
+    `limit` is the number of questions of each task, `num_fewshot` the number of solved examples
+    before each; `chat` puts them into the model's chat template. Every rank of the model has to
+    call this.
 
     Raises:
         MissingPackageError: lm-eval is not installed.
@@ -48,9 +48,9 @@ def run_tasks(
         from lm_eval.tasks import TaskManager
     except ModuleNotFoundError as e:
         raise MissingPackageError(f"tasks need the {e.name} package", hint=_MISSING) from e
-    manager = TaskManager() if task_manager is None else task_manager
+    manager = TaskManager()
     task_names = set(manager.all_tasks)
-    if unknown := [t for t in tasks if isinstance(t, str) and t not in task_names]:
+    if unknown := [t for t in tasks if t not in task_names]:
         near = sorted(t for t in task_names if unknown[0].split("_")[0] in t)[:5]
         raise UsageError(
             f"lm-eval has no task {unknown[0]!r}",
@@ -61,7 +61,7 @@ def run_tasks(
         model=model,
         tasks=list(tasks),
         task_manager=manager,
-        num_fewshot=shots,
+        num_fewshot=num_fewshot,
         limit=limit,
         apply_chat_template=chat,
         log_samples=False,
@@ -254,11 +254,13 @@ def _written(
         for done in generate(
             forward,
             requests,
-            spelling=tokenizer.stream,
-            sampling=sampling,
-            eos_ids=frozenset(tokenizer.eos_ids),
-            stop=stop,
-            num_slots=batch_size,
-            graphed=forward.device.type == "cuda",
+            DecodingOptions(
+                sampling=sampling,
+                eos_ids=frozenset(tokenizer.eos_ids),
+                stop=stop,
+                num_slots=batch_size,
+                graphed=forward.device.type == "cuda",
+            ),
+            new_detokenizer=tokenizer.stream,
         )
     ]

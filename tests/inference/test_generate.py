@@ -14,7 +14,7 @@ from megtool.data.tokenizer import Tokenizer
 from megtool.errors import CheckpointError, UsageError
 from megtool.inference.batching import GenerateRequest
 from megtool.inference.forward import Forward
-from megtool.inference.generate import Meter, check_requests, generate
+from megtool.inference.generate import DecodingOptions, Meter, check_requests, generate
 from megtool.inference.runtime import load_forward, on_ranks
 from megtool.inference.sampling import Sampling
 from megtool.options.groups import RuntimeOptions
@@ -63,9 +63,16 @@ def requests(tokenizer: Tokenizer, new: int = 20) -> list[GenerateRequest]:
 
 def run(model: tuple[Forward, Tokenizer], new: int = 20, **options: Any) -> list[Any]:
     forward, tokenizer = model
-    how = {"sampling": Sampling(), "graphed": False, "eos_ids": frozenset(tokenizer.eos_ids)}
+    callbacks = {name: options.pop(name) for name in ("on_text", "meter") if name in options}
+    fields = {"graphed": False, "eos_ids": frozenset(tokenizer.eos_ids)} | options
     return list(
-        generate(forward, requests(tokenizer, new), spelling=tokenizer.stream, **(how | options))
+        generate(
+            forward,
+            requests(tokenizer, new),
+            DecodingOptions(**fields),
+            new_detokenizer=tokenizer.stream,
+            **callbacks,
+        )
     )
 
 
@@ -116,7 +123,7 @@ def test_stop_strings_cut_the_text_where_they_begin(model: Any) -> None:
     stop = whole[5:8]
     at = whole.index(stop)
     shown: list[str] = []
-    cut = run(model, stop=[stop], shown=lambda n, text: shown.append(text) if n == 2 else None)[2]
+    cut = run(model, stop=[stop], on_text=lambda n, text: shown.append(text) if n == 2 else None)[2]
     assert (cut.text, cut.finish) == (whole[:at], "stop")
     assert "".join(shown) == cut.text
 

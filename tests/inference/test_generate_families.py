@@ -10,9 +10,8 @@ import torch
 
 from megtool.console import silent
 from megtool.inference.batching import GenerateRequest
-from megtool.inference.generate import generate
+from megtool.inference.generate import DecodingOptions, generate
 from megtool.inference.runtime import load_forward, on_ranks
-from megtool.inference.sampling import Sampling
 from megtool.options.groups import RuntimeOptions
 from megtool.reshard.open_source import open_decoder
 
@@ -104,9 +103,7 @@ def test_tokens_are_those_of_transformers_without_a_cache(name: str, tmp_path: P
             found = generate(
                 forward,
                 requests,
-                spelling=Silent,
-                sampling=Sampling(),
-                num_slots=slots,
-                graphed=graphed,
+                DecodingOptions(num_slots=slots, graphed=graphed),
+                new_detokenizer=Silent,
             )
             assert [one.tokens for one in found] == expected, (slots, graphed)

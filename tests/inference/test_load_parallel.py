@@ -55,11 +55,11 @@ def check(folder: Path, layout: dict[str, int], size: int, **how: Any) -> None:
     ("layout", "size", "how"),
     [
         ({"tp": 2}, 2, {}),
-        pytest.param({"tp": 2}, 2, {"on_demand": True}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, 2, {"stream_layers": True}, marks=pytest.mark.slow),
         pytest.param({"pp": 2}, 2, {}, marks=pytest.mark.slow),
-        ({"pp": 2}, 2, {"on_demand": True}),
+        ({"pp": 2}, 2, {"stream_layers": True}),
         pytest.param({"tp": 4}, 4, {}, marks=pytest.mark.slow),  # more ranks than KV heads
-        pytest.param({"tp": 2, "pp": 2}, 4, {"on_demand": True}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2, "pp": 2}, 4, {"stream_layers": True}, marks=pytest.mark.slow),
         pytest.param({"tp": 2}, 2, {"sequence_parallel": True}, marks=pytest.mark.slow),
     ],
     ids=str,

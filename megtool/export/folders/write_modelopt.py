@@ -19,9 +19,9 @@ from megtool.quant.packed_tensors.hf_config import (
 )
 from megtool.quant.packed_tensors.modelopt_tensors import (
     COLUMNS_SCALE,
+    GLOBAL_SCALE_DIVISORS,
     INPUT_SCALE,
     NAMES,
-    GLOBAL_SCALE_DIVISORS,
 )
 from megtool.quant.recipes.formats import PACKINGS
 from megtool.tensors.sharded import GlobalTensor

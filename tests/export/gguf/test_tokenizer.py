@@ -90,7 +90,7 @@ def test_splits_by_their_expressions(tmp_path: Path) -> None:
     files = {"tokenizer.json": json.dumps(told).encode()}
     with raises(MappingError, match="Split then ByteLevel", hint="smollm, llama-bpe, qwen2"):
         build_tokenizer_keys(files, 320)
-    assert build_tokenizer_keys(files, 320, split="mine")["tokenizer.ggml.pre"] == "mine"
+    assert build_tokenizer_keys(files, 320, pre_tokenizer="mine")["tokenizer.ggml.pre"] == "mine"
 
 
 def _byte_level(folder: Path) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def test_whole_words_before_merges(tmp_path: Path, split: str | None) -> None:
 
     def keys() -> Any:
         files["tokenizer.json"] = json.dumps(told).encode()
-        return build_tokenizer_keys(files, 350, split=split)
+        return build_tokenizer_keys(files, 350, pre_tokenizer=split)
 
     for ignores in (False, True):
         told["model"]["ignore_merges"] = ignores

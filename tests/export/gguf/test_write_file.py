@@ -1,4 +1,4 @@
-"""`export_gguf` against the gguf library, transformers' reader of GGUF files, and our own."""
+"""GGUF files against the gguf library, transformers' reader of GGUF files, and our own."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megtool.errors import (
     MissingPackageError,
     UsageError,
 )
-from megtool.export.gguf.write_file import export_gguf
 from tests.support.errors import raises
 from tests.support.models import gguf_models
+from tests.support.runs.exports import export_gguf
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
@@ -72,7 +72,7 @@ def _cases(*names: str) -> list[Any]:
 def test_every_architecture(name: str, tmp_path: Path) -> None:
     """Names by the gguf library's own map; the same logits out of transformers' reader and ours."""
     source, path = gguf_models.save(tmp_path / "hf", name), tmp_path / "model.gguf"
-    report = export_gguf(source, path, kind="f32")
+    report = export_gguf(source, path, outtype="f32")
     held = _read(path)
     assert report.tensors == len(held)
     assert not report.notes
@@ -105,8 +105,8 @@ def test_every_architecture(name: str, tmp_path: Path) -> None:
 def test_bytes_are_the_librarys(kind: str, tmp_path: Path) -> None:
     """Every tensor as the gguf library encodes the whole of it; norms in float32."""
     source = gguf_models.save(tmp_path / "hf", "llama", intermediate_size=80)
-    export_gguf(source, tmp_path / "whole.gguf", kind="f32")
-    report = export_gguf(source, tmp_path / "small.gguf", kind=kind)
+    export_gguf(source, tmp_path / "whole.gguf", outtype="f32")
+    report = export_gguf(source, tmp_path / "small.gguf", outtype=kind)
     want, found = _read(tmp_path / "whole.gguf"), _read(tmp_path / "small.gguf")
     types = {n: t.tensor_type.name for n, t in found.items()}
     for name, tensor in found.items():
@@ -128,8 +128,8 @@ def test_special_types(kind: str, tmp_path: Path) -> None:
     """Ternary files keep both ends in F16; MXFP4 is for experts, the rest is Q8_0."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
     source = gguf_models.save(tmp_path / "hf", "mixtral", **sizes)
-    export_gguf(source, tmp_path / "whole.gguf", kind="f32")
-    export_gguf(source, tmp_path / "small.gguf", kind=kind)
+    export_gguf(source, tmp_path / "whole.gguf", outtype="f32")
+    export_gguf(source, tmp_path / "small.gguf", outtype=kind)
     want, found = _read(tmp_path / "whole.gguf"), _read(tmp_path / "small.gguf")
     for name, tensor in found.items():
         made = gguf.quants.quantize(np.asarray(want[name].data), tensor.tensor_type)
@@ -146,9 +146,9 @@ def test_source_of_another_layout_gives_the_same_file(tmp_path: Path) -> None:
     source = gguf_models.save(tmp_path / "hf", "llama", dtype="bfloat16")
     reshard(source, tmp_path / "ranks", to="torch_dist", tp=2, pp=2)
     for kind in ("bf16", "q8_0"):
-        one, two = tmp_path / f"{kind}.gguf", tmp_path / f"{kind}-ranks.gguf"
-        export_gguf(source, one, kind=kind, name="m")
-        report = export_gguf(tmp_path / "ranks", two, kind=kind, name="m", threads=1)
+        one, two = tmp_path / "one" / f"{kind}.gguf", tmp_path / "two" / f"{kind}.gguf"
+        export_gguf(source, one, outtype=kind)
+        report = export_gguf(tmp_path / "ranks", two, outtype=kind, threads=1)
         assert one.read_bytes() == two.read_bytes()
         assert report.files == (two.name,)
         assert report.decoded == 0
@@ -158,8 +158,8 @@ def test_source_of_another_layout_gives_the_same_file(tmp_path: Path) -> None:
 def test_quantized_source_is_decoded(tmp_path: Path) -> None:
     """A Q8_0 file to float32, its tokenizer as it was; and to Q8_0 again with the same codes."""
     source = gguf_models.save(tmp_path / "hf", "llama")
-    export_gguf(source, tmp_path / "q8.gguf", kind="q8_0", name="m")
-    export_gguf(tmp_path / "q8.gguf", tmp_path / "f32.gguf", kind="f32", name="m")
+    export_gguf(source, tmp_path / "q8.gguf", outtype="q8_0")
+    export_gguf(tmp_path / "q8.gguf", tmp_path / "f32.gguf", outtype="f32")
     small, large = _read(tmp_path / "q8.gguf"), _read(tmp_path / "f32.gguf")
     for name, tensor in small.items():
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
@@ -189,9 +189,24 @@ def test_tokenizer_encodes_the_same(tmp_path: Path) -> None:
     assert (kinds[0], kinds[5], kinds[tokens.index("<mark>")], kinds[-1]) == (3, 1, 4, 5)
 
 
+def test_a_name_for_a_split_that_is_not_known(tmp_path: Path) -> None:
+    source = gguf_models.save(tmp_path / "hf", "llama")
+    gguf_models.byte_level(source, 300)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    cut = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated"}
+    bytes_alone = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [cut, bytes_alone]}
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with raises(MappingError, match="no name here", hint="--pre-tokenizer NAME"):
+        export_gguf(source, tmp_path / "m.gguf")
+    export_gguf(source, tmp_path / "m.gguf", pre_tokenizer="olmo")
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    assert reader.get_field("tokenizer.ggml.pre").contents() == "olmo"
+
+
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     source = gguf_models.save(tmp_path / "hf", "llama")
-    report = export_gguf(source, tmp_path / "m.gguf", kind="q4_0", dry_run=True)
+    report = export_gguf(source, tmp_path / "m.gguf", outtype="q4_0", dry_run=True)
     assert report.is_dry
     assert report.algo == "Q4_0"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
@@ -200,7 +215,7 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
 
 def test_killed_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = gguf_models.save(tmp_path / "hf", "llama")
-    export_gguf(source, tmp_path / "whole.gguf", kind="q8_0", name="m")
+    export_gguf(source, tmp_path / "whole" / "m.gguf", outtype="q8_0")
     from megtool.checkpoint.transport import work_units
     from megtool.export.gguf import block_encoder
 
@@ -216,14 +231,14 @@ def test_killed_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     path = tmp_path / "m.gguf"
     monkeypatch.setattr(block_encoder, "encode", fails)
     with pytest.raises(KeyboardInterrupt):
-        export_gguf(source, path, kind="q8_0", name="m", threads=1)
+        export_gguf(source, path, outtype="q8_0", threads=1)
     assert not path.exists()
     assert (tmp_path / ".m.gguf.megtool").exists()
-    report = export_gguf(source, path, kind="q8_0", name="m", threads=1)
+    report = export_gguf(source, path, outtype="q8_0", threads=1)
     assert any("resuming" in w for w in report.warnings)
-    assert path.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "m.gguf", "whole.gguf"]
-    with pytest.raises(DestinationError, match="exists"):
+    assert path.read_bytes() == (tmp_path / "whole" / "m.gguf").read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "m.gguf", "whole"]
+    with raises(DestinationError, id="destination-exists"):
         export_gguf(source, path)
 
 
@@ -242,8 +257,8 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not out.exists()
         assert not (tmp_path / ".m.gguf.megtool").exists()
 
-    refused(UsageError, "kind 'q4_k'", "q4_0, q4_1", kind="q4_k")
-    refused(UsageError, "mxfp4", "q8_0", kind="mxfp4")
+    refused(UsageError, "--outtype is 'q4_k'", "q4_0, q4_1", outtype="q4_k")
+    refused(UsageError, "mxfp4", "q8_0", outtype="mxfp4")
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     _edit(source, rope_parameters=None, rope_theta=1e4, rope_scaling=scaling)
     refused(MappingError, "'dynamic'", "linear, yarn, llama3")
@@ -293,8 +308,8 @@ def test_nan_is_refused_with_its_name(tmp_path: Path) -> None:
     held = load_file(source / "model.safetensors")
     held["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(held, source / "model.safetensors", metadata={"format": "pt"})
-    with raises(FormatError, match="NaN", tensor="layers.1.mlp.up.weight"):
-        export_gguf(source, tmp_path / "m.gguf", kind="q8_0")
+    with raises(FormatError, id="nan-weights", tensor="layers.1.mlp.up.weight"):
+        export_gguf(source, tmp_path / "m.gguf", outtype="q8_0")
     assert not (tmp_path / "m.gguf").exists()
 
 
@@ -313,9 +328,9 @@ def test_numbers_too_large_for_f16(tmp_path: Path) -> None:
             tensor="model.layers.1.mlp.down_proj.weight",
             hint="--outtype bf16",
         ):
-            export_gguf(source, tmp_path / "m.gguf", kind=kind)
+            export_gguf(source, tmp_path / "m.gguf", outtype=kind)
         assert [p.name for p in tmp_path.iterdir()] == ["hf"]
-    export_gguf(source, tmp_path / "m.gguf", kind="bf16")
+    export_gguf(source, tmp_path / "m.gguf", outtype="bf16")
 
 
 LLAMA3 = {
@@ -331,7 +346,7 @@ LLAMA3 = {
 def test_llama3_factors(tmp_path: Path) -> None:
     """Divided by the factors, frequencies are transformers'; our reader gets the scaling back."""
     source = gguf_models.save(tmp_path / "hf", "llama", rope_parameters=LLAMA3)
-    export_gguf(source, tmp_path / "m.gguf", kind="f32")
+    export_gguf(source, tmp_path / "m.gguf", outtype="f32")
     factors = _read(tmp_path / "m.gguf")["rope_freqs.weight"].data
     config = transformers.AutoConfig.from_pretrained(source)
     make = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"]
@@ -368,9 +383,9 @@ def _without_our_key(source: Path, to: Path, **replaced: np.ndarray) -> Path:
 def test_llama3_scaling_of_factors_alone(tmp_path: Path, name: str) -> None:
     """Files of llama.cpp's converter: the scaling is found by its factors, to every target."""
     source = gguf_models.save(tmp_path / "hf", name, rope_parameters=LLAMA3)
-    export_gguf(source, tmp_path / "m.gguf", kind="f32")
+    export_gguf(source, tmp_path / "m.gguf", outtype="f32")
     theirs = _without_our_key(tmp_path / "m.gguf", tmp_path / "theirs.gguf")
-    export_gguf(theirs, tmp_path / "again.gguf", kind="f32")
+    export_gguf(theirs, tmp_path / "again.gguf", outtype="f32")
     want, found = (_read(tmp_path / f"{n}.gguf")["rope_freqs.weight"] for n in ("m", "again"))
     assert (want.data == found.data).all()
     reshard(theirs, tmp_path / "back", to="hf")
@@ -380,7 +395,7 @@ def test_llama3_scaling_of_factors_alone(tmp_path: Path, name: str) -> None:
     wrong = _without_our_key(tmp_path / "m.gguf", tmp_path / "odd.gguf", rope_freqs_weight=odd)
     with raises(MappingError, match="no llama3 scaling", hint="--like"):
         export_gguf(wrong, tmp_path / "no.gguf")
-    export_gguf(wrong, tmp_path / "like.gguf", kind="f32", like=source)
+    export_gguf(wrong, tmp_path / "like.gguf", outtype="f32", like=source)
     assert (_read(tmp_path / "like.gguf")["rope_freqs.weight"].data == want.data).all()
 
 
@@ -392,7 +407,7 @@ def test_longrope_of_factors_alone(tmp_path: Path) -> None:
     _edit(source, rope_parameters=None, rope_theta=1e4, rope_scaling=scaling)
     for more in ({}, {"attention_factor": 1.5}):
         _edit(source, rope_scaling=scaling | more)
-        export_gguf(source, tmp_path / "m.gguf", kind="f32", overwrite=True)
+        export_gguf(source, tmp_path / "m.gguf", outtype="f32", overwrite=True)
         _without_our_key(tmp_path / "m.gguf", tmp_path / "theirs.gguf")
         reshard(tmp_path / "theirs.gguf", tmp_path / "back", to="hf", overwrite=True)
         found = json.loads((tmp_path / "back" / "config.json").read_text())["rope_scaling"]
@@ -414,7 +429,7 @@ def test_longrope_factors(tmp_path: Path) -> None:
         rope_scaling=scaling,
         original_max_position_embeddings=32,
     )
-    export_gguf(source, tmp_path / "m.gguf", kind="f32")
+    export_gguf(source, tmp_path / "m.gguf", outtype="f32")
     held, reader = _read(tmp_path / "m.gguf"), gguf.GGUFReader(tmp_path / "m.gguf")
     assert held["rope_factors_short.weight"].data.tolist() == short
     assert held["rope_factors_long.weight"].data.tolist() == long
@@ -437,7 +452,7 @@ def test_real_model(tmp_path: Path) -> None:
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
     texts = []
     export_gguf(source, tmp_path / "bf16.gguf")
-    export_gguf(source, tmp_path / "q8_0.gguf", kind="q8_0")
+    export_gguf(source, tmp_path / "q8_0.gguf", outtype="q8_0")
     for place, more in (
         (source, {}),
         (tmp_path, {"gguf_file": "bf16.gguf"}),

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from megtool import inspect, lint, verify
 from megtool.errors import FormatError, LayoutError, MappingError, MegtoolError, UsageError
-from megtool.export.trtllm_legacy.write_checkpoint import export_trtllm_legacy
 from tests.support import folders
 from tests.support.checkpoints.quantized_folder import make_quantized
 from tests.support.models import tiny_llama, trtllm_models
+from tests.support.runs.exports import export_trtllm_legacy
 
 
 def refused(kind: type[MegtoolError], work: Callable[[], Any], *words: str) -> MegtoolError:
@@ -36,7 +36,7 @@ def test_layouts(tmp_path: Path) -> None:
     refused(LayoutError, export(tp=3), "tp=3", "4 attention heads", "tp may be 1, 2, 4")
     refused(LayoutError, export(tp=8), "tp may be 1, 2, 4")
     refused(LayoutError, export(pp=3), "4 layers", "pp may be 1, 2, 4")
-    refused(LayoutError, export(tp=0), "tp is 0")
+    refused(UsageError, export(tp=0), "--tp is 0", "1 or more")
     refused(UsageError, lambda: export_trtllm_legacy(source, out, dtype="int8"), "bfloat16")
     assert not out.exists()
     assert not list(folders.staging_folders(tmp_path))

@@ -15,13 +15,13 @@ from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
-from megtool.export.trtllm_legacy.write_checkpoint import export_trtllm_legacy
 from megtool.number_formats.small_floats import single
 from megtool.reshard.open_source import open_source
 from tests.support.checkpoints.quantized_folder import make_quantized
 from tests.support.checkpoints.trtllm_joined import config_of, joined, ranks_of
 from tests.support.errors import raises
 from tests.support.models import trtllm_models
+from tests.support.runs.exports import export_trtllm_legacy
 
 ALGOS = (
     "FP8",
@@ -221,17 +221,14 @@ def test_cache_scales(tmp_path: Path) -> None:
         if name.endswith("v_scale"):
             tensors[name] = torch.tensor(0.02)
     tensors["model.layers.3.self_attn.k_proj.k_scale"] = torch.tensor(1.5)
-    key = float(tensors["model.layers.0.self_attn.k_proj.k_scale"])
     save_file(tensors, file, {"format": "pt"})
-    for keep, want in ((False, [(1, 1, 1), (1.5, 1, 1.5)]), (True, [(key, 0.02, 0.02)])):
-        out = tmp_path / str(keep)
-        report = export_trtllm_legacy(made.path, out, keep_cache_scales=keep, fsync=False)
-        assert any("KV cache" in n for n in report.notes) is not keep
-        [rank] = ranks_of(out)
-        for layer, values in zip((0, 3), want, strict=False):
-            at = f"transformer.layers.{layer}.attention"
-            found = [float(rank[f"{at}.{n}_cache_scaling_factor"]) for n in ("k", "v", "kv")]
-            assert found == pytest.approx(values)
+    report = export_trtllm_legacy(made.path, tmp_path / "out", fsync=False)
+    assert any("KV cache" in n for n in report.notes)
+    [rank] = ranks_of(tmp_path / "out")
+    for layer, want in ((0, (1, 1, 1)), (3, (1.5, 1, 1.5))):
+        at = f"transformer.layers.{layer}.attention"
+        found = [float(rank[f"{at}.{n}_cache_scaling_factor"]) for n in ("k", "v", "kv")]
+        assert found == pytest.approx(want)
 
 
 def test_weights_that_engines_quantize_themselves(tmp_path: Path) -> None:
@@ -251,9 +248,7 @@ def test_what_engines_quantize_themselves_and_what_they_leave(tmp_path: Path) ->
     source = trtllm_models.llama(tmp_path / "hf")
     algos = {f"layers.0.mlp.{n}": "" for n in ("gate", "up", "down")} | {"": "W8A16"}
     made = make_quantized(source, tmp_path / "q", algos=algos)
-    report = export_trtllm_legacy(
-        made.path, tmp_path / "out", tp=2, fsync=False, keep_cache_scales=True
-    )
+    report = export_trtllm_legacy(made.path, tmp_path / "out", tp=2, fsync=False)
     assert (report.algo, report.kv_algo) == ("W8A16", "FP8")
     said = config_of(tmp_path / "out")["quantization"]
     kept = [f"transformer.layers.0.mlp.{n}*" for n in ("fc", "gate", "proj")]
@@ -266,7 +261,7 @@ def test_what_engines_quantize_themselves_and_what_they_leave(tmp_path: Path) ->
         for layer in range(4):
             at = f"transformer.layers.{layer}.attention"
             found = [float(rank[f"{at}.{n}_cache_scaling_factor"]) for n in ("k", "v", "kv")]
-            assert found == pytest.approx([3 / 448, 5 / 448, 5 / 448])
+            assert found == [1, 1, 1]
     algos = {"attn.q": "", "": "W8A16"}
     made = make_quantized(source, tmp_path / "mixed", algos=algos)
     with raises(MappingError, "attn.q", "attn.k", "W8A16"):

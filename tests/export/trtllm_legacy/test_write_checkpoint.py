@@ -9,10 +9,10 @@ import pytest
 
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError, StorageError
-from megtool.export.trtllm_legacy.write_checkpoint import export_trtllm_legacy
 from tests.support.checkpoints.quantized_folder import make_quantized
 from tests.support.folders import contents, file_states, staging_folders
 from tests.support.models import trtllm_models
+from tests.support.runs.exports import export_trtllm_legacy
 
 
 class Failing(Files):
@@ -63,6 +63,7 @@ def test_destination(tmp_path: Path) -> None:
     export_trtllm_legacy(source, tmp_path / "out", tp=2, overwrite=True, fsync=False)
     assert set(contents(tmp_path / "out") or ()) == {
         "config.json",
+        "megtool.json",
         "rank0.safetensors",
         "rank1.safetensors",
     }

@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megtool.export.trtllm_legacy.write_checkpoint import export_trtllm_legacy
 from tests.support.checkpoints.trtllm_joined import config_of, ranks_of
+from tests.support.runs.exports import export_trtllm_legacy
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 

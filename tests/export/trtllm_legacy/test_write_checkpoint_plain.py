@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from megtool import reshard
-from megtool.export.trtllm_legacy.write_checkpoint import export_trtllm_legacy
 from tests.support.checkpoints.trtllm_joined import config_of, joined, ranks_of
 from tests.support.folders import stored_tensors
 from tests.support.models import gguf_models, trtllm_models
+from tests.support.runs.exports import export_trtllm_legacy
 
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (4, 2))
 

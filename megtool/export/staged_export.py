@@ -1,0 +1,87 @@
+"""The end of every export: check the destination, write the plan, commit it and report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megtool.checkpoint.commit import StagingFolder
+from megtool.checkpoint.digest import SIDECAR, DigestMode
+from megtool.checkpoint.plan import ReshardPlan
+from megtool.checkpoint.storage.files import Files
+from megtool.console import Progress
+from megtool.export.report import ExportReport
+from megtool.reshard.execute import ExecutionOptions, peak_rss_bytes
+from megtool.reshard.staged_write import write_staged, written_files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedExport:
+    """A planned export, with the report of what its planner decided.
+
+    `sources` are the folders and files that are read, which the destination must not replace.
+    `expected` are CRC-32C of source tensors by canonical name, compared as they are read. With
+    `overflow_hint`, numbers too large for float16 are refused. `is_file`: the destination is one
+    file. `start` is when the export began (`time.monotonic`).
+    """
+
+    plan: ReshardPlan
+    report: ExportReport
+    sources: Sequence[Path]
+    expected: Mapping[str, int] | None = None
+    overflow_hint: str = ""
+    is_file: bool = False
+    start: float
+
+    def write(
+        self, destination: Path, execution: ExecutionOptions, files: Files, progress: Progress
+    ) -> ExportReport:
+        """Write the plan to `destination`, or only check that this is possible (`dry_run`).
+
+        Raises:
+            FormatError, StorageError, SourceChangedError, DestinationError: see `write_staged`.
+        """
+        stage = StagingFolder(
+            destination,
+            files=files,
+            fingerprint=self.plan.fingerprint,
+            overwrite=execution.overwrite,
+            is_file=self.is_file,
+            sources=self.sources,
+        )
+        catalogue = self.plan.target.catalogue
+        report = replace(
+            self.report,
+            destination=str(destination),
+            tensors=len(catalogue.tensors),
+            num_bytes=catalogue.num_bytes,
+            files=self._list_files(execution),
+            is_dry=execution.dry_run,
+        )
+        if execution.dry_run:
+            stage.check()
+            return report
+        write_staged(
+            self.plan,
+            stage,
+            execution,
+            verb="export",
+            progress=progress,
+            expected=self.expected,
+            overflow_hint=self.overflow_hint,
+        )
+        return replace(
+            report,
+            warnings=(*report.warnings, *stage.messages),
+            seconds=time.monotonic() - self.start,
+            peak_rss_bytes=peak_rss_bytes(),
+        )
+
+    def _list_files(self, execution: ExecutionOptions) -> tuple[str, ...]:
+        """What is written, the digests included, which a single file contains."""
+        names = written_files(self.plan)
+        if self.is_file or execution.digest is DigestMode.NONE:
+            return names
+        return tuple(sorted({*names, SIDECAR}))
