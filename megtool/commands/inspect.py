@@ -11,11 +11,13 @@ from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.statistics import TensorStatistics, measure_tensors
 from megtool.checkpoint.storage.files import Files
+from megtool.commands.digest_check import find_embedded
 from megtool.commands.name_tree import NameFold, draw_tree, fold_tensors
 from megtool.commands.options.checkpoints import InspectOptions
 from megtool.console import Progress, format_bytes, several, silent
 from megtool.convert.megatron import split_state
 from megtool.reports import Report, Row, Section, Table, count, fold_names, shown
+from megtool.reshard.foreign_objects import ForeignObject, find_foreign_objects
 from megtool.reshard.megatron.common_state import read_source_layout
 from megtool.reshard.open_source import open_source
 from megtool.reshard.source import CheckpointSource
@@ -54,8 +56,9 @@ class InspectReport(Report):
     `parameters` counts each weight of the model once: no padding, no copy of a tied embedding, no
     optimizer state. `num_bytes` are those of all tensors, decoded; `file_bytes` those on disk.
     `dtypes` says how many bytes there are of each type. `reason` says why no family is known,
-    `left_out` names tensors that are no part of the model, with the reason. `digests` counts
-    tensors that have one, None where there is no sidecar. `tensors` is empty unless asked for.
+    `left_out` names tensors that are no part of the model, with the reason. `foreign_objects` are
+    objects that would run code if they were loaded. `digests` counts tensors that have one, None
+    where none has; `digest_files` counts files. `tensors` is empty unless asked for.
     """
 
     path: str
@@ -79,8 +82,10 @@ class InspectReport(Report):
     tensors: tuple[TensorLine, ...]
     objects: tuple[tuple[str, int], ...]
     object_bytes: int
+    foreign_objects: tuple[ForeignObject, ...]
     attachments: tuple[str, ...]
     digests: int | None
+    digest_files: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -90,6 +95,7 @@ class InspectReport(Report):
         out["tensors"] = [t.to_json() for t in self.tensors]
         out["left_out"] = [{"name": name, "reason": reason} for name, reason in self.left_out]
         out["objects"] = [{"name": name, "count": n} for name, n in self.objects]
+        out["foreign_objects"] = [f.to_json() for f in self.foreign_objects]
         return self.add_remarks(out)
 
     def title(self) -> str:
@@ -137,11 +143,16 @@ class InspectReport(Report):
             yield "", f"{name}{f' ({n})' if n > 1 else ''}"
         if len(self.objects) > 8:
             yield "", f"and {len(self.objects) - 8} more kinds (--json lists them)"
+        for foreign in self.foreign_objects[:8]:
+            yield "foreign", f"{foreign.name} {foreign.text}"
+        if len(self.foreign_objects) > 8:
+            yield "foreign", f"and {len(self.foreign_objects) - 8} more (--json lists them)"
         if self.attachments:
             more = f", and {len(self.attachments) - 8} more" if len(self.attachments) > 8 else ""
             yield "files", ", ".join(self.attachments[:8]) + more
         missing = "none: a flipped bit would go unnoticed" if self.digests is None else None
-        yield "digests", missing or f"of {self.digests} tensors (`megtool verify` compares them)"
+        counts = f"of {self.digests} tensors and {several(self.digest_files, 'file')}"
+        yield "digests", missing or f"{counts} (`megtool verify` compares them)"
 
     def _tensors(self) -> Table:
         if not self.tensors:
@@ -223,10 +234,22 @@ def inspect(options: InspectOptions, *, progress: Progress = silent) -> InspectR
         tensors=lines,
         objects=tuple(fold_names(catalogue.objects)),
         object_bytes=sum(o.extent[2] for o in catalogue.objects.values() if o.extent),
+        foreign_objects=tuple(find_foreign_objects(catalogue)),
         attachments=tuple(sorted(catalogue.auxiliary_files)),
-        digests=len(source.sidecar.tensors) if source.sidecar else None,
+        **_count_digests(source),
         warnings=tuple(catalogue.warnings),
     )
+
+
+def _count_digests(source: CheckpointSource) -> dict[str, int | None]:
+    """The numbers of tensors and of files that have a digest."""
+    sidecar, embedded = source.sidecar, find_embedded(source)
+    if embedded is not None:
+        empty = sum(t.num_bytes == 0 for t in source.catalogue.tensors)
+        return {"digests": len(embedded.tensors) + empty, "digest_files": 1}
+    if sidecar is None:
+        return {"digests": None, "digest_files": 0}
+    return {"digests": sidecar.num_tensors, "digest_files": len(sidecar.files)}
 
 
 def _line(t: GlobalTensor, num_shards: int, statistics: TensorStatistics | None) -> TensorLine:

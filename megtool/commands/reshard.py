@@ -81,6 +81,7 @@ def _target_options(options: ReshardOptions) -> TargetOptions:
         layout=LayoutOptions(**options.explicit()),
         optimizer=options.optimizer_format,
         prove_all=options.verify_master_weights,
+        drop_objects=options.drop_objects,
         core_version=options.core_version,
         bridge=options.bridge,
         dtype=None if options.dtype is None else _parse_dtype(options.dtype),
@@ -89,6 +90,7 @@ def _target_options(options: ReshardOptions) -> TargetOptions:
         ),
         compress=options.compress,
         renames=options.rename,
+        replicate=options.replicate,
         destination=options.destination,
         amax=parse_amax_options(options.amax, options.te_version, options.amax_history),
     )
@@ -125,7 +127,7 @@ def _parse_dtype(text: str) -> DType:
         dtype = named_dtype(text)
     except FormatError as e:
         known = ", ".join(d.name for d in DTYPES if d.is_float and d.itemsize > 1)
-        raise UsageError(f"dtype {text!r}", hint=f"one of {known}") from e
+        raise UsageError(f"--dtype is {text!r}, which is no dtype", hint=f"one of {known}") from e
     if not dtype.is_float:
         raise UsageError(f"dtype {text!r} is not floating point", hint="for example bfloat16")
     if dtype.itemsize == 1:

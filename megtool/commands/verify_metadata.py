@@ -1,4 +1,4 @@
-"""Verify, of a quantized folder: what its config files say, held against its tensors."""
+"""Check everything but tensors: objects, and config files against the tensors they describe."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megtool.convert.families import detect_family
 from megtool.errors import MappingError
 from megtool.lint.consistency import check_consistency
 from megtool.lint.folder_view import open_folder
+from megtool.reshard.foreign_objects import find_foreign_objects
 from megtool.reshard.source import CheckpointSource
 
 
@@ -33,6 +34,17 @@ def check_quant_config(source: CheckpointSource) -> tuple[list[Difference], list
             else:
                 notes[f"{finding.module} of {source.path}: {finding.message}"] = None
     return list(differences), list(notes)
+
+
+def check_objects(source: CheckpointSource) -> Iterator[Difference]:
+    """The objects of a checkpoint that would run code if they were loaded."""
+    for foreign in find_foreign_objects(source.catalogue):
+        yield Difference(
+            tensor=foreign.name,
+            stored=foreign.file,
+            kind="object",
+            text=f"{foreign.text}: do not load it",
+        )
 
 
 _UNCOMPARED = frozenset(("extra", "max_positions", "num_mtp_layers", "tied_embeddings"))

@@ -114,7 +114,7 @@ _HARMLESS = frozenset(
 _BUILTINS = frozenset({"builtins", "__builtin__"})
 _HARMLESS_BUILTINS = re.compile(
     "bool|bytearray|bytes|complex|dict|float|frozenset|int|list|object|range|set|slice|str|tuple|"
-    "type|NotImplemented|Ellipsis|(Exception|ValueError|TypeError|RuntimeError|KeyError)"
+    "type|long|unicode|xrange|NotImplemented|Ellipsis|(Exception|ValueError|TypeError|RuntimeError|KeyError)"
 )
 
 

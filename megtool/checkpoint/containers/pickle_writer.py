@@ -1,20 +1,27 @@
 """Writes trees of plain values and inert nodes as pickles, without importing what they name.
 
-Protocol 2 by default, like torch.save, so that `torch.load(weights_only=True)` reads it.
+Protocol 2 by default, like torch.save, so that `torch.load(weights_only=True)` reads it. Only
+globals of the allow-list (`pickle_globals`) are written, each in the form that checkpoints use.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from megtool.checkpoint.containers.pickle_globals import is_allowed
 from megtool.checkpoint.containers.pickle_reader import (
     Inert,
     PersistentRef,
     inert_global,
     is_global,
 )
+from megtool.checkpoint.containers.pickle_rules import find_problems
+from megtool.errors import FormatError, listed
+
+DROP_OBJECTS_HINT = "--drop-objects leaves out what names them; nothing was executed"
 
 _BATCH = 1000
 
@@ -27,15 +34,28 @@ def encode(tree: Any, *, replace: Callable[[Any], Any] | None = None, protocol: 
     as encoded text.
 
     Raises:
+        FormatError: the tree, or a pickle in its bytes, names a global that no checkpoint needs.
         TypeError: a value of any other type.
         ValueError: a tuple that contains itself, or a tree too deep to write.
     """
+    if problems := find_problems(tree):
+        raise refuse_globals(problems)
     writer = _Writer(replace or _replace_none, protocol)
     try:
         writer.write(tree)
     except RecursionError as e:
         raise ValueError("the tree is too deep to pickle") from e
     return b"\x80" + bytes((protocol,)) + b"".join(writer.out) + b"."
+
+
+def refuse_globals(problems: Sequence[str], *, file: str | Path | None = None) -> FormatError:
+    """The error for a tree that must not be written; `problems` are those of `find_problems`."""
+    return FormatError(
+        f"not written, because loading it could run code: it names {listed(problems)}",
+        file=file,
+        hint=DROP_OBJECTS_HINT,
+        error_id="hostile-pickle",
+    )
 
 
 def make_namespace(values: dict[str, Any]) -> Inert:
@@ -155,8 +175,8 @@ class _Writer:
         key = ("global", module, qualname)
         if self._recall(key):
             return
-        if "\n" in module + qualname:
-            raise ValueError(f"no global has the name {module!r} {qualname!r}")
+        if not is_allowed(module, qualname):
+            raise refuse_globals([f"{module}.{qualname}"])
         self.out.append(f"c{module}\n{qualname}\n".encode())
         self._remember(key)
 

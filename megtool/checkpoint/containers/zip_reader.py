@@ -81,7 +81,7 @@ class ZipArchive:
             self._head = self._read(0, min(length, _HEAD_BYTES))
 
     def _error(self, message: str) -> FormatError:
-        return FormatError(f"not a torch.save container: {message}", file=self.file)
+        return FormatError(f"it is not a torch.save container: {message}", file=self.file)
 
     def _read(self, position: int, size: int) -> bytes:
         if position < 0 or size < 0 or position + size > self.length:
@@ -125,7 +125,7 @@ class ZipArchive:
                 raise self._error(f"end record counts {on_disk} and {count64} entries")
             count, size, start, end = count64, size64, start64, record
         if start + size != end or count * _CENTRAL.size > size or count > _MAX_MEMBERS:
-            raise self._error(f"directory of {count} entries claimed at {start}+{size}")
+            raise self._error(f"a directory of {count} entries cannot be at {start}+{size}")
         return start, size, count
 
     def _list(self, directory: bytes, count: int) -> tuple[dict[str, ZipMember], str]:
@@ -141,7 +141,7 @@ class ZipArchive:
             extra = directory[position + n_name : position + n_name + n_extra]
             position += n_name + n_extra + n_comment
             if sign != b"PK\1\2" or position > len(directory):
-                raise self._error("damaged directory entry")
+                raise self._error("a directory entry is damaged")
             if packed == 0xFFFFFFFF or size == 0xFFFFFFFF or header == 0xFFFFFFFF:
                 size, packed, header = self._wide(extra, size, packed, header)
             if method or packed != size:
@@ -236,10 +236,10 @@ class ZipArchive:
     def read_pickle(self) -> bytes:
         """Read the pickle of the saved value, after checking the byte order."""
         if "byteorder" in self.members and (order := self.read("byteorder")) != b"little":
-            raise self._error(f"byte order {order!r}")
+            raise self._error(f"the byte order {order!r} is not supported")
         member = self.members.get("data.pkl")
         if member is not None and member.size > _MAX_PICKLE_BYTES:
-            raise self._error(f"a pickle of {member.size} bytes")
+            raise self._error(f"a pickle has {member.size} bytes, which is too much")
         return self.read("data.pkl")
 
 

@@ -62,7 +62,7 @@ def parse_storage_view(node: Any, *, file: str | Path) -> StorageView | None:
         return parse_storage_view(args[0], file=file)
     if node.qualname == "_rebuild_from_type_v2" and len(args) >= 3:
         if not pickle_reader.is_global(args[1]) or not isinstance(args[2], tuple):
-            raise FormatError("damaged tensor subclass in a pickle", file=file)
+            raise FormatError("a tensor subclass in a pickle is damaged", file=file)
         inner = pickle_reader.inert_global("torch._utils", getattr(args[0], "qualname", ""))(
             *args[2]
         )
@@ -73,7 +73,7 @@ def parse_storage_view(node: Any, *, file: str | Path) -> StorageView | None:
             raise FormatError(f"tensor kind {node.name} is not supported", file=file)
         return None
     if len(args) < num_args[node.qualname]:
-        raise FormatError(f"{node.name} with {len(args)} arguments", file=file)
+        raise FormatError(f"{node.name} has {len(args)} arguments", file=file)
     storage, offset, shape, strides = args[:4]
     shape, strides = _parse_sizes(shape), _parse_sizes(strides)
     pid = storage.id if isinstance(storage, pickle_reader.PersistentRef) else None
@@ -89,12 +89,12 @@ def parse_storage_view(node: Any, *, file: str | Path) -> StorageView | None:
         or _parse_sizes((pid[4],)) is None
         or not pickle_reader.is_global(pid[1])
     ):
-        raise FormatError("damaged tensor in a pickle", file=file)
+        raise FormatError("a tensor in a pickle is damaged", file=file)
     if pid[1].qualname == "UntypedStorage":
         stored_size = 1
         if node.qualname == "_rebuild_tensor_v3":
             if not pickle_reader.is_global(args[6]):
-                raise FormatError("damaged tensor in a pickle", file=file)
+                raise FormatError("a tensor in a pickle is damaged", file=file)
             kind = dtype(args[6].qualname)
         else:
             kind = dtype("uint8")

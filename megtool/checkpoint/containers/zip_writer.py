@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megtool.checkpoint.containers import pickle_reader
+from megtool.checkpoint.containers.pickle_rewrite import encode_payloads
 from megtool.checkpoint.containers.pickle_writer import encode, encode_int, encode_text
 from megtool.dtypes import DType
 from megtool.tensors.box import strides
@@ -154,11 +155,13 @@ def encode_object(tree: Any) -> bytes:
     """A whole container that holds a tree of plain values and inert nodes.
 
     Storages that the tree refers to must have their bytes attached, as `zip_reader.load_object`
-    does.
+    does. Pickles in its bytes are decoded and encoded again.
 
     Raises:
+        FormatError: the tree names what no checkpoint needs.
         ValueError: a reference without bytes.
     """
+    tree = encode_payloads(tree, encode_object)
     members: dict[str, bytes] = {"data.pkl": encode(tree), "byteorder": b"little"}
     for node in pickle_reader.find_references(tree):
         if node.data is None:

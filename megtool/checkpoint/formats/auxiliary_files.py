@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megtool.checkpoint.containers.pickle_file import PICKLE_SUFFIXES, is_pickle_file
 from megtool.checkpoint.digest import SIDECAR
 from megtool.checkpoint.formats.header_reader import list_names, stays_inside
+from megtool.checkpoint.storage.files import Files, is_regular_file
 
 MAX_AUXILIARY_BYTES = 64 << 20
 MODELOPT_FOLDER = "modelopt_state"
@@ -14,19 +16,17 @@ MODELOPT_FOLDER = "modelopt_state"
 _FOLDERS = ("additional_chat_templates",)
 _MEGATRON_FOLDERS = ("hf", "tokenizer", "context", MODELOPT_FOLDER)
 _MEGATRON_FILES = ("run_config.yaml", "train_state.pt")
+_PICKLED = ("context/", f"{MODELOPT_FOLDER}/", "train_state.pt")
 _EXCLUDED_SUFFIXES = (
+    *PICKLE_SUFFIXES,
     ".safetensors",
     ".index.json",
     ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
     ".gguf",
     ".h5",
     ".msgpack",
     ".onnx",
     ".npz",
-    ".distcp",
 )
 
 
@@ -47,7 +47,7 @@ def find_auxiliary_files(folder: Path, warnings: list[str]) -> dict[str, Path]:
             path.name.startswith(".")
             or path.name == SIDECAR
             or name.endswith(_EXCLUDED_SUFFIXES)
-            or not path.is_file()
+            or not is_regular_file(path)
         ):
             continue
         if can_copy(folder, name, warnings):
@@ -58,9 +58,9 @@ def find_auxiliary_files(folder: Path, warnings: list[str]) -> dict[str, Path]:
 def find_megatron_auxiliary_files(folder: Path, warnings: list[str]) -> dict[str, Path]:
     """Auxiliary files of one iteration of a Megatron checkpoint, by path relative to `folder`."""
     out: dict[str, Path] = {}
-    places = [p for name in _MEGATRON_FOLDERS for p in sorted((folder / name).rglob("*"))]
+    places = [p for name in _MEGATRON_FOLDERS for p in list_files(folder / name)]
     for path in [*places, *(folder / name for name in _MEGATRON_FILES)]:
-        if not path.is_file():
+        if not is_regular_file(path):
             continue
         name = path.relative_to(folder).as_posix()
         if can_copy(folder, name, warnings):
@@ -68,12 +68,33 @@ def find_megatron_auxiliary_files(folder: Path, warnings: list[str]) -> dict[str
     return out
 
 
+def list_files(folder: Path) -> list[Path]:
+    """All files below a folder, which may be missing, sorted.
+
+    Raises:
+        FormatError: one is a FIFO, a socket or a device.
+        StorageError: a folder cannot be read.
+    """
+    return sorted(Files().tree(folder)[0]) if folder.is_dir() else []
+
+
 def can_copy(folder: Path, name: str, warnings: list[str]) -> bool:
-    """Whether a file can be copied: it is small and no link out of the folder; warns if not."""
+    """Whether a file can be copied; warns if not.
+
+    It is small, no link out of the folder, and no pickle, except where Megatron, NeMo and ModelOpt
+    have some.
+    """
     if not stays_inside(folder, name):
         warnings.append(f"{name} is left out: a link that leaves the folder")
     elif (folder / name).stat().st_size > MAX_AUXILIARY_BYTES:
         warnings.append(f"{name} is left out: larger than {MAX_AUXILIARY_BYTES >> 20} MiB")
+    elif not has_pickles(name) and is_pickle_file(folder / name):
+        warnings.append(f"{name} is left out: a pickle, which runs code when it is loaded")
     else:
         return True
     return False
+
+
+def has_pickles(name: str) -> bool:
+    """Whether an auxiliary file is where Megatron, NeMo and ModelOpt store pickles."""
+    return name.startswith(_PICKLED)

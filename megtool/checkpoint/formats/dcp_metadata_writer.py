@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.containers.pickle_writer import encode_int, encode_text
+from megtool.checkpoint.containers.pickle_globals import is_allowed
+from megtool.checkpoint.containers.pickle_writer import encode_int, encode_text, refuse_globals
 from megtool.tensors.box import Ints
 from megtool.tensors.sharded import GlobalTensor, Shards
 
@@ -82,6 +83,8 @@ class _Writer:
         for name, module in _CLASSES.items():
             self._keep(("class", name), f"c{module}\n{name}\n".encode())
         for kind in dict.fromkeys(t.dtype.name for t in tensors):
+            if not is_allowed("torch", kind):
+                raise refuse_globals([f"torch.{kind}"])
             self._keep(("dtype", kind), f"ctorch\n{kind}\n".encode())
         for key in _KEYS:
             self._keep(("key", key), encode_text(key))

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from megtool.commands.options.checkpoints import SOURCE
 from megtool.options.field import argument
-from megtool.options.groups import DryRunOptions
+from megtool.options.groups import DryRunOptions, ObjectOptions
 from megtool.train.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneOptions(TrainConfig, DryRunOptions):
+class FinetuneOptions(TrainConfig, DryRunOptions, ObjectOptions):
     """Train a model from any checkpoint on some text, and write a Megatron checkpoint.
 
     Options have Megatron's names. Interrupted, the same command resumes with an identical loss

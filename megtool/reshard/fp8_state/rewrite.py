@@ -38,9 +38,12 @@ def rewrite_fp8_state(
     options: SourceOptions,
     execution: ExecutionOptions,
     *,
+    drop_objects: bool = False,
     progress: Progress = silent,
 ) -> ReshardReport:
     """Write a checkpoint in its own format and layout, with its FP8 states rebuilt or stripped.
+
+    `drop_objects` leaves out objects that name what no checkpoint needs.
 
     Raises:
         UsageError: it has no FP8 state, or its format is not Megatron's.
@@ -71,6 +74,7 @@ def rewrite_fp8_state(
         optimizer=DP_RESHARDABLE if in_buckets and catalogue.format == "torch_dist" else None,
         destination=destination,
         amax=AmaxOptions(mode=mode),
+        drop_objects=drop_objects,
     )
     job = plan_reshard(source, None, target, execution, constants=constants)
     if findings:

@@ -12,7 +12,6 @@ from megtool.checkpoint.containers.te_extra_state import decode, to_tree
 from megtool.checkpoint.containers.te_grouped_state import join_gemms
 from megtool.checkpoint.containers.zip_reader import load_object
 from megtool.checkpoint.containers.zip_writer import encode_object
-from megtool.checkpoint.formats.header_reader import read_exact
 from megtool.checkpoint.megatron_metadata import read_object
 from megtool.checkpoint.param_groups import is_group_object
 from megtool.checkpoint.plan import DroppedItem
@@ -198,15 +197,17 @@ def encode_objects(
 
 
 def encode_stored_object(catalogue: Catalogue, stored: StoredObject) -> bytes:
-    """An object as torch_dist stores it, a saved list of one; its own bytes if it is one."""
+    """An object as torch_dist stores it, a saved list of one; decoded and encoded again.
+
+    Raises:
+        FormatError: it is damaged, or names what no checkpoint needs.
+    """
     if stored.extent is None:
         return encode_object([stored.value])
-    data = read_exact(catalogue.path(stored.extent[0]), *stored.extent[1:])
-    if stored.kind != "object":
-        return data
     path = catalogue.path(stored.extent[0])
     with open(path, "rb") as f:
-        return encode_object([load_object(f.fileno(), *stored.extent[1:], file=path)])
+        tree = load_object(f.fileno(), *stored.extent[1:], file=path)
+    return encode_object(tree if stored.kind == "bytes" else [tree])
 
 
 def read_objects(source: CheckpointSource, carried: CarriedObjects) -> dict[str, Any]:

@@ -22,19 +22,23 @@ class TargetOptions:
 
     `to` is the format, None for the source's own. `optimizer` is the format of optimizer state,
     None for the target's usual one. `prove_all` compares all elements of tensors that are left out
-    as copies of other tensors, instead of some. `renames` are patterns `OLD=NEW`.
+    as copies of other tensors, instead of some. `drop_objects` leaves out objects that name what no
+    checkpoint needs, instead of refusing them. `renames` are patterns `OLD=NEW`. `replicate` are
+    globs of tensors that may be written whole for every tensor-parallel rank.
     """
 
     to: str | None = None
     layout: LayoutOptions = field(default_factory=LayoutOptions)
     optimizer: str | None = None
     prove_all: bool = False
+    drop_objects: bool = False
     core_version: str | None = None
     bridge: bool = False
     dtype: DType | None = None
     max_shard_bytes: int | None = None
     compress: str | None = None
     renames: Sequence[str] = ()
+    replicate: Sequence[str] = ()
     amax: AmaxOptions = field(default_factory=AmaxOptions)
     destination: Path = Path()
 
@@ -45,7 +49,8 @@ class Target:
 
     A tensor that the destination has several times has more names in `side.placements`; `copies`
     maps each to the canonical name. `moved` and `derived` name objects and parts of the common
-    state that are written unchanged, or rewritten. `finish(stage, threads)` is called when all
+    state that are written unchanged, or rewritten. `replicated` names tensors that nothing but
+    `--replicate` says are whole in every rank file. `finish(stage, threads)` is called when all
     bytes are staged. `amax` reports FP8's delayed scaling state, if there is any.
     """
 
@@ -59,6 +64,7 @@ class Target:
     dropped: list[DroppedItem] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)
+    replicated: list[str] = field(default_factory=list)
     is_file: bool = False
     sidecar_folder: str = ""
     finish: Callable[[StagingFolder, int], None] | None = None

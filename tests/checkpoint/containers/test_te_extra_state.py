@@ -391,6 +391,16 @@ class Hostile:
         return (__import__("os").system, ("touch /tmp/hostile",))
 
 
+class Calls:
+    """A pickle that calls a function."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
 @contextmanager
 def watched() -> Iterator[list[str]]:
     """What is imported, opened to write, or run meanwhile."""
@@ -413,15 +423,12 @@ def watched() -> Iterator[list[str]]:
 def test_hostile_states_are_refused_and_nothing_runs(release: int, where: str) -> None:
     inner = state(1) | {"other": 1}
     if where == "storage":  # in the stream that a tensor keeps its storage in
-        load = pickle_reader.inert_global("torch.storage", "_load_from_bytes")
-        rebuild = pickle_reader.inert_global("torch._utils", "_rebuild_tensor_v2")
-        from megtool.checkpoint.containers.pickle_writer import encode
-
         evil = pickle.dumps(Hostile(), protocol=2)
         head = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2) + pickle.dumps(1001, protocol=2)
         stream = head + pickle.dumps({}, protocol=2) + evil + pickle.dumps([], protocol=2)
-        node = rebuild(load(stream + bytes(8)), 0, (3,), (1,), False, None)
-        data = encode({"scale_fwd": node}, protocol=3)
+        storage = Calls(torch.storage._load_from_bytes, stream + bytes(8))
+        rebuild = Calls(torch._utils._rebuild_tensor_v2, storage, 0, (3,), (1,), False, None)
+        data = pickle.dumps({"scale_fwd": rebuild})
     else:
         data = pickle.dumps(inner | {where: Hostile()})
     value = make_bytes_tensor(data)

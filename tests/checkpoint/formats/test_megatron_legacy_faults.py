@@ -20,6 +20,7 @@ from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.formats.megatron_legacy import plan_megatron_legacy_layout
 from megtool.checkpoint.formats.megatron_legacy_file import read_rank_file
 from megtool.errors import FormatError
+from megtool.reshard.foreign_objects import find_foreign_objects
 from tests.support.checkpoints import rank_folders as saved
 from tests.support.errors import raises
 
@@ -153,12 +154,17 @@ def test_a_hostile_pickle_is_refused(tmp_path: Path, audit: Any) -> None:
     assert not {e for e, _ in audit.seen} & {"os.system", "exec", "subprocess.Popen"}
 
 
-def test_classes_nobody_knows_are_kept_and_named(tmp_path: Path) -> None:
+def test_classes_that_no_checkpoint_needs_are_named_and_never_written(tmp_path: Path) -> None:
     folder = saved.save_all(tmp_path)
     edit(folder / FILE, lambda s: setattr(s["args"], "share", Fraction(1, 3)))
     c = open_checkpoint(tmp_path)
-    assert c.warnings == ["fractions.Fraction is an unknown class: kept unchanged"]
+    assert c.warnings == []
     assert c.metadata["common"]["args"].state["share"].name == "fractions.Fraction"
+    (foreign,) = find_foreign_objects(c)
+    assert foreign.name == "common state: args.share"
+    assert foreign.globals == ("fractions.Fraction",)
+    with pytest.raises(FormatError, match=r"fractions\.Fraction"):
+        plan_megatron_legacy_layout(c.metadata["trees"], iteration=1)
 
 
 def test_trees_that_are_no_ranks(tmp_path: Path) -> None:
@@ -270,4 +276,7 @@ def test_damage_anywhere_is_refused_or_harmless(
         assert e.hint
     else:
         assert all(len(v) == c[n].num_bytes for n, v in saved.stored(c).items())
-        plan_megatron_legacy_layout(c.metadata["trees"], iteration=1)
+        try:
+            plan_megatron_legacy_layout(c.metadata["trees"], iteration=1)
+        except FormatError as e:  # a name or a size is another one now
+            assert e.hint

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megtool import inspect, reshard
+from megtool.checkpoint.containers.pickle_writer import encode
 from megtool.checkpoint.containers.te_extra_state import decode
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.megatron_metadata import read_object
@@ -31,7 +32,7 @@ MIXED = MOE | {"shared_ffn_hidden_size": 8, "moe_layer_freq": (0, 1, 0, 1)}
 LAYERS = 4
 MODELOPT = {
     "modelopt_state/metadata.json": b'{"sharded_backend": "torch_dist"}',
-    "modelopt_state/.metadata": b"\x80\x02}.",
+    "modelopt_state/.metadata": encode({}),
     "modelopt_state/__0_0.distcp": b"small",
 }
 BESIDE = MODELOPT | {"tokenizer/tokenizer.json": b"{}", "tokenizer/tokenizer_config.json": b"{}"}
@@ -45,8 +46,11 @@ def item(value: Any) -> bytes:
 
 
 def fp8(number: int) -> Any:
-    """An extra state as Transformer Engine keeps it: a pickled dict in a tensor of bytes."""
-    return torch.frombuffer(bytearray(pickle.dumps({"scale": number})), dtype=torch.uint8)
+    """An extra state as Transformer Engine keeps it: a pickled dict in a tensor of bytes.
+
+    Pickled as megtool does, which does not change when it is decoded and encoded again.
+    """
+    return torch.frombuffer(bytearray(encode({"scale": number}, protocol=3)), dtype=torch.uint8)
 
 
 def random_state(seed: int) -> dict[str, Any]:

@@ -1,0 +1,52 @@
+"""Small files that are pickles or were written by `torch.save`, to be copied with a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megtool.checkpoint.containers import pickle_reader
+from megtool.checkpoint.containers.pickle_payload import scan_pickle
+from megtool.checkpoint.containers.pickle_rewrite import encode_payloads
+from megtool.checkpoint.containers.pickle_writer import encode
+from megtool.checkpoint.containers.storage_stream import STREAM_MAGIC
+from megtool.checkpoint.containers.zip_reader import load_object_bytes
+from megtool.checkpoint.containers.zip_writer import encode_object
+from megtool.errors import FormatError
+
+PICKLE_SUFFIXES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill", ".distcp")
+_ZIP, _PROTO = b"PK\3\4", 0x80
+_TAR, _TAR_AT = b"ustar", 257
+_TREE = b"data.pkl"
+
+
+def is_pickle_file(path: Path) -> bool:
+    """Whether a file is unpickled by whoever loads it, by its suffix or its beginning."""
+    if path.name.endswith((*PICKLE_SUFFIXES, ".metadata")):
+        return True
+    with open(path, "rb") as f:
+        head = f.read(512)
+        if head.startswith(_ZIP):
+            return _TREE in head + f.read()
+        if head.startswith(STREAM_MAGIC) or head[_TAR_AT : _TAR_AT + 5] == _TAR:
+            return True
+        if not head or head[0] != _PROTO:
+            return False
+        scan = scan_pickle(head + f.read())
+    return bool(scan.names) or scan.is_whole
+
+
+def recode_pickle_file(path: Path) -> bytes:
+    """The contents of such a file, decoded and encoded again.
+
+    Raises:
+        FormatError: it names what no checkpoint needs, is damaged, or in a form of before torch
+            1.6.
+    """
+    data = path.read_bytes()
+    if data.startswith(_ZIP):
+        return encode_object(load_object_bytes(data, file=path))
+    if data.startswith(STREAM_MAGIC) or data[_TAR_AT : _TAR_AT + 5] == _TAR:
+        raise FormatError("written in the format of torch before version 1.6", file=path)
+    tree = pickle_reader.decode(data, file=path)
+    protocol = 2 if data[:2] == b"\x80\x02" else 3
+    return encode(encode_payloads(tree, encode_object), protocol=protocol)

@@ -1,0 +1,243 @@
+"""Objects of a checkpoint that must not be written again, because loading them would run code.
+
+An object is foreign if it names a class or function that is not on the allow-list of
+`checkpoint.containers.pickle_globals`, or if it cannot be read.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megtool.checkpoint.catalogue import Catalogue, StoredObject
+from megtool.checkpoint.containers import pickle_reader
+from megtool.checkpoint.containers.pickle_file import is_pickle_file, recode_pickle_file
+from megtool.checkpoint.containers.pickle_globals import ALLOWED_GLOBALS
+from megtool.checkpoint.containers.pickle_rewrite import drop_problems
+from megtool.checkpoint.containers.pickle_rules import find_problems
+from megtool.checkpoint.containers.pickle_writer import DROP_OBJECTS_HINT
+from megtool.checkpoint.containers.storage_stream import STREAM_MAGIC
+from megtool.checkpoint.containers.zip_reader import ZipArchive, load_object
+from megtool.checkpoint.formats.auxiliary_files import has_pickles
+from megtool.checkpoint.formats.dcp_metadata import DcpMetadata, read_metadata
+from megtool.checkpoint.formats.header_reader import read_exact
+from megtool.checkpoint.megatron_metadata import read_object
+from megtool.checkpoint.plan import DroppedItem
+from megtool.errors import FormatError, listed
+from megtool.reshard.megatron.rank_objects import MODELOPT
+from megtool.reshard.source import CheckpointSource
+
+_PREFIX = "common state: "
+_ALLOWED_NAMES = {f"{module}.{name}" for module, name in ALLOWED_GLOBALS}
+_IS_NAME = re.compile(r"[\w.]+( \([\w ]+\))?")
+_LOADABLE = (b"data.pkl", b"ustar", STREAM_MAGIC)
+"""What the files have that torch.load reads: a zip, a tar, or a stream of before torch 1.6."""
+
+_KEY_PATHS = "planner_data"
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignObject:
+    """An object, a part of the common state or a small file that must not be written.
+
+    `globals` are the names that are not allowed, or what else is wrong with it.
+    """
+
+    name: str
+    file: str
+    globals: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """Why it is foreign."""
+        if all(map(_IS_NAME.fullmatch, self.globals)):
+            return f"names {listed(self.globals)}, which no checkpoint needs"
+        return f"holds what cannot be copied: {listed(self.globals)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The object as plain data."""
+        return {"name": self.name, "file": self.file, "globals": list(self.globals)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Screened:
+    """A catalogue without its foreign objects, and contents for small files that are pickles."""
+
+    catalogue: Catalogue
+    edited: dict[str, bytes]
+    foreign: list[ForeignObject]
+
+
+def find_foreign_objects(catalogue: Catalogue) -> list[ForeignObject]:
+    """The foreign objects of a checkpoint; reads all its objects and small files.
+
+    Those of rank files are named too that are in none of the objects, which are never written.
+    """
+    foreign = _screen(catalogue).foreign
+    reported = {name for f in foreign for name in f.globals}
+    names_by_file: dict[str, frozenset[str]] = catalogue.metadata.get("globals", {})
+    for file, names in names_by_file.items():
+        if others := sorted(names - _ALLOWED_NAMES - reported):
+            path = str(catalogue.root / file)
+            foreign.append(ForeignObject(name=file, file=path, globals=tuple(others)))
+    return foreign
+
+
+def screen_source(
+    source: CheckpointSource, *, drop: bool
+) -> tuple[CheckpointSource, list[DroppedItem]]:
+    """The source without foreign objects, and what is left out.
+
+    Raises:
+        FormatError: it has some, and not `drop`.
+    """
+    screened = _screen(source.catalogue)
+    foreign = screened.foreign
+    if foreign and not drop:
+        first = foreign[0]
+        more = f" and {len(foreign) - 1} more objects" if len(foreign) > 1 else ""
+        raise FormatError(
+            f"not copied, because loading it could run code: {first.name} {first.text}{more}",
+            file=first.file,
+            hint=DROP_OBJECTS_HINT,
+            error_id="hostile-pickle",
+        )
+    for f in foreign:
+        _LOG.warning("%s is left out: it %s", f.name, f.text)
+    dropped = [DroppedItem(name=f.name, reason=f"it {f.text}") for f in foreign]
+    edited = {**screened.edited, **source.edited}
+    return replace(source, catalogue=screened.catalogue, edited=edited), dropped
+
+
+def _screen(catalogue: Catalogue) -> _Screened:
+    foreign: list[ForeignObject] = []
+    metadata = dict(catalogue.metadata)
+    common = metadata.get("common")
+    if isinstance(common, dict) and catalogue.format != "dcp":  # there, its parts are objects
+        metadata["common"], problems = drop_problems(common)
+        file = catalogue.root / "common.pt"
+        foreign += [
+            ForeignObject(
+                name=_PREFIX + path,
+                file=str(file if file.exists() else catalogue.root),
+                globals=names,
+            )
+            for path, names in problems.items()
+            if not MODELOPT.match(path)  # an object of every rank
+        ]
+    if isinstance(metadata.get(_KEY_PATHS), dict):
+        metadata[_KEY_PATHS] = _plain_paths(metadata[_KEY_PATHS])
+    unreadable = list(_check_objects(catalogue))
+    foreign += unreadable
+    names = {f.name for f in unreadable}
+    edited, files = _check_files(catalogue)
+    foreign += files
+    names |= {f.name for f in files}
+    return _Screened(
+        catalogue=replace(
+            catalogue,
+            metadata=metadata,
+            objects={n: o for n, o in catalogue.objects.items() if n not in names},
+            auxiliary_files={n: p for n, p in catalogue.auxiliary_files.items() if n not in names},
+        ),
+        edited=edited,
+        foreign=foreign,
+    )
+
+
+def _plain_paths(paths: dict[Any, Any]) -> dict[str, tuple[str | int, ...]]:
+    """Positions in a state dict, without those that are no paths of names and numbers."""
+    return {
+        name: path
+        for name, path in paths.items()
+        if isinstance(name, str)
+        and isinstance(path, tuple)
+        and all(type(part) in (str, int) for part in path)
+    }
+
+
+def _check_objects(catalogue: Catalogue) -> Iterator[ForeignObject]:
+    """The foreign objects; those of the same bytes are read once."""
+    problems_by_bytes: dict[bytes, tuple[str, ...]] = {}
+    for name, stored in catalogue.objects.items():
+        file = catalogue.root if stored.extent is None else catalogue.path(stored.extent[0])
+        if stored.extent is None:
+            problems = _problems(catalogue, stored)
+        else:
+            data = read_exact(file, *stored.extent[1:])
+            if data not in problems_by_bytes:
+                problems_by_bytes[data] = _problems(catalogue, stored)
+            problems = problems_by_bytes[data]
+        if problems:
+            yield ForeignObject(name=name, file=str(file), globals=problems)
+
+
+def _problems(catalogue: Catalogue, stored: StoredObject) -> tuple[str, ...]:
+    try:
+        return find_problems(read_object(catalogue, stored))
+    except FormatError as e:
+        return (e.message,)
+
+
+def _check_files(catalogue: Catalogue) -> tuple[dict[str, bytes], list[ForeignObject]]:
+    """New contents of the small files that are pickles, and the foreign ones."""
+    edited: dict[str, bytes] = {}
+    foreign: list[ForeignObject] = []
+    for name, path in catalogue.auxiliary_files.items():
+        if not has_pickles(name) or not is_pickle_file(path):
+            continue
+        try:
+            if path.suffix == ".distcp":
+                _check_items(path)
+            else:
+                edited[name] = recode_pickle_file(path)
+        except (FormatError, ValueError, TypeError) as e:
+            reason = e.message if isinstance(e, FormatError) else str(e)
+            foreign.append(ForeignObject(name=name, file=str(path), globals=(reason,)))
+    return edited, foreign
+
+
+def _check_items(path: Path) -> None:
+    """Check all items in a data file of a nested checkpoint, which is copied as it is.
+
+    Raises:
+        FormatError: an item names what no checkpoint needs, or is damaged.
+    """
+    data = path.read_bytes()
+    if not any(mark in data for mark in _LOADABLE):
+        return
+    file = path.parent / ".metadata"
+    if not file.is_file():
+        raise FormatError("data without a .metadata", file=path)
+    metadata = read_metadata(file.read_bytes(), file=file)
+    with open(path, "rb") as f:
+        for is_object, offset, length in _items(metadata, path.name):
+            tree = (
+                load_object(f.fileno(), offset, length, file=path)
+                if is_object
+                else pickle_reader.decode(
+                    ZipArchive(f.fileno(), offset, length, file=path).read_pickle(), file=path
+                )
+            )
+            if problems := find_problems(tree):
+                raise FormatError(listed(problems), file=path)
+
+
+def _items(metadata: DcpMetadata, name: str) -> Iterator[tuple[bool, int, int]]:
+    """Every item in a file: whether it is an object, its offset and its length."""
+    items = metadata.items
+    for number, offset, length in metadata.objects.values():
+        if metadata.paths[number] == name:
+            yield True, offset, length
+    rows: Sequence[tuple[int, int, int]] = [
+        *zip(items.file.tolist(), items.offset.tolist(), items.length.tolist(), strict=True),
+        *((f, o, n) for _, f, o, n in metadata.duplicates),
+    ]
+    for number, offset, length in rows:
+        if metadata.paths[number] == name:
+            yield False, offset, length
