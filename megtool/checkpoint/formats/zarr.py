@@ -18,7 +18,7 @@ from typing import Any
 from megtool.checkpoint.catalogue import Catalogue, StoredFile, StoredObject
 from megtool.checkpoint.containers import pickle_reader, zip_reader
 from megtool.checkpoint.formats import tensorstore
-from megtool.checkpoint.formats.auxiliary_files import can_copy
+from megtool.checkpoint.formats.auxiliary_files import can_copy, list_files
 from megtool.checkpoint.formats.header_reader import (
     check_inside,
     parse_json,
@@ -36,6 +36,7 @@ from megtool.checkpoint.formats.zarr_metadata import (
     read_v2,
     read_v3,
 )
+from megtool.checkpoint.storage.files import is_regular_file
 from megtool.errors import FormatError
 from megtool.tensors.sharded import GlobalTensor
 
@@ -204,7 +205,7 @@ class _FolderScan:
             path = f"{folder}/{name}" if folder else name
             if entry.is_dir():
                 if path in _AUXILIARY_FOLDERS:
-                    self._add_auxiliary_files(sorted((self.root / path).rglob("*")))
+                    self._add_auxiliary_files(list_files(self.root / path))
                 elif not name.startswith("."):
                     self.walk(path, depth + 1)
             elif path in _AUXILIARY_FILES:
@@ -282,7 +283,7 @@ class _FolderScan:
     def _add_auxiliary_files(self, paths: Sequence[Path]) -> None:
         for path in paths:
             name = path.relative_to(self.root).as_posix()
-            if path.is_file() and can_copy(self.root, name, self.warnings):
+            if is_regular_file(path) and can_copy(self.root, name, self.warnings):
                 self.auxiliary_files[name] = path
 
 

@@ -16,11 +16,13 @@ from typing import Any, TypeVar
 import pytest
 
 from megtool import verify
+from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.formats.save_folder import find_iteration
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError, StorageError
 from megtool.train.checkpointing.save import TorchDistSaver
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
+from tests.support.errors import raises
 from tests.support.models import tiny_llama
 from tests.support.runs.train_runs import Trained
 from tests.support.worlds.gloo_world import WorldError, run_world
@@ -215,13 +217,13 @@ def test_an_error_behind_training_comes_up_at_the_next_step(run: Trained, tmp_pa
         run.save(saver, 1, asynchronous=True)
         while saver.is_busy:
             time.sleep(0.01)
-        with pytest.raises(StorageError, match="not enough space"):
+        with raises(StorageError, id="no-space"):
             saver.check()
         saver.check()
 
 
 def test_two_runs_cannot_write_one_folder(run: Trained, tmp_path: Path) -> None:
-    busy = pytest.raises(DestinationError, match="is writing this destination")
+    busy = raises(DestinationError, id="destination-locked")
     with run.saver(tmp_path / "dst"), busy:
         run.saver(tmp_path / "dst")
     with run.saver(tmp_path / "dst"):
@@ -287,3 +289,16 @@ def test_all_ranks_say_so_where_one_cannot_write(tmp_path: Path) -> None:
     assert "rank 1 could not write its part of iteration 2" in said[0]
     assert "No space left" in said[1] or "no space" in said[1].lower()
     assert newest(tmp_path / "dst") == "iter_0000001"
+
+
+def test_no_run_inside_a_folder_that_another_is_about_to_replace(
+    run: Trained, tmp_path: Path
+) -> None:
+    for inner in ("out", "out/run"):
+        with (
+            StagingFolder(tmp_path / "out", files=Files(), fingerprint="f"),
+            raises(DestinationError, os.getpid()),
+            run.saver(tmp_path / inner),
+        ):
+            pass
+        assert os.listdir(tmp_path) == []
