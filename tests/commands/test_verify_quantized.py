@@ -89,7 +89,7 @@ def test_one_format_is_compared_bit_by_bit(made: Path, tmp_path: Path) -> None:
 
 def test_factors_in_norms_are_undone(made: Path, tmp_path: Path) -> None:
     report = verify(made / "llama", made / "awq", threads=1)
-    assert "8 norms differ by factors" in report.notes[-1]
+    assert "8 norms differ by smoothing scales" in report.notes[-1]
     assert all(w.is_scaled for w in report.weights)
     norm = "model.layers.1.input_layernorm.weight"
     damaged = changed(made / "awq", tmp_path / "x", lambda t: t[norm][:64].mul_(-3))
@@ -98,7 +98,7 @@ def test_factors_in_norms_are_undone(made: Path, tmp_path: Path) -> None:
         "layers.1.attn_norm.weight",
         "layers.1.attn.q.weight",
     }
-    assert "no factors of columns explain it" in str(wrong.differences)
+    assert "smoothing scales do not explain it" in str(wrong.differences)
 
 
 def test_a_norm_that_nothing_explains(made: Path, tmp_path: Path) -> None:

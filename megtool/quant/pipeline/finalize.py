@@ -18,9 +18,7 @@ from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.parallel_scan import default_threads
 from megtool.console import Progress
 from megtool.errors import StorageError
-from megtool.inference.compare import compare
 from megtool.inference.runtime import load_forward, on_ranks
-from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.pipeline.calibration_data import CalibrationSamples
 from megtool.quant.pipeline.html_report import page
 from megtool.quant.pipeline.report import (
@@ -258,6 +256,8 @@ def _evaluate(
     request: QuantizeRequest, solved: SolvedQParams, data: str, progress: Progress
 ) -> QuantizeEvaluation:
     """Evaluate both models on the same text; the quantized one computes like its engine."""
+    from megtool.inference.compare import compare
+    from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 
     source = request.model_source
     written = open_decoder(request.destination)

@@ -1,5 +1,4 @@
-"""Quantization parameters of every module, from weights alone, calibration data, or calibration
-files."""
+"""Quantization parameters of every module, from weights alone, data, or calibration files."""
 
 from __future__ import annotations
 

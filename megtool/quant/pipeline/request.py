@@ -243,6 +243,8 @@ class QuantizeRequest:
         ).check()
         self._check_distinct_paths(source.path.resolve(), source.catalogue.root.resolve())
         parent = self.destination.parent  # created if missing
+        if self.calibration.work is None:
+            Files().check_own_folder(self.work)
         _check_file(self.calibration.keep, parent)
         _check_file(self.output.page, parent, self.destination)
 

@@ -21,7 +21,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.errors import CalibrationError, DestinationError, StorageError, UsageError
 from megtool.model.batch import Batch
 from megtool.parallel.process_groups import Group
-from megtool.quant.calibration import resume_folder, sequential
+from megtool.quant.calibration import resume_folder, settings
 from megtool.quant.calibration.calibrate import resolve_calibration
 from megtool.quant.calibration.micro_batches import shard_micro_batches, split_batches
 from tests.support.errors import raises
@@ -221,7 +221,7 @@ def test_a_finished_run_loads_nothing(
     def load_nothing(*_: Any, **__: Any) -> Any:
         raise AssertionError("the model is loaded")
 
-    monkeypatch.setattr(sequential, "load", load_nothing)
+    monkeypatch.setattr(settings, "load", load_nothing)
     assert saved_bytes(made.run(resume_folder=tmp_path / "work"), tmp_path / "b") == wanted
 
 
