@@ -130,7 +130,7 @@ def _screen(catalogue: Catalogue) -> _Screened:
             for path, names in problems.items()
             if not MODELOPT.match(path)  # an object of every rank
         ]
-    if isinstance(metadata.get(_KEY_PATHS), dict):
+    if _KEY_PATHS in metadata:
         metadata[_KEY_PATHS] = _plain_paths(metadata[_KEY_PATHS])
     unreadable = list(_check_objects(catalogue))
     foreign += unreadable
@@ -150,8 +150,10 @@ def _screen(catalogue: Catalogue) -> _Screened:
     )
 
 
-def _plain_paths(paths: dict[Any, Any]) -> dict[str, tuple[str | int, ...]]:
+def _plain_paths(paths: Any) -> dict[str, tuple[str | int, ...]]:
     """Positions in a state dict, without those that are no paths of names and numbers."""
+    if not isinstance(paths, dict):
+        return {}
     return {
         name: path
         for name, path in paths.items()

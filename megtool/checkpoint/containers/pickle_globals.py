@@ -39,6 +39,8 @@ class GlobalForm(StrEnum):
     """A file in memory."""
     ARRAY = "array"
     """Build a numpy array, whose contents follow as its state."""
+    GENERATOR = "generator"
+    """Build a random number generator of a device, whose seed and state follow."""
     ARRAY_DTYPE = "array dtype"
     """Build a numpy dtype, whose byte order follows as its state."""
 
@@ -86,12 +88,14 @@ _TABLE: tuple[tuple[GlobalForm, str, str], ...] = (
     # PyTorch
     (GlobalForm.VALUE, "torch", f"{_TORCH_DTYPES} {_STORAGES} {_LAYOUTS} Tensor"),
     (GlobalForm.CALL, "torch", "Size device"),
+    (GlobalForm.GENERATOR, "torch._C", "Generator"),
     (GlobalForm.VALUE, "torch.storage", "UntypedStorage TypedStorage"),
     (GlobalForm.STORAGE_STREAM, "torch.storage", "_load_from_bytes"),
     (GlobalForm.TENSOR, "torch._utils", "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3"),
     (GlobalForm.PARAMETER, "torch._utils", "_rebuild_parameter _rebuild_parameter_with_state"),
     (GlobalForm.SUBCLASS, "torch._tensor", "_rebuild_from_type_v2"),
     (GlobalForm.VALUE, "torch.nn.parameter", "Parameter Buffer"),
+    (GlobalForm.RECORD, "torch.torch_version", "TorchVersion"),
     (GlobalForm.CALL, "torch.serialization", "_get_layout"),
     (GlobalForm.VALUE, "torch.nn.functional", "gelu silu relu relu6 sigmoid softplus mish tanh"),
     (GlobalForm.VALUE, "torch._C._nn", "gelu silu relu6 softplus mish"),
@@ -130,6 +134,7 @@ _TABLE: tuple[tuple[GlobalForm, str, str], ...] = (
         "megatron.core.transformer.transformer_config",
         "TransformerConfig MLATransformerConfig",
     ),
+    (GlobalForm.OBJECT, "megatron.core.extensions.transformer_engine", "TEDelayedScaling"),
     (GlobalForm.OBJECT, "megatron.core.model_parallel_config", "ModelParallelConfig"),
     (GlobalForm.OBJECT, "megatron.core.optimizer", "OptimizerConfig"),
     (

@@ -365,6 +365,14 @@ def _check_array(node: Inert) -> bool:
     )
 
 
+def _check_generator(node: Inert) -> bool:
+    if node.built_by != "reduce" or node.kwargs or node.items or node.pairs:
+        return False
+    device = node.args[0] if len(node.args) == 1 else None
+    is_device = isinstance(device, Inert) and device.name == "torch.device"
+    return is_device and isinstance(node.state, tuple) and len(node.state) == 3
+
+
 def _check_array_dtype(node: Inert) -> bool:
     if node.built_by != "reduce" or node.kwargs or node.items or node.pairs:
         return False
@@ -392,4 +400,5 @@ _CHECKS: dict[GlobalForm, Callable[[Inert], bool]] = {
     GlobalForm.BYTES_IO: _check_buffer,
     GlobalForm.ARRAY: _check_array,
     GlobalForm.ARRAY_DTYPE: _check_array_dtype,
+    GlobalForm.GENERATOR: _check_generator,
 }

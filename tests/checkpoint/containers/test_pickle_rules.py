@@ -101,6 +101,7 @@ def test_what_checkpoints_hold_is_written_as_it_was() -> None:
         "tensors": [torch.ones(2, 3).t(), torch.zeros(3, dtype=torch.uint16), torch.Size([1])],
         "parameter": torch.nn.Parameter(torch.ones(2)),
         "dicts": [OrderedDict(a=1), defaultdict(list, {1: [2]}), Counter("aab")],
+        "generator": torch.Generator().manual_seed(5),
         "sets": [{1, 2}, frozenset({3})],
         "bytes": [b"", b"\x80\x02", bytearray(b"abc")],
         "other": [slice(1, 2), range(3), 1j, torch.device("cpu"), torch.nn.functional.gelu],
@@ -113,6 +114,7 @@ def test_what_checkpoints_hold_is_written_as_it_was() -> None:
     assert back["dicts"] == value["dicts"]
     assert type(back["dicts"][1]) is defaultdict
     assert back["sets"] == value["sets"]
+    assert back["generator"].initial_seed() == 5
     assert back["bytes"] == value["bytes"]
     assert back["other"] == value["other"]
     assert back["random"][0] == value["random"][0]  # type: ignore[index]
