@@ -43,12 +43,14 @@ def reserve_digests(sizes: Sequence[int]) -> str:
     return str(EmbeddedDigests(0, (0,) * sum(size > 0 for size in sizes)))
 
 
-def parse_embedded(text: object, path: Path) -> EmbeddedDigests:
-    """Parse the string of a header.
+def parse_embedded(text: object, path: Path) -> EmbeddedDigests | None:
+    """Parse the string of a header; None if it has no digests.
 
     Raises:
         FormatError: it is damaged.
     """
+    if isinstance(text, str) and text.isspace():
+        return None
     match = _TEXT.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise FormatError(
@@ -58,6 +60,11 @@ def parse_embedded(text: object, path: Path) -> EmbeddedDigests:
     return EmbeddedDigests(
         int(match[1], 16), tuple(int(digits[i : i + 8], 16) for i in range(0, len(digits), 8))
     )
+
+
+def looks_embedded(value: object) -> bool:
+    """Whether a value of a header is such a string, whatever its key."""
+    return isinstance(value, str) and _TEXT.fullmatch(value) is not None
 
 
 def list_sections(catalogue: Catalogue) -> list[tuple[str, int, int]]:
@@ -85,6 +92,15 @@ def embed_digests(
     finally:
         files.close(fd)
     return out
+
+
+def embed_nothing(files: Files, path: Path, head: bytes) -> None:
+    """Fill the reserved string of a written file with spaces: it has no digests."""
+    fd = files.open_write(path)
+    try:
+        files.pwrite_all(fd, _IN_HEADER.sub(lambda match: b" " * len(match[0]), head), 0)
+    finally:
+        files.close(fd)
 
 
 def _fill(head: bytes, digests: EmbeddedDigests, path: Path) -> bytes:

@@ -20,6 +20,7 @@ from megtool.checkpoint.embedded_digests import (
     METADATA_KEY,
     EmbeddedDigests,
     check_embedded,
+    looks_embedded,
     parse_embedded,
 )
 from megtool.checkpoint.file_digests import FileMismatch, check_files, read_sections
@@ -28,7 +29,7 @@ from megtool.checkpoint.formats.save_folder import find_iteration
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.verify_report import Difference, DigestCheck
-from megtool.errors import MappingError, MegtoolError
+from megtool.errors import FormatError, MappingError, MegtoolError
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
@@ -47,7 +48,7 @@ class FileCheck:
         self._expected = dict(source.sidecar.files) if source.sidecar else {}
         if not is_alone:
             self._expected = _without(self._expected, {f.path for f in catalogue.files})
-        self._embedded = _find_embedded(source)
+        self._embedded = find_embedded(source)
         self._stored = dict(source.sidecar.stored_tensors) if source.sidecar and is_alone else {}
         self.mismatches: list[FileMismatch] = []
         self.differing: list[str] = []
@@ -76,10 +77,7 @@ class FileCheck:
             catalogue = open_checkpoint(self._source.path)
             check = check_embedded(catalogue, self._embedded, threads=threads, progress=progress)
             self.differing += check.differing
-            if check.outside is not None:
-                self.mismatches.append(check.outside)
-            elif not check.differing:
-                self._verified.add("")
+            self.mismatches += [check.outside] if check.outside is not None else []
             return
         root = self._source.catalogue.root
         self.mismatches += check_files(root, self._expected, threads=threads, progress=progress)
@@ -93,6 +91,8 @@ class FileCheck:
     def verified(self) -> frozenset[str]:
         """Stored tensors all of whose files are as they were written."""
         catalogue = self._source.catalogue
+        if self._embedded is not None:
+            return frozenset(t.name for t in catalogue.tensors) - {*self.differing}
         paths = [f.path for f in catalogue.files]
         damaged = np.array([path not in self._verified for path in paths], bool)
         if not damaged.any():
@@ -117,14 +117,18 @@ def _without(digests: dict[str, FileDigest], names: Collection[str]) -> dict[str
     return {name: digest for name, digest in digests.items() if name not in names}
 
 
-def _find_embedded(source: CheckpointSource) -> EmbeddedDigests | None:
+def find_embedded(source: CheckpointSource) -> EmbeddedDigests | None:
     """The digests in the header of a checkpoint that is one file, if it has any."""
     catalogue, path = source.catalogue, source.path
     section = {"safetensors": "header", "gguf": "gguf"}.get(catalogue.format)
     if section is None or not path.is_file() or len(catalogue.files) != 1:
         return None
-    text = catalogue.metadata.get(section, {}).get(METADATA_KEY)
-    return None if text is None else parse_embedded(text, path)
+    values = catalogue.metadata.get(section, {})
+    if METADATA_KEY in values:
+        return parse_embedded(values[METADATA_KEY], path)
+    if any(looks_embedded(value) for value in values.values()):
+        raise FormatError(f"the header has digests, but not as {METADATA_KEY!r}", file=path)
+    return None
 
 
 def _is_intact(root: Path, digest: StoredDigest) -> bool:

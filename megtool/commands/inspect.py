@@ -212,6 +212,7 @@ def inspect(options: InspectOptions, *, progress: Progress = silent) -> InspectR
         )
     side, model = source.view, source.model
     family = model.family if model and source.is_canonical else None
+    num_digests, num_files = _count_digests(source)
     return InspectReport(
         path=str(options.source),
         format=catalogue.format,
@@ -236,20 +237,19 @@ def inspect(options: InspectOptions, *, progress: Progress = silent) -> InspectR
         object_bytes=sum(o.extent[2] for o in catalogue.objects.values() if o.extent),
         foreign_objects=tuple(find_foreign_objects(catalogue)),
         attachments=tuple(sorted(catalogue.auxiliary_files)),
-        **_count_digests(source),
+        digests=num_digests,
+        digest_files=num_files,
         warnings=tuple(catalogue.warnings),
     )
 
 
-def _count_digests(source: CheckpointSource) -> dict[str, int | None]:
-    """The numbers of tensors and of files that have a digest."""
+def _count_digests(source: CheckpointSource) -> tuple[int | None, int]:
+    """The numbers of tensors (None without any digests) and of files that have a digest."""
     sidecar, embedded = source.sidecar, find_embedded(source)
     if embedded is not None:
         empty = sum(t.num_bytes == 0 for t in source.catalogue.tensors)
-        return {"digests": len(embedded.tensors) + empty, "digest_files": 1}
-    if sidecar is None:
-        return {"digests": None, "digest_files": 0}
-    return {"digests": sidecar.num_tensors, "digest_files": len(sidecar.files)}
+        return len(embedded.tensors) + empty, 1
+    return (sidecar.num_tensors, len(sidecar.files)) if sidecar is not None else (None, 0)
 
 
 def _line(t: GlobalTensor, num_shards: int, statistics: TensorStatistics | None) -> TensorLine:

@@ -17,7 +17,7 @@ from megtool.checkpoint.digest import (
     StoredDigest,
     encode_sidecar,
 )
-from megtool.checkpoint.embedded_digests import embed_digests, list_sections
+from megtool.checkpoint.embedded_digests import embed_digests, embed_nothing, list_sections
 from megtool.checkpoint.file_digests import digest_tree, read_sections
 from megtool.checkpoint.plan import Op, ReshardPlan
 from megtool.tensors.sharded import GlobalTensor
@@ -119,9 +119,11 @@ def _whole_tensors(plan: ReshardPlan) -> Iterator[tuple[GlobalTensor, str, int, 
 def _embed(plan: ReshardPlan, stage: StagingFolder, mode: DigestMode, threads: int) -> Sidecar:
     """Complete the digests in the header of a single file."""
     sidecar = Sidecar(names="stored", tool=TOOL, tensors={})
-    if mode is DigestMode.NONE:
-        return sidecar
     catalogue, path = plan.target.catalogue, stage.path("")
+    ((_, _, head),) = plan.target.fragments
+    if mode is DigestMode.NONE:
+        embed_nothing(stage.files, path, head)
+        return sidecar
     sections = list_sections(catalogue)
     crcs = [stage.digests.section(path, begin, end) for _, begin, end in sections]
     missing = [number for number, crc in enumerate(crcs) if crc is None]
@@ -130,7 +132,6 @@ def _embed(plan: ReshardPlan, stage: StagingFolder, mode: DigestMode, threads: i
         missing, read_sections(stage.files, path, ranges, threads=threads), strict=True
     ):
         crcs[number] = crc
-    ((_, _, head),) = plan.target.fragments
     complete = [crc or 0 for crc in crcs]
     embed_digests(stage.files, path, catalogue, head, complete)
     stored = {
