@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megtool.errors import MappingError, UsageError
+from megtool.errors import FormatError, MappingError, UsageError
 from megtool.train.run_log import read_log
 from tests.support.errors import raises
 from tests.support.runs.finetune_runs import tune as any_run
@@ -44,6 +45,18 @@ def test_the_loss_scale_is_saved_as_megatrons(model, data, tmp_path) -> None:
     held = state["optimizer"]["grad_scaler"]
     assert torch.equal(torch.as_tensor(held["scale"]).reshape(1), torch.tensor([SCALE]))
     assert held["growth_tracker"] == 2
+
+
+def test_a_run_saves_no_class_that_checkpoints_do_not_need(model, data, tmp_path) -> None:
+    tune(model, tmp_path / "src", data)
+    change(tmp_path / "src", 2, lambda state: setattr(state["args"], "share", Fraction(1, 3)))
+    with raises(FormatError, "fractions.Fraction", hint="--drop-objects", id="hostile-pickle"):
+        tune(tmp_path / "src", tmp_path / "out", data)
+    assert not (tmp_path / "out").exists()
+    tune(tmp_path / "src", tmp_path / "out", data, drop_objects=True)
+    _, state = common(tmp_path / "out", 2)
+    assert not hasattr(state["args"], "share")
+    assert state["args"].iteration == 2
 
 
 @pytest.mark.peers
