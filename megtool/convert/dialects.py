@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert import megatron
@@ -21,6 +21,7 @@ from megtool.tensors.sharded import GlobalTensor
 __all__ = [
     "DIALECTS",
     "CanonicalView",
+    "DialectOptions",
     "TargetView",
     "detect_dialect",
     "is_optimizer_state",
@@ -188,6 +189,26 @@ def _unwrapped(tensors: Mapping[str, GlobalTensor], binding: Binding) -> Mapping
     return tensors
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialectOptions:
+    """What a dialect leaves open when tensors are written.
+
+    In `megatron` the vocabulary is padded to a multiple of `divisible_by * tp`; `main` is the name
+    of master weights (`param` or `fp32_param`; by default the source's); `own_layers`: Megatron's
+    own layers will load the tensors, not Transformer Engine's, which name the norm before experts
+    differently. `state_names` is the pattern of optimizer state's names, with `{state}` and
+    `{name}`; without it `hf` cannot hold optimizer state.
+    """
+
+    divisible_by: int = 128
+    main: str | None = None
+    own_layers: bool = False
+    state_names: str | None = None
+
+
+DEFAULT_OPTIONS = DialectOptions()
+
+
 def write_side(
     source: CanonicalView,
     *,
@@ -197,20 +218,13 @@ def write_side(
     dtype: DType | None = None,
     parallel: ParallelConfig | None = None,
     per_layer: bool | None = None,
-    divisible_by: int = 128,
-    main: str | None = None,
-    own_layers: bool = False,
-    state_names: str | None = None,
+    options: DialectOptions = DEFAULT_OPTIONS,
 ) -> TargetView:
     """Plan the tensors of another dialect (or layout) from a source's canonical tensors.
 
     `config` and `family` default to the source's. `dtype` casts floating model weights, never
-    optimizer state. For `megatron`, `per_layer` chooses one key per layer (the default where
-    layers differ), the vocabulary is padded to a multiple of `divisible_by * tp`, and `main` is
-    the spelling of master weights (`param` or `fp32_param`; the default is the source's).
-    `own_layers` says that Megatron's own layers will load it, not Transformer Engine's: the two
-    name the norm before experts differently. `state_names` is how optimizer state is called, with
-    `{state}` and `{name}`; without it `hf` has no place for it.
+    optimizer state. For `megatron`, `per_layer` chooses one key per layer (the default if layers
+    differ).
     An `identity` source can only be written as `identity`.
 
     Raises:
@@ -225,7 +239,7 @@ def write_side(
                 hint="name the family (--family) and give its configuration (--like)",
             )
         return under_same_names(
-            source, config, dtype, parallel, divisible_by, per_layer=bool(per_layer)
+            source, config, dtype, parallel, options.divisible_by, per_layer=bool(per_layer)
         )
     if dialect not in ("hf", "megatron"):
         raise MappingError(f"dialect {dialect!r} cannot be written", hint="known: hf, megatron")
@@ -243,10 +257,12 @@ def write_side(
     table = _table(dialect, family, per_layer=per_layer)
     binding = Binding(table, CanonicalModel(config, _vocabulary(family)))
     sizes = parallel or ParallelConfig()
-    pad_to = megatron.padded_multiple(sizes.tp, divisible_by) if dialect == "megatron" else 1
+    pad_to = (
+        megatron.padded_multiple(sizes.tp, options.divisible_by) if dialect == "megatron" else 1
+    )
     out = TargetView(tensors=[], placements={}, shards=None, fills=[], dropped=[])
     for state, canonical in _by_state(source.canonical).items():
-        if state and dialect != "megatron" and state_names is None:
+        if state and dialect != "megatron" and options.state_names is None:
             reason = f"optimizer state has no place in {dialect!r}"
             out.dropped.extend((f"{state}:{n}", reason) for n in canonical)
             continue
@@ -256,7 +272,7 @@ def write_side(
                 writing.unplaced, canonical, dialect, binding.rows, binding.model, state
             )
         lift = f"{state}:" if state else ""
-        spell = _speller(state, source, main, state_names)
+        spell = _speller(state, source, options)
         out.tensors.extend(replace(t, name=spell(t.name)) for t in writing.tensors)
         for n, p in writing.placements.items():
             out.placements[lift + n] = replace(p, canonical=lift + n, stored=spell(p.stored))
@@ -265,7 +281,7 @@ def write_side(
             out.fills.append(
                 Padding(placement=replace(p, canonical=f"padding of {name}", stored=name))
             )
-    if dialect == "megatron" and own_layers:
+    if dialect == "megatron" and options.own_layers:
         out = _for_own_layers(out)
     if dialect == "megatron" and parallel is not None:
         return replace(out, shards=shard(out.tensors, parallel, config=config))
@@ -370,14 +386,12 @@ def _by_state(canonical: Mapping[str, GlobalTensor]) -> dict[str, dict[str, Glob
     return out
 
 
-def _speller(
-    state: str, source: CanonicalView, main: str | None, names: str | None
-) -> Callable[[str], str]:
+def _speller(state: str, source: CanonicalView, options: DialectOptions) -> Callable[[str], str]:
     """How tensors of one state are called, by the names of the weights."""
     if not state:
         return str
     spelled = source.states.get(state, state)
     if state == megatron.MAIN:
-        spelled = main or spelled
-    pattern = names or STATE_FIRST
+        spelled = options.main or spelled
+    pattern = options.state_names or STATE_FIRST
     return lambda name: pattern.format(state=spelled, name=name)

@@ -26,9 +26,8 @@ from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files, read_file
 from megtool.console import Progress, silent
 from megtool.errors import MappingError, UnknownTensorsError, listed
-from megtool.export.folders.passthrough import PassthroughForm
 from megtool.export.folders.tensor_specs import FolderForm, ModuleTensors
-from megtool.export.folders.write_compressed import CompressedForm
+from megtool.export.folders.write_compressed import CompressedForm, PassthroughForm
 from megtool.export.folders.write_modelopt import ModelOptForm
 from megtool.export.preflight import check_engine_rules
 from megtool.export.quantized_module import QuantizedModules

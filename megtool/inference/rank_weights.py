@@ -25,7 +25,13 @@ from megtool.config import ModelConfig, ParallelConfig
 from megtool.console import Progress, silent
 from megtool.convert.binding import missing, summarize
 from megtool.convert.canonical import VOCABULARY, CanonicalModel
-from megtool.convert.dialects import CanonicalView, TargetView, is_optimizer_state, write_side
+from megtool.convert.dialects import (
+    CanonicalView,
+    DialectOptions,
+    TargetView,
+    is_optimizer_state,
+    write_side,
+)
 from megtool.convert.megatron import is_encoder_decoder
 from megtool.convert.rank_parameters import rank_parameters
 from megtool.convert.rank_tensors import (
@@ -93,7 +99,7 @@ class Weights:
             config=self.config,
             parallel=self.parallel,
             per_layer=True,
-            divisible_by=vocab_multiple,
+            options=DialectOptions(divisible_by=vocab_multiple),
         )
         others = [t.name for t in target.tensors if t.name.startswith("encoder.")]
         if others:

@@ -23,6 +23,7 @@ from megtool.convert.dialects import (
     STATE_FIRST,
     STATE_LAST,
     CanonicalView,
+    DialectOptions,
     TargetView,
     detect_dialect,
     is_optimizer_state,
@@ -152,10 +153,12 @@ def _bind_target(
             dtype=dtype,
             parallel=parallel if dialect == "megatron" or _is_megatron(source) else None,
             per_layer=per_layer,
-            divisible_by=vocab_divisor(source.catalogue),
-            main=main,
-            own_layers=uses_local_layers(source.catalogue),
-            state_names=_state_names(kind, dialect),
+            options=DialectOptions(
+                divisible_by=vocab_divisor(source.catalogue),
+                main=main,
+                own_layers=uses_local_layers(source.catalogue),
+                state_names=_state_names(kind, dialect),
+            ),
         )
 
     if optimizer == FULLY_RESHARDABLE:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.binding import Binding
 from megtool.convert.canonical import CanonicalModel
-from megtool.convert.dialects import CanonicalView, read_side, write_side
+from megtool.convert.dialects import CanonicalView, DialectOptions, read_side, write_side
 from megtool.convert.megatron import PER_LAYER, STACKED
 from megtool.convert.rank_parameters import rank_parameters
 from megtool.convert.rank_tensors import LocalView, RankCoordinates, local_side, local_tensors
@@ -107,7 +107,11 @@ def test_a_rank_holds_its_slices(name: str, data: Any, carry: Callable[..., Arra
         parallel = ParallelConfig(**sizes)
         source, arrays = source_of(model, stacked=draw(st.booleans(), label="stacked"))
         target = write_side(
-            source, dialect="megatron", parallel=parallel, per_layer=True, divisible_by=5
+            source,
+            dialect="megatron",
+            parallel=parallel,
+            per_layer=True,
+            options=DialectOptions(divisible_by=5),
         )
         ranks = rank_parameters(target.tensors, model, parallel)
     except LayoutError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,3 +76,18 @@ def tensor(name: str, shape: tuple[int, ...], kind: str) -> GlobalTensor:
 def weight_shape(module: QuantizedModule) -> NDArray[np.int64]:
     """A weight's `[out, in]` as numbers."""
     return np.array(module.shape, np.int64)
+
+
+def edit_config(
+    config: bytes, *, remove: Collection[str] = (), add: Mapping[str, Any], untie: bool = False
+) -> bytes:
+    """A config.json without some keys, there or in its `text_config`, and with others; where it is
+    to `untie`, it no longer says that the output layer is the embedding."""
+    value = json.loads(config)
+    text = value.get("text_config")
+    for place in (value, text if isinstance(text, dict) else {}):
+        for key in remove:
+            place.pop(key, None)
+        if untie and place.get("tie_word_embeddings"):
+            place["tie_word_embeddings"] = False
+    return (json.dumps(value | dict(add), indent=2, ensure_ascii=False) + "\n").encode()

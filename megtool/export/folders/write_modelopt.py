@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS
-from megtool.export.folders.config_edit import edit_config
-from megtool.export.folders.tensor_specs import ModuleTensors, tensor
+from megtool.export.folders.tensor_specs import ModuleTensors, edit_config, tensor
 from megtool.export.quantized_module import QuantizedModule, QuantizedModules
 from megtool.number_formats.decode import COLUMNS, SCALE_2
 from megtool.number_formats.layout import layout

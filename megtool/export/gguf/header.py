@@ -15,7 +15,7 @@ from megtool.checkpoint.embedded_digests import METADATA_KEY, reserve_digests
 from megtool.checkpoint.formats.safetensors import whole_shards
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
-from megtool.export.gguf.tensor_types import PLAIN
+from megtool.export.gguf.layout import PLAIN
 from megtool.number_formats.gguf import package, row_bytes
 from megtool.tensors.sharded import GlobalTensor
 

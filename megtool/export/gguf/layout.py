@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megtool.checkpoint.computed_tensors import TensorFeed
@@ -11,12 +11,12 @@ from megtool.convert.binding import Binding, WrittenBinding, summarize
 from megtool.convert.canonical import VOCABULARY, CanonicalModel
 from megtool.convert.families import Family
 from megtool.dtypes import DType, dtype
-from megtool.errors import MappingError
+from megtool.errors import MappingError, UsageError
 from megtool.export.gguf.architectures import Architecture
 from megtool.export.gguf.block_encoder import NormPlusOne, plan_encoding
 from megtool.export.gguf.header import GgufTensor
-from megtool.export.gguf.rope_scaling import RopeFactors
-from megtool.export.gguf.tensor_types import PLAIN, choose_tensor_type, has_whole_blocks
+from megtool.export.gguf.metadata_keys import RopeFactors
+from megtool.number_formats.gguf import block, encodings
 from megtool.reshard.constant_feed import ConstantFeed
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -110,3 +110,52 @@ def _bind_names(
 def _read_type(stored: DType) -> DType:
     """The type in which elements are taken: their own, or float32."""
     return stored if stored.name in PLAIN.values() else dtype("float32")
+
+
+PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Types that are plain elements, by torch's name."""
+
+_ENDS = ("token_embd.weight", "output.weight")
+_FINER = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
+_TERNARY = ("TQ1_0", "TQ2_0")
+
+
+def parse_tensor_type(text: str) -> str:
+    """GGUF's name of the type asked for.
+
+    Raises:
+        UsageError: there is none, or the installed package does not encode it.
+        MissingPackageError: the gguf package is not installed.
+    """
+    name = text.upper()
+    if name not in encodings():
+        raise UsageError(
+            f"--outtype is {text!r}, which is no type that the gguf package encodes",
+            hint="one of " + ", ".join(k.lower() for k in encodings()),
+        )
+    return name
+
+
+def choose_tensor_type(name: str, shape: Sequence[int], kind: str, *, tied: bool) -> str:
+    """The type of one tensor of a file of this kind, where blocks divide its rows.
+
+    Vectors, norms and routers are F32. The output matrix (the embedding, where it serves as such)
+    is Q8_0 in files of four and five bits: llama.cpp makes it Q6_K, which its package cannot
+    encode. Ternary files have both ends in F16, and MXFP4 is for experts alone, beside Q8_0.
+    """
+    if len(shape) < 2 or "_norm." in name or not name.endswith(".weight") or "ffn_gate_inp" in name:
+        return "F32"
+    if kind in PLAIN:
+        return kind
+    if kind in _TERNARY and name in _ENDS:
+        return "F16"
+    if kind in _FINER and name == _ENDS[not tied]:
+        return "Q8_0"
+    if kind == "MXFP4" and "_exps." not in name:
+        return "Q8_0"
+    return kind
+
+
+def has_whole_blocks(kind: str, shape: Sequence[int]) -> bool:
+    """Whether rows of a tensor are whole blocks."""
+    return kind in PLAIN or shape[-1] % block(kind)[0] == 0

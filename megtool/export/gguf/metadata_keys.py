@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megtool.config import ModelConfig
-from megtool.convert.gguf import ROPE_SCALING
+from megtool.convert.gguf import (
+    LLAMA3,
+    LONG,
+    ROPE_SCALING,
+    SHORT,
+    llama3_factors,
+    longrope_temperature,
+)
+from megtool.errors import MappingError
 from megtool.export.gguf.architectures import Architecture
-from megtool.export.gguf.rope_scaling import build_rotary_keys, original_length, read_scaling
 from megtool.number_formats.gguf import package
 
 _QUANTIZATION_VERSION = 2
@@ -70,3 +81,101 @@ def _file_type(kind: str) -> int:
     kinds = package().LlamaFileType
     names = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}
     return int(kinds[names.get(kind, f"MOSTLY_{kind}")])
+
+
+RopeFactors = dict[str, NDArray[np.float32]]
+
+
+def read_scaling(config: ModelConfig) -> tuple[str, Mapping[str, Any]]:
+    """The kind of scaling ("" for none) and its numbers."""
+    scaling = config.rope_scaling or {}
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    return ("" if kind == "default" else "longrope" if kind == "su" else kind), scaling
+
+
+def original_length(config: ModelConfig) -> int:
+    """The positions a model was trained for before its scaling."""
+    key = "original_max_position_embeddings"
+    scaling = config.rope_scaling or {}
+    return int(scaling.get(key) or config.extra.get(key) or config.max_positions)
+
+
+def build_rotary_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    """Keys under `ARCHITECTURE.rope.`.
+
+    Raises:
+        MappingError: llama.cpp has no such scaling, or not in this architecture.
+    """
+    kind, scaling = read_scaling(config)
+    turned = int(config.head_dim * config.rotary_percent)
+    out: dict[str, Any] = {"dimension_count": turned, "freq_base": float(config.rope_base)}
+    if config.rope_local_base is not None:
+        out["freq_base_swa"] = float(config.rope_local_base)
+    if not kind or (kind == "llama3" and architecture.factors == kind):
+        return out
+    if kind == "longrope" and architecture.factors == kind:
+        original = original_length(config)
+        scale = scaling.get("attention_factor")
+        if scale is None:
+            scale = longrope_temperature(config.max_positions, original)
+        return out | {
+            "scaling.attn_factor": float(scale),
+            "scaling.original_context_length": original,
+        }
+    if kind == "linear":
+        return out | {"scaling.type": "linear", "scaling.factor": float(scaling["factor"])}
+    odd = _odd_yarn(scaling) if kind == "yarn" else ""
+    if kind == "yarn" and not odd:
+        original = original_length(config)
+        factor = float(scaling.get("factor") or config.max_positions / original)
+        out |= {"scaling.type": "yarn", "scaling.factor": factor}
+        out["scaling.original_context_length"] = original
+        for key in ("beta_fast", "beta_slow"):
+            if scaling.get(key):
+                out[f"scaling.yarn_{key}"] = float(scaling[key])
+        return out
+    can = ["linear", "yarn", *([architecture.factors] if architecture.factors else [])]
+    raise MappingError(
+        f"rope_scaling is of the kind {kind!r}{odd}, which llama.cpp's {architecture.name!r} "
+        "does not compute",
+        hint=f"it does: {', '.join(can)}",
+        error_id="unsupported-by-engine",
+    )
+
+
+def _odd_yarn(scaling: Mapping[str, Any]) -> str:
+    """What llama.cpp's YaRN cannot do; it rounds the range of its ramp to whole frequencies."""
+    if any(scaling.get(k) for k in ("attention_factor", "mscale", "mscale_all_dim")):
+        return " with a temperature of its own"
+    return " with a ramp that is not rounded (truncate)" if scaling.get("truncate") is False else ""
+
+
+def build_rope_factors(config: ModelConfig) -> RopeFactors:
+    """What frequencies are divided by, where llama.cpp reads that from tensors.
+
+    Raises:
+        MappingError: factors of another number than there are frequencies.
+    """
+    kind, scaling = read_scaling(config)
+    half = int(config.head_dim * config.rotary_percent) // 2
+    if kind == "llama3":
+        factors = llama3_factors(
+            float(config.rope_base),
+            half,
+            factor=float(scaling["factor"]),
+            low=float(scaling["low_freq_factor"]),
+            high=float(scaling["high_freq_factor"]),
+            length=original_length(config),
+        )
+        return {LLAMA3: factors}
+    if kind != "longrope":
+        return {}
+    out: RopeFactors = {}
+    for length, name in (("long", LONG), ("short", SHORT)):
+        values = np.array(scaling[f"{length}_factor"], np.float32)
+        if values.shape != (half,):
+            raise MappingError(
+                f"rope_scaling has {len(values)} {length} factors, and {half} frequencies"
+            )
+        out[name] = values
+    return out

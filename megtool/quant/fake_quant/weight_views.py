@@ -16,7 +16,7 @@ from torch import Tensor
 from megtool.config import ModelConfig
 from megtool.convert.canonical import VOCABULARY, CanonicalModel
 from megtool.convert.canonical_view import CanonicalView
-from megtool.convert.dialects import write_side
+from megtool.convert.dialects import DialectOptions, write_side
 from megtool.convert.rank_parameters import rank_parameters
 from megtool.convert.rank_tensors import RankCoordinates, local_side, local_tensors
 from megtool.dtypes import dtype as named
@@ -65,7 +65,7 @@ class WeightViews:
             dialect="megatron",
             parallel=groups.parallel,
             per_layer=True,
-            divisible_by=VOCAB_MULTIPLE,
+            options=DialectOptions(divisible_by=VOCAB_MULTIPLE),
         )
         coordinates = RankCoordinates(
             stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank

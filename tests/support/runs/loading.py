@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megtool.config import ParallelConfig
-from megtool.convert.dialects import write_side
+from megtool.convert.dialects import DialectOptions, write_side
 from megtool.convert.rank_tensors import RankCoordinates
 from megtool.inference.rank_weights import Weights, decoder_of
 from megtool.reshard.open_source import open_source
@@ -49,7 +49,7 @@ class Truth:
             dialect="megatron",
             parallel=parallel,
             per_layer=True,
-            divisible_by=vocab_multiple,
+            options=DialectOptions(divisible_by=vocab_multiple),
         )
         whole = self._carry(side, self._arrays, target)
         return slice_tensors(target, whole, config, parallel, seat)
