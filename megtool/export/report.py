@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megtool.console import format_bytes, several
 from megtool.reports import Report, Row
+from megtool.reshard.written_digests import describe_digests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,8 @@ class ExportReport(Report):
     is_dry: bool = False
     seconds: float = 0.0
     peak_rss_bytes: int = 0
+    digested: int = 0
+    digested_files: int = 0
 
     def title(self) -> str:
         """From where to where."""
@@ -62,5 +65,7 @@ class ExportReport(Report):
             if number:
                 yield "modules", f"{several(number, 'quantized module')} {words}"
         if not self.is_dry:
+            text = describe_digests(self.digested, self.tensors, self.digested_files)
+            yield "digests", text
             yield "time", f"{self.seconds:.1f} s"
             yield "memory", f"{format_bytes(self.peak_rss_bytes)} peak resident"

@@ -15,6 +15,7 @@ from megtool.console import Progress
 from megtool.export.report import ExportReport
 from megtool.reshard.execute import ExecutionOptions, peak_rss_bytes
 from megtool.reshard.staged_write import write_staged, written_files
+from megtool.reshard.written_digests import count_digested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,8 @@ class PlannedExport:
             warnings=(*report.warnings, *stage.messages),
             seconds=time.monotonic() - self.start,
             peak_rss_bytes=peak_rss_bytes(),
+            digested=count_digested(self.plan, stage.sidecar),
+            digested_files=_count_files(stage),
         )
 
     def _list_files(self, execution: ExecutionOptions) -> tuple[str, ...]:
@@ -85,3 +88,8 @@ class PlannedExport:
         if self.is_file or execution.digest is DigestMode.NONE:
             return names
         return tuple(sorted({*names, SIDECAR}))
+
+
+def _count_files(stage: StagingFolder) -> int:
+    """The number of files that have a digest; a single file has one."""
+    return 1 if stage.is_file else len(stage.sidecar.files) if stage.sidecar else 0

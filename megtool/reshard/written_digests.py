@@ -20,6 +20,7 @@ from megtool.checkpoint.digest import (
 from megtool.checkpoint.embedded_digests import embed_digests, embed_nothing, list_sections
 from megtool.checkpoint.file_digests import digest_tree, read_sections
 from megtool.checkpoint.plan import Op, ReshardPlan
+from megtool.console import several
 from megtool.tensors.sharded import GlobalTensor
 
 
@@ -57,6 +58,26 @@ def write_digests(
         stage.write(str(PurePosixPath(folder) / SIDECAR), encode_sidecar(sidecar))
     stage.sidecar = sidecar
     return sidecar
+
+
+def count_digested(plan: ReshardPlan, sidecar: Sidecar | None) -> int:
+    """The number of stored tensors of which all elements have a digest."""
+    if sidecar is None:
+        return 0
+    missing = {
+        e.target.stored
+        for e in plan.entries
+        if e.op is not Op.FILL and e.canonical not in sidecar.tensors
+    }
+    written = {e.target.stored for e in plan.entries if e.op is not Op.FILL}
+    names = [t.name for t in plan.target.catalogue.tensors]
+    complete = written - missing
+    return sum(n in sidecar.stored_tensors or n in complete for n in names)
+
+
+def describe_digests(digested: int, total: int, num_files: int) -> str:
+    """How many tensors and files have a digest, as a row of a report."""
+    return f"{digested} of {several(total, 'tensor')} digested, and {several(num_files, 'file')}"
 
 
 def _relative_to(digests: dict[str, FileDigest], folder: str) -> dict[str, FileDigest]:

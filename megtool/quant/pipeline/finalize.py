@@ -33,7 +33,7 @@ from megtool.quant.pipeline.report import (
     input_rows,
     kv_format,
 )
-from megtool.quant.pipeline.write import VerificationError, write
+from megtool.quant.pipeline.write import VerificationError, WriteReport, write
 from megtool.quant.qparams import QParams
 from megtool.quant.recipes.modules import is_in_expert_blocks
 from megtool.quant.verification.verify_folder import FolderVerification, verify_folder
@@ -86,7 +86,7 @@ def finalize(
 
     began = time.monotonic()
     notes = list(solved.qparams.notes)
-    resumed = 0
+    written: WriteReport | None = None
     with suppress(VerificationError):
         written = write(
             source,
@@ -108,7 +108,6 @@ def finalize(
             progress=progress,
         )
         notes += written.warnings
-        resumed = written.resumed_units
     seconds["write"] = time.monotonic() - began - proving
     seconds["prove"] = proving
     proof = replace(proofs[-1], path=str(request.destination))
@@ -119,8 +118,15 @@ def finalize(
         seconds,
         proof=proof,
         num_bytes=proof.num_bytes,
-        resumed_units=resumed,
     )
+    if written is not None:
+        report = replace(
+            report,
+            resumed_units=written.resumed_units,
+            digested=written.digested,
+            tensors=written.tensors,
+            digested_files=written.digested_files,
+        )
     if proof.num_errors:
         notes.insert(0, f"nothing was written to {request.destination}: the proof found errors")
     elif request.output.evaluate is not None:

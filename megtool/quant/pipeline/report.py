@@ -15,6 +15,7 @@ from megtool.quant.calibration.statistics import BINS_PER_OCTAVE, OCTAVES, Activ
 from megtool.quant.explain import describe_target
 from megtool.quant.recipes.match import Decision
 from megtool.reports import Report, Row, Section, Table, count
+from megtool.reshard.written_digests import describe_digests
 
 if TYPE_CHECKING:
     from megtool.quant.calibration.expert_coverage import ExpertCoverage
@@ -118,6 +119,7 @@ class QuantizeReport(Report):
 
     `source_bytes` and `num_bytes` are those of all weights, before and after (of the files, if
     there is a `proof`). `doubt` says why the target may not run the model. `seconds` are by stage.
+    Of the `tensors` written, `digested` have a digest, and so have `digested_files`.
     `reproduction` has versions, seed, fingerprints and the command. `calibration_file` is the saved
     calibration. With several processes, the reports of all but the first count as shown.
     """
@@ -142,6 +144,9 @@ class QuantizeReport(Report):
     seconds: Mapping[str, float] = field(default_factory=dict)
     peak_rss_bytes: int = 0
     resumed_units: int = 0
+    tensors: int = 0
+    digested: int = 0
+    digested_files: int = 0
     reproduction: Mapping[str, str] = field(default_factory=dict)
     page: str | None = None
 
@@ -216,6 +221,9 @@ class QuantizeReport(Report):
             )
             yield "KL", f"{e.kl_mean:.3e} mean, {e.kl_99:.3e} for 99 % of tokens"
             yield "agreement", f"{e.agreement:.2%} of tokens have the same most likely token"
+        if self.tensors:
+            text = describe_digests(self.digested, self.tensors, self.digested_files)
+            yield "digests", text
         if self.resumed_units:
             yield "resumed", f"{self.resumed_units} finished pieces verified"
         if self.seconds:

@@ -59,6 +59,7 @@ from megtool.reshard.execute import (
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.staged_write import write_staged, written_files
 from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.reshard.written_digests import count_digested
 from megtool.tensors.sharded import GlobalTensor
 
 
@@ -81,6 +82,8 @@ class WriteReport:
     kernel_bytes: int = 0
     resumed_units: int = 0
     repaired_units: int = 0
+    digested: int = 0
+    digested_files: int = 0
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -206,6 +209,8 @@ def write(
         kernel_bytes=copied.kernel_bytes,
         resumed_units=copied.verified,
         repaired_units=copied.repaired,
+        digested=count_digested(plan, stage.sidecar),
+        digested_files=len(stage.sidecar.files) if stage.sidecar else 0,
         warnings=tuple(stage.messages),
     )
 
