@@ -103,7 +103,7 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
                 )
             )
         for o in sources:
-            findings.add(*check_quant_config(o))
+            findings.add(*check_quant_config(o, is_alone=b is None))
         if b is not None and any(o.catalogue.packed for o in sources):
             findings.add(list(check_configs(sources[0], sources[1])), ())
         tasks = [

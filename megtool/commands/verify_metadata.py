@@ -18,17 +18,20 @@ from megtool.reshard.foreign_objects import find_foreign_objects
 from megtool.reshard.source import CheckpointSource
 
 
-def check_quant_config(source: CheckpointSource) -> tuple[list[Difference], list[str]]:
+def check_quant_config(
+    source: CheckpointSource, *, is_alone: bool = False
+) -> tuple[list[Difference], list[str]]:
     """Contradictions between the files of a quantized folder and its tensors, and what is odd.
 
-    Nothing for a checkpoint that is no such folder.
+    Nothing for a checkpoint that is no such folder. All scales are read of one that `is_alone`;
+    beside another checkpoint they are compared with the weights.
     """
     if not source.catalogue.packed or not (source.path / "config.json").is_file():
         return [], []
     differences: dict[Difference, None] = {}
     notes: dict[str, None] = {}
     with open_folder(source.path) as folder:
-        for finding in check_consistency(folder):
+        for finding in check_consistency(folder, reads_all_scales=is_alone):
             if finding.severity == "error":
                 differences[_difference(finding.module, finding.message)] = None
             else:

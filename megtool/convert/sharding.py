@@ -49,6 +49,18 @@ TP_DIMS: tuple[tuple[str, int], ...] = (
     *((f"mixer.conv1d.bias.{x}", -1) for x in ("x", "B", "C")),
 )
 
+# What every tensor rank has whole; of any other name it is not known whether it is cut.
+_REPLICATED = re.compile(
+    r"(?:^|[._])(?:\w*norm|layer_norm)[._](?:weight|bias)$"
+    r"|\blinear_(?:proj|fc2)\.bias$"
+    r"|\blinear_(?:q|kv|qkv)_down_proj\.weight$"
+    r"|\brouter\.\w+$"
+    r"|\bshared_experts\.gate_weight$"
+    r"|\b(?:position|tokentype)_embeddings\.weight$"
+    r"|\brelative_attention_bias\.weight$"
+    r"|\brotary_pos_emb\.inv_freq$"
+    r"|^(?:lm_head\.dense|binary_head|pooler\.dense)\.(?:weight|bias)$"
+)
 _LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(?:(\d+)\.)?(.+)")
 _EXPERT = re.compile(
     r"\.experts\.(?:experts\.|local_experts\.)?(?:(\d+)\.)?linear_fc[12](?:\.(?:weight|bias)(\d+))?"
@@ -300,6 +312,12 @@ def rule_of(key: str, is_glu: bool) -> ShardingRule:
         has_expert_axis=expert is not None and number is None,
         place=next((place for begin, place in _PLACES if key.startswith(begin)), "first"),
     )
+
+
+def is_known(key: str) -> bool:
+    """Whether Megatron's modules have a tensor of this name, so that it is known how it is cut."""
+    suffix = _suffix(key)
+    return bool(_tp_dim(suffix) or _REPLICATED.search(suffix))
 
 
 def _suffix(key: str) -> str:

@@ -28,9 +28,10 @@ _READERS = (
 """One engine that follows config.json, and one that follows hf_quant_config.json."""
 
 
-def check_consistency(folder: FolderView) -> Iterator[Finding]:
+def check_consistency(folder: FolderView, *, reads_all_scales: bool = False) -> Iterator[Finding]:
     """What contradicts itself in a folder (errors), and what is odd (warnings)."""
     context = read_context(folder)
+    context.reads_all_scales = reads_all_scales
     rules = [rule for rule in load_rules() if rule.text.engine_independent]
     heads = _linear_heads(context)
     for engine in _READERS:

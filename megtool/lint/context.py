@@ -73,6 +73,7 @@ class LintContext:
     config.json; `config_json` and `hf_quant_config` are what the two files declare in ModelOpt's
     form. `stacked` are weights of all experts in one tensor, `embeddings` those that
     hold codes. `mismatch` compares the weights with the model's family (None: unknown family).
+    `reads_all_scales`: also large ones, of which `lint` reads headers alone.
     """
 
     folder: FolderView
@@ -84,6 +85,7 @@ class LintContext:
     stacked: list[StoredTensor] = field(default_factory=list)
     embeddings: list[str] = field(default_factory=list)
     mismatch: ModelMismatch | None = None
+    reads_all_scales: bool = False
     _statistics: dict[str, ScaleStatistics] = field(default_factory=dict)
 
     def statistics(self, tensor: StoredTensor) -> ScaleStatistics:

@@ -142,7 +142,8 @@ def _check_shapes(context: LintContext, engine: EngineTarget) -> Iterator[Findin
 def _check_values(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
     for module, tensors in context.folder.modules.items():
         for last, t in tensors.items():
-            if last in (*SCALE_NAMES, *KV_CACHE_SCALES) and numel(t.shape) <= MAX_ELEMENTS:
+            is_read = context.reads_all_scales or numel(t.shape) <= MAX_ELEMENTS
+            if last in (*SCALE_NAMES, *KV_CACHE_SCALES) and is_read:
                 for f in check_values(module, last, t, context.statistics(t)):
                     yield Finding(module=module, message=f.message, severity=f.severity)
 

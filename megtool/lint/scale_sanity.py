@@ -29,6 +29,13 @@ SCALE_NAMES = (
 )
 
 _TINY = float(np.finfo(np.float32).tiny)
+_LEAST = _TINY / 512
+"""No exporter makes smaller scales: FP8's is at least the smallest normal float32 over 448."""
+
+_MOST = 65504.0
+"""Weights and inputs under a larger scale overflow float16, and soon float32."""
+
+_MULTIPLIERS = ("weight_scale", "weight_scale_2", "weight_scale_inv", "input_scale")
 _SMALLEST_E4M3 = 2.0**-9
 _DAMAGED = "calibration saw unusual data here, or the value is damaged"
 
@@ -63,7 +70,22 @@ def check_values(
 def _check_range(
     module: str, last: str, tensor: StoredTensor, s: ScaleStatistics
 ) -> Iterator[Finding]:
-    if tensor.dtype in ("float32", "bfloat16") and 0 < s.smallest < _TINY:
+    if last in (*_MULTIPLIERS, *KV_CACHE_SCALES) and s.largest > _MOST:
+        yield error(
+            "scale-overflow",
+            module,
+            f"the largest value of {last} is {s.largest:.3g}",
+            "no weight or input is so large: the value is damaged",
+        )
+    is_wide = tensor.dtype in ("float32", "bfloat16")
+    if is_wide and last in _MULTIPLIERS and 0 < s.smallest < _LEAST:
+        yield error(
+            "scale-underflow",
+            module,
+            f"the smallest value of {last} is {s.smallest:.3g}, of which GPUs may make zero",
+            "no weight or input is so small: the value is damaged",
+        )
+    elif is_wide and 0 < s.smallest < _TINY:
         yield warning(
             "scale-underflow",
             module,

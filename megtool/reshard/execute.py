@@ -22,7 +22,7 @@ from megtool.checkpoint.plan_summary import PlanSummary, summarize
 from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress
-from megtool.errors import CoverageError, DigestError, UsageError
+from megtool.errors import CoverageError, DigestError, FormatError, UsageError
 from megtool.reshard.average import Average, averaged_sources, dropped_optimizers
 from megtool.reshard.constant_feed import ConstantFeed, round_to_dtype
 from megtool.reshard.inventory import Inventory, take_inventory

@@ -27,7 +27,7 @@ from megtool.checkpoint.transport.reduce import sum_dtype
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
 from megtool.dtypes import DType
-from megtool.errors import DigestError, MegtoolError
+from megtool.errors import DigestError, FormatError, MegtoolError
 from megtool.reshard.open_source import TensorFilter, open_source
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.writers.target_spec import Target
@@ -108,6 +108,36 @@ def compare_with_source(
             deltas = compare(pairs, first, second, threads=threads)
             _refuse(pairs, deltas, "differ from another copy of the same tensor")
     return ReadbackReport(num_tensors=len(placements), num_bytes=num_bytes, num_files=num_files)
+
+
+def check_readable(source: CheckpointSource, target: Target, plan: ReshardPlan, tree: Path) -> None:
+    """Open what was written to `tree` by its headers, and find everything that was planned.
+
+    Names, shapes and dtypes of tensors and names of objects are compared, no data is read.
+
+    Raises:
+        FormatError: it cannot be read back, or something is missing or is another.
+    """
+    planned = plan.target.catalogue
+    hint = "nothing was put in place; another format (--to) may hold it"
+    try:
+        raw = open_checkpoint(tree)
+        stored = {(t.name, t.shape, t.dtype) for t in raw.tensors}
+        if any((t.name, t.shape, t.dtype) not in stored for t in planned.tensors):
+            # Rank files and buckets are read as parts: compare the tensors made of them.
+            _find_written(source, target, plan, *_open_tree(tree, source))
+    except MegtoolError as e:
+        raise FormatError(
+            f"what was written as {target.format!r} cannot be read back: {e.message}",
+            tensor=e.tensor,
+            hint=hint,
+        ) from e
+    if missing := next((n for n in planned.objects if n not in raw.objects), None):
+        raise FormatError(
+            f"the object {missing!r} that was written as {target.format!r} is missing when it is "
+            "read back",
+            hint=hint,
+        )
 
 
 def _refuse(pairs: Sequence[TensorPair], deltas: Mapping[str, TensorDelta], what: str) -> None:

@@ -23,10 +23,11 @@ from megtool.checkpoint.containers.zip_writer import (
     encode_object,
     tensor_frame,
 )
+from megtool.checkpoint.formats.dcp_metadata import MAX_NUMBER
 from megtool.checkpoint.formats.dcp_metadata_writer import KeyPaths, write_metadata
 from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
 from megtool.errors import UsageError
-from megtool.tensors.box import Ints
+from megtool.tensors.box import Ints, numel
 from megtool.tensors.grouping import distinct, grouped
 from megtool.tensors.sharded import GlobalTensor, Shards
 
@@ -66,7 +67,7 @@ def plan_torch_dist_layout(
 
     Raises:
         UsageError: an owner is not a rank, names repeat, a common state is missing or not allowed,
-            or a core version is invalid.
+            or a core version is invalid, or a shape is too large to be read back.
     """
     _check_request(tensors, shards, num_files, objects or {}, common, megatron)
     keeps_common_object = (
@@ -136,7 +137,10 @@ def plan_torch_dist_layout(
 def _parse_version(text: str) -> tuple[int, ...]:
     match = re.match(r"(\d+)\.(\d+)(?:\D|$)", text)
     if match is None:
-        raise UsageError(f"core version {text!r}", hint="for example 0.16 or 0.19")
+        raise UsageError(
+            f"the core version {text!r} is not a release of megatron-core",
+            hint="for example 0.16 or 0.19",
+        )
     version = int(match[1]), int(match[2])
     if version < OLDEST_CORE:
         least = ".".join(map(str, OLDEST_CORE))
@@ -164,8 +168,18 @@ def _check_request(
             f"elements packed as {packed.packing!r} cannot be stored in this format",
             tensor=packed.name,
         )
+    for t in tensors:
+        # torch multiplies the sizes beside a zero, too.
+        if numel([max(n, 1) for n in t.shape]) * t.dtype.itemsize >= MAX_NUMBER:
+            raise UsageError(
+                f"its shape {list(t.shape)} is too large for a torch.distributed checkpoint",
+                tensor=t.name,
+                hint="--to safetensors holds it, --exclude leaves it out",
+            )
     if len(shards) and not 0 <= int(shards.owner.min()) <= int(shards.owner.max()) < num_files:
-        raise UsageError(f"shards of rank {int(shards.owner.max())} in {num_files} files")
+        raise UsageError(
+            f"shards belong to rank {int(shards.owner.max())}, and there are {num_files} files"
+        )
     if megatron != isinstance(common, dict):
         raise UsageError(
             "a common state is required for a Megatron checkpoint and not allowed otherwise"

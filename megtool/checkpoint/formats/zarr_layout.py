@@ -36,6 +36,7 @@ DEFAULT_SHARD_BYTES = 1 << 30
 _LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 _RESERVED = (OBJECTS, COMMON, "hf", "tokenizer", "metadata.json", V3_NAME)
 _MAX_NAME_BYTES = 255
+_MAX_SIZE = 1 << 62
 
 
 def plan_zarr_layout(
@@ -163,6 +164,12 @@ def _metadata(
     if t.packing is not None:
         raise UsageError(
             f"elements packed as {t.packing!r} cannot be stored in zarr", tensor=t.name
+        )
+    if max(t.shape, default=0) > _MAX_SIZE:
+        raise UsageError(
+            f"its shape {list(t.shape)} is too large for an array that tensorstore reads",
+            tensor=t.name,
+            hint="--to safetensors holds it, --exclude leaves it out",
         )
     inner = (
         choose_chunk_shape(t.shape, t.dtype, chunk_bytes)

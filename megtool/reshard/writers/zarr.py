@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
+
 from megtool.checkpoint.catalogue import Destination
 from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.formats.tensorstore import write_database
 from megtool.checkpoint.formats.zarr_compression import compress
 from megtool.checkpoint.formats.zarr_layout import DEFAULT_SHARD_BYTES
 from megtool.checkpoint.formats.zarr_layout import plan_zarr_layout as lay_out_arrays
+from megtool.checkpoint.read import CheckpointReader
+from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import DType
+from megtool.errors import UsageError
 from megtool.reshard.megatron.checkpoint_objects import encode_stored_object
 from megtool.reshard.megatron.common_state import account_for_common
+from megtool.reshard.megatron.master_weight_check import split_box
 from megtool.reshard.source import CheckpointSource, collect_small_files
 from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.tensors.box import numel
+from megtool.tensors.placement import narrow
 
 
 def plan_zarr_layout(
@@ -23,8 +31,18 @@ def plan_zarr_layout(
     """Plan the arrays, with all objects and the common state as the source has them.
 
     Nothing here depends on a layout of ranks, so state of the source's ranks stays valid.
+
+    Raises:
+        UsageError: there is no tensor, or a bool is neither 0 nor 1.
     """
     catalogue = source.catalogue
+    if not out.side.tensors:
+        raise UsageError(
+            f"{out.format!r} holds arrays, and there is no tensor to write",
+            file=source.path,
+            hint="--to dcp or safetensors may be without tensors",
+        )
+    _check_bools(source, out)
     source_state = catalogue.metadata.get("common")
     common = source_state if isinstance(source_state, dict) else None
     out.destination = lay_out_arrays(
@@ -46,6 +64,33 @@ def plan_zarr_layout(
     if options.compress is not None or out.format == "ocdbt":
         is_database = out.format == "ocdbt"
         out.finish = partial(_finish, out.destination, options.compress, is_database)
+
+
+def _check_bools(source: CheckpointSource, out: Target) -> None:
+    """Refuse bytes that no bool has: tensorstore reads no chunk that holds one."""
+    catalogue = source.catalogue
+    bools = [
+        p
+        for name in out.side.placements
+        if (p := source.view.placements.get(name)) is not None
+        and catalogue[p.stored].dtype.name == "bool"
+        and numel(p.shape)
+    ]
+    if not bools:
+        return
+    with CheckpointReader(catalogue, Files()) as reader:
+        for placement in bools:
+            for lo, hi in split_box([0] * len(placement.shape), list(placement.shape)):
+                values = reader.open_canonical(narrow(placement, lo, hi)).read().view(np.uint8)
+                wrong = np.flatnonzero(values.reshape(-1) > 1)
+                if len(wrong):
+                    raise UsageError(
+                        f"a bool is the byte {values.reshape(-1)[wrong[0]]}, and {out.format!r} "
+                        "holds 0 and 1 alone",
+                        file=source.path,
+                        tensor=placement.stored,
+                        hint="--to dcp or safetensors holds the bytes as they are",
+                    )
 
 
 def _finish(
