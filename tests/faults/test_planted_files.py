@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megtool import reshard, tokenize
+from megtool import quantize, reshard, tokenize
 from megtool.checkpoint.formats.save_folder import TRACKER
 from megtool.checkpoint.storage.files import Files
 from megtool.data.dataset_writer import DatasetFiles
@@ -175,6 +175,14 @@ def test_a_calibration_file_replaces_no_fifo(tmp_path: Path, victim: Path, kind:
     PLANTS[kind](tmp_path / "c.safetensors", victim)
     with raises(DestinationError, file=tmp_path / "c.safetensors", hint=True):
         _check_file(tmp_path / "c.safetensors")
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+def test_the_folder_of_an_interrupted_calibration(tmp_path: Path, victim: Path, kind: str) -> None:
+    source = tiny_llama.save(tmp_path / "hf", num_hidden_layers=1)
+    PLANTS[kind](tmp_path / ".out.calibration", victim)
+    with raises(DestinationError, file=tmp_path / ".out.calibration", hint=True):
+        quantize(source, tmp_path / "out", recipe="fp8", synthetic=True, samples=1, seq_length=16)
 
 
 READERS: dict[str, tuple[Callable[[Path], Any], str]] = {

@@ -267,9 +267,19 @@ class Files(FileTransfer):
         """
         if self.mkdir(path, 0o700 if is_private else 0o777):
             return True
+        self.check_own_folder(path, is_private=is_private)
+        return False
+
+    def check_own_folder(self, path: Path, *, is_private: bool = False) -> None:
+        """Refuse a folder, which may be missing, that a run of this user cannot have made.
+
+        Raises:
+            DestinationError: it is no folder, a link to one, or another user's; or `is_private`,
+                and others may write in it.
+        """
         status = self.lstat(path)
         if status is None:
-            return self.make_own_folder(path, is_private=is_private)
+            return
         is_folder = stat.S_ISDIR(status.st_mode)
         check_own_folder(
             path,
@@ -280,7 +290,6 @@ class Files(FileTransfer):
             and bool(status.st_mode & 0o022)
             and self._probe(path, status)[1],
         )
-        return False
 
     def remove(self, path: Path) -> None:
         """Remove a file, or a folder with its contents, if it exists; links are not followed."""
