@@ -15,9 +15,11 @@ from megtool.checkpoint.embedded_digests import METADATA_KEY, reserve_digests
 from megtool.checkpoint.formats.safetensors import whole_shards
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
-from megtool.export.gguf.layout import PLAIN
 from megtool.number_formats.gguf import package, row_bytes
 from megtool.tensors.sharded import GlobalTensor
+
+PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Types that are plain elements, by torch's name."""
 
 _ALIGNMENT = 32
 _MAX_NAME = 63

@@ -14,7 +14,7 @@ from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError, UsageError
 from megtool.export.gguf.architectures import Architecture
 from megtool.export.gguf.block_encoder import NormPlusOne, plan_encoding
-from megtool.export.gguf.header import GgufTensor
+from megtool.export.gguf.header import PLAIN, GgufTensor
 from megtool.export.gguf.metadata_keys import RopeFactors
 from megtool.number_formats.gguf import block, encodings
 from megtool.reshard.constant_feed import ConstantFeed
@@ -111,9 +111,6 @@ def _read_type(stored: DType) -> DType:
     """The type in which elements are taken: their own, or float32."""
     return stored if stored.name in PLAIN.values() else dtype("float32")
 
-
-PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Types that are plain elements, by torch's name."""
 
 _ENDS = ("token_embd.weight", "output.weight")
 _FINER = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")

@@ -17,8 +17,8 @@ from megtool.console import Progress, silent
 from megtool.convert.families import Family
 from megtool.errors import FormatError, MappingError, UsageError
 from megtool.export.gguf.architectures import find_architecture, list_oddities
-from megtool.export.gguf.header import plan_gguf_file
-from megtool.export.gguf.layout import PLAIN, GgufContents, parse_tensor_type, plan_gguf_tensors
+from megtool.export.gguf.header import PLAIN, plan_gguf_file
+from megtool.export.gguf.layout import GgufContents, parse_tensor_type, plan_gguf_tensors
 from megtool.export.gguf.metadata_keys import build_model_keys, build_rope_factors
 from megtool.export.gguf.tokenizer import build_tokenizer_keys
 from megtool.export.report import ExportReport
