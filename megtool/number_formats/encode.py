@@ -291,11 +291,12 @@ def _equal_blocks(
         for c in _split(values.shape[across], blocks.get(across, 1)):
             rows = _span(r.start, r.stop, blocks.get(down, 1), by.shape[down])
             columns = _span(c.start, c.stop, blocks.get(across, 1), by.shape[across])
-            into = tuple(
-                slice(s.start // units.get(d, 1), -(-s.stop // units.get(d, 1)))
-                for d, s in ((down, r), (across, c))
+            down_r, across_c = (
+                slice(s.start // per, -(-s.stop // per))
+                for s, per in ((r, units.get(down, 1)), (c, units.get(across, 1)))
             )
-            yield from slabs(values[..., r, c], by[..., rows, columns], codes, out[..., *into])
+            into = out[..., down_r, across_c]
+            yield from slabs(values[..., r, c], by[..., rows, columns], codes, into)
 
 
 def _split(size: int, per: int) -> Iterator[slice]:
