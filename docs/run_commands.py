@@ -244,7 +244,7 @@ def run_page(page: Path, folder: Path) -> Iterator[tuple[Example, str]]:
 
 def _without_folder(text: str) -> str:
     """What the demo prints, as if it had run in a temporary folder."""
-    lines = [line for line in text.splitlines() if not line.startswith(("folder ", "page "))]
+    lines = [x for x in text.splitlines() if not x.startswith(("  folder ", "  page "))]
     return "\n".join(lines) + "\n"
 
 
