@@ -14,6 +14,7 @@ from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
+from tests.support.errors import raises
 from tests.support.paths import ROOT
 
 UNIT = 5000
@@ -101,7 +102,7 @@ def check_faults(root: Path, fault: int | str, *, old: bool, lasting: bool = Fal
         assert load(root / "source") == CONTENT
         again = FaultyFiles()
         if load(out) == CONTENT and not old:
-            with pytest.raises(DestinationError, match="exists"):
+            with raises(DestinationError, id="destination-exists"):
                 reshard(again, root)
         else:
             stage = reshard(again, root, overwrite=old)
@@ -172,7 +173,7 @@ def test_a_stopped_run_says_how_to_resume(root: Path) -> None:
 
 def test_a_run_that_finished_nothing_leaves_nothing(root: Path) -> None:
     stage = StagingFolder(root / "new" / "er" / "out", files=Files(), fingerprint="f")
-    with pytest.raises(StorageError, match="not enough space"), stage:
+    with raises(StorageError, id="no-space"), stage:
         stage.require_space(1 << 60)
     assert os.listdir(root) == ["source"]
 
@@ -304,7 +305,7 @@ def test_what_appears_meanwhile_is_not_replaced(root: Path) -> None:
         stage.write("a", b"a")
         stage.finish(0)
         save(out, OLD)
-        with pytest.raises(DestinationError, match="exists"):
+        with raises(DestinationError, id="destination-exists"):
             stage.commit()
     assert load(out) == OLD
 
@@ -328,7 +329,7 @@ def test_a_linked_destination_is_followed(root: Path) -> None:
     assert (root / "out").is_symlink()
     assert load(root / "disk" / "real") == CONTENT
     save(root / "disk" / "real", {"stale": b""})
-    with pytest.raises(DestinationError, match="exists"):
+    with raises(DestinationError, id="destination-exists"):
         reshard(Files(), root)
     reshard(Files(), root, overwrite=True)
     assert load(root / "out") == CONTENT
@@ -339,7 +340,7 @@ def test_a_linked_destination_is_followed(root: Path) -> None:
 def test_no_path_leads_out(root: Path, name: str) -> None:
     with (
         StagingFolder(root / "out", files=Files(), fingerprint="f") as stage,
-        pytest.raises(FormatError, match="not a path inside"),
+        raises(FormatError, id="unsafe-path"),
     ):
         stage.path(name)
 

@@ -108,7 +108,7 @@ def test_a_second_start_leaves_the_running_one_alone(model, data, out) -> None:
     before["log.jsonl"] = (out / "log.jsonl").read_bytes()
     staging = out / ".megtool"
     lock = LockFile(Files(), staging / "lock", lambda: staging.mkdir(exist_ok=True))
-    with pytest.raises(DestinationError, match="is writing this destination"):
+    with raises(DestinationError, id="destination-locked"):
         tune(model, out, data, lr=2e-3)
     lock.release()
     assert {n: (out / n).read_bytes() for n in before} == before

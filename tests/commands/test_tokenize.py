@@ -21,6 +21,7 @@ from megtool.cli.app import main
 from megtool.data import chunk_encoder
 from megtool.data.indexed import IndexedDataset
 from megtool.errors import DestinationError, FormatError, StorageError, UsageError
+from tests.support.errors import raises
 from tests.support.models import tiny_llama, tiny_tokenizer
 
 WORDS = tiny_tokenizer.WORDS.split()
@@ -98,7 +99,7 @@ def test_a_checkpoint_of_any_format_brings_its_tokenizer(
     assert (tmp_path / "one.bin").read_bytes() == (tmp_path / "two.bin").read_bytes()
     tiny_llama.save(tmp_path / "bare")
     (tmp_path / "bare" / "tokenizer.json").unlink(missing_ok=True)
-    with pytest.raises(FormatError, match="no tokenizer"):
+    with raises(FormatError, id="no-tokenizer"):
         tokenize(corpus, tmp_path / "three", tokenizer=tmp_path / "bare")
 
 
@@ -121,7 +122,7 @@ def tokenize_one(text: str, folder: Path, place: Path) -> list[int]:
 
 def test_a_place_that_is_taken(corpus: Path, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out.idx").write_text("mine")
-    with pytest.raises(DestinationError, match="already exists"):
+    with raises(DestinationError, id="destination-exists"):
         tokenize(corpus, tmp_path / "out", tokenizer=folder)
     assert (tmp_path / "out.idx").read_text() == "mine"
     tokenize(corpus, tmp_path / "out.bin", tokenizer=folder, overwrite=True)

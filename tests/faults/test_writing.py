@@ -28,6 +28,7 @@ from megtool.errors import (
     StorageError,
 )
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
+from tests.support.errors import raises
 from tests.support.folders import contents, file_states, staging_folders
 from tests.support.models import tiny_llama
 from tests.support.paths import ROOT
@@ -228,7 +229,7 @@ def test_a_failed_flush_is_never_made_good_by_a_second_one(tmp_path: Path) -> No
             report = job.run()
             assert report.resumed_units == 0 or n in journal, n
         else:
-            with pytest.raises(DestinationError, match="exists"):
+            with raises(DestinationError, id="destination-exists"):
                 job.run()
         job.check_end(n)
 

@@ -237,7 +237,7 @@ def test_an_unfinished_save_is_called_that(tmp_path):
     megatron_save(tmp_path)
     folder = tmp_path / "iter_0000010"
     (folder / "metadata.json").unlink()
-    with pytest.raises(FormatError, match="unfinished save"):
+    with raises(FormatError, id="unfinished-save"):
         open_checkpoint(folder)
 
 
@@ -353,7 +353,7 @@ def test_truncated_raw_chunks_and_links(tmp_path):
     (root / "c/0").unlink()
     (tmp_path / "secret").write_bytes(b"12345678")
     (root / "c/0").symlink_to(tmp_path / "secret")
-    with pytest.raises(FormatError, match="link that leaves"):
+    with raises(FormatError, id="unsafe-path"):
         open_checkpoint(root)
 
 
@@ -368,7 +368,7 @@ def test_huge_compressed_chunks_are_refused(sharded):
 
 def test_a_folder_without_arrays_and_a_source_that_changes(sharded, tmp_path):
     zarr.open_group(tmp_path / "empty", mode="w")
-    with pytest.raises(FormatError, match="no zarr array"):
+    with raises(FormatError, id="not-a-checkpoint"):
         open_checkpoint(tmp_path / "empty")
     found = open_checkpoint(sharded)
     (sharded / "raw/c/0/0").write_bytes(b"")

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from megtool import reshard
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import (
@@ -17,6 +15,7 @@ from megtool.errors import (
     StorageError,
 )
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
+from tests.support.errors import raises
 from tests.support.folders import contents, file_states
 
 OLD = {"old.bin": b"old", "deep/older.bin": b"older"}
@@ -79,7 +78,7 @@ def strike(job: Job, fault: int | str, *, old: bool, every: int = 1, lasting: bo
         assert files.hit, where
         assert file_states(job.root / "source") == job.source, where
         if contents(job.out) == job.expected and not old:
-            with pytest.raises(DestinationError, match="exists"):
+            with raises(DestinationError, id="destination-exists"):
                 job.run()
         else:
             job.run(overwrite=old, fsync=False)
