@@ -79,8 +79,8 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
     for check in file_checks:
         check.run(threads=threads, progress=lambda n: progress("verify files", n, file_bytes))
         findings.differences += check.differences()
-    if b is None:
-        digests[0].leave_out(file_checks[0].verified)
+    for index, check in zip(digests, file_checks, strict=True):
+        index.use_files(check.verified, is_alone=b is None)
     with ExitStack() as stack:
         readers = [stack.enter_context(CheckpointReader(o.catalogue, Files())) for o in sources]
         for reader in readers:  # finds every shard, whether or not its bytes will be read
@@ -89,8 +89,7 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
             index.compared_source(r) for index, r in zip(digests, readers, strict=True)
         ]
         if b is None:
-            findings.differences += _find_missing(sources[0])
-            findings.differences += check_objects(sources[0])
+            findings.differences += [*_find_missing(sources[0]), *check_objects(sources[0])]
             findings.check_files(sources[0].catalogue, threads)
             pairs = list(digests[0].plan_reads())
         else:
