@@ -7,7 +7,7 @@ back), WARNING for what deserves a look, DEBUG for the curious.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
 import os
 import re
@@ -218,8 +218,10 @@ def log_line(kind: str, text: str) -> None:
     color = _COLOURS.get(kind, "") if colored(sys.stderr) else ""
     prefix = f"{color}{kind}:{_PLAIN if color else ''} " if kind else ""
     prefix = f"  {prefix}" if kind == "hint" else prefix
-    with contextlib.suppress(OSError):  # nobody reads, or the disk is full; the work goes on
+    try:
         print(prefix + printable(text), file=sys.stderr, flush=True)
+    except OSError:  # nobody reads, or the disk is full; the work goes on
+        _discard(2)
 
 
 _COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[33m", "hint": "\x1b[36m"}
@@ -250,6 +252,36 @@ class _Stderr(logging.Handler):
         log_line(kind, record.getMessage())
 
 
+CLOSED_PIPE = (errno.EPIPE, errno.ESPIPE)
+"""What a write to a pipe that nobody reads fails with: ESPIPE, after a part was written."""
+
+
+def _discard(descriptor: int) -> None:
+    """Send what is buffered for stdout or stderr nowhere, or Python fails at its end."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
+
+
+def open_standard_streams() -> None:
+    """Give the process the standard streams that it was started without (`>&-`).
+
+    Otherwise the first file that it opens is number 1, and what anything prints goes there.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
 def echo(text: str, end: str = "\n") -> None:
     """Print to stdout; a closed pipe is no failure, a full disk is.
 
@@ -259,8 +291,8 @@ def echo(text: str, end: str = "\n") -> None:
     try:
         print(text, end=end, flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered
-        if not isinstance(error, BrokenPipeError):  # `| head` has read enough: no failure
+        _discard(1)
+        if error.errno not in CLOSED_PIPE:  # `| head` has read enough: no failure
             raise StorageError(
                 f"cannot write to stdout: {error.strerror}",
                 hint="the work is done, and only the report is lost",

@@ -7,7 +7,6 @@ import os
 import stat
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
@@ -19,6 +18,7 @@ from megtool.checkpoint.nested_runs import LOCK, check_runs_above, staging_folde
 from megtool.checkpoint.storage.file_kinds import describe_kind
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.lock import LockFile
+from megtool.checkpoint.work_threads import map_in_threads
 from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
 
 _TRANSIENT_S = 2.0  # a run that is refused holds its lock for less
@@ -297,9 +297,7 @@ class StagingFolder:
         """
         files, folders = self.files.own_tree(self.tree)
         try:
-            with ThreadPoolExecutor(max(1, threads)) as pool:
-                for _ in pool.map(self.files.fsync, files):
-                    pass
+            map_in_threads(self.files.fsync, files, threads=threads)
             for folder in reversed(folders):
                 self.files.fsync_dir(folder)
         except StorageError:

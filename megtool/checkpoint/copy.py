@@ -13,7 +13,6 @@ import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.digest import DigestMode, Digests
-from megtool.checkpoint.parallel_scan import run_in_threads
 from megtool.checkpoint.plan import Op, ReshardPlan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
@@ -30,6 +29,7 @@ from megtool.checkpoint.transport.work_units import (
     plan_units,
 )
 from megtool.checkpoint.transport.worker import CopyContext, Worker
+from megtool.checkpoint.work_threads import run_in_threads
 from megtool.console import several
 from megtool.dtypes import dtype
 from megtool.errors import CheckpointError, DigestError, listed

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from megtool.checkpoint.transport.shard_locator import count_cuttable_dims
 from megtool.checkpoint.transport.tile import split_box
+from megtool.checkpoint.work_threads import run_in_threads
 from megtool.tensors.box import strides
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -60,38 +61,3 @@ def run_jobs(jobs: Sequence[Job], work: Callable[[Job], None], *, threads: int) 
             work(job)
 
     run_in_threads(loop, min(threads, len(jobs)), stopped)
-
-
-def run_in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -> None:
-    """Run `work` in `count` threads (in this one, for 1) until each returns.
-
-    `work` must return soon after `stopped` is set. An error or Ctrl-C sets it, and the first error
-    is raised.
-    """
-    if count < 2:
-        work()
-        return
-    errors: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as e:
-            errors.append(e)
-            stopped.set()
-
-    pool = [threading.Thread(target=guarded, daemon=True) for _ in range(count)]
-    try:
-        for thread in pool:
-            thread.start()
-        for thread in pool:
-            while thread.is_alive():
-                thread.join(0.2)
-    except BaseException:
-        stopped.set()
-        for thread in pool:
-            if thread.ident is not None:
-                thread.join()
-        raise
-    if errors:
-        raise errors[0]

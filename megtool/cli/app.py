@@ -16,7 +16,7 @@ from megtool import __version__
 from megtool.cli.generate import GroupedHelpCommand, VerbCommand, command_class
 from megtool.cli.runner import run_generate, run_verb
 from megtool.commands.verbs import GROUPS, VERBS
-from megtool.console import echo, log_line
+from megtool.console import CLOSED_PIPE, echo, log_line, open_standard_streams
 from megtool.errors import MegtoolError
 
 EXIT_STATUSES = (
@@ -81,6 +81,7 @@ _add_commands()
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line on `args` (default: the process's) and return its exit status."""
     sys.excepthook = _report_unexpected
+    open_standard_streams()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     command = typer.main.get_command(app)
@@ -98,6 +99,11 @@ def main(args: Sequence[str] | None = None) -> int:
         return error.exit_status
     except typer.Abort:
         return 130
+    except SystemExit as stop:
+        cause = stop.__context__
+        if isinstance(cause, OSError) and cause.errno in CLOSED_PIPE:
+            return 0  # the reader of a help text has seen enough
+        raise
     return int(status or 0)
 
 
@@ -108,4 +114,4 @@ def _report_unexpected(
     if logging.getLogger("megtool").isEnabledFor(logging.DEBUG):
         traceback.print_exception(kind, error, trace)
     log_line("error", f"unexpected {kind.__name__}: {error}")
-    log_line("hint", "-v shows where it happened; please report it with that")
+    log_line("hint", f"-v shows where it happened; report it with that and megtool {__version__}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from typing import Any
 
 from megtool.commands.verbs import Verb
 from megtool.console import Bar, Progress, colored, echo, log_line, logged_warnings, set_up
-from megtool.errors import MegtoolError, StorageError, UsageError
+from megtool.errors import MegtoolError, OutOfMemoryError, StorageError, UsageError
 from megtool.options.config_file import build_options
 from megtool.options.groups import ReportOptions
 from megtool.reports import Report
@@ -108,6 +109,15 @@ def run(work: Work, output: CommandOutput | None = None) -> int:
         if output.reports and output.as_json:
             _echo_error(error.to_json())
         return error.exit_status
+    except _SHORTAGES as error:
+        if (shortage := explain_shortage(error)) is None:
+            raise
+        if output.verbose:
+            traceback.print_exception(error)
+        log_line("error", str(shortage))
+        if output.reports and output.as_json:
+            _echo_error(shortage.to_json())
+        return shortage.exit_status
     except KeyboardInterrupt:
         log_line("error", "interrupted")
         if output.reports and output.as_json:
@@ -133,6 +143,29 @@ def _echo_error(values: dict[str, Any]) -> None:
 
 def _terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+_SHORTAGES = (MemoryError, RuntimeError, OSError, ImportError)
+_NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc")
+_NO_MAPPING = ("failed to map segment", "cannot allocate memory in static TLS")
+
+
+def explain_shortage(error: BaseException) -> MegtoolError | None:
+    """What memory or threads that the system refuses means to the user; None for other errors."""
+    text = str(error)
+    is_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    if is_memory or any(t in text for t in (*_NO_MEMORY, *_NO_MAPPING)):
+        return OutOfMemoryError(
+            "the system gives this process no more memory",
+            hint="end other programs, raise the limit (ulimit -v, or of the container), or use "
+            "fewer --threads",
+        )
+    if "can't start new thread" in text or getattr(error, "errno", None) == errno.EAGAIN:
+        return StorageError(
+            "the system starts no more threads or processes",
+            hint="raise the limit of processes (ulimit -u), or use fewer --threads",
+        )
+    return None
 
 
 def _finite(value: Any) -> Any:

@@ -106,7 +106,8 @@ class ChunkEncoder:
         """
         if not self.documents:
             raise UsageError(
-                f"no document with any text in {sources[0]}", hint="name a file with some text"
+                f"there is no document with any text in {sources[0]}",
+                hint="name a file with some text",
             )
 
 

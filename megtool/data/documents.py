@@ -103,7 +103,7 @@ def _document(
     location = f"line {number}: " if number else ""
     if not isinstance(record, Mapping):
         raise FormatError(
-            f"{location}{type(record).__name__} instead of an object", file=file, hint=_ONE_A_LINE
+            f"{location}it is a {type(record).__name__}, not an object", file=file, hint=_ONE_A_LINE
         )
     chosen = field or next((name for name in _FIELDS if name in record), None)
     if chosen is None or chosen not in record:
@@ -124,7 +124,7 @@ def _document(
         if answer is None or _is_text(value) or _is_conversation(value):
             kind = "text" if _is_text(value) else "list of messages"
             raise FormatError(
-                f"{location}a prompt without a {kind} in completion",
+                f"{location}the prompt has no {kind} in completion",
                 file=file,
                 hint="--field prompt takes the prompts alone",
             )
@@ -186,7 +186,9 @@ def _files(folder: Path, split: str | None) -> list[Path]:
     """The files of data below a folder, or those with the word `split` in their path."""
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and _is_data(p, folder))
     if not paths:
-        raise FormatError("no text file", file=folder, hint=f"expected: {', '.join(_KNOWN)}")
+        raise FormatError(
+            "it is not a text file", file=folder, hint=f"expected: {', '.join(_KNOWN)}"
+        )
     if split is None:
         return paths
     word = re.compile(rf"(?:^|[-_./]){re.escape(split)}(?:$|[-_./])")
@@ -222,7 +224,7 @@ def _text(data: bytes, path: Path, line: int | None = None) -> str:
     except UnicodeDecodeError as e:
         line = line or data.count(b"\n", 0, e.start) + 1
         raise FormatError(
-            f"line {line}: not UTF-8: byte {data[e.start]:#04x} at {e.start}",
+            f"line {line} is not UTF-8: byte {data[e.start]:#04x} at {e.start}",
             file=path,
             hint="iconv -f latin1 -t utf-8 converts text from another encoding",
         ) from e
@@ -237,19 +239,23 @@ def _json_lines(path: Path, field: str | None) -> Iterator[Document]:
             try:
                 line = lines.readline(MAX_DOCUMENT_BYTES + 1)
             except (EOFError, gzip.BadGzipFile, zlib.error) as e:
-                raise FormatError(f"line {number + 1}: broken gzip: {e}", file=path) from e
+                raise FormatError(
+                    f"line {number + 1} cannot be unpacked, the gzip data is broken: {e}", file=path
+                ) from e
             if not line:
                 return
             number += 1
             if len(line) > MAX_DOCUMENT_BYTES:
-                raise FormatError(f"line {number}: over {MAX_DOCUMENT_BYTES} bytes", file=path)
+                raise FormatError(
+                    f"line {number} has more than {MAX_DOCUMENT_BYTES} bytes", file=path
+                )
             if not line.strip():
                 continue
             try:
                 record = json.loads(_text(line, path, number))
             except (ValueError, RecursionError) as e:
                 raise FormatError(
-                    f"line {number}: invalid JSON: {e}",
+                    f"line {number} is invalid JSON: {e}",
                     file=path,
                     hint=_ONE_A_LINE,
                 ) from e
@@ -283,7 +289,7 @@ def _parquet(path: Path, field: str | None) -> Iterator[Document]:
                     )
                     before = now
     except pa.ArrowException as e:
-        raise FormatError(f"invalid parquet file: {e}", file=path) from e
+        raise FormatError(f"the parquet file is invalid: {e}", file=path) from e
 
 
 _ROWS = 256
@@ -320,7 +326,7 @@ def _hub(source: str, field: str | None, split: str | None) -> Iterator[Document
     match = _HUB.fullmatch(source)
     if match is None or source.lower().endswith((*_KNOWN, *_REFUSED)) or source.startswith("."):
         raise UsageError(
-            f"no such file: {source!r}",
+            f"there is no such file: {source!r}",
             hint="a file or folder, or a data set's name: NAME[:CONFIG][:SPLIT]",
         )
     datasets = _datasets()

@@ -109,7 +109,7 @@ def windows(
 def _check(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
-            raise UsageError(f"{name} {size}", hint="1 or more")
+            raise UsageError(f"{name} is {size}", hint="1 or more")
 
 
 def _pairs(documents: Iterable[EncodedDocument]) -> Iterator[_Piece]:

@@ -109,13 +109,13 @@ def answer_spans(
     Raises:
         MappingError: the template writes earlier turns differently once later ones follow.
     """
-    text = tokenizer.chat_text(messages, add_generation_prompt=False)
+    turns = [n for n, m in enumerate(messages) if m["role"] == "assistant" and n >= first]
+    prefixes = [(len(messages), False)]
+    for number in turns:
+        prefixes += [(number, True), (number + 1, False)]
+    text, *parts = tokenizer.chat_prefixes(messages, prefixes)
     spans: list[tuple[int, int]] = []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant" or number < first:
-            continue
-        before = tokenizer.chat_text(messages[:number], add_generation_prompt=True)
-        after = tokenizer.chat_text(messages[: number + 1], add_generation_prompt=False)
+    for number, before, after in zip(turns, parts[::2], parts[1::2], strict=True):
         if not after.startswith(before) or not text.startswith(after):
             raise MappingError(
                 f"the chat template changes turn {number + 1} of a conversation",

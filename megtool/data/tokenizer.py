@@ -9,10 +9,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megtool.checkpoint.storage.files import read_file
 from megtool.errors import FormatError, MappingError, MissingPackageError
+
+if TYPE_CHECKING:
+    from megtool.data.chat_template import TemplateRenderer
 
 _TABLES = (
     "tokenizer.json",
@@ -40,8 +43,12 @@ class Tokenizer:
     config.json), then the tokenizer's own. What the tokenizer does not have is None.
     """
 
-    def __init__(self, full: Any, stop_ids: Sequence[int], place: str) -> None:
+    def __init__(
+        self, full: Any, stop_ids: Sequence[int], place: str, template_file: str | None = None
+    ) -> None:
         self._full = full
+        self._template_file = template_file
+        self._renderers: dict[str, TemplateRenderer] = {}
         self._fast = getattr(full, "backend_tokenizer", None)
         self._place = place
         if self._fast is not None:
@@ -79,7 +86,9 @@ class Tokenizer:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(_read(content) if isinstance(content, Path) else content)
             stop_ids = _stop_ids(Path(folder), place)
-            return cls(_from_folder(Path(folder), place), stop_ids, place)
+            template_files = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+            template_file = next((n for n in template_files if n in tokenizer_files), None)
+            return cls(_from_folder(Path(folder), place), stop_ids, place, template_file)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -179,6 +188,17 @@ class Tokenizer:
         Raises:
             MappingError, MissingPackageError: as `chat`.
         """
+        return self.chat_prefixes(messages, [(len(messages), add_generation_prompt)], **options)[0]
+
+    def chat_prefixes(
+        self, messages: Sequence[Message], prefixes: Sequence[tuple[int, bool]], **options: Any
+    ) -> list[str]:
+        """The texts of the first messages of a conversation, each for a number of messages and
+        whether the turn that the model is to write is opened.
+
+        Raises:
+            MappingError, MissingPackageError: as `chat`.
+        """
         if not self._full.chat_template:
             raise MappingError(
                 "the tokenizer has no chat template",
@@ -186,35 +206,60 @@ class Tokenizer:
                 hint="a base model continues plain text; or put a chat_template.jinja beside it",
             )
         try:
-            from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+            import jinja2  # noqa: F401
         except ModuleNotFoundError as e:
             raise MissingPackageError(
                 "chat templates need the jinja2 package", hint="pip install 'megtool[data]'"
             ) from e
-        try:
-            text: str = self._full.apply_chat_template(
-                [dict(m) for m in messages],
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **options,
-            )
-        except ImportError as e:
-            raise MissingPackageError(str(e), hint="pip install 'megtool[data]'") from e
-        except (SecurityError, TemplateSyntaxError, *_BROKEN) as e:
+        from megtool.data.chat_template import TemplateFault, TemplateRefusal
+
+        if not all(n for n, _ in prefixes):
             raise MappingError(
-                f"the chat template cannot be used: {' '.join(str(e).split())[:200]}",
-                file=self._place,
-                hint="chat_template.jinja, or chat_template in tokenizer_config.jsonis invalid; "
-                "without --chat the text is continued as it is",
+                "a conversation has no message", file=self._place, hint="give at least one message"
+            )
+        variables = {
+            **self._full.special_tokens_map,
+            "tools": None,
+            "documents": None,
+            **options,
+        }
+        parts = [(n, variables | {"add_generation_prompt": opens}) for n, opens in prefixes]
+        try:
+            return self._renderer(options.get("tools")).render_prefixes(messages, parts)
+        except TemplateFault as e:
+            raise MappingError(
+                f"the chat template cannot be used: {e}",
+                file=self._template_place(),
+                hint="repair or replace the template, whose loops and texts have limits; without "
+                "--chat the text is continued as it is",
             ) from e
-        except (TemplateError, KeyError, TypeError, ValueError) as e:
+        except TemplateRefusal as e:
             raise MappingError(
                 f"the chat template refuses these messages: {e}",
-                file=self._place,
+                file=self._template_place(),
                 hint="each message needs a role and a content, in an order that the template "
                 "supports",
             ) from e
-        return text
+
+    def _renderer(self, tools: Any) -> TemplateRenderer:
+        """The renderer of the template for these tools, which starts a process at first use."""
+        from megtool.data.chat_template import TemplateRenderer
+
+        try:
+            template = self._full.get_chat_template(None, tools)
+        except ValueError as e:
+            raise MappingError(
+                f"the tokenizer has no default chat template: {e}",
+                file=self._place,
+                hint="name one of them default",
+            ) from e
+        if template not in self._renderers:
+            self._renderers[template] = TemplateRenderer(template)
+        return self._renderers[template]
+
+    def _template_place(self) -> str:
+        """The file that has the chat template."""
+        return str(Path(self._place, self._template_file)) if self._template_file else self._place
 
     # ---- with a model
 
@@ -239,6 +284,7 @@ class Tokenizer:
         if self._fast is None:
             return self
         copied = copy.copy(self)
+        copied._renderers = {}
         copied._fast = type(self._fast).from_str(self._fast.to_str())
         return copied
 
@@ -350,9 +396,6 @@ def _from_folder(folder: Path, place: str) -> Any:
         f"transformers cannot read the tokenizer: {message}", file=place, hint=_GIVE
     ) from reason
 
-
-_BROKEN = (OverflowError, SyntaxError, MemoryError, RecursionError)
-"""What a template runs into that asks for more than the sandbox, or the machine, gives."""
 
 _REFUSALS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError)
 """What transformers raises on files that it cannot use."""

@@ -226,6 +226,7 @@ def test_the_unforeseen_is_one_line_unless_verbose(verbose: bool) -> None:
     lines = done.stderr.splitlines()
     assert lines[-2].startswith("error: unexpected ZeroDivisionError")
     assert lines[-1].startswith("  hint: -v")
+    assert lines[-1].endswith(f"megtool {__version__}")
     assert ("Traceback" in done.stderr) is verbose
 
 

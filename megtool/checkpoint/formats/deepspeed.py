@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,6 +38,7 @@ from megtool.checkpoint.formats.header_reader import (
     read_exact,
 )
 from megtool.checkpoint.storage.files import is_regular_file, read_file
+from megtool.checkpoint.work_threads import map_in_threads
 from megtool.errors import FormatError
 from megtool.tensors.box import numel
 
@@ -147,14 +147,7 @@ T = TypeVar("T")
 
 def _in_threads(work: Callable[[str], T], names: Iterable[str]) -> list[T]:
     """Results in order; the first error stops all."""
-    listed = list(names)
-    with ThreadPoolExecutor(min(_THREADS, max(1, len(listed)))) as pool:
-        futures = [pool.submit(work, name) for name in listed]
-        try:
-            return [f.result() for f in futures]
-        finally:
-            for f in futures:
-                f.cancel()
+    return map_in_threads(work, list(names), threads=_THREADS)
 
 
 def _find_rank_files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], str]:

@@ -7,7 +7,6 @@ own, in one shard. Opening reads the end, the directory and the pickle of each f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,6 +44,7 @@ from megtool.checkpoint.formats.save_folder import (
     is_ranked,
 )
 from megtool.checkpoint.storage.files import is_regular_file
+from megtool.checkpoint.work_threads import map_in_threads
 from megtool.errors import FormatError, UsageError
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
@@ -154,13 +154,7 @@ R = TypeVar("R")
 
 def _in_threads(work: Callable[[T], R], jobs: list[T]) -> list[R]:
     """Results in order; the first error stops all."""
-    with ThreadPoolExecutor(min(_THREADS, max(1, len(jobs)))) as pool:
-        futures = [pool.submit(work, job) for job in jobs]
-        try:
-            return [f.result() for f in futures]
-        finally:
-            for f in futures:
-                f.cancel()
+    return map_in_threads(work, jobs, threads=_THREADS)
 
 
 def _build_catalogue(root: Path, read: list[LegacyRankFile], warnings: list[str]) -> Catalogue:

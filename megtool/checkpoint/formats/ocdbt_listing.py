@@ -1,7 +1,7 @@
 """Lists an OCDBT database in a child process with limited memory.
 
-tensorstore allocates what the nodes of a database claim, and a node of a few kilobytes can expand to
-gigabytes. So all nodes are read in a child first; a database that it lists can be read here.
+tensorstore allocates what the nodes of a database claim, and a node of a few kilobytes can expand
+to gigabytes. So all nodes are read in a child first; a database that it lists can be read here.
 """
 
 from __future__ import annotations

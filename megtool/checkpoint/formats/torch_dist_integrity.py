@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from megtool.checkpoint.formats.header_reader import check_inside, parse_json, read_exact
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.work_threads import map_in_threads
 from megtool.errors import FormatError
 
 INTEGRITY_FILE = "integrity.json"
@@ -99,8 +99,8 @@ def check_integrity(folder: Path, *, threads: int = 2) -> list[FileMismatch] | N
             file=name, reason=f"{integrity.algorithm} is {actual[:12]}..., not {expected[:12]}..."
         )
 
-    with ThreadPoolExecutor(threads) as pool:
-        return [u for u in pool.map(check, sorted(integrity.files.items())) if u is not None]
+    checked = map_in_threads(check, sorted(integrity.files.items()), threads=threads)
+    return [u for u in checked if u is not None]
 
 
 def _checksum(path: Path, algorithm: str) -> str:

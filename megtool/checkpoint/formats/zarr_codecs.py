@@ -215,10 +215,12 @@ def _without_checksum(codec: Codec, data: Bytes) -> Bytes:
             return np.frombuffer(checks.decode(np.ascontiguousarray(data)), np.uint8)
         except (RuntimeError, ValueError) as e:
             raise DecodeError("wrong checksum") from e
-    compute = {"adler32": zlib.adler32, "crc32": zlib.crc32, "crc32c": crc32c}[codec.name]
-    if compute(body.tobytes() if codec.name == "crc32c" else body) != int.from_bytes(
-        stored.tobytes(), "little"
-    ):
+    compute: dict[str, Callable[[bytes], int]] = {
+        "adler32": zlib.adler32,
+        "crc32": zlib.crc32,
+        "crc32c": crc32c,
+    }
+    if compute[codec.name](body.tobytes()) != int.from_bytes(stored.tobytes(), "little"):
         raise DecodeError("wrong checksum")
     return body
 
@@ -409,7 +411,7 @@ def _decode_zstd(data: Bytes, size: DecodedSize) -> Bytes:
 
 def _zstd_frames(data: Bytes) -> Iterator[tuple[Bytes, int | None]]:
     """The zstd frames in `data`, and the decoded size that each claims."""
-    view, position = memoryview(data).cast("B"), 0
+    view, position = data.data, 0
 
     def number(at: int, length: int) -> int:
         if at + length > len(view):

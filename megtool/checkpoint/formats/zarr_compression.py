@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from megtool.checkpoint.catalogue import Destination
 from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.digest import crc32c
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.work_threads import map_in_threads
 from megtool.dtypes import DType
 from megtool.errors import MissingPackageError, UsageError
 
@@ -72,8 +72,7 @@ def compress(
             stage.files.close(fd)
         return file.size - end
 
-    with ThreadPoolExecutor(max(1, threads)) as pool:
-        return sum(pool.map(compress_file, range(len(catalogue.files))))
+    return sum(map_in_threads(compress_file, range(len(catalogue.files)), threads=threads))
 
 
 def _rewrite(

@@ -34,7 +34,9 @@ def zstd_frame(num_blocks: int, claimed: int | None = None) -> bytes:
     """A frame of blocks that each repeat one byte 128 Ki times."""
     header = b"\x00\x58" if claimed is None else b"\xc0\x58" + claimed.to_bytes(8, "little")
     block = (128 << 10) << 3 | 1 << 1
-    blocks = [(block | (k + 1 == num_blocks)).to_bytes(3, "little") + b"\0" for k in range(num_blocks)]
+    blocks = [
+        (block | (k + 1 == num_blocks)).to_bytes(3, "little") + b"\0" for k in range(num_blocks)
+    ]
     return b"\x28\xb5\x2f\xfd" + header + b"".join(blocks)
 
 
@@ -160,7 +162,9 @@ def good_chunk(name: str) -> tuple[bytes, bytes]:
     """Raw bytes of a chunk and what a codec makes of them."""
     raw = np.random.default_rng(0).integers(0, 9, CHUNK_BYTES, np.uint8).tobytes()
     settings = {"clevel": 1, "shuffle": 1} if name == "blosc" else {}
-    return raw, bytes(numcodecs.get_codec({"id": name, **settings}).encode(np.frombuffer(raw, "<f4")))
+    return raw, bytes(
+        numcodecs.get_codec({"id": name, **settings}).encode(np.frombuffer(raw, "<f4"))
+    )
 
 
 @pytest.mark.parametrize("name", ["gzip", "zlib", "bz2", "lzma", "zstd", "blosc", "lz4"])
