@@ -1,8 +1,8 @@
 """The integrity.json of Megatron-Core 0.18 and later: checksums of whole files.
 
 `{"algorithm": "sha256", "files": {"__0_0.distcp": "9f86...", ...}}`, of the files directly in
-an iteration's folder. megtool checks but never writes them: the kernel copies most bytes, and
-megtool's own digests are of tensors, independent of files.
+an iteration's folder. megtool checks but never writes them: its own digests need no second pass
+over the files.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from megtool.checkpoint.file_digests import FileMismatch
 from megtool.checkpoint.formats.header_reader import check_inside, parse_json, read_exact
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.work_threads import map_in_threads
@@ -31,14 +32,6 @@ class Integrity:
 
     algorithm: str
     files: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileMismatch:
-    """A file that does not match integrity.json, and the reason."""
-
-    file: str
-    reason: str
 
 
 def read_integrity(folder: Path) -> Integrity | None:
