@@ -32,7 +32,7 @@ CHAT: list[dict[str, Any]] = [
 ]
 
 TEMPLATES = {
-    "loop": "{% for m in messages %}\n  {{ loop.index }} {{ m.role }}: {{ m.content }}\n{% endfor %}",
+    "loop": "{% for m in messages %}\n  {{ loop.index }} {{ m.role }}: {{ m.content }}\n{% endfor %}",  # noqa: E501
     "json": "{{ messages | tojson }} {{ messages | tojson(indent=2, ensure_ascii=True) }}",
     "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
     "{% if m.role == 'user' %}{% continue %}{% endif %}{{ ns.n }}{% endfor %}",
@@ -40,7 +40,7 @@ TEMPLATES = {
     "{% break %}{% endfor %}",
     "reasoning": "{{ messages[2].reasoning_content }} {{ messages[2].thinking }}",
     "missing": "{{ messages[0].tool_calls is defined }} {{ tools is none }} {{ documents }}",
-    "special": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ add_generation_prompt }}|{{ own }}",
+    "special": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ add_generation_prompt }}|{{ own }}",  # noqa: E501
     "dict": "{{ dict(a=1).items() | list }} {{ dict.fromkeys('ab', 3) }}",
     "filters": "{{ messages[1].content | map(attribute='type') | join(',') | upper | indent(4) }}",
     "macro": "{% macro x(a) %}[{{ a }}]{% endmacro %}{{ x(1) }}{{ '%s-%d' | format('a', 3) }}",
@@ -160,7 +160,7 @@ def test_one_process_renders_all_and_ends_with_its_renderer() -> None:
     renderer = TemplateRenderer("{{ messages[0].content }}")
     texts: dict[int, list[str]] = {}
 
-    def render(number: int) -> None:
+    def render(number: int, renderer: TemplateRenderer = renderer) -> None:
         messages = [{"role": "user", "content": f"{number}"}]
         texts[number] = [renderer.render(messages, {}) for _ in range(50)]
 

@@ -413,10 +413,10 @@ def _zstd_frames(data: Bytes) -> Iterator[tuple[Bytes, int | None]]:
     """The zstd frames in `data`, and the decoded size that each claims."""
     view, position = data.data, 0
 
-    def number(at: int, length: int) -> int:
-        if at + length > len(view):
+    def number(first: int, length: int) -> int:
+        if first + length > len(view):
             raise DecodeError("the compressed bytes end early")
-        return int.from_bytes(view[at : at + length], "little")
+        return int.from_bytes(view[first : first + length], "little")
 
     while position < len(view) or not position:
         start, magic = position, number(position, 4)
