@@ -438,15 +438,18 @@ def _check_steps(s: TrainConfig) -> None:
 
 def _check_feature_options(s: TrainConfig) -> None:
     needs = (
-        (s.calibration is not None and s.qat is None, "--calibration without --qat"),
-        (s.fp8_param_gather and s.fp8_recipe is None, "--fp8-param-gather without --fp8-recipe"),
+        (s.calibration is not None and s.qat is None, "--calibration has no effect without --qat"),
+        (
+            s.fp8_param_gather and s.fp8_recipe is None,
+            "--fp8-param-gather has no effect without --fp8-recipe",
+        ),
         (
             s.fp8_param_gather and s.fp8_recipe == "blockwise",
             "--fp8-param-gather with --fp8-recipe blockwise, whose weights have many scales",
         ),
         (
             s.fp8_recipe == "mxfp8" and s.kernels != "te",
-            "--fp8-recipe mxfp8 without --kernels te: only Transformer Engine computes it",
+            "--fp8-recipe mxfp8 needs --kernels te: only Transformer Engine computes it",
         ),
         (
             s.fp8_param_gather and s.kernels == "te",
@@ -461,7 +464,7 @@ def _check_feature_options(s: TrainConfig) -> None:
         ),
         (
             s.fp8_param_gather and s.use_distributed_optimizer is False,
-            "--fp8-param-gather without --use-distributed-optimizer",
+            "--fp8-param-gather needs --use-distributed-optimizer",
         ),
         (
             s.recompute_num_layers is not None and s.recompute_granularity is None,
@@ -518,7 +521,7 @@ def _check_feature_options(s: TrainConfig) -> None:
             f"--lora-alpha is {s.lora_alpha:g}", hint="above 0; default: 2 x --lora-rank"
         )
     if s.overlap_param_gather and s.use_distributed_optimizer is False:
-        raise UsageError("--overlap-param-gather without --use-distributed-optimizer")
+        raise UsageError("--overlap-param-gather needs --use-distributed-optimizer")
     roles = ("qkv", "proj", "fc1", "fc2")
     if s.lora_rank is not None:
         roles_given = [role.strip() for role in s.lora_target.split(",")]

@@ -135,7 +135,7 @@ class ChangingFiles(Files):
     def change(self, path: Path) -> None:
         data = bytearray(path.read_bytes())
         if len(data) > self.offset and data[self.offset] != self.wrong:
-            self.wrong = data[self.offset] ^ 0x55
+            self.wrong = data[self.offset] ^ 1
             data[self.offset] = self.wrong
             path.write_bytes(data)
 
@@ -144,9 +144,9 @@ class ChangingFiles(Files):
     ("to", "name", "offset"),
     [
         ("hf", "model.safetensors", 9000),
-        ("hf", "config.json", 20),
+        ("hf", "config.json", 32),
+        ("hf", "tokenizer.json", 13),
         ("torch_dist", "__0_0.distcp", 30000),
-        ("torch_dist", "common.pt", 100),
     ],
 )
 def test_a_byte_that_the_disk_changes_is_an_error(
