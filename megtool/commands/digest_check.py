@@ -39,11 +39,12 @@ class FileCheck:
     """The files of one checkpoint, compared with the digests that were written with them.
 
     Without `is_alone` (there is a second checkpoint, so tensors are read anyway), files of tensors
-    are left out.
+    are left out, unless some tensors are packed: these have no digests of their own.
     """
 
     def __init__(self, source: CheckpointSource, *, is_alone: bool) -> None:
         self._source = source
+        is_alone = is_alone or bool(source.catalogue.packed)
         catalogue = source.catalogue
         self._expected = dict(source.sidecar.files) if source.sidecar else {}
         if not is_alone:
@@ -250,12 +251,19 @@ class DigestIndex:
         stored = name if placement is None or name in self.stored_whole else placement.stored
         self.differences.append(Difference(tensor=name, stored=stored, kind="digest", text=text))
 
-    def leave_out(self, verified: Collection[str]) -> None:
-        """Do not read tensors of these stored names, which the digests of files have verified."""
+    def use_files(self, verified: Collection[str], *, is_alone: bool) -> None:
+        """Count stored tensors that the digests of files have verified.
+
+        If the checkpoint `is_alone`, they are not read again; of two, all tensors are read, and
+        this counts those without a digest of their own.
+        """
         stored = {n: p.stored for n, p in self.source.view.placements.items()}
         self.by_file = {n for n, name in stored.items() if name in verified}
-        self.compared = {n: d for n, d in self.compared.items() if n not in self.by_file}
-        self.stored_whole = {n: d for n, d in self.stored_whole.items() if n not in verified}
+        if is_alone:
+            self.compared = {n: d for n, d in self.compared.items() if n not in self.by_file}
+            self.stored_whole = {n: d for n, d in self.stored_whole.items() if n not in verified}
+        else:
+            self.by_file &= {*self.unverified}
         self.unverified = tuple(n for n in self.unverified if n not in self.by_file)
 
     def summarize(self, files: FileCheck) -> DigestCheck:

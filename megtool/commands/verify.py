@@ -73,14 +73,8 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
     quantized: QuantizedPair | None = None
     digests = [DigestIndex(o) for o in sources]
     file_checks = [FileCheck(o, is_alone=b is None) for o in sources]
+    _check_files(file_checks, digests, findings, threads, progress)
     file_bytes = sum(check.num_bytes for check in file_checks)
-    if file_bytes:
-        progress("verify files", 0, file_bytes)
-    for check in file_checks:
-        check.run(threads=threads, progress=lambda n: progress("verify files", n, file_bytes))
-        findings.differences += check.differences()
-    for index, check in zip(digests, file_checks, strict=True):
-        index.use_files(check.verified, is_alone=b is None)
     with ExitStack() as stack:
         readers = [stack.enter_context(CheckpointReader(o.catalogue, Files())) for o in sources]
         for reader in readers:  # finds every shard, whether or not its bytes will be read
@@ -186,6 +180,33 @@ def _open_sources(options: VerifyOptions) -> list[CheckpointSource]:
                     hint=f"so the checkpoint cannot be opened: {e.message}",
                 ) from e
         raise
+
+
+def _check_files(
+    checks: Sequence[FileCheck],
+    digests: Sequence[DigestIndex],
+    findings: _Findings,
+    threads: int,
+    progress: Progress,
+) -> None:
+    """Compare files with their digests.
+
+    What differs in a single checkpoint is a difference, and a note if there are two: these are
+    compared by their contents.
+    """
+    total, is_alone = sum(check.num_bytes for check in checks), len(checks) == 1
+    if total:
+        progress("verify files", 0, total)
+    for check, index in zip(checks, digests, strict=True):
+        check.run(threads=threads, progress=lambda n: progress("verify files", n, total))
+        index.use_files(check.verified, is_alone=is_alone)
+        if is_alone:
+            findings.differences += check.differences()
+            continue
+        findings.notes += [
+            f"{d.stored} of {index.source.path} is not as it was written: it {d.text}"
+            for d in check.differences()
+        ]
 
 
 class _Findings:

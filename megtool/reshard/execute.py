@@ -209,10 +209,10 @@ def _write(
     def finish(copied: CopyReport) -> None:
         if target.finish is not None:
             target.finish(stage, execution.threads)
-        check_staged(source, target, plan, stage)
         write_target_digests(source, target, plan, copied, stage, execution)
         if execution.verify:
             readbacks.append(verify_staged(source, target, plan, stage, execution, progress))
+        check_staged(source, target, plan, stage)
 
     copied = write_staged(
         plan,

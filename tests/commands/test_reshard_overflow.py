@@ -69,6 +69,7 @@ def test_few_tensors_are_named() -> None:
     report = CopyReport(
         num_bytes={},
         kernel_bytes=0,
+        kernel_files=(),
         seconds=0,
         peak_buffer_bytes=0,
         digests=Digests({}),
