@@ -277,7 +277,10 @@ def main() -> int:
                     print(error, file=sys.stderr)
                     different += 1
             different += len(edits)
-            if options.write:
+            if options.write and edits:
+                if page.read_text() != text:
+                    print(f"{page} was edited meanwhile: run this again", file=sys.stderr)
+                    continue
                 for example, output in reversed(edits):
                     end = example.start + len(example.output)
                     text = text[: example.start] + output + text[end:]
