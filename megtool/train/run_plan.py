@@ -138,7 +138,8 @@ def make_lr_schedule(settings: TrainConfig, plan: RunPlan) -> LRSchedule:
         samples = settings.lr_warmup_fraction * (decay * batch)  # not rounded, as Megatron's
     if warmup >= decay and warmup:
         raise UsageError(
-            f"{warmup:g} warm-up steps, and the learning rate decays within {decay} steps",
+            f"there are {warmup:g} warm-up steps, but the learning rate decays within {decay} "
+            "steps",
             hint=f"at most --lr-warmup-iters {max(0, decay - 1)}, or a larger --lr-decay-iters",
         )
     weight_decay = settings.weight_decay
@@ -232,7 +233,7 @@ def _parse_group_rules(settings: TrainConfig) -> tuple[GroupRule, ...]:
                 glob = ""
             if not glob:
                 raise UsageError(
-                    f"--{name.replace('_', '-')} {text!r}",
+                    f"--{name.replace('_', '-')} is {text!r}",
                     hint="give PATTERN=NUMBER, such as '*.mlp.*=0.5'",
                 )
     return tuple(GroupRule(glob, **values) for glob, values in factors.items())

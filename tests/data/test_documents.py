@@ -64,7 +64,7 @@ def test_lines_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(json_lines(RECORDS) + b"broken\n")
     found = documents(tmp_path / "a.jsonl")
     assert next(found).text == TEXTS[0]
-    with pytest.raises(FormatError, match="line 701: invalid JSON"):
+    with pytest.raises(FormatError, match="line 701 is invalid JSON"):
         list(found)
 
 
@@ -79,7 +79,7 @@ def test_a_folder_is_its_files_by_name_and_split(tmp_path: Path) -> None:
     with raises(FormatError, match="split 'dev'", hint="train-0.jsonl"):
         texts(tmp_path, split="dev")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FormatError, match="no text file"):
+    with pytest.raises(FormatError, match="not a text file"):
         texts(tmp_path / "empty")
 
 
@@ -94,7 +94,7 @@ def test_conversations_and_completions(tmp_path: Path) -> None:
     assert (two.text, two.completion) == ("p", "c")
     assert (three.text, three.completion) == ("t", None)
     path.write_bytes(json_lines([{"prompt": "p"}, {"talk": turns}]))
-    with pytest.raises(FormatError, match="line 1: a prompt without a text in completion"):
+    with pytest.raises(FormatError, match="line 1: the prompt has no text in completion"):
         texts(path)
     with raises(FormatError, "2", "'prompt'"):
         texts(path, field="prompt")
@@ -103,16 +103,16 @@ def test_conversations_and_completions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message", "hint"),
     [
-        (b'{"text": "a', "line 3: invalid JSON", "one object a line"),
-        (b"[", "line 3: invalid JSON", "jq"),
-        (b'["a"]', "line 3: list instead of an object", "jq -c .[]"),
-        (b'{"text": "\xff"}', "line 3: not UTF-8: byte 0xff at 10", "iconv"),
+        (b'{"text": "a', "line 3 is invalid JSON", "one object a line"),
+        (b"[", "line 3 is invalid JSON", "jq"),
+        (b'["a"]', "line 3: it is a list, not an object", "jq -c .[]"),
+        (b'{"text": "\xff"}', "line 3 is not UTF-8: byte 0xff at 10", "iconv"),
         (b'{"txt": "a", "id": 1}', "line 3: none of the fields", "--field NAME, one of: id, txt"),
         (b'{"text": null}', "line 3: field 'text' holds NoneType", "--field"),
         (b'{"text": 5}', "line 3: field 'text' holds int", "--field"),
         (b'{"text": "\\ud800"}', "line 3: field 'text' holds half a character", ""),
         (b'{"text": [{"content": "a"}]}', "line 3: field 'text' holds list", ""),
-        (b"[" * 100_000, "line 3: invalid JSON", ""),
+        (b"[" * 100_000, "line 3 is invalid JSON", ""),
     ],
 )
 def test_malformed_lines_are_named(tmp_path: Path, line: bytes, message: str, hint: str) -> None:
@@ -130,14 +130,14 @@ def test_other_broken_files(tmp_path: Path) -> None:
     with raises(FormatError, "2", "UTF-8", "0xe4", "3"):
         texts(plain)
     zipped.write_bytes(gzip.compress(json_lines(RECORDS))[:-400])
-    with pytest.raises(FormatError, match="broken gzip"):
+    with pytest.raises(FormatError, match="gzip data is broken"):
         texts(zipped)
     pytest.importorskip("pyarrow")
     write(table)
     with raises(FormatError, match="no field 'nope'", hint="other, text"):
         texts(table, field="nope")
     table.write_bytes(table.read_bytes()[:-40])
-    with pytest.raises(FormatError, match="invalid parquet"):
+    with pytest.raises(FormatError, match="parquet file is invalid"):
         texts(table)
 
 

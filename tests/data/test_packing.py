@@ -107,10 +107,10 @@ def test_what_is_not_learned_is_context_alone() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: pack([], 0), "length 0"),
-        (lambda: pack([], 4, rows=0), "rows 0"),
+        (lambda: pack([], 0), "length is 0"),
+        (lambda: pack([], 4, rows=0), "rows is 0"),
         (lambda: windows([], 4, 5), "stride 5 is more than the window of 4"),
-        (lambda: windows([], 4, 0), "stride 0"),
+        (lambda: windows([], 4, 0), "stride is 0"),
     ],
 )
 def test_sizes_that_make_no_sense(call: object, message: str) -> None:

@@ -74,7 +74,7 @@ class AdapterViews:
                 rank, inner = adapter.lora_A.shape
                 out = adapter.lora_B.shape[0]
                 cut = adapter.group.size > 1
-                columns = [(p.pieces, p.shape[1]) for _, p in parts[:1] if adapter.is_row]
+                columns = [(p.boxes, p.shape[1]) for _, p in parts[:1] if adapter.is_row]
                 for pieces, width in columns or [((), inner)]:
                     local_index, global_index = (
                         match_indices(pieces, 1) if columns else (torch.arange(inner),) * 2
@@ -92,7 +92,7 @@ class AdapterViews:
                 for module, part in parts:
                     is_rows = adapter.is_column
                     local_index, global_index = (
-                        match_indices(part.pieces, 0) if is_rows else (torch.arange(out),) * 2
+                        match_indices(part.boxes, 0) if is_rows else (torch.arange(out),) * 2
                     )
                     self.slices[local_B].append(
                         AdapterSlice(

@@ -241,7 +241,7 @@ class DistillationFeature(TrainingFeature):
     ) -> None:
         if temperature <= 0 or not 0 <= weight <= 1:
             raise UsageError(
-                f"distillation at temperature {temperature} with weight {weight}",
+                f"distillation cannot be at temperature {temperature} with weight {weight}",
                 hint="a temperature above 0, a weight from 0 to 1",
             )
         self.chunks = [teacher] if isinstance(teacher, Decoder) else list(teacher)

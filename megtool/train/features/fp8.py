@@ -332,7 +332,7 @@ def make_fp8_config(settings: TrainConfig) -> Fp8Config | None:
 
 
 def _fp16_error() -> UsageError:
-    return UsageError("FP8 with fp16", hint="train in bf16 or fp32 with FP8")
+    return UsageError("FP8 and fp16 exclude each other", hint="train in bf16 or fp32 with FP8")
 
 
 def select_fp8_layers(settings: Fp8Config, num_layers: int) -> range:
