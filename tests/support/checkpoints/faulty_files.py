@@ -60,7 +60,12 @@ class FaultyFiles(Files):
                 args = self._strike(function, args)
         if function is os.fsync:
             return None  # type: ignore[return-value]
-        result = function(*args)
+        try:
+            result = function(*args)
+        except OSError:
+            if self._fault == "torn" and number == self._at:  # such as `lstat` of what is missing
+                self._die()
+            raise
         if function is os.open:
             self.open_fds.add(int(result))  # type: ignore[call-overload]
         elif function is os.close:
