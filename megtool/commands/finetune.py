@@ -7,7 +7,7 @@ import os
 import resource
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
@@ -195,7 +195,7 @@ def _plan(
         num_microbatches=plan.num_microbatches,
         tokens_per_step=plan.tokens,
         train_iters=plan.train_iters,
-        **feature_bytes,
+        **cast(dict[str, Any], feature_bytes),
     )
 
 

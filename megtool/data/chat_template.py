@@ -136,7 +136,6 @@ _BROKEN = (OverflowError, SyntaxError, RecursionError, ZeroDivisionError)
 def compile_template(source: str) -> Template:
     """A template in the environment that transformers uses."""
     from datetime import datetime
-    from typing import ClassVar
 
     import jinja2
     import jinja2.ext
@@ -148,7 +147,7 @@ def compile_template(source: str) -> Template:
     class Generation(jinja2.ext.Extension):
         """`{% generation %}` blocks, which mark answers and add nothing."""
 
-        tags: ClassVar[set[str]] = {"generation"}
+        tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno

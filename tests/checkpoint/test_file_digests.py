@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ def test_writes_in_any_order_and_size(
     digests.register(path, SIZE, sorted(cuts))
     files.recorder = digests
     edges = [0, *sorted(pieces), SIZE]
-    ranges = list(zip(edges, edges[1:], strict=False))
+    ranges = list(pairwise(edges))
     for number in rng.permutation(len(ranges)).tolist():
         begin, end = ranges[number]
         data = rng.integers(0, 256, end - begin, dtype=np.uint8)

@@ -36,7 +36,7 @@ def test_every_token_is_counted_once_with_context_before_it(
 
 @pytest.mark.parametrize(("window", "stride"), [(0, 1), (8, 0), (8, 9)])
 def test_sizes_that_make_no_sense_are_refused(window: int, stride: int) -> None:
-    with pytest.raises(UsageError, match="windows of .* cannot move"):
+    with pytest.raises(UsageError, match=r"windows of .* cannot move"):
         list(windows(50, window=window, stride=stride))
 
 

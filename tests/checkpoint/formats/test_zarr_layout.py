@@ -183,7 +183,7 @@ def test_compression_saves_and_survives_a_stopped_run(tmp_path, how):
     np.testing.assert_array_equal(by_zarr(tmp_path / "out", "w"), wanted)
     np.testing.assert_array_equal(by_tensorstore(tmp_path / "out", "w"), wanted)
     assert ours(tmp_path / "out")["w"] == wanted.tobytes()
-    with pytest.raises(UsageError, match="compression .* is unknown"):
+    with pytest.raises(UsageError, match=r"compression .* is unknown"):
         plan_zarr_layout([t], kind="zarr", compress="rar")
 
 
