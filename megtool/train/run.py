@@ -19,6 +19,7 @@ from megtool.optim.optimizer import Optimizer
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.source import CheckpointSource
 from megtool.train.build_model import load_for_training
+from megtool.train.checkpointing.megatron_common_state import seed_random_states
 from megtool.train.checkpointing.megatron_template import make_save_template
 from megtool.train.checkpointing.protocol import TrainState
 from megtool.train.checkpointing.resume_point import (
@@ -94,6 +95,7 @@ class TrainRun:
             MegtoolError: the checkpoint, the data or an option cannot be used.
         """
         groups, folder = self.groups, self.folder
+        seed_random_states(self.settings.seed, groups)
         previous = RunIdentity.read(folder)
         resumed = self._open_checkpoint()
         previous_batch = saved_batch_size(previous, resumed)

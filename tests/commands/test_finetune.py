@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
@@ -18,6 +19,7 @@ from megtool.errors import (
 )
 from megtool.train.run_log import read_log
 from tests.support.errors import raises
+from tests.support.folders import contents
 from tests.support.models import tiny_text
 from tests.support.runs.finetune_runs import TEXT, curve, interrupt_and_resume, tune
 
@@ -49,6 +51,16 @@ def test_the_same_command_goes_on_with_the_same_bits(model, data, tmp_path) -> N
     assert verify(tmp_path / "out", tmp_path / "ref").exit_status == 0  # moments too
     third = tune(model, tmp_path / "out", data, **more)
     assert (third.start_iteration, third.tokens) == (6, 0)
+
+
+def test_two_runs_save_the_same_bytes(model, data, tmp_path) -> None:
+    """Random states too, whatever the process did before."""
+    folders = [tmp_path / name for name in "ab"]
+    for number, folder in enumerate(folders):
+        random.seed(number)
+        tune(model, folder, data, train_iters=2)
+    first, second = (contents(folder / "iter_0000002") for folder in folders)
+    assert first == second
 
 
 def test_a_run_goes_on_from_a_resharded_checkpoint(model, data, tmp_path) -> None:

@@ -180,6 +180,14 @@ def pack_rng_state(groups: ProcessGroups) -> bytes:
     return out.getvalue()
 
 
+def seed_random_states(seed: int, groups: ProcessGroups) -> None:
+    """Seed this process' generators as Megatron does, so that two runs save the same states."""
+    number = (seed + 100 * groups.pp.rank) % (1 << 32)
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
 def _seeded(seed: int) -> torch.Tensor:
     """The state of a CUDA generator right after seeding."""
     return torch.frombuffer(bytearray(struct.pack("<QQ", seed, 0)), dtype=torch.uint8)
