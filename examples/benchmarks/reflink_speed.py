@@ -61,10 +61,11 @@ def main() -> None:
     head = ("job", "threads", "s", "fastest cp s", "x fastest cp", "limit")
     head = (*head, "x cp around it (median)", "spread", "new space")
     table = Table(title="Shared blocks on XFS, without fsync", head=head)
+    shared = {"digest": "buffered"}  # digests of everything need copies of everything
     jobs = {
-        "HF → torch_dist PP2": {"to": "torch_dist", "pp": 2},
+        "HF → torch_dist PP2": {"to": "torch_dist", "pp": 2, **shared},
         "HF → torch_dist PP2, --digest none": {"to": "torch_dist", "pp": 2, "digest": "none"},
-        "HF → HF": {"to": "hf"},
+        "HF → HF": {"to": "hf", **shared},
     }
     with workplace(given) as folder:
         try:

@@ -89,7 +89,7 @@ def add_speed(table: Table, result: Result) -> None:
     job = result.entrant
     table.add(
         job.name,
-        job.options.get("digest", "buffered"),
+        job.options.get("digest", "all"),
         str(job.options["threads"]),
         f"{min(result.seconds):.2f}",
         f"{result.copy_least:.2f}",
@@ -108,15 +108,16 @@ def add_speed(table: Table, result: Result) -> None:
 
 
 def add_digest_cost(table: Table, found: list[Result]) -> None:
-    """Rows with what `--digest all` adds to `none`, for each number of threads."""
-    by_digest = {(r.entrant.options.get("digest"), r.entrant.options["threads"]): r for r in found}
-    for threads in (1, 2):
-        pair = by_digest.get(("all", threads)), by_digest.get(("none", threads))
-        if pair[0] and pair[1]:
-            least = pair[0].least - pair[1].least
+    """Rows with what digests of everything add to `none`, for each number of threads."""
+    for plain in found:
+        options = dict(plain.entrant.options)
+        if options.pop("digest", None) != "none":
+            continue
+        for digested in [r for r in found if r.entrant.options == options]:
+            threads, least = options["threads"], digested.least - plain.least
             cost = verdict(least, DIGEST_LIMIT)
-            median = times(pair[0].median - pair[1].median)
-            name = "what --digest all adds to none"
+            median = times(digested.median - plain.median)
+            name = "what digests add to --digest none"
             cells = (name, "all", str(threads), "", "", times(least), cost, median, "", "")
             table.add(*cells, job=name, threads=threads, least=least)
 
@@ -127,7 +128,7 @@ def add_moved(table: Table, result: Result) -> None:
     peak = result.peak_bytes
     table.add(
         job.name,
-        job.options.get("digest", "buffered"),
+        job.options.get("digest", "all"),
         str(job.options["threads"]),
         f"{result.amplification:.3f}",
         verdict(result.amplification, AMPLIFICATION_LIMIT),
@@ -144,7 +145,7 @@ def grow(given: argparse.Namespace, root: Path) -> Table:
     """The peak of anonymous memory over sizes; data are holes, so only memory is told."""
     jobs = {
         "HF → torch_dist TP2": {"to": "torch_dist", "tp": 2},
-        "the same, --digest all": {"to": "torch_dist", "tp": 2, "digest": "all"},
+        "the same, --digest none": {"to": "torch_dist", "tp": 2, "digest": "none"},
         "HF bf16 → fp16": {"dtype": "fp16"},
     }
     sizes = [float(x) for x in given.sizes.split(",")]
