@@ -24,6 +24,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.attack.child import preload
 from tests.support.attack.outcome import Outcome, format_table
 from tests.support.paths import ROOT
 
@@ -57,6 +58,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print counts and faults as JSON")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
+    preload()
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="attack-") as temporary:
         root = options.keep or Path(temporary)

@@ -39,7 +39,8 @@ TEMPLATES = {
     "{% endfor %}",
     "recursion": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
     "a power": "{{ 9 ** 9 ** 9 }}",
-    "doubling": "{% set ns = namespace(a='a') %}{% for i in range(60) %}{% set ns.a = ns.a ~ ns.a %}"
+    "doubling": "{% set ns = namespace(a='a') %}{% for i in range(60) %}"
+    "{% set ns.a = ns.a ~ ns.a %}"
     "{% endfor %}{{ ns.a }}",
 }
 

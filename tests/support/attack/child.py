@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -12,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import megtool
 from megtool.cli.app import main
 
 UNEXPECTED = 70
@@ -74,6 +77,18 @@ class Child:
         return ChildRun(
             status=status, out=texts[0], err=texts[1], seconds=seconds, peak_bytes=peak_bytes
         )
+
+
+def preload() -> None:
+    """Import what commands import, so that children need not."""
+    root = Path(megtool.__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        parts = file.relative_to(root.parent).with_suffix("").parts
+        if parts[-1] not in ("__main__", "__init__"):
+            importlib.import_module(".".join(parts))
+    for name in ("matplotlib.pyplot", "tokenizers", "jinja2", "gguf", "tensorstore", "torch"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
 def start(
