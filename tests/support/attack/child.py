@@ -86,7 +86,8 @@ def preload() -> None:
         parts = file.relative_to(root.parent).with_suffix("").parts
         if parts[-1] not in ("__main__", "__init__"):
             importlib.import_module(".".join(parts))
-    for name in ("matplotlib.pyplot", "tokenizers", "jinja2", "gguf", "tensorstore", "torch"):
+    names = ("matplotlib.pyplot", "tokenizers", "jinja2", "gguf", "tensorstore", "torch")
+    for name in (*names, "importlib.readers", "importlib.resources"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
@@ -115,9 +116,22 @@ def start(
             os.chdir(cwd)
         if setup is not None:
             setup()
+        _open_streams()
         status = _run(arguments)
     finally:
         os._exit(status)
+
+
+def _open_streams() -> None:
+    """Open stdout and stderr as Python does when it starts."""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        try:
+            os.fstat(fd)
+        except OSError:
+            setattr(sys, name, None)
+        else:
+            former = getattr(sys, name)
+            setattr(sys, name, os.fdopen(fd, "w", closefd=False, errors=former.errors))
 
 
 def _run(arguments: Sequence[object]) -> int:
@@ -130,7 +144,8 @@ def _run(arguments: Sequence[object]) -> int:
         status = UNEXPECTED
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
+            if stream is not None:
+                stream.flush()
         except OSError:
             status = status or UNEXPECTED
     return status

@@ -28,6 +28,7 @@ def attack(root: Path, rng: random.Random, count: int) -> Outcome:
     for name, path in paths.items():
         if (fault := find_fault(path)) is not None:
             outcome.note(f"{name} as it was written", fault)
+            names.remove(name)
     for number in range(count):
         name = names[number % len(names)]
         file = choose_file(paths[name], rng)

@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+from megtool.checkpoint.commit import StagingFolder
 from tests.support.attack import specimens
 from tests.support.attack.child import run, start
 from tests.support.attack.outcome import Outcome
@@ -42,10 +43,11 @@ def _try(root: Path, outer: str, inner: str, *, is_outer_first: bool) -> str | N
     destinations = {"outer": folder / "out", "inner": folder / "out" / "sub"}
     order = ["outer", "inner"] if is_outer_first else ["inner", "outer"]
     makers = {"outer": outer, "inner": inner}
-    first = start(specimens.command(root, makers[order[0]], destinations[order[0]]))
-    if not _stop_while_writing(first.pid, folder):
-        first.wait(60)
-        return None  # it was faster than the signal
+    first = start(
+        specimens.command(root, makers[order[0]], destinations[order[0]]), setup=_stop_when_locked
+    )
+    if not _wait_until_stopped(first.pid, folder):
+        return f"the first run did not stop: {first.wait(60).err[-300:]}"
     more = [] if order[1] == "inner" or makers["outer"] == "trained" else ["--overwrite"]
     second = run([*specimens.command(root, makers[order[1]], destinations[order[1]]), *more])
     os.kill(first.pid, signal.SIGCONT)
@@ -53,28 +55,36 @@ def _try(root: Path, outer: str, inner: str, *, is_outer_first: bool) -> str | N
     for name, result in results.items():
         if fault := result.fault:
             return f"{name}: {fault}"
-        if (
-            result.status == 0
-            and (_comparable(destinations[name]) or {}).items() < (expected[name] or {}).items()
-        ):
+        actual, whole = _comparable(destinations[name]) or {}, expected[name] or {}
+        if result.status == 0 and any(actual.get(n) != data for n, data in whole.items()):
             return f"{name} ended well, and its result is not there"
+    if all(result.status == 0 for result in results.values()):
+        return "both ended well"
     return None
 
 
-def _stop_while_writing(pid: int, folder: Path) -> bool:
-    """Stop a child as soon as it has a staging folder."""
+def _stop_when_locked() -> None:
+    """Make this process stop itself when it has locked its destination."""
+    enter = StagingFolder.__enter__
+
+    def stop(stage: StagingFolder) -> StagingFolder:
+        entered = enter(stage)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return entered
+
+    StagingFolder.__enter__ = stop  # type: ignore[method-assign]
+
+
+def _wait_until_stopped(pid: int, folder: Path) -> bool:
+    """Wait for a child that stops itself; `finetune`, which stages later, is stopped here."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        if any(p.name.endswith("megtool") for p in folder.rglob(".*")):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state in "TZ":
+            return state == "T"
+        if any(p.name == ".megtool" for p in folder.rglob(".megtool")):
             os.kill(pid, signal.SIGSTOP)
-            return any(p.name.endswith("megtool") for p in folder.rglob(".*"))
-        try:
-            os.kill(pid, 0)
-            with open(f"/proc/{pid}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] == "Z":
-                    return False
-        except OSError:
-            return False
+        time.sleep(0.002)
     return False
 
 
