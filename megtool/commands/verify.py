@@ -31,7 +31,7 @@ from megtool.commands.verify_report import Difference, DifferenceKind, VerifyRep
 from megtool.console import Progress, silent
 from megtool.convert.binding import missing
 from megtool.convert.canonical import VOCABULARY, CanonicalModel
-from megtool.errors import CheckpointError, DigestError, MappingError
+from megtool.errors import CheckpointError, MappingError
 from megtool.options.effects import check_effects
 from megtool.reshard.align import open_aligned, open_for_digests
 from megtool.reshard.source import CheckpointSource
@@ -164,8 +164,7 @@ def _open_sources(options: VerifyOptions) -> list[CheckpointSource]:
     """One checkpoint, or two under the same names.
 
     Raises:
-        DigestError: it cannot be opened, and a file of it is not as it was written.
-        MegtoolError: it cannot be opened.
+        MegtoolError: it cannot be opened; the hint names a file that is not as it was written.
     """
     try:
         if options.b is None:
@@ -174,11 +173,8 @@ def _open_sources(options: VerifyOptions) -> list[CheckpointSource]:
     except (CheckpointError, MappingError) as e:
         for path in filter(None, (options.a, options.b)):
             for damaged in find_damage(path, options.iteration):
-                raise DigestError(
-                    f"the file {damaged.reason}",
-                    file=path / damaged.file,
-                    hint=f"so the checkpoint cannot be opened: {e.message}",
-                ) from e
+                e.hint = f"{damaged.file} of {path} is not as it was written: it {damaged.reason}"
+                raise
         raise
 
 

@@ -171,7 +171,7 @@ def test_options_are_refused_before_anything_is_loaded(folder: Path) -> None:
     for wrong, said in (({"stop": [""]}, "a stop string"), ({"tp": 3}, "tp=3 does not divide")):
         with pytest.raises(UsageError, match=said):
             generate(folder, prompt=["a"], dry_run=True, **wrong)
-    with pytest.raises(UsageError, match="--max-new-tokens 0"):
+    with pytest.raises(UsageError, match="--max-new-tokens is 0"):
         generate(folder, prompt=["a"], max_new_tokens=0, dry_run=True)
 
 

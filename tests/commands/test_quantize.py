@@ -250,10 +250,14 @@ def test_a_dry_run_says_what_would_be(folder: Path, tmp_path: Path) -> None:
         ({"recipe": "fp8", "calibration": ["nowhere.safetensors"]}, MegtoolError, "nowhere"),
         ({"recipe": "mxfp8", "calibration": ["nowhere.safetensors"]}, MegtoolError, "nowhere"),
         ({"recipe": "fp8", "eval_data": "nowhere.txt"}, MegtoolError, "nowhere"),
-        ({"recipe": "fp8", "eval_data": os.devnull}, UsageError, "no text to measure on"),
-        ({"recipe": "fp8", "report": "nowhere/x.html"}, DestinationError, "no folder 'nowhere'"),
-        ({"recipe": "fp8", "save_calibration": "nowhere/x"}, DestinationError, "no folder"),
-        ({"recipe": "fp8", "report": "."}, DestinationError, "a folder stands"),
+        ({"recipe": "fp8", "eval_data": os.devnull}, UsageError, "no text to evaluate on"),
+        (
+            {"recipe": "fp8", "report": "nowhere/x.html"},
+            DestinationError,
+            "the folder 'nowhere' does not exist",
+        ),
+        ({"recipe": "fp8", "save_calibration": "nowhere/x"}, DestinationError, "does not exist"),
+        ({"recipe": "fp8", "report": "."}, DestinationError, "this is a folder"),
         (
             {"recipe": "fp8", "calibrate_only": True, "eval_data": "x.txt"},
             UsageError,

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,15 @@ class LimitedRun:
     err: str
     seconds: float
     peak_bytes: int
+
+
+def _peak_bytes(pid: int) -> int:
+    """The most memory of a running process; its rusage would have that of the parent's fork too."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) << 10
+    except (OSError, IndexError):
+        return 0
 
 
 def run_limited(
@@ -54,9 +64,11 @@ def run_limited(
             preexec_fn=limit,
             user=user,
         )
+        peak = 0
         try:
             while True:
-                number, status, usage = os.wait4(child.pid, os.WNOHANG)
+                peak = max(peak, _peak_bytes(child.pid))
+                number, status, _ = os.wait4(child.pid, os.WNOHANG)
                 if number:
                     break
                 if time.monotonic() - start > timeout:
@@ -75,5 +87,5 @@ def run_limited(
             out=out.read().decode(errors="replace"),
             err=err.read().decode(errors="replace"),
             seconds=seconds,
-            peak_bytes=usage.ru_maxrss << 10,
+            peak_bytes=peak,
         )

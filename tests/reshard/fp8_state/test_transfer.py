@@ -283,8 +283,8 @@ def test_hostile_states_end_the_reshard(per_rank: Path, tmp_path: Path) -> None:
     ("more", "match"),
     [
         ({"amax": "drop"}, "amax is 'drop'"),
-        ({"te_version": "3"}, "Transformer Engine 3"),
-        ({"amax_history": 0}, "amax-history 0"),
+        ({"te_version": "3"}, "--te-version is '3'"),
+        ({"amax_history": 0}, "--amax-history is 0"),
         ({"to": "safetensors", "te_version": "2"}, "has no effect with --to safetensors"),
     ],
 )

@@ -299,7 +299,7 @@ def test_layouts_that_cannot_be(
 
 def test_formats_that_cannot_be(sound: Path, tmp_path: Path) -> None:
     for options, says in (
-        ({"optimizer_format": "zero"}, "optimizer-format 'zero'"),
+        ({"optimizer_format": "zero"}, "--optimizer-format is 'zero'"),
         ({"to": "megatron", "optimizer_format": "dp_reshardable"}, "belongs to --to torch_dist"),
         ({"to": "torch_dist", "optimizer_format": "legacy"}, "belongs to --to megatron"),
     ):

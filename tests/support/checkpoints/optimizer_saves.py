@@ -11,7 +11,7 @@ import torch
 
 from megtool import reshard
 from megtool.config import ParallelConfig
-from megtool.reshard import target
+from megtool.reshard import execute, target
 from megtool.tensors.registration_order import ORDERS, Order
 from tests.support.checkpoints.trained import config, write
 
@@ -60,6 +60,7 @@ def save(
     with pytest.MonkeyPatch.context() as patch:
         # megtool would not write what it refuses to read: this is another tool's.
         patch.setattr(target, "check_masters", lambda *_: None)
+        patch.setattr(execute, "check_staged", lambda *_: None)
         reshard(
             root / "in",
             root / "out",
