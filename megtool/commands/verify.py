@@ -25,6 +25,7 @@ from megtool.checkpoint.replicas import pair_replicas
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.digest_check import DigestIndex, FileCheck, find_damage
 from megtool.commands.options.checkpoints import VerifyOptions
+from megtool.commands.verify_files import verify_files
 from megtool.commands.verify_metadata import check_configs, check_objects, check_quant_config
 from megtool.commands.verify_quantized import QuantizedPair, packings_differ
 from megtool.commands.verify_report import Difference, DifferenceKind, VerifyReport
@@ -68,6 +69,8 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
     check_effects(options)
     b, has_tolerance = options.b, bool(options.atol or options.rtol)
     threads = default_threads(options.threads)
+    if b is None and (report := verify_files(options.a, threads=threads, progress=progress)):
+        return report
     sources = _open_sources(options)
     findings = _Findings()
     quantized: QuantizedPair | None = None
