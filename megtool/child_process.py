@@ -84,7 +84,9 @@ class ChildProcess:
         return json.loads(answer)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        paths = [os.path.abspath(p) for p in sys.path]
+        paths = [p for p in sys.path if os.path.isabs(p)]
+        with contextlib.suppress(OSError):  # the working directory may be deleted
+            paths = [os.path.abspath(p) for p in sys.path]
         command = [sys.executable, "-I", "-S", "-c", _START, json.dumps(paths), self._module]
         try:
             child = subprocess.Popen(

@@ -60,7 +60,9 @@ class DestinationCheck:
         above = next(p for p in path.parents if self.files.stat(p) is not None)
         if not stat.S_ISDIR(self._mode(above)):
             raise DestinationError(
-                "is not a folder", file=above, hint="choose a destination inside a folder"
+                "a folder of the destination is a file",
+                file=above,
+                hint="choose a destination inside a folder",
             )
         if not os.access(above, os.W_OK | os.X_OK):
             raise DestinationError(
@@ -89,7 +91,7 @@ class DestinationCheck:
             return
         if is_special(status.st_mode):
             raise DestinationError(
-                f"is {describe_kind(status.st_mode)}, which is never replaced",
+                f"the destination is {describe_kind(status.st_mode)}, which is never replaced",
                 file=path,
                 hint="choose another destination",
             )

@@ -21,7 +21,7 @@ from megtool.errors import FormatError
 SIDECAR = "megtool.json"
 TOOL = f"megtool {__version__}"
 VERSION = 2
-MAX_SIDECAR_BYTES = 1 << 30
+MAX_SIDECAR_BYTES = 1 << 28
 
 
 class DigestMode(StrEnum):

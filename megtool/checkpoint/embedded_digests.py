@@ -43,6 +43,20 @@ def reserve_digests(sizes: Sequence[int]) -> str:
     return str(EmbeddedDigests(0, (0,) * sum(size > 0 for size in sizes)))
 
 
+def check_reserved(head: bytes, file: str) -> None:
+    """Refuse a header in which something else looks like the reserved string.
+
+    Raises:
+        FormatError: it has such a name, so its digests could not be completed.
+    """
+    if len(_IN_HEADER.findall(head)) > 1:
+        raise FormatError(
+            f"a name or a value looks like the digests, {METADATA_KEY!r}",
+            file=file,
+            hint="rename the tensor: --rename OLD=NEW",
+        )
+
+
 def parse_embedded(text: object, path: Path) -> EmbeddedDigests | None:
     """Parse the string of a header; None if it has no digests.
 

@@ -169,6 +169,8 @@ def _export_plain(
         files=tuple(str(f.relative_to(destination)) for f in written),
         notes=tuple(notes),
         overflowed=report.overflowed,
+        digested=report.digested if report.unverified else report.tensors,
+        digested_files=report.digested_files,
         warnings=(*warnings, *report.warnings),
         is_dry=report.dry_run,
         seconds=report.seconds,

@@ -18,6 +18,11 @@ from megtool.checkpoint.compare import (
     compare,
     count_pair_bytes,
 )
+from megtool.checkpoint.formats.save_folder import (
+    TRACKER,
+    describe_tracker_fault,
+    is_save_folder,
+)
 from megtool.checkpoint.formats.torch_dist_integrity import check_integrity
 from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.read import CheckpointReader
@@ -88,6 +93,7 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
         if b is None:
             findings.differences += [*_find_missing(sources[0]), *check_objects(sources[0])]
             findings.check_files(sources[0].catalogue, threads)
+            findings.differences += _check_tracker(sources[0], options.iteration)
             pairs = list(digests[0].plan_reads())
         else:
             if not has_tolerance and packings_differ(sources[0], sources[1]):
@@ -206,6 +212,15 @@ def _check_files(
             f"{d.stored} of {index.source.path} is not as it was written: it {d.text}"
             for d in check.differences()
         ]
+
+
+def _check_tracker(source: CheckpointSource, iteration: object) -> Iterator[Difference]:
+    """Whether the tracker of a save folder that megtool wrote names its last iteration."""
+    if iteration is not None or source.sidecar is None or not is_save_folder(source.path):
+        return
+    text = describe_tracker_fault(source.path)
+    if text is not None:
+        yield Difference(tensor=TRACKER, stored=TRACKER, kind="file", text=text)
 
 
 class _Findings:

@@ -50,7 +50,7 @@ class DatasetFiles:
             status = self._files.stat(path)
             if status is not None and (S_ISDIR(status.st_mode) or is_special(status.st_mode)):
                 raise DestinationError(
-                    f"is {describe_kind(status.st_mode)}, which is never replaced",
+                    f"the destination is {describe_kind(status.st_mode)}, which is never replaced",
                     file=path,
                     hint="name another destination",
                 )

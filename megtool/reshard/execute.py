@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from megtool import __version__
 from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.copy import CopyReport
-from megtool.checkpoint.digest import TOOL, Sidecar, TensorDigest
+from megtool.checkpoint.digest import TOOL, DigestMode, Sidecar, TensorDigest
 from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.plan import DroppedItem, Op, PlanSource, ReshardPlan
 from megtool.checkpoint.plan_summary import PlanSummary, summarize
@@ -226,14 +226,17 @@ def _write(
     computed = sum(n not in target.copies for n in copied.digests.complete())
     sidecar = stage.sidecar or Sidecar(names="stored", tool=TOOL, tensors={})
     placed = len(target.side.placements) - len(target.copies)
+    inherited = 0 if target.is_file else len(sidecar.tensors) - computed
+    if target.is_file:  # of its stored tensors, those the kernel copied included
+        computed = 0 if execution.digest is DigestMode.NONE else placed
     return {
         "kernel_bytes": copied.kernel_bytes,
         "resumed_units": copied.verified,
         "repaired_units": copied.repaired,
-        "digested": placed if target.is_file else computed,
-        "inherited": 0 if target.is_file else len(sidecar.tensors) - computed,
-        "unverified": 0 if target.is_file else placed - len(sidecar.tensors),
-        "digested_files": 1 if target.is_file else len(sidecar.files),
+        "digested": computed,
+        "inherited": inherited,
+        "unverified": placed - computed - inherited,
+        "digested_files": int(computed > 0) if target.is_file else len(sidecar.files),
         "peak_buffer_bytes": copied.peak_buffer_bytes,
         "overflowed": dict(copied.overflowed),
         "verified": readbacks[0].num_tensors if readbacks else None,

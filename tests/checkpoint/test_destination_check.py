@@ -90,7 +90,7 @@ def test_the_current_folder_is_not_replaced(
 def test_places_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     refuse("cannot be a destination", Path("/"))
-    refuse("not a folder", tmp_path / "file" / "below" / "out")
+    refuse("is a file", tmp_path / "file" / "below" / "out")
     if Path("/dev/shm").is_mount():
         refuse("mount point|inside|exists", Path("/dev/shm"), overwrite=True)
     (tmp_path / ".out.megtool").symlink_to(tmp_path)

@@ -99,3 +99,12 @@ def test_the_text_comes_back() -> None:
     digests = EmbeddedDigests(7, (1, 2**32 - 1))
     assert parse_embedded(str(digests), Path("x")) == digests
     assert METADATA_KEY == "megtool.digests"
+
+
+def test_a_name_that_looks_like_digests_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    save_file({"crc32c outside=00000000 tensors=": torch.ones(2)}, tmp_path / "a.safetensors")
+    with pytest.raises(FormatError, match="looks like the digests"):
+        reshard(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors"]

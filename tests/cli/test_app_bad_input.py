@@ -283,7 +283,7 @@ def test_part_of_a_stacked_key(desk: Desk, options: list[str], says: str) -> Non
         ("--pp=3", "num_layers=4", ["1", "2", "4"]),
         ("--pp=8", "num_layers=4", ["1", "2", "4"]),
         ("--pp=2 --vpp=3", "vpp=3", ["2"]),
-        ("--vpp=2", "vpp=2", []),
+        ("--vpp=2", "vpp is 2", []),
         ("--ep=2 --dp=3", "ep=2", ["2"]),
     ],
 )

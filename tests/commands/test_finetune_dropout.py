@@ -62,7 +62,7 @@ def test_recompute_changes_nothing(model, data, tmp_path) -> None:
 
 def test_shares_are_checked_and_a_change_is_told(model, data, tmp_path, caplog) -> None:
     for name in BOTH:
-        with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} 1.0"):
+        with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} is 1.0"):
             tune(model, tmp_path / "out", data, **{name: 1.0})
     tune(model, tmp_path / "out", data, **SHORT)
     with caplog.at_level(logging.WARNING):

@@ -238,6 +238,21 @@ def test_swapped_files_of_equal_size_are_found(copy: Callable[[str], Path]) -> N
         assert {d.kind for d in report.differences} == {"digest", "file"}
 
 
+def test_the_tracker_names_the_last_iteration(copy: Callable[[str], Path]) -> None:
+    folder = copy("megatron")
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    tracker.unlink()
+    (found,) = verify(folder).differences
+    assert (found.kind, found.stored) == ("file", tracker.name)
+    shutil.copytree(folder / "release", folder / "iter_0000004")
+    shutil.copytree(folder / "release", folder / "iter_0000006")
+    tracker.write_text("4")
+    assert "there is iteration 6" in verify(folder).differences[0].text
+    assert verify(folder, iteration="4").verdict == "ok"
+    tracker.write_text("6")
+    assert verify(folder).verdict == "ok"
+
+
 def test_a_tensor_that_is_gone(copy: Callable[[str], Path]) -> None:
     folder = change(copy("hf"), lambda held: held.pop(HF_Q))
     report = verify(folder)

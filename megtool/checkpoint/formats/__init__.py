@@ -175,7 +175,7 @@ def detect_format(path: Path) -> CheckpointFormat:
     status = Files().stat(path)
     if status is None:
         raise FormatError(
-            "does not exist", file=path, hint="check the path", error_id="source-not-found"
+            "the path does not exist", file=path, hint="check the path", error_id="source-not-found"
         )
     names = Files().names(path) if stat.S_ISDIR(status.st_mode) else None
     for checkpoint_format in FORMATS:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
-from megtool.checkpoint.embedded_digests import METADATA_KEY, reserve_digests
+from megtool.checkpoint.embedded_digests import METADATA_KEY, check_reserved, reserve_digests
 from megtool.checkpoint.formats.auxiliary_files import find_auxiliary_files
 from megtool.checkpoint.formats.header_reader import (
     DAMAGED,
@@ -344,6 +344,8 @@ def plan_safetensors_layout(
     for row, (name, group) in enumerate(zip(names, groups, strict=True)):
         entries = place_tensors(group)
         head = encode_header(entries, metadata, name)
+        if single_file:
+            check_reserved(head, name)
         end = entries[-1].end if entries else 0
         files.append(StoredFile(path=name, size=len(head) + end))
         fragments.append((row, 0, head))

@@ -71,6 +71,21 @@ def find_iteration(path: Path, iteration: int | str | None) -> Path | None:
     return iterations[chosen]
 
 
+def describe_tracker_fault(path: Path) -> str | None:
+    """What is wrong with the tracker of a save folder that megtool wrote, if anything is.
+
+    Raises:
+        FormatError: the tracker is invalid.
+    """
+    iterations, tracked = _iterations(path), _tracked(path)
+    if tracked is None:
+        return "is missing: Megatron finds no iteration"
+    numbers = [int(name) for name in iterations if name != RELEASE]
+    if tracked != RELEASE and int(tracked) < max(numbers, default=0):
+        return f"names iteration {int(tracked)}, but there is iteration {max(numbers)}"
+    return None
+
+
 def _iterations(path: Path) -> dict[str, Path]:
     """Folders of checkpoints by iteration, ascending; the release last."""
     folders: list[tuple[int, str, Path]] = []

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
-from megtool.checkpoint.embedded_digests import METADATA_KEY, reserve_digests
+from megtool.checkpoint.embedded_digests import METADATA_KEY, check_reserved, reserve_digests
 from megtool.checkpoint.formats.safetensors import whole_shards
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
@@ -62,6 +62,7 @@ def plan_gguf_file(
     stored = [t.stored for t in tensors]
     room = {METADATA_KEY: reserve_digests([t.num_bytes for t in stored])}
     head = _head(tensors, {**keys, **room}, architecture)
+    check_reserved(head, file)
     head += bytes(-len(head) % _ALIGNMENT)
     offsets, end = [], len(head)
     for tensor in stored:

@@ -156,7 +156,7 @@ class RunIdentity:
             content = json.loads(data)
             return cls(**(content | {"names": tuple(content.get("names", ()))}))
         except (ValueError, TypeError) as e:
-            raise FormatError("not the identity of a run", file=path) from e
+            raise FormatError("the file does not hold the identity of a run", file=path) from e
 
     def find_changes(self, previous: RunIdentity, folder: Path) -> list[str]:
         """Compare it with that of the run in the folder; returns changes that are allowed.
