@@ -132,9 +132,9 @@ class ReshardReport(Report):
         )
         yield "kernel", f"{format_bytes(self.kernel_bytes)} copied without entering the process"
         total = self.digested + self.inherited + self.unverified
-        text = f"{self.digested} of {several(total, 'tensor')} digested"
+        text = f"{self.digested:,} of {several(total, 'tensor')} digested"
         if self.inherited:
-            text += f", {self.inherited} carried over"
+            text += f", {self.inherited:,} carried over"
         yield "digests", text + f", and {several(self.digested_files, 'file')}"
         if self.verified is not None:
             yield "verified", f"{self.verified} tensors read back, equal to the source"

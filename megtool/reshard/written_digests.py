@@ -77,7 +77,7 @@ def count_digested(plan: ReshardPlan, sidecar: Sidecar | None) -> int:
 
 def describe_digests(digested: int, total: int, num_files: int) -> str:
     """How many tensors and files have a digest, as a row of a report."""
-    return f"{digested} of {several(total, 'tensor')} digested, and {several(num_files, 'file')}"
+    return f"{digested:,} of {several(total, 'tensor')} digested, and {several(num_files, 'file')}"
 
 
 def _relative_to(digests: dict[str, FileDigest], folder: str) -> dict[str, FileDigest]:

@@ -1,6 +1,6 @@
 """Links and FIFOs planted under the names that verbs use while they write: refused, not followed.
 
-`tests/checkpoint/test_planted_staging.py` has those in the staging folder of a checkpoint.
+`tests/checkpoint/test_commit_planted.py` has those in the staging folder of a checkpoint.
 """
 
 from __future__ import annotations

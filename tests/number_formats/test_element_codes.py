@@ -114,7 +114,7 @@ def test_what_cannot_be_paired_is_refused(name: str, shape: tuple[int, int]) -> 
 
 
 def test_an_unknown_packing_is_refused() -> None:
-    with pytest.raises(FormatError, match=r"packing .* is unknown"):
+    with pytest.raises(FormatError, match="unknown packing"):
         numbers("int3:32")
 
 

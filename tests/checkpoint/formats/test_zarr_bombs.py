@@ -20,24 +20,14 @@ from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.formats.zarr_codecs import Codec, DecodedSize, DecodeError, decode
 from megtool.errors import FormatError
 from tests.support.checkpoints.reads import contents
+from tests.support.checkpoints.zarr_bombs import CHUNK_BYTES, READ, zstd_frame
 from tests.support.errors import raises
 from tests.support.limits import run_limited
 
 numcodecs = pytest.importorskip("numcodecs")
 
-CHUNK_BYTES = 64 << 10
 PART = b"\0" * (16 << 20)
 REPEATS = 256  # 4 GiB
-
-
-def zstd_frame(num_blocks: int, claimed: int | None = None) -> bytes:
-    """A frame of blocks that each repeat one byte 128 Ki times."""
-    header = b"\x00\x58" if claimed is None else b"\xc0\x58" + claimed.to_bytes(8, "little")
-    block = (128 << 10) << 3 | 1 << 1
-    blocks = [
-        (block | (k + 1 == num_blocks)).to_bytes(3, "little") + b"\0" for k in range(num_blocks)
-    ]
-    return b"\x28\xb5\x2f\xfd" + header + b"".join(blocks)
 
 
 def zlib_bomb() -> bytes:
@@ -122,22 +112,6 @@ def write_array(
     (folder / "c").mkdir()
     (folder / "c/0").write_bytes(chunk)
     return folder
-
-
-READ = """
-import sys
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.errors import FormatError
-for path in sys.argv[1:]:
-    from pathlib import Path
-    try:
-        catalogue = open_checkpoint(Path(path))
-        for row in range(len(catalogue.shards)):
-            catalogue.encoded_chunks.read(row)
-        print("read", path)
-    except FormatError as e:
-        print("refused", path, e.tensor, e.message[:300])
-"""
 
 
 def test_chunks_that_expand_are_refused_in_bounded_memory(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: " + "x" * MAX_BYTES, "the recipe has"),
         ("a: 1\nb: 2\na: 3", "line 3: the key 'a' is a duplicate, first at line 1"),
         ("a: !!python/object/apply:os.system ['true']", "line 1"),
-        ("a: !thing 3", "line 1: tag '!thing'"),
+        ("a: !thing 3", "line 1: the tag '!thing'"),
         ("a: [1,\nb: 2", "line 2: the YAML is invalid"),
         ("? [a, b]\n: 1", "a key that is not a string"),
         ("a: \x00", "YAML is invalid"),

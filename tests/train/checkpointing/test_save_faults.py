@@ -164,7 +164,7 @@ class NoRoom(Files):
 def test_too_little_space_is_found_out_before_anything_is_written(
     run: Trained, tmp_path: Path
 ) -> None:
-    said = r"not enough space for iteration 5: .* 1,000 free"
+    said = r"not enough space for iteration 5: .* 1,000 are free"
     with (
         run.saver(tmp_path / "dst", files=NoRoom()) as saver,
         pytest.raises(StorageError, match=said) as caught,

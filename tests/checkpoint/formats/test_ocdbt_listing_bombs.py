@@ -11,8 +11,8 @@ import pytest
 from megtool.checkpoint.digest import crc32c
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.errors import FormatError
-from tests.checkpoint.formats.test_zarr_bombs import CHUNK_BYTES, READ, zstd_frame
 from tests.support.checkpoints.reads import contents
+from tests.support.checkpoints.zarr_bombs import CHUNK_BYTES, READ, zstd_frame
 from tests.support.errors import raises
 from tests.support.limits import run_limited
 
