@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from megtool.checkpoint.formats.header_reader import read_exact
 from megtool.checkpoint.megatron_metadata import read_object
 from megtool.checkpoint.plan import DroppedItem
 from megtool.errors import FormatError, listed
+from megtool.reshard.foreign_tensors import find_foreign_tensors
 from megtool.reshard.megatron.rank_objects import MODELOPT
 from megtool.reshard.source import CheckpointSource
 
@@ -43,7 +44,8 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignObject:
-    """An object, a part of the common state or a small file that must not be written.
+    """An object, an extra state in a tensor, a part of the common state or a small file that must
+    not be written.
 
     `globals` are the names that are not allowed, or what else is wrong with it.
     """
@@ -74,11 +76,11 @@ class _Screened:
 
 
 def find_foreign_objects(catalogue: Catalogue) -> list[ForeignObject]:
-    """The foreign objects of a checkpoint; reads all its objects and small files.
+    """The foreign objects of a checkpoint; reads all its objects, extra states and small files.
 
     Those of rank files are named too that are in none of the objects, which are never written.
     """
-    foreign = _screen(catalogue).foreign
+    foreign = _screen(catalogue).foreign + _check_tensors(catalogue)
     reported = {name for f in foreign for name in f.globals}
     names_by_file: dict[str, frozenset[str]] = catalogue.metadata.get("globals", {})
     for file, names in names_by_file.items():
@@ -89,15 +91,23 @@ def find_foreign_objects(catalogue: Catalogue) -> list[ForeignObject]:
 
 
 def screen_source(
-    source: CheckpointSource, *, drop: bool
+    source: CheckpointSource, *, drop: bool, only_tensors: bool = False
 ) -> tuple[CheckpointSource, list[DroppedItem]]:
     """The source without foreign objects, and what is left out.
+
+    With `only_tensors` its objects and small files are not looked at, because the target has none.
 
     Raises:
         FormatError: it has some, and not `drop`.
     """
-    screened = _screen(source.catalogue)
-    foreign = screened.foreign
+    names = {p.stored for p in source.view.placements.values()}  # no others are written
+    tensors = _check_tensors(source.catalogue, names)
+    screened = (
+        _Screened(catalogue=source.catalogue, edited={}, foreign=[])
+        if only_tensors
+        else _screen(source.catalogue)
+    )
+    foreign = screened.foreign + tensors
     if foreign and not drop:
         first = foreign[0]
         more = f" and {len(foreign) - 1} more objects" if len(foreign) > 1 else ""
@@ -111,7 +121,8 @@ def screen_source(
         _LOG.warning("%s is left out: it %s", f.name, f.text)
     dropped = [DroppedItem(name=f.name, reason=f"it {f.text}") for f in foreign]
     edited = {**screened.edited, **source.edited}
-    return replace(source, catalogue=screened.catalogue, edited=edited), dropped
+    source = replace(source, catalogue=screened.catalogue, edited=edited)
+    return _without_tensors(source, {f.name for f in tensors}), dropped
 
 
 def _screen(catalogue: Catalogue) -> _Screened:
@@ -147,6 +158,34 @@ def _screen(catalogue: Catalogue) -> _Screened:
         ),
         edited=edited,
         foreign=foreign,
+    )
+
+
+def _check_tensors(
+    catalogue: Catalogue, names: Collection[str] | None = None
+) -> list[ForeignObject]:
+    return [
+        ForeignObject(name=name, file=file, globals=problems)
+        for name, file, problems in find_foreign_tensors(catalogue, names)
+    ]
+
+
+def _without_tensors(source: CheckpointSource, names: Collection[str]) -> CheckpointSource:
+    if not names:
+        return source
+    catalogue = source.catalogue.select(lambda name: name not in names)
+    view = source.view
+    placements = {n: p for n, p in view.placements.items() if p.stored not in names}
+    return replace(
+        source,
+        catalogue=catalogue,
+        view=replace(
+            view,
+            tensors=tuple(catalogue.tensors),
+            placements=placements,
+            canonical={n: t for n, t in view.canonical.items() if n in placements},
+            padding={n: rows for n, rows in view.padding.items() if n not in names},
+        ),
     )
 
 

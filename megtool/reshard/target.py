@@ -90,9 +90,9 @@ def make_target(source: CheckpointSource, options: TargetOptions) -> Target:
         MappingError: the target needs a family that is not known.
     """
     kind = choose_format(source.catalogue, options.to)
-    foreign: list[DroppedItem] = []
-    if kind not in _WITHOUT_PICKLES:
-        source, foreign = screen_source(source, drop=options.drop_objects)
+    source, foreign = screen_source(
+        source, drop=options.drop_objects, only_tensors=kind in _WITHOUT_PICKLES
+    )
     dialect = _target_dialect(source, kind)
     parallel = _choose_layout(source, options.layout, kind)
     dtype, catalogue = options.dtype, source.catalogue

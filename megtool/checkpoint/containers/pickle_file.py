@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megtool.checkpoint.containers import pickle_reader
-from megtool.checkpoint.containers.pickle_payload import scan_pickle
+from megtool.checkpoint.containers.pickle_payload import is_tar, scan_pickle
 from megtool.checkpoint.containers.pickle_rewrite import encode_payloads
 from megtool.checkpoint.containers.pickle_writer import encode
 from megtool.checkpoint.containers.storage_stream import STREAM_MAGIC
@@ -15,7 +15,6 @@ from megtool.errors import FormatError
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill", ".distcp")
 _ZIP, _PROTO = b"PK\3\4", 0x80
-_TAR, _TAR_AT = b"ustar", 257
 _TREE = b"data.pkl"
 
 
@@ -27,7 +26,7 @@ def is_pickle_file(path: Path) -> bool:
         head = f.read(512)
         if head.startswith(_ZIP):
             return _TREE in head + f.read()
-        if head.startswith(STREAM_MAGIC) or head[_TAR_AT : _TAR_AT + 5] == _TAR:
+        if head.startswith(STREAM_MAGIC) or is_tar(head):
             return True
         if not head or head[0] != _PROTO:
             return False
@@ -45,7 +44,7 @@ def recode_pickle_file(path: Path) -> bytes:
     data = path.read_bytes()
     if data.startswith(_ZIP):
         return encode_object(load_object_bytes(data, file=path))
-    if data.startswith(STREAM_MAGIC) or data[_TAR_AT : _TAR_AT + 5] == _TAR:
+    if data.startswith(STREAM_MAGIC) or is_tar(data):
         raise FormatError("written in the format of torch before version 1.6", file=path)
     tree = pickle_reader.decode(data, file=path)
     protocol = 2 if data[:2] == b"\x80\x02" else 3

@@ -6,9 +6,9 @@ unpickles them too. Nothing says which bytes are, so their beginning decides.
 
 from __future__ import annotations
 
-import io
-import pickletools
 import re
+import sys
+import tarfile
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,25 +19,31 @@ from megtool.errors import FormatError
 
 PAYLOAD_FILE = "bytes in a pickle"
 
-_ZIP, _PROTO = b"PK\3\4", 0x80
-_TREE = b"data.pkl"
-_TAR, _TAR_AT = b"ustar", 257
+_ZIP, _PROTO, _LAST_PROTOCOL = b"PK\3\4", 0x80, 5
+_TREE = re.compile(rb"data\.pkl", re.IGNORECASE)
 _MAX_OPCODES = 1 << 20
+_MODULE = re.compile(r"\w[\w.-]*")
 _NAME = re.compile(r"[^\W\d][\w.]*")
-_STRINGS = frozenset(
-    {
-        "SHORT_BINUNICODE",
-        "BINUNICODE",
-        "BINUNICODE8",
-        "UNICODE",
-        "STRING",
-        "BINSTRING",
-        "SHORT_BINSTRING",
-    }
+_STANDARD = sys.stdlib_module_names | {"__builtin__"}
+
+_BARE = re.compile(rb"[(.012NQR)\]}abdelostu\x81\x85-\x89\x8f-\x92\x94\x97\x98]+")
+"""A run of opcodes without arguments; all but STACK_GLOBAL."""
+
+_USES = re.compile(rb"[.Roabs\x81\x92]")
+_LINES = {code: 1 for code in b"FILSVgpP"} | dict.fromkeys(b"ci", 2)
+_FIXED = (
+    {code: 1 for code in b"Khq\x80\x82"}
+    | dict.fromkeys(b"M\x83", 2)
+    | dict.fromkeys(b"Jjr\x84", 4)
+    | dict.fromkeys(b"G\x95", 8)
 )
-_USES = frozenset({"REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "BUILD", "SETITEM", "APPEND"})
-_EXTENSIONS = frozenset({"EXT1", "EXT2", "EXT4"})
-_LOOKUPS = frozenset({"GET", "BINGET", "LONG_BINGET", "DUP"})
+_COUNTED = (
+    {code: 1 for code in b"UC\x8a\x8c"}
+    | dict.fromkeys(b"TXB\x8b", 4)
+    | dict.fromkeys(b"\x8d\x8e\x96", 8)
+)
+_UTF8, _TEXT, _LOOKUPS = frozenset(b"\x8cX\x8d"), frozenset(b"\x8cX\x8dUTSV"), frozenset(b"ghj")
+_GLOBALS, _EXTENSIONS, _STACK_GLOBAL = frozenset(b"ci"), frozenset(b"\x82\x83\x84"), 0x93
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +69,12 @@ def read_payload(data: bytes) -> PicklePayload | None:
         FormatError: the bytes would be unpickled, but cannot be read here: damaged, hostile, or
             in a form of before torch 1.6.
     """
-    if data.startswith(_ZIP) and _TREE in data:
+    if data.startswith(_ZIP) and _TREE.search(data):
         return PicklePayload("zip", load_object_bytes(data, file=PAYLOAD_FILE))
     if data.startswith(STREAM_MAGIC):
         parse_storage_stream(data, file=PAYLOAD_FILE)
         return None
-    if data[_TAR_AT : _TAR_AT + len(_TAR)] == _TAR:
+    if is_tar(data):
         raise FormatError("a file in the format of torch before 1.6", file=PAYLOAD_FILE)
     scan = scan_pickle(data)
     if not scan.names and not (scan.is_whole and data[0] == _PROTO):
@@ -85,46 +91,136 @@ def read_payload(data: bytes) -> PicklePayload | None:
         ) from e
 
 
+def is_tar(data: bytes) -> bool:
+    """Whether bytes begin with a header that `tarfile` takes: its checksum decides, and no mark."""
+    try:
+        tarfile.TarInfo.frombuf(data[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
+    except (tarfile.HeaderError, ValueError):
+        return False
+    return True
+
+
 def scan_pickle(data: bytes) -> PickleScan:
     """Walk the opcodes of bytes that may be a pickle, up to the first that is none.
 
-    A pickle runs as it is read, so what comes before damage counts too. Elements of a tensor and
-    text look like opcodes now and then, so only names that are identifiers count, and without a
-    protocol in front only if something is done with them.
+    Arguments are skipped by their lengths and lines, as the C unpickler consumes them, and not
+    parsed: what one parser refuses, another takes. A pickle runs as it is read, so what comes
+    before damage counts too, and what follows its end, because files of `torch.save` are several.
+
+    Elements of a tensor and text look like opcodes now and then. So a name counts if it could be
+    one, and if the bytes start with a protocol, do something with a value or reach an end; a module
+    of Python's standard library counts always, because it is imported.
     """
-    names: dict[str, None] = {}
-    strings: list[str] = []
-    count, end, has_extensions, is_used = 0, -1, False, data[:1] == bytes((_PROTO,))
-    try:
-        for opcode, argument, _ in pickletools.genops(io.BytesIO(data)):
+    walk = _Walk(data)
+    walk.run()
+    names = dict.fromkeys(walk.names if walk.is_used else walk.standard)
+    if walk.has_extensions and walk.end == len(data):
+        names.setdefault("a class by its number")
+    return PickleScan(names=tuple(names), is_whole=walk.end == len(data) > 0)
+
+
+class _Walk:
+    """The state of `scan_pickle`: `end` is the position after the first STOP."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.names: dict[str, None] = {}
+        self.standard: dict[str, None] = {}
+        self.is_used, self.has_extensions = data[:1] == bytes((_PROTO,)), False
+        self.end = 0
+        self._strings: list[str] = []
+
+    def run(self) -> None:
+        """Walk to the end, or to the first byte that cannot be read as an opcode."""
+        position: int | None = 0
+        count = 0
+        while position is not None and position < len(self.data):
             count += 1
             if count > _MAX_OPCODES:
-                names.setdefault("more than can be checked")
-                break
-            if opcode.name in ("GLOBAL", "INST"):
-                module, _, name = str(argument).partition(" ")
-                _add_name(names, module, name)
-                is_used |= opcode.name == "INST"
-            elif opcode.name in _USES:
-                is_used = True
-            elif opcode.name == "STACK_GLOBAL" and len(strings) >= 2:
-                _add_name(names, strings[-2], strings[-1])
-            elif opcode.name in _EXTENSIONS:
-                has_extensions = True
-            elif opcode.name in _STRINGS:
-                strings = [*strings[-1:], str(argument)]
-            elif opcode.name in _LOOKUPS:
-                strings = [*strings[-1:], "memo"]
-            elif opcode.name == "STOP":
-                end, is_used = count, True
-    except (ValueError, LookupError, OverflowError, MemoryError):
-        pass
-    is_whole = end == count and data[-1:] == b"."
-    if is_whole and has_extensions:
-        names.setdefault("a class by its number")
-    return PickleScan(names=tuple(names) if is_used else (), is_whole=is_whole)
+                self.names.setdefault("more than can be checked")
+                self.is_used = True
+                return
+            bare = _BARE.match(self.data, position)
+            position = self._step(position) if bare is None else self._skip(bare)
 
+    def _skip(self, bare: re.Match[bytes]) -> int:
+        run = bare[0]
+        if not self.end and (stop := run.find(b".")) >= 0:
+            self.end = bare.start() + stop + 1
+        self.is_used |= _USES.search(run) is not None
+        if b"2" in run:
+            self._strings = [*self._strings, "memo", "memo"][-2:]
+        return bare.end()
 
-def _add_name(names: dict[str, None], module: str, name: str) -> None:
-    if _NAME.fullmatch(module) and _NAME.fullmatch(name):
-        names.setdefault(f"{module}.{name}"[:200])
+    def _step(self, position: int) -> int | None:
+        data, code = self.data, self.data[position]
+        start = position + 1
+        if code in _LINES:
+            lines, end = self._lines(start, _LINES[code])
+            if code in _GLOBALS:
+                if len(lines) < 2 or not self._add_line_names(lines):
+                    return None
+                self.is_used |= code == ord("i")
+            text = lines[0]
+        elif code == _STACK_GLOBAL:
+            if len(self._strings) >= 2:
+                self._add_name(*self._strings[-2:], is_certain=True)
+            return start
+        else:
+            width = _COUNTED.get(code, 0)
+            length = int.from_bytes(data[start : start + width], "little") if width else None
+            length = _FIXED.get(code) if length is None else length
+            if length is None:
+                return None
+            end = start + width + length
+            if end > len(data) or (code == _PROTO and data[start] > _LAST_PROTOCOL):
+                return None
+            text = data[start + width : end] if code in _TEXT else b""
+            self.has_extensions |= code in _EXTENSIONS
+        if code in _TEXT:
+            return end if self._add_string(code, text) else None
+        if code in _LOOKUPS:
+            self._strings = [*self._strings[-1:], "memo"]
+        return end
+
+    def _lines(self, start: int, number: int) -> tuple[list[bytes], int]:
+        """The next lines, without their ends; the last byte is taken for an end if there is none."""
+        lines = []
+        for _ in range(number):
+            end = self.data.find(b"\n", start)
+            end = end if end >= 0 else max(len(self.data) - 1, start)
+            lines.append(self.data[start:end])
+            start = end + 1
+        return lines, start
+
+    def _add_line_names(self, lines: list[bytes]) -> bool:
+        try:
+            module, name = (line.decode() for line in lines)
+        except UnicodeDecodeError:
+            return False
+        self._add_name(module, name)
+        return True
+
+    def _add_string(self, code: int, text: bytes) -> bool:
+        """Note a string; false for one that no unpickler decodes."""
+        try:
+            decoded = text.decode("utf-8", "surrogatepass" if code in _UTF8 else "replace")
+        except UnicodeDecodeError:
+            return False
+        if code == ord("S"):
+            decoded = decoded.strip().strip("'\"")
+        elif code == ord("V") and "\\" in decoded:
+            decoded = text.decode("raw-unicode-escape", "replace")
+        self._strings = [*self._strings[-1:], decoded]
+        return True
+
+    def _add_name(self, module: str, name: str, *, is_certain: bool = False) -> None:
+        """Note a global; one from the stack is certain, though its strings may be others."""
+        dotted = f"{module}.{name}"[:200]
+        if _MODULE.fullmatch(module) and _NAME.fullmatch(name):
+            self.names.setdefault(dotted)
+        elif is_certain:
+            self.names.setdefault("a class by strings on its stack")
+        if module.partition(".")[0] in _STANDARD:
+            self.names.setdefault(dotted)
+            self.standard.setdefault(dotted)
