@@ -111,7 +111,10 @@ class DestinationCheck:
             if completed:
                 hint = f"an earlier run of the same command has completed it; {hint}"
             raise DestinationError(
-                "already exists", file=path, hint=hint, error_id="destination-exists"
+                "the destination already exists",
+                file=path,
+                hint=hint,
+                error_id="destination-exists",
             )
         self._check_replaceable(status)
         if not self.is_file:

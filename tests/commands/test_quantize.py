@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from megtool import quantize, reshard
+from megtool.checkpoint.commit import StagingFolder
 from megtool.cli.app import main
 from megtool.errors import (
     CalibrationError,
@@ -482,3 +483,19 @@ def _bytes() -> Any:
 
 
 _BYTES = _bytes()
+
+
+def test_what_a_run_left_that_was_stopped_after_its_commit_is_removed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(stage: StagingFolder) -> None:
+        stage._release()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(StagingFolder, "_discard", stop)
+        quantize(folder, tmp_path / "out", recipe="int8_weight_only")
+    assert {p.name for p in tmp_path.iterdir()} == {"out", ".out.megtool"}
+    with pytest.raises(DestinationError, match="already exists"):
+        quantize(folder, tmp_path / "out", recipe="int8_weight_only")
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}

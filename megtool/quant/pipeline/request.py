@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megtool.checkpoint.storage.file_kinds import describe_kind
 from megtool.checkpoint.storage.files import Files
-from megtool.errors import DestinationError, UsageError
+from megtool.errors import DestinationError, MegtoolError, UsageError
 from megtool.options.groups import RuntimeOptions
 from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.pipeline.calibration_data import CalibrationDataOptions, CalibrationSamples
@@ -233,14 +234,21 @@ class QuantizeRequest:
         from megtool.checkpoint.commit import StagingFolder
 
         source = self.resolved.source
-        StagingFolder(
+        stage = StagingFolder(
             self.destination,
             files=Files(),
             fingerprint="",
             overwrite=self.output.overwrite,
             is_file=self.calibration.only,
             sources=[source.path, source.catalogue.root],
-        ).check()
+        )
+        try:
+            stage.check()
+        except DestinationError:
+            if stage.files.lstat(stage.staging) is not None:
+                with suppress(MegtoolError), stage:  # removes what a completed run has left
+                    pass
+            raise
         self._check_distinct_paths(source.path.resolve(), source.catalogue.root.resolve())
         parent = self.destination.parent  # created if missing
         if self.calibration.work is None:
