@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.containers.pickle_rules import payload_problems
+from megtool.checkpoint.containers.pickle_rules import verbatim_problems
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
-from megtool.errors import FormatError
 from megtool.checkpoint.transport.strided import Array
+from megtool.errors import FormatError
 
 MAX_STATE_BYTES = 16 << 20
 """The size of an extra state that is checked; real ones have some KB. Larger ones are refused."""
@@ -91,8 +91,8 @@ def _parts(catalogue: Catalogue, name: str, array: Array) -> Iterator[Array]:
 
 
 def _payload_problems(data: bytes) -> tuple[str, ...]:
-    problems = payload_problems(data)
+    problems = verbatim_problems(data)
     if problems and data.startswith(_PROTO) and data.endswith(b"\0"):
         padded = data.rstrip(b"\0")  # a pickle ends at its STOP: zeros may follow it
-        return payload_problems(padded) if padded.endswith(b".") else problems
+        return verbatim_problems(padded) if padded.endswith(b".") else problems
     return problems

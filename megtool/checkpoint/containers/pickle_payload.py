@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import tarfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,15 +63,19 @@ class PickleScan:
     is_whole: bool
 
 
-def read_payload(data: bytes) -> PicklePayload | None:
-    """Decode a payload; None for bytes that are none.
+def read_payload(
+    data: bytes, *, stub_classes: Mapping[tuple[str, str], Any] | None = None
+) -> PicklePayload | None:
+    """Decode a payload, `stub_classes` as in `pickle_reader.decode`; None for bytes that are none.
 
     Raises:
         FormatError: the bytes would be unpickled, but cannot be read here: damaged, hostile, or
             in a form of before torch 1.6.
     """
     if data.startswith(_ZIP) and _TREE.search(data):
-        return PicklePayload("zip", load_object_bytes(data, file=PAYLOAD_FILE))
+        return PicklePayload(
+            "zip", load_object_bytes(data, file=PAYLOAD_FILE, stub_classes=stub_classes)
+        )
     if data.startswith(STREAM_MAGIC):
         parse_storage_stream(data, file=PAYLOAD_FILE)
         return None
@@ -80,7 +85,8 @@ def read_payload(data: bytes) -> PicklePayload | None:
     if not scan.names and not (scan.is_whole and data[0] == _PROTO):
         return None
     try:
-        return PicklePayload("pickle", pickle_reader.decode(data, file=PAYLOAD_FILE))
+        tree = pickle_reader.decode(data, file=PAYLOAD_FILE, stub_classes=stub_classes)
+        return PicklePayload("pickle", tree)
     except FormatError as e:
         if not scan.names:
             return None
@@ -184,7 +190,7 @@ class _Walk:
         return end
 
     def _lines(self, start: int, number: int) -> tuple[list[bytes], int]:
-        """The next lines, without their ends; the last byte is taken for an end if there is none."""
+        """The next lines without their ends; the last byte is the end of one that has none."""
         lines = []
         for _ in range(number):
             end = self.data.find(b"\n", start)

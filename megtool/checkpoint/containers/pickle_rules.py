@@ -20,6 +20,7 @@ from megtool.checkpoint.containers.pickle_reader import (
     PersistentRef,
     as_bytes,
     dict_items,
+    inert_global,
     is_global,
 )
 from megtool.checkpoint.containers.storage_stream import parse_storage_stream
@@ -169,6 +170,61 @@ def _payload_problems(data: bytes, depth: int) -> tuple[str, ...]:
         return find_problems(payload.tree, depth=depth + 1)
     except (FormatError, RecursionError) as e:
         return (f"{PAYLOAD_FILE}: {e.message if isinstance(e, FormatError) else 'too deep'}",)
+
+
+def verbatim_problems(data: bytes, depth: int = 0) -> tuple[str, ...]:
+    """The problems of bytes that are copied as they are, instead of encoded again.
+
+    Everything that a pickle builds counts, also what is not in its result in the end: an object
+    that it takes off its stack again, or overwrites.
+    """
+    if problems := payload_problems(data, depth):
+        return problems
+    recorder = _Recorder()
+    try:
+        payload = read_payload(data, stub_classes=recorder)
+    except (FormatError, RecursionError) as e:
+        return (f"{PAYLOAD_FILE}: {e}",)
+    if payload is None:
+        return ()
+    found = dict.fromkeys(find_problems([*recorder.nodes, payload.tree], depth=depth + 1))
+    stack: list[Any] = [*recorder.nodes, payload.tree]
+    visited: set[int] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or isinstance(node, str | int | float) or id(node) in visited:
+            continue
+        visited.add(id(node))
+        if isinstance(node, bytearray):
+            found["a bytearray, which could change after its use"] = None
+        elif isinstance(node, bytes):
+            found |= dict.fromkeys(verbatim_problems(node, depth + 1))
+        stack.extend(child_nodes(node))
+    return tuple(found)
+
+
+class _Recorder(dict[tuple[str, str], Any]):
+    """Stubs for all globals of a pickle, which note every object that it builds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[Any] = []
+
+    def __bool__(self) -> bool:
+        return True
+
+    def get(self, key: tuple[str, str], _default: Any = None) -> Any:
+        if key not in self:
+            base, nodes = inert_global(*key), self.nodes
+
+            def new(cls: type[Inert], *args: Any, **kwargs: Any) -> Inert:
+                node = Inert.__new__(cls, *args, **kwargs)
+                nodes.append(node)
+                return node
+
+            self[key] = type("Inert", (base,), {"__slots__": (), "__new__": new})
+            nodes.extend(() if key in ALLOWED_GLOBALS else [base])
+        return self[key]
 
 
 def _is_reference(pid: Any) -> bool:

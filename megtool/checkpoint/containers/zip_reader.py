@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import struct
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -266,13 +267,22 @@ class _MemoryArchive(ZipArchive):
         return self._data[position : position + size]
 
 
-def load_object_bytes(data: bytes, *, file: str | Path) -> Any:
-    """Like `load_object`, for a saved value in memory."""
-    return _load_tree(_MemoryArchive(data, file=file), file)
+def load_object_bytes(
+    data: bytes,
+    *,
+    file: str | Path,
+    stub_classes: Mapping[tuple[str, str], Any] | None = None,
+) -> Any:
+    """Like `load_object`, for a saved value in memory; `stub_classes` as in `decode`."""
+    return _load_tree(_MemoryArchive(data, file=file), file, stub_classes)
 
 
-def _load_tree(archive: ZipArchive, file: str | Path) -> Any:
-    tree = pickle_reader.decode(archive.read_pickle(), file=file)
+def _load_tree(
+    archive: ZipArchive,
+    file: str | Path,
+    stub_classes: Mapping[tuple[str, str], Any] | None = None,
+) -> Any:
+    tree = pickle_reader.decode(archive.read_pickle(), file=file, stub_classes=stub_classes)
     for node in pickle_reader.find_references(tree):
         if isinstance(node.id, tuple) and len(node.id) > 2 and node.id[0] == "storage":
             node.data = archive.read(f"data/{node.id[2]}")
