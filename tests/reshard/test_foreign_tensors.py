@@ -29,9 +29,9 @@ def as_bytes(data: bytes, dtype: Any = None) -> Any:
 def write_source(kind: str, path: Path, state: Any, name: str = NAME) -> Path:
     tensors = {"a.weight": torch.ones(8, 8), name: state}
     if kind == "dcp":
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import save
 
-        dcp.save(tensors, checkpoint_id=path, no_dist=True)
+        save(tensors, checkpoint_id=path, no_dist=True)
         return path
     from safetensors.torch import save_file
 
