@@ -139,7 +139,7 @@ def execute(
             digests=Digests(_digest_sizes(plan)),
             digest=digest,
             memory_bytes=memory_bytes // threads,
-            tile_bytes=default_tile_bytes(),
+            tile_bytes=TILE_BYTES,
             peak=PeakMemory(),
             progress=progress,
         )
@@ -210,18 +210,9 @@ def _count_overflowed(run: CopyContext) -> dict[str, int]:
     return dict(sorted((out + run.fed_overflowed).items()))
 
 
-def default_tile_bytes() -> int:
-    """Half of a core's L2 cache, within 256 KiB and 1 MiB: each tile is touched four times.
-
-    Larger tiles also make threads wait less for each other's writes to one file. The cache size
-    that the processor reports is more stable than a benchmark, which depends on memory state.
-    """
-    try:
-        text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip()
-        size = int(text.removesuffix("K")) * 1024
-    except (OSError, ValueError):
-        size = 1 << 20
-    return min(max(size // 2, 256 * 1024), 1 << 20)
+TILE_BYTES = 1 << 20
+"""What a thread moves at a time: about a core's L2 cache, so that a tile is read, digested and
+written while it is there; smaller tiles make threads wait more for the interpreter."""
 
 
 def _run_units(

@@ -131,7 +131,7 @@ def test_any_layout_reaches_any_other(
 @pytest.mark.parametrize("here", LAYOUTS)
 @pytest.mark.parametrize("there", LAYOUTS)
 def test_small_tiles_and_units_change_nothing(raw, tmp_path, monkeypatch, there, here):
-    monkeypatch.setattr(copy, "default_tile_bytes", lambda: 1000)
+    monkeypatch.setattr(copy, "TILE_BYTES", 1000)
     monkeypatch.setattr(work_units, "UNIT_BYTES", 3000)
     monkeypatch.setattr("megtool.checkpoint.transport.kernel_copy.UNIT_BYTES", 3000)
     rng = random.Random(there + here)

@@ -22,8 +22,9 @@ SIEVE_GAP = 8
 ROW_BYTES = 1024
 """Memory in rows of at least this size is moved row by row in one call, without a copy."""
 
-CALL_BYTES = 256 * 1024
-"""The largest read or write: the kernel is slower with larger ones."""
+CALL_BYTES = 1 << 20
+"""The largest read or write. Threads wait for the interpreter after each one: with two threads,
+smaller ones cost more time than larger ones lose by leaving the cache."""
 
 _EDGE = 64  # elements; a transposed square of this edge stays in the L1 cache
 
