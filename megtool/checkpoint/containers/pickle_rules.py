@@ -178,8 +178,8 @@ def verbatim_problems(data: bytes, depth: int = 0) -> tuple[str, ...]:
     Everything that a pickle builds counts, also what is not in its result in the end: an object
     that it takes off its stack again, or overwrites.
     """
-    if problems := payload_problems(data, depth):
-        return problems
+    if own_problems := payload_problems(data, depth):
+        return own_problems
     recorder = _Recorder()
     try:
         payload = read_payload(data, stub_classes=recorder)
@@ -187,7 +187,7 @@ def verbatim_problems(data: bytes, depth: int = 0) -> tuple[str, ...]:
         return (f"{PAYLOAD_FILE}: {e}",)
     if payload is None:
         return ()
-    found = dict.fromkeys(find_problems([*recorder.nodes, payload.tree], depth=depth + 1))
+    problems = dict.fromkeys(find_problems([*recorder.nodes, payload.tree], depth=depth + 1))
     stack: list[Any] = [*recorder.nodes, payload.tree]
     visited: set[int] = set()
     while stack:
@@ -196,11 +196,11 @@ def verbatim_problems(data: bytes, depth: int = 0) -> tuple[str, ...]:
             continue
         visited.add(id(node))
         if isinstance(node, bytearray):
-            found["a bytearray, which could change after its use"] = None
+            problems["a bytearray, which could change after its use"] = None
         elif isinstance(node, bytes):
-            found |= dict.fromkeys(verbatim_problems(node, depth + 1))
+            problems |= dict.fromkeys(verbatim_problems(node, depth + 1))
         stack.extend(child_nodes(node))
-    return tuple(found)
+    return tuple(problems)
 
 
 class _Recorder(dict[tuple[str, str], Any]):

@@ -206,9 +206,9 @@ class StagedIteration:
             _, folders = files.own_tree(self.tree)
             for folder in [*reversed(folders), self.tree]:
                 files.fsync_dir(folder)
-        self._rename()
         tracker = self.staging / TRACKER
-        self._write_tracker(tracker)
+        self._write_tracker(tracker)  # before the iteration appears: the disk may be full
+        self._rename()
         files.rename(tracker, self.folder / TRACKER)
         if self._fsync:
             files.fsync_dir(self.folder)
