@@ -255,10 +255,11 @@ class StagingFolder:
                 self._folders.add(full.parent)
         return full
 
-    def create(self, relative: str, num_bytes: int, cuts: Sequence[int] = ()) -> Path:
+    def create(self, relative: str, num_bytes: int, cuts: Sequence[int] | None = ()) -> Path:
         """Create a file of its final size and return its path; keeps data of an earlier run.
 
-        `cuts` are offsets between which `digests` has the digest of each section.
+        `cuts` are offsets between which `digests` has the digest of each section; None: it has
+        none of this file.
         """
         full = self.path(relative)
         fd = self.files.open_write(full)
@@ -266,7 +267,7 @@ class StagingFolder:
             self.files.truncate(fd, num_bytes)
         finally:
             self.files.close(fd)
-        if not self.resumed:
+        if cuts is not None and not self.resumed:
             self.digests.register(full, num_bytes, cuts)
         return full
 

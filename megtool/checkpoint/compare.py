@@ -11,12 +11,13 @@ from typing import Protocol
 import numpy as np
 
 from megtool.checkpoint.digest import Digests
-from megtool.checkpoint.parallel_scan import TILE_BYTES, run_jobs, split_placement
+from megtool.checkpoint.parallel_scan import TILE_BYTES, split_placement
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.transport.cast import numeric_values
 from megtool.checkpoint.transport.shard_locator import count_cuttable_dims
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
+from megtool.checkpoint.work_threads import run_jobs
 from megtool.dtypes import DType
 from megtool.errors import FormatError, MappingError
 from megtool.tensors.box import numel

@@ -79,8 +79,11 @@ class StagingArea(Protocol):
     def resumed(self) -> set[int]:
         """Units finished by an earlier run."""
 
-    def create(self, relative: str, num_bytes: int, cuts: Sequence[int] = ()) -> Path:
-        """Create a file of its final size, digested in sections; returns the path that opens it."""
+    def create(self, relative: str, num_bytes: int, cuts: Sequence[int] | None = ()) -> Path:
+        """Create a file of its final size; returns the path that opens it.
+
+        It is digested in sections between `cuts`, or not at all if there are none (None).
+        """
 
     def write(self, relative: str, data: bytes) -> Path:
         """Write a whole small file."""
@@ -116,7 +119,9 @@ def execute(
     """
     began = time.monotonic()
     written = plan.target.catalogue
-    cuts = _find_cuts(written)
+    cuts: Sequence[Sequence[int] | None] = [None] * len(written.files)
+    if digest is not DigestMode.NONE:
+        cuts = _find_cuts(written)
     paths = [stage.create(f.path, f.size, c) for f, c in zip(written.files, cuts, strict=True)]
     target = ShardLocator(plan.target.catalogue, paths)
     with (

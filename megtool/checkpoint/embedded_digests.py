@@ -76,9 +76,21 @@ def parse_embedded(text: object, path: Path) -> EmbeddedDigests | None:
     )
 
 
-def looks_embedded(value: object) -> bool:
-    """Whether a value of a header is such a string, whatever its key."""
-    return isinstance(value, str) and _TEXT.fullmatch(value) is not None
+def find_embedded(catalogue: Catalogue, path: Path) -> EmbeddedDigests | None:
+    """The digests in the header of the checkpoint `path`, if it is one file and has any.
+
+    Raises:
+        FormatError: they are damaged, or have another key.
+    """
+    section = {"safetensors": "header", "gguf": "gguf"}.get(catalogue.format)
+    if section is None or not path.is_file() or len(catalogue.files) != 1:
+        return None
+    values = catalogue.metadata.get(section, {})
+    if METADATA_KEY in values:
+        return parse_embedded(values[METADATA_KEY], path)
+    if any(isinstance(value, str) and _TEXT.fullmatch(value) for value in values.values()):
+        raise FormatError(f"the header has digests, but not as {METADATA_KEY!r}", file=path)
+    return None
 
 
 def list_sections(catalogue: Catalogue) -> list[tuple[str, int, int]]:
@@ -91,7 +103,7 @@ def list_sections(catalogue: Catalogue) -> list[tuple[str, int, int]]:
 
 def embed_digests(
     files: Files, path: Path, catalogue: Catalogue, head: bytes, tensors: Sequence[int]
-) -> EmbeddedDigests:
+) -> None:
     """Complete the reserved string of a written file, whose header `head` still has zeros.
 
     `tensors` are the digests of `list_sections`. Bytes between tensors are zeros.
@@ -99,20 +111,18 @@ def embed_digests(
     sections = list_sections(catalogue)
     filled = _fill(head, EmbeddedDigests(0, tuple(tensors)), path)
     outside = _digest_outside(files, path, filled, sections, catalogue.files[0].size)
-    out = EmbeddedDigests(outside, tuple(tensors))
-    fd = files.open_write(path)
-    try:
-        files.pwrite_all(fd, _fill(head, out, path), 0)
-    finally:
-        files.close(fd)
-    return out
+    _write_head(files, path, _fill(head, EmbeddedDigests(outside, tuple(tensors)), path))
 
 
 def embed_nothing(files: Files, path: Path, head: bytes) -> None:
     """Fill the reserved string of a written file with spaces: it has no digests."""
+    _write_head(files, path, _IN_HEADER.sub(lambda match: b" " * len(match[0]), head))
+
+
+def _write_head(files: Files, path: Path, head: bytes) -> None:
     fd = files.open_write(path)
     try:
-        files.pwrite_all(fd, _IN_HEADER.sub(lambda match: b" " * len(match[0]), head), 0)
+        files.pwrite_all(fd, head, 0)
     finally:
         files.close(fd)
 
@@ -158,9 +168,8 @@ def _digest_outside(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedCheck:
-    """The check of one file: tensors that match, and what differs, by tensor and outside them."""
+    """What differs in one file: tensors, and the bytes outside of them."""
 
-    matching: tuple[str, ...]
     differing: tuple[str, ...]
     outside: FileMismatch | None
 
@@ -189,7 +198,6 @@ def check_embedded(
     actual = read_sections(
         files, path, [(a, b) for _, a, b in sections], threads=threads, progress=progress
     )
-    pairs = list(zip([n for n, _, _ in sections], digests.tensors, actual, strict=True))
     head = bytearray(min((a for _, a, _ in sections), default=size))
     fd = files.open_read(path)
     try:
@@ -203,7 +211,10 @@ def check_embedded(
         reason = f"has the CRC-32C {outside:08x} outside of tensors, not {digests.outside:08x}"
         mismatch = FileMismatch(file=path.name, reason=reason)
     return EmbeddedCheck(
-        matching=tuple(n for n, expected, crc in pairs if crc == expected),
-        differing=tuple(n for n, expected, crc in pairs if crc != expected),
+        differing=tuple(
+            name
+            for (name, _, _), expected, crc in zip(sections, digests.tensors, actual, strict=True)
+            if crc != expected
+        ),
         outside=mismatch,
     )

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from megtool.checkpoint.digest import FileDigest, chain_crc, finish_crc, shift_crc
-from megtool.checkpoint.parallel_scan import run_jobs
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.transfer import Buffer
+from megtool.checkpoint.work_threads import run_jobs
 from megtool.errors import FormatError
 
 _PART_BYTES = 64 << 20
@@ -195,17 +195,11 @@ def digest_tree(
     return out
 
 
-def read_file_digest(
-    files: Files,
-    path: Path,
-    *,
-    threads: int = 1,
-    progress: Callable[[int], None] | None = None,
-) -> FileDigest:
+def read_file_digest(files: Files, path: Path, *, threads: int = 1) -> FileDigest:
     """The digest of one file, read whole."""
     status = files.stat(path)
     size = 0 if status is None else status.st_size
-    (crc,) = read_sections(files, path, [(0, size)], threads=threads, progress=progress)
+    (crc,) = read_sections(files, path, [(0, size)], threads=threads)
     return FileDigest(size=size, crc32c=crc)
 
 
@@ -245,7 +239,8 @@ def check_files(
             reason = f"has {status.st_size:,} bytes, but {digest.size:,} were written"
             out.append(FileMismatch(file=name, reason=reason))
         else:
-            actual = read_file_digest(files, path, threads=threads, progress=progress).crc32c
+            whole = [(0, digest.size)]
+            (actual,) = read_sections(files, path, whole, threads=threads, progress=progress)
             if actual != digest.crc32c:
                 reason = f"has the CRC-32C {actual:08x}, but {digest.crc32c:08x} was written"
                 out.append(FileMismatch(file=name, reason=reason))

@@ -85,7 +85,7 @@ class MemoryStage:
             path.unlink(missing_ok=True)
         self._open, self._named = [], []
 
-    def create(self, relative: str, num_bytes: int, cuts: Sequence[int] = ()) -> Path:
+    def create(self, relative: str, num_bytes: int, cuts: Sequence[int] | None = ()) -> Path:
         """Create a file of zeros of the given size; returns the path that opens it.
 
         Memory has no digests, so `cuts` has no effect.

@@ -1,15 +1,12 @@
-"""Reads many tensors in parts, on several threads, each part in bounded memory."""
+"""Splits tensors into parts that threads read, each in bounded memory."""
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator
 
 from megtool.checkpoint.transport.shard_locator import count_cuttable_dims
 from megtool.checkpoint.transport.tile import split_box
-from megtool.checkpoint.work_threads import run_in_threads
 from megtool.tensors.box import strides
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -19,8 +16,6 @@ PART_BYTES = 32 << 20
 
 TILE_BYTES = 512 << 10
 """The bytes processed at a time: small enough for a core's L2 cache."""
-
-Job = TypeVar("Job")
 
 
 def split_placement(
@@ -45,19 +40,3 @@ def packed_row_depth(placement: Placement, stored: GlobalTensor) -> int | None:
 def default_threads(threads: int | None) -> int:
     """The requested number of threads, or one per core, at most eight."""
     return threads or min(8, os.cpu_count() or 1)
-
-
-def run_jobs(jobs: Sequence[Job], work: Callable[[Job], None], *, threads: int) -> None:
-    """Run `work` on every job, roughly in order; the first error or Ctrl-C stops all."""
-    stopped, lock = threading.Event(), threading.Lock()
-    queue = iter(jobs)
-
-    def loop() -> None:
-        while not stopped.is_set():
-            with lock:
-                job = next(queue, None)
-            if job is None:
-                return
-            work(job)
-
-    run_in_threads(loop, min(threads, len(jobs)), stopped)

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.parallel_scan import TILE_BYTES, packed_row_depth, run_jobs, split_placement
+from megtool.checkpoint.parallel_scan import TILE_BYTES, packed_row_depth, split_placement
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.transport.cast import numeric_values
 from megtool.checkpoint.transport.strided import Array
+from megtool.checkpoint.work_threads import run_jobs
 from megtool.dtypes import DType
 from megtool.tensors.placement import Placement, narrow
 

@@ -50,6 +50,26 @@ def run_in_threads(work: Callable[[], None], count: int, stopped: threading.Even
         raise MemoryError("a thread ended for lack of memory")
 
 
+def run_jobs(jobs: Sequence[Job], work: Callable[[Job], None], *, threads: int) -> None:
+    """Run `work` on every job, roughly in order; the first error or Ctrl-C stops all.
+
+    Raises:
+        MemoryError, StorageError: as `run_in_threads`.
+    """
+    stopped, lock = threading.Event(), threading.Lock()
+    queue = iter(jobs)
+
+    def loop() -> None:
+        while not stopped.is_set():
+            with lock:
+                job = next(queue, None)
+            if job is None:
+                return
+            work(job)
+
+    run_in_threads(loop, min(threads, len(jobs)), stopped)
+
+
 def map_in_threads(
     work: Callable[[Job], Result], jobs: Sequence[Job], *, threads: int
 ) -> list[Result]:
@@ -58,19 +78,12 @@ def map_in_threads(
     Raises:
         MemoryError, StorageError: as `run_in_threads`.
     """
-    stopped, lock = threading.Event(), threading.Lock()
     results: dict[int, Result] = {}
-    queue = iter(range(len(jobs)))
 
-    def loop() -> None:
-        while not stopped.is_set():
-            with lock:
-                number = next(queue, None)
-            if number is None:
-                return
-            results[number] = work(jobs[number])
+    def do(number: int) -> None:
+        results[number] = work(jobs[number])
 
-    run_in_threads(loop, min(max(1, threads), len(jobs)), stopped)
+    run_jobs(range(len(jobs)), do, threads=threads)
     return [results[number] for number in range(len(jobs))]
 
 

@@ -11,25 +11,18 @@ import numpy as np
 from megtool.checkpoint.compare import ComparedSource, TensorPair
 from megtool.checkpoint.digest import (
     SIDECAR,
-    FileDigest,
     StoredDigest,
     TensorDigest,
     read_sidecar,
 )
-from megtool.checkpoint.embedded_digests import (
-    METADATA_KEY,
-    EmbeddedDigests,
-    check_embedded,
-    looks_embedded,
-    parse_embedded,
-)
+from megtool.checkpoint.embedded_digests import check_embedded, find_embedded
 from megtool.checkpoint.file_digests import FileMismatch, check_files, read_sections
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.formats.save_folder import find_iteration
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.verify_report import Difference, DigestCheck
-from megtool.errors import FormatError, MappingError, MegtoolError
+from megtool.errors import MappingError, MegtoolError
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
@@ -48,8 +41,9 @@ class FileCheck:
         catalogue = source.catalogue
         self._expected = dict(source.sidecar.files) if source.sidecar else {}
         if not is_alone:
-            self._expected = _without(self._expected, {f.path for f in catalogue.files})
-        self._embedded = find_embedded(source)
+            tensor_files = {f.path for f in catalogue.files}
+            self._expected = {n: d for n, d in self._expected.items() if n not in tensor_files}
+        self._embedded = find_embedded(catalogue, source.path)
         self._stored = dict(source.sidecar.stored_tensors) if source.sidecar and is_alone else {}
         self.mismatches: list[FileMismatch] = []
         self.differing: list[str] = []
@@ -104,32 +98,16 @@ class FileCheck:
 
     def differences(self) -> list[Difference]:
         """Files and stored tensors that differ."""
-        out = [
-            Difference(tensor=m.file, stored=m.file, kind="file", text=m.reason)
-            for m in self.mismatches
-        ]
+        out = [describe_mismatch(m) for m in self.mismatches]
         text = "its stored bytes differ from their digest"
         return out + [
             Difference(tensor=n, stored=n, kind="digest", text=text) for n in self.differing
         ]
 
 
-def _without(digests: dict[str, FileDigest], names: Collection[str]) -> dict[str, FileDigest]:
-    return {name: digest for name, digest in digests.items() if name not in names}
-
-
-def find_embedded(source: CheckpointSource) -> EmbeddedDigests | None:
-    """The digests in the header of a checkpoint that is one file, if it has any."""
-    catalogue, path = source.catalogue, source.path
-    section = {"safetensors": "header", "gguf": "gguf"}.get(catalogue.format)
-    if section is None or not path.is_file() or len(catalogue.files) != 1:
-        return None
-    values = catalogue.metadata.get(section, {})
-    if METADATA_KEY in values:
-        return parse_embedded(values[METADATA_KEY], path)
-    if any(looks_embedded(value) for value in values.values()):
-        raise FormatError(f"the header has digests, but not as {METADATA_KEY!r}", file=path)
-    return None
+def describe_mismatch(mismatch: FileMismatch) -> Difference:
+    """A file that differs, as a difference."""
+    return Difference(tensor=mismatch.file, stored=mismatch.file, kind="file", text=mismatch.reason)
 
 
 def _is_intact(root: Path, digest: StoredDigest) -> bool:

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megtool.checkpoint.embedded_digests import find_embedded
 from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.statistics import TensorStatistics, measure_tensors
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.digest_check import find_embedded
 from megtool.commands.name_tree import NameFold, draw_tree, fold_tensors
 from megtool.commands.options.checkpoints import InspectOptions
 from megtool.console import Progress, format_bytes, several, silent
@@ -245,7 +245,7 @@ def inspect(options: InspectOptions, *, progress: Progress = silent) -> InspectR
 
 def _count_digests(source: CheckpointSource) -> tuple[int | None, int]:
     """The numbers of tensors (None without any digests) and of files that have a digest."""
-    sidecar, embedded = source.sidecar, find_embedded(source)
+    sidecar, embedded = source.sidecar, find_embedded(source.catalogue, source.path)
     if embedded is not None:
         empty = sum(t.num_bytes == 0 for t in source.catalogue.tensors)
         return len(embedded.tensors) + empty, 1

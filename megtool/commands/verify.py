@@ -28,7 +28,7 @@ from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.replicas import pair_replicas
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.digest_check import DigestIndex, FileCheck, find_damage
+from megtool.commands.digest_check import DigestIndex, FileCheck, describe_mismatch, find_damage
 from megtool.commands.options.checkpoints import VerifyOptions
 from megtool.commands.verify_files import verify_files
 from megtool.commands.verify_metadata import check_configs, check_objects, check_quant_config
@@ -243,15 +243,7 @@ class _Findings:
         damaged = check_integrity(catalogue.root, threads=threads)
         if damaged is None:
             return
-        for damaged_file in damaged:
-            self.differences.append(
-                Difference(
-                    tensor=damaged_file.file,
-                    stored=damaged_file.file,
-                    kind="file",
-                    text=damaged_file.reason,
-                )
-            )
+        self.differences += [describe_mismatch(m) for m in damaged]
         if not damaged:
             self.notes.append("every file is what integrity.json says")
 

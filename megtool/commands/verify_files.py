@@ -9,7 +9,8 @@ from pathlib import Path
 from megtool.checkpoint.digest import SIDECAR, read_sidecar
 from megtool.checkpoint.file_digests import check_files
 from megtool.checkpoint.formats.safetensors import refuse_trtllm_legacy
-from megtool.commands.verify_report import Difference, DigestCheck, VerifyReport
+from megtool.commands.digest_check import describe_mismatch
+from megtool.commands.verify_report import DigestCheck, VerifyReport
 from megtool.console import Progress
 from megtool.errors import UsageError
 
@@ -64,9 +65,7 @@ def verify_files(path: Path, *, threads: int, progress: Progress) -> VerifyRepor
                 differing_files=len(mismatches),
             ),
         ),
-        differences=tuple(
-            Difference(tensor=m.file, stored=m.file, kind="file", text=m.reason) for m in mismatches
-        ),
+        differences=tuple(describe_mismatch(m) for m in mismatches),
         notes=("its tensors are not read: files are compared with their digests",),
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion, TensorFeed
+from megtool.checkpoint.computed_tensors import RegionReader, TensorFeed
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
 from megtool.checkpoint.transport.work_units import UNIT_BYTES
@@ -40,7 +40,7 @@ from megtool.number_formats.decode import CODES, DIVISOR, SCALE, SCALE_2, ZEROS
 from megtool.number_formats.element_codes import numbers
 from megtool.number_formats.packed_parts import PackedPart
 from megtool.number_formats.small_floats import single
-from megtool.reshard.constant_feed import ConstantFeed, digest_facts, to_bits, whole_region
+from megtool.reshard.constant_feed import ConstantFeed, WholeTensorFeed, digest_facts, to_bits
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
@@ -182,7 +182,7 @@ def _given_scale(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RepackedPart:
+class RepackedPart(WholeTensorFeed):
     """A part of a target weight without rows of its own: a single scale, or one a column.
 
     All boxes that share an element of it have the same value there.
@@ -196,16 +196,6 @@ class RepackedPart:
     def reads(self) -> tuple[Placement, ...]:
         """The same part of every source."""
         return tuple(dict.fromkeys(place_whole_part(n, p) for p, n in self._sources))
-
-    @property
-    def writes(self) -> tuple[TargetRegion, ...]:
-        """All of it."""
-        return (whole_region(self.tensor),)
-
-    @property
-    def num_bytes(self) -> int:
-        """Its bytes."""
-        return self.tensor.num_bytes
 
     @property
     def identity(self) -> bytes:

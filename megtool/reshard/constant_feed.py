@@ -1,4 +1,4 @@
-"""A feed of small tensors whose values are known before anything is read."""
+"""A feed of small tensors with known values, and what feeds of whole tensors share."""
 
 from __future__ import annotations
 
@@ -50,6 +50,24 @@ class ConstantFeed:
         """See `TensorFeed`."""
         for number, (tensor, value) in enumerate(self.values):
             yield number, (0,) * len(tensor.shape), to_bits(value, tensor.dtype)
+
+
+class WholeTensorFeed:
+    """The part that all feeds of one whole `tensor` have."""
+
+    __slots__ = ()
+
+    tensor: GlobalTensor
+
+    @property
+    def writes(self) -> tuple[TargetRegion, ...]:
+        """The whole tensor."""
+        return (whole_region(self.tensor),)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the tensor."""
+        return self.tensor.num_bytes
 
 
 def whole_region(tensor: GlobalTensor) -> TargetRegion:

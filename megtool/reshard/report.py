@@ -9,11 +9,12 @@ from typing import Any
 from megtool.checkpoint.formats import RANK_SHARDED_FORMATS
 from megtool.checkpoint.plan import DroppedItem
 from megtool.checkpoint.plan_summary import PlanSummary
-from megtool.console import format_bytes, several
+from megtool.console import format_bytes
 from megtool.errors import listed
 from megtool.reports import Report, Row, Section
 from megtool.reshard.inventory import OBJECTS, Inventory
 from megtool.reshard.megatron.amax_report import AmaxReport
+from megtool.reshard.written_digests import describe_digests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,10 +133,8 @@ class ReshardReport(Report):
         )
         yield "kernel", f"{format_bytes(self.kernel_bytes)} copied without entering the process"
         total = self.digested + self.inherited + self.unverified
-        text = f"{self.digested:,} of {several(total, 'tensor')} digested"
-        if self.inherited:
-            text += f", {self.inherited:,} carried over"
-        yield "digests", text + f", and {several(self.digested_files, 'file')}"
+        text = describe_digests(self.digested, total, self.digested_files, inherited=self.inherited)
+        yield "digests", text
         if self.verified is not None:
             yield "verified", f"{self.verified} tensors read back, equal to the source"
         if self.resumed_units:

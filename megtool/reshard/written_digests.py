@@ -75,9 +75,14 @@ def count_digested(plan: ReshardPlan, sidecar: Sidecar | None) -> int:
     return sum(n in sidecar.stored_tensors or n in complete for n in names)
 
 
-def describe_digests(digested: int, total: int, num_files: int) -> str:
-    """How many tensors and files have a digest, as a row of a report."""
-    return f"{digested:,} of {several(total, 'tensor')} digested, and {several(num_files, 'file')}"
+def describe_digests(digested: int, total: int, num_files: int, *, inherited: int = 0) -> str:
+    """How many tensors and files have a digest, as a row of a report.
+
+    `inherited` further tensors have one that was not computed, but is the source's.
+    """
+    carried = f", {inherited:,} carried over" if inherited else ""
+    tensors = f"{digested:,} of {several(total, 'tensor')} digested"
+    return f"{tensors}{carried}, and {several(num_files, 'file')}"
 
 
 def _relative_to(digests: dict[str, FileDigest], folder: str) -> dict[str, FileDigest]:

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.checkpoint import parallel_scan
+from megtool.checkpoint import parallel_scan, work_threads
 from megtool.checkpoint.catalogue import Replica, StoredFile
 from megtool.checkpoint.compare import ComparedSource, TensorPair, compare, count_pair_bytes
 from megtool.checkpoint.formats import open_checkpoint
@@ -103,7 +103,7 @@ def test_the_first_error_of_a_thread_is_raised():
             raise ValueError(job)
 
     with pytest.raises(ValueError, match="5"):
-        parallel_scan.run_jobs(range(100), work, threads=3)
+        work_threads.run_jobs(range(100), work, threads=3)
 
 
 @pytest.mark.parametrize("change", [None, 2])

@@ -16,7 +16,7 @@ from megtool.dtypes import DType
 from megtool.errors import FormatError, MappingError
 from megtool.number_formats.gguf import encode
 from megtool.number_formats.small_floats import single
-from megtool.reshard.constant_feed import digest_facts, to_bits, whole_region
+from megtool.reshard.constant_feed import WholeTensorFeed, digest_facts, to_bits
 from megtool.tensors.box import numel, strides
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -169,7 +169,7 @@ def plan_encoding(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NormPlusOne:
+class NormPlusOne(WholeTensorFeed):
     """A norm's weight w as 1 + w, in float32."""
 
     placement: Placement
@@ -180,16 +180,6 @@ class NormPlusOne:
     def reads(self) -> tuple[Placement, ...]:
         """The norm."""
         return (self.placement,)
-
-    @property
-    def writes(self) -> tuple[TargetRegion, ...]:
-        """All of it."""
-        return (whole_region(self.tensor),)
-
-    @property
-    def num_bytes(self) -> int:
-        """Its bytes."""
-        return self.tensor.num_bytes
 
     @property
     def identity(self) -> bytes:

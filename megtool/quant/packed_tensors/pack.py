@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion, count_region_bytes
-from megtool.checkpoint.parallel_scan import run_jobs
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.encoded_chunks import SourceFiles
 from megtool.checkpoint.transport.shard_locator import ShardLocator
 from megtool.checkpoint.transport.strided import Array, Buffers
 from megtool.checkpoint.transport.tile import COMPUTED_BYTES, Index
 from megtool.checkpoint.transport.work_units import UNIT_BYTES
+from megtool.checkpoint.work_threads import run_jobs
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import CalibrationError, FormatError

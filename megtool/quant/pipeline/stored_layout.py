@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion, TensorFeed
+from megtool.checkpoint.computed_tensors import RegionReader, TensorFeed
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
 from megtool.errors import CalibrationError, MappingError, UsageError
@@ -42,10 +42,10 @@ from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import BLOCKS
 from megtool.reshard.constant_feed import (
     ConstantFeed,
+    WholeTensorFeed,
     digest_facts,
     round_to_dtype,
     to_bits,
-    whole_region,
 )
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.writers.target_spec import Target
@@ -82,7 +82,7 @@ class StoredModule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoldedNorm:
+class FoldedNorm(WholeTensorFeed):
     """A norm's weight (or bias) divided by factors in float32 and rounded once.
 
     Zero-centered weights w represent 1 + w.
@@ -97,16 +97,6 @@ class FoldedNorm:
     def reads(self) -> tuple[Placement, ...]:
         """The norm in the source."""
         return (self.placement,)
-
-    @property
-    def writes(self) -> tuple[TargetRegion, ...]:
-        """The whole tensor."""
-        return (whole_region(self.tensor),)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the tensor."""
-        return self.tensor.num_bytes
 
     @property
     def identity(self) -> bytes:

@@ -15,9 +15,9 @@ from dataclasses import replace
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.parallel_scan import run_jobs
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.work_threads import run_jobs
 from megtool.lint.finding import Finding, error
 from megtool.number_formats.decode import CODES, SCALE, SCALE_2
 from megtool.number_formats.scales import modelopt_block, modelopt_exponent, modelopt_scale

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.compare import ComparedSource, ReadableView, TensorPair, compare
-from megtool.checkpoint.parallel_scan import run_jobs
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.transport.cast import numeric_values
 from megtool.checkpoint.transport.strided import Array
+from megtool.checkpoint.work_threads import run_jobs
 from megtool.convert.dialects import CanonicalView
 from megtool.lint.finding import Finding, error
 from megtool.number_formats.rounding import rounded

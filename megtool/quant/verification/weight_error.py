@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.parallel_scan import run_jobs
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.transport.cast import numeric_values
 from megtool.checkpoint.transport.shard_locator import count_cuttable_dims
 from megtool.checkpoint.transport.tile import split_box
+from megtool.checkpoint.work_threads import run_jobs
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, MappingError
 from megtool.number_formats.decode import COLUMNS

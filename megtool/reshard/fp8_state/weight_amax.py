@@ -13,11 +13,12 @@ from itertools import product
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.parallel_scan import TILE_BYTES, packed_row_depth, run_jobs, split_placement
+from megtool.checkpoint.parallel_scan import TILE_BYTES, packed_row_depth, split_placement
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.cast import numeric_values
 from megtool.checkpoint.transport.strided import Array
+from megtool.checkpoint.work_threads import run_jobs
 from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.megatron import split_state
 from megtool.dtypes import DType
