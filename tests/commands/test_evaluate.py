@@ -162,7 +162,7 @@ def test_a_real_model_has_the_perplexity_it_has_in_transformers(
     reshard(gguf, tmp_path / "hf", dtype="float32")
     reshard(tmp_path / "hf", tmp_path / "tp3", to="torch_dist", tp=3, pp=2)
     text = tmp_path / "text.txt"
-    text.write_text((checkout / "README.md").read_text())
+    text.write_text((checkout / "docs" / "reference" / "recipes.md").read_text())
     ids = AutoTokenizer.from_pretrained(tmp_path / "hf")(text.read_text()).input_ids[:8193]
     assert len(ids) == 8193
     peer = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
