@@ -13,6 +13,10 @@ import pytest
 from hypothesis import settings
 
 from tests.support.audit import Audit
+from tests.support.stores import s3_servers
+from tests.support.stores.http_files import HttpFiles
+from tests.support.stores.s3_bucket import S3Bucket
+from tests.support.stores.s3_servers import S3Server
 
 # Several workers share few cores, and no test may reach a hub.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -81,3 +85,75 @@ def audit() -> Audit:
     hook = Audit()
     sys.addaudithook(hook)
     return hook
+
+
+@pytest.fixture(scope="session")
+def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """SeaweedFS: one server for the tests of this process, started by the first that needs it."""
+    with s3_servers.start_seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """The server of moto: Amazon's semantics, slow."""
+    with s3_servers.start_moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def nanio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server that is no place for a checkpoint; see `start_nanio`."""
+    with s3_servers.start_nanio(tmp_path_factory.mktemp("nanio")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server that is no place for a checkpoint; see `start_rclone`."""
+    with s3_servers.start_rclone(tmp_path_factory.mktemp("rclone")) as server:
+        yield server
+
+
+@pytest.fixture
+def use_s3(monkeypatch: pytest.MonkeyPatch) -> Callable[[S3Server], S3Bucket]:
+    """Lead this process and its children to a server, and return a fresh bucket there."""
+
+    def use(server: S3Server) -> S3Bucket:
+        for name in s3_servers.UNSET:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        return S3Bucket(server)
+
+    return use
+
+
+@pytest.fixture
+def s3_store(seaweedfs: S3Server, use_s3: Callable[[S3Server], S3Bucket]) -> S3Bucket:
+    """A fresh bucket of SeaweedFS; the AWS_* variables of this test lead there."""
+    return use_s3(seaweedfs)
+
+
+@pytest.fixture
+def moto_store(moto: S3Server, use_s3: Callable[[S3Server], S3Bucket]) -> S3Bucket:
+    """A fresh bucket of moto; the AWS_* variables of this test lead there."""
+    return use_s3(moto)
+
+
+@pytest.fixture
+def http_files(tmp_path: Path) -> Iterator[HttpFiles]:
+    """A web server over the new folder `root`, with ranges."""
+    root = tmp_path / "http"
+    root.mkdir()
+    with HttpFiles(root) as files:
+        yield files
+
+
+@pytest.fixture
+def http_files_without_ranges(tmp_path: Path) -> Iterator[HttpFiles]:
+    """A web server over the new folder `root` that answers every request with a whole file."""
+    root = tmp_path / "http-whole"
+    root.mkdir()
+    with HttpFiles(root, has_ranges=False) as files:
+        yield files
