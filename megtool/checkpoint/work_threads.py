@@ -10,8 +10,11 @@ from __future__ import annotations
 import _thread
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
 
 from megtool.errors import StorageError
 
@@ -87,6 +90,95 @@ def map_in_threads(
     return [results[number] for number in range(len(jobs))]
 
 
+def stream_in_threads(
+    work: Callable[[Job], Result], jobs: Iterable[Job], *, threads: int, ahead: int = 0
+) -> Iterator[Result]:
+    """The results of `work` on every job, in order; `jobs` is consumed in the calling thread.
+
+    At most `threads + ahead` jobs wait or are under way while a result is consumed. Threads keep
+    running for all jobs, so they may hold what is theirs in a `threading.local`. The calling thread
+    does the work itself for 1.
+
+    Raises:
+        MemoryError, StorageError: as `run_in_threads`.
+    """
+    if threads < 2:
+        yield from map(work, jobs)
+        return
+    stopped = threading.Event()
+    calls: SimpleQueue[_Call[Job, Result] | None] = SimpleQueue()
+    errors: list[BaseException] = []
+
+    def loop() -> None:
+        while not stopped.is_set():
+            with suppress(Empty):
+                call = calls.get(timeout=_WAIT_SECONDS)
+                if call is not None and not stopped.is_set():
+                    call.run(work)
+
+    workers = [_WorkThread(loop, errors, stopped) for _ in range(threads)]
+    waiting: deque[_Call[Job, Result]] = deque()
+    try:
+        for worker in workers:
+            worker.start()
+        for job in jobs:
+            waiting.append(_Call(job))
+            calls.put(waiting[-1])
+            if len(waiting) > threads + ahead:
+                yield waiting.popleft().result(workers)
+        while waiting:
+            yield waiting.popleft().result(workers)
+    finally:
+        stopped.set()
+        with suppress(MemoryError):  # without these they notice a moment later
+            for _ in workers:
+                calls.put(None)
+        _wait(workers, stopped)
+
+
+class BackgroundCall(Generic[Result]):
+    """A call of `work` in a thread of its own, which begins at once.
+
+    At its exit the interpreter waits for calls with `is_awaited`, and ends others.
+
+    Raises:
+        MemoryError, StorageError: as `run_in_threads`.
+    """
+
+    def __init__(self, work: Callable[[], Result], *, is_awaited: bool = True) -> None:
+        self._work = work
+        self._results: list[Result] = []
+        self._errors: list[BaseException] = []
+        self._thread = _WorkThread(self._run, self._errors, threading.Event())
+        self._thread.start()
+        if is_awaited:
+            weakref.finalize(self, _wait, [self._thread], threading.Event())
+
+    def _run(self) -> None:
+        self._results.append(self._work())
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the end of the call, at most so long; whether it has ended."""
+        if seconds is not None:
+            return self._thread.wait(seconds)
+        while not self._thread.wait(_WAIT_SECONDS):
+            pass
+        return True
+
+    def result(self) -> Result:
+        """The result of `work`, or its error, when it has ended.
+
+        Raises:
+            MemoryError: the thread ended for lack of memory.
+        """
+        self.wait()
+        if self._errors:
+            raise self._errors[0]
+        if not self._thread.is_done:
+            raise MemoryError("a thread ended for lack of memory")
+        return self._results[0]
+
+
 def _wait(threads: Sequence[_WorkThread], stopped: threading.Event) -> None:
     """Wait until all threads that were started have ended; one that fails stops all."""
     pending = list(threads)
@@ -96,6 +188,34 @@ def _wait(threads: Sequence[_WorkThread], stopped: threading.Event) -> None:
                 pending.remove(thread)
                 if not thread.is_done:
                     stopped.set()
+
+
+class _Call(Generic[Job, Result]):
+    """One job for a thread, and its result."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._results: list[Result] = []
+        self._error: BaseException | None = None
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def run(self, work: Callable[[Job], Result]) -> None:
+        """Do the job; an error is kept for `result`."""
+        try:
+            self._results.append(work(self._job))
+        except BaseException as e:
+            self._error = e
+        self._done.release()
+
+    def result(self, workers: Sequence[_WorkThread]) -> Result:
+        """Wait for the result, or raise the error; no one of `workers` ends before it is done."""
+        while not self._done.acquire(timeout=_WAIT_SECONDS):
+            if any(worker.wait(0) for worker in workers):
+                raise MemoryError("a thread ended for lack of memory")
+        if self._error is not None:
+            raise self._error
+        return self._results.pop()
 
 
 class _Alive:
@@ -133,7 +253,7 @@ class _WorkThread:
             self._ended.release()
             raise StorageError(
                 f"no thread can be started: {e}",
-                hint="raise the limit of processes (ulimit -u) or memory; --threads 1 needs none",
+                hint="raise the limit of processes (ulimit -u) or memory, or use 1 thread",
             ) from e
 
     def wait(self, seconds: float) -> bool:

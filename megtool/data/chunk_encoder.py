@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megtool.checkpoint.work_threads import stream_in_threads
 from megtool.data.documents import Document
 from megtool.errors import UsageError
 
@@ -75,21 +74,15 @@ class ChunkEncoder:
         return twin
 
     def encode_all(self, chunks: Iterable[list[Document]], workers: int) -> Iterator[EncodedChunk]:
-        """Encode all chunks in order; a few are read ahead."""
+        """Encode all chunks in order; a few are read ahead.
+
+        Raises:
+            MemoryError, StorageError: a thread ended for lack of memory, or cannot be started.
+        """
         from megtool.data.tokenizer import single_threaded
 
-        waiting: deque[Future[EncodedChunk]] = deque()
-        pool = ThreadPoolExecutor(workers, thread_name_prefix="tokenize")
-        try:
-            with single_threaded():
-                for chunk in chunks:
-                    waiting.append(pool.submit(self.encode, chunk))
-                    if len(waiting) > workers + _AHEAD:
-                        yield waiting.popleft().result()
-                while waiting:
-                    yield waiting.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        with single_threaded():
+            yield from stream_in_threads(self.encode, chunks, threads=workers, ahead=_AHEAD)
 
     def count(self, chunk: EncodedChunk) -> None:
         """Add a chunk to what was chunk."""

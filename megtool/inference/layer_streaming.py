@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megtool.checkpoint.work_threads import BackgroundCall
 from megtool.convert.rank_parameters import EMBEDDING
 from megtool.inference.rank_weights import Weights, group_of
 from megtool.model.decoder import Decoder
@@ -67,11 +68,10 @@ class LayerStreamer:
         self._order = list(self.units)
         self._empty = decoder.state_dict(keep_vars=True)
         self._resident = ""
-        self._coming: tuple[str, Future[dict[str, Tensor]]] | None = None
+        self._coming: tuple[str, BackgroundCall[dict[str, Tensor]]] | None = None
         self._lock = threading.RLock()
         self.reads_ahead = True
         self._is_fixed = False
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="megtool-stream")
         self._hook()
         decoder.__dict__["_megtool_streamer"] = self
 
@@ -103,7 +103,7 @@ class LayerStreamer:
             place = self._order.index(unit) + 1
             if self.reads_ahead and place < len(self._order):
                 following = self._order[place]
-                self._coming = following, self._reader.submit(self._read, following)
+                self._coming = following, BackgroundCall(partial(self._read, following))
 
     @contextlib.contextmanager
     def holding(self, names: Sequence[str]) -> Iterator[None]:
@@ -134,8 +134,7 @@ class LayerStreamer:
         with self._lock:
             coming, self._coming = self._coming, None
         if coming is not None:
-            coming[1].cancel()
-        self._reader.shutdown(wait=True)
+            coming[1].wait()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights by name, a unit at a time; none is kept."""

@@ -6,12 +6,12 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from megtool.checkpoint.work_threads import stream_in_threads
 from megtool.config import ModelConfig
 from megtool.console import Progress, silent
 from megtool.errors import CalibrationError
@@ -70,6 +70,7 @@ def solve_qparams(
     Raises:
         CalibrationError: a decision needs data and there is none.
         RecipeError: an algorithm is not supported.
+        MemoryError, StorageError: a thread ended for lack of memory, or cannot be started.
     """
     listed = tuple(sites)
     sites_per_norm = Counter(p.norm for p in listed if p.norm)
@@ -84,8 +85,10 @@ def solve_qparams(
         shared_norms=frozenset(n for n, times in sites_per_norm.items() if times > 1),
     )
     qparams = QParams()
-    with _single_threaded() as threads, ThreadPoolExecutor(threads) as pool:
-        for part in pool.map(solver.solve, listed):
+    with _single_threaded() as threads:
+        for part in stream_in_threads(
+            solver.solve, listed, threads=min(threads, len(listed)), ahead=len(listed)
+        ):
             qparams.update(part)
             progress("solve", 1, len(listed))
     return qparams

@@ -24,6 +24,7 @@ from megtool.data.indexed import IndexedDataset
 from megtool.errors import DestinationError, FormatError, StorageError, UsageError
 from tests.support.errors import raises
 from tests.support.models import tiny_llama, tiny_tokenizer
+from tests.support.threads import kill_threads, refuse_threads
 
 WORDS = tiny_tokenizer.WORDS.split()
 
@@ -251,3 +252,19 @@ def test_the_command_line(
     assert "one of: id, text" in capsys.readouterr().err
     assert main(arguments[:-2]) == 2
     assert "--tokenizer" in capsys.readouterr().err
+
+
+def test_threads_that_die_or_cannot_start_leave_nothing(
+    corpus: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_encoder, "_CHUNK_BYTES", 1000)
+    with monkeypatch.context() as patch:
+        kill_threads(patch, {1, 2, 3})
+        with pytest.raises(MemoryError):
+            tokenize(corpus, tmp_path / "out", tokenizer=folder, workers=3)
+    with monkeypatch.context() as patch:
+        refuse_threads(patch, after=1)
+        with raises(StorageError, "thread", hint="ulimit -u"):
+            tokenize(corpus, tmp_path / "out", tokenizer=folder, workers=3)
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+    assert not {n for n in names(tmp_path) if n.startswith("out")}

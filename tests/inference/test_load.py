@@ -18,6 +18,7 @@ from megtool.errors import (
     LayoutError,
     MappingError,
     OutOfMemoryError,
+    StorageError,
     UsageError,
 )
 from megtool.inference import load as loading
@@ -34,6 +35,7 @@ from megtool.train.build_model import load_for_training
 from tests.support.errors import raises
 from tests.support.models import dense_cases, moe_cases, tiny_llama
 from tests.support.runs.loading import source_of
+from tests.support.threads import kill_threads, refuse_threads
 
 
 @pytest.fixture(scope="module")
@@ -361,3 +363,24 @@ def test_optimizer_state_is_left_alone(tmp_path: Path, folder: Path) -> None:
     assert opened.model is not None
     source = opened
     assert logits(load(source)).equal(logits(load(source_of(folder))))
+
+
+def test_a_layer_whose_thread_dies_or_cannot_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next layer is read in a thread: the pass ends with an error, and does not wait."""
+    decoder = load(source_of(folder), stream_layers=True)
+    keeper = find_streamer(decoder)
+    assert keeper is not None
+    with monkeypatch.context() as patch:
+        kill_threads(patch, {1})
+        with pytest.raises(MemoryError):
+            logits(decoder)
+    keeper.close()
+    with monkeypatch.context() as patch:
+        refuse_threads(patch)
+        with raises(StorageError, "thread", hint="ulimit -u"):
+            logits(decoder)
+    keeper.close()
+    assert torch.equal(logits(decoder), logits(load(source_of(folder))))
+    keeper.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megtool.config import ModelConfig
-from megtool.errors import CalibrationError
+from megtool.errors import CalibrationError, StorageError
 from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.calibration.statistics import ActivationStatistics
 from megtool.quant.fake_quant.fake_quantize import fake_weight
@@ -24,8 +24,10 @@ from megtool.quant.recipes.rules import RecipeProblems
 from megtool.quant.requirements import derive_requirements
 from megtool.quant.solve_qparams import FOLD_NOTE, solve_qparams
 from megtool.reshard.open_source import open_source
+from tests.support.errors import raises
 from tests.support.quant import algorithm_inputs
 from tests.support.quant.fake_inputs import fake_input
+from tests.support.threads import kill_threads, refuse_threads
 
 
 class Model:
@@ -249,3 +251,21 @@ def test_different_formats_at_one_input_share_no_factors(llama: Path) -> None:
     assert done.weights["layers.1.attn.q"].smoothing_scale is None
     assert "layers.1.attn_norm" not in done.norm_scales
     assert any("layers.1.attn.qkv" in n for n in done.notes)
+
+
+def test_threads_that_die_or_cannot_start(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, threads = Model(llama, "fp8"), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with monkeypatch.context() as patch:
+            kill_threads(patch, {1, 2, 3})
+            with pytest.raises(MemoryError):
+                model.settled()
+        with monkeypatch.context() as patch:
+            refuse_threads(patch, after=1)
+            with raises(StorageError, "thread", hint="ulimit -u"):
+                model.settled()
+        assert torch.get_num_threads() == 3
+        assert model.settled().weights
+    finally:
+        torch.set_num_threads(threads)

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from megtool.errors import FormatError
+from megtool.checkpoint.work_threads import BackgroundCall
+from megtool.errors import FormatError, StorageError
 
 SMALL_BYTES = 2 << 20
 """Up to this size opcodes are walked first (about 0.2 us each); above, memory is limited."""
@@ -214,25 +215,14 @@ def load_guarded(load: Callable[[], T], data: bytes, *, file: str | Path) -> T:
 def _on_stack(load: Callable[[], T], stack: int) -> T:
     if not stack:
         return load()
-    result: list[T] = []
-    failure: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            result.append(load())
-        except BaseException as e:
-            failure.append(e)
-
     old = threading.stack_size(stack // 4096 * 4096 + (1 << 20))
     try:
-        thread = threading.Thread(target=target, name="pickle")
-        thread.start()
+        call = BackgroundCall(load)
+    except StorageError as e:
+        raise MemoryError(f"no thread can have a stack of {stack >> 20:,} MiB") from e
     finally:
         threading.stack_size(old)
-    thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]
+    return call.result()
 
 
 @contextmanager

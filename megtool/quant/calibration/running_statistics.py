@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from megtool.checkpoint.work_threads import map_in_threads
 from megtool.quant.calibration.statistics import BINS, BINS_PER_OCTAVE, MAX_SAMPLE_ROWS, OCTAVES
 
 _TILE = (1 << 15) - 1  # elements per tile: fits the cache, below torch's parallel threshold
@@ -177,19 +176,12 @@ def _sums(x_TW: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if threads < 2:
         counts = sum_tiles(range(len(tiles)))
     else:
-        parts = _pool(threads).map(
-            sum_tiles, (range(k, len(tiles), threads) for k in range(threads))
-        )
-        counts = torch.stack(list(parts)).sum(0)
+        shares = [range(k, len(tiles), threads) for k in range(threads)]
+        counts = torch.stack(map_in_threads(sum_tiles, shares, threads=threads)).sum(0)
     if len(tiles) == 1:
         return largest[0], sums[0].double(), squares[0].double(), counts
     wide = torch.float64
     return largest.amax(0), sums.sum(0, dtype=wide), squares.sum(0, dtype=wide), counts
-
-
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="megtool-statistics")
 
 
 def _bins(size: Tensor) -> Tensor:

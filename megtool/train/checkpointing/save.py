@@ -254,7 +254,7 @@ class TorchDistSaver:
             small=small,
         )
         if asynchronous:
-            self._background.start(copy, partial(self._write, task), f"save {iteration}")
+            self._background.start(copy, partial(self._write, task))
         else:
             self._write(task)
         return time.monotonic() - began

@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from megtool.checkpoint.containers import pickle_guard, pickle_reader
 from megtool.checkpoint.containers.pickle_writer import encode, make_namespace
 from megtool.errors import FormatError
+from tests.support.errors import raises
+from tests.support.threads import kill_threads, refuse_threads
 
 
 def op_pickle(*codes: bytes) -> bytes:
@@ -266,3 +268,16 @@ def test_what_cannot_be_written_says_so() -> None:
     with pytest.raises(ValueError, match="deep"):
         encode(deep)
     assert math.isnan(pickle.loads(encode(math.nan)))
+
+
+@pytest.mark.parametrize("how", [kill_threads, refuse_threads])
+def test_a_thread_for_nested_tuples_that_dies_or_cannot_start(
+    how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many tuples need a thread with a deep stack."""
+    data = pickle.dumps([(n,) for n in range(500_000)], 2)
+    assert len(data) > pickle_guard.SMALL_BYTES
+    assert len(pickle_reader.decode(data, file="x.pt")) == 500_000
+    how(monkeypatch, *([{1}] if how is kill_threads else []))
+    with raises(FormatError, "pickle"):
+        pickle_reader.decode(data, file="x.pt")

@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megtool.errors import CalibrationError
+from megtool.errors import CalibrationError, StorageError
 from megtool.quant.calibration.running_statistics import RunningStatistics
 from megtool.quant.calibration.statistics import BINS, MAX_SAMPLE_ROWS, ActivationStatistics
 from tests.support.errors import raises
 from tests.support.quant.seen import statistics_of
+from tests.support.threads import kill_threads, refuse_threads
 
 
 @given(
@@ -108,3 +109,24 @@ def test_rows_that_are_no_numbers_leave_no_trace() -> None:
 def test_other_widths_do_not_add_up() -> None:
     with raises(CalibrationError, "3", "4 channels"):
         ActivationStatistics.empty(3).merge(ActivationStatistics.empty(4))
+
+
+def test_sums_whose_threads_die_or_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.ones(4096, 128)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        statistics = RunningStatistics(128, torch.device("cpu"))
+        with monkeypatch.context() as patch:
+            kill_threads(patch, {2})
+            with pytest.raises(MemoryError):
+                statistics.add(rows)
+        with monkeypatch.context() as patch:
+            refuse_threads(patch)
+            with raises(StorageError, "thread", hint="ulimit -u"):
+                statistics.add(rows)
+        assert not int(statistics.num_tokens)
+        statistics.add(rows)
+        assert int(statistics.num_tokens) == 4096
+    finally:
+        torch.set_num_threads(threads)
