@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from tests.support.audit import Audit
 from tests.support.stores import s3_servers
+from tests.support.stores.fault_proxy import FaultProxy
 from tests.support.stores.http_files import HttpFiles
 from tests.support.stores.s3_bucket import S3Bucket
 from tests.support.stores.s3_servers import S3Server
@@ -139,6 +140,14 @@ def s3_store(seaweedfs: S3Server, use_s3: Callable[[S3Server], S3Bucket]) -> S3B
 def moto_store(moto: S3Server, use_s3: Callable[[S3Server], S3Bucket]) -> S3Bucket:
     """A fresh bucket of moto; the AWS_* variables of this test lead there."""
     return use_s3(moto)
+
+
+@pytest.fixture
+def fault_proxy(s3_store: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """A proxy before `s3_store`, to which the AWS_* variables lead; `s3_store` itself goes past it."""
+    with FaultProxy(s3_store.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        yield proxy
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ class StaticRequest:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: Any
 
     def log_message(self, format: str, *args: object) -> None:
@@ -79,6 +80,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+
 @dataclass
 class HttpFiles:
     """The files below `root` at `url(path)`; without `has_ranges` every answer is a whole file."""
@@ -88,8 +94,7 @@ class HttpFiles:
     requests: list[StaticRequest] = field(default_factory=list)
 
     def __enter__(self) -> HttpFiles:
-        self._server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-        self._server.daemon_threads = True
+        self._server: Any = _Server(("127.0.0.1", 0), _Handler)
         self._server.site = self
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
         self._thread.start()
