@@ -7,7 +7,6 @@ copying do not know about formats.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megtool.checkpoint.storage.files import Files
 from megtool.errors import CoverageError, FormatError, SourceChangedError
 from megtool.number_formats.packed_parts import PackedPart
 from megtool.tensors.box import Boxes, Ints, cover_fault, outside
@@ -43,7 +43,7 @@ class StoredFile:
         """
         full = root / path if path else root
         try:
-            st = os.stat(full)
+            st = full.stat()
         except OSError as e:
             raise FormatError(
                 f"cannot open {path!r}: {e.strerror}",
@@ -356,10 +356,11 @@ class Catalogue:
         Raises:
             SourceChangedError: a file was modified, replaced or removed since.
         """
+        Files().refresh(self.root)
         for f in self.files if files is None else [self.files[i] for i in files]:
             full = self.root / f.path if f.path else self.root
             try:
-                st = os.stat(full)
+                st = full.stat()
             except OSError as e:
                 raise SourceChangedError(
                     "the source disappeared while it was read", file=full

@@ -135,7 +135,7 @@ def _panel_order(entry: OptionField) -> int:
 
 
 def _parameter(entry: OptionField, verb: Verb) -> inspect.Parameter:
-    kind: Any = list[str] if entry.is_repeatable else entry.hint
+    kind: Any = list[str] if entry.is_repeatable else str if entry.hint is Path else entry.hint
     has_to_be_given = entry.is_required and (entry.spec.is_argument or not verb.has_config)
     if entry.spec.is_argument:
         info: Any = typer.Argument(

@@ -15,6 +15,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
+from megtool.checkpoint.storage.location import location
 from megtool.errors import UsageError
 
 REQUIRED: Any = MISSING
@@ -253,9 +254,10 @@ def convert_value(entry: OptionField, value: Any, file: str | Path | None = None
     if entry.is_repeatable:
         items = [value] if isinstance(value, str | Path) else value
         if isinstance(items, list | tuple) and all(isinstance(x, str | Path) for x in items):
-            return tuple(get_args(hint)[0](x) for x in items)
+            make = location if get_args(hint)[0] is Path else get_args(hint)[0]
+            return tuple(make(x) for x in items)
     elif hint is Path and isinstance(value, str | Path):
-        return Path(value)
+        return location(value)
     elif entry.choices:
         if value in entry.choices:
             return value

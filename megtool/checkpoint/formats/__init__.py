@@ -12,6 +12,7 @@ from typing import Protocol, cast
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import location
 from megtool.errors import FormatError, UsageError
 
 
@@ -155,7 +156,7 @@ def open_checkpoint(path: str | Path, *, iteration: int | str | None = None) -> 
     Raises:
         FormatError: there is no checkpoint in a known format, or it is damaged.
     """
-    path = Path(path)
+    path = location(path)
     checkpoint_format = detect_format(path)
     if iteration is not None and "iter_*" in checkpoint_format.name_patterns:
         # Iterations of one save folder may be of different formats.

@@ -6,7 +6,6 @@ Every format uses this before it trusts an input file.
 from __future__ import annotations
 
 import json
-import os
 import reprlib
 from collections.abc import Callable
 from pathlib import Path
@@ -158,8 +157,8 @@ def stays_inside(folder: Path, name: str) -> bool:
     `snapshots/REVISION/` holds links into `blobs/` next to `snapshots/`. Any other link that leaves
     the folder is not.
     """
-    home = Path(os.path.realpath(folder))
-    full = Path(os.path.realpath(home / name))
+    home = folder.resolve()
+    full = (home / name).resolve()
     if full.is_relative_to(home):
         return True
     cache = home.parent.parent

@@ -16,6 +16,9 @@ from megtool.checkpoint.storage.file_kinds import (
     check_own_folder,
     check_readable_kind,
 )
+from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.storage.open_objects import FIRST_NUMBER
+from megtool.checkpoint.storage.store_index import store_index
 from megtool.checkpoint.storage.transfer import Buffer, FileTransfer, to_storage_error
 from megtool.errors import FormatError, StorageError
 
@@ -41,6 +44,8 @@ class Files(FileTransfer):
             FormatError: it is a FIFO, a socket or a device. It is not opened.
             StorageError: it does not exist, or cannot be read.
         """
+        if isinstance(path, StorePath):
+            return self._number(self.objects.open_read(path), path)
         if status := self.stat(path):
             check_readable_kind(path, status)
         fd = self._open(path, os.O_RDONLY | _SAFELY)
@@ -55,12 +60,16 @@ class Files(FileTransfer):
             DestinationError: it is no regular file with one name that belongs to this user.
             StorageError: it cannot be opened.
         """
+        if isinstance(path, StorePath):
+            return self._number(self.objects.open_write(path), path)
         if path.parent == DESCRIPTORS:  # a file in memory, by its descriptor
             return self._open(path, os.O_RDWR | os.O_CLOEXEC)
         return self._open_own(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def open_own(self, path: Path) -> int:
         """Open a file that megtool wrote, for reading; see `open_write`."""
+        if isinstance(path, StorePath):
+            return self.open_read(path)
         return self._open_own(path, os.O_RDONLY)
 
     def _open_own(self, path: Path, flags: int, *mode: int) -> int:
@@ -110,6 +119,15 @@ class Files(FileTransfer):
             self._owners[status.st_dev] = probe.st_uid, not probe.st_mode & 0o077
         return self._owners[status.st_dev]
 
+    def _number(self, number: int, path: Path) -> int:
+        self._paths[number] = path
+        return number
+
+    def refresh(self, path: Path) -> None:
+        """Forget what a store said about a path and what is below it."""
+        if isinstance(path, StorePath):
+            store_index().forget(path)
+
     def _open(self, path: Path, *flags: int) -> int:
         fd = self.call(path, "open", os.open, path, *flags)
         self._paths[fd] = path
@@ -128,6 +146,9 @@ class Files(FileTransfer):
 
     def truncate(self, fd: int, num_bytes: int) -> None:
         """Set the size of an open file; new bytes read as zeros."""
+        if fd >= FIRST_NUMBER:
+            self.objects[fd].truncate(num_bytes)
+            return
         if self.recorder is not None:
             self.recorder.forget(self._paths.get(fd))
         self.call(fd, "resize", os.ftruncate, fd, num_bytes)
@@ -205,6 +226,8 @@ class Files(FileTransfer):
         A failure is final: the kernel may drop what it could not write, and a second fsync would
         then report success.
         """
+        if isinstance(path, StorePath):
+            return  # what a store has accepted is durable
         fd = self.open_read(path)
         try:
             self.call(path, "flush", os.fsync, fd)
@@ -348,6 +371,9 @@ class Files(FileTransfer):
     def _stat(
         self, function: Callable[[Path], os.stat_result], path: Path
     ) -> os.stat_result | None:
+        if isinstance(path, StorePath):
+            opened = self.objects.constructed(path)
+            return opened.status() if opened else store_index().stat(path)
         try:
             return self.call(path, "look at", function, path)
         except StorageError as e:
@@ -357,10 +383,14 @@ class Files(FileTransfer):
 
     def fstat(self, fd: int) -> os.stat_result:
         """The status of an open file."""
+        if fd >= FIRST_NUMBER:
+            return self.objects[fd].status()
         return self.call(fd, "look at", os.fstat, fd)
 
     def names(self, path: Path) -> list[str]:
         """Names in a folder, sorted."""
+        if isinstance(path, StorePath):
+            return store_index().names(path)
         return sorted(self.call(path, "list", os.listdir, path))
 
     def tree(self, path: Path) -> tuple[list[Path], list[Path]]:

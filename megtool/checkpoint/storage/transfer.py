@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megtool.checkpoint.storage.open_objects import FIRST_NUMBER, open_objects
 from megtool.errors import FormatError, StorageError
 
 T = TypeVar("T")
@@ -22,6 +23,7 @@ FileRef = Path | int  # a path, or an open file descriptor
 IOV_MAX = 1024  # buffers one preadv may fill
 KERNEL_STEP = 64 << 20  # bytes per copy_file_range or sendfile: Ctrl-C waits for one at most
 SCRATCH_BYTES = 256 << 10  # larger copy buffers fall out of the CPU's cache
+OBJECT_STEP = 4 << 20  # bytes of an object that one request reads
 SENDFILE_FROM = 256 << 10  # sendfile needs a descriptor of its own, not worth it below this
 BLOCK = 4096  # file systems share whole blocks only
 
@@ -68,6 +70,7 @@ class FileTransfer:
         ] = {}  # (device, device) -> first method that may work
         self._scratch = threading.local()
         self._paths: dict[int, Path] = {}  # of open files: after a failed close the name is gone
+        self.objects = open_objects()
 
     def system(self, function: Callable[..., T], /, *args: Any) -> T:
         """Make one system call."""
@@ -101,6 +104,9 @@ class FileTransfer:
             offset += num_bytes
 
     def _preadv(self, fd: int, buffers: Sequence[Buffer], offset: int, expected: int) -> None:
+        if fd >= FIRST_NUMBER:
+            self.objects[fd].read_into(buffers, offset)
+            return
         done = self.call(fd, "read", os.preadv, fd, buffers, offset)
         if done == expected:
             return
@@ -127,6 +133,10 @@ class FileTransfer:
     def pwrite_all(self, fd: int, data: bytes | Buffer, offset: int) -> None:
         """Write all of `data` at `offset`."""
         expected = len(data) if isinstance(data, bytes) else data.nbytes
+        if fd >= FIRST_NUMBER:
+            self.objects[fd].write(data, offset)
+            self.record(fd, offset, (data,))
+            return
         done = self._write(fd, data, offset, expected)
         if done < expected:
             remaining = np.frombuffer(data, np.uint8)
@@ -144,6 +154,11 @@ class FileTransfer:
         for start in range(0, len(buffers), IOV_MAX):
             batch = buffers[start : start + IOV_MAX]
             expected = sum(b.nbytes for b in batch)
+            if fd >= FIRST_NUMBER:
+                for buffer in batch:
+                    self.pwrite_all(fd, buffer, offset)
+                    offset += buffer.nbytes
+                continue
             done = self.call(fd, "write", os.pwritev, fd, batch, offset)
             self.record(fd, offset, _head(batch, done))
             if done != expected:
@@ -181,6 +196,9 @@ class FileTransfer:
         """
         if self.recorder is not None:
             self.recorder.forget(self._paths.get(target))
+        if source >= FIRST_NUMBER or target >= FIRST_NUMBER:
+            self._copy_object(source, source_offset, target, target_offset, num_bytes)
+            return
         head = -source_offset % BLOCK
         if 0 < head < num_bytes - BLOCK and head == -target_offset % BLOCK:
             # Only calls that start at a block boundary share blocks: copy up to it first.
@@ -220,10 +238,30 @@ class FileTransfer:
                 num_bytes - done,
                 0,
             )
+        self._copy_through_memory(source, source_offset, target, target_offset, num_bytes)
+
+    def _copy_object(
+        self, source: int, source_offset: int, target: int, target_offset: int, num_bytes: int
+    ) -> None:
+        """Copy where a side is an object of a store: by the store itself, if both are in it."""
+        if min(source, target) >= FIRST_NUMBER and self.objects[target].copy_from(
+            self.objects[source], source_offset, target_offset, num_bytes
+        ):
+            return
+        self._copy_through_memory(source, source_offset, target, target_offset, num_bytes)
+
+    def _copy_through_memory(
+        self, source: int, source_offset: int, target: int, target_offset: int, num_bytes: int
+    ) -> None:
         if not hasattr(self._scratch, "buffer"):
             self._scratch.buffer = memoryview(bytearray(SCRATCH_BYTES))
-        for start in range(0, num_bytes, SCRATCH_BYTES):
-            part = self._scratch.buffer[: num_bytes - start]
+        step = SCRATCH_BYTES
+        buffer = self._scratch.buffer
+        if source >= FIRST_NUMBER:  # one request each
+            step = OBJECT_STEP
+            buffer = memoryview(bytearray(min(step, num_bytes)))
+        for start in range(0, num_bytes, step):
+            part = buffer[: num_bytes - start]
             self.pread_into(source, part, source_offset + start)
             self.pwrite_all(target, part, target_offset + start)
 
@@ -278,6 +316,9 @@ class FileTransfer:
     def close(self, fd: int) -> None:
         """Close a descriptor; network file systems report failed writes here."""
         path = self._paths.pop(fd, None)
+        if fd >= FIRST_NUMBER:
+            self.objects.close(fd)
+            return
         try:
             self.system(os.close, fd)
         except InterruptedError:
@@ -302,6 +343,8 @@ def find_path(file: FileRef) -> Path | None:
     """The path of a descriptor, looked up only for errors."""
     if isinstance(file, Path):
         return file
+    if file >= FIRST_NUMBER:
+        return None
     try:
         return Path(os.readlink(f"/proc/self/fd/{file}"))
     except OSError:
