@@ -213,7 +213,9 @@ class StorePath(PosixPath):
         """An object as text (UTF-8)."""
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
 
-    def open(self, mode: str = "r", *args: Any, **kwargs: Any) -> IO[Any]:
+    def open(  # type: ignore[override]
+        self, mode: str = "r", *args: Any, **kwargs: Any
+    ) -> IO[Any]:
         """An object as a file that can be read and sought.
 
         Raises:
