@@ -10,34 +10,31 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megtool.checkpoint.catalogue import Catalogue, StoredObject
-from megtool.checkpoint.containers import pickle_reader
 from megtool.checkpoint.containers.pickle_file import is_pickle_file, recode_pickle_file
 from megtool.checkpoint.containers.pickle_globals import ALLOWED_GLOBALS
 from megtool.checkpoint.containers.pickle_rewrite import drop_problems
 from megtool.checkpoint.containers.pickle_rules import find_problems
 from megtool.checkpoint.containers.pickle_writer import DROP_OBJECTS_HINT
-from megtool.checkpoint.containers.storage_stream import STREAM_MAGIC
-from megtool.checkpoint.containers.zip_reader import ZipArchive, load_object
 from megtool.checkpoint.formats.auxiliary_files import has_pickles
-from megtool.checkpoint.formats.dcp_metadata import DcpMetadata, read_metadata
 from megtool.checkpoint.formats.header_reader import read_exact
 from megtool.checkpoint.megatron_metadata import read_object
 from megtool.checkpoint.plan import DroppedItem
+from megtool.convert.dialects import TargetView
 from megtool.errors import FormatError, listed
-from megtool.reshard.foreign_tensors import find_foreign_tensors
+from megtool.reshard.foreign_tensors import find_foreign_tensors, is_extra_state_tensor
 from megtool.reshard.megatron.rank_objects import MODELOPT
+from megtool.reshard.nested_items import find_item_problems
 from megtool.reshard.source import CheckpointSource
+from megtool.tensors.sharded import Shards
 
 _PREFIX = "common state: "
 _ALLOWED_NAMES = {f"{module}.{name}" for module, name in ALLOWED_GLOBALS}
 _IS_NAME = re.compile(r"[\w.]+( \([\w ]+\))?")
-_LOADABLE = (b"data.pkl", b"ustar", STREAM_MAGIC)
-"""What the files have that torch.load reads: a zip, a tar, or a stream of before torch 1.6."""
-
 _KEY_PATHS = "planner_data"
 _LOG = logging.getLogger(__name__)
 
@@ -108,6 +105,59 @@ def screen_source(
         else _screen(source.catalogue)
     )
     foreign = screened.foreign + tensors
+    _refuse(foreign, drop=drop)
+    dropped = [DroppedItem(name=f.name, reason=f"it {f.text}") for f in foreign]
+    edited = {**screened.edited, **source.edited}
+    source = replace(source, catalogue=screened.catalogue, edited=edited)
+    return _without_tensors(source, {f.name for f in tensors}), dropped
+
+
+def screen_renamed(source: CheckpointSource, side: TargetView, *, drop: bool) -> TargetView:
+    """The target's tensors, without ordinary ones that get the name of an extra state and would be
+    a hostile one.
+
+    Raises:
+        FormatError: there are some, and not `drop`.
+    """
+    stored = {
+        name: source.view.placements[name].stored
+        for name, p in side.placements.items()
+        if is_extra_state_tensor(p.stored) and name in source.view.placements
+    }
+    names = {s for s in stored.values() if not is_extra_state_tensor(s)}
+    if not names:
+        return side
+    foreign = [
+        ForeignObject(name=name, file=file, globals=problems)
+        for name, file, problems in find_foreign_tensors(source.catalogue, (), renamed=names)
+    ]
+    _refuse(foreign, drop=drop)
+    reasons = {f.name: f"it {f.text}" for f in foreign}
+    dropped = [(n, reasons[s]) for n, s in stored.items() if s in reasons]
+    return _without_targets(side, dropped) if dropped else side
+
+
+def _without_targets(side: TargetView, dropped: Sequence[tuple[str, str]]) -> TargetView:
+    """A target without canonical tensors, each with the reason."""
+    removed = {side.placements[name].stored for name, _ in dropped}
+    kept = np.array([t.name not in removed for t in side.tensors], bool)
+    shards = side.shards
+    if shards is not None:
+        rows = np.flatnonzero(kept[shards.tensor])
+        number = (np.cumsum(kept) - 1)[shards.tensor[rows]].astype(np.int32)
+        shards = Shards(number, shards.boxes[rows], shards.owner[rows])
+    return replace(
+        side,
+        tensors=[t for t in side.tensors if t.name not in removed],
+        placements={n: p for n, p in side.placements.items() if p.stored not in removed},
+        shards=shards,
+        fills=[f for f in side.fills if f.placement.stored not in removed],
+        dropped=[*side.dropped, *dropped],
+    )
+
+
+def _refuse(foreign: Sequence[ForeignObject], *, drop: bool) -> None:
+    """Refuse foreign objects, or with `drop` say that they are left out."""
     if foreign and not drop:
         first = foreign[0]
         more = f" and {len(foreign) - 1} more objects" if len(foreign) > 1 else ""
@@ -119,10 +169,6 @@ def screen_source(
         )
     for f in foreign:
         _LOG.warning("%s is left out: it %s", f.name, f.text)
-    dropped = [DroppedItem(name=f.name, reason=f"it {f.text}") for f in foreign]
-    edited = {**screened.edited, **source.edited}
-    source = replace(source, catalogue=screened.catalogue, edited=edited)
-    return _without_tensors(source, {f.name for f in tensors}), dropped
 
 
 def _screen(catalogue: Catalogue) -> _Screened:
@@ -229,56 +275,19 @@ def _check_files(catalogue: Catalogue) -> tuple[dict[str, bytes], list[ForeignOb
     """New contents of the small files that are pickles, and the foreign ones."""
     edited: dict[str, bytes] = {}
     foreign: list[ForeignObject] = []
-    for name, path in catalogue.auxiliary_files.items():
-        if not has_pickles(name) or not is_pickle_file(path):
-            continue
-        try:
-            if path.suffix == ".distcp":
-                _check_items(path)
-            else:
+    pickles = {n: path for n, path in catalogue.auxiliary_files.items() if has_pickles(n)}
+    problems_by_file = find_item_problems(pickles)
+    for name, path in pickles.items():
+        if name in problems_by_file:
+            problems = problems_by_file[name]
+        elif is_pickle_file(path):
+            try:
                 edited[name] = recode_pickle_file(path)
-        except (FormatError, ValueError, TypeError) as e:
-            reason = e.message if isinstance(e, FormatError) else str(e)
-            foreign.append(ForeignObject(name=name, file=str(path), globals=(reason,)))
+                continue
+            except (FormatError, ValueError, TypeError) as e:
+                problems = (e.message if isinstance(e, FormatError) else str(e),)
+        else:
+            continue
+        if problems:
+            foreign.append(ForeignObject(name=name, file=str(path), globals=problems))
     return edited, foreign
-
-
-def _check_items(path: Path) -> None:
-    """Check all items in a data file of a nested checkpoint, which is copied as it is.
-
-    Raises:
-        FormatError: an item names what no checkpoint needs, or is damaged.
-    """
-    data = path.read_bytes()
-    if not any(mark in data for mark in _LOADABLE):
-        return
-    file = path.parent / ".metadata"
-    if not file.is_file():
-        raise FormatError("data without a .metadata", file=path)
-    metadata = read_metadata(file.read_bytes(), file=file)
-    with open(path, "rb") as f:
-        for is_object, offset, length in _items(metadata, path.name):
-            tree = (
-                load_object(f.fileno(), offset, length, file=path)
-                if is_object
-                else pickle_reader.decode(
-                    ZipArchive(f.fileno(), offset, length, file=path).read_pickle(), file=path
-                )
-            )
-            if problems := find_problems(tree):
-                raise FormatError(listed(problems), file=path)
-
-
-def _items(metadata: DcpMetadata, name: str) -> Iterator[tuple[bool, int, int]]:
-    """Every item in a file: whether it is an object, its offset and its length."""
-    items = metadata.items
-    for number, offset, length in metadata.objects.values():
-        if metadata.paths[number] == name:
-            yield True, offset, length
-    rows: Sequence[tuple[int, int, int]] = [
-        *zip(items.file.tolist(), items.offset.tolist(), items.length.tolist(), strict=True),
-        *((f, o, n) for _, f, o, n in metadata.duplicates),
-    ]
-    for number, offset, length in rows:
-        if metadata.paths[number] == name:
-            yield False, offset, length

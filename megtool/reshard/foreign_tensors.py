@@ -34,19 +34,25 @@ def is_extra_state_tensor(name: str) -> bool:
 
 
 def find_foreign_tensors(
-    catalogue: Catalogue, names: Collection[str] | None = None
+    catalogue: Catalogue,
+    names: Collection[str] | None = None,
+    *,
+    renamed: Collection[str] = (),
 ) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """The name, file and problems of the extra states that must not be written.
 
-    Reads extra states only, and of those only the ones in `names` if given.
+    Reads extra states only, and of those only the ones in `names` if given. Tensors in `renamed`
+    get the names of extra states when they are written.
     """
     chosen = [
         t
         for t in catalogue.tensors
-        if is_extra_state_tensor(t.name)
-        and t.num_bytes
+        if t.num_bytes
         and t.name not in catalogue.packed
-        and (names is None or t.name in names)
+        and (
+            t.name in renamed
+            or (is_extra_state_tensor(t.name) and (names is None or t.name in names))
+        )
     ]
     if not chosen:
         return

@@ -35,7 +35,7 @@ from megtool.convert.parallel_args import layout_fields, merged_layout
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import FormatError, LayoutError, UnknownFamilyError, UsageError
-from megtool.reshard.foreign_objects import screen_source
+from megtool.reshard.foreign_objects import screen_renamed, screen_source
 from megtool.reshard.megatron.master_weight_check import (
     check_masters,
     place_box,
@@ -110,7 +110,9 @@ def make_target(source: CheckpointSource, options: TargetOptions) -> Target:
             hint="--to torch_dist holds everything",
         )
     if options.renames:
-        side = _rename_tensors(side, options.renames)
+        side = screen_renamed(
+            source, _rename_tensors(side, options.renames), drop=options.drop_objects
+        )
     if source.model is not None and kind in MEGATRON and source.view.dialect != "megatron":
         for limit in megatron_limits(source.model.config, source.model.family):
             _LOG.warning("%s", limit)

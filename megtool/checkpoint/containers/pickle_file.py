@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from megtool.checkpoint.containers import pickle_reader
@@ -11,27 +12,35 @@ from megtool.checkpoint.containers.pickle_writer import encode
 from megtool.checkpoint.containers.storage_stream import STREAM_MAGIC
 from megtool.checkpoint.containers.zip_reader import load_object_bytes
 from megtool.checkpoint.containers.zip_writer import encode_object
+from megtool.checkpoint.storage.files import read_file
 from megtool.errors import FormatError
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill", ".distcp")
 _ZIP, _PROTO = b"PK\3\4", 0x80
-_TREE = b"data.pkl"
+_NO_PICKLE = (b"", b"{", b"[", b"#", b"<", b"/", b"-", b'"', b"\n", b" ")
+"""What texts begin with, and no opcode."""
+
+_PICKLE_MEMBER = re.compile(rb"\.pkl", re.IGNORECASE)
 
 
 def is_pickle_file(path: Path) -> bool:
-    """Whether a file is unpickled by whoever loads it, by its suffix or its beginning."""
-    if path.name.endswith((*PICKLE_SUFFIXES, ".metadata")):
+    """Whether a file is unpickled by whoever loads it, by its suffix or its beginning.
+
+    `torch.load` takes a zip with a pickle in it, a tar by the checksum of its first header, and the
+    pickle that anything else begins with, whatever its protocol is.
+    """
+    if path.name.lower().endswith((*PICKLE_SUFFIXES, ".metadata")):
         return True
-    with open(path, "rb") as f:
+    with path.open("rb") as f:
         head = f.read(512)
         if head.startswith(_ZIP):
-            return _TREE in head + f.read()
+            return _PICKLE_MEMBER.search(head + f.read()) is not None
         if head.startswith(STREAM_MAGIC) or is_tar(head):
             return True
-        if not head or head[0] != _PROTO:
+        if head[:1] in _NO_PICKLE:
             return False
         scan = scan_pickle(head + f.read())
-    return bool(scan.names) or scan.is_whole
+    return bool(scan.names) or (scan.is_whole and head[0] == _PROTO)
 
 
 def recode_pickle_file(path: Path) -> bytes:
@@ -41,7 +50,7 @@ def recode_pickle_file(path: Path) -> bytes:
         FormatError: it names what no checkpoint needs, is damaged, or in a form of before torch
             1.6.
     """
-    data = path.read_bytes()
+    data = read_file(path)
     if data.startswith(_ZIP):
         return encode_object(load_object_bytes(data, file=path))
     if data.startswith(STREAM_MAGIC) or is_tar(data):

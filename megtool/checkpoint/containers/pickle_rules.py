@@ -197,10 +197,22 @@ def verbatim_problems(data: bytes, depth: int = 0) -> tuple[str, ...]:
         visited.add(id(node))
         if isinstance(node, bytearray):
             problems["a bytearray, which could change after its use"] = None
-        elif isinstance(node, bytes):
-            problems |= dict.fromkeys(verbatim_problems(node, depth + 1))
+        elif (inner := _inner_bytes(node)) and depth < _MAX_NESTING:
+            problems |= dict.fromkeys(verbatim_problems(inner, depth + 1))
         stack.extend(child_nodes(node))
     return tuple(problems)
+
+
+def _inner_bytes(node: Any) -> bytes | None:
+    """The bytes that a node holds, which somebody may unpickle again."""
+    if isinstance(node, bytes):
+        return node
+    if isinstance(node, PersistentRef):
+        return node.data
+    if not isinstance(node, Inert) or is_global(node):
+        return None
+    form = ALLOWED_GLOBALS.get((node.module, node.qualname))
+    return tensor_bytes(node) if form is GlobalForm.TENSOR else as_bytes(node)
 
 
 class _Recorder(dict[tuple[str, str], Any]):

@@ -277,6 +277,11 @@ def load_object_bytes(
     return _load_tree(_MemoryArchive(data, file=file), file, stub_classes)
 
 
+def read_pickle_bytes(data: bytes, *, file: str | Path) -> bytes:
+    """The pickle of a saved value in memory, without its storages."""
+    return _MemoryArchive(data, file=file).read_pickle()
+
+
 def _load_tree(
     archive: ZipArchive,
     file: str | Path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import tempfile
 from argparse import Namespace
 from itertools import product
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_checkpoint
 
 from megtool import inspect, reshard
+from megtool.checkpoint.containers.pickle_file import recode_pickle_file
 from megtool.checkpoint.containers.pickle_writer import encode
 from megtool.checkpoint.containers.te_extra_state import decode
 from megtool.checkpoint.formats import open_checkpoint
@@ -30,10 +33,23 @@ from tests.support.models import tiny_llama
 MOE = {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 8}
 MIXED = MOE | {"shared_ffn_hidden_size": 8, "moe_layer_freq": (0, 1, 0, 1)}
 LAYERS = 4
-MODELOPT = {
-    "modelopt_state/metadata.json": b'{"sharded_backend": "torch_dist"}',
-    "modelopt_state/.metadata": encode({}),
-    "modelopt_state/__0_0.distcp": b"small",
+
+
+def nested_checkpoint(folder: str) -> dict[str, bytes]:
+    """The files of a checkpoint that torch.distributed writes; megtool pickles its metadata."""
+    with tempfile.TemporaryDirectory() as temporary:
+        torch_checkpoint.save(
+            {"state": {"mode": "quantize"}, "amax": torch.ones(3)},
+            checkpoint_id=temporary,
+            no_dist=True,
+        )
+        files = {path.name: path.read_bytes() for path in Path(temporary).iterdir()}
+        files[".metadata"] = recode_pickle_file(Path(temporary, ".metadata"))
+    return {f"{folder}/{name}": data for name, data in files.items()}
+
+
+MODELOPT = nested_checkpoint("modelopt_state") | {
+    "modelopt_state/metadata.json": b'{"sharded_backend": "torch_dist"}'
 }
 BESIDE = MODELOPT | {"tokenizer/tokenizer.json": b"{}", "tokenizer/tokenizer_config.json": b"{}"}
 
