@@ -75,6 +75,12 @@ class ObstoreStore:
                 file=place,
                 hint="check the name, and the endpoint and region of the environment",
             ) from error
+        if " 416 " in text:  # the range begins behind the object's end
+            raise FormatError(
+                "truncated: it ends before the bytes that are read",
+                file=place,
+                error_id="truncated-file",
+            ) from error
         if isinstance(error, x.PermissionDeniedError | x.UnauthenticatedError | PermissionError):
             raise StorageError(
                 f"the store refuses access: {text}",
@@ -124,6 +130,8 @@ class ObstoreStore:
 
     def read(self, key: str, offset: int, num_bytes: int, *, version: str = "") -> memoryview:
         """See `Store.read`."""
+        if not num_bytes:
+            return memoryview(b"")
         options: dict[str, Any] = {"range": (offset, offset + num_bytes)}
         if version.startswith('"'):
             options["if_match"] = version
