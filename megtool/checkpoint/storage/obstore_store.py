@@ -75,7 +75,7 @@ class ObstoreStore:
                 file=place,
                 hint="check the name, and the endpoint and region of the environment",
             ) from error
-        if " 416 " in text:  # the range begins behind the object's end
+        if "status code: 416" in text:  # the range begins behind the object's end
             raise FormatError(
                 "truncated: it ends before the bytes that are read",
                 file=place,
