@@ -175,8 +175,12 @@ def detect_format(path: Path) -> CheckpointFormat:
     """
     status = Files().stat(path)
     if status is None:
+        is_web = str(path).startswith(("http://", "https://"))
         raise FormatError(
-            "the path does not exist", file=path, hint="check the path", error_id="source-not-found"
+            "the path does not exist",
+            file=path,
+            hint="name a file: a web server lists no folders" if is_web else "check the path",
+            error_id="source-not-found",
         )
     names = Files().names(path) if stat.S_ISDIR(status.st_mode) else None
     for checkpoint_format in FORMATS:

@@ -75,6 +75,12 @@ class ObstoreStore:
                 file=place,
                 hint="check the name, and the endpoint and region of the environment",
             ) from error
+        if "Range request not supported" in text:
+            raise StorageError(
+                "the server ignores ranges: it sends whole objects",
+                file=place,
+                hint="copy the object to a disk or to a store that heeds ranges",
+            ) from error
         if "status code: 416" in text:  # the range begins behind the object's end
             raise FormatError(
                 "truncated: it ends before the bytes that are read",
@@ -111,6 +117,8 @@ class ObstoreStore:
 
     def list(self, prefix: str, *, recursive: bool = False, most: int | None = None) -> Listing:
         """See `Store.list`."""
+        if self.url.startswith("http"):
+            return Listing(objects=())  # a web server lists no folders
         start = f"{prefix}/" if prefix else None
         try:
             if not recursive:
