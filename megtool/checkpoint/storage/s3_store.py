@@ -1,0 +1,367 @@
+"""S3 and what speaks like it: data through obstore, control and copies on the server by boto3."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from megtool.checkpoint.storage.s3_client import open_s3
+from megtool.checkpoint.storage.s3_errors import (
+    MISSING_CODES,
+    S3Reply,
+    client_error,
+    error_of,
+    reply_in,
+    reply_of,
+)
+from megtool.checkpoint.storage.store import (
+    ConditionError,
+    Listing,
+    ObjectInfo,
+    ObjectMissingError,
+    Upload,
+    UploadedPart,
+)
+from megtool.errors import FormatError, StorageError
+
+T = TypeVar("T")
+
+_PAGE = 1000
+_MULTI_DELETE = 4
+"""More objects than this are deleted by one request."""
+
+
+class S3Store:
+    """See `Store`; `url` is `s3://BUCKET`.
+
+    Requests that may be repeated are, with growing pauses: those that read, and those that write
+    the same bytes to the same place without a condition. One with a condition is repeated only if
+    the server said that it did not carry it out.
+    """
+
+    can_write = True
+    can_copy = True
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._bucket = url.partition("://")[2]
+        clients = open_s3(self._bucket, url)
+        self._client = clients.retrying
+        self._single = clients.single
+        self._objects = clients.objects
+        self._attempts = clients.attempts
+
+    # ---- errors
+
+    def _place(self, key: str) -> str:
+        return f"{self.url}/{key}" if key else self.url
+
+    def _call(self, key: str, call: Callable[..., T], **arguments: Any) -> T:
+        """Call a method of a client of boto3; its errors become megtool's."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            return call(Bucket=self._bucket, **arguments)
+        except ClientError as e:
+            self._raise(reply_of(e), key, e)
+        except BotoCoreError as e:
+            raise client_error(e, self._place(key)) from e
+
+    def _call_once(self, key: str, call: Callable[..., T], **arguments: Any) -> T:
+        """Call what may not be carried out twice: only a refusal for load is tried again."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        for attempt in range(self._attempts):
+            try:
+                return call(Bucket=self._bucket, **arguments)
+            except ClientError as e:
+                reply = reply_of(e)
+                is_busy = reply.is_throttle or reply.code == "ConditionalRequestConflict"
+                if not is_busy or attempt == self._attempts - 1:
+                    self._raise(reply, key, e)
+            except BotoCoreError as e:
+                raise client_error(e, self._place(key)) from e
+            _pause(attempt)
+        raise AssertionError("unreachable")
+
+    def _raise(self, reply: S3Reply, key: str, error: Exception) -> NoReturn:
+        raise error_of(reply, self._place(key), attempts=self._attempts) from error
+
+    # ---- reading
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """See `Store.head`."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            reply = self._client.head_object(Bucket=self._bucket, Key=key)
+        except ClientError as e:
+            answer = reply_of(e)
+            if answer.code in MISSING_CODES:
+                return None
+            self._explain(key)
+            self._raise(answer, key, e)
+        except BotoCoreError as e:
+            raise client_error(e, self._place(key)) from e
+        return _info(key, reply["ContentLength"], reply["ETag"], reply.get("LastModified"))
+
+    def _explain(self, key: str) -> None:
+        """Raise what the store says of an object: a reply to HEAD has no body that says why."""
+        reply = self._call(key, self._single.get_object, Key=key, Range="bytes=0-0")
+        reply["Body"].close()
+
+    def list(self, prefix: str, *, recursive: bool = False, most: int | None = None) -> Listing:
+        """See `Store.list`."""
+        start = f"{prefix}/" if prefix else ""
+        arguments: dict[str, Any] = {"Prefix": start}
+        if not recursive:
+            arguments["Delimiter"] = "/"
+        objects: list[ObjectInfo] = []
+        prefixes: list[str] = []
+        while True:
+            left = _PAGE if most is None else most - len(objects) - len(prefixes)
+            if left <= 0:
+                break
+            arguments["MaxKeys"] = min(_PAGE, left + 1)  # one may be the marker of the folder
+            page = self._call(prefix, self._client.list_objects_v2, **arguments)
+            for item in page.get("Contents", ()):
+                if not item["Key"].endswith("/"):  # the marker of a folder, made by some tools
+                    objects.append(
+                        _info(item["Key"], item["Size"], item["ETag"], item["LastModified"])
+                    )
+            prefixes += [item["Prefix"].rstrip("/") for item in page.get("CommonPrefixes", ())]
+            if not page.get("IsTruncated"):
+                break
+            arguments["ContinuationToken"] = page["NextContinuationToken"]
+        return Listing(objects=tuple(objects), prefixes=tuple(prefixes))
+
+    def read(self, key: str, offset: int, num_bytes: int, *, version: str = "") -> memoryview:
+        """See `Store.read`."""
+        if num_bytes == 0:
+            return memoryview(b"")
+        options: dict[str, Any] = {"range": (offset, offset + num_bytes)}
+        if version:
+            options["if_match"] = version
+        for attempt in range(self._attempts):
+            try:
+                return self._read_once(key, options, offset, num_bytes)
+            except _BrokenReplyError as e:
+                if attempt == self._attempts - 1:
+                    raise StorageError(
+                        f"the store broke off {self._attempts} times: {e}",
+                        file=self._place(key),
+                        hint="run the command again: it resumes",
+                    ) from e
+            _pause(attempt)
+        raise AssertionError("unreachable")
+
+    def _read_once(
+        self, key: str, options: dict[str, Any], offset: int, num_bytes: int
+    ) -> memoryview:
+        from obstore import exceptions as x
+
+        stop = offset + num_bytes
+        try:
+            result = self._objects.get(key, options=options)
+            size = result.meta["size"]
+            data = memoryview(result.bytes())
+        except (x.PreconditionError, x.NotModifiedError) as e:
+            raise ConditionError("the object has another version", file=self._place(key)) from e
+        except (x.NotFoundError, FileNotFoundError) as e:
+            reply = reply_in(str(e)) or S3Reply(code="NoSuchKey", status=404)
+            self._raise(reply, key, e)
+        except (x.BaseError, OSError, TimeoutError) as e:
+            self._raise_read(e, key, stop)
+        if stop > size:
+            raise self._truncated(key, size, stop)
+        if tuple(result.range) != (offset, stop):
+            raise _BrokenReplyError(f"asked for bytes {offset:,} to {stop:,}, got {result.range}")
+        if len(data) != num_bytes:
+            raise _BrokenReplyError(f"{len(data):,} of {num_bytes:,} bytes came")
+        return data
+
+    def _raise_read(self, error: Exception, key: str, stop: int) -> NoReturn:
+        text = str(error)
+        if "non-partial" in text.lower() or "NotPartial" in text:
+            raise StorageError(
+                "the store ignores ranges: it sends the whole object",
+                file=self._place(key),
+                hint="checkpoints are read in ranges; use another gateway to the store",
+                error_id="ranges-ignored",
+            ) from error
+        reply = reply_in(text)
+        if reply is None:
+            raise _BrokenReplyError(_first_line(text)) from error
+        if reply.status == 416 or reply.code == "InvalidRange":
+            info = self.head(key)
+            raise self._truncated(key, info.size if info else 0, stop) from error
+        if reply.status >= 500 and not reply.is_throttle:
+            raise _BrokenReplyError(f"{reply.code} (HTTP {reply.status})") from error
+        self._raise(reply, key, error)
+
+    def _truncated(self, key: str, size: int, stop: int) -> FormatError:
+        return FormatError(
+            f"truncated: ends at byte {size:,}, {stop:,} expected",
+            file=self._place(key),
+            error_id="truncated-file",
+        )
+
+    # ---- whole objects
+
+    def put(
+        self, key: str, data: bytes | memoryview, *, create: bool = False, version: str = ""
+    ) -> ObjectInfo:
+        """See `Store.put`."""
+        condition = {"IfNoneMatch": "*"} if create else {"IfMatch": version} if version else {}
+        call = self._call_once if condition else self._call
+        client = self._single if condition else self._client
+        try:
+            reply = call(key, client.put_object, Key=key, Body=bytes(data), **condition)
+        except ObjectMissingError as e:
+            if version and e.id != "object-missing":
+                raise
+            if version and self.head(key) is None:
+                raise ConditionError("the object is gone", file=self._place(key)) from e
+            raise
+        return _info(key, memoryview(data).nbytes, reply["ETag"], None)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See `Store.delete`."""
+        if len(keys) <= _MULTI_DELETE:
+            for key in keys:
+                self._call(key, self._client.delete_object, Key=key)
+            return
+        for start in range(0, len(keys), _PAGE):
+            batch = keys[start : start + _PAGE]
+            try:
+                reply = self._call(
+                    batch[0],
+                    self._client.delete_objects,
+                    Delete={"Objects": [{"Key": key} for key in batch], "Quiet": True},
+                )
+            except ObjectMissingError:
+                raise
+            except StorageError:
+                # Stores without this request, or with another idea of its checksum.
+                left = list(batch)
+            else:
+                left = [e["Key"] for e in reply.get("Errors", ()) if e["Code"] != "NoSuchKey"]
+            for key in left:
+                self._call(key, self._client.delete_object, Key=key)
+
+    # ---- objects in parts
+
+    def begin_upload(self, key: str) -> str:
+        """See `Store.begin_upload`."""
+        reply = self._call(key, self._client.create_multipart_upload, Key=key)
+        return str(reply["UploadId"])
+
+    def upload_part(
+        self, key: str, upload_id: str, number: int, data: bytes | memoryview
+    ) -> UploadedPart:
+        """See `Store.upload_part`."""
+        body = bytes(data)
+        reply = self._call(
+            key,
+            self._client.upload_part,
+            Key=key,
+            UploadId=upload_id,
+            PartNumber=number,
+            Body=body,
+        )
+        return UploadedPart(number=number, size=len(body), tag=reply["ETag"])
+
+    def copy_part(
+        self,
+        key: str,
+        upload_id: str,
+        number: int,
+        source: ObjectInfo,
+        offset: int,
+        num_bytes: int,
+    ) -> UploadedPart:
+        """See `Store.copy_part`."""
+        reply = self._call(
+            source.key,
+            self._client.upload_part_copy,
+            Key=key,
+            UploadId=upload_id,
+            PartNumber=number,
+            CopySource={"Bucket": self._bucket, "Key": source.key},
+            CopySourceRange=f"bytes={offset}-{offset + num_bytes - 1}",
+            CopySourceIfMatch=source.version,
+        )
+        tag = reply["CopyPartResult"]["ETag"]
+        return UploadedPart(number=number, size=num_bytes, tag=tag)
+
+    def list_parts(self, key: str, upload_id: str) -> Sequence[UploadedPart]:
+        """See `Store.list_parts`."""
+        arguments: dict[str, Any] = {"Key": key, "UploadId": upload_id}
+        parts: list[UploadedPart] = []
+        while True:
+            page = self._call(key, self._client.list_parts, **arguments)
+            parts += [
+                UploadedPart(number=p["PartNumber"], size=p["Size"], tag=p["ETag"])
+                for p in page.get("Parts", ())
+            ]
+            if not page.get("IsTruncated"):
+                return sorted(parts, key=lambda part: part.number)
+            arguments["PartNumberMarker"] = page["NextPartNumberMarker"]
+
+    def list_uploads(self, prefix: str) -> Sequence[Upload]:
+        """See `Store.list_uploads`."""
+        arguments: dict[str, Any] = {"Prefix": f"{prefix}/" if prefix else ""}
+        uploads: list[Upload] = []
+        while True:
+            page = self._call(prefix, self._client.list_multipart_uploads, **arguments)
+            uploads += [
+                Upload(key=u["Key"], upload_id=u["UploadId"], started_ns=_to_ns(u.get("Initiated")))
+                for u in page.get("Uploads", ())
+            ]
+            if not page.get("IsTruncated"):
+                return uploads
+            arguments["KeyMarker"] = page["NextKeyMarker"]
+            arguments["UploadIdMarker"] = page["NextUploadIdMarker"]
+
+    def complete_upload(
+        self, key: str, upload_id: str, parts: Sequence[UploadedPart], *, create: bool = False
+    ) -> ObjectInfo:
+        """See `Store.complete_upload`."""
+        chosen = [{"PartNumber": part.number, "ETag": part.tag} for part in parts]
+        reply = self._call_once(
+            key,
+            self._single.complete_multipart_upload,
+            Key=key,
+            UploadId=upload_id,
+            MultipartUpload={"Parts": chosen},
+            **({"IfNoneMatch": "*"} if create else {}),
+        )
+        return _info(key, sum(part.size for part in parts), reply["ETag"], None)
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """See `Store.abort_upload`."""
+        with contextlib.suppress(ObjectMissingError):
+            self._call(key, self._client.abort_multipart_upload, Key=key, UploadId=upload_id)
+
+
+class _BrokenReplyError(Exception):
+    """A reply to a read that another attempt may cure."""
+
+
+def _info(key: str, size: int, version: str, modified: Any) -> ObjectInfo:
+    return ObjectInfo(key=key, size=size, version=version, modified_ns=_to_ns(modified))
+
+
+def _to_ns(time_: Any) -> int:
+    return 0 if time_ is None else round(time_.timestamp() * 10**9)
+
+
+def _first_line(text: str) -> str:
+    return " ".join(text.partition("\n\nDebug source")[0].split())[:200]
+
+
+def _pause(attempt: int) -> None:
+    time.sleep(random.uniform(0.5, 1.0) * min(20.0, 0.2 * 2**attempt))
