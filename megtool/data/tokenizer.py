@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megtool.checkpoint.storage.files import read_file
+from megtool.checkpoint.formats.auxiliary_files import check_json_size
+from megtool.checkpoint.storage.files import Files, read_file
 from megtool.errors import FormatError, MappingError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Tokenizer:
             for name, content in tokenizer_files.items():
                 path = Path(folder, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(_read(content) if isinstance(content, Path) else content)
+                path.write_bytes(_read(name, content))
             stop_ids = _stop_ids(Path(folder), place)
             template_files = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
             template_file = next((n for n in template_files if n in tokenizer_files), None)
@@ -360,8 +361,17 @@ def _belongs(name: str) -> bool:
     return name.endswith(_SUFFIXES) and not name.endswith(_NOT_OURS)
 
 
-def _read(path: Path) -> bytes:
-    return read_file(path)
+def _read(name: str, content: Path | bytes) -> bytes:
+    """The contents of a file, checked before it is parsed."""
+    if isinstance(content, Path):
+        status = Files().stat(content)
+        check_json_size(status.st_size if status else 0, content)
+        data = read_file(content)
+    else:
+        data = content
+    if name.endswith(".json"):
+        check_json_size(data, content if isinstance(content, Path) else name)
+    return data
 
 
 def _from_folder(folder: Path, place: str) -> Any:
@@ -417,7 +427,7 @@ def _stop_ids(folder: Path, place: str) -> list[int]:
             continue
         try:
             config = json.loads(path.read_bytes())
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise FormatError(f"the JSON is invalid: {e}", file=Path(place) / name) from e
         eos = config.get("eos_token_id") if isinstance(config, dict) else None
         ids = eos if isinstance(eos, list) else [eos]

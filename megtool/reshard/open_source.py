@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.digest import SIDECAR, read_sidecar
 from megtool.checkpoint.formats import open_checkpoint
+from megtool.checkpoint.formats.auxiliary_files import check_json_size
 from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
@@ -367,12 +368,15 @@ def read_config(folder: Path) -> dict[str, Any]:
         StorageError: it cannot be read.
     """
     path = folder / "config.json"
+    status = Files().stat(path)
+    check_json_size(status.st_size if status else 0, path)
     data = Files().read_whole(path)
     if data is None:
         raise FormatError("the file does not exist", file=path, hint=_FOLDER)
+    check_json_size(data, path)
     try:
         value = json.loads(data)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise FormatError(f"the JSON is invalid: {e}", file=path, hint=_FOLDER) from e
     if not isinstance(value, dict):
         raise FormatError("it is not a JSON object", file=path, hint=_FOLDER)

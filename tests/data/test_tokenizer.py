@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
+from megtool.checkpoint.formats.auxiliary_files import MAX_AUXILIARY_BYTES, MAX_JSON_VALUES
 from megtool.commands.demo import demo_weights
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, MappingError, MissingPackageError
@@ -52,6 +54,30 @@ def test_what_a_tokenizer_puts_around_a_text_can_be_left_out(tmp_path: Path) -> 
     assert with_bos.encode("word")[0] == 0
     assert with_bos.encode("word", add_special=False) == with_bos.encode("word")[1:]
     assert with_bos.chat(CHAT)[0] == 2  # the template writes its own special tokens
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "config.json", "special_tokens_map.json"]
+)
+def test_files_that_would_take_gigabytes_are_not_parsed(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    root = shutil.copytree(folder, tmp_path / "copy")
+    with (root / name).open("wb") as file:
+        file.truncate(MAX_AUXILIARY_BYTES + 1)
+    with raises(FormatError, "bytes", file=root / name, hint=True):
+        Tokenizer.from_folder(root)
+    (root / name).write_bytes(b"[" + b"[]," * (MAX_JSON_VALUES // 2 + 1) + b"[]]")
+    with raises(FormatError, "values", file=root / name, hint=True):
+        Tokenizer.from_folder(root)
+
+
+def test_deeply_nested_json_is_refused(folder: Path, tmp_path: Path) -> None:
+    for name in ("generation_config.json", "tokenizer.json"):
+        root = shutil.copytree(folder, tmp_path / name)
+        (root / name).write_bytes(b"[" * 100_000)
+        with pytest.raises(FormatError):
+            Tokenizer.from_folder(root)
 
 
 def test_stop_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:

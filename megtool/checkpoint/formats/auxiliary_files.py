@@ -8,8 +8,13 @@ from megtool.checkpoint.containers.pickle_file import PICKLE_SUFFIXES, is_pickle
 from megtool.checkpoint.digest import SIDECAR
 from megtool.checkpoint.formats.header_reader import list_names, stays_inside
 from megtool.checkpoint.storage.files import Files, is_regular_file
+from megtool.errors import FormatError
 
 MAX_AUXILIARY_BYTES = 64 << 20
+MAX_JSON_VALUES = 16 << 20
+"""The vocabularies with the most entries and merges have about 3 million values."""
+
+_JSON_HINT = "no tokenizer or configuration is as large: fetch the file again"
 MODELOPT_FOLDER = "modelopt_state"
 """A nested checkpoint in which ModelOpt stores its changes to the model."""
 
@@ -93,6 +98,32 @@ def can_copy(folder: Path, name: str, warnings: list[str]) -> bool:
     else:
         return True
     return False
+
+
+def check_json_size(data: bytes | int, file: str | Path) -> None:
+    """Refuse a small JSON file that would take gigabytes when it is parsed.
+
+    `data` is its contents, or its size alone, so that a file that is too large is never read.
+
+    Raises:
+        FormatError: it has too many bytes, or too many values.
+    """
+    size = data if isinstance(data, int) else len(data)
+    if size > MAX_AUXILIARY_BYTES:
+        raise FormatError(
+            f"the file has {size:,} bytes, more than the {MAX_AUXILIARY_BYTES:,} that are read",
+            file=file,
+            hint=_JSON_HINT,
+        )
+    if isinstance(data, bytes) and size > MAX_JSON_VALUES:
+        values = sum(data.count(mark) for mark in (b",", b"[", b"{"))
+        if values > MAX_JSON_VALUES:
+            raise FormatError(
+                f"the JSON has about {values:,} values, more than the {MAX_JSON_VALUES:,} that are "
+                "read",
+                file=file,
+                hint=_JSON_HINT,
+            )
 
 
 def has_pickles(name: str) -> bool:
