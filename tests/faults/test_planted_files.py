@@ -24,9 +24,11 @@ from megtool.errors import DestinationError, FormatError, MegtoolError
 from megtool.quant.calibration import calibration_file_io
 from megtool.quant.calibration.activations import Activations
 from megtool.quant.pipeline.request import _check_file
+from megtool.train.checkpointing.resume_point import find_checkpoint
 from megtool.train.checkpointing.retention import read_tracker
 from megtool.train.checkpointing.run_identity import FRESH_RUN_FILE, RUN_FILE, RunIdentity
 from megtool.train.checkpointing.staged_iteration import StagedIteration, remove_unfinished
+from megtool.train.config import TrainConfig
 from megtool.train.run_log import LOG_FILE, RunLog, read_log
 from tests.support.errors import raises
 from tests.support.models import tiny_llama
@@ -81,6 +83,10 @@ def write_identity(folder: Path) -> None:
     RunIdentity(model={}, data={}).write(folder)
 
 
+def find_run(folder: Path) -> None:
+    find_checkpoint(folder, TrainConfig(data=("x.txt",)))
+
+
 def write_data_set(folder: Path) -> None:
     with DatasetFiles(folder / "data", Files()) as target:
         with IndexedWriter(target.staged, np.dtype("<u2")) as writer:
@@ -102,6 +108,8 @@ WRITERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "staged tracker": (save_iteration, f".megtool/iter_0000001.0/{TRACKER}"),
     "lock of finetune": (lambda folder: remove_unfinished(Files(), folder), ".megtool"),
     "identity of a run": (write_identity, FRESH_RUN_FILE),
+    "tokens of a run": (find_run, "data"),
+    "cached tokens of a run": (find_run, "data/tokens-0"),
     "log of a run": (lambda folder: RunLog(folder).close(), f".{LOG_FILE}.new"),
     "staged data set": (write_data_set, ".data.bin.megtool"),
     "lock of a data set": (write_data_set, ".data.bin.megtool/lock"),

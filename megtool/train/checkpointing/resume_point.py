@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
 from megtool.checkpoint.megatron_metadata import saved_args
+from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress
 from megtool.errors import DestinationError, TrainingError, UsageError
 from megtool.model.decoder import Decoder
@@ -91,8 +92,10 @@ def find_checkpoint(folder: Path, settings: TrainConfig) -> Path | None:
 
     Raises:
         DestinationError: the folder holds something else, a run that must not be resumed, or one
-            without a complete iteration.
+            without a complete iteration; or its cache is a link.
     """
+    if settings.data_cache_path is None:
+        _check_cache(folder / CACHE_FOLDER)
     newest, tracked = find_newest_iteration(folder), read_tracker(folder)
     if newest is not None and not settings.resume:
         raise DestinationError(
@@ -119,6 +122,16 @@ def find_checkpoint(folder: Path, settings: TrainConfig) -> Path | None:
             hint="restore it, or remove DST to start anew; --load CKPT resumes from another one",
         )
     return settings.load if newest is None else folder / folder_name(newest)
+
+
+def _check_cache(cache: Path) -> None:
+    """Refuse a cache of tokenized data in DST that a run cannot have made."""
+    files = Files()
+    if files.lstat(cache) is None:
+        return
+    files.check_own_folder(cache)
+    for name in files.names(cache):
+        files.check_own_folder(cache / name)
 
 
 def warn_stale_tracker(folder: Path, checkpoint: Path) -> None:
