@@ -23,6 +23,7 @@ from megtool.reshard.source import CheckpointSource, ModelIdentity
 
 _LIST = r"((?:module\.)*(?:decoder|encoder)\.layers\.)"
 _STACKED = re.compile(_LIST + r"(?!\d)(.*/shard_)(\d+)((?:\.\d+)*)_(\d+)((?:\.\d+)*)")
+_MTP = re.compile(r"mtp\.(\d+)\.")
 _PER_LAYER = re.compile(_LIST + r"(\d+)(\..*)")
 
 
@@ -80,6 +81,38 @@ def select_layers(source: CheckpointSource, text: str) -> CheckpointSource:
         edited=edited,
         repeats={n: first_name[o] for n, o in new.items() if first_name[o] != n},
         left_out=source.left_out + len(source.catalogue.tensors) - len(catalogue.tensors),
+    )
+
+
+def without_excluded_mtp(source: CheckpointSource) -> CheckpointSource:
+    """The checkpoint with as many layers of multi-token prediction as are selected of it.
+
+    `config.json`, the args of Megatron and Bridge's files count them, and loaders look for all that
+    they count. Layers that were selected in part, or without those before them, stay counted.
+    """
+    model, side = source.model, source.view
+    if model is None or not source.is_canonical or all(":" in name for name in side.canonical):
+        return source  # of optimizer state alone nothing is left out of the model
+    counted = model.config.num_mtp_layers  # 0 already, if the tensors say so
+    if model.hf_config is not None and model.family is not None:
+        counted = max(counted, model.family.read_config(model.hf_config).num_mtp_layers)
+    numbers = {int(m[1]) for name in side.canonical if (m := _MTP.match(name))}
+    count = len(numbers)
+    if count >= counted or numbers != set(range(count)):
+        return source
+    model = replace(model, config=replace(model.config, num_mtp_layers=counted))
+    config = replace(model.config, num_mtp_layers=count)
+    changed = _changed_args(model.config, config)
+    catalogue = source.catalogue.select(lambda name: True)
+    catalogue.metadata = _edit_metadata(source.catalogue, changed)
+    model, edited = _edit_identity(source, model, config, changed)
+    bound = side.config and replace(side.config, num_mtp_layers=count)
+    return replace(
+        source,
+        catalogue=catalogue,
+        model=model,
+        edited=edited,
+        view=replace(side, config=bound),
     )
 
 

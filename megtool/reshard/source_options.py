@@ -11,7 +11,7 @@ from megtool.convert.dialects import is_optimizer_state
 from megtool.errors import UsageError
 from megtool.options.groups import SourceOptions
 from megtool.reshard.average import Average, check_same_model, parse_shares
-from megtool.reshard.layer_subset import select_layers
+from megtool.reshard.layer_subset import select_layers, without_excluded_mtp
 from megtool.reshard.megatron.optimizer import NONE
 from megtool.reshard.open_source import NameFilter, TensorFilter, name_filter, open_source
 from megtool.reshard.source import CheckpointSource, ModelIdentity
@@ -96,6 +96,8 @@ class SelectionOptions(SourceOptions):
             prove_all=target.prove_all,
             for_format=target.to or "dcp",
         )
+        if select is not None:
+            source = without_excluded_mtp(source)
         return source if self.layers is None else select_layers(source, self.layers)
 
     def _tensor_filter(self) -> NameFilter | None:

@@ -184,6 +184,30 @@ def test_layers_of_multi_token_prediction_travel(tmp_path: Path) -> None:
     assert read_config(tmp_path / "back")["num_nextn_predict_layers"] == 2
 
 
+def without_layers(folder: Path, out: Path, *numbers: int, to: str = "hf") -> dict[str, Any]:
+    """The written config.json, or Megatron's args, without some layers."""
+    globs = [f"model.layers.{n}.*" for n in numbers]
+    reshard(folder, out, to=to, exclude=globs, fsync=False)
+    if to == "hf":
+        return read_config(out)
+    return {
+        "num_nextn_predict_layers": open_checkpoint(out).metadata["args"]["mtp_num_layers"] or 0,
+        "hf": read_config(next(out.glob("*/hf")))["num_nextn_predict_layers"],
+    }
+
+
+def test_excluded_layers_of_multi_token_prediction_are_not_counted(tmp_path: Path) -> None:
+    with_mtp(tmp_path / "hf")
+    key = "num_nextn_predict_layers"
+    before = read_config(tmp_path / "hf")
+    for number, (excluded, count) in enumerate({(4, 5): 0, (5,): 1, (4,): 2, (): 2}.items()):
+        out = tmp_path / f"out{number}"
+        assert without_layers(tmp_path / "hf", out, *excluded) == before | {key: count}
+    args = without_layers(tmp_path / "hf", tmp_path / "args", 4, 5, to="torch_dist")
+    assert args == {key: 0, "hf": 0}
+    reshard(tmp_path / "out0", tmp_path / "again", to="torch_dist", fsync=False)  # it is complete
+
+
 def test_expert_bias_keeps_its_type(tmp_path: Path) -> None:
     before = with_mtp(tmp_path / "hf", layers=1)
     reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", dtype="float16", fsync=False)
