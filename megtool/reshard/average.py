@@ -10,6 +10,7 @@ from megtool.checkpoint.plan import DroppedItem, PlanSource
 from megtool.console import format_bytes
 from megtool.convert.dialects import is_optimizer_state
 from megtool.errors import MappingError, UsageError
+from megtool.reshard.foreign_tensors import is_extra_state_tensor
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
 
@@ -18,7 +19,7 @@ from megtool.tensors.sharded import GlobalTensor
 class Average:
     """The checkpoints that are averaged with the source, and the shares of all, which sum to 1.
 
-    Float tensors are averaged; everything else is the source's.
+    Float tensors are averaged; everything else, extra states included, is the source's.
     """
 
     others: tuple[CheckpointSource, ...]
@@ -111,7 +112,8 @@ def averaged_sources(
 
 
 def _has_mean(tensor: GlobalTensor) -> bool:
-    return tensor.dtype.is_float and not is_optimizer_state(tensor.name)
+    is_number = not (is_optimizer_state(tensor.name) or is_extra_state_tensor(tensor.name))
+    return tensor.dtype.is_float and is_number
 
 
 def dropped_optimizers(sources: Sequence[CheckpointSource]) -> list[DroppedItem]:

@@ -30,6 +30,7 @@ from megtool.dtypes import DType
 from megtool.errors import DigestError, FormatError, MegtoolError
 from megtool.reshard.open_source import TensorFilter, open_source
 from megtool.reshard.source import CheckpointSource
+from megtool.reshard.staged_headers import refuse_foreign_states
 from megtool.reshard.writers.target_spec import Target
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement, narrow, refine
@@ -113,10 +114,12 @@ def compare_with_source(
 def check_readable(source: CheckpointSource, target: Target, plan: ReshardPlan, tree: Path) -> None:
     """Open what was written to `tree` by its headers, and find everything that was planned.
 
-    Names, shapes and dtypes of tensors and names of objects are compared, no data is read.
+    Names, shapes and dtypes of tensors and names of objects are compared. The only data read are
+    extra states, which a cast or a mean may have made anew.
 
     Raises:
-        FormatError: it cannot be read back, or something is missing or is another.
+        FormatError: it cannot be read back, something is missing or is another, or an extra state
+            is a hostile pickle.
     """
     planned = plan.target.catalogue
     hint = "nothing was put in place; another format (--to) may hold it"
@@ -132,6 +135,7 @@ def check_readable(source: CheckpointSource, target: Target, plan: ReshardPlan, 
             tensor=e.tensor,
             hint=hint,
         ) from e
+    refuse_foreign_states(raw)
     if missing := next((n for n in planned.objects if n not in raw.objects), None):
         raise FormatError(
             f"the object {missing!r} that was written as {target.format!r} is missing when it is "

@@ -13,6 +13,7 @@ from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.console import Progress
 from megtool.errors import FormatError
+from megtool.reshard.staged_headers import check_headers
 from megtool.reshard.written_digests import write_digests
 
 _LOG = logging.getLogger(__name__)
@@ -58,7 +59,8 @@ def write_staged(
             the stage. Without it they are a warning.
 
     Raises:
-        FormatError: with `overflow_hint`, some numbers became infinite.
+        FormatError: with `overflow_hint`, some numbers became infinite; or what is staged cannot be
+            read back.
         StorageError, SourceChangedError, DestinationError, DigestError: see `execute` and `Stage`.
     """
     total = plan.target.catalogue.num_bytes
@@ -90,6 +92,7 @@ def write_staged(
                 finish(copied)
             else:
                 write_digests(plan, stage, copied, options.digest, threads=options.threads)
+            check_headers(plan, stage)
             stage.commit(fsync=options.fsync, threads=options.threads)
     except BaseException:
         if stage.describe_resume() in stage.messages:  # there is something to resume from

@@ -154,3 +154,59 @@ def test_a_state_too_large_to_be_checked_is_refused(
     monkeypatch.setattr(foreign_tensors, "MAX_STATE_BYTES", 99)
     with pytest.raises(FormatError, match="too large to be checked"):
         reshard(source, tmp_path / "b", to="dcp", fsync=False)
+
+
+def as_floats(data: bytes) -> Any:
+    padded = data + b" " * (-len(data) % 4)
+    return torch.frombuffer(bytearray(padded), dtype=torch.float32).clone()
+
+
+def test_an_ordinary_tensor_may_not_become_a_hostile_extra_state(tmp_path: Path) -> None:
+    source = write_source("safetensors", tmp_path / "source", as_bytes(EVIL), "a.tokens")
+    rename = [f"a.tokens={NAME}"]
+    for to in TARGETS:
+        out = tmp_path / f"out_{to}{'.safetensors' if to == 'safetensors' else ''}"
+        with pytest.raises(FormatError, match=r"mycompany\.run") as e:
+            reshard(source, out, to=to, rename=rename, fsync=False)
+        assert e.value.id == "hostile-pickle"
+        assert not out.exists()
+        report = reshard(source, out, to=to, rename=rename, drop_objects=True, fsync=False)
+        (drop,) = [d for d in report.dropped if d.name == "a.tokens"]
+        assert drop.is_lost
+        assert "mycompany.run" in drop.reason
+        assert b"mycompany" not in written(out)
+        assert {t.name for t in open_tensors(out)} == {"a.weight"}
+    sound = write_source("safetensors", tmp_path / "sound", as_bytes(te_payloads.DELAYED_2_4), "b")
+    report = reshard(sound, tmp_path / "renamed", to="dcp", rename=["b=b._extra_state"])
+    assert {t.name for t in open_tensors(tmp_path / "renamed")} == {"a.weight", "b._extra_state"}
+
+
+def test_an_extra_state_is_no_number_to_be_averaged(tmp_path: Path) -> None:
+    evil = as_floats(EVIL[:-1] + b" " * (-(len(EVIL)) % 4) + b".")
+    first = write_source("safetensors", tmp_path / "first", torch.zeros_like(evil))
+    second = write_source("safetensors", tmp_path / "second", evil * 2)
+    reshard(first, tmp_path / "out", to="dcp", average=[second], fsync=False)
+    assert b"mycompany" not in written(tmp_path / "out")
+    ordinary = tmp_path / "ordinary"
+    ordinary.mkdir()
+    first = write_source("safetensors", ordinary / "a", torch.zeros_like(evil), "a.tokens")
+    second = write_source("safetensors", ordinary / "b", evil * 2, "a.tokens")
+    rename = [f"a.tokens={NAME}"]
+    for to in TARGETS:
+        out = tmp_path / f"mean_{to}{'.safetensors' if to == 'safetensors' else ''}"
+        with pytest.raises(FormatError) as e:
+            reshard(first, out, to=to, average=[second], rename=rename, fsync=False)
+        assert e.value.id == "hostile-pickle"
+        assert not out.exists()
+
+
+def test_a_cast_may_not_make_a_hostile_extra_state(tmp_path: Path) -> None:
+    """A tensor of float32 whose bytes are none, and whose rounded numbers are."""
+    data = PLAIN[:-1] + b" " * (-len(PLAIN) % 2) + b"."
+    wide = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).float()
+    source = write_source("safetensors", tmp_path / "source", wide)
+    out = tmp_path / "out.safetensors"
+    with pytest.raises(FormatError) as e:
+        reshard(source, out, to="safetensors", dtype="bfloat16", fsync=False)
+    assert e.value.id == "hostile-pickle"
+    assert not out.exists()

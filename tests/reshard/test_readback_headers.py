@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from megtool import reshard, verify
+from megtool import export, quantize, reshard, verify
 from megtool.errors import FormatError, UsageError
-from megtool.reshard import execute
+from megtool.reshard import execute, staged_write
 from megtool.reshard.open_source import open_source
 from tests.support.folders import staging_folders
-from tests.support.models import tiny_llama
+from tests.support.models import gguf_models, tiny_llama
 
 ARRAYS = ("zarr", "tensorstore", "ocdbt")
 PLAIN = ("hf", "safetensors", "dcp", *ARRAYS)
@@ -142,3 +142,37 @@ def test_what_does_not_read_back_is_not_put_in_place(
         reshard(source, path, to=to, fsync=False, overwrite=True)
     assert verify(source, path).exit_status == 0
     assert not staging_folders(tmp_path)
+
+
+@pytest.mark.parametrize("verb", ["quantize", "hf", "gguf", "trtllm"])
+@pytest.mark.parametrize("damage", ["cut", "renamed"])
+def test_every_verb_reads_headers_back(
+    tmp_path: Path, verb: str, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = gguf_models.save if verb == "gguf" else tiny_llama.save
+    source = model(tmp_path / "source", *(["llama"] if verb == "gguf" else []))
+    out = tmp_path / ("out.gguf" if verb == "gguf" else "out")
+    check = staged_write.check_headers
+
+    def damaged(plan: Any, stage: Any) -> None:
+        path = next(p for p in stage.tree.rglob("*") if p.suffix in (".safetensors", ".gguf"))
+        data = path.read_bytes()
+        name = plan.target.catalogue.tensors[0].name.encode()
+        other = name[:-1] + b"~"
+        path.write_bytes(data[:-60] if damage == "cut" else data.replace(name, other, 1))
+        check(plan, stage)
+
+    def write() -> None:
+        if verb == "quantize":
+            quantize(source, out, recipe="fp8_per_channel", fsync=False)
+        else:
+            export(source, out, to=verb, fsync=False)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staged_write, "check_headers", damaged)
+        with pytest.raises(FormatError, match="read back"):
+            write()
+    assert not out.exists()
+    assert not staging_folders(tmp_path)
+    write()
+    assert out.exists()
