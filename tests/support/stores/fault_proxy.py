@@ -45,7 +45,7 @@ class Action(Enum):
     FLIP_REQUEST = auto()
     """One bit of the request's body changes, in the byte at `offset`."""
     DROP_HEADERS = auto()
-    """The server does not get the request's `headers`, as if it did not know them."""
+    """The server does not get the request's `headers`: (name, any value)."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ class Fault:
     status: int = 503
     code: str = "SlowDown"
     offset: int = 0
-    headers: tuple[str, ...] = ()
+    headers: tuple[tuple[str, str], ...] = ()
+    """Of the answer; for `DROP_HEADERS` of the request."""
 
 
 @dataclass
@@ -132,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault and action is Action.FLIP_REQUEST:
             body = flip(body, fault.offset)
-        dropped = {h.lower() for h in fault.headers} if fault else set()
+        dropped = {name.lower() for name, _ in fault.headers} if fault else set()
         try:
             status, headers, reply = self._forward(proxy, body, dropped)
         except (OSError, HTTPException) as error:
@@ -194,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_error(self, request: ProxiedRequest, fault: Fault) -> None:
         text = f"<Code>{fault.code}</Code><Message>{fault.code}</Message>"
         body = f'<?xml version="1.0" encoding="UTF-8"?><Error>{text}</Error>'.encode()
-        headers = [("Content-Type", "application/xml")]
+        headers = [("Content-Type", "application/xml"), *fault.headers]
         self._send(request, fault.status, headers, b"" if self.command == "HEAD" else body)
 
     def _send(

@@ -1,0 +1,222 @@
+"""What a store refuses ends in one typed error: the location, a hint, and no credentials."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megtool.checkpoint.storage.store import (
+    MIN_PART_BYTES,
+    ConditionError,
+    ObjectMissingError,
+    Store,
+)
+from megtool.errors import StorageError
+from tests.support.stores.fault_proxy import Action, FaultProxy
+from tests.support.stores.s3_bucket import S3Bucket
+
+s3_module = pytest.importorskip("megtool.checkpoint.storage.s3_store")
+DATA = random.Random(3).randbytes(1000)
+
+Call = Callable[[Store], object]
+
+
+def copy_part(store: Store) -> object:
+    source = store.head("key")
+    assert source is not None
+    return store.copy_part("new", "upload", 1, source, 0, 10)
+
+
+CALLS: dict[str, Call] = {
+    "list": lambda store: store.list(""),
+    "read": lambda store: store.read("key", 0, 10),
+    "put": lambda store: store.put("key", b"new"),
+    "create": lambda store: store.put("new", b"new", create=True),
+    "delete": lambda store: store.delete(["key"]),
+    "begin_upload": lambda store: store.begin_upload("new"),
+    "upload_part": lambda store: store.upload_part("new", "upload", 1, b"data"),
+    "list_parts": lambda store: store.list_parts("new", "upload"),
+    "list_uploads": lambda store: store.list_uploads(""),
+    "complete_upload": lambda store: store.complete_upload("new", "upload", []),
+    "abort_upload": lambda store: store.abort_upload("new", "upload"),
+}
+
+
+@pytest.fixture
+def bucket(s3_store: S3Bucket) -> S3Bucket:
+    s3_store.put("key", DATA)
+    return s3_store
+
+
+def refusal(bucket: S3Bucket, store: Store, call: Call) -> StorageError:
+    """The error of a call, whose form is checked."""
+    with pytest.raises(StorageError) as caught:
+        call(store)
+    error = caught.value
+    text = f"{error} {error.hint}"
+    assert str(error.file).startswith(store.url)
+    assert "\n" not in error.message
+    assert len(error.message) < 400
+    assert error.hint
+    for secret in (bucket.server.secret_key, "Signature=", "Authorization"):
+        assert secret not in text
+    return error
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_bucket_that_is_missing(bucket: S3Bucket, name: str) -> None:
+    if name in ("delete", "abort_upload"):
+        pytest.skip("missing ones are no error")
+    store = s3_module.S3Store("s3://bucket-nobody-made")
+    assert isinstance(refusal(bucket, store, CALLS[name]), ObjectMissingError)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_wrong_credentials(bucket: S3Bucket, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong" + bucket.server.secret_key[5:])
+    error = refusal(bucket, s3_module.S3Store(bucket.url()), CALLS[name])
+    assert error.id == "permission-denied"
+
+
+REFUSALS: dict[str, dict[str, Any]] = {
+    "AccessDenied": {"status": 403},
+    "ExpiredToken": {"status": 400},
+    "InvalidToken": {"status": 400},
+    "RequestTimeTooSkewed": {"status": 403},
+    "PermanentRedirect": {"status": 301, "headers": (("x-amz-bucket-region", "eu-west-9"),)},
+    "AuthorizationHeaderMalformed": {
+        "status": 400,
+        "headers": (("x-amz-bucket-region", "eu-west-9"),),
+    },
+}
+
+
+@pytest.mark.parametrize("code", REFUSALS)
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_server_refuses(
+    bucket: S3Bucket, fault_proxy: FaultProxy, name: str, code: str
+) -> None:
+    store = s3_module.S3Store(bucket.url())
+    fault_proxy.inject(Action.ANSWER, times=None, code=code, **REFUSALS[code])
+    error = refusal(bucket, store, CALLS[name])
+    assert code in error.message or "region" in f"{error.message} {error.hint}"
+    if code in ("AccessDenied", "ExpiredToken", "InvalidToken"):
+        assert error.id == "permission-denied"
+    assert len(fault_proxy.requests) <= 2  # such a refusal is not tried again
+
+
+@pytest.mark.parametrize("code", REFUSALS)
+def test_a_head_that_is_refused(bucket: S3Bucket, fault_proxy: FaultProxy, code: str) -> None:
+    """The answer to a HEAD has no body, so the code of the error is unknown."""
+    fault_proxy.inject(Action.ANSWER, times=None, code=code, **REFUSALS[code])
+    refusal(bucket, s3_module.S3Store(bucket.url()), lambda store: store.head("key"))
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_passes_is_tried_again(
+    bucket: S3Bucket, fault_proxy: FaultProxy, name: str, status: int
+) -> None:
+    if name in ("upload_part", "list_parts", "complete_upload", "abort_upload"):
+        pytest.skip("see test_parts_are_tried_again")
+    store = s3_module.S3Store(bucket.url())
+    fault_proxy.inject(Action.ANSWER, status=status, times=2, code="SlowDown")
+    CALLS[name](store)
+    assert len(fault_proxy.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("action", "status"),
+    [(Action.CUT, 0), (Action.LOSE_REPLY, 0), *((Action.ANSWER, s) for s in (429, 500, 503))],
+)
+def test_parts_are_tried_again(
+    bucket: S3Bucket, fault_proxy: FaultProxy, action: Action, status: int
+) -> None:
+    store = s3_module.S3Store(bucket.url())
+    source = store.put("source", bytes(MIN_PART_BYTES))
+    upload = store.begin_upload("new")
+    fault_proxy.inject(action, "PUT .*partNumber=1", status=status)
+    fault_proxy.inject(action, "PUT .*partNumber=2", status=status)
+    fault_proxy.inject(action, "GET .*uploadId=", status=status)
+    parts = [
+        store.copy_part("new", upload, 1, source, 0, MIN_PART_BYTES),
+        store.upload_part("new", upload, 2, DATA),
+    ]
+    assert list(store.list_parts("new", upload)) == parts
+    fault_proxy.inject(Action.ANSWER, "POST .*uploadId=", status=status or 500)
+    assert store.complete_upload("new", upload, parts).size == MIN_PART_BYTES + 1000
+    assert bucket.get("new") == bytes(MIN_PART_BYTES) + DATA
+
+
+@pytest.mark.parametrize("action", [Action.LOSE_REPLY, Action.ANSWER_AFTERWARDS])
+def test_a_create_whose_reply_was_lost_is_never_a_silent_failure(
+    bucket: S3Bucket, fault_proxy: FaultProxy, action: Action
+) -> None:
+    """It may succeed or raise; if it raises, the object is what the caller can read back."""
+    store = s3_module.S3Store(bucket.url())
+    fault_proxy.inject(action, "PUT", status=500, code="InternalError")
+    with contextlib.suppress(ConditionError, StorageError):
+        store.put("new", DATA, create=True)
+    assert bytes(store.read("new", 0, 1000)) == DATA
+
+
+@pytest.mark.parametrize("action", [Action.LOSE_REPLY, Action.ANSWER_AFTERWARDS])
+@pytest.mark.parametrize("create", [False, True])
+def test_a_completion_whose_reply_was_lost_can_be_read_back(
+    bucket: S3Bucket, fault_proxy: FaultProxy, action: Action, create: bool
+) -> None:
+    store = s3_module.S3Store(bucket.url())
+    upload = store.begin_upload("new")
+    part = store.upload_part("new", upload, 1, DATA)
+    fault_proxy.inject(action, "POST .*uploadId=", status=500, code="InternalError")
+    with contextlib.suppress(StorageError):
+        store.complete_upload("new", upload, [part], create=create)
+    assert bytes(store.read("new", 0, 1000)) == DATA
+
+
+@pytest.mark.parametrize("offset", [0, 1, 500, -1])
+def test_a_truncated_body_is_read_again(
+    bucket: S3Bucket, fault_proxy: FaultProxy, offset: int
+) -> None:
+    store = s3_module.S3Store(bucket.url())
+    fault_proxy.inject(Action.TRUNCATE, "^GET", offset=offset)
+    assert bytes(store.read("key", 0, 1000)) == DATA
+
+
+def test_a_body_that_is_too_short_is_no_data(bucket: S3Bucket, fault_proxy: FaultProxy) -> None:
+    """Headers that agree with each other and not with the request: a broken proxy."""
+    store = s3_module.S3Store(bucket.url())
+    fault_proxy.inject(Action.SHORTEN, "^GET", offset=-1, times=None)
+    try:
+        data = store.read("key", 0, 1000)
+    except StorageError:
+        return
+    assert data.nbytes != 1000  # `ReadableObject` refuses it
+
+
+@pytest.mark.parametrize("offset", [0, 777])
+def test_a_bit_that_flips_on_the_way_is_refused(
+    bucket: S3Bucket, fault_proxy: FaultProxy, offset: int
+) -> None:
+    """What is stored is what was sent: uploads carry a checksum."""
+    store = s3_module.S3Store(bucket.url())
+    fault_proxy.inject(Action.FLIP_REQUEST, "^PUT", offset=offset, times=1)
+    try:
+        store.put("new", DATA)
+    except StorageError:
+        assert store.head("new") is None
+    else:
+        assert bucket.get("new") == DATA
+    upload = store.begin_upload("parts")
+    fault_proxy.inject(Action.FLIP_REQUEST, "^PUT .*partNumber", offset=offset, times=1)
+    try:
+        part = store.upload_part("parts", upload, 1, DATA)
+    except StorageError:
+        assert list(store.list_parts("parts", upload)) == []
+    else:
+        store.complete_upload("parts", upload, [part])
+        assert bucket.get("parts") == DATA
