@@ -202,6 +202,7 @@ ERROR_IDS: Mapping[type[MegtoolError], Mapping[str, str]] = {
         "destination-not-writable": "nothing can be written there",
         "destination-in-source": "source and destination are the same, or one contains the other",
         "interrupted-run": "an interrupted run left something to look at",
+        "foreign-workers": "workers of another run have begun to write the destination",
     },
     FormatError: {
         "source-not-found": "there is no such file or folder",

@@ -19,6 +19,12 @@ from megtool.checkpoint.storage.file_kinds import describe_kind
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.lock import LockFile
 from megtool.checkpoint.work_threads import map_in_threads
+from megtool.checkpoint.workers.manifest import (
+    MANIFEST,
+    PUBLISHED,
+    list_run_files,
+    refuse_workers,
+)
 from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
 
 _TRANSIENT_S = 2.0  # a run that is refused holds its lock for less
@@ -165,7 +171,8 @@ class StagingFolder:
     def _recover(self) -> None:
         """Resume or discard what an earlier run left."""
         record = journal.read_journal(self.files, self.staging / "journal")
-        self._cleared = not (record and record.finished)
+        has_workers = self.files.lstat(self.staging / MANIFEST) is not None
+        self._cleared = not (record and record.finished) and not has_workers
         self._put_old_back(record)
         staged = self._staged_inode()
         if record and record.commit is not None and record.commit != staged:
@@ -174,6 +181,8 @@ class StagingFolder:
             self._renamed = current is not None and record.commit == current.st_ino
             self._clear()
             record = None
+        else:
+            refuse_workers(self.files, self.staging)
         self._destination_check.check_free(completed=self._renamed)
         self._renamed = False
         if record and record.fingerprint != self._fingerprint:
@@ -332,7 +341,7 @@ class StagingFolder:
         staged = self._staged_inode()
         if staged is None:
             raise ValueError(f"nothing was written to {self.tree}")
-        record.commit(staged)
+        record.commit(staged, self._committed_state())
         if fsync:
             self.files.fsync(self.staging / "journal")
             self.files.fsync_dir(self.staging)
@@ -355,6 +364,10 @@ class StagingFolder:
             self.messages.append(f"the checkpoint is complete, but left-overs remain: {e.message}")
             with contextlib.suppress(StorageError):
                 self._release()
+
+    def _committed_state(self) -> str:
+        """What the journal says of the files that are committed."""
+        return ""
 
     def _check_before_rename(self) -> None:
         self._check_in_place()
@@ -429,8 +442,12 @@ class StagingFolder:
         else:
             self._put_old_back(None)
         self._close_journal()
+        names = [] if self.files.lstat(self.staging) is None else self.files.names(self.staging)
+        for name in list_run_files(names):
+            self.files.remove(self.staging / name)
         self.files.remove(self.tree)
         self.files.remove(self.staging / "journal")
+        self.files.remove(self.staging / PUBLISHED)
         self._cleared = True
 
     def _close_journal(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +14,9 @@ import numpy as np
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.digest import DigestMode, Digests
 from megtool.checkpoint.plan import Op, ReshardPlan
+from megtool.checkpoint.parallel_scan import STORE_TILE_BYTES
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import is_remote
 from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.checkpoint.transport.cast import limit_torch_threads, needs_torch
 from megtool.checkpoint.transport.encoded_chunks import SourceFiles
@@ -30,6 +32,7 @@ from megtool.checkpoint.transport.work_units import (
 )
 from megtool.checkpoint.transport.worker import CopyContext, Worker
 from megtool.checkpoint.work_threads import run_in_threads
+from megtool.checkpoint.workers.record import WorkerStatus
 from megtool.console import several
 from megtool.dtypes import dtype
 from megtool.errors import CheckpointError, DigestError, listed
@@ -44,7 +47,8 @@ class CopyReport:
     process. `verified` units were finished by an earlier run and compared with the source;
     `repaired` of them differed and were written again. `kernel_files` are the files of which the
     kernel wrote some bytes. `overflowed` counts, by the source's names, the numbers too large for
-    float16, which became infinite.
+    float16, which became infinite. `worker` tells of a run of several workers, and the rest is
+    about all of them if it was this one that committed, else about its own share.
     """
 
     num_bytes: Mapping[Op, int]
@@ -58,6 +62,7 @@ class CopyReport:
     repaired: int
     messages: list[str] = field(default_factory=list)
     overflowed: Mapping[str, int] = field(default_factory=dict)
+    worker: WorkerStatus | None = None
 
     @property
     def overflows(self) -> str:
@@ -117,73 +122,154 @@ def execute(
         SourceChangedError: a source file changed during the copy.
         StorageError: a read or a write failed.
     """
-    began = time.monotonic()
-    written = plan.target.catalogue
-    cuts: Sequence[Sequence[int] | None] = [None] * len(written.files)
-    if digest is not DigestMode.NONE:
-        cuts = _find_cuts(written)
-    paths = [stage.create(f.path, f.size, c) for f, c in zip(written.files, cuts, strict=True)]
-    target = ShardLocator(plan.target.catalogue, paths)
-    with (
-        SourceFiles(files, plan.sources) as readers,
-        OpenFiles(files, writing=True) as writers,
-        limit_torch_threads(_needs_torch(plan)),
-    ):
-        for file, offset, data in plan.target.fragments:
-            with writers.use(paths[file]) as fd:
-                files.pwrite_all(fd, data, offset)
-        for path, data in plan.target.small_files.items():
-            stage.write(path, data)
-        run = CopyContext(
+    copy = PlanCopy(
+        plan,
+        stage,
+        files=files,
+        threads=threads,
+        memory_bytes=memory_bytes,
+        digest=digest,
+        progress=progress,
+    )
+    copy.create(range(len(plan.target.catalogue.files)))
+    copy.write_headers()
+    copy.run(range(len(copy.units)), resumed=stage.resumed)
+    return copy.conclude(expected or {})
+
+
+class PlanCopy:
+    """The steps in which a plan is executed, some of which workers share out.
+
+    `units` are all units of the plan. `context` has what was done so far: digests and counts.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        stage: StagingArea,
+        *,
+        files: Files,
+        threads: int,
+        memory_bytes: int,
+        digest: DigestMode,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self.plan, self.stage = plan, stage
+        self._files, self._threads = files, threads
+        self._began = time.monotonic()
+        written = plan.target.catalogue
+        self._paths = [Path() for _ in written.files]
+        locator = ShardLocator(written, self._paths)
+        self.units = plan_units(plan, locator, tiled_only=digest is DigestMode.ALL)
+        self.verified = 0
+        self.context = CopyContext(
             plan=plan,
             files=files,
-            readers=readers,
-            writers=writers,
+            readers=SourceFiles(files, plan.sources),
+            writers=OpenFiles(files, writing=True),
             sources=[ShardLocator(c) for c in plan.sources],
-            target=target,
+            target=locator,
             digests=Digests(_digest_sizes(plan)),
             digest=digest,
             memory_bytes=memory_bytes // threads,
-            tile_bytes=TILE_BYTES,
+            tile_bytes=choose_tile_size(plan.sources),
             peak=PeakMemory(),
             progress=progress,
         )
-        todo = list(enumerate(plan_units(plan, target, tiled_only=digest is DigestMode.ALL)))
+
+    def path(self, number: int) -> Path:
+        """The path at which a created file of the target is written."""
+        return self._paths[number]
+
+    def create(self, numbers: Iterable[int]) -> None:
+        """Create files of the target, by number, with their final size."""
+        written = self.plan.target.catalogue
+        cuts: Sequence[Sequence[int] | None] = [None] * len(written.files)
+        if self.context.digest is not DigestMode.NONE:
+            cuts = _find_cuts(written)
+        for n in numbers:
+            file = written.files[n]
+            self._paths[n] = self.stage.create(file.path, file.size, cuts[n])
+
+    def write_headers(self) -> None:
+        """Write the bytes outside of tensors, and small files."""
+        target = self.plan.target
+        with self.context.writers as writers:
+            for file, offset, data in target.fragments:
+                with writers.use(self._paths[file]) as fd:
+                    self._files.pwrite_all(fd, data, offset)
+        for path, data in target.small_files.items():
+            self.stage.write(path, data)
+
+    def run(self, numbers: Iterable[int], *, resumed: Container[int]) -> None:
+        """Copy units of which the files exist; those `resumed` are compared and repaired.
+
+        Raises:
+            SourceChangedError: a source file changed.
+            StorageError: a read or a write failed.
+        """
+        context, plan = self.context, self.plan
+        todo = [(n, self.units[n]) for n in numbers]
         alone = [u for u in todo if isinstance(u[1], TiledUnit) and u[1].interleaved]
-        try:
-            _run_units(run, stage, todo[: len(todo) - len(alone)], threads)
-            _run_units(run, stage, alone, 1)
-        except CheckpointError:
-            for source in plan.sources:
-                source.check_unchanged()  # perhaps the cause of the error
-            raise
-    for source in plan.sources:
-        source.check_unchanged()
-    _digest_empty(plan, run)
-    _compare_digests(plan, run, expected or {})
-    for path, data in plan.target.final_files.items():
-        stage.write(path, data)
-    return CopyReport(
-        num_bytes=dict(run.num_bytes),
-        kernel_bytes=run.kernel_bytes,
-        kernel_files=tuple(
-            sorted(
-                {
-                    written.files[f].path
-                    for _, u in todo
-                    if isinstance(u, KernelUnit)
-                    for f in u.files
-                }
-            )
-        ),
-        seconds=time.monotonic() - began,
-        peak_buffer_bytes=run.peak.num_bytes,
-        digests=run.digests,
-        num_units=len(todo),
-        verified=len(stage.resumed & {number for number, _ in todo}),
-        repaired=run.repaired,
-        overflowed=_count_overflowed(run),
-    )
+        others = [u for u in todo if not (isinstance(u[1], TiledUnit) and u[1].interleaved)]
+        with context.readers, context.writers, limit_torch_threads(_needs_torch(plan)):
+            try:
+                _run_units(context, self.stage, others, self._threads, resumed)
+                _run_units(context, self.stage, alone, 1, resumed)
+            except CheckpointError:
+                self.check_sources()  # perhaps the cause of the error
+                raise
+        self.check_sources()
+        self.verified += sum(n in resumed for n, _ in todo)
+
+    def check_sources(self) -> None:
+        """Refuse sources that have changed since they were opened.
+
+        Raises:
+            SourceChangedError: one has.
+        """
+        for source in self.plan.sources:
+            source.check_unchanged()
+
+    def compare(self, expected: Mapping[str, int]) -> None:
+        """Compare the tensors of which all bytes were read with digests of the source.
+
+        Raises:
+            DigestError: one differs.
+        """
+        _compare_digests(self.plan, self.context, expected)
+
+    def conclude(self, expected: Mapping[str, int]) -> CopyReport:
+        """Compare digests, write the files that mark a checkpoint complete, and report.
+
+        Raises:
+            DigestError: a tensor does not have its expected digest.
+        """
+        plan, context = self.plan, self.context
+        _digest_empty(plan, context)
+        self.compare(expected)
+        for path, data in plan.target.final_files.items():
+            self.stage.write(path, data)
+        return self.report()
+
+    def report(self) -> CopyReport:
+        """What was done so far."""
+        context, files = self.context, self.plan.target.catalogue.files
+        kernel_files = {
+            files[f].path for u in self.units if isinstance(u, KernelUnit) for f in u.files
+        }
+        return CopyReport(
+            num_bytes=dict(context.num_bytes),
+            kernel_bytes=context.kernel_bytes,
+            kernel_files=tuple(sorted(kernel_files)),
+            seconds=time.monotonic() - self._began,
+            peak_buffer_bytes=context.peak.num_bytes,
+            digests=context.digests,
+            num_units=len(self.units),
+            verified=self.verified,
+            repaired=context.repaired,
+            overflowed=_count_overflowed(context),
+        )
 
 
 def _find_cuts(catalogue: Catalogue) -> list[list[int]]:
@@ -215,13 +301,22 @@ def _count_overflowed(run: CopyContext) -> dict[str, int]:
     return dict(sorted((out + run.fed_overflowed).items()))
 
 
+def choose_tile_size(sources: Sequence[Catalogue]) -> int:
+    """What a thread moves at a time."""
+    return STORE_TILE_BYTES if any(is_remote(c.root) for c in sources) else TILE_BYTES
+
+
 TILE_BYTES = 1 << 20
 """What a thread moves at a time: about a core's L2 cache, so that a tile is read, digested and
 written while it is there; smaller tiles make threads wait more for the interpreter."""
 
 
 def _run_units(
-    run: CopyContext, stage: StagingArea, todo: Sequence[tuple[int, Unit]], threads: int
+    run: CopyContext,
+    stage: StagingArea,
+    todo: Sequence[tuple[int, Unit]],
+    threads: int,
+    resumed: Container[int],
 ) -> None:
     """Run all units; the first error or Ctrl-C stops every thread and is raised."""
     schedule = UnitSchedule(todo)
@@ -230,7 +325,7 @@ def _run_units(
         worker = Worker(run)
         while not run.stopped.is_set() and (claimed := schedule.take()):
             number, unit = claimed
-            worker.do(unit, verify=number in stage.resumed)
+            worker.do(unit, verify=number in resumed)
             schedule.release(unit)
             if not run.stopped.is_set():
                 stage.finish(number)

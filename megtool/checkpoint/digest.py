@@ -76,6 +76,21 @@ class Digests:
         for name, (crc, num_bytes) in digests._parts.items():
             self._include(name, crc, num_bytes)
 
+    def parts(self) -> dict[str, tuple[int, int]]:
+        """By tensor, the linear CRC of what was added so far, and its bytes: see `add_parts`."""
+        with self._lock:
+            return dict(self._parts)
+
+    def add_parts(self, name: str, linear: int, num_bytes: int) -> None:
+        """Add pieces of a tensor that another process digested: what its `parts` has.
+
+        Raises:
+            ValueError: there is no such tensor, or more bytes were added than it has.
+        """
+        if name not in self._sizes:
+            raise ValueError(f"there is no tensor {name!r}")
+        self._include(name, linear, num_bytes)
+
     def _include(self, name: str, crc_part: int, num_bytes: int) -> None:
         with self._lock:
             crc, added = self._parts.get(name, (0, 0))

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from megtool.checkpoint.digest import FileDigest, chain_crc, finish_crc, shift_crc
+from megtool.checkpoint.parallel_scan import STORE_TILE_BYTES
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import is_remote
 from megtool.checkpoint.storage.transfer import Buffer
-from megtool.checkpoint.work_threads import run_jobs
+from megtool.checkpoint.work_threads import map_in_threads, run_jobs
 from megtool.errors import FormatError
 
 _PART_BYTES = 64 << 20
@@ -86,6 +88,23 @@ class FileDigests:
         if staged is not None:
             staged.known = False
 
+    def sections_of(self, path: Path) -> list[int] | None:
+        """The linear CRC of each section of a file so far; None if it is not known."""
+        staged = self._files.get(path)
+        return list(staged.sections) if staged is not None and staged.known else None
+
+    def add_sections(self, path: Path, first: int, sections: Sequence[int]) -> None:
+        """Add what another process wrote to sections of a registered file, from `first` on.
+
+        Raises:
+            ValueError: the file has fewer sections, or is not registered.
+        """
+        staged = self._files.get(path)
+        if staged is None or not 0 <= first <= first + len(sections) <= len(staged.ends):
+            raise ValueError(f"there are no {len(sections)} sections from {first} on")
+        for number, linear in enumerate(sections, first):
+            staged.add(number, linear)
+
     def paths(self) -> list[Path]:
         """The registered files."""
         return list(self._files)
@@ -136,6 +155,7 @@ def read_sections(
         for start in range(begin, end, _PART_BYTES)
     ]
     linear = [0] * len(sections)
+    step = STORE_TILE_BYTES if is_remote(path) else _BUFFER_BYTES
     lock = threading.Lock()
     local = threading.local()
     fd = files.open_read(path)
@@ -145,10 +165,10 @@ def read_sections(
         def read(part: tuple[int, int, int]) -> None:
             number, start, end = part
             if not hasattr(local, "buffer"):
-                local.buffer = memoryview(bytearray(_BUFFER_BYTES))
+                local.buffer = memoryview(bytearray(step))
             crc = 0
-            for offset in range(start, end, _BUFFER_BYTES):
-                view = local.buffer[: min(_BUFFER_BYTES, end - offset)]
+            for offset in range(start, end, step):
+                view = local.buffer[: min(step, end - offset)]
                 files.pread_into(fd, view, offset)
                 crc = chain_crc(crc, view)
             moved = shift_crc(crc, sections[number][1] - end)
@@ -226,22 +246,28 @@ def check_files(
     Raises:
         StorageError: a read failed.
     """
-    files, out = Files(), []
-    for name, digest in sorted(expected.items()):
-        path = root / name
+    files = Files()
+    files.load_tree(root)
+    at_once = threads if is_remote(root) else 1  # many files, where each is waited for
+
+    def find_fault(name: str) -> str | None:
+        path, digest = root / name, expected[name]
         status = files.stat(path)
         if status is None:
-            out.append(FileMismatch(file=name, reason="has a digest, but is missing"))
-        elif not stat.S_ISREG(status.st_mode) or not path.resolve().is_relative_to(root.resolve()):
-            reason = "is not a regular file inside the checkpoint any more"
-            out.append(FileMismatch(file=name, reason=reason))
-        elif status.st_size != digest.size:
-            reason = f"has {status.st_size:,} bytes, but {digest.size:,} were written"
-            out.append(FileMismatch(file=name, reason=reason))
-        else:
-            whole = [(0, digest.size)]
-            (actual,) = read_sections(files, path, whole, threads=threads, progress=progress)
-            if actual != digest.crc32c:
-                reason = f"has the CRC-32C {actual:08x}, but {digest.crc32c:08x} was written"
-                out.append(FileMismatch(file=name, reason=reason))
-    return out
+            return "has a digest, but is missing"
+        if not stat.S_ISREG(status.st_mode) or not path.resolve().is_relative_to(root.resolve()):
+            return "is not a regular file inside the checkpoint any more"
+        if status.st_size != digest.size:
+            return f"has {status.st_size:,} bytes, but {digest.size:,} were written"
+        (actual,) = read_sections(
+            files, path, [(0, digest.size)], threads=threads // at_once, progress=progress
+        )
+        if actual == digest.crc32c:
+            return None
+        return f"has the CRC-32C {actual:08x}, but {digest.crc32c:08x} was written"
+
+    names = sorted(expected)
+    faults = map_in_threads(find_fault, names, threads=at_once)
+    return [
+        FileMismatch(file=n, reason=r) for n, r in zip(names, faults, strict=True) if r is not None
+    ]

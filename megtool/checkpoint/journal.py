@@ -21,13 +21,15 @@ class JournalRecord:
 
     `finished` maps units to their notes. `lost` counts units that were finished before the machine
     crashed and may never have reached the disk. `commit` is the inode that was about to be
-    renamed to the destination. `num_bytes` is the length of the intact lines.
+    renamed to the destination, and `state` that of its files (see `describe_state`), if it was
+    recorded. `num_bytes` is the length of the intact lines.
     """
 
     fingerprint: str
     finished: dict[int, str] = field(default_factory=dict)
     lost: int = 0
     commit: int | None = None
+    state: str = ""
     num_bytes: int = 0
 
 
@@ -63,9 +65,9 @@ class Journal:
         """Record that all finished units were flushed to the disk."""
         self._append("durable")
 
-    def commit(self, inode: int) -> None:
+    def commit(self, inode: int, state: str = "") -> None:
         """Record that the file or folder with this inode is about to become the destination."""
-        self._append(f"commit {inode}")
+        self._append(f"commit {inode} {state}".rstrip())
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -82,7 +84,7 @@ class Journal:
 
 
 _HEADER = re.compile(rf"megtool-journal {VERSION} (\S+)")
-_LINE = re.compile(r"(?:run (\S+)|done (\d+) (.*)|commit (\d+)|(durable))")
+_LINE = re.compile(r"(?:run (\S+)|done (\d+) (.*)|commit (\d+)(?: (\S+))?|(durable))")
 
 
 def read_journal(files: Files, path: Path) -> JournalRecord | None:
@@ -115,7 +117,7 @@ def read_journal(files: Files, path: Path) -> JournalRecord | None:
             pending[int(match[2])] = match[3]
             record.finished.pop(int(match[2]), None)
         elif match[4]:
-            record.commit = int(match[4])
+            record.commit, record.state = int(match[4]), match[5] or ""
         else:
             record.finished |= pending
             pending.clear()

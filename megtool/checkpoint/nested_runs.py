@@ -25,6 +25,7 @@ from pathlib import Path
 from megtool.checkpoint.storage.file_kinds import describe_kind, is_special
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.lock import find_holder
+from megtool.checkpoint.workers.manifest import MANIFEST, find_worker_files
 from megtool.errors import DestinationError, StorageError
 
 LOCK = "lock"
@@ -32,7 +33,7 @@ SAVE_STAGING = ".megtool"
 """The staging folder inside a save folder of `finetune`."""
 
 _STAGING = re.compile(r"\.(.*)\.megtool", re.DOTALL)
-_WORK = ("tree", "journal", "old")  # what a run leaves that is worth something
+_WORK = ("tree", "journal", "old", MANIFEST)  # what a run leaves that is worth something
 _PAUSE_S = 0.05
 
 
@@ -64,7 +65,7 @@ def check_runs_above(files: Files, destination: Path) -> None:
         if not _may_replace(files, folder, status.st_uid):
             continue
         try:
-            holder = find_holder(files, staging / LOCK)
+            holder = find_run(files, staging)
         except StorageError as e:
             if isinstance(e.__cause__, PermissionError):  # of another user, who may be gone
                 continue
@@ -76,6 +77,20 @@ def check_runs_above(files: Files, destination: Path) -> None:
                 hint="wait until it has ended, or choose another destination",
                 error_id="destination-locked",
             )
+
+
+def find_run(files: Files, staging: Path) -> str | None:
+    """The process that writes in a staging folder: a run of its own, or a worker of one.
+
+    Raises:
+        StorageError: a file cannot be read.
+    """
+    holder = find_holder(files, staging / LOCK)
+    if holder is None and files.lstat(staging / MANIFEST) is not None:
+        for _, name in find_worker_files(files.names(staging), "lock"):
+            if holder := find_holder(files, staging / name):
+                break
+    return holder
 
 
 def _may_replace(files: Files, folder: Path, user: int) -> bool:
@@ -96,7 +111,7 @@ def check_runs_within(files: Files, folder: Path) -> None:
     """
     for path in _walk(files, folder):
         try:
-            holder = find_holder(files, path / LOCK)
+            holder = find_run(files, path)
         except StorageError as e:
             if not isinstance(e.__cause__, PermissionError):
                 raise

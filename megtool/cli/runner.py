@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import math
@@ -42,11 +43,22 @@ def run_verb(verb: Verb, values: dict[str, Any]) -> int:
     config = values.pop("config", None)
 
     def work(progress: Progress) -> Report:
-        options = build_options(verb.options, values, config)
+        options = follow_launcher(build_options(verb.options, values, config))
         report: Report = verb.call(options, {"progress": progress})
         return report
 
     return run(work, output)
+
+
+def follow_launcher(options: Any) -> Any:
+    """Options that make each process that a launcher started do its share, where a verb can.
+
+    In Python a call does the whole work unless it names a worker: a script that torchrun started
+    may call it in one process only.
+    """
+    if getattr(options, "worker", "") is None:
+        return dataclasses.replace(options, worker="auto")
+    return options
 
 
 def run_generate(verb: Verb, values: dict[str, Any]) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.formats import ARRAY_FORMATS
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.workers.identity import WorkerIdentity, parse_worker
 from megtool.commands.options.checkpoints import ReshardFacts, ReshardOptions
 from megtool.config import LayoutOptions
 from megtool.console import Progress, silent
@@ -63,7 +65,12 @@ def reshard(
         ),
         _target_options(options),
         replace(
-            make_execution_options(options, options),
+            make_execution_options(
+                options,
+                options,
+                parse_worker(options.worker),
+                locations=(options.source, options.destination, *options.average),
+            ),
             digest=DigestMode(options.digest),
             strict=options.strict,
             verify=options.verify,
@@ -106,19 +113,28 @@ def _learn_facts(options: ReshardOptions, source: CheckpointSource) -> ReshardFa
     )
 
 
-def make_execution_options(options: CopyOptions, output: OutputOptions) -> ExecutionOptions:
+def make_execution_options(
+    options: CopyOptions,
+    output: OutputOptions,
+    worker: WorkerIdentity | None = None,
+    *,
+    locations: Sequence[Path] = (),
+) -> ExecutionOptions:
     """How to copy, from a verb's options, which are usually both arguments.
+
+    `locations` are what is read and written.
 
     Raises:
         UsageError: there is too little memory.
     """
     memory_bytes = parse_size(options.memory, "memory")
     return ExecutionOptions(
-        threads=choose_num_threads(options.threads, memory_bytes),
+        threads=choose_num_threads(options.threads, memory_bytes, *locations),
         memory_bytes=memory_bytes,
         overwrite=output.overwrite,
         dry_run=output.dry_run,
         fsync=output.fsync,
+        worker=worker,
     )
 
 

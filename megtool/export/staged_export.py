@@ -44,11 +44,10 @@ class PlannedExport:
         Raises:
             FormatError, StorageError, SourceChangedError, DestinationError: see `write_staged`.
         """
-        stage = StagingFolder(
+        stage = execution.make_stage(
             destination,
             files=files,
             fingerprint=self.plan.fingerprint,
-            overwrite=execution.overwrite,
             is_file=self.is_file,
             sources=self.sources,
         )

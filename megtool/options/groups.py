@@ -95,6 +95,20 @@ class CopyOptions(ThreadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerOptions(Options):
+    """Which of several processes this is that do one piece of work together."""
+
+    worker: str | None = option(
+        RUNNING,
+        "Do one share of the work, as worker I of N (I from 0), in as many processes, on any "
+        "hosts: 0/4, 1/4, 2/4, 3/4. The last that is complete publishes the result. slurm-array: "
+        "as the task of a job array; auto: as torchrun, mpirun or srun started this process, the "
+        "default of the command line; 0/1: do everything.",
+        metavar="I/N",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineOptions(Options):
     """The engine that has to load what is written."""
 

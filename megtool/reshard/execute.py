@@ -49,12 +49,13 @@ class ExecutionOptions(WriteOptions):
 
     strict: bool = False
     verify: bool = False
-    overwrite: bool = False
     dry_run: bool = False
 
 
-def choose_num_threads(requested: int | None, memory_bytes: int) -> int:
+def choose_num_threads(requested: int | None, memory_bytes: int, *locations: Path) -> int:
     """The number of threads requested, or as many as there are cores and memory for (at most 8).
+
+    With `locations` in stores, for which threads wait, there are 8 whatever the cores.
 
     Raises:
         UsageError: not a positive number, or too little memory for their buffers.
@@ -69,7 +70,7 @@ def choose_num_threads(requested: int | None, memory_bytes: int) -> int:
             hint=f"a thread needs at least {LEAST_THREAD_BYTES >> 10} KiB"
             + (f": --threads {most}, or more memory" if most else ""),
         )
-    return requested or min(default_threads(None), most)
+    return requested or min(default_threads(None, *locations), most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,13 +177,13 @@ def execute(
     """
     plan = job.plan
     summary = summarize(plan, threads=execution.threads, memory_bytes=execution.memory_bytes)
-    stage = StagingFolder(
+    stage = execution.make_stage(
         job.destination,
         files=files,
         fingerprint=plan.fingerprint,
-        overwrite=execution.overwrite,
         is_file=job.target.is_file,
         sources=[path for source in job.sources for path in source_paths(source)],
+        rewrites_data=job.target.finish is not None,
     )
     if execution.dry_run:
         stage.check()
@@ -230,6 +231,7 @@ def _write(
     if target.is_file:  # of its stored tensors, those the kernel copied included
         computed = 0 if execution.digest is DigestMode.NONE else placed
     return {
+        "worker": copied.worker,
         "kernel_bytes": copied.kernel_bytes,
         "resumed_units": copied.verified,
         "repaired_units": copied.repaired,

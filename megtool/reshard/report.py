@@ -9,12 +9,15 @@ from typing import Any
 from megtool.checkpoint.formats import RANK_SHARDED_FORMATS
 from megtool.checkpoint.plan import DroppedItem
 from megtool.checkpoint.plan_summary import PlanSummary
+from megtool.checkpoint.workers.record import WorkerStatus
 from megtool.console import format_bytes
 from megtool.errors import listed
 from megtool.reports import Report, Row, Section
 from megtool.reshard.inventory import OBJECTS, Inventory
 from megtool.reshard.megatron.amax_report import AmaxReport
 from megtool.reshard.written_digests import describe_digests
+
+_NESTED = ("plan", "inventory", "amax", "worker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +32,8 @@ class ReshardReport(Report):
     peak resident set of this process, with libraries and mapped files. `overflowed` counts, by the
     source's tensors, numbers that are too large for float16 and became infinite. `verified` tensors
     were read back and equal the source's, cast or averaged; None without `verify`. `amax` reports
-    FP8's delayed scaling state.
+    FP8's delayed scaling state. `worker` is set in a run of several workers; only the one that
+    published has counted what all have written.
     """
 
     source: str
@@ -59,6 +63,7 @@ class ReshardReport(Report):
     peak_rss_bytes: int = 0
     verified: int | None = None
     overflowed: dict[str, int] = field(default_factory=dict)
+    worker: WorkerStatus | None = None
 
     @property
     def moved(self) -> dict[str, tuple[str, ...]]:
@@ -77,10 +82,11 @@ class ReshardReport(Report):
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
-        names = [n for n in self.__dataclass_fields__ if n not in ("plan", "inventory", "amax")]
+        names = [n for n in self.__dataclass_fields__ if n not in _NESTED]
         out: dict[str, Any] = {n: getattr(self, n) for n in names}
         out["plan"] = self.plan.to_json()
         out["amax"] = self.amax.to_json() if self.amax else None
+        out["worker"] = self.worker.to_json() if self.worker else None
         return self.add_remarks(out | self.inventory.to_json())
 
     def title(self) -> str:
@@ -125,6 +131,11 @@ class ReshardReport(Report):
         )
 
     def _result_rows(self) -> Iterator[Row]:
+        if self.worker is not None:
+            yield "worker", self.worker.describe()
+            if self.worker.state != "published":
+                yield "share", format_bytes(self.worker.num_bytes)
+                return
         rate = format_bytes(self.num_bytes / self.seconds) if self.seconds else "-"
         yield (
             "written",

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from megtool.checkpoint.commit import StagingFolder
-from megtool.checkpoint.copy import CopyReport, execute
+from megtool.checkpoint.copy import CopyReport, PlanCopy, execute
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.plan import ReshardPlan
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.workers.identity import WorkerIdentity
+from megtool.checkpoint.workers.record import WorkerRecord, WorkerStatus
+from megtool.checkpoint.workers.share_copy import copy_share, merge_shares
+from megtool.checkpoint.workers.shared_staging import SharedStaging
+from megtool.checkpoint.workers.shares import split_units
 from megtool.console import Progress
 from megtool.errors import FormatError
 from megtool.reshard.staged_headers import check_headers
@@ -21,12 +28,57 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """How a plan is written: threads, the memory of all their buffers, digests, and fsync."""
+    """How a plan is written: threads, the memory of all their buffers, digests, and fsync.
+
+    `worker` is this process, if several write the plan together.
+    """
 
     threads: int = field(default_factory=lambda: default_threads(None))
     memory_bytes: int = 128 << 20
     digest: DigestMode = DigestMode.ALL
     fsync: bool = True
+    overwrite: bool = False
+    worker: WorkerIdentity | None = None
+
+    def make_stage(
+        self,
+        destination: Path,
+        *,
+        files: Files,
+        fingerprint: str,
+        is_file: bool = False,
+        sources: Sequence[Path] = (),
+        rewrites_data: bool = False,
+    ) -> StagingFolder:
+        """Where a plan is written until it is complete.
+
+        Args:
+            destination: Where it then appears.
+            files: What makes the system calls.
+            fingerprint: That of the plan.
+            is_file: The destination is a single file.
+            sources: What is read, which the destination must not replace.
+            rewrites_data: `finish` of `write_staged` changes data of the plan.
+        """
+        if self.worker is None:
+            return StagingFolder(
+                destination,
+                files=files,
+                fingerprint=fingerprint,
+                overwrite=self.overwrite,
+                is_file=is_file,
+                sources=sources,
+            )
+        return SharedStaging(
+            destination,
+            worker=self.worker,
+            files=files,
+            fingerprint=fingerprint,
+            overwrite=self.overwrite,
+            is_file=is_file,
+            sources=sources,
+            rewrites_data=rewrites_data,
+        )
 
 
 def write_staged(
@@ -42,6 +94,7 @@ def write_staged(
 ) -> CopyReport:
     """Write a plan into `stage` and commit it to its destination.
 
+    A worker of several writes its share; the last one commits, which the report's `worker` tells.
     If this fails, the staged data stay where that is possible, the next run resumes from them, and
     a log message says so.
 
@@ -63,42 +116,120 @@ def write_staged(
             read back.
         StorageError, SourceChangedError, DestinationError, DigestError: see `execute` and `Stage`.
     """
-    total = plan.target.catalogue.num_bytes
+    writing = _StagedWrite(plan, stage, options, verb, progress, expected or {}, overflow_hint)
     try:
         with stage:
             for message in stage.messages:
                 _LOG.info("%s", message)
-            stage.require_space(sum(f.size for f in plan.target.catalogue.files))
-            progress(verb, 0, total)
-            copied = execute(
-                plan,
-                stage,
-                files=stage.files,
-                threads=options.threads,
-                memory_bytes=options.memory_bytes,
-                digest=options.digest,
-                progress=lambda n: progress(verb, n, total),
-                expected=expected,
-            )
-            if copied.overflowed and overflow_hint:
-                stage.discard()
-                raise FormatError(
-                    copied.overflows, tensor=next(iter(copied.overflowed)), hint=overflow_hint
-                )
-            if copied.overflowed:
-                stage.messages.append(copied.overflows)
-                _LOG.warning("%s", copied.overflows)
-            if finish is not None:
-                finish(copied)
-            else:
-                write_digests(plan, stage, copied, options.digest, threads=options.threads)
-            check_headers(plan, stage)
-            stage.commit(fsync=options.fsync, threads=options.threads)
+            copied = writing.run()
+            if copied.worker is None or copied.worker.state == "published":
+                writing.check_overflow(copied)
+                if finish is not None:
+                    finish(copied)
+                else:
+                    write_digests(plan, stage, copied, options.digest, threads=options.threads)
+                check_headers(plan, stage)
+                stage.commit(fsync=options.fsync, threads=options.threads)
     except BaseException:
         if stage.describe_resume() in stage.messages:  # there is something to resume from
             _LOG.warning("%s", stage.describe_resume())
         raise
     return copied
+
+
+@dataclass(frozen=True, slots=True)
+class _StagedWrite:
+    """The data of `write_staged`, and its steps in an entered stage up to `finish`."""
+
+    plan: ReshardPlan
+    stage: StagingFolder
+    options: WriteOptions
+    verb: str
+    progress: Progress
+    expected: Mapping[str, int]
+    overflow_hint: str
+
+    def run(self) -> CopyReport:
+        """Write all data, or the share of a worker; a worker that is the last completes all."""
+        plan, stage, options = self.plan, self.stage, self.options
+        total = plan.target.catalogue.num_bytes
+        if isinstance(stage, SharedStaging):
+            return self._run_worker(stage, stage.worker)
+        stage.require_space(sum(f.size for f in plan.target.catalogue.files))
+        self.progress(self.verb, 0, total)
+        return execute(
+            plan,
+            stage,
+            files=stage.files,
+            threads=options.threads,
+            memory_bytes=options.memory_bytes,
+            digest=options.digest,
+            progress=lambda n: self.progress(self.verb, n, total),
+            expected=self.expected,
+        )
+
+    def check_overflow(self, copied: CopyReport) -> None:
+        """Warn of numbers that became infinite, or refuse them.
+
+        Raises:
+            FormatError: with `overflow_hint`, there are some; the staged data are discarded.
+        """
+        if copied.overflowed and self.overflow_hint:
+            self.stage.discard()
+            raise FormatError(
+                copied.overflows, tensor=next(iter(copied.overflowed)), hint=self.overflow_hint
+            )
+        if copied.overflowed:
+            self.stage.messages.append(copied.overflows)
+            _LOG.warning("%s", copied.overflows)
+
+    def _run_worker(self, stage: SharedStaging, worker: WorkerIdentity) -> CopyReport:
+        share = self._start_copy(0)
+        own = split_units(share.units, worker.count).of(worker.index)
+        num_bytes = sum(share.units[n].num_bytes for n in own)
+        status = WorkerStatus(
+            index=worker.index, count=worker.count, state="complete", num_bytes=num_bytes
+        )
+        if stage.is_published:
+            return replace(share.report(), worker=status)
+        if stage.record is None:
+            stage.require_space(sum(f.size for f in self.plan.target.catalogue.files))
+            share = self._start_copy(num_bytes)
+            copy_share(
+                share,
+                stage,
+                worker,
+                self.plan.fingerprint,
+                expected=self.expected,
+                fsync=self.options.fsync,
+            )
+        records = stage.begin_publication()
+        if records is not None:
+            copied = self._publish(stage, records)
+            return replace(copied, worker=replace(status, state="published"))
+        report = share.report()
+        if stage.is_published:
+            return replace(report, worker=status)
+        missing = tuple(stage.find_missing())
+        state = replace(status, state="waiting" if missing else "publishing", missing=missing)
+        return replace(report, worker=state)
+
+    def _publish(self, stage: SharedStaging, records: Sequence[WorkerRecord]) -> CopyReport:
+        return merge_shares(self._start_copy(0), stage, records, expected=self.expected)
+
+    def _start_copy(self, total: int) -> PlanCopy:
+        """A copy of the plan, with the progress of `total` bytes (none for 0)."""
+        if total:
+            self.progress(self.verb, 0, total)
+        return PlanCopy(
+            self.plan,
+            self.stage,
+            files=self.stage.files,
+            threads=self.options.threads,
+            memory_bytes=self.options.memory_bytes,
+            digest=self.options.digest,
+            progress=(lambda n: self.progress(self.verb, n, total)) if total else None,
+        )
 
 
 def written_files(plan: ReshardPlan) -> tuple[str, ...]:

@@ -18,20 +18,23 @@ from megtool.errors import DestinationError, StorageError
 class LockFile:
     """Holds the lock file at `path`, which names process and host, until `release`.
 
-    The system releases the lock when the process ends, so a leftover file locks nobody out. If the
-    file system has no locks, `is_certain` is false: then only processes of this host are detected.
+    A `shared` lock excludes only those that are not, and names nobody. The system releases the lock
+    when the process ends, so a leftover file locks nobody out. If the file system has no locks,
+    `is_certain` is false: then only processes of this host are detected.
     """
 
     is_certain = True
 
-    def __init__(self, files: Files, path: Path, make_folder: Callable[[], None]) -> None:
+    def __init__(
+        self, files: Files, path: Path, make_folder: Callable[[], None], *, shared: bool = False
+    ) -> None:
         """`make_folder` creates the folder of `path`; another run may remove it at any time.
 
         Raises:
             DestinationError: another run holds the lock, or the folder cannot be written.
         """
         self._files = files
-        self._path = path
+        self._path, self._shared = path, shared
         for _ in range(100):
             try:
                 make_folder()
@@ -61,17 +64,20 @@ class LockFile:
 
     def _take(self) -> bool:
         """Lock the open file; False if another run removed it."""
-        locked = self._files.lock(self._fd)
+        locked = self._try()
         for _ in range(_ATTEMPTS):
             if locked is not False:
                 break
             time.sleep(_PAUSE_S)  # `find_holder` of another run holds it for a moment
-            locked = self._files.lock(self._fd)
+            locked = self._try()
         if locked is not True:
-            self._check_holder(busy=locked is False)
+            if locked is False or not self._shared:
+                self._check_holder(busy=locked is False)
             self.is_certain = False
         if not self.is_in_place():
             return False
+        if self._shared:
+            return True
         try:
             self._files.truncate(self._fd, 0)
             self._files.pwrite_all(self._fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
@@ -79,6 +85,11 @@ class LockFile:
             self._files.remove(self._path)
             raise
         return True
+
+    def _try(self) -> bool | None:
+        if self._shared:
+            return self._files.lock(self._fd, shared=True)
+        return self._files.lock(self._fd)
 
     def is_in_place(self) -> bool:
         """Whether the path of the lock still names the locked file."""

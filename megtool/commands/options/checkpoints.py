@@ -26,6 +26,7 @@ from megtool.options.groups import (
     OutputOptions,
     SourceOptions,
     ThreadOptions,
+    WorkerOptions,
 )
 
 SOURCE = "A checkpoint: a folder, a save folder, or a single file."
@@ -101,7 +102,9 @@ _WRITES = OptionCondition(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReshardOptions(SourceOptions, LayoutOptions, CopyOptions, OutputOptions, ObjectOptions):
+class ReshardOptions(
+    SourceOptions, LayoutOptions, CopyOptions, OutputOptions, ObjectOptions, WorkerOptions
+):
     """Copy a checkpoint into another format, parallel layout or dtype.
 
     An interrupted run resumes when the same command is given again.

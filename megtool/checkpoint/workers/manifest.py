@@ -1,0 +1,111 @@
+"""Names of what workers leave in their staging folder, and the manifest of their run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megtool.checkpoint.storage.files import Files
+from megtool.errors import DestinationError
+
+MANIFEST = "workers"
+PUBLISH_LOCK = "publish.lock"
+PUBLISHER = "publisher"
+"""Who publishes, on a file system without locks."""
+PUBLISHED = "published"
+"""The journal of a publication that is complete, for workers that are started later."""
+
+_OF_WORKER = re.compile(r"worker-(\d{1,9})\.(lock|journal|record|new)")
+_LINE = re.compile(r"megtool-workers 1 (\S+) (\d{1,9})\n")
+_MAX_BYTES = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A run of `count` workers for the plan with this fingerprint."""
+
+    fingerprint: str
+    count: int
+
+    def write(self, files: Files, staging: Path, *, fsync: bool = False) -> None:
+        """Create or replace the manifest."""
+        data = f"megtool-workers 1 {self.fingerprint} {self.count}\n".encode()
+        files.replace_file(staging / MANIFEST, data, f"{MANIFEST}.new", fsync=fsync)
+
+    def check(self, found: Manifest, staging: Path) -> None:
+        """Refuse to join the run of another manifest.
+
+        Raises:
+            DestinationError: it is of another plan, or of another number of workers.
+        """
+        if found == self:
+            return
+        other = "with another source or other options"
+        if found.fingerprint == self.fingerprint:
+            other = f"of {found.count} workers, not {self.count}"
+        raise DestinationError(
+            f"workers of a run {other} have begun to write this destination",
+            file=staging,
+            hint="start all workers with the same command, paths and versions; if that run is "
+            f"given up, remove what it left: {clean_command(staging)}",
+            error_id="foreign-workers",
+        )
+
+
+def read_manifest(files: Files, staging: Path) -> Manifest | None:
+    """The manifest in a staging folder; None if there is none, or it is torn."""
+    data = files.read_whole(staging / MANIFEST, at_most=_MAX_BYTES, is_own=True) or b""
+    match = _LINE.fullmatch(data.decode(errors="replace"))
+    return None if match is None else Manifest(fingerprint=match[1], count=int(match[2]))
+
+
+def refuse_workers(files: Files, staging: Path) -> None:
+    """Refuse to begin without --worker where workers have begun.
+
+    Raises:
+        DestinationError: they have.
+    """
+    manifest = read_manifest(files, staging)
+    if manifest is not None:
+        raise DestinationError(
+            f"{manifest.count} workers have begun to write this destination",
+            file=staging,
+            hint=f"start them again to finish it: --worker 0/{manifest.count} and so on; or remove "
+            f"what they left: {clean_command(staging)}",
+            error_id="interrupted-run",
+        )
+
+
+def clean_command(staging: Path) -> str:
+    """The command that removes what runs left for the destination of a staging folder."""
+    name = staging.name.removeprefix(".").removesuffix(".megtool")
+    return f"megtool clean {staging.parent / name}"
+
+
+def worker_file(index: int, kind: str) -> str:
+    """The name of a worker's `lock`, `journal` or `record`."""
+    return f"worker-{index}.{kind}"
+
+
+def find_worker_files(names: Iterable[str], *kinds: str) -> list[tuple[int, str]]:
+    """Index and name of the files of workers among some names, of the given kinds or of all."""
+    out = []
+    for name in names:
+        match = _OF_WORKER.fullmatch(name)
+        if match and (not kinds or match[2] in kinds):
+            out.append((int(match[1]), name))
+    return sorted(out)
+
+
+def list_run_files(names: Iterable[str]) -> list[str]:
+    """All files of a run of workers among some names: first its records, last the manifest.
+
+    A record vouches for data, so it is removed before them.
+    """
+    names = set(names)
+    records = [name for _, name in find_worker_files(names, "record")]
+    others = [name for _, name in find_worker_files(names) if name not in records]
+    last = (PUBLISHER, PUBLISH_LOCK, f"{MANIFEST}.new", MANIFEST)
+    return [*records, *others, *(name for name in last if name in names)]

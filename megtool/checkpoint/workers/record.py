@@ -1,0 +1,197 @@
+"""The record with which a worker signs off: what it did, and the digests of what it wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megtool.checkpoint.digest import crc32c, reject_constant
+from megtool.checkpoint.plan import Op
+from megtool.console import several
+from megtool.errors import FormatError, listed
+
+VERSION = 1
+MAX_RECORD_BYTES = 1 << 30
+
+_HINT = "start this worker again: without its record it checks its share and signs off anew"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSections:
+    """Linear CRCs of consecutive sections of a file, from section `first` on (see `FileDigests`).
+
+    They cover the bytes that one worker wrote.
+    """
+
+    first: int
+    crcs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecord:
+    """What worker `index` of `count` did for the plan with this fingerprint.
+
+    `tensors` are the linear CRC and the bytes that it digested of canonical tensors, `files` the
+    sections that it wrote by path in the checkpoint; None: the file has to be read. `num_bytes` are
+    bytes of the target by operation. `overflowed` counts by entry of the plan, `fed_overflowed` by
+    stored tensor.
+    """
+
+    fingerprint: str
+    index: int
+    count: int
+    num_units: int
+    tensors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    files: Mapping[str, FileSections | None] = field(default_factory=dict)
+    num_bytes: Mapping[Op, int] = field(default_factory=dict)
+    kernel_bytes: int = 0
+    verified: int = 0
+    repaired: int = 0
+    overflowed: Mapping[int, int] = field(default_factory=dict)
+    fed_overflowed: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """How a worker's part in a run ended.
+
+    `published`: it was the last, and has committed the checkpoint. `waiting`: workers `missing` are
+    not complete. `publishing`: all are, and another one commits. `complete`: the checkpoint was
+    there already, from the same plan. `num_bytes` are those of its own share.
+    """
+
+    index: int
+    count: int
+    state: Literal["published", "waiting", "publishing", "complete"]
+    missing: tuple[int, ...] = ()
+    num_bytes: int = 0
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the checkpoint is at its destination."""
+        return self.state in ("published", "complete")
+
+    def describe(self) -> str:
+        """The state as a sentence."""
+        who = f"worker {self.index} of {self.count}"
+        if self.state == "published":
+            return f"{who} was the last: all are complete, and it has published the checkpoint"
+        if self.state == "complete":
+            return f"{who} had nothing to do: the destination is complete, from the same plan"
+        if self.state == "publishing":
+            return f"{who} is complete, and so are the others: one of them publishes now"
+        done = self.count - len(self.missing)
+        return (
+            f"{who} is complete: {done} of {several(self.count, 'worker')} are complete; missing: "
+            f"{listed([str(n) for n in self.missing], 20)}; nothing is at the destination yet"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The status as plain data."""
+        return {
+            "index": self.index,
+            "count": self.count,
+            "state": self.state,
+            "missing": list(self.missing),
+            "num_bytes": self.num_bytes,
+        }
+
+
+def encode_record(record: WorkerRecord) -> bytes:
+    """The bytes of a record; the last line is their own digest."""
+    values = {
+        "version": VERSION,
+        "fingerprint": record.fingerprint,
+        "index": record.index,
+        "count": record.count,
+        "num_units": record.num_units,
+        "num_bytes": {op.value: n for op, n in sorted(record.num_bytes.items())},
+        "kernel_bytes": record.kernel_bytes,
+        "verified": record.verified,
+        "repaired": record.repaired,
+        "overflowed": {str(n): count for n, count in sorted(record.overflowed.items())},
+        "fed_overflowed": dict(sorted(record.fed_overflowed.items())),
+        "tensors": {
+            name: [f"{crc:08x}", num_bytes]
+            for name, (crc, num_bytes) in sorted(record.tensors.items())
+        },
+        "files": {
+            path: None if s is None else [s.first, "".join(f"{crc:08x}" for crc in s.crcs)]
+            for path, s in sorted(record.files.items())
+        },
+    }
+    data = json.dumps(values, separators=(",", ":")).encode() + b"\n"
+    return data + b"%08x\n" % crc32c(data)
+
+
+def parse_record(data: bytes, path: Path) -> WorkerRecord:
+    """Parse a record; errors name `path`.
+
+    Raises:
+        FormatError: it is damaged, or written by another version.
+    """
+    body, end = data[:-9], data[-9:]
+    try:
+        if end != b"%08x\n" % crc32c(body):
+            raise ValueError("it differs from its own digest")
+        values = json.loads(body.decode(), parse_constant=reject_constant)
+        return _parse(values)
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise FormatError(
+            f"the record of a worker is damaged: {e}",
+            file=path,
+            hint=f"remove this file, and {_HINT}",
+        ) from e
+
+
+def _parse(values: Any) -> WorkerRecord:
+    if not isinstance(values, dict) or values.get("version") != VERSION:
+        raise ValueError("it has another version")
+    if not isinstance(values["fingerprint"], str):
+        raise ValueError("the fingerprint is no text")
+    return WorkerRecord(
+        fingerprint=values["fingerprint"],
+        **{
+            name: _count(values[name])
+            for name in ("index", "count", "num_units", "kernel_bytes", "verified", "repaired")
+        },
+        num_bytes=_mapping(values["num_bytes"], Op, _count),
+        overflowed=_mapping(values["overflowed"], int, _count),
+        fed_overflowed=_mapping(values["fed_overflowed"], str, _count),
+        tensors=_mapping(values["tensors"], str, _tensor),
+        files=_mapping(values["files"], str, _sections),
+    )
+
+
+def _mapping(values: Any, key: Callable[[str], Any], value: Callable[[Any], Any]) -> dict[Any, Any]:
+    if not isinstance(values, dict):
+        raise ValueError(f"{type(values).__name__} is no object")
+    return {key(k): value(v) for k, v in values.items()}
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _tensor(value: Any) -> tuple[int, int]:
+    crc, num_bytes = value
+    return _crcs(crc)[0], _count(num_bytes)
+
+
+def _sections(value: Any) -> FileSections | None:
+    if value is None:
+        return None
+    first, digits = value
+    return FileSections(first=_count(first), crcs=_crcs(digits))
+
+
+def _crcs(digits: Any) -> tuple[int, ...]:
+    if not isinstance(digits, str) or not re.fullmatch("(?:[0-9a-f]{8})*", digits):
+        raise ValueError("a digest is not 8 hexadecimal digits")
+    return tuple(int(digits[i : i + 8], 16) for i in range(0, len(digits), 8))

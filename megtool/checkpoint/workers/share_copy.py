@@ -1,0 +1,182 @@
+"""What a worker does of a plan, and what the one that publishes makes of everybody's work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from megtool.checkpoint.copy import CopyReport, PlanCopy, StagingArea
+from megtool.checkpoint.file_digests import FileDigests
+from megtool.checkpoint.workers.identity import WorkerIdentity
+from megtool.checkpoint.workers.record import FileSections, WorkerRecord
+from megtool.checkpoint.workers.shares import Shares, split_units
+from megtool.errors import FormatError
+
+
+class SharedStage(StagingArea, Protocol):
+    """A staging area that workers share: a `SharedStaging` on a file system, or one in a store.
+
+    In use, in `with`: unless `is_published`, and unless it has signed off already (`record`), a
+    worker copies its share and calls `sign_off`. Then it calls `begin_publication`, and commits if
+    it gets the records of all.
+    """
+
+    @property
+    def worker(self) -> WorkerIdentity | None:
+        """Which worker this process is."""
+
+    @property
+    def digests(self) -> FileDigests:
+        """Digests of what this process writes."""
+
+    @property
+    def record(self) -> WorkerRecord | None:
+        """The record of this worker, if it has signed off."""
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the destination is complete, from the same plan."""
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether an earlier publication was interrupted."""
+
+    @property
+    def rewrites_data(self) -> bool:
+        """Whether a publication changes data that workers wrote."""
+
+    @property
+    def has_all_digests(self) -> bool:
+        """Whether `digests` has followed everything that this worker wrote."""
+
+    def sign_off(self, record: WorkerRecord, paths: Sequence[Path], *, fsync: bool) -> None:
+        """Record that the share of this worker is complete, in these files."""
+
+    def find_missing(self) -> list[int]:
+        """The workers that have not signed off."""
+
+    def begin_publication(self) -> list[WorkerRecord] | None:
+        """Become the one that publishes, and read all records; None if another one does or has."""
+
+
+def copy_share(
+    copy: PlanCopy,
+    stage: SharedStage,
+    worker: WorkerIdentity,
+    fingerprint: str,
+    *,
+    expected: Mapping[str, int],
+    fsync: bool,
+) -> WorkerRecord:
+    """Copy the share of this worker into an entered stage, and sign off.
+
+    Raises:
+        DigestError: a tensor that this worker has read whole does not have its expected digest.
+        SourceChangedError, StorageError: see `PlanCopy.run`.
+    """
+    own = split_units(copy.units, worker.count).of(worker.index)
+    written = copy.plan.target.catalogue.files
+    numbers = sorted({f for n in own for f in copy.units[n].files})
+    copy.create(numbers)
+    copy.run(own, resumed=stage.resumed)
+    copy.compare(expected)
+    context = copy.context
+    record = WorkerRecord(
+        fingerprint=fingerprint,
+        index=worker.index,
+        count=worker.count,
+        num_units=len(own),
+        tensors=context.digests.parts(),
+        files={
+            written[n].path: _sections(stage.digests.sections_of(copy.path(n)))
+            if stage.has_all_digests
+            else None
+            for n in numbers
+        },
+        num_bytes=dict(context.num_bytes),
+        kernel_bytes=context.kernel_bytes,
+        verified=copy.verified,
+        repaired=context.repaired,
+        overflowed=dict(context.overflowed),
+        fed_overflowed=dict(context.fed_overflowed),
+    )
+    stage.sign_off(record, [copy.path(n) for n in numbers], fsync=fsync)
+    return record
+
+
+def _sections(crcs: list[int] | None) -> FileSections | None:
+    """The sections from the first that is not zero to the last."""
+    if crcs is None:
+        return None
+    touched = [n for n, crc in enumerate(crcs) if crc]
+    if not touched:
+        return FileSections(first=0, crcs=())
+    return FileSections(first=touched[0], crcs=tuple(crcs[touched[0] : touched[-1] + 1]))
+
+
+def merge_shares(
+    copy: PlanCopy,
+    stage: SharedStage,
+    records: Sequence[WorkerRecord],
+    *,
+    expected: Mapping[str, int],
+) -> CopyReport:
+    """Complete what the workers with these records have staged, up to the commit.
+
+    Raises:
+        DigestError: a tensor does not have its expected digest.
+        FormatError: a record is not of this plan.
+        SourceChangedError, StorageError: see `PlanCopy.run`.
+    """
+    shares = split_units(copy.units, len(records))
+    written = copy.plan.target.catalogue.files
+    copy.create(range(len(written)))
+    copy.write_headers()
+    late = sorted(shares.late)
+    if stage.is_repeated and (stage.rewrites_data or late):
+        # What an interrupted publication changed is found by comparing everything.
+        everything = range(len(copy.units))
+        copy.run(everything, resumed=everything)
+        for n in range(len(written)):
+            stage.digests.forget(copy.path(n))
+        return copy.conclude(expected)
+    for record in records:
+        _merge_record(copy, stage, shares, record)
+    copy.run(late, resumed=())
+    copy.check_sources()
+    return copy.conclude(expected)
+
+
+def _merge_record(copy: PlanCopy, stage: SharedStage, shares: Shares, record: WorkerRecord) -> None:
+    """Add what a worker did to the context of the publisher.
+
+    Raises:
+        FormatError: the record is not of this plan.
+    """
+    context, written = copy.context, copy.plan.target.catalogue.files
+    numbers = {file.path: n for n, file in enumerate(written)}
+    try:
+        if record.num_units != len(shares.of(record.index)):
+            raise ValueError(f"it has {record.num_units} units")
+        for name, (linear, num_bytes) in record.tensors.items():
+            context.digests.add_parts(name, linear, num_bytes)
+        for name, sections in record.files.items():
+            path = copy.path(numbers[name])
+            if sections is None:
+                stage.digests.forget(path)
+            elif sections.crcs:
+                stage.digests.add_sections(path, sections.first, sections.crcs)
+        if record.overflowed and max(record.overflowed) >= len(copy.plan.entries):
+            raise ValueError(f"there is no entry {max(record.overflowed)}")
+    except (ValueError, KeyError) as e:
+        raise FormatError(
+            f"the record of worker {record.index} is not of this plan: {e}",
+            hint="start all workers with the same version of megtool",
+        ) from e
+    context.num_bytes.update(record.num_bytes)
+    context.overflowed.update(record.overflowed)
+    context.fed_overflowed.update(record.fed_overflowed)
+    context.kernel_bytes += record.kernel_bytes
+    context.repaired += record.repaired
+    copy.verified += record.verified
