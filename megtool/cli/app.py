@@ -14,6 +14,7 @@ import typer
 
 from megtool import __version__
 from megtool.cli.generate import GroupedHelpCommand, VerbCommand, command_class
+from megtool.cli.import_guard import guard_imports
 from megtool.cli.runner import run_generate, run_verb
 from megtool.commands.verbs import GROUPS, VERBS
 from megtool.console import CLOSED_PIPE, echo, log_line, open_standard_streams
@@ -82,6 +83,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the command line on `args` (default: the process's) and return its exit status."""
     sys.excepthook = _report_unexpected
     open_standard_streams()
+    guard_imports()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     command = typer.main.get_command(app)
