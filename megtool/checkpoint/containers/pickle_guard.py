@@ -7,6 +7,7 @@ a function with a memory limit and a stack depth that suit a large one.
 from __future__ import annotations
 
 import gc
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,48 +74,63 @@ def check_pickle(data: bytes, *, file: str | Path) -> None:
             hash, or bytes after the end.
     """
     walk = _Walk(data, file)
-    position, end = 0, len(data)
-    while position < end:
-        code = data[position]
-        kind = _ARGUMENT[code]
-        if kind is None:
-            raise FormatError(
-                f"pickle opcode {bytes([code])!r} at byte {position} is refused",
-                file=file,
-                error_id="hostile-pickle",
-            )
-        start = position + 1
-        if kind >= 0:
-            position = start + kind
-        elif kind > _LENGTH:
-            position = start
-            for _ in range(-kind):
-                position = data.find(b"\n", position) + 1
-                if not position:
-                    raise FormatError("pickle ends inside a line of text", file=file)
-        else:
-            width = _LENGTH - kind
-            position = start + width + int.from_bytes(data[start : start + width], "little")
-        if position > end:
-            raise FormatError(f"pickle argument at byte {start} goes past the end", file=file)
-        pops = _SIMPLE[code]
-        if pops == 0:
-            walk.stack.append(1)
-        elif code == _STOP:
-            if position != end:
-                raise FormatError(f"{end - position} bytes follow the end of a pickle", file=file)
-            return
-        else:
-            try:
+    stack, memo = walk.stack, walk.memo
+    position = start = 0
+    end = len(data)
+    try:
+        while position < end:
+            code = data[position]
+            kind = _ARGUMENT[code]
+            if kind is None:
+                raise FormatError(
+                    f"pickle opcode {bytes([code])!r} at byte {position} is refused",
+                    file=file,
+                    error_id="hostile-pickle",
+                )
+            start = position + 1
+            if kind >= 0:
+                position = start + kind
+            elif kind > _LENGTH:
+                position = start
+                for _ in range(-kind):
+                    position = data.find(b"\n", position) + 1
+                    if not position:
+                        raise FormatError("pickle ends inside a line of text", file=file)
+            else:
+                width = _LENGTH - kind
+                position = start + width + int.from_bytes(data[start : start + width], "little")
+            if position > end:
+                raise FormatError(f"pickle argument at byte {start} goes past the end", file=file)
+            pops = _SIMPLE[code]
+            if pops == 0:
+                stack.append(1)
+            elif code == _BINPUT and end > _MOST_SHORT:  # most opcodes are these four
+                memo[data[start]] = stack[-1]
+            elif code == _BINGET:
+                stack.append(memo[data[start]])
+            elif code == _LONG_BINPUT and (index := _four(data, start)[0]) <= end:
+                memo[index] = stack[-1]
+            elif code == _LONG_BINGET:
+                stack.append(memo[_four(data, start)[0]])
+            elif code == _STOP:
+                if position != end:
+                    raise FormatError(
+                        f"{end - position} bytes follow the end of a pickle", file=file
+                    )
+                return
+            else:
                 walk.step(code, pops, start, position)
-            except LookupError as e:
-                raise FormatError(f"pickle is damaged at byte {start - 1}", file=file) from e
+    except LookupError as e:
+        raise FormatError(f"pickle is damaged at byte {start - 1}", file=file) from e
     raise FormatError("pickle has no end", file=file)
 
 
+_BINPUT, _BINGET, _LONG_BINPUT, _LONG_BINGET = b"qhrj"
+_MOST_SHORT = 255  # what BINPUT can name; in a shorter pickle that may be out of range
+_four = struct.Struct("<I").unpack_from
 _STOP = ord(".")
 _SKIP = frozenset(b"\x80\x95")
-_PUT, _GET = frozenset(b"pqr"), frozenset(b"ghj")
+_PUT, _GET = frozenset(b"pqr"), frozenset(b"g")
 _TUPLE_N = {0x85: 1, 0x86: 2, 0x87: 3}
 
 
@@ -124,7 +140,7 @@ class _Walk:
     def __init__(self, data: bytes, file: str | Path) -> None:
         self.stack: list[int] = []
         self._marks: list[int] = []
-        self._memo: dict[int, int] = {}
+        self.memo: dict[int, int] = {}
         self._data, self._file = data, file
 
     def step(self, code: int, pops: int | None, start: int, end: int) -> None:
@@ -134,11 +150,11 @@ class _Walk:
             self._pop(pops)
             stack.append(1)
         elif code in _PUT:
-            self._memo[self._index(code, start, end)] = stack[-1]
+            self.memo[self._index(code, start, end)] = stack[-1]
         elif code == 0x94:
-            self._memo[len(self._memo)] = stack[-1]
+            self.memo[len(self.memo)] = stack[-1]
         elif code in _GET:
-            stack.append(self._memo[self._index(code, start, end)])
+            stack.append(self.memo[self._index(code, start, end)])
         elif code in _TUPLE_N:
             stack.append(self._cost(self._pop(_TUPLE_N[code])))
         elif code == ord("("):
