@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -193,6 +195,9 @@ class S3Store:
                 error_id="ranges-ignored",
             ) from error
         reply = reply_in(text)
+        if "redirect without LOCATION" in text:
+            self._explain(key)
+            reply = S3Reply(code="PermanentRedirect", status=301)
         if reply is None:
             raise _BrokenReplyError(_first_line(text)) from error
         if reply.status == 416 or reply.code == "InvalidRange":
@@ -218,8 +223,11 @@ class S3Store:
         condition = {"IfNoneMatch": "*"} if create else {"IfMatch": version} if version else {}
         call = self._call_once if condition else self._call
         client = self._single if condition else self._client
+        body = bytes(data)
         try:
-            reply = call(key, client.put_object, Key=key, Body=bytes(data), **condition)
+            reply = call(
+                key, client.put_object, Key=key, Body=body, ContentMD5=_md5(body), **condition
+            )
         except ObjectMissingError as e:
             if version and e.id != "object-missing":
                 raise
@@ -271,8 +279,9 @@ class S3Store:
             UploadId=upload_id,
             PartNumber=number,
             Body=body,
+            ContentMD5=_md5(body),
         )
-        return UploadedPart(number=number, size=len(body), tag=reply["ETag"])
+        return UploadedPart(number=number, size=len(body), tag=_tag(reply["ETag"]))
 
     def copy_part(
         self,
@@ -294,21 +303,27 @@ class S3Store:
             CopySourceRange=f"bytes={offset}-{offset + num_bytes - 1}",
             CopySourceIfMatch=source.version,
         )
-        tag = reply["CopyPartResult"]["ETag"]
+        tag = _tag(reply["CopyPartResult"]["ETag"])
         return UploadedPart(number=number, size=num_bytes, tag=tag)
 
     def list_parts(self, key: str, upload_id: str) -> Sequence[UploadedPart]:
         """See `Store.list_parts`."""
         arguments: dict[str, Any] = {"Key": key, "UploadId": upload_id}
-        parts: list[UploadedPart] = []
+        newest: dict[int, tuple[Any, UploadedPart | None]] = {}
         while True:
             page = self._call(key, self._client.list_parts, **arguments)
-            parts += [
-                UploadedPart(number=p["PartNumber"], size=p["Size"], tag=p["ETag"])
-                for p in page.get("Parts", ())
-            ]
+            for item in page.get("Parts", ()):
+                number, time_ = item["PartNumber"], item["LastModified"]
+                part = UploadedPart(number=number, size=item["Size"], tag=item["ETag"])
+                before, other = newest.get(number, (None, None))
+                # SeaweedFS lists a replaced part beside the one that replaced it. Of two of one
+                # second, none is listed: then it is uploaded again.
+                if before is None or time_ > before:
+                    newest[number] = time_, part
+                elif time_ == before and part != other:
+                    newest[number] = time_, None
             if not page.get("IsTruncated"):
-                return sorted(parts, key=lambda part: part.number)
+                return [part for _, (_, part) in sorted(newest.items()) if part is not None]
             arguments["PartNumberMarker"] = page["NextPartNumberMarker"]
 
     def list_uploads(self, prefix: str) -> Sequence[Upload]:
@@ -353,6 +368,16 @@ class _BrokenReplyError(Exception):
 
 def _info(key: str, size: int, version: str, modified: Any) -> ObjectInfo:
     return ObjectInfo(key=key, size=size, version=version, modified_ns=_to_ns(modified))
+
+
+def _tag(text: str) -> str:
+    """The tag of a part with its quotes, which some stores leave out in some replies."""
+    return f'"{text.strip(chr(34))}"'
+
+
+def _md5(data: bytes) -> str:
+    """What a store compares with the bytes that arrive, and refuses those that changed."""
+    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
 
 def _to_ns(time_: Any) -> int:
