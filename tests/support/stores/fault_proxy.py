@@ -63,6 +63,9 @@ class Fault:
     times: int | None = 1
     status: int = 503
     code: str = "SlowDown"
+    detail: str = ""
+    """Further elements of the XML of an answer, such as `<Region>eu-west-1</Region>`."""
+
     offset: int = 0
     headers: tuple[tuple[str, str], ...] = ()
     """Of the answer; for `DROP_HEADERS` of the request."""
@@ -193,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
             upstream.close()
 
     def _send_error(self, request: ProxiedRequest, fault: Fault) -> None:
-        text = f"<Code>{fault.code}</Code><Message>{fault.code}</Message>"
+        text = f"<Code>{fault.code}</Code><Message>{fault.code}</Message>{fault.detail}"
         body = f'<?xml version="1.0" encoding="UTF-8"?><Error>{text}</Error>'.encode()
         headers = [("Content-Type", "application/xml"), *fault.headers]
         self._send(request, fault.status, headers, b"" if self.command == "HEAD" else body)
