@@ -140,11 +140,11 @@ def screen_renamed(source: CheckpointSource, side: TargetView, *, drop: bool) ->
 def _without_targets(side: TargetView, dropped: Sequence[tuple[str, str]]) -> TargetView:
     """A target without canonical tensors, each with the reason."""
     removed = {side.placements[name].stored for name, _ in dropped}
-    kept = np.array([t.name not in removed for t in side.tensors], bool)
+    is_chosen = np.array([t.name not in removed for t in side.tensors], bool)
     shards = side.shards
     if shards is not None:
-        rows = np.flatnonzero(kept[shards.tensor])
-        number = (np.cumsum(kept) - 1)[shards.tensor[rows]].astype(np.int32)
+        rows = np.flatnonzero(is_chosen[shards.tensor])
+        number = (np.cumsum(is_chosen) - 1)[shards.tensor[rows]].astype(np.int32)
         shards = Shards(number, shards.boxes[rows], shards.owner[rows])
     return replace(
         side,

@@ -106,14 +106,14 @@ def _state_problems(folder: Path, metadata: DcpMetadata) -> dict[str, tuple[str,
     problems: dict[str, tuple[str, ...]] = {}
     try:
         catalogue = torch_dist.open_checkpoint(folder)
-        problems = {name: found for name, _, found in find_foreign_tensors(catalogue)}
+        problems = {name: faults for name, _, faults in find_foreign_tensors(catalogue)}
     except MegtoolError as e:
         message = (f"extra states that cannot be read: {e.message}",)
         problems = {t.name: message for t in metadata.tensors if is_extra_state_tensor(t.name)}
     out: dict[str, tuple[str, ...]] = {}
-    for name, found in problems.items():
+    for name, faults in problems.items():
         for file in _files_of(metadata, name):
-            out[file] = (*out.get(file, ()), *found)
+            out[file] = (*out.get(file, ()), *faults)
     return out
 
 
