@@ -181,7 +181,8 @@ def _count(value: Any) -> int:
 
 def _tensor(value: Any) -> tuple[int, int]:
     crc, num_bytes = value
-    return _crcs(crc)[0], _count(num_bytes)
+    (linear,) = _crcs(crc)
+    return linear, _count(num_bytes)
 
 
 def _sections(value: Any) -> FileSections | None:
