@@ -158,16 +158,13 @@ def measure_server_copies(bench: Bench) -> Table:
         reshard(bench.url("hf"), bench.url("pp2"), "--to", "torch_dist", "--pp", "2"),
         bench.environment(),
     )
+    rows = ("--to", "torch_dist", "--tp", "2")
     jobs = {
-        "HF files cut anew": ("hf", (("--max-shard-size", "300MB"),), SERVER_LIMIT),
-        "torch_dist PP2 → PP4": ("pp2", (("--pp", "4"),), SERVER_LIMIT),
-        "HF → torch_dist, TP2 (row cuts)": (
-            "hf",
-            (("--to", "torch_dist", "--tp", "2"),),
-            ROWS_LIMIT,
-        ),
+        "HF files cut anew": ("hf", ("--max-shard-size", "300MB"), SERVER_LIMIT),
+        "torch_dist PP2 → PP4": ("pp2", ("--pp", "4"), SERVER_LIMIT),
+        "HF → torch_dist, TP2 (row cuts)": ("hf", rows, ROWS_LIMIT),
     }
-    for name, (source, (options,), limit) in jobs.items():
+    for name, (source, options, limit) in jobs.items():
         bench.empty("out/")
         with FaultProxy(bench.server.endpoint) as proxy:  # type: ignore[attr-defined]
             environment = bench.environment(proxy.endpoint)
