@@ -9,11 +9,13 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megtool.checkpoint.computed_tensors import RegionReader, TensorFeed, locate_whole
 from megtool.checkpoint.digest import DigestMode, Digests
 from megtool.checkpoint.plan import Op, PlanEntry, ReshardPlan, ShardPieces
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import is_remote
 from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.checkpoint.transport.cast import encode_element
 from megtool.checkpoint.transport.kernel_copy import plan_kernel_copies
@@ -111,6 +113,7 @@ class Worker:
             for number in unit.feeds:
                 self._feed(self._plan.feeds[number])
         else:
+            self._locate_sources(unit)
             for slab in unit.slabs:
                 self._slab(slab, unit)
         self._report(0, now=True)
@@ -197,6 +200,21 @@ class Worker:
         if reader.overflowed:
             with run.lock:
                 run.fed_overflowed.update(reader.overflowed)
+
+    def _locate_sources(self, unit: TiledUnit) -> None:
+        """Locate all shards that a unit reads at once, for which each file is opened once."""
+        plan, pieces = self._plan, self._plan.source_pieces
+        shards: dict[int, list[NDArray[np.int64]]] = {}
+        for slab in unit.slabs:
+            is_filled = plan.entries[slab.entry].op is Op.FILL
+            for term in () if is_filled else plan.terms(slab.entry):
+                entry = plan.entries[term]
+                if plan.source_tensor(entry).name not in plan.sources[entry.source_index].packed:
+                    is_whole = not any(slab.lo) and tuple(slab.hi) == tuple(entry.shape)
+                    rows = pieces.of(term) if is_whole else _find_rows(pieces, slab, term)
+                    shards.setdefault(entry.source_index, []).append(pieces.shard[rows])
+        for number, some in shards.items():
+            self._run.sources[number].offsets(np.concatenate(some))
 
     def _slab(self, slab: Slab, unit: TiledUnit) -> None:
         plan, run = self._plan, self._run
@@ -297,6 +315,8 @@ class Worker:
         run = self._run
         opened = run.readers if reads else run.writers
         scratch = self._buffers.take("scratch", num_bytes)
+        if sieve and not reads:  # an object under construction knows what is written of it
+            sieve = not any(is_remote(path) for path in side.paths)
         return TileIO(side, run.files, opened, scratch, self._buffers, sieve=sieve or reads)
 
 
