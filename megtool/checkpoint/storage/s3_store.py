@@ -314,7 +314,7 @@ class S3Store:
             page = self._call(key, self._client.list_parts, **arguments)
             for item in page.get("Parts", ()):
                 number, time_ = item["PartNumber"], item["LastModified"]
-                part = UploadedPart(number=number, size=item["Size"], tag=item["ETag"])
+                part = UploadedPart(number=number, size=item["Size"], tag=_tag(item["ETag"]))
                 before, other = newest.get(number, (None, None))
                 # SeaweedFS lists a replaced part beside the one that replaced it. Of two of one
                 # second, none is listed: then it is uploaded again.
