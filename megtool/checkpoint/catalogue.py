@@ -357,6 +357,7 @@ class Catalogue:
             SourceChangedError: a file was modified, replaced or removed since.
         """
         Files().refresh(self.root)
+        Files().load_tree(self.root)
         for f in self.files if files is None else [self.files[i] for i in files]:
             full = self.root / f.path if f.path else self.root
             try:

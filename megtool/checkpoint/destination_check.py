@@ -11,6 +11,7 @@ from pathlib import Path
 from megtool.checkpoint.nested_runs import check_runs_within
 from megtool.checkpoint.storage.file_kinds import describe_kind, is_special
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import is_remote
 from megtool.errors import DestinationError
 
 
@@ -41,7 +42,7 @@ class DestinationCheck:
                 f"{str(path)!r} cannot be a destination", file=path, hint="name a new folder"
             )
         for source in self.sources:
-            real = Path(os.path.realpath(source))
+            real = source if is_remote(source) else Path(os.path.realpath(source))
             if self._inside(path, real) or self._inside(real, path):
                 raise DestinationError(
                     f"the destination and the source {str(source)!r} are the same, "
@@ -147,6 +148,8 @@ class DestinationCheck:
         """Whether `path` is `folder` or inside it, links and mounts included."""
         if path.is_relative_to(folder):
             return True
+        if is_remote(path) or is_remote(folder):
+            return False  # stores have no links and no mounts
         folder_status = self.files.stat(folder)
         return folder_status is not None and any(
             (status := self.files.stat(p)) is not None and os.path.samestat(status, folder_status)

@@ -7,6 +7,7 @@ from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue, StoredObject
 from megtool.checkpoint.containers.zip_reader import load_object
+from megtool.checkpoint.storage.files import opened
 
 
 def saved_args(catalogue: Catalogue) -> Mapping[str, Any]:
@@ -27,7 +28,7 @@ def read_object(catalogue: Catalogue, stored: StoredObject) -> Any:
         return stored.value
     file, offset, length = stored.extent
     path = catalogue.path(file)
-    with open(path, "rb") as f:
-        tree = load_object(f.fileno(), offset, length, file=path)
+    with opened(path) as fd:
+        tree = load_object(fd, offset, length, file=path)
     is_wrapped = stored.kind != "object" and isinstance(tree, list) and len(tree) == 1
     return tree[0] if is_wrapped else tree

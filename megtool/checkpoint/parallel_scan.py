@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
+from megtool.checkpoint.storage.location import is_remote
 from megtool.checkpoint.transport.shard_locator import count_cuttable_dims
 from megtool.checkpoint.transport.tile import split_box
 from megtool.tensors.box import strides
@@ -37,6 +39,15 @@ def packed_row_depth(placement: Placement, stored: GlobalTensor) -> int | None:
     return None if stored.packing is None else count_cuttable_dims(placement, stored)
 
 
-def default_threads(threads: int | None) -> int:
-    """The requested number of threads, or one per core, at most eight."""
-    return threads or min(8, os.cpu_count() or 1)
+STORE_TILE_BYTES = 4 << 20
+"""What a thread asks a store for at a time: several requests, whose latency is shared."""
+
+_MOST_THREADS = 8
+
+
+def default_threads(threads: int | None, *sources: Path) -> int:
+    """The requested number of threads, or one per core, at most eight; eight for sources in stores,
+    because threads wait for these."""
+    if any(map(is_remote, sources)):
+        return threads or _MOST_THREADS
+    return threads or min(_MOST_THREADS, os.cpu_count() or 1)

@@ -8,7 +8,9 @@ from contextlib import closing
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.parallel_scan import STORE_TILE_BYTES
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import is_remote
 from megtool.checkpoint.transport.encoded_chunks import SourceFiles
 from megtool.checkpoint.transport.quantized_decode import open_tile_reader
 from megtool.checkpoint.transport.shard_locator import ShardLocator
@@ -84,6 +86,9 @@ class TensorView:
             self._placement, self._number, rows.astype(np.int64) + shards.start, boxes
         )
         lo = (0,) * len(self.shape)
+        slice_bytes = max_bytes
+        if is_remote(catalogue.root):
+            max_bytes = max(max_bytes, STORE_TILE_BYTES)
         item = max(self.dtype.itemsize, stored.dtype.itemsize)
         size = choose_tile_bytes(
             [file_view], lo, self.shape, item, max_bytes, MAX_TILE_GROWTH * max_bytes
@@ -101,7 +106,13 @@ class TensorView:
         with closing(reader.tiles(lo, self.shape)) as stream:
             for index, tile in stream:
                 flat = sum(i * s for i, s in zip(index, step, strict=True))
-                yield flat, tile.reshape(-1).view(self.dtype.view)
+                elements = tile.reshape(-1).view(self.dtype.view)
+                if max_bytes == slice_bytes:
+                    yield flat, elements
+                    continue
+                count = max(1, slice_bytes // self.dtype.itemsize)
+                for first in range(0, len(elements), count):
+                    yield flat + first, elements[first : first + count]
 
     def read(self) -> Array:
         """All elements, in `shape`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Extents, ShardOffsets
 from megtool.checkpoint.containers.zip_tensor import StorageViews, locate_tensor_item
+from megtool.checkpoint.storage.files import opened
 from megtool.errors import FormatError
 from megtool.tensors.box import Boxes
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes
@@ -69,8 +69,7 @@ def _locate(copies: Catalogue, ids: NDArray[np.int64]) -> ShardOffsets:
     for k, row in enumerate(ids.tolist()):
         tensor: GlobalTensor = copies.tensors[row]
         path = copies.path(int(copies.extents.file[row]))
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with opened(path) as fd:
             location = locate_tensor_item(
                 fd,
                 int(copies.extents.offset[row]),
@@ -79,8 +78,6 @@ def _locate(copies: Catalogue, ids: NDArray[np.int64]) -> ShardOffsets:
                 tensor=tensor.name,
                 views=views,
             )
-        finally:
-            os.close(fd)
         if location.dtype is not tensor.dtype or location.shape != tensor.shape:
             raise FormatError(
                 f"a replica holds {list(location.shape)} {location.dtype}, not "

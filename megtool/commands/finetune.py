@@ -56,7 +56,7 @@ def finetune(
     from megtool.train.preflight import check_run
     from megtool.train.run import TrainRun
 
-    settings, folder = options.train_config(), Path(options.destination)
+    settings, folder = options.train_config(), options.destination
     if not settings.data:
         raise UsageError("there is nothing to train on", hint="--data FILE")
     source, _ = screen_source(open_decoder(options.source, settings), drop=options.drop_objects)

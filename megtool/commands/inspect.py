@@ -202,7 +202,7 @@ def inspect(options: InspectOptions, *, progress: Progress = silent) -> InspectR
     """
     source = open_source(options.source, options, lenient=True)
     catalogue = source.catalogue
-    threads = default_threads(options.threads)
+    threads = default_threads(options.threads, options.source)
     statistics = _measure(source, threads, progress) if options.stats else {}
     lines: tuple[TensorLine, ...] = ()
     if options.tensors or options.stats:

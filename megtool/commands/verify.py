@@ -73,7 +73,7 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
     start = time.monotonic()
     check_effects(options)
     b, has_tolerance = options.b, bool(options.atol or options.rtol)
-    threads = default_threads(options.threads)
+    threads = default_threads(options.threads, options.a, *([options.b] if options.b else ()))
     if b is None and (report := verify_files(options.a, threads=threads, progress=progress)):
         return report
     sources = _open_sources(options)

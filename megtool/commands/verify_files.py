@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
 from megtool.checkpoint.digest import SIDECAR, read_sidecar
 from megtool.checkpoint.file_digests import check_files
+from megtool.checkpoint.formats.header_reader import list_names
 from megtool.checkpoint.formats.safetensors import refuse_trtllm_legacy
 from megtool.commands.digest_check import describe_mismatch
 from megtool.commands.verify_report import DigestCheck, VerifyReport
@@ -75,7 +75,7 @@ def _is_only_written(path: Path) -> bool:
     if not path.is_dir():
         return False
     try:
-        refuse_trtllm_legacy(path, os.listdir(path))
+        refuse_trtllm_legacy(path, list_names(path))
     except UsageError:
         return True
     return False

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megtool.checkpoint.storage.local_copy import local_copy
+from megtool.checkpoint.storage.location import location
 from megtool.errors import FormatError, MissingPackageError, StorageError, UsageError
 
 MAX_DOCUMENT_BYTES = 32 << 20
@@ -63,7 +65,7 @@ def documents(
         MissingPackageError: `pyarrow` or `datasets` is needed.
         UsageError: no such file, and no name of a data set either.
     """
-    path = Path(source)
+    path = location(source)
     if path.is_dir():
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             yield from _saved(path, field, split)
@@ -78,14 +80,14 @@ def documents(
 
 def has_fields(path: str | Path) -> bool:
     """Whether a file name is one of a format with records and fields, not plain text."""
-    return Path(path).name.lower().endswith((*_JSON, *_PARQUET))
+    return location(path).name.lower().endswith((*_JSON, *_PARQUET))
 
 
 def source_bytes(source: str | Path, *, split: str | None = None) -> int:
     """The total size of what `documents` reads, the sum of its documents' `num_bytes`; 0 if
     unknown.
     """
-    path = Path(source)
+    path = location(source)
     if not path.is_dir():
         return path.stat().st_size if path.is_file() else 0
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
@@ -274,7 +276,7 @@ def _parquet(path: Path, field: str | None) -> Iterator[Document]:
         ) from e
     size = path.stat().st_size
     try:
-        with pq.ParquetFile(path) as file:
+        with path.open("rb") as raw, pq.ParquetFile(raw) as file:
             columns = file.schema_arrow.names
             fields = [field] if field else [n for n in (*_FIELDS, "completion") if n in columns]
             rows, number, before = file.metadata.num_rows, 0, 0
@@ -301,13 +303,14 @@ _ROWS = 256
 
 def _saved(folder: Path, field: str | None, split: str | None) -> Iterator[Document]:
     datasets = _datasets()
-    try:
-        dataset = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError) as e:
-        raise StorageError(f"cannot read the data set: {e}", file=folder) from e
-    if isinstance(dataset, Mapping):
-        dataset = dataset[_split(tuple(dataset), split, folder)]
-    yield from _rows(dataset, field, str(folder))
+    with local_copy(folder) as local:
+        try:
+            dataset = datasets.load_from_disk(str(local))
+        except (OSError, ValueError, KeyError) as e:
+            raise StorageError(f"cannot read the data set: {e}", file=folder) from e
+        if isinstance(dataset, Mapping):
+            dataset = dataset[_split(tuple(dataset), split, folder)]
+        yield from _rows(dataset, field, str(folder))
 
 
 def _split(available: tuple[str, ...], split: str | None, place: str | Path) -> str:

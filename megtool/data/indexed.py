@@ -26,6 +26,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from megtool.checkpoint.storage.local_copy import map_file
+from megtool.checkpoint.storage.location import location
 from megtool.errors import FormatError, StorageError, UsageError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -248,7 +250,7 @@ class IndexedWriter:
 
 def _prefix(path: str | Path) -> Path:
     """The common prefix of the two files, given either name or the prefix."""
-    prefix = Path(path)
+    prefix = location(path)
     return prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else prefix
 
 
@@ -276,9 +278,9 @@ def _remove(path: Path) -> None:
 def _mapped(path: Path) -> NDArray[np.uint8]:
     """The bytes of a file; an empty one cannot be mapped."""
     try:
-        if path.stat().st_size == 0:
-            return np.empty(0, np.uint8)
-        return np.memmap(path, np.uint8, "r")
+        mapped = map_file(path)
+        mapped.flags.writeable = False
+        return mapped
     except OSError as e:
         raise StorageError(
             f"cannot read: {e.strerror}",

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import is_remote, location
 from megtool.console import Progress, silent
 from megtool.data.documents import Document, documents, source_bytes
 from megtool.data.indexed import IndexedDataset
@@ -137,9 +138,9 @@ class IndexedStore:
 
 def is_indexed(source: str | Path) -> bool:
     """Whether a name is that of a Megatron data set: a prefix, or one of its two files."""
-    path = Path(source)
+    path = location(source)
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    return Path(f"{prefix}.idx").is_file()
+    return bool(prefix.name) and prefix.with_name(f"{prefix.name}.idx").is_file()
 
 
 def store_tokens(
@@ -250,13 +251,14 @@ def _counted(
 
 def _key(source: str | Path, tokenizer: Tokenizer, encoding: Encoding) -> str:
     """A digest of everything that determines the contents of a cache, without reading the data."""
-    path = Path(source)
+    path = location(source)
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     states = []
     for file in files:
         if file.is_file():
             stat = file.stat()
-            states.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
+            version = [stat.st_ino] if is_remote(file) else []
+            states.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns, *version])
     facts = [_VERSION, str(source), states, tokenizer.fingerprint, asdict(encoding)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 

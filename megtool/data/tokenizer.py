@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megtool.checkpoint.formats.auxiliary_files import check_json_size
 from megtool.checkpoint.storage.files import Files, read_file
+from megtool.checkpoint.storage.location import location
 from megtool.errors import FormatError, MappingError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Tokenizer:
         Raises:
             FormatError, MissingPackageError: as `load`.
         """
-        root = Path(folder)
+        root = location(folder)
         if not root.is_dir():
             raise FormatError(
                 "it is not a folder with a tokenizer",
@@ -260,7 +261,9 @@ class Tokenizer:
 
     def _template_place(self) -> str:
         """The file that has the chat template."""
-        return str(Path(self._place, self._template_file)) if self._template_file else self._place
+        return (
+            str(location(self._place) / self._template_file) if self._template_file else self._place
+        )
 
     # ---- with a model
 
@@ -428,7 +431,7 @@ def _stop_ids(folder: Path, place: str) -> list[int]:
         try:
             config = json.loads(path.read_bytes())
         except (ValueError, RecursionError) as e:
-            raise FormatError(f"the JSON is invalid: {e}", file=Path(place) / name) from e
+            raise FormatError(f"the JSON is invalid: {e}", file=location(place) / name) from e
         eos = config.get("eos_token_id") if isinstance(config, dict) else None
         ids = eos if isinstance(eos, list) else [eos]
         if ids := [i for i in ids if isinstance(i, int) and not isinstance(i, bool)]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megtool.checkpoint.storage.location import location
 from megtool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def read_token_documents(
     from megtool.data.tokenize_documents import encode
     from megtool.inference.windows import TokenDocument
 
-    if Path(data).suffix in (".bin", ".idx"):
+    if location(data).suffix in (".bin", ".idx"):
         return _read_indexed(data, tokenizer, max_tokens)
     texts = documents(data, field=field, split=split)
     if join:

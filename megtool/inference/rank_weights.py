@@ -87,7 +87,7 @@ class Weights:
             ranks, seat, num_chunks=self.parallel.vpp
         )
         self._kinds = {t.name: t.dtype for t in self._target.tensors}
-        self._threads = default_threads(threads)
+        self._threads = default_threads(threads, source.path)
         self._memory_bytes, self._progress = memory_bytes, progress
         self._files = Files()
         self._plans: dict[tuple[str, ...], ReshardPlan] = {}

@@ -177,6 +177,10 @@ class FolderView:
         return value
 
 
+_HEAD_BYTES = 64 << 10
+"""What is requested of each file of a store at first: most headers are as short."""
+
+
 def open_folder(path: Path) -> FolderView:
     """Read the headers and the config files of a staged or finished folder.
 
@@ -205,6 +209,7 @@ def open_folder(path: Path) -> FolderView:
         index = view._parse(INDEX, lambda name: read_file(present[name]))
     if not files:
         raise FormatError("holds no safetensors", file=path, hint="is the folder complete?")
+    Files().prefetch([(path / file, [(0, _HEAD_BYTES)]) for file in files])
     for file in files:
         catalogue = open_checkpoint(path / file)
         readers[file] = CheckpointReader(catalogue, Files())

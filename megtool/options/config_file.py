@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megtool.checkpoint.storage.location import location
 from megtool.errors import FormatError, StorageError, UsageError
 from megtool.options.field import convert_value, flag, option_fields
 
@@ -48,7 +49,7 @@ def read_options(cls: type[Any], path: str | Path) -> dict[str, Any]:
     """
     yaml: Any = importlib.import_module("yaml")
     try:
-        content = yaml.safe_load(Path(path).read_bytes())
+        content = yaml.safe_load(location(path).read_bytes())
     except OSError as e:
         raise StorageError(f"cannot read: {e.strerror or e}", file=path) from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from megtool.checkpoint.storage.location import location
 from megtool.options.groups import SourceOptions
 from megtool.quant.recipes.dialects import load_recipe
 from megtool.quant.recipes.engine_models import UNLISTED, UNLISTED_HINT, is_unlisted
@@ -77,9 +78,9 @@ def resolve_recipe(
     problems = RecipeProblems(str(recipe))
     parsed = load_recipe(recipe, problems)
     source_ = open_source(
-        Path(path),
+        location(path),
         SourceOptions(
-            iteration=iteration, family=family, like=None if like is None else Path(like)
+            iteration=iteration, family=family, like=None if like is None else location(like)
         ),
         optimizer=False,
         tensors=TensorFilter(ignore=is_amax_buffer),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats import open_checkpoint
+from megtool.checkpoint.storage.location import location
 from megtool.errors import FormatError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ _FOLDERS = ("hf/", "tokenizer/")
 """Folders in which Megatron checkpoints have Hugging Face files, or a saved tokenizer."""
 
 
-def find_tokenizer(location: str | Path, *, iteration: int | str | None = None) -> Tokenizer:
+def find_tokenizer(place: str | Path, *, iteration: int | str | None = None) -> Tokenizer:
     """The tokenizer in a folder of tokenizer files, or the one of a checkpoint of any format.
 
     Raises:
@@ -25,7 +26,7 @@ def find_tokenizer(location: str | Path, *, iteration: int | str | None = None) 
     """
     from megtool.data.tokenizer import Tokenizer, holds_vocabulary
 
-    path = Path(location)
+    path = location(place)
     if path.is_dir() and any(holds_vocabulary(p.name) for p in path.iterdir() if p.is_file()):
         return Tokenizer.from_folder(path)
     return load_tokenizer(open_checkpoint(path, iteration=iteration))

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megtool.checkpoint.containers import pickle_reader
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.open_objects import is_object
 from megtool.errors import FormatError
 
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -23,12 +25,21 @@ _END = struct.Struct("<4s4H2IH")
 _LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 
+_FILES = Files()
 _TAIL_BYTES = 1024
 _HEAD_BYTES = 1024
 _MAX_MEMBERS = 1 << 22
 _MAX_PICKLE_BYTES = 1 << 30
 _ENCRYPTED, _DESCRIPTOR = 0x0001, 0x0008
 _UNIX_SYMLINK = 0o120000
+
+
+def header_ranges(offset: int, length: int) -> list[tuple[int, int]]:
+    """What opening a container of `length` bytes at `offset` reads: its beginning and its end."""
+    end = offset + length
+    if length <= _HEAD_BYTES + _TAIL_BYTES:
+        return [(offset, end)]
+    return [(offset, offset + _HEAD_BYTES), (end - _TAIL_BYTES, end)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +98,10 @@ class ZipArchive:
     def _read(self, position: int, size: int) -> bytes:
         if position < 0 or size < 0 or position + size > self.length:
             raise self._error(f"bytes {position}+{size} are outside its {self.length} bytes")
+        if is_object(self._fd):
+            data = bytearray(size)
+            _FILES.pread_into(self._fd, memoryview(data), self.offset + position)
+            return bytes(data)
         parts, end = [], self.offset + position + size
         position += self.offset
         while position < end:

@@ -12,7 +12,8 @@ from typing import Protocol, cast
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import location
+from megtool.checkpoint.storage.location import StorePath, location
+from megtool.checkpoint.store_publish import refuse_unpublished
 from megtool.errors import FormatError, UsageError
 
 
@@ -157,6 +158,8 @@ def open_checkpoint(path: str | Path, *, iteration: int | str | None = None) -> 
         FormatError: there is no checkpoint in a known format, or it is damaged.
     """
     path = location(path)
+    if isinstance(path, StorePath):
+        refuse_unpublished(path)
     checkpoint_format = detect_format(path)
     if iteration is not None and "iter_*" in checkpoint_format.name_patterns:
         # Iterations of one save folder may be of different formats.
@@ -173,6 +176,7 @@ def detect_format(path: Path) -> CheckpointFormat:
     Raises:
         FormatError: none does, or the path does not exist.
     """
+    Files().load_tree(path)
     status = Files().stat(path)
     if status is None:
         is_web = str(path).startswith(("http://", "https://"))

@@ -9,6 +9,7 @@ from typing import Any
 
 from megtool.checkpoint.catalogue import StoredFile
 from megtool.checkpoint.formats.gguf_header import read_header
+from megtool.checkpoint.storage.local_copy import local_copy
 from megtool.errors import FormatError, MissingPackageError
 
 _SAME_SPLIT = ("gpt2", "gpt-2", "default")
@@ -27,7 +28,8 @@ def convert_gguf_tokenizer(path: Path, *, warnings: list[str] | None = None) -> 
         FormatError: the file has no tokenizer, or one that transformers cannot convert.
         MissingPackageError: transformers, torch or gguf is missing.
     """
-    values = read_header(path, StoredFile.stat(path, "").size).values
+    header = read_header(path, StoredFile.stat(path, "").size)
+    values = header.values
     if "tokenizer.ggml.tokens" not in values:
         raise FormatError(
             "holds no tokenizer",
@@ -35,7 +37,8 @@ def convert_gguf_tokenizer(path: Path, *, warnings: list[str] | None = None) -> 
             hint="give one: --like HF_FOLDER",
             error_id="no-tokenizer",
         )
-    tokenizer = _load(path)
+    with local_copy(path, head_bytes=header.start) as local:
+        tokenizer = _load(local)
     _fix_tokenizer(tokenizer, values, [] if warnings is None else warnings)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

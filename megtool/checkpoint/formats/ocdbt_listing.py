@@ -20,15 +20,19 @@ _LIMITS = ChildLimits(
 )
 
 
-def list_metadata(folder: Path, manifest: str) -> list[tuple[str, bytes]]:
+def list_metadata(
+    folder: Path, manifest: str, *, readable: Path | None = None
+) -> list[tuple[str, bytes]]:
     """The keys of all metadata files in a database, sorted, and their values.
+
+    `readable` is the database on this machine, if it is elsewhere.
 
     Raises:
         FormatError: the database is damaged, or needs more memory than it should.
         StorageError: no process can be started.
     """
     try:
-        answer = ChildProcess(__name__, _LIMITS).request(str(folder))
+        answer = ChildProcess(__name__, _LIMITS).request(str(readable or folder))
     except LimitError as e:
         raise FormatError(
             f"reading the index of the database {e}",

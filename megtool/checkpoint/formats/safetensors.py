@@ -35,6 +35,8 @@ from megtool.checkpoint.formats.safetensors_header import (
     read_header,
 )
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import is_remote
+from megtool.checkpoint.work_threads import map_in_threads
 from megtool.errors import DestinationError, FormatError, UsageError
 from megtool.tensors.box import Boxes
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes, widest
@@ -43,6 +45,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MARK = ".safetensors"
 DEFAULT_SHARD_BYTES = 5_000_000_000
+
+_THREADS = 32
+"""Headers that are read at a time from a store."""
 
 _NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
@@ -116,11 +121,14 @@ def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
         names = [*names, OPTIMIZER]
     for name in [n for n in present if n not in names]:
         warnings.append(f"{name} is skipped: {index.name if index else SINGLE} does not name it")
-    files, headers = [], []
     for name in names:
         check_inside(folder, name)
-        files.append(StoredFile.stat(folder, name))
-        headers.append(read_header(folder / name, files[-1].size))
+    files = [StoredFile.stat(folder, name) for name in names]
+    headers = map_in_threads(
+        lambda file: read_header(folder / file.path, file.size),
+        files,
+        threads=_THREADS if is_remote(folder) else 1,
+    )
     if weight_map is not None and index is not None:
         listed = [n for n in names if n in set(weight_map.values())]
         _check_index(index, weight_map, listed, headers[: len(listed)])

@@ -6,7 +6,6 @@ tensor inside its item is found at first use.
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,8 @@ from megtool.checkpoint.formats.header_reader import check_inside, parse_json, r
 from megtool.checkpoint.formats.save_folder import RELEASE, find_iteration, is_distributed
 from megtool.checkpoint.formats.torch_dist_gathered import add_gathered_tensors
 from megtool.checkpoint.formats.torch_dist_layout import COMMON_OBJECT, plan_torch_dist_layout
+from megtool.checkpoint.storage.files import Files, opened
+from megtool.checkpoint.storage.location import is_remote
 from megtool.errors import FormatError
 from megtool.tensors.sharded import Shards
 
@@ -42,6 +43,8 @@ _UNFINISHED = "-unfinished"  # suffix of NeMo's marker of a folder being written
 
 MAX_METADATA_BYTES = 4 << 30
 _MAX_SMALL_BYTES = 1 << 30
+_BATCH_ITEMS = 4096
+"""Items whose headers are requested together."""
 
 
 def detect(path: Path) -> bool:
@@ -320,15 +323,13 @@ def _load_object(path: Path, offset: int, length: int) -> Any:
         raise FormatError(
             f"the common state has {length:,} bytes, which is too much", file=path, hint=_DAMAGED
         )
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return zip_reader.load_object(fd, offset, length, file=path)
+        with opened(path) as fd:
+            return zip_reader.load_object(fd, offset, length, file=path)
     except FormatError as e:
         raise FormatError(
             e.message, file=e.file, tensor=e.tensor, hint=e.hint or _DAMAGED, error_id=e.error_id
         ) from e
-    finally:
-        os.close(fd)
 
 
 class _Locator:
@@ -355,8 +356,13 @@ class _Locator:
             order = np.lexsort((extents.offset[todo], extents.file[todo]))
             todo = todo[order]
             file = extents.file[todo]
-            for run in np.split(todo, np.flatnonzero(np.diff(file)) + 1):
-                self._look_into(run)
+            for first in range(0, len(todo), _BATCH_ITEMS):
+                self._prefetch(todo[first : first + _BATCH_ITEMS])
+                batch = file[first : first + _BATCH_ITEMS]
+                for run in np.split(
+                    todo[first : first + _BATCH_ITEMS], np.flatnonzero(np.diff(batch)) + 1
+                ):
+                    self._look_into(run)
             offsets = self._offset[shards]
         strides = {}
         if self._strides:
@@ -367,14 +373,29 @@ class _Locator:
             }
         return ShardOffsets(offset=offsets, strides=strides)
 
+    def _prefetch(self, rows: NDArray[np.int64]) -> None:
+        """Request the headers of items in a store, many at a time."""
+        catalogue, extents = self._catalogue, self._catalogue.extents
+        if not is_remote(catalogue.root):
+            return
+        wanted: dict[int, list[tuple[int, int]]] = {}
+        table = (extents.file[rows], extents.offset[rows], extents.length[rows])
+        for file, begin, length in zip(*(c.tolist() for c in table), strict=True):
+            ranges = wanted.setdefault(file, [])
+            for a, b in zip_reader.header_ranges(begin, length):
+                if ranges and a <= ranges[-1][1]:
+                    ranges[-1] = ranges[-1][0], max(b, ranges[-1][1])
+                else:
+                    ranges.append((a, b))
+        Files().prefetch([(catalogue.path(n), ranges) for n, ranges in wanted.items()])
+
     def _look_into(self, rows: NDArray[np.int64]) -> None:
         """Locate the items of one file."""
         catalogue = self._catalogue
         s, e = catalogue.shards, catalogue.extents
         path = catalogue.path(int(e.file[rows[0]]))
         sizes = s.boxes.shape[rows].tolist()
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with opened(path) as fd:
             for row, size in zip(rows.tolist(), sizes, strict=True):
                 tensor = catalogue.tensors[s.tensor[row]]
                 location = zip_tensor.locate_tensor_item(
@@ -398,5 +419,3 @@ class _Locator:
                     with self._lock:
                         self._strides[row] = location.strides
                 self._offset[row] = location.offset
-        finally:
-            os.close(fd)

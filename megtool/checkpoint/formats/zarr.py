@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megtool.checkpoint.formats import tensorstore
 from megtool.checkpoint.formats.auxiliary_files import can_copy, list_files
 from megtool.checkpoint.formats.header_reader import (
     check_inside,
+    list_names,
     parse_json,
     read_exact,
     short_repr,
@@ -36,7 +37,8 @@ from megtool.checkpoint.formats.zarr_metadata import (
     read_v2,
     read_v3,
 )
-from megtool.checkpoint.storage.files import is_regular_file
+from megtool.checkpoint.storage.files import Files, is_regular_file, opened
+from megtool.checkpoint.storage.location import is_remote
 from megtool.errors import FormatError
 from megtool.tensors.sharded import GlobalTensor
 
@@ -196,14 +198,16 @@ class _FolderScan:
         """Add a folder, given by its path below the root, and everything in it."""
         if depth > MAX_DEPTH:
             raise FormatError(f"folders are nested {depth} deep", file=self.root / folder)
-        entries = {e.name: e for e in self._scan(folder)}
+        entries = dict(self._scan(folder))
+        if not depth:
+            self._prefetch_metadata(entries)
         metadata = self._metadata(folder, entries)
         if metadata is not None:
             self._add_array(folder, *metadata)
             return
-        for name, entry in sorted(entries.items()):
+        for name, is_folder in sorted(entries.items()):
             path = f"{folder}/{name}" if folder else name
-            if entry.is_dir():
+            if is_folder:
                 if path in _AUXILIARY_FOLDERS:
                     self._add_auxiliary_files(list_files(self.root / path))
                 elif not name.startswith("."):
@@ -222,19 +226,32 @@ class _FolderScan:
                     )
                 )
 
-    def _scan(self, folder: str) -> Iterator[os.DirEntry[str]]:
-        with os.scandir(self.root / folder) as entries:
+    def _scan(self, folder: str) -> Iterator[tuple[str, bool]]:
+        """The names in a folder, and whether each is a folder."""
+        place = self.root / folder
+        if is_remote(place):
+            yield from ((name, (place / name).is_dir()) for name in list_names(place))
+            return
+        with os.scandir(place) as entries:
             for entry in entries:
                 if entry.is_symlink():
                     check_inside(self.root, f"{folder}/{entry.name}" if folder else entry.name)
-                yield entry
+                yield entry.name, entry.is_dir()
+
+    def _prefetch_metadata(self, entries: Mapping[str, bool]) -> None:
+        """Request the metadata of the arrays of a store, many at a time."""
+        if not is_remote(self.root):
+            return
+        Files().load_tree(self.root)
+        files = Files().tree(self.root)[0] if any(entries.values()) else []
+        Files().prefetch([(p, [(0, 0)]) for p in files if p.name in (V3_NAME, V2_NAME)])
 
     def _file(self, path: str) -> int:
         self.files.append(StoredFile.stat(self.root, path))
         return len(self.files) - 1
 
     def _metadata(
-        self, folder: str, entries: dict[str, os.DirEntry[str]]
+        self, folder: str, entries: Mapping[str, bool]
     ) -> tuple[int, ArrayMetadata] | None:
         """The metadata of a folder's array and its file number; None if it is not an array."""
         name = next((n for n in (V3_NAME, V2_NAME) if n in entries), None)
@@ -261,15 +278,15 @@ class _FolderScan:
         depth = len(metadata.shape) + 1
         while pending:
             key, path = pending.pop()
-            for entry in self._scan(path):
-                if entry.name.startswith((".", "zarr.json")):
+            for entry, is_folder in self._scan(path):
+                if entry.startswith((".", "zarr.json")):
                     continue
-                name = f"{key}/{entry.name}" if key else entry.name
-                if entry.is_dir():
+                name = f"{key}/{entry}" if key else entry
+                if is_folder:
                     if name.count("/") < depth:
-                        pending.append((name, f"{path}/{entry.name}" if path else entry.name))
-                elif entry.name[-1:].isdecimal() or entry.name == "c":
-                    files[name] = self._file(f"{path}/{entry.name}" if path else entry.name)
+                        pending.append((name, f"{path}/{entry}" if path else entry))
+                elif entry[-1:].isdecimal() or entry == "c":
+                    files[name] = self._file(f"{path}/{entry}" if path else entry)
         self.arrays.append(
             ZarrArray(
                 name=folder or self.root.name,
@@ -297,11 +314,8 @@ def _add_common(catalogue: Catalogue) -> None:
         size = catalogue.files[-1].size
         if size > _MAX_COMMON_BYTES:
             raise FormatError(f"the common state has {size:,} bytes, which is too much", file=path)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with opened(path) as fd:
             tree: Any = zip_reader.load_object(fd, 0, size, file=path)
-        finally:
-            os.close(fd)
         if not isinstance(tree, dict):
             raise FormatError(f"the common state is {short_repr(tree)}, not a dict", file=path)
         out["common"] = tree

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megtool.checkpoint.storage.file_kinds import (
@@ -127,6 +128,24 @@ class Files(FileTransfer):
         """Forget what a store said about a path and what is below it."""
         if isinstance(path, StorePath):
             store_index().forget(path)
+
+    def load_tree(self, path: Path) -> None:
+        """Let a store list everything below a folder at once, if that is not too much."""
+        if isinstance(path, StorePath):
+            store_index().load_tree(path)
+
+    def prefetch(self, wanted: Sequence[tuple[Path, Sequence[tuple[int, int]]]]) -> None:
+        """Request ranges of objects, many at a time, so that small reads of headers find them.
+
+        Ranges are a first byte and an end; a negative first byte counts from the end of the object,
+        and the end 0 is its end. Local files are left to the system.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        objects = [(path, ranges) for path, ranges in wanted if isinstance(path, StorePath)]
+        if objects:
+            self.objects.prefetch(objects)
 
     def _open(self, path: Path, *flags: int) -> int:
         fd = self.call(path, "open", os.open, path, *flags)
@@ -447,6 +466,22 @@ def read_file(path: Path) -> bytes:
     finally:
         files.close(fd)
     return bytes(data)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """The descriptor of a file that is read in the body of a `with`.
+
+    Raises:
+        FormatError: it is a FIFO, a socket or a device.
+        StorageError: it is missing, or cannot be opened.
+    """
+    files = Files()
+    fd = files.open_read(path)
+    try:
+        yield fd
+    finally:
+        files.close(fd)
 
 
 def is_regular_file(path: Path) -> bool:

@@ -109,6 +109,21 @@ class StorePath(PosixPath):
 
         return connect(self.bucket_url)
 
+    @property
+    def parent(self) -> StorePath:
+        """The folder that it is in; the bucket is in none, and is its own."""
+        return super().parent if self.key else self
+
+    @property
+    def parents(self) -> tuple[StorePath, ...]:  # type: ignore[override]
+        """All folders that it is in, up to the bucket."""
+        out: list[StorePath] = []
+        path = self
+        while path.key:
+            path = path.parent
+            out.append(path)
+        return tuple(out)
+
     def is_absolute(self) -> bool:
         """Whether it is a whole URL."""
         return bool(self.parts) and _SCHEME.fullmatch(self.parts[0]) is not None
@@ -228,7 +243,7 @@ class StorePath(PosixPath):
 
         if set(mode) & set("wax+"):
             raise io.UnsupportedOperation(f"{self} cannot be written through open()")
-        raw = io.BufferedReader(ObjectFile(self), 1 << 20)
+        raw = io.BufferedReader(ObjectFile(self), 8 << 20)
         if "b" in mode:
             return raw
         return io.TextIOWrapper(raw, kwargs.get("encoding", "utf-8"), kwargs.get("errors"))

@@ -7,6 +7,8 @@ import io
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath
 
+_LEAST_BYTES = 64 << 10
+
 
 class ObjectFile(io.RawIOBase):
     """An object, opened for reading at any position."""
@@ -16,6 +18,7 @@ class ObjectFile(io.RawIOBase):
         self._fd = self._files.open_read(path)
         self._size = self._files.fstat(self._fd).st_size
         self._position = 0
+        self._next, self._ahead = 0, _LEAST_BYTES
 
     def readable(self) -> bool:
         """True."""
@@ -36,12 +39,17 @@ class ObjectFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Read up to the size of a buffer."""
-        num_bytes = max(0, min(len(buffer), self._size - self._position))
+        """Read up to the size of a buffer; less at first, twice as much when reading goes on."""
+        if self._position == self._next:
+            self._ahead *= 2
+        elif self._position:
+            self._ahead = _LEAST_BYTES
+        num_bytes = max(0, min(len(buffer), self._ahead, self._size - self._position))
         if num_bytes:
             view = memoryview(buffer).cast("B")[:num_bytes]
             self._files.pread_into(self._fd, view, self._position)
             self._position += num_bytes
+            self._next = self._position
         return num_bytes
 
     def close(self) -> None:

@@ -6,12 +6,12 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.storage.object_cache import Range, Read, object_cache
+from megtool.checkpoint.storage.read_pool import read_pool
 from megtool.checkpoint.storage.store import ConditionError, ObjectInfo, ObjectMissingError
 from megtool.checkpoint.storage.store_index import store_index, to_status
 from megtool.errors import FormatError, SourceChangedError, StorageError
@@ -23,6 +23,11 @@ FIRST_NUMBER = 1 << 24
 """Numbers of open objects begin here, far above those of files."""
 
 _NUMBERS = itertools.count(FIRST_NUMBER)
+
+
+def is_object(number: int) -> bool:
+    """Whether an open file is an object of a store."""
+    return number >= FIRST_NUMBER
 
 
 class OpenObject(Protocol):
@@ -53,6 +58,19 @@ class OpenObject(Protocol):
         """End the use of one number."""
 
 
+SMALL_BYTES = 256 << 10
+"""Reads of fewer bytes are answered from blocks that other reads share (see `ObjectCache`)."""
+
+REQUEST_BYTES = 1 << 20
+"""Larger reads become several requests at a time."""
+
+GAP_SHARE = 64
+"""Reads of one batch become one request where gaps are at most this part of what is read."""
+
+SHORT_RUN_BYTES = 64 << 10
+"""Runs of a batch that are shorter, and not near, are read in blocks."""
+
+
 class ReadableObject:
     """An object that is read, in the version that it had when it was opened."""
 
@@ -60,6 +78,7 @@ class ReadableObject:
         self.path = path
         self.info = info
         self._store = path.store
+        self._owner = str(path), info.version, info.size, info.modified_ns
 
     def status(self) -> os.stat_result:
         """See `OpenObject`."""
@@ -73,9 +92,63 @@ class ReadableObject:
             SourceChangedError: it was replaced or removed since it was opened.
             StorageError: the store refused.
         """
-        num_bytes = sum(b.nbytes for b in buffers)
-        if not num_bytes:
+        runs = []
+        for buffer in buffers:
+            if buffer.nbytes:
+                runs.append((offset, as_bytes(buffer)))
+                offset += buffer.nbytes
+        if runs:
+            self.read_batch(runs)
+
+    def read_batch(self, runs: Sequence[tuple[int, memoryview]], span: Range | None = None) -> None:
+        """Fill memory with runs (offset, memory), with many requests at a time.
+
+        Runs that are near to each other become one request. Short ones that are not are read in
+        blocks of `span`, the range in which others like them lie, if it is given.
+
+        Raises:
+            FormatError, SourceChangedError, StorageError: see `read_into`.
+        """
+        jobs, short = [], []
+        groups = list(_group_runs(runs))
+        if len(groups) == 1 and sum(memory.nbytes for _, memory in runs) < SMALL_BYTES:
+            self._read_small(groups[0])
             return
+        for group in groups:
+            begin, end = group[0][0], group[-1][0] + group[-1][1].nbytes
+            self._check_range(begin, end - begin)
+            payload = sum(memory.nbytes for _, memory in group)
+            if span is not None and payload < SHORT_RUN_BYTES and span[1] - span[0] > payload:
+                short += group
+            else:
+                jobs.append(functools.partial(self._read_group, group, begin, end))
+        if short and span is not None:
+            object_cache().read_runs(self._owner, span, short, self._read)
+        if jobs:
+            read_pool().run(jobs)
+
+    def _read_small(self, group: Sequence[tuple[int, memoryview]]) -> None:
+        begin, end = group[0][0], group[-1][0] + group[-1][1].nbytes
+        self._check_range(begin, end - begin)
+        data = object_cache().read_window(
+            self._owner, self.info.size, begin, end - begin, self._read
+        )
+        for offset, memory in group:
+            memory[:] = data[offset - begin : offset - begin + memory.nbytes]
+
+    def _read_group(self, group: Sequence[tuple[int, memoryview]], begin: int, end: int) -> None:
+        data = self._read(begin, end - begin)
+        for offset, memory in group:
+            memory[:] = data[offset - begin : offset - begin + memory.nbytes]
+
+    def prefetch(self, ranges: Iterable[Range]) -> Iterator[tuple[Hashable, Range, Read]]:
+        """What `ObjectCache.prefetch` takes to request ranges, clipped to the object."""
+        for begin, end in ranges:
+            begin, end = max(begin, 0), min(end, self.info.size)
+            if begin < end:
+                yield self._owner, (begin, end), self._read
+
+    def _check_range(self, offset: int, num_bytes: int) -> None:
         if offset + num_bytes > self.info.size:
             raise FormatError(
                 f"truncated: ends at byte {self.info.size:,}, {offset + num_bytes:,} expected",
@@ -83,12 +156,6 @@ class ReadableObject:
                 hint="the object is incomplete",
                 error_id="truncated-file",
             )
-        data = np.frombuffer(self._read(offset, num_bytes), np.uint8)
-        done = 0
-        for buffer in buffers:
-            target: Any = np.frombuffer(buffer, np.uint8)
-            target[:] = data[done : done + buffer.nbytes]
-            done += buffer.nbytes
 
     def _read(self, offset: int, num_bytes: int) -> memoryview:
         try:
@@ -105,7 +172,7 @@ class ReadableObject:
                 file=self.path,
                 hint="it, or a proxy in front of it, ignores ranges",
             )
-        return data
+        return data.cast("B") if data.format != "B" else data
 
     def write(self, data: bytes | Buffer, offset: int) -> None:
         """Refuse: an object cannot be changed."""
@@ -125,6 +192,31 @@ class ReadableObject:
         """See `OpenObject`."""
 
 
+def as_bytes(buffer: Buffer) -> memoryview:
+    """The memory of a C-contiguous buffer, as bytes."""
+    view = memoryview(cast(Any, buffer))
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def _group_runs(runs: Sequence[tuple[int, memoryview]]) -> Iterator[list[tuple[int, memoryview]]]:
+    """Runs as groups for one request each, ascending; long runs are cut."""
+    group: list[tuple[int, memoryview]] = []
+    payload = 0
+    for begin, memory in sorted(runs, key=lambda run: run[0]):
+        for skip in range(0, memory.nbytes, REQUEST_BYTES):
+            offset, part = begin + skip, memory[skip : skip + REQUEST_BYTES]
+            if group and (
+                (offset - group[-1][0] - group[-1][1].nbytes) * GAP_SHARE > payload
+                or offset + part.nbytes - group[0][0] > REQUEST_BYTES
+            ):
+                yield group
+                group, payload = [], 0
+            group.append((offset, part))
+            payload += part.nbytes
+    if group:
+        yield group
+
+
 @functools.cache
 def open_objects() -> OpenObjects:
     """The open objects of this process."""
@@ -141,6 +233,11 @@ class OpenObjects:
 
     def __getitem__(self, number: int) -> OpenObject:
         return self._open[number]
+
+    def path(self, number: int) -> StorePath | None:
+        """Where an open object is; None if the number is closed."""
+        opened = self._open.get(number)
+        return None if opened is None else opened.path
 
     def add(self, opened: OpenObject) -> int:
         """A number for an open object."""
@@ -164,6 +261,23 @@ class OpenObjects:
                 )
             opened = ReadableObject(path, info)
         return self.add(opened)
+
+    def prefetch(self, wanted: Sequence[tuple[StorePath, Sequence[Range]]]) -> None:
+        """Request ranges of objects, many at a time, so that small reads find them.
+
+        Objects that are missing, or under construction, are left to the reads.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        requests: list[tuple[Hashable, Range, Read]] = []
+        for path, ranges in wanted:
+            info = None if path in self._under_construction else store_index().info(path)
+            if info is not None:
+                requests += ReadableObject(path, info).prefetch(
+                    (a + info.size if a < 0 else a, b or info.size) for a, b in ranges
+                )
+        object_cache().prefetch(requests)
 
     def open_write(self, path: StorePath) -> int:
         """Open an object that is under construction.

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.storage.open_objects import FIRST_NUMBER, open_objects
+from megtool.checkpoint.storage.open_objects import FIRST_NUMBER, ReadableObject, open_objects
 from megtool.errors import FormatError, StorageError
 
 T = TypeVar("T")
@@ -102,6 +102,30 @@ class FileTransfer:
             num_bytes = sum(b.nbytes for b in batch)
             self._preadv(fd, batch, offset, num_bytes)
             offset += num_bytes
+
+    def pread_batch(
+        self,
+        fd: int,
+        runs: Sequence[tuple[int, memoryview]],
+        *,
+        span: tuple[int, int] | None = None,
+    ) -> None:
+        """Fill memory with runs (offset, memory), in any order.
+
+        Of an object many are requested at a time, and short runs are read in blocks of `span`, the
+        range that holds others like them.
+
+        Raises:
+            FormatError: the file is shorter.
+            StorageError: the read failed.
+        """
+        if fd >= FIRST_NUMBER:
+            opened = self.objects[fd]
+            if isinstance(opened, ReadableObject):
+                opened.read_batch(runs, span)
+                return
+        for offset, memory in runs:
+            self.pread_into(fd, memory, offset)
 
     def _preadv(self, fd: int, buffers: Sequence[Buffer], offset: int, expected: int) -> None:
         if fd >= FIRST_NUMBER:
@@ -194,11 +218,11 @@ class FileTransfer:
             FormatError: the source is shorter.
             StorageError: the copy failed.
         """
-        if self.recorder is not None:
-            self.recorder.forget(self._paths.get(target))
         if source >= FIRST_NUMBER or target >= FIRST_NUMBER:
             self._copy_object(source, source_offset, target, target_offset, num_bytes)
             return
+        if self.recorder is not None:
+            self.recorder.forget(self._paths.get(target))
         head = -source_offset % BLOCK
         if 0 < head < num_bytes - BLOCK and head == -target_offset % BLOCK:
             # Only calls that start at a block boundary share blocks: copy up to it first.
@@ -247,6 +271,8 @@ class FileTransfer:
         if min(source, target) >= FIRST_NUMBER and self.objects[target].copy_from(
             self.objects[source], source_offset, target_offset, num_bytes
         ):
+            if self.recorder is not None:
+                self.recorder.forget(self._paths.get(target))
             return
         self._copy_through_memory(source, source_offset, target, target_offset, num_bytes)
 
@@ -344,7 +370,7 @@ def find_path(file: FileRef) -> Path | None:
     if isinstance(file, Path):
         return file
     if file >= FIRST_NUMBER:
-        return None
+        return open_objects().path(file)
     try:
         return Path(os.readlink(f"/proc/self/fd/{file}"))
     except OSError:

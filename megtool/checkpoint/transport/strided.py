@@ -77,6 +77,22 @@ class StridedBlock:
     sieved: bool = False
     assign: Callable[[Array, Array], None] = np.copyto
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether the runs go straight to the memory, not through scratch memory."""
+        return self.outer is None
+
+    def runs(self, shift: int) -> Iterator[tuple[int, memoryview]]:
+        """The runs, with all offsets shifted."""
+        for offset, view in zip(self.offsets, self.views, strict=True):
+            yield offset + shift, view
+
+    def read_batch(self, files: Files, fd: int, shift: int, span: tuple[int, int]) -> None:
+        """Like `read`, with many requests at a time; see `Files.pread_batch`."""
+        files.pread_batch(fd, list(self.runs(shift)), span=span)
+        if self.outer is not None and self.inner is not None:
+            self.assign(self.outer, self.inner)
+
     def read(self, files: Files, fd: int, shift: int) -> None:
         """Fill the memory from the file, with all offsets shifted."""
         for offset, view in zip(self.offsets, self.views, strict=True):
@@ -121,6 +137,15 @@ class StridedRows:
 
     offsets: list[int]
     views: list[list[memoryview]]
+    is_direct = True
+
+    def runs(self, shift: int) -> Iterator[tuple[int, memoryview]]:
+        """The rows, each with its offset, shifted."""
+        for start, rows in zip(self.offsets, self.views, strict=True):
+            offset = start + shift
+            for row in rows:
+                yield offset, row
+                offset += row.nbytes
 
     def read(self, files: Files, fd: int, shift: int) -> None:
         """Fill the memory from the file, with all offsets shifted."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,8 @@ import numpy as np
 
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
+from megtool.checkpoint.storage.open_objects import is_object
+from megtool.checkpoint.storage.read_pool import read_pool
 from megtool.checkpoint.transport.cast import make_converter
 from megtool.checkpoint.transport.shard_locator import FileView
 from megtool.checkpoint.transport.strided import (
@@ -76,11 +80,15 @@ def halve_box(lo: Index, hi: Index, max_elements: int) -> Iterator[tuple[Index, 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The overlap of a tile with one piece: its blocks, and their shift when the tile moves."""
+    """The overlap of a tile with one piece: its blocks, and their shift when the tile moves.
+
+    `span` is the range of the whole piece in the file.
+    """
 
     fd: int
     blocks: list[StridedBlock | StridedRows]
     step: list[int]
+    span: tuple[int, int]
 
 
 class TileIO:
@@ -110,8 +118,31 @@ class TileIO:
 
     def read(self, lo: Index, memory: Array) -> None:
         """Fill `memory`, the tile that begins at view index `lo`."""
-        for block, fd, shift in self._shifted(lo, memory):
+        shifted = self._shifted(lo, memory)
+        if any(is_object(part.fd) for part in self._parts):
+            self._read_objects(shifted)
+            return
+        for block, fd, shift in shifted:
             block.read(self._files, fd, shift)
+
+    def _read_objects(self, shifted: list[tuple[StridedBlock | StridedRows, int, int]]) -> None:
+        """Read blocks of objects, with many requests at a time."""
+        jobs: list[Callable[[], None]] = []
+        blocks = iter(shifted)
+        for part in self._parts:
+            runs: list[tuple[int, memoryview]] = []
+            for block, fd, shift in itertools.islice(blocks, len(part.blocks)):
+                if isinstance(block, StridedBlock) and not block.is_direct:
+                    # Such blocks share scratch memory: one after another.
+                    block.read_batch(self._files, fd, shift, part.span)
+                else:
+                    runs += block.runs(shift)
+            if runs:
+                jobs.append(
+                    functools.partial(self._files.pread_batch, part.fd, runs, span=part.span)
+                )
+        if jobs:
+            read_pool().run(jobs)
 
     def write(self, lo: Index, memory: Array) -> None:
         """Write the tile that begins at `lo`."""
@@ -204,8 +235,15 @@ class TileIO:
             parts = list(
                 split_blocks(memory[index], offset, within, self._scratch, sieve=self._sieve)
             )
-            self._parts.append(_Part(fd, parts, step))
+            self._parts.append(_Part(fd, parts, step, self._span(row)))
         self._lo, self._memory = lo, memory
+
+    def _span(self, row: int) -> tuple[int, int]:
+        """The range of a piece in its file, from the first byte of its first element."""
+        view = self._file_view
+        distance = (view.hi[row] - view.lo[row] - 1) * view.step[row]
+        first = int(view.start[row]) + int(np.minimum(distance, 0).sum())
+        return first, int(view.start[row]) + int(np.maximum(distance, 0).sum()) + view.cell_bytes
 
 
 class TileReader:

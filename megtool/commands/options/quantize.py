@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from megtool.checkpoint.storage.location import location
 from megtool.commands.options.checkpoints import SOURCE
 from megtool.options.effects import requires
 from megtool.options.field import REQUIRED, OptionCondition, Options, argument, option
@@ -18,6 +19,7 @@ from megtool.options.groups import (
     RuntimeOptions,
     SourceOptions,
     TokenizerOptions,
+    WorkerOptions,
 )
 
 RECIPE, CALIBRATION, CHECK = "Recipe", "Calibration", "Check"
@@ -43,7 +45,7 @@ def _is_not_plain(options: Any) -> bool:
     from megtool.data.documents import has_fields
 
     data = options.data
-    return data is None or not Path(data).is_file() or has_fields(str(data))
+    return data is None or not location(data).is_file() or has_fields(str(data))
 
 
 _CHOOSES = OptionCondition(
@@ -107,13 +109,13 @@ _HAS_DATA = requires(
 )
 _NOT_INDEXED = OptionCondition(
     holds=lambda options, facts: (
-        options.data is None or Path(options.data).suffix not in (".bin", ".idx")
+        options.data is None or location(options.data).suffix not in (".bin", ".idx")
     ),
     reason="{has} no effect with a Megatron data set, which holds only tokens",
     hint="leave {it} out",
 )
 _NOT_ONE_FILE = OptionCondition(
-    holds=lambda options, facts: options.data is None or not Path(options.data).is_file(),
+    holds=lambda options, facts: options.data is None or not location(options.data).is_file(),
     reason="{has} no effect with one file of --data, which has no splits",
     hint="leave it out, or name a folder or a data set",
 )
@@ -195,7 +197,7 @@ class RecipeOptions(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions(
-    RecipeOptions, SourceOptions, TokenizerOptions, RuntimeOptions, OutputOptions
+    RecipeOptions, SourceOptions, TokenizerOptions, RuntimeOptions, OutputOptions, WorkerOptions
 ):
     """Quantize a checkpoint in any format for an engine, and check the result.
 

@@ -18,6 +18,7 @@ from megtool.checkpoint.formats.safetensors_header import (
     read_header,
 )
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.local_copy import map_file
 from megtool.dtypes import dtype as named
 from megtool.errors import CalibrationError, FormatError
 
@@ -83,7 +84,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
             raise ValueError("facts are missing")
         if "sealed" in metadata and metadata["sealed"] != _seal(header.entries, metadata):
             raise ValueError("checksum mismatch in metadata")
-        data = np.memmap(path, np.uint8, "c")
+        data = map_file(path)
         arrays: dict[str, Array] = {}
         for entry, digest in zip(header.entries, digests, strict=True):
             part = data[header.start + entry.begin : header.start + entry.end]

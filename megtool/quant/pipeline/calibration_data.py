@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from megtool.checkpoint.storage.location import location
 from megtool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def _documents(options: CalibrationDataOptions, tokenizer: Tokenizer) -> Iterato
     if options.data is None:
         text = files("megtool.data") / "founding_documents.txt"
         yield EncodedDocument(ids=np.asarray(tokenizer.encode(text.read_text()), np.int32))
-    elif Path(options.data).suffix in (".bin", ".idx"):
+    elif location(options.data).suffix in (".bin", ".idx"):
         dataset = IndexedDataset(options.data)
         for number in range(dataset.num_documents):
             ids = np.asarray(dataset.document(number), np.int32)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megtool.checkpoint.storage.location import is_remote
 from megtool.console import Progress
 from megtool.errors import CalibrationError, UsageError
 from megtool.inference.runtime import on_ranks
@@ -55,7 +56,7 @@ def solve(
     # Formats were chosen by sensitivities, which the calibration file has to contain.
     keeps = request.auto is not None and (c.only or c.keep is not None)
     if not (request.needs_data or keeps):
-        if os.environ.get("RANK", "0") != "0":
+        if request.worker is None and os.environ.get("RANK", "0") != "0":
             return None
         done = SolvedQParams(qparams=QParams(), calibration_file=None)
         if not all(is_format_only(request.resolved.recipe, d) for d in request.decisions):
@@ -268,7 +269,7 @@ def _by_modelopt(
     source = request.resolved.source
     with tempfile.TemporaryDirectory(prefix="megtool-") as temporary:
         folder = source.path
-        if source.catalogue.format != "hf":
+        if source.catalogue.format != "hf" or is_remote(source.path):
             folder = Path(temporary) / "hf"
             reshard_checkpoint(
                 source.path,

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from megtool.checkpoint.storage.location import location
 from megtool.errors import RecipeError
 from megtool.quant.recipes.compressed_arguments import check_values
 from megtool.quant.recipes.dialect_compressed import read_compressed
@@ -67,7 +68,7 @@ def read_recipe_text(recipe: str | Path) -> tuple[str, bytes]:
     Raises:
         RecipeError: it does not exist, or is too large.
     """
-    path = Path(recipe)
+    path = location(recipe)
     name = str(recipe)
     if name in recipe_names():
         return name, (importlib.resources.files(_PACKAGE) / f"{name}.yaml").read_bytes()
@@ -98,7 +99,7 @@ def load_recipe(recipe: str | Path, problems: RecipeProblems | None = None) -> R
     documents = read_documents(text, file=file)
     if len(documents) != 1:
         raise RecipeError(f"there are {len(documents)} YAML documents, not one", file=file)
-    path = Path(recipe)
+    path = location(recipe)
     root = path.resolve().parent if path.is_file() else None
     return parse_recipe(documents[0], name=path.stem, problems=problems, file=file, root=root)
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, StoredPart
+from megtool.checkpoint.storage.local_copy import map_file
 from megtool.dtypes import dtype
 from megtool.number_formats.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2, ZEROS
 from megtool.number_formats.packed_parts import WHOLE, PackedPart, factors
@@ -35,14 +36,13 @@ LARGEST: Mapping[str, float] = {
 
 def map_part(catalogue: Catalogue, stored: StoredPart) -> NDArray[Any]:
     """Map a part of a packed tensor; its bytes are read on access."""
-    mapped = np.memmap(
+    kind = dtype(stored.part.dtype)
+    mapped = map_file(
         catalogue.path(stored.file),
-        dtype(stored.part.dtype).view,
-        mode="r",
         offset=stored.offset,
-        shape=stored.part.shape or (1,),
+        num_bytes=prod(stored.part.shape) * kind.itemsize,
     )
-    return mapped.reshape(stored.part.shape)
+    return mapped.view(kind.view).reshape(stored.part.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,7 +167,7 @@ def verify_folder(
     verification = _WeightVerification(
         source, *decoded, decisions, qparams, global_scales, findings
     )
-    rows = verification.run(default_threads(threads), progress, sizes)
+    rows = verification.run(default_threads(threads, source.path), progress, sizes)
     return FolderVerification(
         path=str(destination),
         rows=tuple(rows),

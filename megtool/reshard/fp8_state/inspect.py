@@ -63,7 +63,7 @@ def inspect_amax(
         amaxes = read_weight_amaxes(
             checkpoint.catalogue,
             scaling.linear,
-            threads=default_threads(threads),
+            threads=default_threads(threads, checkpoint.path),
             progress=lambda n: progress("amax", n, total),
         )
     lines = [

@@ -41,7 +41,9 @@ def rebuild_states(
         StorageError: a weight cannot be read.
     """
     linear = [site for site, state in states.items() if is_single_linear(state)]
-    amaxes = read_weight_amaxes(source.catalogue, linear, threads=default_threads(threads))
+    amaxes = read_weight_amaxes(
+        source.catalogue, linear, threads=default_threads(threads, source.path)
+    )
     out: dict[Site, ExtraState] = {}
     findings: list[AmaxFinding] = []
     for site, state in states.items():

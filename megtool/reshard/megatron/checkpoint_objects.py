@@ -23,6 +23,7 @@ from megtool.checkpoint.random_state import (
     is_rerun_object,
     is_rng_object,
 )
+from megtool.checkpoint.storage.files import opened
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
 from megtool.number_formats.delayed_scaling import Columns
@@ -205,8 +206,8 @@ def encode_stored_object(catalogue: Catalogue, stored: StoredObject) -> bytes:
     if stored.extent is None:
         return encode_object([stored.value])
     path = catalogue.path(stored.extent[0])
-    with open(path, "rb") as f:
-        tree = load_object(f.fileno(), *stored.extent[1:], file=path)
+    with opened(path) as fd:
+        tree = load_object(fd, *stored.extent[1:], file=path)
     return encode_object(tree if stored.kind == "bytes" else [tree])
 
 
