@@ -111,11 +111,14 @@ import obstore
 from obstore.store import S3Store
 bucket, source, target = sys.argv[1:]
 store = S3Store(bucket, client_options={"allow_http": True})
-for batch in obstore.list(store, prefix=source):
-    for meta in batch:
-        stream = obstore.get(store, meta["path"]).stream(min_chunk_size=8 << 20)
-        key = target + meta["path"][len(source):]
-        obstore.put(store, key, stream, chunk_size=8 << 20, max_concurrency=12)
+async def copy(path):
+    found = await obstore.get_async(store, path)
+    parts = found.stream(min_chunk_size=8 << 20)
+    await obstore.put_async(store, target + path[len(source):], parts, chunk_size=8 << 20)
+async def main():
+    paths = [meta["path"] for batch in obstore.list(store, prefix=source) for meta in batch]
+    await asyncio.gather(*map(copy, paths))
+asyncio.run(main())
 """
 
 
