@@ -6,7 +6,7 @@ import contextlib
 import os
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
@@ -293,6 +293,10 @@ class StagingFolder:
             self.files.close(fd)
         return full
 
+    def follow(self, context: object) -> Container[int]:
+        """No unit: those of earlier runs are compared with the source (see `resumed`)."""
+        return ()
+
     def finish(self, unit: int, note: str = "") -> None:
         """Record that all bytes of a unit are written, with a one-line note. Thread-safe."""
         self._require_journal().finish(unit, note)
@@ -323,6 +327,9 @@ class StagingFolder:
         return self._journal
 
     # ---- the end
+
+    def complete_data(self, *, threads: int = 1) -> None:
+        """Nothing: staged files can be read, and written again, until the commit."""
 
     def commit(self, *, fsync: bool = True, threads: int = 1) -> None:
         """Rename the tree to the destination and remove the staging folder.
@@ -438,7 +445,7 @@ class StagingFolder:
     def _clear(self) -> None:
         """Empty the staging folder except for the lock."""
         if self._renamed:
-            self.files.remove(self._replaced)
+            self._remove_replaced()
         else:
             self._put_old_back(None)
         self._close_journal()
@@ -449,6 +456,12 @@ class StagingFolder:
         self.files.remove(self.staging / "journal")
         self.files.remove(self.staging / PUBLISHED)
         self._cleared = True
+
+    def _remove_replaced(self) -> None:
+        """Remove the former checkpoint, durably before the journal, which says that it may go."""
+        if self.files.lstat(self._replaced) is not None:
+            self.files.remove(self._replaced)
+            self.files.fsync_dir(self.staging)
 
     def _close_journal(self) -> None:
         record, self._journal = self._journal, None

@@ -13,8 +13,8 @@ import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.digest import DigestMode, Digests
-from megtool.checkpoint.plan import Op, ReshardPlan
 from megtool.checkpoint.parallel_scan import STORE_TILE_BYTES
+from megtool.checkpoint.plan import Op, ReshardPlan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import is_remote
 from megtool.checkpoint.storage.open_files import OpenFiles
@@ -92,6 +92,9 @@ class StagingArea(Protocol):
 
     def write(self, relative: str, data: bytes) -> Path:
         """Write a whole small file."""
+
+    def follow(self, context: CopyContext) -> Container[int]:
+        """The units that are finished, and need not be compared; `context` learns their digests."""
 
     def finish(self, unit: int, note: str = "") -> None:
         """Record that a unit is finished."""
@@ -209,7 +212,9 @@ class PlanCopy:
             StorageError: a read or a write failed.
         """
         context, plan = self.context, self.plan
-        todo = [(n, self.units[n]) for n in numbers]
+        numbers = list(numbers)
+        finished = self.stage.follow(context)
+        todo = [(n, self.units[n]) for n in numbers if n not in finished]
         alone = [u for u in todo if isinstance(u[1], TiledUnit) and u[1].interleaved]
         others = [u for u in todo if not (isinstance(u[1], TiledUnit) and u[1].interleaved)]
         with context.readers, context.writers, limit_torch_threads(_needs_torch(plan)):
@@ -220,7 +225,7 @@ class PlanCopy:
                 self.check_sources()  # perhaps the cause of the error
                 raise
         self.check_sources()
-        self.verified += sum(n in resumed for n, _ in todo)
+        self.verified += sum(n in resumed or n in finished for n in numbers)
 
     def check_sources(self) -> None:
         """Refuse sources that have changed since they were opened.

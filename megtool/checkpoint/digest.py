@@ -6,7 +6,7 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
@@ -38,13 +38,14 @@ class Digests:
     `sizes` are the bytes of each tensor; each byte must be added once. A CRC without its start
     value and final inversion is linear: that of a tensor is the xor of those of its pieces, each
     shifted by the bytes that follow the piece. So order and threads do not matter, and runs of
-    zeros add nothing.
+    zeros add nothing. `observer` is called with what a piece adds: see `add_parts`.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._sizes = sizes
         self._parts: dict[str, tuple[int, int]] = {}  # name -> (xor, bytes)
         self._lock = threading.Lock()
+        self.observer: Callable[[str, int, int], None] | None = None
 
     def add(self, name: str, offset: int, data: bytes | Buffer) -> None:
         """Add the bytes of tensor `name` that start at byte `offset`."""
@@ -66,6 +67,8 @@ class Digests:
             raise ValueError(f"{name!r}: bytes {offset}+{num_bytes} are not within {size}")
         moved = shift_crc(linear, size - offset - num_bytes) if linear else 0
         self._include(name, moved, num_bytes)
+        if self.observer is not None:
+            self.observer(name, moved, num_bytes)
 
     def add_zeros(self, name: str, offset: int, num_bytes: int) -> None:
         """Add `num_bytes` zeros at `offset`."""

@@ -46,11 +46,13 @@ class FileDigests:
     The CRC without its start value and final inversion is linear, so a file's is the xor of those
     of its writes, each shifted by the bytes that follow it. A registered file is all zeros at
     first; bytes that are never written add nothing. Each byte is written once, or its former
-    contents are recorded again before it is overwritten, which cancels them.
+    contents are recorded again before it is overwritten, which cancels them. `observer` is called
+    with what a write adds to a section: see `add_sections`.
     """
 
     def __init__(self) -> None:
         self._files: dict[Path, _StagedFile] = {}
+        self.observer: Callable[[Path, int, int], None] | None = None
 
     def register(self, path: Path, size: int, cuts: Sequence[int] = ()) -> None:
         """Follow the writes to a new file; `cuts` (ascending offsets) divide it into sections."""
@@ -77,10 +79,15 @@ class FileDigests:
                 linear = chain_crc(linear, part)
                 view, offset = view[part.nbytes :], offset + part.nbytes
                 if offset == staged.ends[number]:
-                    staged.add(number, linear)
+                    self._add(path, staged, number, linear)
                     linear, number = 0, number + 1
         if linear:
-            staged.add(number, shift_crc(linear, staged.ends[number] - offset))
+            self._add(path, staged, number, shift_crc(linear, staged.ends[number] - offset))
+
+    def _add(self, path: Path | None, staged: _StagedFile, number: int, linear: int) -> None:
+        staged.add(number, linear)
+        if self.observer is not None and path is not None:
+            self.observer(path, number, linear)
 
     def forget(self, path: Path | None) -> None:
         """Bytes of this file were written that nobody has seen."""

@@ -11,7 +11,7 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,6 +118,10 @@ class MemoryStage:
         raise FormatError(
             f"{len(data)} bytes that are not a tensor cannot be loaded", file=relative
         )
+
+    def follow(self, context: object) -> Container[int]:
+        """No unit: a load is never resumed."""
+        return ()
 
     def finish(self, unit: int, note: str = "") -> None:
         """Do nothing: a load is never resumed."""

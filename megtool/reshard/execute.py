@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool import __version__
-from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.copy import CopyReport
 from megtool.checkpoint.digest import TOOL, DigestMode, Sidecar, TensorDigest
 from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.plan import DroppedItem, Op, PlanSource, ReshardPlan
 from megtool.checkpoint.plan_summary import PlanSummary, summarize
 from megtool.checkpoint.planner import build_plan
+from megtool.checkpoint.stage import Stage
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress
 from megtool.errors import CoverageError, DigestError, FormatError, UsageError
@@ -184,6 +184,7 @@ def execute(
         is_file=job.target.is_file,
         sources=[path for source in job.sources for path in source_paths(source)],
         rewrites_data=job.target.finish is not None,
+        plan=plan,
     )
     if execution.dry_run:
         stage.check()
@@ -201,7 +202,7 @@ def execute(
 
 
 def _write(
-    job: ReshardJob, stage: StagingFolder, execution: ExecutionOptions, progress: Progress
+    job: ReshardJob, stage: Stage, execution: ExecutionOptions, progress: Progress
 ) -> dict[str, Any]:
     """Write the plan and commit it; the fields of the report about that."""
     source, target, plan = job.source, job.target, job.plan
@@ -245,9 +246,7 @@ def _write(
     }
 
 
-def check_staged(
-    source: CheckpointSource, target: Target, plan: ReshardPlan, stage: StagingFolder
-) -> None:
+def check_staged(source: CheckpointSource, target: Target, plan: ReshardPlan, stage: Stage) -> None:
     """Check that what is staged can be opened and holds all that was planned.
 
     Raises:
@@ -264,7 +263,7 @@ def verify_staged(
     source: CheckpointSource,
     target: Target,
     plan: ReshardPlan,
-    stage: StagingFolder,
+    stage: Stage,
     execution: ExecutionOptions,
     progress: Progress,
 ) -> ReadbackReport:
@@ -358,7 +357,7 @@ def write_target_digests(
     target: Target,
     plan: ReshardPlan,
     copied: CopyReport,
-    stage: StagingFolder,
+    stage: Stage,
     options: WriteOptions,
 ) -> None:
     """Write the digests of the target's tensors, by canonical name, and of its files."""

@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.copy import CopyReport, PlanCopy, execute
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.parallel_scan import default_threads
+from megtool.checkpoint.part_plan import plan_file_parts
 from megtool.checkpoint.plan import ReshardPlan
+from megtool.checkpoint.spooled_stage import SpooledStage
+from megtool.checkpoint.stage import Stage
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.store_stage import StoreStage
 from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.checkpoint.workers.record import WorkerRecord, WorkerStatus
 from megtool.checkpoint.workers.share_copy import copy_share, merge_shares
@@ -30,7 +36,8 @@ _LOG = logging.getLogger(__name__)
 class WriteOptions:
     """How a plan is written: threads, the memory of all their buffers, digests, and fsync.
 
-    `worker` is this process, if several write the plan together.
+    `worker` is this process, if several write the plan together. `unsafe_store` takes a store that
+    ignores conditions.
     """
 
     threads: int = field(default_factory=lambda: default_threads(None))
@@ -39,6 +46,7 @@ class WriteOptions:
     fsync: bool = True
     overwrite: bool = False
     worker: WorkerIdentity | None = None
+    unsafe_store: bool = False
 
     def make_stage(
         self,
@@ -49,7 +57,8 @@ class WriteOptions:
         is_file: bool = False,
         sources: Sequence[Path] = (),
         rewrites_data: bool = False,
-    ) -> StagingFolder:
+        plan: ReshardPlan | None = None,
+    ) -> Stage:
         """Where a plan is written until it is complete.
 
         Args:
@@ -59,7 +68,22 @@ class WriteOptions:
             is_file: The destination is a single file.
             sources: What is read, which the destination must not replace.
             rewrites_data: `finish` of `write_staged` changes data of the plan.
+            plan: The plan, for a destination in a store.
         """
+        if isinstance(destination, StorePath):
+            return self._make_store_stage(
+                StoreStage(
+                    destination,
+                    files=files,
+                    fingerprint=fingerprint,
+                    overwrite=self.overwrite,
+                    is_file=is_file,
+                    sources=sources,
+                    is_unsafe=self.unsafe_store,
+                ),
+                plan,
+                rewrites_data,
+            )
         if self.worker is None:
             return StagingFolder(
                 destination,
@@ -80,10 +104,23 @@ class WriteOptions:
             rewrites_data=rewrites_data,
         )
 
+    def _make_store_stage(
+        self, stage: StoreStage, plan: ReshardPlan | None, rewrites_data: bool
+    ) -> Stage:
+        if rewrites_data:
+            return SpooledStage(stage)
+        if plan is not None:
+            store = None if self.digest is DigestMode.ALL else stage.destination.store
+            stage.follow_plan(
+                partial(plan_file_parts, plan, is_file=stage.is_file, copies_in=store),
+                last=tuple(plan.target.final_files),
+            )
+        return stage
+
 
 def write_staged(
     plan: ReshardPlan,
-    stage: StagingFolder,
+    stage: Stage,
     options: WriteOptions,
     *,
     verb: str,
@@ -142,7 +179,7 @@ class _StagedWrite:
     """The data of `write_staged`, and its steps in an entered stage up to `finish`."""
 
     plan: ReshardPlan
-    stage: StagingFolder
+    stage: Stage
     options: WriteOptions
     verb: str
     progress: Progress

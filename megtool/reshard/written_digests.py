@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.copy import CopyReport
 from megtool.checkpoint.digest import (
     SIDECAR,
@@ -20,13 +19,14 @@ from megtool.checkpoint.digest import (
 from megtool.checkpoint.embedded_digests import embed_digests, embed_nothing, list_sections
 from megtool.checkpoint.file_digests import digest_tree, read_sections
 from megtool.checkpoint.plan import Op, ReshardPlan
+from megtool.checkpoint.stage import Stage
 from megtool.console import several
 from megtool.tensors.sharded import GlobalTensor
 
 
 def write_digests(
     plan: ReshardPlan,
-    stage: StagingFolder,
+    stage: Stage,
     copied: CopyReport,
     mode: DigestMode,
     *,
@@ -57,6 +57,7 @@ def write_digests(
     if not stage.is_file and (sidecar.num_tensors or sidecar.files):
         stage.write(str(PurePosixPath(folder) / SIDECAR), encode_sidecar(sidecar))
     stage.sidecar = sidecar
+    stage.complete_data(threads=threads)
     return sidecar
 
 
@@ -97,7 +98,7 @@ def _relative_to(digests: dict[str, FileDigest], folder: str) -> dict[str, FileD
 
 def _stored_digests(
     plan: ReshardPlan,
-    stage: StagingFolder,
+    stage: Stage,
     sidecar: Sidecar,
     digests: dict[str, FileDigest],
     folder: str,
@@ -142,7 +143,7 @@ def _whole_tensors(plan: ReshardPlan) -> Iterator[tuple[GlobalTensor, str, int, 
             yield tensor, catalogue.files[file].path, offset, offset + length
 
 
-def _embed(plan: ReshardPlan, stage: StagingFolder, mode: DigestMode, threads: int) -> Sidecar:
+def _embed(plan: ReshardPlan, stage: Stage, mode: DigestMode, threads: int) -> Sidecar:
     """Complete the digests in the header of a single file."""
     sidecar = Sidecar(names="stored", tool=TOOL, tensors={})
     catalogue, path = plan.target.catalogue, stage.path("")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megtool.checkpoint.catalogue import Destination
-from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.plan import DroppedItem, Fill
+from megtool.checkpoint.stage import Stage
 from megtool.config import LayoutOptions, ParallelConfig
 from megtool.convert.dialects import TargetView
 from megtool.dtypes import DType
@@ -67,7 +67,7 @@ class Target:
     replicated: list[str] = field(default_factory=list)
     is_file: bool = False
     sidecar_folder: str = ""
-    finish: Callable[[StagingFolder, int], None] | None = None
+    finish: Callable[[Stage, int], None] | None = None
     amax: AmaxReport | None = None
 
     def account(

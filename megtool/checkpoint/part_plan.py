@@ -1,0 +1,101 @@
+"""How the files of a planned checkpoint become parts of objects: what is copied by the server."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megtool.checkpoint.catalogue import Destination
+from megtool.checkpoint.plan import ReshardPlan
+from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.storage.part_layout import CopyRun, Coverage
+from megtool.checkpoint.storage.store import Store
+from megtool.checkpoint.transport.kernel_copy import plan_kernel_copies
+from megtool.checkpoint.transport.shard_locator import ShardLocator
+from megtool.checkpoint.transport.work_units import KernelUnit, plan_units
+from megtool.dtypes import dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileParts:
+    """A file of the target: its number, the bytes that will be written, those that the server can
+    copy, and the bytes at its begin that are written last."""
+
+    number: int
+    expected: Coverage
+    runs: tuple[CopyRun, ...] = ()
+    held: int = 0
+
+
+def plan_file_parts(
+    plan: ReshardPlan, *, is_file: bool, copies_in: Store | None = None
+) -> dict[str, FileParts]:
+    """The parts of every file of a plan, by path.
+
+    With `copies_in`, the kernel's units of sources in that store are runs that it can copy. The
+    header of a single file is written last, because it holds the digests of all others.
+    """
+    target = plan.target
+    expected = _find_expected(target)
+    runs: dict[int, list[CopyRun]] = defaultdict(list)
+    if copies_in is not None and copies_in.can_copy:
+        runs = _find_runs(plan, copies_in)
+    held = max((o + len(d) for _, o, d in target.fragments if not o), default=0) if is_file else 0
+    return {
+        file.path: FileParts(
+            number=n,
+            expected=expected[n],
+            runs=tuple(sorted(runs.get(n, ()), key=lambda run: run.offset)),
+            held=held,
+        )
+        for n, file in enumerate(target.catalogue.files)
+    }
+
+
+def _find_expected(target: Destination) -> list[Coverage]:
+    """Per file, the bytes of tensors and of headers."""
+    catalogue = target.catalogue
+    offset, length = catalogue.extents.offset, catalogue.extents.length
+    if catalogue.extents.contained and len(catalogue.shards):
+        offset = ShardLocator(catalogue).offsets(np.arange(len(catalogue.shards)))
+        item = np.array([t.dtype.itemsize for t in catalogue.tensors], np.int64)
+        length = catalogue.shards.boxes.volume() * item[catalogue.shards.tensor]
+    ranges: list[list[tuple[int, int]]] = [[] for _ in catalogue.files]
+    for file, a, n in zip(
+        catalogue.extents.file.tolist(), offset.tolist(), length.tolist(), strict=True
+    ):
+        ranges[file].append((a, a + n))
+    for file, a, data in target.fragments:
+        ranges[file].append((a, a + len(data)))
+    for parts in catalogue.packed.values():
+        for part in parts:
+            size = math.prod(part.part.shape) * dtype(part.part.dtype).itemsize
+            ranges[part.file].append((part.offset, part.offset + size))
+    out = []
+    for file_ranges in ranges:
+        coverage = Coverage()
+        for a, b in sorted(file_ranges):
+            if a < b:
+                coverage.add(a, b)
+        out.append(coverage)
+    return out
+
+
+def _find_runs(plan: ReshardPlan, store: Store) -> dict[int, list[CopyRun]]:
+    """Per file, the runs of the kernel's units whose source is an object of a store."""
+    locator = ShardLocator(plan.target.catalogue, [Path() for _ in plan.target.catalogue.files])
+    sources = [ShardLocator(c) for c in plan.sources]
+    out: dict[int, list[CopyRun]] = defaultdict(list)
+    for unit in plan_units(plan, locator):
+        if not isinstance(unit, KernelUnit):
+            continue
+        table, _ = plan_kernel_copies(plan, unit, sources, locator)
+        for source, file, source_offset, offset, num_bytes in table.rows():
+            path = sources[source].path(file)
+            if isinstance(path, StorePath) and path.bucket_url == store.url:
+                out[unit.files[0]].append(CopyRun(offset, num_bytes, path, source_offset))
+    return out

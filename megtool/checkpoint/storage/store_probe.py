@@ -1,0 +1,85 @@
+"""Whether a store keeps what a commit relies on: ranges, create-only puts, uploads in parts."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.storage.store import ConditionError, Store
+from megtool.errors import DestinationError, FormatError, StorageError
+
+_LOG = logging.getLogger(__name__)
+_PROBED: dict[int, tuple[Store, tuple[str, ...]]] = {}
+_CONTENT = b"megtool asks what this store keeps"
+
+
+def probe_store(folder: StorePath, *, is_unsafe: bool = False) -> tuple[str, ...]:
+    """Check a store once per process, with objects below `folder` that are removed again.
+
+    Returns what it does not keep, as warnings; without `is_unsafe` that is refused.
+
+    Raises:
+        DestinationError: it cannot be written, or ignores conditions or ranges.
+        StorageError: it refused a request.
+    """
+    store = folder.store
+    if not store.can_write:
+        raise DestinationError(
+            "this kind of store is only read",
+            file=folder.parent,
+            hint="write to s3://, or to a local folder",
+            error_id="destination-not-writable",
+        )
+    known = _PROBED.get(id(store))
+    faults = known[1] if known is not None and known[0] is store else tuple(_find_faults(folder))
+    _PROBED[id(store)] = store, faults
+    if faults and not is_unsafe:
+        raise DestinationError(
+            f"the store {faults[0]}",
+            file=store.url,
+            hint="choose another store; or --unsafe-store, if no other program writes there and no "
+            "request is repeated",
+            error_id="unsafe-store",
+        )
+    return tuple(f"the store {fault}: --unsafe-store was given" for fault in faults)
+
+
+def _find_faults(folder: StorePath) -> list[str]:
+    """What a store does not keep, as the rest of a sentence."""
+    store, key = folder.store, (folder / f"probe-{secrets.token_hex(8)}").key
+    faults: list[str] = []
+    try:
+        info = store.put(key, _CONTENT, create=True)
+        try:
+            store.put(key, b"replaced", create=True)
+        except ConditionError:
+            pass
+        else:
+            faults.append("ignores If-None-Match: it replaces objects that must only be created")
+            info = store.put(key, _CONTENT)
+        try:
+            if bytes(store.read(key, 3, 5)) != _CONTENT[3:8]:
+                faults.append("ignores ranges: it sends other bytes than those asked for")
+        except (FormatError, StorageError) as e:
+            faults.append(f"does not read ranges: {e.message}")
+        if info.size != len(_CONTENT):
+            faults.append("states a wrong size of what was written")
+        faults += _find_upload_faults(store, f"{key}-parts")
+    finally:
+        store.delete([key])
+    return faults
+
+
+def _find_upload_faults(store: Store, key: str) -> list[str]:
+    upload_id = store.begin_upload(key)
+    try:
+        part = store.upload_part(key, upload_id, 1, _CONTENT)
+        listed = list(store.list_parts(key, upload_id))
+        if [(p.number, p.size, p.tag) for p in listed] != [(1, len(_CONTENT), part.tag)]:
+            return ["does not list the parts of an upload"]
+        if store.head(key) is not None:
+            return ["shows an object before its upload is complete"]
+        return []
+    finally:
+        store.abort_upload(key, upload_id)

@@ -1,0 +1,157 @@
+"""Checks that a place in a store can and may be written, without writing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from megtool.checkpoint.storage.lease import describe_holder, is_alive, read_holder
+from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.store_publish import LEASE, PUBLISHING, RUN, staging_prefix
+from megtool.errors import DestinationError
+
+_STAGING = re.compile(r"\.(.*)\.megtool", re.DOTALL)
+
+
+def check_surroundings(destination: StorePath, sources: Sequence[Path]) -> None:
+    """Refuse a destination that overlaps a source, or that another run replaces.
+
+    Raises:
+        DestinationError: it does, it is a whole bucket, or its store is only read.
+        StorageError: the store refused.
+    """
+    if not destination.key:
+        raise DestinationError(
+            "a whole bucket cannot be a destination",
+            file=destination,
+            hint=f"name a prefix: {destination}/model",
+        )
+    if not destination.store.can_write:
+        raise DestinationError(
+            "this kind of store is only read",
+            file=destination,
+            hint="write to s3://, or to a local folder",
+            error_id="destination-not-writable",
+        )
+    for source in sources:
+        if not isinstance(source, StorePath):
+            continue
+        staging = staging_prefix(destination)
+        if any(a.is_relative_to(b) for a, b in ((destination, source), (source, destination))):
+            raise DestinationError(
+                f"the destination and the source {str(source)!r} are the same, "
+                "or one is inside the other",
+                file=destination,
+                hint="choose a destination outside the source",
+                error_id="destination-in-source",
+            )
+        if source.is_relative_to(staging):
+            raise DestinationError(
+                f"the source {str(source)!r} is inside the staging folder of the destination",
+                file=staging,
+                hint="choose another destination",
+                error_id="destination-in-source",
+            )
+    for folder in destination.parents:
+        if not isinstance(folder, StorePath) or not folder.key:
+            break
+        _check_above(destination, folder)
+
+
+def _check_above(destination: StorePath, folder: StorePath) -> None:
+    if _STAGING.fullmatch(folder.name):
+        raise DestinationError(
+            "the destination is inside a staging folder, which is removed when its run ends",
+            file=folder,
+            hint="choose another destination",
+        )
+    holder = find_live_run(staging_prefix(folder))
+    if holder:
+        raise DestinationError(
+            f"{holder} is writing {str(folder)!r}, which the destination is inside",
+            file=destination,
+            hint="wait until it has ended, or choose another destination",
+            error_id="destination-locked",
+        )
+
+
+def find_live_run(staging: StorePath) -> str:
+    """The process that holds a staging folder, in words; empty if none does.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    store = staging.store
+    for info in store.list(staging.key).objects:
+        if not info.key.endswith(LEASE):
+            continue
+        lease = staging / info.key.rpartition("/")[2]
+        assert isinstance(lease, StorePath)
+        holder = read_holder(lease, info)
+        if holder and is_alive(lease, info, holder):
+            return describe_holder(holder)
+    return ""
+
+
+def exists(destination: StorePath) -> bool:
+    """Whether there is an object, or something below the name.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    store = destination.store
+    if store.head(destination.key) is not None:
+        return True
+    listing = store.list(destination.key, most=1)
+    return bool(listing.objects or listing.prefixes)
+
+
+def check_free(
+    destination: StorePath, *, is_file: bool, overwrite: bool, is_completed: bool = False
+) -> bool:
+    """Refuse to replace what exists; returns whether something is replaced.
+
+    `is_completed`: an earlier run of this command wrote it.
+
+    Raises:
+        DestinationError: it exists, has the wrong kind, or has work of other runs in it.
+        StorageError: the store refused.
+    """
+    if not exists(destination):
+        return False
+    is_object = destination.store.head(destination.key) is not None
+    if is_object != is_file:
+        kinds = ("a folder", "a file") if is_file else ("a file", "a folder")
+        inside = f"name a file inside it: {destination / 'model.safetensors'}"
+        raise DestinationError(
+            f"is {kinds[0]}, and the output is {kinds[1]}",
+            file=destination,
+            hint=inside if is_file else "name a new folder, or move the file away",
+        )
+    if not overwrite:
+        hint = "choose another destination, or replace this one with --overwrite"
+        if is_completed:
+            hint = f"an earlier run of the same command has completed it; {hint}"
+        raise DestinationError(
+            "the destination already exists",
+            file=destination,
+            hint=hint,
+            error_id="destination-exists",
+        )
+    _check_within(destination)
+    return True
+
+
+def _check_within(destination: StorePath) -> None:
+    """Refuse to replace a folder in which another run writes, or has left finished work."""
+    for info in destination.store.list(destination.key, recursive=True).objects:
+        folder, _, name = info.key.rpartition("/")
+        inner = _STAGING.fullmatch(folder.rpartition("/")[2])
+        if inner and name in (LEASE, RUN, PUBLISHING):
+            raise DestinationError(
+                f"a run has left its work for {inner[1]!r} inside the destination",
+                file=destination,
+                hint="run its command again to finish it, or `megtool clean` removes it",
+                error_id="interrupted-run",
+            )

@@ -1,0 +1,246 @@
+"""Publishing a checkpoint in a store: what appears when, and how readers know that it is not whole.
+
+A store cannot rename. From the first object at the destination until the last one, the object
+`publishing` beside it says that a run is not done; readers of megtool refuse such a destination.
+Objects are only created, and the objects that make a checkpoint complete come last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.storage.store import (
+    ConditionError,
+    ObjectInfo,
+    ObjectMissingError,
+    Store,
+    UploadedPart,
+)
+from megtool.checkpoint.storage.store_index import store_index
+from megtool.errors import DestinationError, FormatError, StorageError
+
+LEASE, RUN, PUBLISHING = "lock", "run", "publishing"
+MARKERS = (
+    "model.safetensors.index.json",
+    "config.json",
+    "metadata.json",
+    ".metadata",
+    "zarr.json",
+    "latest_checkpointed_iteration.txt",
+)
+"""Files without which no loader takes a folder for a checkpoint, in the order of their writing."""
+
+_BATCH = 1000  # keys in one request that deletes
+
+
+def staging_prefix(destination: StorePath) -> StorePath:
+    """Where a run keeps its notes about a destination."""
+    path = destination.parent / f".{destination.name}.megtool"
+    assert isinstance(path, StorePath)
+    return path
+
+
+def publishing_order(names: Iterable[str], last: Sequence[str] = ()) -> list[str]:
+    """Small files in the order in which they appear; `last` come at the end, in this order."""
+    names = set(names)
+    ends = [name for name in last if name in names]
+    rest = sorted(names.difference(ends))
+
+    def rank(name: str) -> int:
+        base = name.rpartition("/")[2]
+        return MARKERS.index(base) if base in MARKERS else -1
+
+    return [*sorted(rest, key=rank), *ends]
+
+
+class Publication:
+    """The state of a destination: `state` is empty, or one of
+
+    `removing` (the former checkpoint is being removed), `writing` (objects of the new one appear)
+    and `complete`. `last` is the key of the object that appears last.
+    """
+
+    def __init__(self, destination: StorePath) -> None:
+        self._path = staging_prefix(destination) / PUBLISHING
+        self._destination = destination
+        self._store = destination.store
+        self.state = self.last = ""
+
+    def read(self) -> None:
+        """Find out what an earlier run has left.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        values = read_json(self._path)
+        self.state, self.last = str(values.get("state", "")), str(values.get("last", ""))
+        if self.state == "writing" and self.last and self._store.head(self.last) is not None:
+            self.state = "complete"
+
+    def begin(self, *, replaces: bool, last: str) -> None:
+        """Say that objects appear from now on; what is at the destination is removed first.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        if self.state == "writing":
+            return
+        if replaces or self.state == "removing":
+            self._put("removing", last)
+            remove_objects(self._destination)
+        self._put("writing", last)
+
+    def end(self) -> None:
+        """Say that the checkpoint is complete.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        self._put("complete", self.last)
+
+    def _put(self, state: str, last: str) -> None:
+        data = json.dumps({"state": state, "last": last}).encode()
+        self._store.put(self._path.key, data)
+        self.state, self.last = state, last
+
+
+def refuse_unpublished(path: StorePath) -> None:
+    """Refuse to read a checkpoint of which only some objects have appeared.
+
+    Raises:
+        FormatError: a run is publishing it, or was stopped while it did.
+        StorageError: the store refused.
+    """
+    if not path.store.can_write:
+        return
+    for root in (path, *path.parents):
+        if not isinstance(root, StorePath) or not root.key:
+            return
+        if store_index().is_staged(root) or root.name.endswith(".megtool"):
+            return
+        publication = Publication(root)
+        try:
+            publication.read()
+        except StorageError as e:
+            if e.id != "permission-denied":  # who may read the checkpoint alone
+                raise
+        if publication.state in ("removing", "writing"):
+            raise FormatError(
+                "the checkpoint is not whole: a run is publishing it, or was stopped while it did",
+                file=root,
+                hint="wait until that run has ended, or start it again to finish it; "
+                f"`megtool clean {root}` removes what it left",
+                error_id="incomplete-publication",
+            )
+
+
+def read_json(path: StorePath) -> dict[str, Any]:
+    """A small object of a run; empty if it is missing or damaged.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    info = path.store.head(path.key)
+    if info is None:
+        return {}
+    try:
+        values = json.loads(bytes(path.store.read(path.key, 0, info.size)))
+    except (ValueError, ObjectMissingError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def list_keys(path: StorePath) -> list[str]:
+    """The keys of an object and of everything below its name, markers of completeness first.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    store = path.store
+    keys = [info.key for info in store.list(path.key, recursive=True).objects]
+    if store.head(path.key) is not None:
+        keys.append(path.key)
+    return sorted(keys, key=lambda key: key.rpartition("/")[2] not in MARKERS)
+
+
+def remove_objects(path: StorePath) -> int:
+    """Remove an object and everything below its name; returns how many there were.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    keys = list_keys(path)
+    for start in range(0, len(keys), _BATCH):
+        path.store.delete(keys[start : start + _BATCH])
+    return len(keys)
+
+
+def remove_notes(staging: StorePath) -> None:
+    """Remove what a run has left beside a destination, except for its lock.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    last = [(staging / PUBLISHING).key, (staging / LEASE).key]
+    keys = [key for key in list_keys(staging) if key not in last]
+    for start in range(0, len(keys), _BATCH):
+        staging.store.delete(keys[start : start + _BATCH])
+    staging.store.delete(last[:1])
+
+
+def put_once(path: StorePath, data: bytes | memoryview) -> ObjectInfo:
+    """Create an object; one that is there already with the same bytes is its own lost success.
+
+    Raises:
+        DestinationError: there is another object.
+        StorageError: the store refused.
+    """
+    store = path.store
+    try:
+        return store.put(path.key, data, create=True)
+    except ConditionError as e:
+        info = store.head(path.key)
+        size = memoryview(data).nbytes
+        is_alike = info is not None and info.size == size
+        if info is not None and is_alike and (not size or store.read(path.key, 0, size) == data):
+            return info
+        raise _conflict(path) from e
+
+
+def complete_once(
+    path: StorePath, upload_id: str, parts: Sequence[UploadedPart], *, is_safe: bool = True
+) -> ObjectInfo:
+    """Make an object of its parts; one that is there already with their size is a lost success.
+
+    Raises:
+        DestinationError: there is another object.
+        StorageError: the store refused.
+    """
+    store: Store = path.store
+    try:
+        return store.complete_upload(path.key, upload_id, parts, create=is_safe)
+    except (ConditionError, ObjectMissingError) as e:
+        info = store.head(path.key)
+        if info is not None and info.size == sum(part.size for part in parts):
+            _, dash, count = info.version.strip('"').rpartition("-")
+            if not dash or not count.isdecimal() or int(count) == len(parts):
+                return info
+        if isinstance(e, ObjectMissingError):
+            raise StorageError(
+                "the upload of this object was aborted by another program",
+                file=path,
+                hint="run the command again: it uploads the object anew",
+            ) from e
+        raise _conflict(path) from e
+
+
+def _conflict(path: StorePath) -> DestinationError:
+    return DestinationError(
+        "another program has written this object meanwhile",
+        file=path,
+        hint="two runs must not write one destination: choose another one",
+        error_id="destination-exists",
+    )

@@ -1,0 +1,585 @@
+"""A checkpoint under construction in an object store, the counterpart of `StagingFolder`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any, TypeVar
+
+from megtool.checkpoint.digest import Sidecar
+from megtool.checkpoint.file_digests import FileDigests
+from megtool.checkpoint.part_plan import FileParts
+from megtool.checkpoint.storage import part_layout
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.lease import Lease
+from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.storage.object_writer import ObjectWriter, run_info
+from megtool.checkpoint.storage.open_objects import open_objects
+from megtool.checkpoint.storage.part_buffers import PartBuffers
+from megtool.checkpoint.storage.part_layout import CopyRun, Coverage, cut_parts
+from megtool.checkpoint.storage.small_object import SmallObject
+from megtool.checkpoint.storage.store import (
+    ConditionError,
+    ObjectInfo,
+    ObjectMissingError,
+    UploadedPart,
+)
+from megtool.checkpoint.storage.store_index import StagedObjects, store_index
+from megtool.checkpoint.storage.store_probe import probe_store
+from megtool.checkpoint.store_check import check_free, check_surroundings
+from megtool.checkpoint.store_journal import StoreJournal, UnitRecord
+from megtool.checkpoint.store_publish import (
+    LEASE,
+    RUN,
+    Publication,
+    complete_once,
+    publishing_order,
+    put_once,
+    read_json,
+    remove_notes,
+    remove_objects,
+    staging_prefix,
+)
+from megtool.checkpoint.work_threads import map_in_threads
+from megtool.console import several
+from megtool.errors import (
+    FormatError,
+    MegtoolError,
+    SourceChangedError,
+    StorageError,
+)
+
+T = TypeVar("T")
+
+UPLOADS, JOURNAL = "uploads", "journal"
+
+
+class StoreStage:
+    """Objects that are uploaded in parts, and appear together: see `Stage`.
+
+    Data objects are uploads until all parts are there, and nothing sees them; one of a single part
+    is put at once where nothing is replaced. Beside the destination, `.NAME.megtool/` holds `run`
+    (which plan), `lock` (who writes), `uploads/N` (the upload of file N), `journal/` (finished
+    units) and, from the first visible object to the last, `publishing`.
+
+    A run that ends early leaves its uploads, and the next one with the same `fingerprint` goes on
+    from the parts that the store lists. `messages` are for the user.
+
+    Args:
+        destination: The prefix, or the object, that is written.
+        files: Opens the objects for those who write them.
+        fingerprint: Names the plan: another one starts anew.
+        overwrite: What is at the destination may be replaced; it is removed when publishing begins.
+        is_file: The checkpoint is one object.
+        sources: What is read, which the destination must not overlap.
+        is_unsafe: Take a store that ignores conditions.
+    """
+
+    def __init__(
+        self,
+        destination: StorePath,
+        *,
+        files: Files,
+        fingerprint: str,
+        overwrite: bool = False,
+        is_file: bool = False,
+        sources: Sequence[Path] = (),
+        is_unsafe: bool = False,
+    ) -> None:
+        self.files, self.destination = files, destination
+        self.staging = staging_prefix(destination)
+        self.tree: Path = destination
+        self.resumed: set[int] = set()
+        self.notes: dict[int, str] = {}
+        self.messages: list[str] = []
+        self.digests = FileDigests()
+        self.sidecar: Sidecar | None = None
+        self.is_file = is_file
+        self.copied_bytes = self.uploaded_bytes = 0
+        self._store = destination.store
+        self._fingerprint, self._overwrite = fingerprint, overwrite
+        self._sources, self._is_unsafe = sources, is_unsafe
+        self._plan_parts: Callable[[], Mapping[str, FileParts]] = dict
+        self._last: Sequence[str] = ()
+        self._parts: Mapping[str, FileParts] | None = None
+        self._publication = Publication(destination)
+        self._buffers = PartBuffers()
+        self._writers: list[ObjectWriter] = []
+        self._numbers: dict[StorePath, int] = {}
+        self._uploads: dict[int, str] = {}
+        self._small: dict[str, bytes] = {}
+        self._records: dict[int, UnitRecord] = {}
+        self._finished: set[int] = set()
+        self._waiting: dict[tuple[int, int], list[tuple[UnitRecord, set[tuple[int, int]]]]] = {}
+        self._replaces = self._is_complete = self._committed = self._is_following = False
+        self._overflows: Callable[[], bool] = bool
+        self._local = threading.local()
+        self._mutex = threading.Lock()
+        self._lease: Lease | None = None
+        self._journal: StoreJournal | None = None
+        self._staged: StagedObjects | None = None
+
+    def follow_plan(
+        self, parts: Callable[[], Mapping[str, FileParts]], *, last: Sequence[str]
+    ) -> None:
+        """Take from a plan how its files become `parts`, by path, and which files appear `last`.
+
+        Other files are cut evenly.
+        """
+        self._plan_parts, self._last = parts, last
+
+    # ---- before the first byte
+
+    def check(self) -> None:
+        """See `Stage.check`."""
+        check_surroundings(self.destination, self._sources)
+        check_free(self.destination, is_file=self.is_file, overwrite=self._overwrite)
+
+    def __enter__(self) -> StoreStage:
+        check_surroundings(self.destination, self._sources)
+        if not self._store.list(self.staging.key, most=1).objects:
+            check_free(self.destination, is_file=self.is_file, overwrite=self._overwrite)
+        try:
+            self._lease = Lease(self._staged_path(LEASE))
+            self.messages += probe_store(self.staging, is_unsafe=self._is_unsafe)
+            self._recover()
+            self._staged = store_index().stage(self.destination)
+        except BaseException:
+            with contextlib.suppress(MegtoolError):
+                self._release()
+            raise
+        self.files.recorder = self.digests
+        self.digests.observer = self._note_section
+        return self
+
+    def require_space(self, num_bytes: int) -> None:
+        """See `Stage.require_space`: a store says nothing about space."""
+
+    def _staged_path(self, name: str) -> StorePath:
+        path = self.staging / name
+        assert isinstance(path, StorePath)
+        return path
+
+    def _identity(self) -> str:
+        """What has to be equal so that an earlier run's parts are of use."""
+        return f"{self._fingerprint} {part_layout.PART_BYTES} {part_layout.LEAST_BYTES}"
+
+    def _recover(self) -> None:
+        """Take up or discard what an earlier run left."""
+        run = read_json(self._staged_path(RUN))
+        self._publication.read()
+        identity, state = self._identity(), self._publication.state
+        is_same = run.get("identity") == identity
+        is_completed = state == "complete"
+        if is_completed or (run and not is_same):
+            if not is_completed:
+                self._discard_other(run, state)
+            self._remove_notes()
+            run, self._publication.state = {}, ""
+        if not self._publication.state:
+            is_replaced = check_free(
+                self.destination,
+                is_file=self.is_file,
+                overwrite=self._overwrite,
+                is_completed=is_completed and is_same,
+            )
+            self._replaces = is_replaced or bool(run.get("replaces"))
+        else:
+            self._replaces = bool(run.get("replaces"))
+        if run.get("replaces") is not self._replaces:
+            values = {"identity": identity, "replaces": self._replaces}
+            path = self._staged_path(RUN)
+            self._store.put(path.key, json.dumps(values).encode())
+        self._journal = StoreJournal(self._staged_path(JOURNAL), identity)
+        if run:
+            self._records = {r.unit: r for r in self._journal.read()}
+            self._read_uploads()
+
+    def _discard_other(self, run: Mapping[str, Any], state: str) -> None:
+        """Drop the work of an earlier run with another plan."""
+        self.messages.append(
+            "discarded what an earlier run with another source or other options had uploaded"
+        )
+        if state == "writing" or (state == "removing" and run.get("replaces")):
+            remove_objects(self.destination)
+        self._abort_uploads()
+
+    def _read_uploads(self) -> None:
+        """The uploads that an earlier run has begun, by number of the file."""
+        folder = self._staged_path(UPLOADS)
+        for info in self._store.list(folder.key).objects:
+            name = info.key.rpartition("/")[2]
+            if name.isdecimal():
+                data = self._store.read(info.key, 0, info.size)
+                self._uploads[int(name)] = bytes(data).decode()
+
+    # ---- writing
+
+    def path(self, relative: str) -> Path:
+        """See `Stage.path`.
+
+        Raises:
+            FormatError: the path is outside the checkpoint.
+        """
+        if self.is_file and relative in ("", self.destination.name):
+            return self.destination
+        pure = PurePosixPath(relative)
+        if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in relative:
+            raise FormatError(
+                f"{relative!r} is not a path inside a checkpoint",
+                file=self.destination,
+                error_id="unsafe-path",
+            )
+        return self.destination / relative
+
+    def _object_path(self, relative: str) -> StorePath:
+        path = self.path(relative)
+        assert isinstance(path, StorePath)
+        return path
+
+    def create(self, relative: str, num_bytes: int, cuts: Sequence[int] | None = ()) -> Path:
+        """See `Stage.create`; parts that an earlier run has uploaded are kept."""
+        if self._parts is None:
+            self._parts = self._plan_parts()
+        path = self._object_path(relative)
+        known = self._parts.get(relative)
+        expected, held = Coverage(), 0
+        runs: tuple[CopyRun, ...] = ()
+        if known is None:
+            if num_bytes:
+                expected.add(0, num_bytes)
+        else:
+            expected, runs, held = known.expected, known.runs, known.held
+        writer = ObjectWriter(
+            path, cut_parts(num_bytes, runs), self, self._buffers, expected, held=held
+        )
+        with self._mutex:
+            number = len(self._writers) if known is None else known.number
+            if path in self._numbers:
+                raise RuntimeError(f"{path} is created twice")
+            self._numbers[path] = number
+            self._writers.append(writer)
+        self._adopt(writer, number)
+        if cuts is not None:
+            self.digests.register(path, num_bytes, cuts)
+        self._show(path, writer.completed or writer_info(writer))
+        open_objects().construct(path, writer)
+        return path
+
+    def _show(self, path: StorePath, info: ObjectInfo) -> None:
+        if self._staged is not None:
+            self._staged.set(path, info)
+
+    def _adopt(self, writer: ObjectWriter, number: int) -> None:
+        """Take what an earlier run has uploaded of an object."""
+        upload_id = self._uploads.get(number)
+        if upload_id is not None:
+            with contextlib.suppress(ObjectMissingError):
+                writer.adopt(self._store.list_parts(writer.path.key, upload_id))
+                writer.upload_id = upload_id
+                return
+        if self._publication.state == "writing":
+            info = self._store.head(writer.path.key)
+            if info is not None and info.size == writer.size:
+                writer.adopt_object(info)
+                return
+        if upload_id is not None:  # aborted by somebody: begin a new one
+            self._store.delete([self._upload_path(number).key])
+
+    def write(self, relative: str, data: bytes) -> Path:
+        """See `Stage.write`: the object appears at the commit."""
+        path = self._object_path(relative)
+        self._small[relative] = data
+        self.digests.register(path, len(data))
+        self.digests.record(path, 0, (data,))
+        small = SmallObject(path, data)
+        self._show(path, small.info)
+        open_objects().construct(path, small)
+        return path
+
+    # ---- units
+
+    def follow(self, context: Any) -> Container[int]:
+        """See `Stage.follow`: units whose parts are all in the store, by their journal."""
+        if not self._is_following:
+            self._is_following = True
+            self._take_up(context)
+        context.digests.observer = self._note_tensor
+        self._overflows = lambda: bool(context.overflowed or context.fed_overflowed)
+        self._local.record = None
+        return self._finished
+
+    def _take_up(self, context: Any) -> None:
+        by_number = {number: path for path, number in self._numbers.items()}
+        writers = {self._numbers[w.path]: w for w in self._writers}
+        for unit, record in self._records.items():
+            if not all(
+                file in writers
+                and part < len(writers[file].layout)
+                and writers[file].is_uploaded(part)
+                for file, part in record.parts
+            ):
+                continue
+            self._finished.add(unit)
+            for name, (crc, num_bytes) in record.tensors.items():
+                context.digests.add_parts(name, crc, num_bytes)
+            for (file, section), crc in record.sections.items():
+                self.digests.add_sections(by_number[file], section, [crc])
+        uploaded = sum(w.num_adopted for w in self._writers)
+        if uploaded:
+            total = sum(len(w.layout) for w in self._writers)
+            self.messages.append(
+                f"resuming: {uploaded} of {several(total, 'part')} are uploaded already"
+            )
+
+    def _record(self) -> UnitRecord:
+        record: UnitRecord | None = getattr(self._local, "record", None)
+        if record is None:
+            record = self._local.record = UnitRecord(unit=-1)
+        return record
+
+    def _note_section(self, path: Path, section: int, linear: int) -> None:
+        number = self._numbers.get(path)  # type: ignore[call-overload]
+        if number is not None:
+            sections = self._record().sections
+            sections[number, section] = sections.get((number, section), 0) ^ linear
+
+    def _note_tensor(self, name: str, linear: int, num_bytes: int) -> None:
+        tensors = self._record().tensors
+        crc, done = tensors.get(name, (0, 0))
+        tensors[name] = crc ^ linear, done + num_bytes
+
+    def touch(self, writer: ObjectWriter, part: int) -> None:
+        """See `PartTarget`."""
+        self._record().parts.add((self._numbers[writer.path], part))
+
+    def finish(self, unit: int, note: str = "") -> None:
+        """See `Stage.finish`: the unit is in the journal once its parts are uploaded."""
+        record, self._local.record = self._record(), None
+        record.unit, record.note = unit, note
+        if self._overflows():
+            return  # what it counted is not in the journal: a resumed run counts it again
+        writers = {self._numbers[w.path]: w for w in self._writers}
+        with self._mutex:
+            missing = {p for p in record.parts if not writers[p[0]].is_uploaded(p[1])}
+            for place in missing:
+                self._waiting.setdefault(place, []).append((record, missing))
+        if not missing:
+            self._require_journal().add(record)
+
+    def uploaded(self, writer: ObjectWriter, part: int) -> None:
+        """See `PartTarget`."""
+        place = self._numbers[writer.path], part
+        with self._mutex:
+            rows = self._waiting.pop(place, [])
+            for _, missing in rows:
+                missing.discard(place)
+            done = [record for record, missing in rows if not missing]
+        for record in done:
+            self._require_journal().add(record)
+
+    def _require_journal(self) -> StoreJournal:
+        if self._journal is None:
+            raise RuntimeError("a StoreStage is used inside `with`")
+        return self._journal
+
+    # ---- parts
+
+    def upload(self, writer: ObjectWriter, part: int, data: memoryview) -> UploadedPart:
+        """See `PartTarget`."""
+        with self._mutex:
+            self.uploaded_bytes += data.nbytes
+        if len(writer.layout) == 1 and not self._replaces:
+            self._begin_publishing()
+            writer.completed = put_once(writer.path, data)
+            return UploadedPart(number=1, size=data.nbytes, tag="")
+        upload_id = self._begin_upload(writer)
+        return self._store.upload_part(writer.path.key, upload_id, part + 1, data)
+
+    def copy(self, writer: ObjectWriter, part: int, run: CopyRun) -> UploadedPart | None:
+        """See `PartTarget`.
+
+        Raises:
+            SourceChangedError: the source was replaced since it was looked at.
+        """
+        upload_id = self._begin_upload(writer)
+        try:
+            tag = self._store.copy_part(
+                writer.path.key,
+                upload_id,
+                part + 1,
+                run_info(run),
+                run.source_offset,
+                run.num_bytes,
+            )
+        except (ConditionError, ObjectMissingError) as e:
+            raise SourceChangedError(
+                "the object was replaced or removed while it was copied",
+                file=run.source,
+                hint="wait until nothing writes to the source, then run again",
+            ) from e
+        with self._mutex:
+            self.copied_bytes += run.num_bytes
+        return tag
+
+    def _upload_path(self, number: int) -> StorePath:
+        return self._staged_path(f"{UPLOADS}/{number}")
+
+    def _begin_upload(self, writer: ObjectWriter) -> str:
+        """The upload of an object: the one that the first of all workers has begun."""
+        with writer.lock:
+            if not writer.upload_id:
+                path = self._upload_path(self._numbers[writer.path])
+                upload_id = self._store.begin_upload(writer.path.key)
+                try:
+                    self._store.put(path.key, upload_id.encode(), create=True)
+                except ConditionError:
+                    info = self._store.head(path.key)
+                    if info is None:
+                        raise
+                    agreed = bytes(self._store.read(path.key, 0, info.size)).decode()
+                    if agreed != upload_id:
+                        self._store.abort_upload(writer.path.key, upload_id)
+                    upload_id = agreed
+                writer.upload_id = upload_id
+            return writer.upload_id
+
+    def _begin_publishing(self) -> None:
+        with self._mutex:
+            last = self._last[-1] if self._last and not self.is_file else ""
+            key = self._object_path(last).key if last or self.is_file else ""
+            self._publication.begin(replaces=self._replaces, last=key)
+
+    def complete(self, writer: ObjectWriter) -> ObjectInfo:
+        """See `PartTarget`."""
+        with writer.lock:
+            if writer.completed is None:
+                self._begin_publishing()
+                if not len(writer.layout):
+                    writer.completed = put_once(writer.path, b"")
+                else:
+                    writer.completed = complete_once(
+                        writer.path, self._begin_upload(writer), writer.tags()
+                    )
+            self._show(writer.path, writer.completed)
+            return writer.completed
+
+    # ---- the end
+
+    def complete_data(self, *, threads: int = 1) -> None:
+        """See `Stage.complete_data`: data objects appear, and those that they replace are gone.
+
+        Raises:
+            DestinationError: another program has written one of them.
+            StorageError: the store refused.
+        """
+        if self._is_complete:
+            return
+        map_in_threads(self._complete_object, self._writers, threads=threads)
+        self._require_journal().flush()
+        self._is_complete = True
+
+    def _complete_object(self, writer: ObjectWriter) -> None:
+        writer.finish()
+        self.complete(writer)
+        open_objects().construct(writer.path, None)
+
+    def commit(self, *, fsync: bool = True, threads: int = 1) -> None:
+        """See `Stage.commit`: small files appear, those that mark a checkpoint complete at last.
+
+        Raises:
+            DestinationError: another program has written to the destination.
+            StorageError: the store refused; the next run goes on.
+        """
+        self.complete_data(threads=threads)
+        if self._lease is not None:
+            self._lease.check()
+        self._begin_publishing()
+        for name in publishing_order(self._small, self._last):
+            put_once(self._object_path(name), self._small[name])
+        self._publication.end()
+        self._committed = True
+        try:
+            self._abort_uploads()
+            self._remove_notes()
+        except StorageError as e:
+            self.messages.append(f"the checkpoint is complete, but left-overs remain: {e.message}")
+        self._release()
+
+    def _abort_uploads(self) -> None:
+        """Abort every upload of the destination: only this run writes there."""
+        uploads = list(self._store.list_uploads(self.staging.key))
+        uploads += self._store.list_uploads(self.destination.key)
+        if self.is_file:
+            folder = self.destination.key.rpartition("/")[0]
+            uploads += [
+                u for u in self._store.list_uploads(folder) if u.key == self.destination.key
+            ]
+        for upload in uploads:
+            self._store.abort_upload(upload.key, upload.upload_id)
+
+    def _remove_notes(self) -> None:
+        """Remove what the run has left beside the destination, except for its lock."""
+        remove_notes(self.staging)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._committed:
+            return
+        keep = any(w.num_uploaded for w in self._writers) or bool(self._publication.state)
+        with contextlib.suppress(*[MegtoolError] if error else []):
+            if keep:
+                self.messages.append(self.describe_resume())
+                self._require_journal().flush()
+            else:
+                self._discard()
+        with contextlib.suppress(*[MegtoolError] if error else []):
+            self._release()
+
+    def describe_resume(self) -> str:
+        """See `Stage.describe_resume`."""
+        uploaded = sum(w.num_uploaded for w in self._writers)
+        return (
+            f"{several(uploaded, 'uploaded part')} are kept: run the same command again to resume, "
+            f"or `megtool clean {self.destination}` removes them"
+        )
+
+    def discard(self) -> None:
+        """See `Stage.discard`: what appeared already is removed."""
+        self._discard()
+        self._release()
+        self._committed = True  # nothing is left to keep
+
+    def _discard(self) -> None:
+        if self._publication.state == "writing":
+            remove_objects(self.destination)
+        self._abort_uploads()
+        self._remove_notes()
+        self._publication.state = ""
+
+    def _release(self) -> None:
+        self.files.recorder = None
+        for writer in self._writers:
+            open_objects().construct(writer.path, None)
+        for name in self._small:
+            open_objects().construct(self._object_path(name), None)
+        if self._staged is not None:
+            store_index().unstage(self.destination)
+            self._staged = None
+        self._buffers.close()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+
+
+def writer_info(writer: ObjectWriter) -> ObjectInfo:
+    """An object that is not complete, as a listing shows it."""
+    return ObjectInfo(key=writer.path.key, size=writer.size, version="")
