@@ -105,6 +105,7 @@ def export(
     overwrite: bool = ...,
     fsync: bool = ...,
     dry_run: bool = ...,
+    worker: str | None = ...,
     files: Files | None = ...,
     progress: Progress = ...,
 ) -> ExportReport: ...
@@ -248,6 +249,7 @@ def fix_amax(
     fsync: bool = ...,
     dry_run: bool = ...,
     drop_objects: bool = ...,
+    worker: str | None = ...,
     progress: Progress = ...,
 ) -> ReshardReport: ...
 def generate(
@@ -354,6 +356,7 @@ def quantize(
     overwrite: bool = ...,
     fsync: bool = ...,
     dry_run: bool = ...,
+    worker: str | None = ...,
     config: str | Path | None = ...,
     progress: Progress = ...,
 ) -> QuantizeReport | QuantizePlan: ...
@@ -404,6 +407,7 @@ def reshard(
     fsync: bool = ...,
     dry_run: bool = ...,
     drop_objects: bool = ...,
+    worker: str | None = ...,
     config: str | Path | None = ...,
     check: Callable[[ReshardPlan], object] | None = ...,
     progress: Progress = ...,
@@ -425,6 +429,7 @@ def strip_amax(
     fsync: bool = ...,
     dry_run: bool = ...,
     drop_objects: bool = ...,
+    worker: str | None = ...,
     progress: Progress = ...,
 ) -> ReshardReport: ...
 def tokenize(

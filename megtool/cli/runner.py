@@ -107,7 +107,7 @@ def run(work: Work, output: CommandOutput | None = None) -> int:
     try:
         with Bar(shown=not output.quiet) as progress:
             report = work(progress)
-        if not output.reports:
+        if not output.reports and getattr(report, "worker", None) is None:
             pass
         elif output.as_json:
             echo(json.dumps(_finite(_with_warnings(report.to_json())), indent=2))

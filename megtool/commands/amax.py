@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megtool.checkpoint.workers.identity import parse_worker
 from megtool.commands.options.checkpoints import (
     DeriveAmaxOptions,
     InspectAmaxOptions,
@@ -93,7 +94,12 @@ def _rewrite(options: RewriteAmaxOptions, mode: AmaxMode, progress: Progress) ->
         options.destination,
         mode,
         options,
-        make_execution_options(options, options),
+        make_execution_options(
+            options,
+            options,
+            parse_worker(options.worker),
+            locations=(options.source, options.destination),
+        ),
         drop_objects=options.drop_objects,
         progress=progress,
     )

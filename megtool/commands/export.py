@@ -12,6 +12,7 @@ from megtool.checkpoint.formats.quantized import quantization_config
 from megtool.checkpoint.formats.safetensors import DEFAULT_SHARD_BYTES
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.workers.identity import parse_worker
 from megtool.commands.options.checkpoints import ExportFacts, ExportOptions, ReshardOptions
 from megtool.commands.reshard import make_execution_options, reshard
 from megtool.config import ParallelConfig
@@ -42,7 +43,12 @@ def export(
     to, source, destination = options.to, options.source, options.destination
     _check_engines(options)
     engine = options.target or (to if to in ENGINES else "")
-    execution = make_execution_options(options, options)
+    execution = make_execution_options(
+        options,
+        options,
+        parse_worker(options.worker),
+        locations=(options.source, options.destination),
+    )
     if to == "trtllm-legacy":
         from megtool.export.trtllm_legacy.write_checkpoint import export_trtllm_legacy
 
@@ -156,7 +162,8 @@ def _export_plain(
         notes.append("its weights are plain: megtool quantize --recipe makes them smaller")
     if report.left_out:
         notes.append(f"optimizer state is left out: {report.left_out:,} tensors")
-    written = [] if report.dry_run else sorted(f for f in destination.rglob("*") if f.is_file())
+    is_there = not report.dry_run and (report.worker is None or report.worker.is_committed)
+    written = [] if not is_there else sorted(f for f in destination.rglob("*") if f.is_file())
     return ExportReport(
         source=str(source),
         destination=str(destination),
@@ -175,6 +182,7 @@ def _export_plain(
         is_dry=report.dry_run,
         seconds=report.seconds,
         peak_rss_bytes=report.peak_rss_bytes,
+        worker=report.worker,
     )
 
 

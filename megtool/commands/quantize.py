@@ -7,6 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from megtool.checkpoint.workers.identity import WorkerIdentity, parse_worker
 from megtool.commands.options.quantize import CONDITIONS, QuantizeFacts, QuantizeOptions
 from megtool.console import Progress, silent
 from megtool.errors import UsageError
@@ -74,6 +75,7 @@ def quantize(
         _LOG.warning("%s", resolved.doubt)
     request = _make_request(resolved, options, start)
     check_effects(options, _learn_facts(request), order=CONDITIONS)
+    request.worker = _find_worker(request, options)
     _check_processes(request, options)
     if request.needs_data and options.backend == "modelopt":
         check_modelopt(request)
@@ -146,18 +148,42 @@ def _learn_facts(request: QuantizeRequest) -> QuantizeFacts:
     )
 
 
+def _find_worker(request: QuantizeRequest, options: QuantizeOptions) -> WorkerIdentity | None:
+    """Which of several processes this is that write together.
+
+    Those that run the model on calibration data are ranks, which torchrun starts, and the first of
+    them writes.
+
+    Raises:
+        UsageError: a worker is named, and the model runs.
+    """
+    if not request.needs_data or options.calibration:
+        return parse_worker(options.worker)
+    if options.worker in (None, "auto", "0/1"):
+        return None
+    raise UsageError(
+        f"--worker {options.worker} has no effect: the recipe needs data, and the model runs",
+        hint="torchrun shares out calibration; with --calibration FILE of an earlier run, or a "
+        "recipe without data, workers write together",
+        error_id="option-without-effect",
+    )
+
+
 def _check_processes(request: QuantizeRequest, options: QuantizeOptions) -> None:
     """Refuse several processes if there is nothing to distribute.
 
     Raises:
         UsageError: they would all do the same.
     """
-    world = max(options.layout.world_size, int(os.environ.get("WORLD_SIZE", "1")))
+    world = options.layout.world_size
+    if request.worker is None and options.worker != "0/1":
+        world = max(world, int(os.environ.get("WORLD_SIZE", "1")))
     if world > 1 and (options.calibration or not request.needs_data):
         why = "--calibration replaces data" if options.calibration else "the recipe needs no data"
         raise UsageError(
             f"{world} processes, and {why}: they would all do the same",
-            hint="run it in one: no torchrun, no --tp, --pp and --ep",
+            hint="run it in one: no torchrun, no --tp, --pp and --ep; or --worker auto, with which "
+            "each writes a share",
         )
 
 

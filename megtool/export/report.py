@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from megtool.checkpoint.workers.record import WorkerStatus
 from megtool.console import format_bytes, several
 from megtool.reports import Report, Row
 from megtool.reshard.written_digests import describe_digests
@@ -19,6 +20,7 @@ class ExportReport(Report):
     scales; `decoded` were made plain, `plain` had been it before. `files` are relative paths.
     `overflowed` counts, by the source's tensors, numbers too large for float16, infinite now.
     `algo` and `kv_algo` are what the result says of itself, "" and None where it is not quantized.
+    `worker` is set in a run of several workers.
     """
 
     source: str
@@ -41,6 +43,7 @@ class ExportReport(Report):
     peak_rss_bytes: int = 0
     digested: int = 0
     digested_files: int = 0
+    worker: WorkerStatus | None = None
 
     def title(self) -> str:
         """From where to where."""
@@ -48,8 +51,9 @@ class ExportReport(Report):
 
     def rows(self) -> Iterator[Row]:
         """What was written, in which form, and at what cost."""
+        is_there = self.worker is None or self.worker.is_committed
         yield (
-            "would write" if self.is_dry else "written",
+            "written" if is_there and not self.is_dry else "would write",
             f"{several(len(self.files), 'file')}, {several(self.tensors, 'tensor')}, "
             f"{format_bytes(self.num_bytes)} (of {format_bytes(self.source_bytes)})",
         )
@@ -64,7 +68,9 @@ class ExportReport(Report):
         for number, words in counts:
             if number:
                 yield "modules", f"{several(number, 'quantized module')} {words}"
-        if not self.is_dry:
+        if self.worker is not None:
+            yield "worker", self.worker.describe()
+        if not self.is_dry and (self.worker is None or self.worker.state == "published"):
             text = describe_digests(self.digested, self.tensors, self.digested_files)
             yield "digests", text
             yield "time", f"{self.seconds:.1f} s"

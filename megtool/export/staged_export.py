@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.digest import SIDECAR, DigestMode
 from megtool.checkpoint.plan import ReshardPlan
+from megtool.checkpoint.stage import Stage
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress
 from megtool.export.report import ExportReport
@@ -50,6 +50,7 @@ class PlannedExport:
             fingerprint=self.plan.fingerprint,
             is_file=self.is_file,
             sources=self.sources,
+            plan=self.plan,
         )
         catalogue = self.plan.target.catalogue
         report = replace(
@@ -63,7 +64,7 @@ class PlannedExport:
         if execution.dry_run:
             stage.check()
             return report
-        write_staged(
+        copied = write_staged(
             self.plan,
             stage,
             execution,
@@ -79,6 +80,7 @@ class PlannedExport:
             peak_rss_bytes=peak_rss_bytes(),
             digested=count_digested(self.plan, stage.sidecar),
             digested_files=_count_files(stage),
+            worker=copied.worker,
         )
 
     def _list_files(self, execution: ExecutionOptions) -> tuple[str, ...]:
@@ -89,6 +91,6 @@ class PlannedExport:
         return tuple(sorted({*names, SIDECAR}))
 
 
-def _count_files(stage: StagingFolder) -> int:
+def _count_files(stage: Stage) -> int:
     """The number of files that have a digest; a single file has one."""
     return 1 if stage.is_file else len(stage.sidecar.files) if stage.sidecar else 0

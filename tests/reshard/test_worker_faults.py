@@ -1,14 +1,11 @@
-"""Workers that die, are started twice, late, or with other options: the result is whole or absent."""
+"""Workers that die, start twice, late, or with other options: the result is whole or absent."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from megtool import reshard, verify
+from megtool import export, quantize, reshard
 from megtool.checkpoint.transport import kernel_copy, work_units
+from megtool.errors import UsageError
 from tests.support.errors import raises
 from tests.support.folders import contents, file_states
-from tests.support.models import tiny_llama
+from tests.support.models import gguf_models, tiny_llama
 from tests.support.runs.worker_runs import UNIT_BYTES, run_workers
 
 TARGETS: dict[str, dict[str, Any]] = {
@@ -68,3 +69,55 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, hf: Path, t
         late = reports[-1].num_bytes - total  # units between those of several workers
         assert late == 0 or (target == "by the kernel" and late < total // 5), count
     assert file_states(hf) == before
+
+
+QUANTIZABLE = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "head_dim": 64,
+}
+EXPORTS: dict[str, dict[str, Any]] = {
+    "hf": {"to": "hf", "max_shard_size": "40KB"},
+    "gguf": {"to": "gguf", "outtype": "q8_0"},
+    "trtllm-legacy": {"to": "trtllm-legacy", "tp": 2},
+}
+
+
+@pytest.mark.parametrize("target", EXPORTS)
+def test_workers_export_what_one_would_have(tmp_path: Path, hf: Path, target: str) -> None:
+    options, name = EXPORTS[target], "out.gguf" if target == "gguf" else "out"
+    if target == "gguf":
+        hf = gguf_models.save(tmp_path / "hf", "llama")
+    (tmp_path / "one").mkdir()
+    export(hf, tmp_path / "one" / name, **options)
+    reports = run_workers("export", hf, tmp_path / "many" / name, 3, (2, 0, 1), **options)
+    assert contents(tmp_path / "many" / name) == contents(tmp_path / "one" / name)
+    assert [r.worker.state for r in reports] == ["waiting", "waiting", "published"]
+    assert all("\n".join(r.lines()) and r.to_json() for r in reports)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block128", "mxfp8", "int4_weight_only"])
+def test_workers_quantize_what_one_would_have(tmp_path: Path, recipe: str) -> None:
+    source = tiny_llama.save(tmp_path / "hf", **QUANTIZABLE)
+    options = {"recipe": recipe, "max_shard_size": "100KB", "threads": 1}
+    quantize(source, tmp_path / "one", **options)
+    reports = run_workers("quantize", source, tmp_path / "many", 3, (1, 2, 0), **options)
+    assert contents(tmp_path / "many") == contents(tmp_path / "one")
+    assert [r.worker.state for r in reports] == ["waiting", "waiting", "published"]
+    assert [r.proof is None for r in reports] == [True, True, False]
+    assert all("\n".join(r.lines()) and r.to_json() for r in reports)
+    late = quantize(source, tmp_path / "many", worker="2/3", **options)
+    assert late.worker.state == "complete"
+
+
+def test_a_recipe_that_needs_data_is_no_work_for_workers(tmp_path: Path, hf: Path) -> None:
+    with raises(UsageError, id="option-without-effect"):
+        quantize(hf, tmp_path / "out", recipe="fp8", worker="0/2")
+
+
+@pytest.mark.parametrize("verb", ["fix_amax", "strip_amax"])
+def test_verbs_of_amax_take_workers(tmp_path: Path, hf: Path, verb: str) -> None:
+    with raises(UsageError):  # there is no such state, which is found before a share is begun
+        run_workers(verb, hf, tmp_path / "out", 2)
+    assert not (tmp_path / ".out.megtool").exists()

@@ -309,7 +309,7 @@ class ExportFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(SourceOptions, EngineOptions, CopyOptions, OutputOptions):
+class ExportOptions(SourceOptions, EngineOptions, CopyOptions, OutputOptions, WorkerOptions):
     """Write a checkpoint as the files that an engine loads, quantized or not.
 
     Codes and scales are copied as they are, packed as the format packs them. Needs no GPU, no
@@ -407,7 +407,7 @@ class InspectAmaxOptions(ThreadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewriteAmaxOptions(SourceOptions, CopyOptions, OutputOptions, ObjectOptions):
+class RewriteAmaxOptions(SourceOptions, CopyOptions, OutputOptions, ObjectOptions, WorkerOptions):
     """What `amax fix` and `amax strip` take."""
 
     source: Path = argument(SOURCE, "SRC")

@@ -76,7 +76,7 @@ def finalize(
                 request.decisions,
                 solved.qparams,
                 auxiliary_files=make_target(source, TargetOptions(to="hf")).destination.small_files,
-                threads=default_threads(request.runtime.threads),
+                threads=default_threads(request.runtime.threads, source.path),
                 progress=progress,
             )
         )
@@ -98,16 +98,20 @@ def finalize(
                 destination=request.destination,
             ),
             ExecutionOptions(
-                threads=default_threads(request.runtime.threads),
+                threads=default_threads(request.runtime.threads, source.path, request.destination),
                 memory_bytes=request.output.memory_bytes,
                 overwrite=request.output.overwrite,
                 fsync=request.output.fsync,
                 digest=DigestMode.ALL,
+                worker=request.worker,
             ),
             before_commit=check,
             progress=progress,
         )
         notes += written.warnings
+    if written is not None and written.worker is not None and not proofs:
+        report = _report(request, solved, samples, seconds)
+        return replace(report, worker=written.worker, notes=tuple(notes))
     seconds["write"] = time.monotonic() - began - proving
     seconds["prove"] = proving
     proof = replace(proofs[-1], path=str(request.destination))
@@ -126,6 +130,7 @@ def finalize(
             digested=written.digested,
             tensors=written.tensors,
             digested_files=written.digested_files,
+            worker=written.worker,
         )
     if proof.num_errors:
         notes.insert(0, f"nothing was written to {request.destination}: the proof found errors")

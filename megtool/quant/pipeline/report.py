@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megtool.checkpoint.workers.record import WorkerStatus
 from megtool.console import format_bytes
 from megtool.quant.calibration.statistics import BINS_PER_OCTAVE, OCTAVES, ActivationStatistics
 from megtool.quant.explain import describe_target
@@ -121,7 +122,8 @@ class QuantizeReport(Report):
     there is a `proof`). `doubt` says why the target may not run the model. `seconds` are by stage.
     Of the `tensors` written, `digested` have a digest, and so have `digested_files`.
     `reproduction` has versions, seed, fingerprints and the command. `calibration_file` is the saved
-    calibration. With several processes, the reports of all but the first count as shown.
+    calibration. With several processes that run the model, the reports of all but the first count
+    as shown; of workers that write together, each has one, and the `worker` in it.
     """
 
     source: str
@@ -149,6 +151,7 @@ class QuantizeReport(Report):
     digested_files: int = 0
     reproduction: Mapping[str, str] = field(default_factory=dict)
     page: str | None = None
+    worker: WorkerStatus | None = None
 
     @classmethod
     def elsewhere(cls, source: str, destination: str) -> QuantizeReport:
@@ -189,6 +192,8 @@ class QuantizeReport(Report):
         """The summary."""
         yield "family", self.family or "unknown"
         yield "algorithm", self.method
+        if self.worker is not None:
+            yield "worker", self.worker.describe()
         if self.target:
             yield "target", describe_target(self.target, self.doubt)
         if self.num_bytes:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 from megtool.checkpoint.storage.file_kinds import describe_kind
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.errors import DestinationError, MegtoolError, UsageError
 from megtool.options.groups import RuntimeOptions
 from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
@@ -69,7 +71,7 @@ class QuantizeRequest:
     """A run of `quantize`.
 
     `auto` is the choice of formats by `sensitivities`, if the recipe leaves formats open; `written`
-    is then the hash of the recipe before the choice.
+    is then the hash of the recipe before the choice. `worker` is this process, if several write.
     """
 
     resolved: ResolvedRecipe
@@ -84,6 +86,7 @@ class QuantizeRequest:
     auto: FormatChoice | None = None
     sensitivities: Sensitivities | None = None
     written: str = ""
+    worker: WorkerIdentity | None = None
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -221,7 +224,7 @@ class QuantizeRequest:
             samples=samples,
             calibration_file=self.calibration_file,
             calibration=", ".join(str(path) for path in self.calibration.files),
-            threads=default_threads(self.runtime.threads),
+            threads=default_threads(self.runtime.threads, self.resolved.source.path),
         )
 
     def check_free(self) -> None:
@@ -232,9 +235,13 @@ class QuantizeRequest:
                 other output files cannot be written, or would be lost.
         """
         from megtool.checkpoint.commit import StagingFolder
+        from megtool.checkpoint.workers.shared_staging import SharedStaging
 
         source = self.resolved.source
-        stage = StagingFolder(
+        stage_of: Callable[..., StagingFolder] = StagingFolder
+        if self.worker is not None:
+            stage_of = partial(SharedStaging, worker=self.worker)
+        stage = stage_of(
             self.destination,
             files=Files(),
             fingerprint="",
@@ -245,7 +252,7 @@ class QuantizeRequest:
         try:
             stage.check()
         except DestinationError:
-            if stage.files.lstat(stage.staging) is not None:
+            if self.worker is None and stage.files.lstat(stage.staging) is not None:
                 with suppress(MegtoolError), stage:  # removes what a completed run has left
                     pass
             raise

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 from megtool import __version__
-from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.checkpoint.copy import CopyReport
 from megtool.checkpoint.formats.quantized import QUANT_FILE
@@ -26,6 +25,7 @@ from megtool.checkpoint.formats.safetensors import (
 from megtool.checkpoint.plan import PlanSource, ReshardPlan
 from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.workers.record import WorkerStatus
 from megtool.console import Progress, silent
 from megtool.errors import MegtoolError
 from megtool.quant.packed_tensors.hf_config import hf_quant_config, with_blocks, with_quantization
@@ -69,7 +69,7 @@ class WriteReport:
 
     `num_bytes` are the bytes of all tensors, `source_bytes` those of the source. `files` are
     relative paths. `resumed_units` were finished by an earlier run; `repaired_units` of them had
-    been damaged since.
+    been damaged since. `worker` is set in a run of several workers.
     """
 
     num_bytes: int
@@ -86,6 +86,7 @@ class WriteReport:
     digested_files: int = 0
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    worker: WorkerStatus | None = None
 
 
 class VerificationError(MegtoolError):
@@ -158,10 +159,9 @@ def write(
     for stored in modules:
         list_tensor_specs(stored)
     stage_of = partial(
-        StagingFolder,
+        execution.make_stage,
         options.destination,
         files=system,
-        overwrite=execution.overwrite,
         sources=source_paths(source),
     )
     first = stage_of(fingerprint="")
@@ -181,7 +181,7 @@ def write(
     )
     if execution.dry_run:
         return report
-    stage = stage_of(fingerprint=plan.fingerprint)
+    stage = stage_of(fingerprint=plan.fingerprint, plan=plan)
 
     def finish(copied: CopyReport) -> None:
         write_target_digests(source, target, plan, copied, stage, execution)
@@ -212,6 +212,7 @@ def write(
         digested=count_digested(plan, stage.sidecar),
         digested_files=len(stage.sidecar.files) if stage.sidecar else 0,
         warnings=tuple(stage.messages),
+        worker=copied.worker,
     )
 
 
