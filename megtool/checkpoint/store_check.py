@@ -100,10 +100,16 @@ def exists(destination: StorePath) -> bool:
     Raises:
         StorageError: the store refused.
     """
-    store = destination.store
-    if store.head(destination.key) is not None:
-        return True
-    listing = store.list(destination.key, most=1)
+    return destination.store.head(destination.key) is not None or has_objects(destination)
+
+
+def has_objects(folder: StorePath) -> bool:
+    """Whether there is something below a name.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    listing = folder.store.list(folder.key, most=1)
     return bool(listing.objects or listing.prefixes)
 
 

@@ -30,7 +30,7 @@ from megtool.checkpoint.storage.store import (
 )
 from megtool.checkpoint.storage.store_index import StagedObjects, store_index
 from megtool.checkpoint.storage.store_probe import probe_store
-from megtool.checkpoint.store_check import check_free, check_surroundings
+from megtool.checkpoint.store_check import check_free, check_surroundings, has_objects
 from megtool.checkpoint.store_journal import StoreJournal, UnitRecord
 from megtool.checkpoint.store_publish import (
     LEASE,
@@ -141,7 +141,7 @@ class StoreStage:
 
     def __enter__(self) -> StoreStage:
         check_surroundings(self.destination, self._sources)
-        if not self._store.list(self.staging.key, most=1).objects:
+        if not has_objects(self.staging):
             check_free(self.destination, is_file=self.is_file, overwrite=self._overwrite)
         try:
             self._lease = Lease(self._staged_path(LEASE))
