@@ -106,19 +106,18 @@ def reshard(source: str, target: str, *options: str) -> list[str]:
 
 
 COPIER = """
-import asyncio, sys
+import sys
+from concurrent.futures import ThreadPoolExecutor
 import obstore
 from obstore.store import S3Store
 bucket, source, target = sys.argv[1:]
 store = S3Store(bucket, client_options={"allow_http": True})
-async def copy(path):
-    found = await obstore.get_async(store, path)
-    parts = found.stream(min_chunk_size=8 << 20)
-    await obstore.put_async(store, target + path[len(source):], parts, chunk_size=8 << 20)
-async def main():
-    paths = [meta["path"] for batch in obstore.list(store, prefix=source) for meta in batch]
-    await asyncio.gather(*map(copy, paths))
-asyncio.run(main())
+def copy(path):
+    data = obstore.get(store, path).bytes()
+    obstore.put(store, target + path[len(source):], data, chunk_size=8 << 20)
+paths = [meta["path"] for batch in obstore.list(store, prefix=source) for meta in batch]
+with ThreadPoolExecutor(4) as pool:
+    list(pool.map(copy, paths))
 """
 
 
