@@ -1,0 +1,76 @@
+"""Checkpoints written to buckets of real servers: the same bytes, and resumed after faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megtool import reshard
+from megtool.checkpoint.storage import part_layout
+from megtool.checkpoint.transport import kernel_copy, work_units
+from megtool.errors import DestinationError
+from tests.support.errors import raises
+from tests.support.folders import contents
+from tests.support.models import tiny_llama
+from tests.support.stores.s3_bucket import S3Bucket
+from tests.support.stores.s3_servers import S3Server
+
+pytest.importorskip("megtool.checkpoint.storage.s3_store")
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "torch_dist": {"to": "torch_dist", "tp": 2, "pp": 2},
+    "hf": {"to": "hf", "max_shard_size": "30KB"},
+    "zarr": {"to": "zarr"},
+    "one.safetensors": {"to": "safetensors"},
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama.save(tmp_path_factory.mktemp("made") / "source")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of about 40 MB, whose tensors are larger than a part may be."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2}
+    return tiny_llama.save(
+        tmp_path_factory.mktemp("made") / "large", vocab_size=6000, dtype="float32", **sizes
+    )
+
+
+def objects(bucket: S3Bucket, name: str) -> dict[str, bytes]:
+    return {
+        key[len(name) :].lstrip("/"): bucket.get(key)
+        for key in bucket.keys()
+        if key == name or key.startswith(f"{name}/")
+    }
+
+
+def uploads(bucket: S3Bucket) -> list[str]:
+    reply = bucket.client.list_multipart_uploads(Bucket=bucket.name)
+    return [upload["Key"] for upload in reply.get("Uploads", ())]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_bucket_has_what_a_disk_has(
+    source: Path, tmp_path: Path, s3_store: S3Bucket, name: str
+) -> None:
+    reshard(source, tmp_path / name, **FORMATS[name])
+    reshard(source, s3_store.url(f"run/{name}"), **FORMATS[name])
+    assert objects(s3_store, f"run/{name}") == contents(tmp_path / name)
+    assert [key for key in s3_store.keys() if ".megtool" in key] == []
+    assert uploads(s3_store) == []
+
+
+@pytest.mark.parametrize("name", ["torch_dist", "one.safetensors"])
+def test_objects_of_many_parts(large: Path, tmp_path: Path, s3_store: S3Bucket, name: str) -> None:
+    reshard(large, tmp_path / name, **FORMATS[name])
+    reshard(large, s3_store.url(name), **FORMATS[name])
+    assert objects(s3_store, name) == contents(tmp_path / name)
+    again = reshard(s3_store.url(name), tmp_path / "back", to="hf", like=large)
+    assert again.tensors
+    assert uploads(s3_store) == []
