@@ -70,6 +70,7 @@ class TorchFile:
     def __init__(self, fd: int, size: int, *, file: Path) -> None:
         self.file = file
         self._archive = ZipArchive(fd, 0, size, file=file)
+        self._archive.prefetch()
         self.global_names: set[str] = set()
         self.tree = pickle_reader.decode(
             self._archive.read_pickle(), file=file, global_names=self.global_names

@@ -92,6 +92,20 @@ class ZipArchive:
         if not self._head:
             self._head = self._read(0, min(length, _HEAD_BYTES))
 
+    def prefetch(self) -> None:
+        """Request the headers of all members of a container in a store, many at a time."""
+        if not is_object(self._fd):
+            return
+        fixed = _LOCAL.size + len(self.prefix) + 1
+        _FILES.prefetch_open(
+            self._fd,
+            [
+                (self.offset + m.header, self.offset + m.header + fixed + len(m.name.encode()))
+                for m in self.members.values()
+                if m.header >= len(self._head)
+            ],
+        )
+
     def _error(self, message: str) -> FormatError:
         return FormatError(f"it is not a torch.save container: {message}", file=self.file)
 

@@ -18,7 +18,8 @@ from megtool.checkpoint.storage.file_kinds import (
     check_readable_kind,
 )
 from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.open_objects import FIRST_NUMBER
+from megtool.checkpoint.storage.object_cache import object_cache
+from megtool.checkpoint.storage.open_objects import FIRST_NUMBER, ReadableObject
 from megtool.checkpoint.storage.store_index import store_index
 from megtool.checkpoint.storage.transfer import Buffer, FileTransfer, to_storage_error
 from megtool.errors import FormatError, StorageError
@@ -146,6 +147,13 @@ class Files(FileTransfer):
         objects = [(path, ranges) for path, ranges in wanted if isinstance(path, StorePath)]
         if objects:
             self.objects.prefetch(objects)
+
+    def prefetch_open(self, fd: int, ranges: Sequence[tuple[int, int]]) -> None:
+        """Like `prefetch`, for an object that is open."""
+        if fd >= FIRST_NUMBER:
+            opened = self.objects[fd]
+            if isinstance(opened, ReadableObject):
+                object_cache().prefetch(opened.prefetch(ranges))
 
     def _open(self, path: Path, *flags: int) -> int:
         fd = self.call(path, "open", os.open, path, *flags)

@@ -31,7 +31,7 @@ whole."""
 BLOCK_BYTES = 1 << 20
 """The blocks in which tensors of short runs are read."""
 
-MOST_WINDOW_BYTES = 4 << 20
+MOST_WINDOW_BYTES = 512 << 10
 
 Read = Callable[[int, int], memoryview]
 """Requests bytes of an object: an offset and their number."""

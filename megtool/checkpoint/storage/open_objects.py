@@ -58,7 +58,7 @@ class OpenObject(Protocol):
         """End the use of one number."""
 
 
-SMALL_BYTES = 256 << 10
+SMALL_BYTES = 64 << 10
 """Reads of fewer bytes are answered from blocks that other reads share (see `ObjectCache`)."""
 
 REQUEST_BYTES = 1 << 20
