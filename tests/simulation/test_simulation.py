@@ -1,0 +1,96 @@
+"""Histories with faults, crashes and rivals keep their promises, and planted bugs break them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+from tests.support.simulation.__main__ import describe_failure, run_seed
+from tests.support.simulation.environment import Violation
+from tests.support.simulation.kinds import KINDS, PLANTS, make_history
+
+MOST_SEEDS = 1500
+"""A planted bug is found within so many seeds."""
+
+CASES = [(kind, plant) for kind, plants in PLANTS.items() for plant in plants]
+
+
+def check_seeds(kind: str, seeds: range) -> None:
+    for seed in seeds:
+        history, error = run_seed(seed, kind, "")
+        if error is not None:
+            raise AssertionError(describe_failure(seed, kind, "", history, error)) from error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_hundred_histories(kind: str) -> None:
+    check_seeds(kind, range(150))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("kind", KINDS)
+def test_ten_thousand_histories(kind: str, part: int) -> None:
+    share = 10_000 // len(KINDS) // 10
+    check_seeds(kind, range(10_000 + part * share, 10_000 + (part + 1) * share))
+
+
+@pytest.mark.parametrize(("kind", "plant"), CASES)
+def test_a_planted_bug_is_found(kind: str, plant: str) -> None:
+    for seed in range(MOST_SEEDS):
+        _, error = run_seed(seed, kind, plant)
+        if error is not None:
+            break
+    else:
+        pytest.fail(f"{plant} was not found in {MOST_SEEDS} seeds")
+    assert isinstance(error, Violation)
+    again, same = run_seed(seed, kind, plant)
+    assert str(same) == str(error), again.events
+    _, none = run_seed(seed, kind, "")
+    assert none is None  # it is the bug that was found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_replays_exactly_in_another_process(kind: str) -> None:
+    code = (
+        "import sys; from tests.support.simulation.kinds import make_history\n"
+        "for seed in range(8):\n"
+        "    history = make_history(seed, sys.argv[1]); history.run(); print(history.trace)"
+    )
+    traces = []
+    for seed in range(8):
+        history = make_history(seed, kind)
+        history.run()
+        traces.append(history.trace)
+    run = subprocess.run(
+        [sys.executable, "-c", code, kind],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": "77"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout.split() == traces, run.stderr
+    assert len(set(traces)) == 8
+
+
+def test_a_failing_seed_is_told_with_its_replay() -> None:
+    plant = "files_not_flushed"
+    command = [sys.executable, "-m", "tests.support.simulation", "--plant", plant]
+    run = subprocess.run(
+        [*command, "--seeds", "0:50", "--kind", "staging"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 1
+    replay = run.stdout.partition("replay: python ")[2].partition("\n")[0].split()
+    again = subprocess.run(
+        [sys.executable, *replay], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.stdout.partition("\nreplay")[0] == again.stdout.partition("\nreplay")[0]
