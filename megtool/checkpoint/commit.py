@@ -328,6 +328,10 @@ class StagingFolder:
 
     # ---- the end
 
+    def count_copied(self, planned: int) -> int:
+        """The bytes that did not pass through this process: all that were planned."""
+        return planned
+
     def complete_data(self, *, threads: int = 1) -> None:
         """Nothing: staged files can be read, and written again, until the commit."""
 
@@ -452,8 +456,8 @@ class StagingFolder:
         names = [] if self.files.lstat(self.staging) is None else self.files.names(self.staging)
         for name in list_run_files(names):
             self.files.remove(self.staging / name)
+        self.files.remove(self.staging / "journal")  # it vouches for the tree
         self.files.remove(self.tree)
-        self.files.remove(self.staging / "journal")
         self.files.remove(self.staging / PUBLISHED)
         self._cleared = True
 
