@@ -68,6 +68,9 @@ class Stage(Protocol):
     def finish(self, unit: int, note: str = "") -> None:
         """Record that all bytes of a unit are written."""
 
+    def count_copied(self, planned: int) -> int:
+        """The bytes that did not pass through this process, of those `planned` to."""
+
     def complete_data(self, *, threads: int = 1) -> None:
         """Make what was written readable; nothing of it is written again."""
 

@@ -470,6 +470,10 @@ class StoreStage:
 
     # ---- the end
 
+    def count_copied(self, planned: int) -> int:
+        """See `Stage.count_copied`: what the store copied itself."""
+        return self.copied_bytes
+
     def complete_data(self, *, threads: int = 1) -> None:
         """See `Stage.complete_data`: data objects appear, and those that they replace are gone.
 

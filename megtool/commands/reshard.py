@@ -10,6 +10,7 @@ from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.formats import ARRAY_FORMATS
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.workers.identity import WorkerIdentity, parse_worker
 from megtool.commands.options.checkpoints import ReshardFacts, ReshardOptions
 from megtool.config import LayoutOptions
@@ -71,7 +72,7 @@ def reshard(
                 parse_worker(options.worker),
                 locations=(options.source, options.destination, *options.average),
             ),
-            digest=DigestMode(options.digest),
+            digest=_choose_digest(options),
             strict=options.strict,
             verify=options.verify,
         ),
@@ -80,6 +81,20 @@ def reshard(
         progress=progress,
         files=files,
     )
+
+
+def _choose_digest(options: ReshardOptions) -> DigestMode:
+    """All digests, but for a copy within one store, which would have to read everything."""
+    if options.digest is not None:
+        return DigestMode(options.digest)
+    source, destination = options.source, options.destination
+    is_within = (
+        isinstance(source, StorePath)
+        and isinstance(destination, StorePath)
+        and source.bucket_url == destination.bucket_url
+        and destination.store.can_copy
+    )
+    return DigestMode.BUFFERED if is_within else DigestMode.ALL
 
 
 def _target_options(options: ReshardOptions) -> TargetOptions:

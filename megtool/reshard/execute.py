@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megtool import __version__
 from megtool.checkpoint.copy import CopyReport
-from megtool.checkpoint.digest import TOOL, DigestMode, Sidecar, TensorDigest
+from megtool.checkpoint.digest import TOOL, Sidecar, TensorDigest
 from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.plan import DroppedItem, Op, PlanSource, ReshardPlan
 from megtool.checkpoint.plan_summary import PlanSummary, summarize
@@ -230,10 +230,10 @@ def _write(
     placed = len(target.side.placements) - len(target.copies)
     inherited = 0 if target.is_file else len(sidecar.tensors) - computed
     if target.is_file:  # of its stored tensors, those the kernel copied included
-        computed = 0 if execution.digest is DigestMode.NONE else placed
+        computed = placed if sidecar.stored_tensors else 0
     return {
         "worker": copied.worker,
-        "kernel_bytes": copied.kernel_bytes,
+        "kernel_bytes": stage.count_copied(copied.kernel_bytes),
         "resumed_units": copied.verified,
         "repaired_units": copied.repaired,
         "digested": computed,

@@ -20,7 +20,9 @@ from megtool.checkpoint.embedded_digests import embed_digests, embed_nothing, li
 from megtool.checkpoint.file_digests import digest_tree, read_sections
 from megtool.checkpoint.plan import Op, ReshardPlan
 from megtool.checkpoint.stage import Stage
+from megtool.checkpoint.storage.location import is_remote
 from megtool.console import several
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 
@@ -44,7 +46,7 @@ def write_digests(
     """
     sidecar = tensors or Sidecar(names="stored", tool=TOOL, tensors={})
     if stage.is_file:
-        sidecar = _embed(plan, stage, mode, threads)
+        sidecar = _embed(plan, stage, mode, sidecar, threads)
     elif mode is not DigestMode.NONE:
         skipped = () if mode is DigestMode.ALL else copied.kernel_files
         digests = digest_tree(
@@ -143,8 +145,25 @@ def _whole_tensors(plan: ReshardPlan) -> Iterator[tuple[GlobalTensor, str, int, 
             yield tensor, catalogue.files[file].path, offset, offset + length
 
 
-def _embed(plan: ReshardPlan, stage: Stage, mode: DigestMode, threads: int) -> Sidecar:
-    """Complete the digests in the header of a single file."""
+def _inherited(plan: ReshardPlan, tensors: Sidecar) -> dict[str, int]:
+    """The digests of stored tensors whose bytes are those of a canonical tensor that has one."""
+    return {
+        e.target.stored: tensors.tensors[e.canonical].crc32c
+        for e in plan.entries
+        if e.op is Op.COPY
+        and e.canonical in tensors.tensors
+        and plan.target_tensor(e).shape == e.shape
+        and e.target == Placement.identity(e.target.canonical, e.shape, stored=e.target.stored)
+    }
+
+
+def _embed(
+    plan: ReshardPlan, stage: Stage, mode: DigestMode, tensors: Sidecar, threads: int
+) -> Sidecar:
+    """Complete the digests in the header of a single file.
+
+    Where a store has copied bytes that have no digest, the file has none.
+    """
     sidecar = Sidecar(names="stored", tool=TOOL, tensors={})
     catalogue, path = plan.target.catalogue, stage.path("")
     ((_, _, head),) = plan.target.fragments
@@ -152,7 +171,15 @@ def _embed(plan: ReshardPlan, stage: Stage, mode: DigestMode, threads: int) -> S
         embed_nothing(stage.files, path, head)
         return sidecar
     sections = list_sections(catalogue)
-    crcs = [stage.digests.section(path, begin, end) for _, begin, end in sections]
+    inherited = _inherited(plan, tensors)
+    crcs = [
+        inherited.get(name) if crc is None else crc
+        for name, begin, end in sections
+        for crc in [stage.digests.section(path, begin, end)]
+    ]
+    if is_remote(path) and mode is not DigestMode.ALL and None in crcs:
+        embed_nothing(stage.files, path, head)
+        return sidecar
     missing = [number for number, crc in enumerate(crcs) if crc is None]
     ranges = [(sections[n][1], sections[n][2]) for n in missing]
     for number, crc in zip(

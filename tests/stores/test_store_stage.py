@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megtool import reshard
+from megtool import reshard, verify
 from megtool.checkpoint.storage import part_layout
 from megtool.checkpoint.storage.connect import register_store
+from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.memory_store import MemoryStore
 from megtool.checkpoint.storage.store_index import store_index
-from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.transport import kernel_copy, work_units
-from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
+from megtool.errors import (
+    DestinationError,
+    FormatError,
+    MegtoolError,
+    SourceChangedError,
+    StorageError,
+)
 from tests.support.errors import raises
 from tests.support.folders import contents
 from tests.support.models import tiny_llama
@@ -125,10 +132,8 @@ def test_killed_at_every_call_it_resumes(
         register_store(store)
         store_index().forget(StorePath(URL))
         store.dies_at, store.is_done = number, is_done
-        try:
+        with suppress(MegtoolError):
             reshard(source, f"{URL}/{name}", **FORMATS[name], threads=1)
-        except MegtoolError:
-            pass
         store.revive()
         report = None
         try:
@@ -249,6 +254,59 @@ def test_a_store_that_ignores_conditions_is_refused_by_name(
     with raises(DestinationError, "ignores If-None-Match", "--unsafe-store"):
         reshard(source, f"{URL}/run", **FORMATS["hf"])
     assert careless.objects() == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"to": "torch_dist", "pp": 2}, {"to": "dcp"}, {"to": "zarr"}, {"to": "safetensors"}],
+    ids=lambda options: str(options["to"]),
+)
+def test_the_store_copies_what_is_contiguous(
+    source: Path, store: CountedStore, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    reshard(source, f"{URL}/source", to="hf")
+    reshard(source, tmp_path / "local", **options)
+    before = store.calls["copy_part"]
+    report = reshard(f"{URL}/source", f"{URL}/run", like=source, **options)
+    assert store.calls["copy_part"] > before
+    assert report.kernel_bytes > report.num_bytes // 2, report
+    assert report.digested + report.inherited == 39
+    assert report.unverified == 0
+    here, there = contents(tmp_path / "local"), written(store, "run")
+    assert here is not None
+    for name in set(here) - {"megtool.json", "release/megtool.json"}:
+        assert there[name] == here[name], name
+    assert verify(f"{URL}/run").verdict == "ok"
+    assert verify(f"{URL}/run", tmp_path / "local").verdict == "equal"
+
+
+def test_a_digest_of_everything_is_asked_for(
+    source: Path, store: CountedStore, local: Callable[[str], Any]
+) -> None:
+    reshard(source, f"{URL}/source", to="hf")
+    report = reshard(f"{URL}/source", f"{URL}/run", **FORMATS["hf"], digest="all")
+    assert report.kernel_bytes == 0
+    assert written(store, "run") == local("hf")
+
+
+def test_a_source_that_is_replaced_while_the_store_copies(
+    source: Path, store: CountedStore
+) -> None:
+    class Replacing(CountedStore):
+        def copy_part(self, *args: Any) -> Any:
+            info = args[3]
+            if not self.calls["copy_part"]:
+                MemoryStore.put(self, info.key, bytes(info.size))
+            return super().copy_part(*args)
+
+    replacing = Replacing()
+    register_store(replacing)
+    reshard(source, f"{URL}/source", to="hf")
+    with raises(
+        SourceChangedError, "source changed while it was read", "wait until nothing writes"
+    ):
+        reshard(f"{URL}/source", f"{URL}/run", to="dcp", like=source)
+    assert not store.objects("run")
 
 
 def test_two_runs_exclude_each_other(source: Path, store: CountedStore) -> None:

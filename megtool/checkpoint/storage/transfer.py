@@ -51,8 +51,8 @@ class WriteRecorder(Protocol):
     def record(self, path: Path | None, offset: int, buffers: Iterable[bytes | Buffer]) -> None:
         """Consecutive bytes were written at `offset`, or are about to be overwritten there."""
 
-    def forget(self, path: Path | None) -> None:
-        """The kernel wrote bytes that did not pass through this process."""
+    def forget(self, path: Path | None, offset: int = 0, num_bytes: int | None = None) -> None:
+        """The kernel wrote bytes that did not pass through this process, or a store copied some."""
 
 
 class FileTransfer:
@@ -272,7 +272,7 @@ class FileTransfer:
             self.objects[source], source_offset, target_offset, num_bytes
         ):
             if self.recorder is not None:
-                self.recorder.forget(self._paths.get(target))
+                self.recorder.forget(self._paths.get(target), target_offset, num_bytes)
             return
         self._copy_through_memory(source, source_offset, target, target_offset, num_bytes)
 

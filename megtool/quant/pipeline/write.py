@@ -206,7 +206,7 @@ def write(
         seconds=time.monotonic() - began,
         peak_rss_bytes=peak_rss_bytes(),
         peak_buffer_bytes=copied.peak_buffer_bytes,
-        kernel_bytes=copied.kernel_bytes,
+        kernel_bytes=stage.count_copied(copied.kernel_bytes),
         resumed_units=copied.verified,
         repaired_units=copied.repaired,
         digested=count_digested(plan, stage.sidecar),
