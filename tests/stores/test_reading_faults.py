@@ -8,42 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.stores import fault_runs
-from tests.support.stores.fault_proxy import Action, FaultProxy
-from tests.support.stores.fault_runs import Ending
+from tests.support.stores.fault_proxy import FaultProxy
+from tests.support.stores.fault_runs import CURED, FAULTS, Ending
 from tests.support.stores.s3_bucket import S3Bucket
 
 pytest.importorskip("megtool.checkpoint.storage.s3_store")
-
-
-def answer(status: int, code: str) -> tuple[Action, dict[str, Any]]:
-    return Action.ANSWER, {"status": status, "code": code}
-
-
-CURED: dict[str, tuple[Action, dict[str, Any]]] = {
-    "cut": (Action.CUT, {}),
-    "lost reply": (Action.LOSE_REPLY, {}),
-    "429": answer(429, "TooManyRequests"),
-    "500": answer(500, "InternalError"),
-    "503": answer(503, "SlowDown"),
-    "truncated to nothing": (Action.TRUNCATE, {"offset": 0}),
-    "truncated by one byte": (Action.TRUNCATE, {"offset": -1}),
-}
-REFUSED: dict[str, tuple[Action, dict[str, Any]]] = {
-    "400": answer(400, "ExpiredToken"),
-    "403": answer(403, "AccessDenied"),
-    "404": answer(404, "NoSuchKey"),
-    "412": answer(412, "PreconditionFailed"),
-    "shortened": (Action.SHORTEN, {"offset": -1}),
-    "first bit flipped": (Action.FLIP, {"offset": 0}),
-    "last bit flipped": (Action.FLIP, {"offset": -1}),
-    "bit flipped": (Action.FLIP, {"offset": 333}),
-}
-FAULTS = CURED | REFUSED
 
 
 @dataclass
@@ -103,7 +76,7 @@ def test_each_request_meets_one_fault(recorded: Recorded) -> None:
     for number in range(len(recorded.lines)):
         name = names[number % len(names)]
         complaints.append(recorded.complaint(name, number, recorded.ending(name, number)))
-    assert [c for c in complaints if c] == []
+    assert not any(complaints), "\n".join(filter(None, complaints))
 
 
 @pytest.mark.slow
@@ -119,7 +92,7 @@ def test_each_request_meets_every_fault(recorded: Recorded, name: str) -> None:
         recorded.complaint(name, number, recorded.ending(name, number))
         for number in range(len(recorded.lines))
     ]
-    assert [c for c in complaints if c] == []
+    assert not any(complaints), "\n".join(filter(None, complaints))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Runs of the command line against a store, as if each were a process of its own."""
+"""Runs of the command line against a store, as if each were a process of its own, and faults."""
 
 from __future__ import annotations
 
@@ -11,9 +11,42 @@ from typing import Any
 from megtool.checkpoint.storage import connect
 from megtool.checkpoint.storage.store_index import store_index
 from megtool.cli.app import main
+from tests.support.stores.fault_proxy import Action
 
 UNSTABLE = {"seconds", "path", "source", "a", "b"}
 """Entries of reports that differ between two runs of one command, or two places of one input."""
+
+
+Settings = tuple[Action, dict[str, Any]]
+
+
+def answer(status: int, code: str) -> Settings:
+    return Action.ANSWER, {"status": status, "code": code}
+
+
+CURED: dict[str, Settings] = {
+    "cut": (Action.CUT, {}),
+    "lost reply": (Action.LOSE_REPLY, {}),
+    "500 to what was done": (Action.ANSWER_AFTERWARDS, {"status": 500, "code": "InternalError"}),
+    "429": answer(429, "TooManyRequests"),
+    "500": answer(500, "InternalError"),
+    "503": answer(503, "SlowDown"),
+    "truncated to nothing": (Action.TRUNCATE, {"offset": 0}),
+    "truncated by one byte": (Action.TRUNCATE, {"offset": -1}),
+}
+"""Faults that another attempt cures."""
+REFUSED: dict[str, Settings] = {
+    "400": answer(400, "ExpiredToken"),
+    "403": answer(403, "AccessDenied"),
+    "404": answer(404, "NoSuchKey"),
+    "412": answer(412, "PreconditionFailed"),
+    "shortened": (Action.SHORTEN, {"offset": -1}),
+    "first bit flipped": (Action.FLIP, {"offset": 0}),
+    "last bit flipped": (Action.FLIP, {"offset": -1}),
+    "bit flipped": (Action.FLIP, {"offset": 333}),
+}
+"""Faults that no attempt cures, or that look like an answer."""
+FAULTS = CURED | REFUSED
 
 
 @dataclass(frozen=True)
