@@ -6,6 +6,7 @@ from typing import Literal
 
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.storage.files import Files
+from megtool.commands.clean import CleanReport
 from megtool.commands.demo import DemoReport
 from megtool.commands.evaluate_report import EvaluatePlan, EvaluateReport
 from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
@@ -15,6 +16,7 @@ from megtool.commands.lint import LintReport
 from megtool.commands.recipe import ListReport, ShowReport
 from megtool.commands.tokenize import TokenizeReport
 from megtool.commands.verify_report import VerifyReport
+from megtool.commands.worker_scan import ShareReport
 from megtool.console import Progress
 from megtool.export.report import ExportReport
 from megtool.quant.derive_calibration import DeriveReport
@@ -26,6 +28,11 @@ from megtool.reshard.report import ReshardReport
 
 __version__: str
 
+def clean(
+    location: str | Path,
+    *,
+    yes: bool = ...,
+) -> CleanReport: ...
 def demo(
     folder: str | Path | None = ...,
 ) -> DemoReport: ...
@@ -101,6 +108,7 @@ def export(
     family: str | None = ...,
     like: str | Path | None = ...,
     target: str | None = ...,
+    unsafe_store: bool = ...,
     threads: int | None = ...,
     overwrite: bool = ...,
     fsync: bool = ...,
@@ -244,6 +252,7 @@ def fix_amax(
     family: str | None = ...,
     like: str | Path | None = ...,
     memory: str = ...,
+    unsafe_store: bool = ...,
     threads: int | None = ...,
     overwrite: bool = ...,
     fsync: bool = ...,
@@ -294,8 +303,10 @@ def inspect(
     family: str | None = ...,
     like: str | Path | None = ...,
     threads: int | None = ...,
+    worker: str | None = ...,
+    worker_dir: str | Path | None = ...,
     progress: Progress = ...,
-) -> InspectReport: ...
+) -> InspectReport | ShareReport: ...
 def inspect_amax(
     source: str | Path,
     *,
@@ -303,8 +314,10 @@ def inspect_amax(
     modules: bool = ...,
     iteration: str | None = ...,
     threads: int | None = ...,
+    worker: str | None = ...,
+    worker_dir: str | Path | None = ...,
     progress: Progress = ...,
-) -> AmaxInspection: ...
+) -> AmaxInspection | ShareReport: ...
 def lint(
     path: str | Path,
     *,
@@ -382,7 +395,7 @@ def reshard(
     dtype: str | None = ...,
     max_shard_size: str | None = ...,
     compress: Literal["zstd", "blosc"] | None = ...,
-    digest: Literal["all", "buffered", "none"] = ...,
+    digest: Literal["all", "buffered", "none"] | None = ...,
     verify: bool = ...,
     verify_master_weights: bool = ...,
     strict: bool = ...,
@@ -402,6 +415,7 @@ def reshard(
     account_for_loss: bool = ...,
     pipeline_layout: str | None = ...,
     memory: str = ...,
+    unsafe_store: bool = ...,
     threads: int | None = ...,
     overwrite: bool = ...,
     fsync: bool = ...,
@@ -424,6 +438,7 @@ def strip_amax(
     family: str | None = ...,
     like: str | Path | None = ...,
     memory: str = ...,
+    unsafe_store: bool = ...,
     threads: int | None = ...,
     overwrite: bool = ...,
     fsync: bool = ...,
@@ -459,5 +474,7 @@ def verify(
     family: str | None = ...,
     like: str | Path | None = ...,
     threads: int | None = ...,
+    worker: str | None = ...,
+    worker_dir: str | Path | None = ...,
     progress: Progress = ...,
-) -> VerifyReport: ...
+) -> VerifyReport | ShareReport: ...

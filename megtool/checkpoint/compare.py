@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from megtool.checkpoint.transport.cast import numeric_values
 from megtool.checkpoint.transport.shard_locator import count_cuttable_dims
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
-from megtool.checkpoint.work_threads import run_jobs
+from megtool.checkpoint.workers.shared_scan import ScanPart, run_scan
 from megtool.dtypes import DType
 from megtool.errors import FormatError, MappingError
 from megtool.tensors.box import numel
@@ -84,11 +83,19 @@ class ComparedSource:
         """Open the box `lo:hi` of a tensor's view."""
         return self.reader.open_canonical(narrow(placement, lo, hi))
 
+    def make_digests(self, name: str) -> Digests | None:
+        """Digests for some elements of a tensor, which `add` takes; None if it is not digested."""
+        return Digests(self.sizes) if name in self.sizes else None
+
+    def add(self, name: str, part: Sequence[int] | None) -> None:
+        """Add the linear CRC and the bytes of some elements of a tensor."""
+        if part is not None and self.digests is not None:
+            self.digests.add_parts(name, part[0], part[1])
+
     def tiles(
-        self, name: str, view: ReadableView, start: int
+        self, name: str, view: ReadableView, start: int, digests: Digests | None
     ) -> Generator[tuple[int, Array], None, None]:
-        """The tiles of a view that begins at flat index `start` of tensor `name`."""
-        digests = self.digests if name in self.sizes else None
+        """The tiles of a view that begins at flat index `start` of tensor `name`, digested."""
         with closing(view.tiles(TILE_BYTES)) as tiles:
             for offset, tile in tiles:
                 if digests is not None:
@@ -143,6 +150,7 @@ def compare(
     rtol: float = 0.0,
     threads: int = 1,
     progress: Callable[[int], None] | None = None,
+    scan: ScanPart | None = None,
 ) -> dict[str, TensorDelta]:
     """Read all pairs; returns, by name, those that differ or differ within the tolerance.
 
@@ -150,19 +158,35 @@ def compare(
     equal if `|a - b| <= atol + rtol * |b|` or both are NaN. The tensors of a pair have the same
     number of elements. Memory is bounded by a few tiles per thread. `progress` receives numbers of
     bytes read (of `a`, if it has the tensor), from any thread.
+    With `scan`, workers share it out: see `run_scan`.
     """
     deltas: dict[str, TensorDelta] = {}
-    lock = threading.Lock()
 
-    def work(job: _Job) -> None:
-        delta = _compare_job(job, a, b, atol, rtol, progress or (lambda num_bytes: None))
-        if delta is not None:
-            with lock:
-                deltas.setdefault(job.name, TensorDelta()).merge(delta)
+    def work(job: _Job) -> _JobResult:
+        return _compare_job(job, a, b, atol, rtol, progress or (lambda num_bytes: None))
 
     jobs = [job for pair in pairs for job in _split_pair(pair, a, b)]
-    run_jobs(jobs, work, threads=threads)
+    results = run_scan(
+        scan,
+        jobs,
+        work,
+        name=lambda job: repr((job.name, job.start, job.a is None, job.b is None)),
+        size=lambda job: job.num_bytes(a, b),
+        threads=threads,
+    )
+    for job, result in zip(jobs, results, strict=True):
+        if result is None:
+            continue
+        delta, *parts = result
+        if delta is not None:
+            deltas.setdefault(job.name, TensorDelta()).merge(TensorDelta(*delta))
+        for half, part in zip((a, b), parts, strict=True):
+            half.add(job.name, part)
     return deltas
+
+
+_JobResult = list[Any]
+"""The fields of a `TensorDelta`, and of each side the linear CRC and bytes; each may be None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +198,15 @@ class _Job:
     a: Placement | None
     b: Placement | None
     box: tuple[Index, Index] | None = None
+
+    def num_bytes(self, a: ComparedSource, b: ComparedSource) -> int:
+        """The bytes that are read, of one side."""
+        half, placement = (a, self.a) if self.a is not None else (b, self.b)
+        if placement is None:
+            return 0
+        lo, hi = self.box or ((0,) * len(placement.shape), placement.shape)
+        shape = [y - x for x, y in zip(lo, hi, strict=True)]
+        return numel(shape) * half.dtype(placement).itemsize
 
     def open(self, source: ComparedSource, placement: Placement) -> ReadableView:
         """Open one side."""
@@ -207,20 +240,23 @@ def _compare_job(
     atol: float,
     rtol: float,
     progress: Callable[[int], None],
-) -> TensorDelta | None:
+) -> _JobResult:
     if job.a is None or job.b is None:
         half, placement = (b, job.b) if job.a is None else (a, job.a)
+        digests = half.make_digests(job.name)
         if placement is not None:
             view = job.open(half, placement)
-            with closing(half.tiles(job.name, view, job.start)) as tiles:
+            with closing(half.tiles(job.name, view, job.start, digests)) as tiles:
                 for _, tile in tiles:
                     progress(tile.nbytes)
-        return None
+        part = _part(digests, job.name)
+        return [None, None, part] if job.a is None else [None, part, None]
     u, v = job.open(a, job.a), job.open(b, job.b)
+    of_a, of_b = a.make_digests(job.name), b.make_digests(job.name)
     out = TensorDelta()
     with (
-        closing(a.tiles(job.name, u, job.start)) as left,
-        closing(b.tiles(job.name, v, job.start)) as right,
+        closing(a.tiles(job.name, u, job.start, of_a)) as left,
+        closing(b.tiles(job.name, v, job.start, of_b)) as right,
     ):
         for offset, x, y in _zip_tiles(left, right):
             if u.dtype != v.dtype or not _has_equal_bits(x, y):
@@ -229,7 +265,14 @@ def _compare_job(
                     start = job.start + offset + i
                     out.merge(_measure_delta(x[cut], y[cut], u.dtype, v.dtype, atol, rtol, start))
             progress(x.nbytes)
-    return out if out.num_differing or out.within else None
+    differs = out.num_differing or out.within
+    delta = [getattr(out, f.name) for f in fields(out)] if differs else None
+    return [delta, _part(of_a, job.name), _part(of_b, job.name)]
+
+
+def _part(digests: Digests | None, name: str) -> list[int] | None:
+    part = None if digests is None else digests.parts().get(name)
+    return None if part is None else list(part)
 
 
 def _zip_tiles(

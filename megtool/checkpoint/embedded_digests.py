@@ -16,6 +16,7 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.digest import chain_crc, finish_crc
 from megtool.checkpoint.file_digests import FileMismatch, read_sections
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.workers.shared_scan import ScanPart, run_scan
 from megtool.errors import FormatError
 
 METADATA_KEY = "megtool.digests"
@@ -180,8 +181,11 @@ def check_embedded(
     *,
     threads: int = 1,
     progress: Callable[[int], None] | None = None,
+    scan: ScanPart | None = None,
 ) -> EmbeddedCheck:
     """Compare a file with the digests in its header; all bytes are read once.
+
+    With `scan`, workers share it out; of a tensor that another one reads, nothing is known.
 
     Raises:
         FormatError: the header has digests of another number of tensors.
@@ -195,9 +199,19 @@ def check_embedded(
             file=path,
             error_id="damaged-digests",
         )
-    actual = read_sections(
-        files, path, [(a, b) for _, a, b in sections], threads=threads, progress=progress
-    )
+    actual: Sequence[int | None]
+    ranges = [(a, b) for _, a, b in sections]
+    if scan is None:
+        actual = read_sections(files, path, ranges, threads=threads, progress=progress)
+    else:
+        actual = run_scan(
+            scan,
+            ranges,
+            lambda section: read_sections(files, path, [section], progress=progress)[0],
+            name=repr,
+            size=lambda section: section[1] - section[0],
+            threads=threads,
+        )
     head = bytearray(min((a for _, a, _ in sections), default=size))
     fd = files.open_read(path)
     try:
@@ -214,7 +228,7 @@ def check_embedded(
         differing=tuple(
             name
             for (name, _, _), expected, crc in zip(sections, digests.tensors, actual, strict=True)
-            if crc != expected
+            if crc is not None and crc != expected
         ),
         outside=mismatch,
     )

@@ -16,6 +16,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import is_remote
 from megtool.checkpoint.storage.transfer import Buffer
 from megtool.checkpoint.work_threads import map_in_threads, run_jobs
+from megtool.checkpoint.workers.shared_scan import ScanPart, run_scan
 from megtool.errors import FormatError
 
 _PART_BYTES = 64 << 20
@@ -32,6 +33,7 @@ class _StagedFile:
     ends: list[int]
     sections: list[int]
     known: bool = True
+    unknown: set[int] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, number: int, linear: int) -> None:
@@ -89,16 +91,23 @@ class FileDigests:
         if self.observer is not None and path is not None:
             self.observer(path, number, linear)
 
-    def forget(self, path: Path | None) -> None:
-        """Bytes of this file were written that nobody has seen."""
+    def forget(self, path: Path | None, offset: int = 0, num_bytes: int | None = None) -> None:
+        """Bytes of this file were written that nobody has seen: some of them, or any."""
         staged = None if path is None else self._files.get(path)
-        if staged is not None:
+        if staged is None:
+            return
+        if num_bytes is None:
             staged.known = False
+        elif num_bytes:
+            first = bisect_right(staged.ends, offset)
+            last = bisect_right(staged.ends, offset + num_bytes - 1)
+            staged.unknown.update(range(first, last + 1))
 
     def sections_of(self, path: Path) -> list[int] | None:
         """The linear CRC of each section of a file so far; None if it is not known."""
         staged = self._files.get(path)
-        return list(staged.sections) if staged is not None and staged.known else None
+        is_known = staged is not None and staged.known and not staged.unknown
+        return list(staged.sections) if staged is not None and is_known else None
 
     def add_sections(self, path: Path, first: int, sections: Sequence[int]) -> None:
         """Add what another process wrote to sections of a registered file, from `first` on.
@@ -119,7 +128,7 @@ class FileDigests:
     def get(self, path: Path) -> FileDigest | None:
         """The digest of a file, or None if it is not known."""
         staged = self._files.get(path)
-        if staged is None or not staged.known:
+        if staged is None or not staged.known or staged.unknown:
             return None
         linear = 0
         for end, section in zip(staged.ends, staged.sections, strict=True):
@@ -135,6 +144,8 @@ class FileDigests:
             return 0
         first, last = bisect_right(staged.ends, begin), bisect_right(staged.ends, end - 1)
         if (staged.ends[first - 1] if first else 0) != begin or staged.ends[last] != end:
+            return None
+        if staged.unknown and not staged.unknown.isdisjoint(range(first, last + 1)):
             return None
         linear = 0
         for number in range(first, last + 1):
@@ -244,11 +255,13 @@ def check_files(
     *,
     threads: int = 1,
     progress: Callable[[int], None] | None = None,
+    scan: ScanPart | None = None,
 ) -> list[FileMismatch]:
     """Compare files below `root` with their digests; returns those that differ, in order.
 
     All bytes are read once, through a buffer of 256 KiB per thread. `progress` receives numbers of
-    bytes.
+    bytes. With `scan`, workers share it out in parts of files; of a file of which others read a
+    part, nothing is known.
 
     Raises:
         StorageError: a read failed.
@@ -256,6 +269,7 @@ def check_files(
     files = Files()
     files.load_tree(root)
     at_once = threads if is_remote(root) else 1  # many files, where each is waited for
+    shared = None if scan is None else _read_shared(files, root, expected, threads, progress, scan)
 
     def find_fault(name: str) -> str | None:
         path, digest = root / name, expected[name]
@@ -266,9 +280,12 @@ def check_files(
             return "is not a regular file inside the checkpoint any more"
         if status.st_size != digest.size:
             return f"has {status.st_size:,} bytes, but {digest.size:,} were written"
-        (actual,) = read_sections(
-            files, path, [(0, digest.size)], threads=threads // at_once, progress=progress
-        )
+        if shared is not None:
+            actual = shared.get(name, digest.crc32c)
+        else:
+            (actual,) = read_sections(
+                files, path, [(0, digest.size)], threads=threads // at_once, progress=progress
+            )
         if actual == digest.crc32c:
             return None
         return f"has the CRC-32C {actual:08x}, but {digest.crc32c:08x} was written"
@@ -278,3 +295,49 @@ def check_files(
     return [
         FileMismatch(file=n, reason=r) for n, r in zip(names, faults, strict=True) if r is not None
     ]
+
+
+def _read_shared(
+    files: Files,
+    root: Path,
+    expected: Mapping[str, FileDigest],
+    threads: int,
+    progress: Callable[[int], None] | None,
+    scan: ScanPart,
+) -> dict[str, int]:
+    """The CRC-32C of files of which all parts are known, by path; workers share out the parts."""
+    sizes = {
+        name: digest.size
+        for name, digest in sorted(expected.items())
+        if (status := files.stat(root / name)) is not None
+        and stat.S_ISREG(status.st_mode)
+        and status.st_size == digest.size
+    }
+    jobs = [
+        (name, begin, min(begin + _PART_BYTES, size))
+        for name, size in sizes.items()
+        for begin in range(0, max(size, 1), _PART_BYTES)
+    ]
+
+    def work(job: tuple[str, int, int]) -> int:
+        name, begin, end = job
+        (crc,) = read_sections(files, root / name, [(begin, end)], progress=progress)
+        return crc
+
+    results = run_scan(
+        scan,
+        jobs,
+        work,
+        name=repr,
+        size=lambda job: job[2] - job[1],
+        threads=threads,
+    )
+    linear = dict.fromkeys(sizes, 0)
+    unknown = set()
+    for (name, begin, end), crc in zip(jobs, results, strict=True):
+        if crc is None:
+            unknown.add(name)
+        else:
+            part = finish_crc(crc, end - begin)  # the inverse of itself: the linear CRC
+            linear[name] ^= shift_crc(part, sizes[name] - end)
+    return {n: finish_crc(crc, sizes[n]) for n, crc in linear.items() if n not in unknown}

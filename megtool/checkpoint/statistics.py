@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from megtool.checkpoint.parallel_scan import TILE_BYTES, packed_row_depth, split
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.transport.cast import numeric_values
 from megtool.checkpoint.transport.strided import Array
-from megtool.checkpoint.work_threads import run_jobs
+from megtool.checkpoint.workers.shared_scan import ScanPart, run_scan
 from megtool.dtypes import DType
+from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement, narrow
 
 _CHUNK_ELEMENTS = 1 << 16  # elements; as float64 they stay in the L2 cache
@@ -114,10 +114,11 @@ def measure_tensors(
     *,
     threads: int = 1,
     progress: Callable[[int], None] | None = None,
+    scan: ScanPart | None = None,
 ) -> dict[str, TensorStatistics]:
     """Statistics of stored tensors; every element is read once.
 
-    `progress` receives numbers of bytes, from any thread.
+    `progress` receives numbers of bytes, from any thread. With `scan`, workers share it out.
     """
     out = {name: TensorStatistics() for name in names}
     jobs: list[tuple[str, Placement]] = []
@@ -128,18 +129,28 @@ def measure_tensors(
             full_placement, stored.dtype.itemsize, packed_row_depth(full_placement, stored)
         )
         jobs += [(name, narrow(full_placement, lo, hi)) for _, lo, hi in cuts]
-    lock = threading.Lock()
 
-    def work(job: tuple[str, Placement]) -> None:
-        name, placement = job
-        statistics, view = TensorStatistics(), reader.open_canonical(placement)
+    def work(job: tuple[str, Placement]) -> list[Any]:
+        statistics, view = TensorStatistics(), reader.open_canonical(job[1])
         with closing(view.tiles(TILE_BYTES)) as tiles:
             for _, tile in tiles:
                 statistics.add(tile, view.dtype)
                 if progress is not None:
                     progress(tile.nbytes)
-        with lock:
-            out[name].merge(statistics)
+        return [getattr(statistics, name) for name in _FIELDS]
 
-    run_jobs(jobs, work, threads=threads)
+    results = run_scan(
+        scan,
+        jobs,
+        work,
+        name=lambda job: repr((job[0], job[1].base, job[1].shape)),
+        size=lambda job: numel(job[1].shape) * reader.catalogue[job[0]].dtype.itemsize,
+        threads=threads,
+    )
+    for (name, _), values in zip(jobs, results, strict=True):
+        if values is not None:
+            out[name].merge(TensorStatistics(*values))
     return out
+
+
+_FIELDS = ("count", "zeros", "nan", "inf", "min", "max", "mean", "_m2")

@@ -9,6 +9,7 @@ from megtool.commands.options.checkpoints import (
     RewriteAmaxOptions,
 )
 from megtool.commands.reshard import make_execution_options
+from megtool.commands.worker_scan import ShareReport, run_shared
 from megtool.console import Progress, silent
 from megtool.quant import derive_calibration
 from megtool.quant.derive_calibration import DeriveReport
@@ -19,7 +20,9 @@ from megtool.reshard.megatron.amax_report import AmaxMode
 from megtool.reshard.report import ReshardReport
 
 
-def inspect_amax(options: InspectAmaxOptions, *, progress: Progress = silent) -> AmaxInspection:
+def inspect_amax(
+    options: InspectAmaxOptions, *, progress: Progress = silent
+) -> AmaxInspection | ShareReport:
     """Report the FP8 scaling of the checkpoint `source`, and what is wrong with it.
 
     With `weights` those of the modules that have scaling state are read, in bounded memory.
@@ -28,13 +31,19 @@ def inspect_amax(options: InspectAmaxOptions, *, progress: Progress = silent) ->
     Raises:
         MegtoolError: there is no checkpoint, it is broken, or a state is damaged or hostile.
     """
-    return inspect.inspect_amax(
-        options.source,
-        weights=options.weights,
-        modules=options.modules,
-        iteration=options.iteration,
-        threads=options.threads,
-        progress=progress,
+    return run_shared(
+        options,
+        "amax",
+        [options.source],
+        lambda scan: inspect.inspect_amax(
+            options.source,
+            weights=options.weights,
+            modules=options.modules,
+            iteration=options.iteration,
+            threads=options.threads,
+            progress=progress,
+            scan=scan,
+        ),
     )
 
 

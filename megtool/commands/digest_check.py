@@ -21,6 +21,7 @@ from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.formats.save_folder import find_iteration
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.workers.shared_scan import ScanPart
 from megtool.commands.verify_report import Difference, DigestCheck
 from megtool.errors import MappingError, MegtoolError
 from megtool.reshard.source import CheckpointSource
@@ -61,8 +62,12 @@ class FileCheck:
         """The number of files that have a digest and are compared with it."""
         return 1 if self._embedded is not None else len(self._expected)
 
-    def run(self, *, threads: int, progress: Callable[[int], None]) -> None:
+    def run(
+        self, *, threads: int, progress: Callable[[int], None], scan: ScanPart | None = None
+    ) -> None:
         """Compare all files; of those that differ, find the stored tensors that do.
+
+        With `scan`, workers share it out.
 
         Raises:
             FormatError: the digests do not fit the file that holds them.
@@ -70,12 +75,16 @@ class FileCheck:
         """
         if self._embedded is not None:
             catalogue = open_checkpoint(self._source.path)
-            check = check_embedded(catalogue, self._embedded, threads=threads, progress=progress)
+            check = check_embedded(
+                catalogue, self._embedded, threads=threads, progress=progress, scan=scan
+            )
             self.differing += check.differing
             self.mismatches += [check.outside] if check.outside is not None else []
             return
         root = self._source.catalogue.root
-        self.mismatches += check_files(root, self._expected, threads=threads, progress=progress)
+        self.mismatches += check_files(
+            root, self._expected, threads=threads, progress=progress, scan=scan
+        )
         damaged = {m.file for m in self.mismatches}
         self._verified = set(self._expected) - damaged
         for name, digest in self._stored.items():

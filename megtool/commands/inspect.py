@@ -12,8 +12,10 @@ from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.statistics import TensorStatistics, measure_tensors
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.workers.shared_scan import SharedScan
 from megtool.commands.name_tree import NameFold, draw_tree, fold_tensors
 from megtool.commands.options.checkpoints import InspectOptions
+from megtool.commands.worker_scan import ShareReport, run_shared
 from megtool.console import Progress, format_bytes, several, silent
 from megtool.convert.megatron import split_state
 from megtool.reports import Report, Row, Section, Table, count, fold_names, shown
@@ -190,7 +192,7 @@ def _padding(rows: Mapping[str, int]) -> str:
     return ", ".join(shown_rows) + (also if with_state else "")
 
 
-def inspect(options: InspectOptions, *, progress: Progress = silent) -> InspectReport:
+def inspect(options: InspectOptions, *, progress: Progress = silent) -> InspectReport | ShareReport:
     """Report what the checkpoint `source` holds.
 
     Reads only headers and small files; with `stats` it reads all tensors, in bounded memory.
@@ -200,10 +202,18 @@ def inspect(options: InspectOptions, *, progress: Progress = silent) -> InspectR
         MegtoolError: there is no checkpoint, or it is broken; a `family` or `like` that is given
             cannot be used.
     """
+    if not options.stats:
+        return _inspect(options, progress, None)
+    return run_shared(
+        options, "inspect", [options.source], lambda scan: _inspect(options, progress, scan)
+    )
+
+
+def _inspect(options: InspectOptions, progress: Progress, scan: SharedScan | None) -> InspectReport:
     source = open_source(options.source, options, lenient=True)
     catalogue = source.catalogue
     threads = default_threads(options.threads, options.source)
-    statistics = _measure(source, threads, progress) if options.stats else {}
+    statistics = _measure(source, threads, progress, scan) if options.stats else {}
     lines: tuple[TensorLine, ...] = ()
     if options.tensors or options.stats:
         lines = tuple(
@@ -296,7 +306,7 @@ def _dtypes(tensors: Sequence[GlobalTensor]) -> dict[str, int]:
 
 
 def _measure(
-    source: CheckpointSource, threads: int, progress: Progress
+    source: CheckpointSource, threads: int, progress: Progress, scan: SharedScan | None
 ) -> dict[str, TensorStatistics]:
     catalogue = source.catalogue
     total = catalogue.num_bytes
@@ -307,6 +317,7 @@ def _measure(
             [t.name for t in catalogue.tensors],
             threads=threads,
             progress=lambda n: progress("statistics", n, total),
+            scan=scan.part("statistics") if scan else None,
         )
     catalogue.check_unchanged()
     return statistics

@@ -28,12 +28,14 @@ from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.replicas import pair_replicas
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.workers.shared_scan import SharedScan
 from megtool.commands.digest_check import DigestIndex, FileCheck, describe_mismatch, find_damage
 from megtool.commands.options.checkpoints import VerifyOptions
 from megtool.commands.verify_files import verify_files
 from megtool.commands.verify_metadata import check_configs, check_objects, check_quant_config
 from megtool.commands.verify_quantized import QuantizedPair, packings_differ
 from megtool.commands.verify_report import Difference, DifferenceKind, VerifyReport
+from megtool.commands.worker_scan import ShareReport, run_shared
 from megtool.console import Progress, silent
 from megtool.convert.binding import missing
 from megtool.convert.canonical import VOCABULARY, CanonicalModel
@@ -50,7 +52,7 @@ _STATELESS = ("hf", "gguf")
 """Dialects that have no place for optimizer state."""
 
 
-def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyReport:
+def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyReport | ShareReport:
     """Check one checkpoint against its digests, or that two are equal in content.
 
     Of one, it is also checked that it is complete. Two may have any formats and layouts; the
@@ -70,18 +72,26 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
         UsageError: an option has no effect here.
         MegtoolError: one cannot be opened or located, or the two have no tensor in common.
     """
-    start = time.monotonic()
     check_effects(options)
+    locations = [options.a] if options.b is None else [options.a, options.b]
+    return run_shared(options, "verify", locations, lambda scan: _verify(options, progress, scan))
+
+
+def _verify(options: VerifyOptions, progress: Progress, scan: SharedScan | None) -> VerifyReport:
+    start = time.monotonic()
     b, has_tolerance = options.b, bool(options.atol or options.rtol)
     threads = default_threads(options.threads, options.a, *([options.b] if options.b else ()))
-    if b is None and (report := verify_files(options.a, threads=threads, progress=progress)):
+    if b is None and (
+        report := verify_files(options.a, threads=threads, progress=progress, scan=scan)
+    ):
         return report
+    is_last = scan is None or not scan.is_partial  # does what is not shared out
     sources = _open_sources(options)
     findings = _Findings()
     quantized: QuantizedPair | None = None
     digests = [DigestIndex(o) for o in sources]
     file_checks = [FileCheck(o, is_alone=b is None) for o in sources]
-    _check_files(file_checks, digests, findings, threads, progress)
+    _check_files(file_checks, digests, findings, threads, progress, scan)
     file_bytes = sum(check.num_bytes for check in file_checks)
     with ExitStack() as stack:
         readers = [stack.enter_context(CheckpointReader(o.catalogue, Files())) for o in sources]
@@ -92,7 +102,8 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
         ]
         if b is None:
             findings.differences += [*_find_missing(sources[0]), *check_objects(sources[0])]
-            findings.check_files(sources[0].catalogue, threads)
+            if is_last:
+                findings.check_files(sources[0].catalogue, threads)
             findings.differences += _check_tracker(sources[0], options.iteration)
             pairs = list(digests[0].plan_reads())
         else:
@@ -132,9 +143,10 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
                 rtol=0.0 if number else options.rtol,
                 threads=threads,
                 progress=lambda n: progress("verify", n, total),
+                scan=scan.part(f"tensors {number}") if scan else None,
             )
             task.report(deltas)
-        if quantized is not None:
+        if quantized is not None and is_last:
             quantized.run(
                 threads=threads,
                 progress=lambda n: progress("verify", 4 * n, total),
@@ -193,6 +205,7 @@ def _check_files(
     findings: _Findings,
     threads: int,
     progress: Progress,
+    scan: SharedScan | None,
 ) -> None:
     """Compare files with their digests.
 
@@ -202,8 +215,12 @@ def _check_files(
     total, is_alone = sum(check.num_bytes for check in checks), len(checks) == 1
     if total:
         progress("verify files", 0, total)
-    for check, index in zip(checks, digests, strict=True):
-        check.run(threads=threads, progress=lambda n: progress("verify files", n, total))
+    for number, (check, index) in enumerate(zip(checks, digests, strict=True)):
+        check.run(
+            threads=threads,
+            progress=lambda n: progress("verify files", n, total),
+            scan=scan.part(f"files {number}") if scan else None,
+        )
         index.use_files(check.verified, is_alone=is_alone)
         if is_alone:
             findings.differences += check.differences()

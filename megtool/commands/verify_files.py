@@ -9,6 +9,7 @@ from megtool.checkpoint.digest import SIDECAR, read_sidecar
 from megtool.checkpoint.file_digests import check_files
 from megtool.checkpoint.formats.header_reader import list_names
 from megtool.checkpoint.formats.safetensors import refuse_trtllm_legacy
+from megtool.checkpoint.workers.shared_scan import SharedScan
 from megtool.commands.digest_check import describe_mismatch
 from megtool.commands.verify_report import DigestCheck, VerifyReport
 from megtool.console import Progress
@@ -17,10 +18,13 @@ from megtool.errors import UsageError
 _FORMAT = "trtllm-legacy"
 
 
-def verify_files(path: Path, *, threads: int, progress: Progress) -> VerifyReport | None:
+def verify_files(
+    path: Path, *, threads: int, progress: Progress, scan: SharedScan | None = None
+) -> VerifyReport | None:
     """Compare the files of a legacy TensorRT-LLM folder with the digests written with them.
 
-    None for any other checkpoint, and for such a folder without digests.
+    With `scan`, workers share it out. None for any other checkpoint, and for such a folder without
+    digests.
 
     Raises:
         FormatError: the digests cannot be read.
@@ -38,6 +42,7 @@ def verify_files(path: Path, *, threads: int, progress: Progress) -> VerifyRepor
         sidecar.files,
         threads=threads,
         progress=lambda n: progress("verify files", n, num_bytes),
+        scan=scan.part("files") if scan else None,
     )
     damaged = {m.file for m in mismatches}
     differing = [n for n, d in sidecar.stored_tensors.items() if d.file in damaged]

@@ -84,13 +84,19 @@ class ThreadOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyOptions(ThreadOptions):
-    """The resources that copying takes."""
+    """The resources that copying takes, and the store that it may trust."""
 
     memory: str = option(
         OUTPUT,
         "Most memory for buffers (at least 384 KiB per thread).",
         "128MiB",
         metavar="SIZE",
+    )
+    unsafe_store: bool = option(
+        DANGEROUS,
+        "Write to a store that ignores conditions, by which two runs exclude each other.",
+        False,
+        flags=("--unsafe-store",),
     )
 
 
@@ -105,6 +111,26 @@ class WorkerOptions(Options):
         "as the task of a job array; auto: as torchrun, mpirun or srun started this process, the "
         "default of the command line; 0/1: do everything.",
         metavar="I/N",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerScanOptions(Options):
+    """Which of several processes this is that read one checkpoint together."""
+
+    worker: str | None = option(
+        RUNNING,
+        "Read one share, as worker I of N (I from 0), in as many processes, on any hosts: 0/4, "
+        "1/4, 2/4, 3/4. The last that is complete reports. slurm-array: as the task of a job "
+        "array; auto: as torchrun, mpirun or srun started this process, the default of the command "
+        "line; 0/1: read everything.",
+        metavar="I/N",
+    )
+    worker_dir: Path | None = option(
+        RUNNING,
+        "A folder that all workers see, for their records until the last one has read them; "
+        "default: the current one.",
+        metavar="FOLDER",
     )
 
 

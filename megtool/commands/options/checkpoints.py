@@ -27,6 +27,7 @@ from megtool.options.groups import (
     SourceOptions,
     ThreadOptions,
     WorkerOptions,
+    WorkerScanOptions,
 )
 
 SOURCE = "A checkpoint: a folder, a save folder, or a single file."
@@ -34,7 +35,7 @@ DESTINATION = "The folder to write; it appears when complete."
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions(SourceOptions, ThreadOptions):
+class InspectOptions(SourceOptions, ThreadOptions, WorkerScanOptions):
     """Show what a checkpoint holds, from its headers alone.
 
     Example: megtool inspect ./SmolLM2-135M-Instruct --tensors
@@ -202,11 +203,11 @@ class ReshardOptions(
         "Compress the chunks of zarr, tensorstore or ocdbt; default: uncompressed.",
         needs=(_IS_ARRAY,),
     )
-    digest: Literal["all", "buffered", "none"] = option(
+    digest: Literal["all", "buffered", "none"] | None = option(
         OUTPUT,
         "Digest all tensors and files; or those that pass through a buffer, so that the rest can "
-        "share blocks with the source where the file system allows it; or none.",
-        "all",
+        "share blocks with the source where the file system allows it, or be copied by the store "
+        "that both are in; or none. Default: all, but buffered within one store.",
     )
     verify: bool = option(
         OUTPUT,
@@ -231,7 +232,7 @@ _EXACT = OptionCondition(
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions(SourceOptions, ThreadOptions):
+class VerifyOptions(SourceOptions, ThreadOptions, WorkerScanOptions):
     """Check one checkpoint against its digests, or two against each other.
 
     If one of two is quantized, weights are compared by signal-to-noise ratio, and the folder's
@@ -389,7 +390,7 @@ class LintOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectAmaxOptions(ThreadOptions):
+class InspectAmaxOptions(ThreadOptions, WorkerScanOptions):
     """Show every module's FP8 scaling, and what is wrong with it.
 
     Reads Transformer Engine's extra states of any release, without it and without running their
@@ -446,6 +447,25 @@ class DeriveAmaxOptions(SourceOptions, DryRunOptions):
     source: Path = argument(SOURCE, "SRC")
     destination: Path = argument("The calibration file to write.", "FILE")
     overwrite: bool = option("Dangerous", "Replace FILE.", False, flags=("--overwrite",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleanOptions(Options):
+    """List what interrupted runs have left for a destination, or inside a folder or bucket.
+
+    Staging folders; in a store also uploads that are under way, and publications that are not
+    complete. What a live run holds is listed and never removed.
+
+    Example: megtool clean ./checkpoints
+    """
+
+    location: Path = argument("A destination, or a folder, prefix or bucket.", "LOCATION")
+    yes: bool = option(
+        "Dangerous",
+        "Remove what is listed, but for what a live run holds.",
+        False,
+        flags=("--yes", "-y"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

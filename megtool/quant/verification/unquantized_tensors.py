@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.compare import ComparedSource, ReadableView, TensorPair, compare
+from megtool.checkpoint.digest import Digests
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.transport.cast import numeric_values
 from megtool.checkpoint.transport.strided import Array
@@ -74,10 +75,10 @@ class _NonFiniteCounter(ComparedSource):
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def tiles(
-        self, name: str, view: ReadableView, start: int
+        self, name: str, view: ReadableView, start: int, digests: Digests | None
     ) -> Generator[tuple[int, Array], None, None]:
         """Read the tiles of a view and count their NaN and Inf."""
-        with closing(ComparedSource.tiles(self, name, view, start)) as tiles:
+        with closing(ComparedSource.tiles(self, name, view, start, digests)) as tiles:
             for offset, tile in tiles:
                 self.count(name, numeric_values(tile, view.dtype))
                 yield offset, tile

@@ -11,6 +11,7 @@ import numpy as np
 
 from megtool.checkpoint.containers.te_extra_state import ExtraState
 from megtool.checkpoint.parallel_scan import default_threads
+from megtool.checkpoint.workers.shared_scan import SharedScan
 from megtool.console import Progress, silent
 from megtool.number_formats import delayed_scaling
 from megtool.number_formats.delayed_scaling import Array, kinds_of
@@ -43,11 +44,13 @@ def inspect_amax(
     iteration: str | None = None,
     threads: int | None = None,
     progress: Progress = silent,
+    scan: SharedScan | None = None,
 ) -> AmaxInspection:
     """Report the FP8 scaling state of the checkpoint at `path`, and what is wrong with it.
 
     `weights` reads and compares the weights of modules with a state, in bounded memory; `modules`
-    lists every module separately. A checkpoint without FP8 state is not an error.
+    lists every module separately. With `scan`, workers share the reading out. A checkpoint without
+    FP8 state is not an error.
 
     Raises:
         MegtoolError: there is no checkpoint, it is broken, or a state is damaged or hostile.
@@ -65,6 +68,7 @@ def inspect_amax(
             scaling.linear,
             threads=default_threads(threads, checkpoint.path),
             progress=lambda n: progress("amax", n, total),
+            scan=scan.part("amax") if scan else None,
         )
     lines = [
         _state_line(s, amaxes, is_ambiguous=s.name in scaling.ambiguous)

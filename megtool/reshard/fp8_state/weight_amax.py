@@ -5,7 +5,6 @@ Only the weights asked for are read, tile by tile: memory does not grow with the
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
 from itertools import product
@@ -18,7 +17,7 @@ from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.cast import numeric_values
 from megtool.checkpoint.transport.strided import Array
-from megtool.checkpoint.work_threads import run_jobs
+from megtool.checkpoint.workers.shared_scan import ScanPart, run_scan
 from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.megatron import split_state
 from megtool.dtypes import DType
@@ -26,6 +25,7 @@ from megtool.number_formats.amax import amax
 from megtool.number_formats.decode import SCALE
 from megtool.number_formats.packed_parts import PackedPart
 from megtool.reshard.megatron.extra_state_names import SUFFIX, Site, parse_site
+from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement, narrow
 from megtool.tensors.sharded import GlobalTensor
 
@@ -86,10 +86,12 @@ def read_weight_amaxes(
     *,
     threads: int = 1,
     progress: Callable[[int], None] | None = None,
+    scan: ScanPart | None = None,
 ) -> dict[Site, float]:
     """The largest magnitude of the weights of these modules; NaN where one holds NaN.
 
-    Modules whose weight is not stored are left out. `progress` is called with bytes.
+    Modules whose weight is not stored are left out. `progress` is called with bytes. With `scan`,
+    workers share it out.
 
     Raises:
         StorageError: a file cannot be read.
@@ -103,21 +105,28 @@ def read_weight_amaxes(
         stored = catalogue[place.stored]
         cuts = split_placement(place, stored.dtype.itemsize, packed_row_depth(place, stored))
         jobs += [(site, narrow(place, lo, hi)) for _, lo, hi in cuts]
-    lock = threading.Lock()
     with CheckpointReader(catalogue, Files()) as reader:
 
-        def work(job: tuple[Site, Placement]) -> None:
-            site, place = job
-            view, top = reader.open_canonical(place), 0.0
+        def work(job: tuple[Site, Placement]) -> float:
+            view, top = reader.open_canonical(job[1]), 0.0
             with closing(view.tiles(TILE_BYTES)) as tiles:
                 for _, tile in tiles:
                     top = float(np.maximum(top, tile_amax(tile, view.dtype)))
                     if progress is not None:
                         progress(tile.nbytes)
-            with lock:
-                out[site] = float(np.maximum(out[site], top))
+            return top
 
-        run_jobs(jobs, work, threads=threads)
+        results = run_scan(
+            scan,
+            jobs,
+            work,
+            name=lambda job: repr((job[1].stored, job[1].base, job[1].shape)),
+            size=lambda job: numel(job[1].shape) * catalogue[job[1].stored].dtype.itemsize,
+            threads=threads,
+        )
+    for (site, _), top in zip(jobs, results, strict=True):
+        if top is not None:
+            out[site] = float(np.maximum(out[site], top))
     catalogue.check_unchanged()
     return out
 

@@ -1,0 +1,85 @@
+"""Verbs that only read, shared out to several workers: the last of them reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.workers.identity import parse_worker
+from megtool.checkpoint.workers.record import WorkerStatus
+from megtool.checkpoint.workers.scan_records import scan_folder, share_scan
+from megtool.checkpoint.workers.shared_scan import SharedScan
+from megtool.console import format_bytes
+from megtool.errors import UsageError
+from megtool.options.groups import WorkerScanOptions
+from megtool.reports import Report, Row
+
+AnyReport = TypeVar("AnyReport", bound=Report)
+
+_UNRELATED = ("worker", "worker_dir", "threads")
+"""Options that may differ between workers, as nothing depends on them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareReport(Report):
+    """The report of a worker that is not the last: it has read its share of `source`."""
+
+    source: str
+    worker: WorkerStatus
+    folder: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        values = {"source": self.source, "folder": self.folder, "worker": self.worker.to_json()}
+        return self.add_remarks(values)
+
+    def title(self) -> str:
+        """What was read."""
+        return self.source
+
+    def rows(self) -> Iterator[Row]:
+        """The share of this worker, and who is missing."""
+        yield "worker", _describe(self.worker)
+        yield "share", format_bytes(self.worker.num_bytes)
+        yield "records", self.folder
+
+
+def _describe(worker: WorkerStatus) -> str:
+    """How a worker's part in a scan ended."""
+    who = f"worker {worker.index} of {worker.count}"
+    if worker.state == "waiting":
+        return worker.describe().rpartition(";")[0] + "; the last one reports"
+    return f"{who} is complete, and so are the others: one of them reports"
+
+
+def run_shared(
+    options: WorkerScanOptions,
+    verb: str,
+    locations: Sequence[Path],
+    scan: Callable[[SharedScan | None], AnyReport],
+) -> AnyReport | ShareReport:
+    """The report of `scan`; of several workers only the last one has it, and the others a share's.
+
+    Raises:
+        UsageError: `--worker` names no worker, or `--worker-dir` no folder.
+        DestinationError: the folder for records cannot be written.
+    """
+    worker = parse_worker(options.worker)
+    if worker is None:
+        return scan(None)
+    if isinstance(options.worker_dir, StorePath):
+        raise UsageError(
+            f"--worker-dir is {options.worker_dir}, which is in a store",
+            hint="a folder of a file system that all workers see",
+        )
+    key = {k: v for k, v in asdict(options).items() if k not in _UNRELATED}
+    parent = options.worker_dir or Path.cwd()
+    folder = scan_folder(parent, verb, (worker.count, repr(key)), locations)
+    status, report = share_scan(worker, folder, scan)
+    if report is None:
+        source = " ".join(str(path) for path in locations)
+        return ShareReport(source=source, worker=status, folder=str(folder))
+    return replace(report, notes=(*report.notes, f"{worker.count} workers have read it together"))

@@ -1,0 +1,134 @@
+"""Several workers read what one would have read, and the last reports the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megtool
+from megtool.checkpoint import file_digests, parallel_scan
+from megtool.commands.worker_scan import ShareReport
+from megtool.errors import FormatError
+from tests.support.errors import raises
+from tests.support.models import tiny_llama
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(parallel_scan, "PART_BYTES", 1000)
+    monkeypatch.setattr(file_digests, "_PART_BYTES", 3000)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    return tiny_llama.save(tmp_path / "hf", parts=2)
+
+
+def share(function: Callable[..., Any], count: int, *paths: Path, **options: Any) -> Any:
+    """The report of the last of `count` workers; the others report their shares."""
+    order = [*range(1, count), 0]
+    reports = [function(*paths, worker=f"{n}/{count}", **options) for n in order]
+    assert all(isinstance(r, ShareReport) for r in reports[:-1])
+    for number, report in enumerate(reports[:-1]):
+        assert set(report.worker.missing) == set(order[number + 1 :])
+        assert report.exit_status == 0
+        assert "worker" in report.to_json()
+        assert f"worker {order[number]} of {count}" in "\n".join(report.lines())
+    assert os.listdir() == []  # the records are removed
+    return reports[-1]
+
+
+def same(report: Any) -> Any:
+    """A report without what differs between two runs."""
+    return replace(report, seconds=0.0, notes=tuple(n for n in report.notes if "workers" not in n))
+
+
+TARGETS: dict[str, dict[str, Any]] = {
+    "torch_dist": {"to": "torch_dist", "tp": 2},
+    "megatron": {"to": "megatron", "tp": 2, "pp": 2},
+    "safetensors": {"to": "safetensors"},
+    "zarr": {"to": "zarr"},
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("count", [2, 5])
+def test_workers_verify_what_one_would(tmp_path: Path, hf: Path, target: str, count: int) -> None:
+    out = tmp_path / ("out.safetensors" if target == "safetensors" else "out")
+    megtool.reshard(hf, out, **TARGETS[target])
+    assert same(share(megtool.verify, count, out)) == same(megtool.verify(out))
+    assert same(share(megtool.verify, count, hf, out)) == same(megtool.verify(hf, out))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("count", [2, 5])
+def test_workers_find_every_flipped_bit(tmp_path: Path, hf: Path, target: str, count: int) -> None:
+    out = tmp_path / ("out.safetensors" if target == "safetensors" else "out")
+    megtool.reshard(hf, out, **TARGETS[target])
+    files = sorted((p for p in out.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    victim = out if out.is_file() else files[-1]
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    for paths in ([out], [hf, out]):
+        alone = megtool.verify(*paths)
+        report = share(megtool.verify, count, *paths)
+        assert same(report) == same(alone)
+        assert report.exit_status == 7 or len(paths) == 2  # it may be in no tensor
+
+
+def test_workers_compare_within_a_tolerance(tmp_path: Path, hf: Path) -> None:
+    other = tiny_llama.save(tmp_path / "other", seed=1)
+    for options in ({}, {"atol": 0.01}, {"rtol": 0.1}):
+        alone = megtool.verify(hf, other, **options)
+        assert same(share(megtool.verify, 3, hf, other, **options)) == same(alone)
+
+
+def test_workers_compare_a_quantized_folder(tmp_path: Path, hf: Path) -> None:
+    megtool.quantize(hf, tmp_path / "fp8", recipe="fp8_per_channel")
+    alone = megtool.verify(hf, tmp_path / "fp8")
+    assert alone.weights
+    assert same(share(megtool.verify, 3, hf, tmp_path / "fp8")) == same(alone)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_workers_measure_what_one_would(hf: Path, count: int) -> None:
+    alone = megtool.inspect(hf, stats=True, threads=3)
+    report = share(megtool.inspect, count, hf, stats=True)
+    assert report.tensors == alone.tensors
+
+
+def test_records_lie_where_they_are_told(tmp_path: Path, hf: Path) -> None:
+    megtool.verify(hf, hf, worker="0/2", worker_dir=tmp_path / "work")
+    (folder,) = (tmp_path / "work").iterdir()
+    assert folder.name.startswith(".megtool-verify-")
+    # Other options, and another state of the source, are another scan.
+    megtool.verify(hf, hf, worker="0/2", worker_dir=tmp_path / "work", atol=1.0)
+    (hf / "config.json").touch()
+    megtool.verify(hf, hf, worker="0/2", worker_dir=tmp_path / "work")
+    assert len(list((tmp_path / "work").iterdir())) == 3
+
+
+def test_a_worker_that_is_started_again_does_not_read_again(hf: Path) -> None:
+    first = megtool.inspect(hf, stats=True, worker="0/2")
+    again = megtool.inspect(hf, stats=True, worker="0/2")
+    assert first.worker.num_bytes
+    assert not again.worker.num_bytes
+    assert again.worker.missing == (1,)
+
+
+def test_a_damaged_record_is_named(tmp_path: Path, hf: Path) -> None:
+    megtool.inspect(hf, stats=True, worker="0/2")
+    (record,) = (tmp_path / "work").rglob("*.record")
+    record.write_bytes(record.read_bytes().replace(b"statistics", b"statistick"))
+    with raises(FormatError, file=str(record)):
+        megtool.inspect(hf, stats=True, worker="1/2")
+    record.unlink()
+    assert megtool.inspect(hf, stats=True, worker="0/2").tensors
