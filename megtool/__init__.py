@@ -13,6 +13,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "__version__",
+    "clean",
     "demo",
     "derive_amax",
     "evaluate",

@@ -28,7 +28,7 @@ class FileParts:
     number: int
     expected: Coverage
     runs: tuple[CopyRun, ...] = ()
-    held: int = 0
+    deferred: int = 0
 
 
 def plan_file_parts(
@@ -44,13 +44,15 @@ def plan_file_parts(
     runs: dict[int, list[CopyRun]] = defaultdict(list)
     if copies_in is not None and copies_in.can_copy:
         runs = _find_runs(plan, copies_in)
-    held = max((o + len(d) for _, o, d in target.fragments if not o), default=0) if is_file else 0
+    deferred = (
+        max((o + len(d) for _, o, d in target.fragments if not o), default=0) if is_file else 0
+    )
     return {
         file.path: FileParts(
             number=n,
             expected=expected[n],
             runs=tuple(sorted(runs.get(n, ()), key=lambda run: run.offset)),
-            held=held,
+            deferred=deferred,
         )
         for n, file in enumerate(target.catalogue.files)
     }

@@ -22,7 +22,7 @@ _STEP = 4 << 20
 
 
 class SpooledStage:
-    """Writes a checkpoint to a temporary folder, and uploads it at the commit: see `Stage`.
+    """Writes a checkpoint to a temporary folder, and uploads it at the commit.
 
     For compressed arrays and databases, whose files change until the last one is written. It takes
     as much space in the folder of temporary files as the checkpoint has, and resumes nothing but
@@ -43,16 +43,16 @@ class SpooledStage:
 
     @property
     def destination(self) -> Path:
-        """See `Stage.destination`."""
+        """See `CheckpointStage`."""
         return self._target.destination
 
     @property
     def staging(self) -> Path:
-        """See `Stage.staging`."""
+        """See `CheckpointStage`."""
         return self._target.staging
 
     def check(self) -> None:
-        """See `Stage.check`."""
+        """See `CheckpointStage`."""
         self._target.check()
 
     def __enter__(self) -> SpooledStage:
@@ -107,7 +107,7 @@ class SpooledStage:
         return self._local
 
     def require_space(self, num_bytes: int) -> None:
-        """See `Stage.require_space`: in the folder of temporary files."""
+        """See `CheckpointStage`: in the folder of temporary files."""
         try:
             self._require_local().require_space(num_bytes)
         except StorageError as e:
@@ -119,34 +119,34 @@ class SpooledStage:
             ) from e
 
     def path(self, relative: str) -> Path:
-        """See `Stage.path`."""
+        """See `CheckpointStage`."""
         return self._require_local().path(relative)
 
     def create(self, relative: str, num_bytes: int, cuts: Sequence[int] | None = ()) -> Path:
-        """See `Stage.create`."""
+        """See `CheckpointStage`."""
         return self._require_local().create(relative, num_bytes, cuts)
 
     def write(self, relative: str, data: bytes) -> Path:
-        """See `Stage.write`."""
+        """See `CheckpointStage`."""
         return self._require_local().write(relative, data)
 
     def follow(self, context: object) -> Container[int]:
-        """See `Stage.follow`: nothing is finished."""
+        """See `CheckpointStage`: nothing is finished."""
         return ()
 
     def finish(self, unit: int, note: str = "") -> None:
-        """See `Stage.finish`."""
+        """See `CheckpointStage`."""
         self._require_local().finish(unit, note)
 
     def count_copied(self, planned: int) -> int:
-        """See `Stage.count_copied`: everything is uploaded."""
+        """See `CheckpointStage`: everything is uploaded."""
         return 0
 
     def complete_data(self, *, threads: int = 1) -> None:
-        """See `Stage.complete_data`: files can be read where they are."""
+        """See `CheckpointStage`: files can be read where they are."""
 
     def commit(self, *, fsync: bool = True, threads: int = 1) -> None:
-        """See `Stage.commit`.
+        """See `CheckpointStage`.
 
         Raises:
             DestinationError: another program has written to the destination.
@@ -183,10 +183,10 @@ class SpooledStage:
             self.files.close(written)
 
     def describe_resume(self) -> str:
-        """See `Stage.describe_resume`."""
+        """See `CheckpointStage`."""
         return self._target.describe_resume()
 
     def discard(self) -> None:
-        """See `Stage.discard`."""
+        """See `CheckpointStage`."""
         self._close_local()
         self._target.discard()

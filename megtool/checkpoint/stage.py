@@ -12,7 +12,7 @@ from megtool.checkpoint.file_digests import FileDigests
 from megtool.checkpoint.storage.files import Files
 
 
-class Stage(Protocol):
+class CheckpointStage(Protocol):
     """A `StagingFolder`, or a `StoreStage`: where a checkpoint is written until it is complete.
 
     `tree` is where its files can be read before the commit, `staging` where its run keeps notes.
@@ -41,7 +41,7 @@ class Stage(Protocol):
             DestinationError: it must not.
         """
 
-    def __enter__(self) -> Stage: ...
+    def __enter__(self) -> CheckpointStage: ...
 
     def __exit__(
         self,

@@ -87,7 +87,6 @@ def find_live_run(staging: StorePath) -> str:
         if not info.key.endswith(LEASE):
             continue
         lease = staging / info.key.rpartition("/")[2]
-        assert isinstance(lease, StorePath)
         holder = read_holder(lease, info)
         if holder and is_alive(lease, info, holder):
             return describe_holder(holder)

@@ -39,7 +39,6 @@ _BATCH = 1000  # keys in one request that deletes
 def staging_prefix(destination: StorePath) -> StorePath:
     """Where a run keeps its notes about a destination."""
     path = destination.parent / f".{destination.name}.megtool"
-    assert isinstance(path, StorePath)
     return path
 
 

@@ -59,7 +59,7 @@ UPLOADS, JOURNAL = "uploads", "journal"
 
 
 class StoreStage:
-    """Objects that are uploaded in parts, and appear together: see `Stage`.
+    """Objects that are uploaded in parts, and appear together: see `CheckpointStage`.
 
     Data objects are uploads until all parts are there, and nothing sees them; one of a single part
     is put at once where nothing is replaced. Beside the destination, `.NAME.megtool/` holds `run`
@@ -135,7 +135,7 @@ class StoreStage:
     # ---- before the first byte
 
     def check(self) -> None:
-        """See `Stage.check`."""
+        """See `CheckpointStage`."""
         check_surroundings(self.destination, self._sources)
         check_free(self.destination, is_file=self.is_file, overwrite=self._overwrite)
 
@@ -157,11 +157,10 @@ class StoreStage:
         return self
 
     def require_space(self, num_bytes: int) -> None:
-        """See `Stage.require_space`: a store says nothing about space."""
+        """See `CheckpointStage`: a store says nothing about space."""
 
     def _staged_path(self, name: str) -> StorePath:
         path = self.staging / name
-        assert isinstance(path, StorePath)
         return path
 
     def _identity(self) -> str:
@@ -219,8 +218,8 @@ class StoreStage:
 
     # ---- writing
 
-    def path(self, relative: str) -> Path:
-        """See `Stage.path`.
+    def path(self, relative: str) -> StorePath:
+        """See `CheckpointStage`.
 
         Raises:
             FormatError: the path is outside the checkpoint.
@@ -236,26 +235,21 @@ class StoreStage:
             )
         return self.destination / relative
 
-    def _object_path(self, relative: str) -> StorePath:
-        path = self.path(relative)
-        assert isinstance(path, StorePath)
-        return path
-
     def create(self, relative: str, num_bytes: int, cuts: Sequence[int] | None = ()) -> Path:
-        """See `Stage.create`; parts that an earlier run has uploaded are kept."""
+        """See `CheckpointStage`; parts that an earlier run has uploaded are kept."""
         if self._parts is None:
             self._parts = self._plan_parts()
-        path = self._object_path(relative)
+        path = self.path(relative)
         known = self._parts.get(relative)
-        expected, held = Coverage(), 0
+        expected, deferred = Coverage(), 0
         runs: tuple[CopyRun, ...] = ()
         if known is None:
             if num_bytes:
                 expected.add(0, num_bytes)
         else:
-            expected, runs, held = known.expected, known.runs, known.held
+            expected, runs, deferred = known.expected, known.runs, known.deferred
         writer = ObjectWriter(
-            path, cut_parts(num_bytes, runs), self, self._buffers, expected, held=held
+            path, cut_parts(num_bytes, runs), self, self._buffers, expected, deferred=deferred
         )
         with self._mutex:
             number = len(self._writers) if known is None else known.number
@@ -291,8 +285,8 @@ class StoreStage:
             self._store.delete([self._upload_path(number).key])
 
     def write(self, relative: str, data: bytes) -> Path:
-        """See `Stage.write`: the object appears at the commit."""
-        path = self._object_path(relative)
+        """See `CheckpointStage`: the object appears at the commit."""
+        path = self.path(relative)
         self._small[relative] = data
         self.digests.register(path, len(data))
         self.digests.record(path, 0, (data,))
@@ -304,7 +298,7 @@ class StoreStage:
     # ---- units
 
     def follow(self, context: Any) -> Container[int]:
-        """See `Stage.follow`: units whose parts are all in the store, by their journal."""
+        """See `CheckpointStage`: units whose parts are all in the store, by their journal."""
         if not self._is_following:
             self._is_following = True
             self._take_up(context)
@@ -358,7 +352,7 @@ class StoreStage:
         self._record().parts.add((self._numbers[writer.path], part))
 
     def finish(self, unit: int, note: str = "") -> None:
-        """See `Stage.finish`: the unit is in the journal once its parts are uploaded."""
+        """See `CheckpointStage`: the unit is in the journal once its parts are uploaded."""
         record, self._local.record = self._record(), None
         record.unit, record.note = unit, note
         if self._overflows():
@@ -451,7 +445,7 @@ class StoreStage:
     def _begin_publishing(self) -> None:
         with self._mutex:
             last = self._last[-1] if self._last and not self.is_file else ""
-            key = self._object_path(last).key if last or self.is_file else ""
+            key = self.path(last).key if last or self.is_file else ""
             self._publication.begin(replaces=self._replaces, last=key)
 
     def complete(self, writer: ObjectWriter) -> ObjectInfo:
@@ -471,11 +465,11 @@ class StoreStage:
     # ---- the end
 
     def count_copied(self, planned: int) -> int:
-        """See `Stage.count_copied`: what the store copied itself."""
+        """See `CheckpointStage`: what the store copied itself."""
         return self.copied_bytes
 
     def complete_data(self, *, threads: int = 1) -> None:
-        """See `Stage.complete_data`: data objects appear, and those that they replace are gone.
+        """See `CheckpointStage`: data objects appear; what they replace is gone.
 
         Raises:
             DestinationError: another program has written one of them.
@@ -493,7 +487,7 @@ class StoreStage:
         open_objects().construct(writer.path, None)
 
     def commit(self, *, fsync: bool = True, threads: int = 1) -> None:
-        """See `Stage.commit`: small files appear, those that mark a checkpoint complete at last.
+        """See `CheckpointStage`: small files appear, the markers of completeness last.
 
         Raises:
             DestinationError: another program has written to the destination.
@@ -504,7 +498,7 @@ class StoreStage:
             self._lease.check()
         self._begin_publishing()
         for name in publishing_order(self._small, self._last):
-            put_once(self._object_path(name), self._small[name])
+            put_once(self.path(name), self._small[name])
         self._publication.end()
         self._committed = True
         try:
@@ -549,7 +543,7 @@ class StoreStage:
             self._release()
 
     def describe_resume(self) -> str:
-        """See `Stage.describe_resume`."""
+        """See `CheckpointStage`."""
         uploaded = sum(w.num_uploaded for w in self._writers)
         return (
             f"{several(uploaded, 'uploaded part')} are kept: run the same command again to resume, "
@@ -557,7 +551,7 @@ class StoreStage:
         )
 
     def discard(self) -> None:
-        """See `Stage.discard`: what appeared already is removed."""
+        """See `CheckpointStage`: what appeared already is removed."""
         self._discard()
         self._release()
         self._committed = True  # nothing is left to keep
@@ -574,7 +568,7 @@ class StoreStage:
         for writer in self._writers:
             open_objects().construct(writer.path, None)
         for name in self._small:
-            open_objects().construct(self._object_path(name), None)
+            open_objects().construct(self.path(name), None)
         if self._staged is not None:
             store_index().unstage(self.destination)
             self._staged = None

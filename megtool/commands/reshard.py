@@ -149,6 +149,7 @@ def make_execution_options(
         overwrite=output.overwrite,
         dry_run=output.dry_run,
         fsync=output.fsync,
+        unsafe_store=options.unsafe_store,
         worker=worker,
     )
 

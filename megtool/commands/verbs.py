@@ -189,6 +189,14 @@ VERBS = (
         function_path="megtool.commands.demo:demo",
     ),
     Verb(
+        command="clean",
+        api="clean",
+        summary="List what interrupted runs have left for a destination, or inside a folder or "
+        "bucket.",
+        options_path=f"{_OPTIONS}.checkpoints:CleanOptions",
+        function_path="megtool.commands.clean:clean",
+    ),
+    Verb(
         command="recipe list",
         api="list_recipes",
         summary="List the shipped recipes.",

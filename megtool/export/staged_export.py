@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megtool.checkpoint.digest import SIDECAR, DigestMode
 from megtool.checkpoint.plan import ReshardPlan
-from megtool.checkpoint.stage import Stage
+from megtool.checkpoint.stage import CheckpointStage
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress
 from megtool.export.report import ExportReport
@@ -91,6 +91,6 @@ class PlannedExport:
         return tuple(sorted({*names, SIDECAR}))
 
 
-def _count_files(stage: Stage) -> int:
+def _count_files(stage: CheckpointStage) -> int:
     """The number of files that have a digest; a single file has one."""
     return 1 if stage.is_file else len(stage.sidecar.files) if stage.sidecar else 0

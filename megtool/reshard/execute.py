@@ -19,7 +19,7 @@ from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.plan import DroppedItem, Op, PlanSource, ReshardPlan
 from megtool.checkpoint.plan_summary import PlanSummary, summarize
 from megtool.checkpoint.planner import build_plan
-from megtool.checkpoint.stage import Stage
+from megtool.checkpoint.stage import CheckpointStage
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress
 from megtool.errors import CoverageError, DigestError, FormatError, UsageError
@@ -173,7 +173,7 @@ def execute(
     `start` is the time on the monotonic clock from which the report counts seconds.
 
     Raises:
-        MegtoolError: see `Stage` and `copy.execute`; nothing is left at the destination.
+        MegtoolError: see `CheckpointStage` and `copy.execute`; nothing is left at the destination.
     """
     plan = job.plan
     summary = summarize(plan, threads=execution.threads, memory_bytes=execution.memory_bytes)
@@ -202,7 +202,7 @@ def execute(
 
 
 def _write(
-    job: ReshardJob, stage: Stage, execution: ExecutionOptions, progress: Progress
+    job: ReshardJob, stage: CheckpointStage, execution: ExecutionOptions, progress: Progress
 ) -> dict[str, Any]:
     """Write the plan and commit it; the fields of the report about that."""
     source, target, plan = job.source, job.target, job.plan
@@ -246,7 +246,9 @@ def _write(
     }
 
 
-def check_staged(source: CheckpointSource, target: Target, plan: ReshardPlan, stage: Stage) -> None:
+def check_staged(
+    source: CheckpointSource, target: Target, plan: ReshardPlan, stage: CheckpointStage
+) -> None:
     """Check that what is staged can be opened and holds all that was planned.
 
     Raises:
@@ -263,7 +265,7 @@ def verify_staged(
     source: CheckpointSource,
     target: Target,
     plan: ReshardPlan,
-    stage: Stage,
+    stage: CheckpointStage,
     execution: ExecutionOptions,
     progress: Progress,
 ) -> ReadbackReport:
@@ -357,7 +359,7 @@ def write_target_digests(
     target: Target,
     plan: ReshardPlan,
     copied: CopyReport,
-    stage: Stage,
+    stage: CheckpointStage,
     options: WriteOptions,
 ) -> None:
     """Write the digests of the target's tensors, by canonical name, and of its files."""

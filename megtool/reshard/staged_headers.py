@@ -11,7 +11,7 @@ import numpy as np
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats import gguf, safetensors
 from megtool.checkpoint.plan import ReshardPlan
-from megtool.checkpoint.stage import Stage
+from megtool.checkpoint.stage import CheckpointStage
 from megtool.errors import FormatError, MegtoolError, listed
 from megtool.reshard.foreign_tensors import find_foreign_tensors
 
@@ -30,7 +30,7 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
-def check_headers(plan: ReshardPlan, stage: Stage) -> None:
+def check_headers(plan: ReshardPlan, stage: CheckpointStage) -> None:
     """Open every staged file of safetensors and GGUF, and find the tensors that were planned in it.
 
     Headers are read, and extra states, which loaders unpickle. Files of other formats are skipped:
@@ -63,7 +63,7 @@ def refuse_foreign_states(catalogue: Catalogue) -> None:
         )
 
 
-def _planned_files(plan: ReshardPlan, stage: Stage) -> Iterator[tuple[Path, set[_Entry]]]:
+def _planned_files(plan: ReshardPlan, stage: CheckpointStage) -> Iterator[tuple[Path, set[_Entry]]]:
     """Every staged file whose header lists its tensors, with what was planned in it."""
     catalogue = plan.target.catalogue
     for number, file in enumerate(catalogue.files):

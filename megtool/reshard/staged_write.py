@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.copy import CopyReport, PlanCopy, execute
@@ -15,13 +16,13 @@ from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.part_plan import plan_file_parts
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.spooled_stage import SpooledStage
-from megtool.checkpoint.stage import Stage
+from megtool.checkpoint.stage import CheckpointStage
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.store_stage import StoreStage
 from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.checkpoint.workers.record import WorkerRecord, WorkerStatus
-from megtool.checkpoint.workers.share_copy import copy_share, merge_shares
+from megtool.checkpoint.workers.share_copy import SharedStage, copy_share, merge_shares
 from megtool.checkpoint.workers.shared_staging import SharedStaging
 from megtool.checkpoint.workers.shares import split_units
 from megtool.console import Progress
@@ -58,7 +59,7 @@ class WriteOptions:
         sources: Sequence[Path] = (),
         rewrites_data: bool = False,
         plan: ReshardPlan | None = None,
-    ) -> Stage:
+    ) -> CheckpointStage:
         """Where a plan is written until it is complete.
 
         Args:
@@ -106,7 +107,7 @@ class WriteOptions:
 
     def _make_store_stage(
         self, stage: StoreStage, plan: ReshardPlan | None, rewrites_data: bool
-    ) -> Stage:
+    ) -> CheckpointStage:
         if rewrites_data:
             return SpooledStage(stage)
         if plan is not None:
@@ -120,7 +121,7 @@ class WriteOptions:
 
 def write_staged(
     plan: ReshardPlan,
-    stage: Stage,
+    stage: CheckpointStage,
     options: WriteOptions,
     *,
     verb: str,
@@ -151,7 +152,7 @@ def write_staged(
     Raises:
         FormatError: with `overflow_hint`, some numbers became infinite; or what is staged cannot be
             read back.
-        StorageError, SourceChangedError, DestinationError, DigestError: see `execute` and `Stage`.
+        StorageError, SourceChangedError, DestinationError, DigestError: see `execute`.
     """
     writing = _StagedWrite(plan, stage, options, verb, progress, expected or {}, overflow_hint)
     try:
@@ -179,7 +180,7 @@ class _StagedWrite:
     """The data of `write_staged`, and its steps in an entered stage up to `finish`."""
 
     plan: ReshardPlan
-    stage: Stage
+    stage: CheckpointStage
     options: WriteOptions
     verb: str
     progress: Progress
@@ -190,8 +191,9 @@ class _StagedWrite:
         """Write all data, or the share of a worker; a worker that is the last completes all."""
         plan, stage, options = self.plan, self.stage, self.options
         total = plan.target.catalogue.num_bytes
-        if isinstance(stage, SharedStaging):
-            return self._run_worker(stage, stage.worker)
+        worker = getattr(stage, "worker", None)
+        if worker is not None:
+            return self._run_worker(cast(SharedStage, stage), worker)
         stage.require_space(sum(f.size for f in plan.target.catalogue.files))
         self.progress(self.verb, 0, total)
         return execute(
@@ -220,7 +222,7 @@ class _StagedWrite:
             self.stage.messages.append(copied.overflows)
             _LOG.warning("%s", copied.overflows)
 
-    def _run_worker(self, stage: SharedStaging, worker: WorkerIdentity) -> CopyReport:
+    def _run_worker(self, stage: SharedStage, worker: WorkerIdentity) -> CopyReport:
         share = self._start_copy(0)
         own = split_units(share.units, worker.count).of(worker.index)
         num_bytes = sum(share.units[n].num_bytes for n in own)
@@ -251,7 +253,7 @@ class _StagedWrite:
         state = replace(status, state="waiting" if missing else "publishing", missing=missing)
         return replace(report, worker=state)
 
-    def _publish(self, stage: SharedStaging, records: Sequence[WorkerRecord]) -> CopyReport:
+    def _publish(self, stage: SharedStage, records: Sequence[WorkerRecord]) -> CopyReport:
         return merge_shares(self._start_copy(0), stage, records, expected=self.expected)
 
     def _start_copy(self, total: int) -> PlanCopy:

@@ -19,7 +19,7 @@ from megtool.checkpoint.digest import (
 from megtool.checkpoint.embedded_digests import embed_digests, embed_nothing, list_sections
 from megtool.checkpoint.file_digests import digest_tree, read_sections
 from megtool.checkpoint.plan import Op, ReshardPlan
-from megtool.checkpoint.stage import Stage
+from megtool.checkpoint.stage import CheckpointStage
 from megtool.checkpoint.storage.location import is_remote
 from megtool.console import several
 from megtool.tensors.placement import Placement
@@ -28,7 +28,7 @@ from megtool.tensors.sharded import GlobalTensor
 
 def write_digests(
     plan: ReshardPlan,
-    stage: Stage,
+    stage: CheckpointStage,
     copied: CopyReport,
     mode: DigestMode,
     *,
@@ -100,7 +100,7 @@ def _relative_to(digests: dict[str, FileDigest], folder: str) -> dict[str, FileD
 
 def _stored_digests(
     plan: ReshardPlan,
-    stage: Stage,
+    stage: CheckpointStage,
     sidecar: Sidecar,
     digests: dict[str, FileDigest],
     folder: str,
@@ -158,7 +158,7 @@ def _inherited(plan: ReshardPlan, tensors: Sidecar) -> dict[str, int]:
 
 
 def _embed(
-    plan: ReshardPlan, stage: Stage, mode: DigestMode, tensors: Sidecar, threads: int
+    plan: ReshardPlan, stage: CheckpointStage, mode: DigestMode, tensors: Sidecar, threads: int
 ) -> Sidecar:
     """Complete the digests in the header of a single file.
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Destination
 from megtool.checkpoint.digest import crc32c
-from megtool.checkpoint.stage import Stage
+from megtool.checkpoint.stage import CheckpointStage
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.work_threads import map_in_threads
 from megtool.dtypes import DType
@@ -41,7 +41,9 @@ def codec_metadata(compression: str, dtype: DType) -> dict[str, Any]:
     return {"name": compression, "configuration": settings}
 
 
-def compress(destination: Destination, stage: Stage, compression: str, *, threads: int = 1) -> int:
+def compress(
+    destination: Destination, stage: CheckpointStage, compression: str, *, threads: int = 1
+) -> int:
     """Compress all chunks of a `plan_zarr_layout(compress=...)` whose raw bytes are in the stage;
     returns the number of bytes saved.
 

@@ -59,8 +59,9 @@ class ObjectWriter:
     """See `OpenObject`. Thread-safe.
 
     `expected` are the bytes that will be written; all others stay zeros. A part is uploaded as soon
-    as its expected bytes are there, except for those that begin before `held` bytes, which wait for
-    `finish`. What is written to a part that an earlier run has uploaded is dropped: it is the same.
+    as its expected bytes are there, except for those that begin before `deferred` bytes, which wait
+    for `finish`. What is written to a part that an earlier run has uploaded is dropped: it is
+    the same.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ObjectWriter:
         buffers: PartBuffers,
         expected: Coverage,
         *,
-        held: int = 0,
+        deferred: int = 0,
     ) -> None:
         self.path, self.layout = path, layout
         self.size = layout.ends[-1] if len(layout) else 0
@@ -79,7 +80,7 @@ class ObjectWriter:
         self.upload_id = ""
         self.completed: ObjectInfo | None = None
         self._target, self._buffers = target, buffers
-        self._expected, self._held = expected, held
+        self._expected, self._deferred = expected, deferred
         self._parts = [_Part() for _ in layout.ends]
 
     def status(self) -> os.stat_result:
@@ -206,7 +207,7 @@ class ObjectWriter:
 
     def _is_full(self, number: int, coverage: Coverage) -> bool:
         begin, end = self.layout.bounds(number)
-        return begin >= self._held and coverage.holds(begin, end)
+        return begin >= self._deferred and coverage.holds(begin, end)
 
     def _upload(self, number: int) -> None:
         part, run = self._parts[number], self.layout.copies.get(number)
@@ -273,7 +274,7 @@ class ObjectWriter:
         Raises:
             StorageError: bytes that were expected are missing, or the store refused.
         """
-        self._held = 0
+        self._deferred = 0
         for number, part in enumerate(self._parts):
             with part.lock:
                 if part.tag is not None:
@@ -316,8 +317,8 @@ class ObjectWriter:
             run = self.layout.copies.get(number)
             if self.completed is None and run is not None:
                 for piece, start in _read_run(run, begin, end):
-                    at = start - offset
-                    out[at : at + piece.nbytes] = np.frombuffer(piece, np.uint8)
+                    index = start - offset
+                    out[index : index + piece.nbytes] = np.frombuffer(piece, np.uint8)
                 continue
             info = self.completed or self._target.complete(self)
             ReadableObject(self.path, info).read_into((out[begin - offset : end - offset],), begin)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megtool.checkpoint.catalogue import Destination
 from megtool.checkpoint.plan import DroppedItem, Fill
-from megtool.checkpoint.stage import Stage
+from megtool.checkpoint.stage import CheckpointStage
 from megtool.config import LayoutOptions, ParallelConfig
 from megtool.convert.dialects import TargetView
 from megtool.dtypes import DType
@@ -67,7 +67,7 @@ class Target:
     replicated: list[str] = field(default_factory=list)
     is_file: bool = False
     sidecar_folder: str = ""
-    finish: Callable[[Stage, int], None] | None = None
+    finish: Callable[[CheckpointStage, int], None] | None = None
     amax: AmaxReport | None = None
 
     def account(

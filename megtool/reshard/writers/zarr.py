@@ -12,7 +12,7 @@ from megtool.checkpoint.formats.zarr_compression import compress
 from megtool.checkpoint.formats.zarr_layout import DEFAULT_SHARD_BYTES
 from megtool.checkpoint.formats.zarr_layout import plan_zarr_layout as lay_out_arrays
 from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.stage import Stage
+from megtool.checkpoint.stage import CheckpointStage
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import DType
 from megtool.errors import UsageError
@@ -97,7 +97,7 @@ def _finish(
     destination: Destination,
     codec: str | None,
     is_database: bool,
-    stage: Stage,
+    stage: CheckpointStage,
     threads: int,
 ) -> None:
     if codec is not None:

@@ -1,4 +1,4 @@
-"""Stores in memory for tests: small parts, counted calls, and a process that dies at one of them."""
+"""Stores in memory for tests: small parts, counted calls, and a process that dies at one."""
 
 from __future__ import annotations
 
