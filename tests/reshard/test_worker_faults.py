@@ -300,3 +300,34 @@ def test_four_processes_at_once(simple: Run) -> None:
     states = [state_of(process) for process in runs]
     assert states.count("published") == 1, states
     assert contents(simple.out) == simple.expected
+
+
+def test_a_file_that_somebody_removed_is_not_published_as_zeros(simple: Run) -> None:
+    simple.options = {"to": "hf", "max_shard_size": "8KB"}
+    simple.worker(0)
+    victim = min((simple.staging / "tree").glob("*.safetensors"))
+    victim.unlink()
+    with raises(FormatError, file=str(victim)) as caught:
+        simple.worker(1)
+    assert "megtool clean" in str(caught.value.hint)
+    assert not simple.out.exists()
+
+
+def test_what_is_cleaned_away_is_never_published(simple: Run) -> None:
+    simple.worker(0)
+    removed: list[str] = []
+
+    class Watching(Files):
+        def remove(self, path: Path) -> None:
+            removed.append(path.name)
+            super().remove(path)
+
+    from megtool.checkpoint import left_overs
+
+    (found,) = left_overs.find_left_overs(simple.out)
+    assert found.staging == simple.staging
+    left_overs._remove_folder(Watching(), simple.staging)
+    assert removed.index("worker-0.record") < removed.index("tree")
+    assert not simple.staging.exists()
+    run_workers("reshard", simple.source, simple.out, 3, **simple.options)
+    assert contents(simple.out) == simple.expected

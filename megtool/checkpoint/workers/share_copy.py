@@ -50,8 +50,14 @@ class SharedStage(StagingArea, Protocol):
     def has_all_digests(self) -> bool:
         """Whether `digests` has followed everything that this worker wrote."""
 
+    def require_space(self, num_bytes: int) -> None:
+        """Check that so many bytes fit."""
+
     def sign_off(self, record: WorkerRecord, paths: Sequence[Path], *, fsync: bool) -> None:
         """Record that the share of this worker is complete, in these files."""
+
+    def check_files(self, record: WorkerRecord, sizes: Mapping[str, int]) -> None:
+        """Refuse a record of files that are not there as its worker left them."""
 
     def find_missing(self) -> list[int]:
         """The workers that have not signed off."""
@@ -131,10 +137,13 @@ def merge_shares(
     """
     shares = split_units(copy.units, len(records))
     written = copy.plan.target.catalogue.files
+    late = sorted(shares.late)
+    compares_all = stage.is_repeated and (stage.rewrites_data or bool(late))
+    for record in [] if compares_all else records:
+        stage.check_files(record, {file.path: file.size for file in written})
     copy.create(range(len(written)))
     copy.write_headers()
-    late = sorted(shares.late)
-    if stage.is_repeated and (stage.rewrites_data or late):
+    if compares_all:
         # What an interrupted publication changed is found by comparing everything.
         everything = range(len(copy.units))
         copy.run(everything, resumed=everything)

@@ -8,7 +8,7 @@ import os
 import random
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -300,6 +300,22 @@ class SharedStaging(StagingFolder):
     def _is_in_place(self) -> bool:
         return self._lock is not None and self._lock.is_in_place()
 
+    def check_files(self, record: WorkerRecord, sizes: Mapping[str, int]) -> None:
+        """Refuse a record of files that are not there as its worker left them.
+
+        Raises:
+            FormatError: one is missing, or has another size.
+        """
+        for name in record.files:
+            status = self.files.lstat(self.path(name))
+            if status is None or status.st_size != sizes.get(name):
+                raise FormatError(
+                    f"worker {record.index} has written this file, and it is not there as it was",
+                    file=self.tree / name,
+                    hint="another program has removed or changed it: start again after "
+                    f"{clean_command(self.staging)}",
+                )
+
     def _read_record(self, index: int) -> WorkerRecord | None:
         path = self.staging / worker_file(index, "record")
         data = self.files.read_whole(path, at_most=MAX_RECORD_BYTES, is_own=True)
@@ -386,13 +402,16 @@ class SharedStaging(StagingFolder):
             super()._discard()
 
     def _remove_run(self, names: Sequence[str]) -> None:
-        """Remove what a committed run has left, except for its trace."""
-        if "journal" in names:
-            self.files.rename(self.staging / "journal", self.staging / PUBLISHED)
+        """Remove what a committed run has left, except for its trace.
+
+        Until the end, its journal vouches for what is at the destination.
+        """
         self.files.remove(self._replaced)
         for name in list_run_files(names):
             self.files.remove(self.staging / name)
         self.files.remove(self.tree)
+        if "journal" in names:
+            self.files.rename(self.staging / "journal", self.staging / PUBLISHED)
         self.files.remove(self.staging / LOCK)
 
     def _remove_leftovers(self) -> None:
