@@ -109,7 +109,7 @@ def test_what_a_server_refuses(bucket: S3Bucket, fault_proxy: FaultProxy, code: 
 def test_what_passes_is_tried_again(bucket: S3Bucket, fault_proxy: FaultProxy, status: int) -> None:
     store = s3_module.S3Store(bucket.url())
     needs_upload = {"upload_part", "list_parts", "complete_upload", "abort_upload"}
-    needs_upload.add("create")  # see test_a_create_whose_reply_was_lost_is_never_a_silent_failure
+    needs_upload.add("create")  # see test_a_create_whose_reply_was_lost_succeeds
     for name in sorted(CALLS.keys() - needs_upload):
         fault_proxy.reset()
         fault_proxy.inject(Action.ANSWER, status=status, code="SlowDown")
@@ -140,16 +140,44 @@ def test_parts_are_tried_again(
     assert bucket.get("new") == bytes(MIN_PART_BYTES) + DATA
 
 
-@pytest.mark.parametrize("action", [Action.LOSE_REPLY, Action.ANSWER_AFTERWARDS])
-def test_a_create_whose_reply_was_lost_is_never_a_silent_failure(
+def test_a_reply_that_breaks_off_at_once_is_not_an_empty_one(
+    bucket: S3Bucket, fault_proxy: FaultProxy
+) -> None:
+    """To boto3 it is a reply without content: a bucket without objects."""
+    store = s3_module.S3Store(bucket.url())
+    source = store.put("source", bytes(MIN_PART_BYTES))
+    fault_proxy.inject(Action.TRUNCATE, "list-type=2", times=2)
+    assert len(store.list("").objects) == 2
+    fault_proxy.inject(Action.TRUNCATE, "^POST .*uploads")
+    upload = store.begin_upload("new")
+    fault_proxy.inject(Action.TRUNCATE, "^PUT .*partNumber=")
+    part = store.copy_part("new", upload, 1, source, 0, MIN_PART_BYTES)
+    fault_proxy.inject(Action.TRUNCATE, "^GET .*uploadId=")
+    assert list(store.list_parts("new", upload)) == [part]
+    fault_proxy.inject(Action.TRUNCATE, "^GET .*uploads")
+    assert upload in [u.upload_id for u in store.list_uploads("")]
+    fault_proxy.inject(Action.TRUNCATE, "^POST .*uploadId=")
+    assert store.complete_upload("new", upload, [part], create=True).size == MIN_PART_BYTES
+    fault_proxy.inject(Action.TRUNCATE, "list-type=2", times=None)
+    with pytest.raises(StorageError):
+        store.list("")
+
+
+@pytest.mark.parametrize("action", [Action.CUT, Action.LOSE_REPLY, Action.ANSWER_AFTERWARDS])
+def test_a_create_whose_reply_was_lost_succeeds(
     bucket: S3Bucket, fault_proxy: FaultProxy, action: Action
 ) -> None:
-    """It may succeed or raise; if it raises, the object is what the caller can read back."""
+    """It is tried again, and told apart from an object that another program wrote."""
     store = s3_module.S3Store(bucket.url())
     fault_proxy.inject(action, "PUT", status=500, code="InternalError")
-    with contextlib.suppress(ConditionError, StorageError):
-        store.put("new", DATA, create=True)
-    assert bytes(store.read("new", 0, 1000)) == DATA
+    info = store.put("new", DATA, create=True)
+    assert bytes(store.read("new", 0, 1000, version=info.version)) == DATA
+    fault_proxy.inject(action, "PUT", status=500, code="InternalError")
+    with pytest.raises(ConditionError):
+        store.put("new", DATA[::-1], create=True)
+    with pytest.raises(ConditionError):
+        store.put("new", DATA, create=True)  # without a fault, no object of another is its own
+    assert bytes(store.read("new", 0, 1000, version=info.version)) == DATA
 
 
 @pytest.mark.parametrize("action", [Action.LOSE_REPLY, Action.ANSWER_AFTERWARDS])

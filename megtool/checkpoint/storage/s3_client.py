@@ -24,12 +24,16 @@ _CREDENTIALS_TTL = timedelta(minutes=5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Clients:
-    """boto3's clients with and without retries, and obstore's store, of one bucket."""
+    """boto3's clients with and without retries, and obstore's store, of one bucket.
+
+    Without `needs_checksum`, TLS covers what is sent.
+    """
 
     retrying: Any
     single: Any
     objects: Any
     attempts: int
+    needs_checksum: bool
 
 
 def open_s3(bucket: str, url: str) -> S3Clients:
@@ -80,8 +84,13 @@ def open_s3(bucket: str, url: str) -> S3Clients:
         options["skip_signature"] = True
     else:
         options["credential_provider"] = _provider(credentials)
+    endpoint = clients[0].meta.endpoint_url
     return S3Clients(
-        retrying=clients[0], single=clients[1], objects=S3Store(**options), attempts=attempts
+        retrying=clients[0],
+        single=clients[1],
+        objects=S3Store(**options),
+        attempts=attempts,
+        needs_checksum=not endpoint.startswith("https://") and not _is_amazon(endpoint),
     )
 
 
@@ -93,7 +102,8 @@ def _attempts(session: Any) -> int:
 def _settings(session: Any, attempts: int, is_anonymous: bool) -> dict[str, Any]:
     from botocore import UNSIGNED
 
-    s3: dict[str, Any] = {}
+    # A digest of what is sent takes longer than to send it: TLS or a CRC-32C protects it.
+    s3: dict[str, Any] = {"payload_signing_enabled": False}
     if os.environ.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "").lower() in ("1", "true"):
         s3["addressing_style"] = "virtual"
     out: dict[str, Any] = {

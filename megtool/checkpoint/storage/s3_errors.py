@@ -173,6 +173,7 @@ def error_of(reply: S3Reply, place: str, *, attempts: int) -> StorageError:
 
 
 def _clean(text: str) -> str:
+    text = re.sub(r"://[^/\s]*@", "://", text)  # an endpoint or a proxy may have a password in it
     return re.sub(r"\s+", " ", text).strip().rstrip(".")[:200]
 
 
@@ -195,7 +196,7 @@ def client_error(error: Exception, place: str) -> StorageError:
             hint="`aws sso login`, or check the credential process of the profile",
             error_id="no-credentials",
         )
-    if "Timeout" in name or "Connection" in name or name in ("SSLError", "HTTPClientError"):
+    if is_disconnected(error) or name == "SSLError":
         return StorageError(
             f"the store cannot be reached: {_clean(str(error))}",
             file=place,
@@ -204,6 +205,21 @@ def client_error(error: Exception, place: str) -> StorageError:
     return StorageError(
         f"the client of the store failed ({name}): {_clean(str(error))}", file=place
     )
+
+
+def is_lost(error: StorageError) -> bool:
+    """Whether it is unknown what became of the request: no reply came, or the server failed."""
+    cause = error.__cause__
+    if isinstance(getattr(cause, "response", None), dict):
+        reply = reply_of(cause)
+        return reply.status >= 500 and not reply.is_throttle
+    return is_disconnected(cause)
+
+
+def is_disconnected(error: BaseException | None) -> bool:
+    """Whether a client of S3 had no connection, or lost it."""
+    name = type(error).__name__
+    return "Timeout" in name or "Connection" in name or name == "HTTPClientError"
 
 
 def no_credentials(place: str) -> StorageError:

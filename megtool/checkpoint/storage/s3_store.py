@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
 import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
+
+from awscrt.checksums import crc32c
 
 from megtool.checkpoint.storage.s3_client import open_s3
 from megtool.checkpoint.storage.s3_errors import (
@@ -16,6 +17,7 @@ from megtool.checkpoint.storage.s3_errors import (
     S3Reply,
     client_error,
     error_of,
+    is_lost,
     reply_in,
     reply_of,
 )
@@ -30,6 +32,13 @@ from megtool.checkpoint.storage.store import (
 from megtool.errors import FormatError, StorageError
 
 T = TypeVar("T")
+
+_DAMAGED = {
+    "BadDigest",
+    "InvalidDigest",
+    "XAmzContentSHA256Mismatch",
+    "XAmzContentChecksumMismatch",
+}
 
 _PAGE = 1000
 _MULTI_DELETE = 4
@@ -55,22 +64,39 @@ class S3Store:
         self._single = clients.single
         self._objects = clients.objects
         self._attempts = clients.attempts
+        self._needs_checksum = clients.needs_checksum
 
     # ---- errors
 
     def _place(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
 
-    def _call(self, key: str, call: Callable[..., T], **arguments: Any) -> T:
-        """Call a method of a client of boto3; its errors become megtool's."""
+    def _call(
+        self, key: str, call: Callable[..., Any], *, field: str = "", **arguments: Any
+    ) -> Any:
+        """Call a method of a client of boto3; its errors become megtool's.
+
+        `field` is in every whole reply: boto3 takes a reply that broke off before its first byte
+        for one without content.
+        """
         from botocore.exceptions import BotoCoreError, ClientError
 
-        try:
-            return call(Bucket=self._bucket, **arguments)
-        except ClientError as e:
-            self._raise(reply_of(e), key, e)
-        except BotoCoreError as e:
-            raise client_error(e, self._place(key)) from e
+        for attempt in range(self._attempts):
+            try:
+                reply = call(Bucket=self._bucket, **arguments)
+                if not field or reply.get(field) not in (None, {}):
+                    return reply
+            except ClientError as e:
+                reply = reply_of(e)
+                # What was sent changed on the way.
+                if reply.code not in _DAMAGED or attempt == self._attempts - 1:
+                    self._raise(reply, key, e)
+            except BotoCoreError as e:
+                raise client_error(e, self._place(key)) from e
+            _pause(attempt)
+        raise StorageError(
+            f"the store sent {self._attempts} replies without content", file=self._place(key)
+        )
 
     def _call_once(self, key: str, call: Callable[..., T], **arguments: Any) -> T:
         """Call what may not be carried out twice: only a refusal for load is tried again."""
@@ -88,6 +114,17 @@ class S3Store:
                 raise client_error(e, self._place(key)) from e
             _pause(attempt)
         raise AssertionError("unreachable")
+
+    def _repeat(self, call: Callable[[bool], T]) -> T:
+        """Call again while it is not known what became of a request; `call` gets whether it is."""
+        for attempt in range(self._attempts - 1):
+            try:
+                return call(attempt > 0)
+            except StorageError as e:
+                if not is_lost(e):
+                    raise
+            _pause(attempt)
+        return call(True)
 
     def _raise(self, reply: S3Reply, key: str, error: Exception) -> NoReturn:
         raise error_of(reply, self._place(key), attempts=self._attempts) from error
@@ -128,7 +165,9 @@ class S3Store:
             if left <= 0:
                 break
             arguments["MaxKeys"] = min(_PAGE, left + 1)  # one may be the marker of the folder
-            page = self._call(prefix, self._client.list_objects_v2, **arguments)
+            page = self._call(
+                prefix, self._client.list_objects_v2, field="IsTruncated", **arguments
+            )
             for item in page.get("Contents", ()):
                 if not item["Key"].endswith("/"):  # the marker of a folder, made by some tools
                     objects.append(
@@ -237,13 +276,15 @@ class S3Store:
         self, key: str, data: bytes | memoryview, *, create: bool = False, version: str = ""
     ) -> ObjectInfo:
         """See `Store.put`."""
-        condition = {"IfNoneMatch": "*"} if create else {"IfMatch": version} if version else {}
+        body = bytes(data)
+        if create:
+            return self._repeat(lambda is_repeated: self._create(key, body, is_repeated))
+        condition = {"IfMatch": version} if version else {}
         call = self._call_once if condition else self._call
         client = self._single if condition else self._client
-        body = bytes(data)
         try:
             reply = call(
-                key, client.put_object, Key=key, Body=body, ContentMD5=_md5(body), **condition
+                key, client.put_object, Key=key, Body=body, **self._checksum(body), **condition
             )
         except ObjectMissingError as e:
             if version and e.id != "object-missing":
@@ -252,6 +293,26 @@ class S3Store:
                 raise ConditionError("the object is gone", file=self._place(key)) from e
             raise
         return _info(key, memoryview(data).nbytes, reply["ETag"], None)
+
+    def _create(self, key: str, body: bytes, is_repeated: bool) -> ObjectInfo:
+        """Put an object where there is none, or only this one, if the request is repeated."""
+        try:
+            reply = self._call_once(
+                key,
+                self._single.put_object,
+                Key=key,
+                Body=body,
+                IfNoneMatch="*",
+                **self._checksum(body),
+            )
+        except ConditionError:
+            info = self.head(key) if is_repeated else None
+            if info is None or info.size != len(body):
+                raise
+            if self.read(key, 0, info.size, version=info.version) != body:
+                raise
+            return info
+        return _info(key, len(body), reply["ETag"], None)
 
     def delete(self, keys: Sequence[str]) -> None:
         """See `Store.delete`."""
@@ -277,11 +338,17 @@ class S3Store:
             for key in left:
                 self._call(key, self._client.delete_object, Key=key)
 
+    def _checksum(self, body: bytes) -> dict[str, str]:
+        """The CRC-32C of what is sent, which the store compares, where TLS does not do it."""
+        if not self._needs_checksum:
+            return {}
+        return {"ChecksumCRC32C": base64.b64encode(crc32c(body).to_bytes(4, "big")).decode()}
+
     # ---- objects in parts
 
     def begin_upload(self, key: str) -> str:
         """See `Store.begin_upload`."""
-        reply = self._call(key, self._client.create_multipart_upload, Key=key)
+        reply = self._call(key, self._client.create_multipart_upload, field="UploadId", Key=key)
         return str(reply["UploadId"])
 
     def upload_part(
@@ -296,7 +363,7 @@ class S3Store:
             UploadId=upload_id,
             PartNumber=number,
             Body=body,
-            ContentMD5=_md5(body),
+            **self._checksum(body),
         )
         return UploadedPart(number=number, size=len(body), tag=_tag(reply["ETag"]))
 
@@ -313,6 +380,7 @@ class S3Store:
         reply = self._call(
             source.key,
             self._client.upload_part_copy,
+            field="CopyPartResult",
             Key=key,
             UploadId=upload_id,
             PartNumber=number,
@@ -328,7 +396,7 @@ class S3Store:
         arguments: dict[str, Any] = {"Key": key, "UploadId": upload_id}
         newest: dict[int, tuple[Any, UploadedPart | None]] = {}
         while True:
-            page = self._call(key, self._client.list_parts, **arguments)
+            page = self._call(key, self._client.list_parts, field="IsTruncated", **arguments)
             for item in page.get("Parts", ()):
                 number, time_ = item["PartNumber"], item["LastModified"]
                 part = UploadedPart(number=number, size=item["Size"], tag=_tag(item["ETag"]))
@@ -348,7 +416,9 @@ class S3Store:
         arguments: dict[str, Any] = {"Prefix": f"{prefix}/" if prefix else ""}
         uploads: list[Upload] = []
         while True:
-            page = self._call(prefix, self._client.list_multipart_uploads, **arguments)
+            page = self._call(
+                prefix, self._client.list_multipart_uploads, field="IsTruncated", **arguments
+            )
             uploads += [
                 Upload(key=u["Key"], upload_id=u["UploadId"], started_ns=_to_ns(u.get("Initiated")))
                 for u in page.get("Uploads", ())
@@ -363,15 +433,23 @@ class S3Store:
     ) -> ObjectInfo:
         """See `Store.complete_upload`."""
         chosen = [{"PartNumber": part.number, "ETag": part.tag} for part in parts]
-        reply = self._call_once(
-            key,
-            self._single.complete_multipart_upload,
-            Key=key,
-            UploadId=upload_id,
-            MultipartUpload={"Parts": chosen},
-            **({"IfNoneMatch": "*"} if create else {}),
+        size = sum(part.size for part in parts)
+        reply = self._repeat(
+            lambda _: self._call_once(
+                key,
+                self._single.complete_multipart_upload,
+                Key=key,
+                UploadId=upload_id,
+                MultipartUpload={"Parts": chosen},
+                **({"IfNoneMatch": "*"} if create else {}),
+            )
         )
-        return _info(key, sum(part.size for part in parts), reply["ETag"], None)
+        if "ETag" in reply:
+            return _info(key, size, reply["ETag"], None)
+        info = self.head(key)  # the reply broke off before its content
+        if info is None or info.size != size:
+            raise StorageError("the upload was not completed", file=self._place(key))
+        return info
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """See `Store.abort_upload`."""
@@ -390,11 +468,6 @@ def _info(key: str, size: int, version: str, modified: Any) -> ObjectInfo:
 def _tag(text: str) -> str:
     """The tag of a part with its quotes, which some stores leave out in some replies."""
     return f'"{text.strip(chr(34))}"'
-
-
-def _md5(data: bytes) -> str:
-    """What a store compares with the bytes that arrive, and refuses those that changed."""
-    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
 
 def _to_ns(time_: Any) -> int:
