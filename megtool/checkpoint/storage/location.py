@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL | re.IGNORECASE)
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:")
+_ONE_SLASH = re.compile(r"(s3|gs|az|https?|hf|memory|msc|file):/(?!/).*", re.DOTALL | re.IGNORECASE)
+_SIGNATURE = re.compile(
+    r"\?(.*&)?(x-(amz|goog|ms)-|(sig|signature|awsaccesskeyid|(access_?)?token|(access_?)?key)=)",
+    re.DOTALL | re.IGNORECASE,
+)
 _BUCKET_PARTS = {"hf": 2}  # `hf://ORG/NAME@REVISION`: the name of the repository has two parts
 
 
@@ -23,8 +28,16 @@ def location(text: str | Path) -> Path:
     """The path that a text names: a `StorePath` for a URL such as `s3://bucket/run`.
 
     Raises:
-        UsageError: the URL names no bucket, or has a query or credentials in it.
+        UsageError: the URL names no bucket, has a query or credentials in it, or has lost a slash,
+            which `Path("s3://bucket/run")` does.
     """
+    if isinstance(text, StorePath):
+        return text
+    if one_slash := _ONE_SLASH.fullmatch(str(text)):
+        raise UsageError(
+            f"{str(text)!r} has one slash behind the colon, so it names no place in a store",
+            hint=f"{one_slash[1].lower()}:// has two; in Python, give a URL as str: Path drops one",
+        )
     if isinstance(text, Path):
         return text
     match = _URL.fullmatch(text)
@@ -45,6 +58,12 @@ def location(text: str | Path) -> Path:
         raise UsageError(
             "a URL must not contain a user name or a password",
             hint="credentials come from the environment or the profile of the store's own tools",
+        )
+    if _SIGNATURE.search(rest) or ("?" in rest and scheme in ("http", "https")):
+        raise UsageError(
+            f"a URL of {scheme}:// must not contain a query ('?'), such as a signature",
+            hint="credentials come from where the store's own tools look for them, and for "
+            "https:// from ~/.netrc",
         )
     if ".." in names:
         raise UsageError(f"{text!r} contains '..'", hint="name the place itself")
