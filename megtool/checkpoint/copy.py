@@ -143,7 +143,8 @@ def execute(
 class PlanCopy:
     """The steps in which a plan is executed, some of which workers share out.
 
-    `units` are all units of the plan. `context` has what was done so far: digests and counts.
+    `is_shared`: other processes write parts of the same files at the same time. `units` are all
+    units of the plan. `context` has what was done so far: digests and counts.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class PlanCopy:
         memory_bytes: int,
         digest: DigestMode,
         progress: Callable[[int], None] | None = None,
+        is_shared: bool = False,
     ) -> None:
         self.plan, self.stage = plan, stage
         self._files, self._threads = files, threads
@@ -169,7 +171,7 @@ class PlanCopy:
             plan=plan,
             files=files,
             readers=SourceFiles(files, plan.sources),
-            writers=OpenFiles(files, writing=True),
+            writers=OpenFiles(files, writing=True, is_shared=is_shared),
             sources=[ShardLocator(c) for c in plan.sources],
             target=locator,
             digests=Digests(_digest_sizes(plan)),

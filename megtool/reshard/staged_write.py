@@ -24,9 +24,10 @@ from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.checkpoint.workers.record import WorkerRecord, WorkerStatus
 from megtool.checkpoint.workers.share_copy import SharedStage, copy_share, merge_shares
 from megtool.checkpoint.workers.shared_staging import SharedStaging
+from megtool.checkpoint.workers.shared_store_stage import SharedStoreStage
 from megtool.checkpoint.workers.shares import split_units
 from megtool.console import Progress
-from megtool.errors import FormatError
+from megtool.errors import FormatError, UsageError
 from megtool.reshard.staged_headers import check_headers
 from megtool.reshard.written_digests import write_digests
 
@@ -72,19 +73,19 @@ class WriteOptions:
             plan: The plan, for a destination in a store.
         """
         if isinstance(destination, StorePath):
-            return self._make_store_stage(
-                StoreStage(
-                    destination,
-                    files=files,
-                    fingerprint=fingerprint,
-                    overwrite=self.overwrite,
-                    is_file=is_file,
-                    sources=sources,
-                    is_unsafe=self.unsafe_store,
-                ),
-                plan,
-                rewrites_data,
+            make: Callable[..., StoreStage] = StoreStage
+            if self.worker is not None:
+                make = partial(SharedStoreStage, worker=self.worker)
+            stage = make(
+                destination,
+                files=files,
+                fingerprint=fingerprint,
+                overwrite=self.overwrite,
+                is_file=is_file,
+                sources=sources,
+                is_unsafe=self.unsafe_store,
             )
+            return self._follow_plan(stage, plan, rewrites_data)
         if self.worker is None:
             return StagingFolder(
                 destination,
@@ -105,9 +106,20 @@ class WriteOptions:
             rewrites_data=rewrites_data,
         )
 
-    def _make_store_stage(
+    def _follow_plan(
         self, stage: StoreStage, plan: ReshardPlan | None, rewrites_data: bool
     ) -> CheckpointStage:
+        """The stage of a store, which cuts the files of the plan into parts.
+
+        Raises:
+            UsageError: workers cannot write these files together.
+        """
+        if rewrites_data and self.worker is not None:
+            raise UsageError(
+                "compressed arrays and databases in a store are written by one process",
+                file=stage.destination,
+                hint="--worker 0/1, or a local destination",
+            )
         if rewrites_data:
             return SpooledStage(stage)
         if plan is not None:
@@ -233,7 +245,7 @@ class _StagedWrite:
             return replace(share.report(), worker=status)
         if stage.record is None:
             stage.require_space(sum(f.size for f in self.plan.target.catalogue.files))
-            share = self._start_copy(num_bytes)
+            share = self._start_copy(num_bytes, is_shared=True)
             copy_share(
                 share,
                 stage,
@@ -256,7 +268,7 @@ class _StagedWrite:
     def _publish(self, stage: SharedStage, records: Sequence[WorkerRecord]) -> CopyReport:
         return merge_shares(self._start_copy(0), stage, records, expected=self.expected)
 
-    def _start_copy(self, total: int) -> PlanCopy:
+    def _start_copy(self, total: int, *, is_shared: bool = False) -> PlanCopy:
         """A copy of the plan, with the progress of `total` bytes (none for 0)."""
         if total:
             self.progress(self.verb, 0, total)
@@ -268,6 +280,7 @@ class _StagedWrite:
             memory_bytes=self.options.memory_bytes,
             digest=self.options.digest,
             progress=(lambda n: self.progress(self.verb, n, total)) if total else None,
+            is_shared=is_shared,
         )
 
 

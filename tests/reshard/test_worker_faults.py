@@ -331,3 +331,47 @@ def test_what_is_cleaned_away_is_never_published(simple: Run) -> None:
     assert not simple.staging.exists()
     run_workers("reshard", simple.source, simple.out, 3, **simple.options)
     assert contents(simple.out) == simple.expected
+
+
+class WithoutLocks(Files):
+    """A file system that has no locks."""
+
+    def lock(self, fd: int, *, shared: bool = False) -> bool | None:
+        return None
+
+
+def test_workers_end_on_a_file_system_without_locks(simple: Run) -> None:
+    states = [simple.worker(n, count=3, files=WithoutLocks()).state for n in (2, 0, 1, 2)]
+    assert states == ["waiting", "waiting", "published", "complete"]
+    assert contents(simple.out) == simple.expected
+
+
+class DyingWithoutLocks(WithoutLocks):
+    """It has no locks, and this process dies as it renames the checkpoint."""
+
+    def rename(self, source: Path, target: Path, *, replace: bool = True) -> None:
+        if source.name == "tree":
+            raise Killed
+        super().rename(source, target, replace=replace)
+
+
+def test_without_locks_only_the_worker_that_began_to_publish_goes_on(simple: Run) -> None:
+    simple.worker(0, files=WithoutLocks())
+    with pytest.raises(Killed):
+        simple.worker(1, files=DyingWithoutLocks())
+    assert simple.worker(0, files=WithoutLocks()).state == "publishing"
+    assert not simple.out.exists()
+    assert simple.worker(1, files=WithoutLocks()).state == "published"
+    assert contents(simple.out) == simple.expected
+
+
+def test_files_of_several_workers_are_locked_while_they_are_written(simple: Run) -> None:
+    kinds: dict[str, set[bool]] = {}
+
+    class Watching(Files):
+        def lock(self, fd: int, *, shared: bool = False) -> bool | None:
+            kinds.setdefault(self._paths[fd].suffix, set()).add(shared)
+            return super().lock(fd, shared=shared)
+
+    simple.worker(0, files=Watching())
+    assert kinds[".distcp"] == {True}

@@ -16,14 +16,31 @@ class OpenFiles:
 
     Descriptors in use are never closed, so threads may share them: all reads and writes of `Files`
     are at explicit offsets. The least recently used descriptors are closed first.
+
+    Of files that are written together with other processes (`is_shared`) a shared lock is held:
+    then NFS writes only the bytes that were written here, and not the rest of their page, which may
+    be another host's.
     """
 
-    def __init__(self, files: Files, *, writing: bool = False, limit: int = 256) -> None:
+    def __init__(
+        self, files: Files, *, writing: bool = False, is_shared: bool = False, limit: int = 256
+    ) -> None:
         self._files = files
         self._open = files.open_write if writing else files.open_read
+        if is_shared:
+            self._open = self._open_shared
         self._limit = limit
         self._entries: OrderedDict[Path, list[int]] = OrderedDict()  # path -> [fd, users]
         self._lock = threading.Lock()
+
+    def _open_shared(self, path: Path) -> int:
+        fd = self._files.open_write(path)
+        try:
+            self._files.lock(fd, shared=True)
+        except BaseException:
+            self._files.close(fd)
+            raise
+        return fd
 
     def acquire(self, path: Path) -> int:
         """The descriptor of `path`, open until `release`."""

@@ -41,6 +41,7 @@ from megtool.errors import DestinationError, FormatError, MegtoolError, StorageE
 
 _JOIN_S = 20.0  # others hold the lock alone for moments only
 _PAUSE_S = 0.05
+_FSYNC_THREADS = 4
 
 
 class SharedStaging(StagingFolder):
@@ -275,7 +276,7 @@ class SharedStaging(StagingFolder):
         """
         if fsync:
             try:
-                map_in_threads(self.files.fsync, paths, threads=1)
+                map_in_threads(self.files.fsync, paths, threads=_FSYNC_THREADS)
             except StorageError:
                 self._close_journal()
                 self.files.remove(self.staging / worker_file(self.worker.index, "journal"))
@@ -506,7 +507,12 @@ class SharedStaging(StagingFolder):
 
     def _release_publication(self) -> None:
         lock, self._publish_lock = self._publish_lock, None
-        if lock is not None:
+        if lock is None:
+            return
+        try:
+            if lock.is_in_place():  # without locks, it would name this process as long as it lives
+                self.files.remove(self.staging / PUBLISH_LOCK)
+        finally:
             lock.release()
 
     def _release(self) -> None:

@@ -1,0 +1,350 @@
+"""The stage of a checkpoint in a store that several workers write together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megtool.checkpoint.file_digests import FileDigests
+from megtool.checkpoint.storage.lease import Lease
+from megtool.checkpoint.storage.object_writer import ObjectWriter
+from megtool.checkpoint.storage.open_objects import open_objects
+from megtool.checkpoint.storage.part_buffers import PartBuffers
+from megtool.checkpoint.storage.store import ConditionError
+from megtool.checkpoint.storage.store_index import store_index
+from megtool.checkpoint.storage.store_probe import probe_store
+from megtool.checkpoint.store_check import (
+    check_free,
+    check_surroundings,
+    exists,
+    find_live_run,
+)
+from megtool.checkpoint.store_journal import StoreJournal
+from megtool.checkpoint.store_publish import LEASE, RUN, read_json
+from megtool.checkpoint.store_stage import JOURNAL, StoreStage
+from megtool.checkpoint.workers.identity import WorkerIdentity
+from megtool.checkpoint.workers.manifest import (
+    PUBLISH_LOCK,
+    PUBLISHED,
+    clean_command,
+    find_worker_files,
+    worker_file,
+)
+from megtool.checkpoint.workers.record import WorkerRecord, encode_record, parse_record
+from megtool.errors import DestinationError, FormatError, MegtoolError
+
+FRAGMENTS = "fragments"
+
+
+class SharedStoreStage(StoreStage):
+    """The stage of one worker of several: see `SharedStage`.
+
+    All share `run` and the uploads of files, which the first that needs one begins. Each has its
+    own lock and journal. Parts that a worker has filled in part are `fragments/FILE/PART-WORKER`
+    when it signs off, with a list of all its parts; the one that publishes puts fragments together.
+    Of a committed run `published` stays, for workers that are started later.
+    """
+
+    is_repeated = False  # what an interrupted publication wrote has the same bytes
+    rewrites_data = False
+    has_all_digests = True
+
+    def __init__(self, *args: Any, worker: WorkerIdentity, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self.worker = worker
+        self.record: WorkerRecord | None = None
+        self.is_published = False
+        self._publish_lease: Lease | None = None
+        self._fragments: dict[int, list[tuple[int, str]]] = defaultdict(list)
+        self._places: set[tuple[int, int]] = set()
+
+    @property
+    def _is_publisher(self) -> bool:
+        return self._publish_lease is not None
+
+    # ---- entering
+
+    def check(self) -> None:
+        """See `CheckpointStage`; a destination that workers have completed passes."""
+        if not self._find_published():
+            super().check()
+
+    def __enter__(self) -> SharedStoreStage:
+        check_surroundings(self.destination, self._sources)
+        self.is_published = self._find_published()
+        if self.is_published:
+            self._remove_left_overs()
+            return self
+        try:
+            if not read_json(self._staged_path(RUN)):
+                check_free(self.destination, is_file=self.is_file, overwrite=self._overwrite)
+            self._take_place()
+            self.messages += probe_store(self.staging, is_unsafe=self._is_unsafe)
+            self._join()
+            self._staged = store_index().stage(self.destination)
+        except BaseException:
+            with contextlib.suppress(MegtoolError):
+                self._release()
+            raise
+        self.files.recorder = self.digests
+        self.digests.observer = self._note_section
+        return self
+
+    def _find_published(self) -> bool:
+        values = read_json(self._staged_path(PUBLISHED))
+        return values.get("identity") == self._identity() and exists(self.destination)
+
+    def _remove_left_overs(self) -> None:
+        """Remove what a publisher has left that was stopped after its commit."""
+        self._trace = PUBLISHED
+        names = [info.key.rpartition("/")[2] for info in self._store.list(self.staging.key).objects]
+        if names == [PUBLISHED] or find_live_run(self.staging):
+            return
+        with contextlib.suppress(MegtoolError):
+            self._publish_lease = Lease(self._staged_path(PUBLISH_LOCK))
+            self._abort_uploads()
+            self._store.delete([self._staged_path(LEASE).key])
+            self._remove_notes()
+        self._release_publication()
+
+    def _take_place(self) -> None:
+        path = self._staged_path(worker_file(self.worker.index, "lock"))
+        try:
+            self._lease = Lease(path)
+        except DestinationError as e:
+            raise DestinationError(
+                f"{self.worker} is running already: {e.message}",
+                file=path,
+                hint=f"start each worker once; indices are 0 to {self.worker.count - 1} "
+                f"({self.worker.origin})",
+                error_id="destination-locked",
+            ) from e
+
+    def _join(self) -> None:
+        """Begin the run, or join it.
+
+        Raises:
+            DestinationError: another run has left its work.
+        """
+        path, identity = self._staged_path(RUN), self._identity()
+        run = read_json(path)
+        if not run:
+            self._store.delete([self._staged_path(PUBLISHED).key])
+            replaces = check_free(self.destination, is_file=self.is_file, overwrite=self._overwrite)
+            run = {"identity": identity, "replaces": replaces, "count": self.worker.count}
+            try:
+                self._store.put(path.key, json.dumps(run).encode(), create=True)
+            except ConditionError:
+                run = read_json(path)
+        if run.get("identity") != identity or run.get("count") != self.worker.count:
+            count = run.get("count", 1)
+            other = f"of {count} workers, not {self.worker.count}"
+            if run.get("identity") != identity:
+                other = "with another source or other options"
+            raise DestinationError(
+                f"workers of a run {other} have begun to write this destination",
+                file=self.staging,
+                hint="start all workers with the same command, paths and versions; if that run is "
+                f"given up, remove what it left: {clean_command(self.staging)}",
+                error_id="foreign-workers",
+            )
+        self._replaces = bool(run["replaces"])
+        self._publication.read()
+        self.record = self._read_record(self.worker.index)
+        folder = self._staged_path(f"{JOURNAL}-{self.worker.index}")
+        self._journal = StoreJournal(folder, identity)
+        self._read_uploads()
+        if self.record is None:
+            self._records = {r.unit: r for r in self._journal.read()}
+
+    def _read_record(self, index: int) -> WorkerRecord | None:
+        path = self._staged_path(worker_file(index, "record"))
+        info = self._store.head(path.key)
+        if info is None:
+            return None
+        record = parse_record(bytes(self._store.read(path.key, 0, info.size)), path)
+        expected = (self._fingerprint, self.worker.count, index)
+        if (record.fingerprint, record.count, record.index) != expected:
+            raise FormatError(
+                f"the record is of worker {record.index} of {record.count}, or of another plan",
+                file=path,
+                hint=f"remove what was left, and start again: {clean_command(self.staging)}",
+            )
+        return record
+
+    # ---- the end of a share
+
+    def sign_off(self, record: WorkerRecord, paths: Sequence[Path], *, fsync: bool) -> None:
+        """See `SharedStage`: what is not uploaded becomes fragments.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        own: list[list[Any]] = []
+        for writer in self._writers:
+            number = self._numbers[writer.path]
+            parts = range(len(writer.layout))
+            own += [[number, part, ""] for part in parts if writer.is_uploaded(part)]
+            for part, ranges, data in writer.export_parts():
+                name = f"{FRAGMENTS}/{number}/{part}-{self.worker.index}"
+                head = json.dumps({"ranges": ranges}).encode() + b"\n"
+                self._store.put(self._staged_path(name).key, head + data)
+                own.append([number, part, name])
+        self._require_journal().flush()
+        index = self.worker.index
+        parts_key = self._staged_path(f"worker-{index}.parts").key
+        self._store.put(parts_key, json.dumps({"parts": own}).encode())
+        record_key = self._staged_path(worker_file(index, "record")).key
+        self._store.put(record_key, encode_record(record))
+        self.record = record
+        self._forget_writers()
+
+    def _forget_writers(self) -> None:
+        """Begin anew: as the one that publishes, a worker opens all files."""
+        self.files.recorder = None
+        for writer in self._writers:
+            open_objects().construct(writer.path, None)
+        self._writers, self._numbers, self._records = [], {}, {}
+        self._buffers.close()
+        self._buffers = PartBuffers()
+
+    def check_files(self, record: WorkerRecord, sizes: Mapping[str, int]) -> None:
+        """See `SharedStage`: parts are compared with the store's lists when files are opened."""
+
+    def find_missing(self) -> list[int]:
+        """See `SharedStage`."""
+        names = [info.key.rpartition("/")[2] for info in self._store.list(self.staging.key).objects]
+        done = {index for index, _ in find_worker_files(names, "record")}
+        return [n for n in range(self.worker.count) if n not in done]
+
+    # ---- publication
+
+    def begin_publication(self) -> list[WorkerRecord] | None:
+        """See `SharedStage`.
+
+        Raises:
+            FormatError: a record is damaged, or of another run.
+        """
+        if self.find_missing():
+            self.is_published = self._find_published()
+            return None
+        try:
+            self._publish_lease = Lease(self._staged_path(PUBLISH_LOCK))
+        except DestinationError:
+            self.is_published = self._find_published()
+            return None
+        if self.find_missing() or self._find_published():
+            self.is_published = self._find_published()
+            self._release_publication()
+            return None
+        records = [self._read_record(n) for n in range(self.worker.count)]
+        self._uploads.clear()
+        self._read_uploads()
+        self._publication.read()
+        for index in range(self.worker.count):
+            self._read_parts(index)
+        self.digests = FileDigests()
+        self.files.recorder = self.digests
+        return [record for record in records if record is not None]
+
+    def _read_parts(self, index: int) -> None:
+        values = read_json(self._staged_path(f"worker-{index}.parts"))
+        for number, part, name in values.get("parts", ()):
+            if name:
+                self._fragments[number].append((part, name))
+            else:
+                self._places.add((number, part))
+
+    def _fill(self, writer: ObjectWriter, number: int) -> None:
+        """Add the fragments of an object, and check that no part is lost.
+
+        Raises:
+            FormatError: one is.
+        """
+        for file, part in self._places:
+            if file == number and not writer.is_uploaded(part):
+                raise self._lost(writer, f"part {part + 1}")
+        for part, name in self._fragments.get(number, ()):
+            if writer.is_uploaded(part):
+                continue  # by a publication that was interrupted
+            path = self._staged_path(name)
+            info = self._store.head(path.key)
+            if info is None:
+                raise self._lost(writer, f"the fragment {name}")
+            head, _, data = bytes(self._store.read(path.key, 0, info.size)).partition(b"\n")
+            ranges = [(int(a), int(b)) for a, b in json.loads(head)["ranges"]]
+            if data and sum(b - a for a, b in ranges) != len(data):
+                raise self._lost(writer, f"bytes of the fragment {name}")
+            writer.import_part(part, ranges, data)
+
+    def _lost(self, writer: ObjectWriter, what: str) -> FormatError:
+        return FormatError(
+            f"a worker has written {what}, and the store does not have it any more",
+            file=writer.path,
+            hint=f"another program has removed it: start again after {clean_command(self.staging)}",
+        )
+
+    def follow(self, context: Any) -> Container[int]:
+        """See `CheckpointStage`; the one that publishes has the records of all instead."""
+        return () if self._is_publisher else super().follow(context)
+
+    def finish(self, unit: int, note: str = "") -> None:
+        """See `CheckpointStage`; units of the one that publishes are not recorded."""
+        if not self._is_publisher:
+            super().finish(unit, note)
+
+    def commit(self, *, fsync: bool = True, threads: int = 1) -> None:
+        """See `CheckpointStage`; a trace stays for workers that are late."""
+        if not self._is_publisher:
+            raise RuntimeError("only the worker that publishes commits")
+        super().commit(fsync=fsync, threads=threads)
+        self.is_published = True
+
+    def _leave_trace(self) -> None:
+        data = json.dumps({"identity": self._identity()}).encode()
+        self._store.put(self._staged_path(PUBLISHED).key, data)
+        self._trace = PUBLISHED
+
+    def discard(self) -> None:
+        """See `CheckpointStage`.
+
+        Raises:
+            RuntimeError: this worker does not publish, so others may be at work.
+        """
+        if not self._is_publisher:
+            raise RuntimeError("only the worker that publishes discards the work of all")
+        super().discard()
+
+    # ---- leaving
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._committed:
+            return
+        if error is not None and self.record is None and any(w.num_uploaded for w in self._writers):
+            self.messages.append(self.describe_resume())
+        with contextlib.suppress(*[MegtoolError] if error else []):
+            if self._journal is not None:
+                self._journal.flush()
+        with contextlib.suppress(*[MegtoolError] if error else []):
+            self._release()
+
+    def _release(self) -> None:
+        try:
+            self._release_publication()
+        finally:
+            super()._release()
+
+    def _release_publication(self) -> None:
+        lease, self._publish_lease = self._publish_lease, None
+        if lease is not None:
+            lease.release()
