@@ -108,8 +108,8 @@ def has_objects(folder: StorePath) -> bool:
     Raises:
         StorageError: the store refused.
     """
-    listing = folder.store.list(folder.key, most=1)
-    return bool(listing.objects or listing.prefixes)
+    # SeaweedFS still lists a prefix for a while after the last object below it was removed.
+    return bool(folder.store.list(folder.key, recursive=True, most=1).objects)
 
 
 def check_free(

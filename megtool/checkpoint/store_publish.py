@@ -177,14 +177,15 @@ def remove_objects(path: StorePath) -> int:
     return len(keys)
 
 
-def remove_notes(staging: StorePath) -> None:
-    """Remove what a run has left beside a destination, except for its lock.
+def remove_notes(staging: StorePath, *, trace: str = "") -> None:
+    """Remove what a run has left beside a destination, except for its lock and a `trace`.
 
     Raises:
         StorageError: the store refused.
     """
     last = [(staging / PUBLISHING).key, (staging / LEASE).key]
-    keys = [key for key in list_keys(staging) if key not in last]
+    kept = {*last, (staging / trace).key}
+    keys = [key for key in list_keys(staging) if key not in kept]
     for start in range(0, len(keys), _BATCH):
         staging.store.delete(keys[start : start + _BATCH])
     staging.store.delete(last[:1])

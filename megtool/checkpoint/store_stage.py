@@ -44,9 +44,11 @@ from megtool.checkpoint.store_publish import (
     remove_objects,
     staging_prefix,
 )
+from megtool.checkpoint.unit_tracker import UnitTracker
 from megtool.checkpoint.work_threads import map_in_threads
 from megtool.console import several
 from megtool.errors import (
+    DestinationError,
     FormatError,
     MegtoolError,
     SourceChangedError,
@@ -114,11 +116,12 @@ class StoreStage:
         self._small: dict[str, bytes] = {}
         self._records: dict[int, UnitRecord] = {}
         self._finished: set[int] = set()
-        self._waiting: dict[tuple[int, int], list[tuple[UnitRecord, set[tuple[int, int]]]]] = {}
+        self._by_number: dict[int, ObjectWriter] = {}
+        self._units = UnitTracker(lambda record: self._require_journal().add(record))
         self._replaces = self._is_complete = self._committed = self._is_following = False
         self._overflows: Callable[[], bool] = bool
-        self._local = threading.local()
         self._mutex = threading.Lock()
+        self._trace = ""  # what stays beside a complete checkpoint
         self._lease: Lease | None = None
         self._journal: StoreJournal | None = None
         self._staged: StagedObjects | None = None
@@ -172,6 +175,14 @@ class StoreStage:
         run = read_json(self._staged_path(RUN))
         self._publication.read()
         identity, state = self._identity(), self._publication.state
+        if "count" in run and state != "complete":
+            raise DestinationError(
+                f"{run['count']} workers have begun to write this destination",
+                file=self.staging,
+                hint=f"start them again to finish it: --worker 0/{run['count']} and so on; or "
+                f"remove what they left: megtool clean {self.destination}",
+                error_id="interrupted-run",
+            )
         is_same = run.get("identity") == identity
         is_completed = state == "complete"
         if is_completed or (run and not is_same):
@@ -255,9 +266,10 @@ class StoreStage:
             number = len(self._writers) if known is None else known.number
             if path in self._numbers:
                 raise RuntimeError(f"{path} is created twice")
-            self._numbers[path] = number
+            self._numbers[path], self._by_number[number] = number, writer
             self._writers.append(writer)
         self._adopt(writer, number)
+        self._fill(writer, number)
         if cuts is not None:
             self.digests.register(path, num_bytes, cuts)
         self._show(path, writer.completed or writer_info(writer))
@@ -284,6 +296,9 @@ class StoreStage:
         if upload_id is not None:  # aborted by somebody: begin a new one
             self._store.delete([self._upload_path(number).key])
 
+    def _fill(self, writer: ObjectWriter, number: int) -> None:
+        """Add what other processes have left of parts of an object: nothing."""
+
     def write(self, relative: str, data: bytes) -> Path:
         """See `CheckpointStage`: the object appears at the commit."""
         path = self.path(relative)
@@ -302,14 +317,13 @@ class StoreStage:
         if not self._is_following:
             self._is_following = True
             self._take_up(context)
-        context.digests.observer = self._note_tensor
+        context.digests.observer = self._units.note_tensor
         self._overflows = lambda: bool(context.overflowed or context.fed_overflowed)
-        self._local.record = None
+        self._units.forget()
         return self._finished
 
     def _take_up(self, context: Any) -> None:
-        by_number = {number: path for path, number in self._numbers.items()}
-        writers = {self._numbers[w.path]: w for w in self._writers}
+        writers = self._by_number
         for unit, record in self._records.items():
             if not all(
                 file in writers
@@ -322,7 +336,7 @@ class StoreStage:
             for name, (crc, num_bytes) in record.tensors.items():
                 context.digests.add_parts(name, crc, num_bytes)
             for (file, section), crc in record.sections.items():
-                self.digests.add_sections(by_number[file], section, [crc])
+                self.digests.add_sections(writers[file].path, section, [crc])
         uploaded = sum(w.num_adopted for w in self._writers)
         if uploaded:
             total = sum(len(w.layout) for w in self._writers)
@@ -330,51 +344,25 @@ class StoreStage:
                 f"resuming: {uploaded} of {several(total, 'part')} are uploaded already"
             )
 
-    def _record(self) -> UnitRecord:
-        record: UnitRecord | None = getattr(self._local, "record", None)
-        if record is None:
-            record = self._local.record = UnitRecord(unit=-1)
-        return record
-
     def _note_section(self, path: Path, section: int, linear: int) -> None:
         number = self._numbers.get(path)  # type: ignore[call-overload]
         if number is not None:
-            sections = self._record().sections
-            sections[number, section] = sections.get((number, section), 0) ^ linear
-
-    def _note_tensor(self, name: str, linear: int, num_bytes: int) -> None:
-        tensors = self._record().tensors
-        crc, done = tensors.get(name, (0, 0))
-        tensors[name] = crc ^ linear, done + num_bytes
+            self._units.note_section(number, section, linear)
 
     def touch(self, writer: ObjectWriter, part: int) -> None:
         """See `PartTarget`."""
-        self._record().parts.add((self._numbers[writer.path], part))
+        self._units.touch((self._numbers[writer.path], part))
 
     def finish(self, unit: int, note: str = "") -> None:
         """See `CheckpointStage`: the unit is in the journal once its parts are uploaded."""
-        record, self._local.record = self._record(), None
-        record.unit, record.note = unit, note
         if self._overflows():
-            return  # what it counted is not in the journal: a resumed run counts it again
-        writers = {self._numbers[w.path]: w for w in self._writers}
-        with self._mutex:
-            missing = {p for p in record.parts if not writers[p[0]].is_uploaded(p[1])}
-            for place in missing:
-                self._waiting.setdefault(place, []).append((record, missing))
-        if not missing:
-            self._require_journal().add(record)
+            self._units.forget()  # what it counted is not in the journal: it is done again
+        else:
+            self._units.finish(unit, note, lambda p: self._by_number[p[0]].is_uploaded(p[1]))
 
     def uploaded(self, writer: ObjectWriter, part: int) -> None:
         """See `PartTarget`."""
-        place = self._numbers[writer.path], part
-        with self._mutex:
-            rows = self._waiting.pop(place, [])
-            for _, missing in rows:
-                missing.discard(place)
-            done = [record for record, missing in rows if not missing]
-        for record in done:
-            self._require_journal().add(record)
+        self._units.uploaded((self._numbers[writer.path], part))
 
     def _require_journal(self) -> StoreJournal:
         if self._journal is None:
@@ -499,6 +487,7 @@ class StoreStage:
         self._begin_publishing()
         for name in publishing_order(self._small, self._last):
             put_once(self.path(name), self._small[name])
+        self._leave_trace()
         self._publication.end()
         self._committed = True
         try:
@@ -522,7 +511,10 @@ class StoreStage:
 
     def _remove_notes(self) -> None:
         """Remove what the run has left beside the destination, except for its lock."""
-        remove_notes(self.staging)
+        remove_notes(self.staging, trace=self._trace)
+
+    def _leave_trace(self) -> None:
+        """Leave a sign that the checkpoint is complete: none."""
 
     def __exit__(
         self,

@@ -21,7 +21,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.store_stage import StoreStage
 from megtool.checkpoint.workers.identity import WorkerIdentity
-from megtool.checkpoint.workers.record import WorkerRecord, WorkerStatus
+from megtool.checkpoint.workers.record import WorkerStatus
 from megtool.checkpoint.workers.share_copy import SharedStage, copy_share, merge_shares
 from megtool.checkpoint.workers.shared_staging import SharedStaging
 from megtool.checkpoint.workers.shared_store_stage import SharedStoreStage
@@ -235,7 +235,8 @@ class _StagedWrite:
             _LOG.warning("%s", copied.overflows)
 
     def _run_worker(self, stage: SharedStage, worker: WorkerIdentity) -> CopyReport:
-        share = self._start_copy(0)
+        num_bytes = 0  # of the share
+        share = self._start_copy(lambda n: self.progress(self.verb, n, num_bytes), is_shared=True)
         own = split_units(share.units, worker.count).of(worker.index)
         num_bytes = sum(share.units[n].num_bytes for n in own)
         status = WorkerStatus(
@@ -245,7 +246,7 @@ class _StagedWrite:
             return replace(share.report(), worker=status)
         if stage.record is None:
             stage.require_space(sum(f.size for f in self.plan.target.catalogue.files))
-            share = self._start_copy(num_bytes, is_shared=True)
+            self.progress(self.verb, 0, num_bytes)
             copy_share(
                 share,
                 stage,
@@ -256,7 +257,9 @@ class _StagedWrite:
             )
         records = stage.begin_publication()
         if records is not None:
-            copied = self._publish(stage, records)
+            merged = self._start_copy(None)
+            merged.units = share.units
+            copied = merge_shares(merged, stage, records, expected=self.expected)
             return replace(copied, worker=replace(status, state="published"))
         report = share.report()
         if stage.is_published:
@@ -265,13 +268,9 @@ class _StagedWrite:
         state = replace(status, state="waiting" if missing else "publishing", missing=missing)
         return replace(report, worker=state)
 
-    def _publish(self, stage: SharedStage, records: Sequence[WorkerRecord]) -> CopyReport:
-        return merge_shares(self._start_copy(0), stage, records, expected=self.expected)
-
-    def _start_copy(self, total: int, *, is_shared: bool = False) -> PlanCopy:
-        """A copy of the plan, with the progress of `total` bytes (none for 0)."""
-        if total:
-            self.progress(self.verb, 0, total)
+    def _start_copy(
+        self, progress: Callable[[int], None] | None, *, is_shared: bool = False
+    ) -> PlanCopy:
         return PlanCopy(
             self.plan,
             self.stage,
@@ -279,7 +278,7 @@ class _StagedWrite:
             threads=self.options.threads,
             memory_bytes=self.options.memory_bytes,
             digest=self.options.digest,
-            progress=(lambda n: self.progress(self.verb, n, total)) if total else None,
+            progress=progress,
             is_shared=is_shared,
         )
 

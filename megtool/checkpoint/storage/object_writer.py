@@ -287,6 +287,55 @@ class ObjectWriter:
                 part.is_full = True
             self._upload(number)
 
+    # ---- parts that several processes fill
+
+    def export_parts(self) -> list[tuple[int, list[tuple[int, int]], bytes]]:
+        """The parts that are filled in part: number, the ranges that are written, their bytes.
+
+        Without bytes the ranges are those of a run that the server is to copy.
+        """
+        out = []
+        for number, part in enumerate(self._parts):
+            with part.lock:
+                if part.tag is not None or part.coverage is None:
+                    continue
+                begin, end = self.layout.bounds(number)
+                expected = Coverage()
+                for a, b in self._expected.within(begin, end):
+                    expected.add(a, b)
+                ranges = [
+                    piece
+                    for a, b in part.coverage.within(begin, end)
+                    for piece in expected.within(a, b)
+                ]
+                data = b""
+                if part.buffer is not None:
+                    data = b"".join(bytes(part.buffer.read(a - begin, b - a)) for a, b in ranges)
+                if ranges:
+                    out.append((number, ranges, data))
+        return out
+
+    def import_part(self, number: int, ranges: Sequence[tuple[int, int]], data: bytes) -> None:
+        """Add what another process has written to a part: see `export_parts`.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        part, done = self._parts[number], 0
+        for a, b in ranges:
+            if data:
+                self.write(data[done : done + b - a], a)
+                done += b - a
+                continue
+            with part.lock:
+                if part.tag is not None or part.is_full:
+                    continue
+                coverage = self._coverage(part, number)
+                coverage.add(a, b)
+                part.is_full = is_full = self._is_full(number, coverage)
+            if is_full:
+                self._upload(number)
+
     # ---- reading what is written
 
     def read_into(self, buffers: Sequence[Buffer], offset: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import is_remote
 
 
 class OpenFiles:
@@ -35,6 +36,8 @@ class OpenFiles:
 
     def _open_shared(self, path: Path) -> int:
         fd = self._files.open_write(path)
+        if is_remote(path):  # the parts of an object are not shared through caches
+            return fd
         try:
             self._files.lock(fd, shared=True)
         except BaseException:

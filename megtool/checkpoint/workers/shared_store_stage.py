@@ -209,7 +209,7 @@ class SharedStoreStage(StoreStage):
         self.files.recorder = None
         for writer in self._writers:
             open_objects().construct(writer.path, None)
-        self._writers, self._numbers, self._records = [], {}, {}
+        self._writers, self._numbers, self._by_number, self._records = [], {}, {}, {}
         self._buffers.close()
         self._buffers = PartBuffers()
 
