@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -165,7 +166,6 @@ class PlanCopy:
         written = plan.target.catalogue
         self._paths = [Path() for _ in written.files]
         locator = ShardLocator(written, self._paths)
-        self.units = plan_units(plan, locator, tiled_only=digest is DigestMode.ALL)
         self.verified = 0
         self.context = CopyContext(
             plan=plan,
@@ -181,6 +181,12 @@ class PlanCopy:
             peak=PeakMemory(),
             progress=progress,
         )
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """All units of the plan."""
+        is_tiled = self.context.digest is DigestMode.ALL
+        return plan_units(self.plan, self.context.target, tiled_only=is_tiled)
 
     def path(self, number: int) -> Path:
         """The path at which a created file of the target is written."""

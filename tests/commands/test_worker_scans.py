@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import megtool
 from megtool.checkpoint import file_digests, parallel_scan
 from megtool.commands.worker_scan import ShareReport
 from megtool.errors import FormatError
+from tests.support.checkpoints.fp8_trained import rank_files
 from tests.support.errors import raises
 from tests.support.models import tiny_llama
 
@@ -103,6 +105,33 @@ def test_workers_measure_what_one_would(hf: Path, count: int) -> None:
     alone = megtool.inspect(hf, stats=True, threads=3)
     report = share(megtool.inspect, count, hf, stats=True)
     assert report.tensors == alone.tensors
+
+
+def test_workers_inspect_amaxes_as_one_would(tmp_path: Path) -> None:
+    ranks = rank_files(tmp_path)
+    alone = megtool.inspect_amax(ranks)
+    assert alone.compared
+    report = share(megtool.inspect_amax, 3, ranks)
+    assert report.modules == alone.modules
+    assert report.exit_status == alone.exit_status
+
+
+def test_two_that_find_all_complete_report_once(hf: Path) -> None:
+    alone = megtool.inspect(hf, stats=True)
+    for _ in range(5):
+        reports: list[Any] = []
+
+        def work(number: int, reports: list[Any] = reports) -> None:
+            reports.append(megtool.inspect(hf, stats=True, worker=f"{number}/3"))
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        whole = [r for r in reports if not isinstance(r, ShareReport)]
+        assert [r.tensors for r in whole] == [alone.tensors]
+        assert os.listdir() == []
 
 
 def test_records_lie_where_they_are_told(tmp_path: Path, hf: Path) -> None:

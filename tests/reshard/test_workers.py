@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+import megtool
 from megtool import export, quantize, reshard
 from megtool.checkpoint.transport import kernel_copy, work_units
 from megtool.errors import UsageError
+from tests.support.checkpoints.fp8_trained import rank_files
 from tests.support.errors import raises
 from tests.support.folders import contents, file_states
 from tests.support.models import gguf_models, tiny_llama
@@ -117,7 +119,9 @@ def test_a_recipe_that_needs_data_is_no_work_for_workers(tmp_path: Path, hf: Pat
 
 
 @pytest.mark.parametrize("verb", ["fix_amax", "strip_amax"])
-def test_verbs_of_amax_take_workers(tmp_path: Path, hf: Path, verb: str) -> None:
-    with raises(UsageError):  # there is no such state, which is found before a share is begun
-        run_workers(verb, hf, tmp_path / "out", 2)
-    assert not (tmp_path / ".out.megtool").exists()
+def test_verbs_of_amax_take_workers(tmp_path: Path, verb: str) -> None:
+    ranks = rank_files(tmp_path)
+    getattr(megtool, verb)(ranks, tmp_path / "one")
+    reports = run_workers(verb, ranks, tmp_path / "many", 3)
+    assert contents(tmp_path / "many") == contents(tmp_path / "one")
+    assert [r.worker.state for r in reports] == ["waiting", "waiting", "published"]
