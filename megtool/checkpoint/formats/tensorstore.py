@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, StoredFile
-from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.formats.header_reader import check_inside, parse_json
 from megtool.checkpoint.formats.ocdbt_listing import database_spec, list_metadata, read_value
 from megtool.checkpoint.formats.zarr_chunks import ZarrArray, ZarrChunks
@@ -27,7 +26,9 @@ from megtool.checkpoint.formats.zarr_decoding import (
     max_stored_bytes,
 )
 from megtool.checkpoint.formats.zarr_metadata import V2_NAME, V3_NAME, read_v2, read_v3
+from megtool.checkpoint.stage import CheckpointStage
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.local_copy import kept_copy
 from megtool.errors import FormatError, MissingPackageError, StorageError
 from megtool.tensors.sharded import GlobalTensor
 
@@ -63,6 +64,7 @@ def open_database(folder: Path) -> Catalogue:
         MissingPackageError: tensorstore is not installed.
     """
     files = _list_files(folder)
+    readable = kept_copy(folder, tuple(files))  # tensorstore has no client of every store
     manifest = next(i for i, f in enumerate(files) if f.path == MANIFEST)
     arrays = [
         ZarrArray(
@@ -73,13 +75,13 @@ def open_database(folder: Path) -> Catalogue:
             files={},
             in_database=True,
         )
-        for key, read, data in _stored_metadata(folder)
+        for key, read, data in _stored_metadata(folder, readable)
     ]
     if not arrays:
         raise FormatError(
             "the database has no zarr array", file=folder, error_id="not-a-checkpoint"
         )
-    chunks = ZarrChunks(folder, files, arrays, _DatabaseReader(folder))
+    chunks = ZarrChunks(folder, files, arrays, _DatabaseReader(readable))
     catalogue = Catalogue(
         format="ocdbt",
         root=folder,
@@ -97,7 +99,7 @@ def open_database(folder: Path) -> Catalogue:
     return catalogue
 
 
-def write_database(destination: Destination, stage: StagingFolder) -> None:
+def write_database(destination: Destination, stage: CheckpointStage) -> None:
     """Move the arrays of a staged zarr v3 folder into a database in the same folder.
 
     Every file of an array becomes the value of its path, and is then removed. If the run is stopped
@@ -152,11 +154,14 @@ def _list_files(folder: Path) -> list[StoredFile]:
     return [StoredFile.stat(folder, path) for path in database_files]
 
 
-def _stored_metadata(folder: Path) -> list[tuple[str, Callable[..., Any], bytes]]:
-    """The keys of all arrays, the functions that parse their metadata, and the metadata."""
+def _stored_metadata(folder: Path, readable: Path) -> list[tuple[str, Callable[..., Any], bytes]]:
+    """The keys of all arrays, the functions that parse their metadata, and the metadata.
+
+    `readable` is the database on this machine.
+    """
     tensorstore_package()
     out: list[tuple[str, Callable[..., Any], bytes]] = []
-    for name, data in list_metadata(folder, MANIFEST):
+    for name, data in list_metadata(folder, MANIFEST, readable=readable):
         key, _, last = name.rpartition("/")
         if last == V3_NAME and b'"group"' in data:
             node = parse_json(data, folder / MANIFEST)

@@ -48,6 +48,8 @@ class FileView:
     dimension of the row (`lo.shape[1]` dimensions). If the view takes a window of every row, the
     "element" is the blocks under it, and `window` is the number of decoded elements, the first and
     the end. For a tensor in several parts (`packed`), positions only give distances of elements.
+    `spans` are the first byte and the end of the whole shard of each row (int64 `[n, 2]`), if it is
+    known: other views of it read the same bytes.
     """
 
     paths: list[Path]
@@ -58,6 +60,7 @@ class FileView:
     cell_bytes: int
     packed: PackedFileView | None = None
     window: tuple[int, int, int] | None = None
+    spans: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.start)
@@ -95,6 +98,9 @@ class ShardLocator:
             actual = self._strides[int(shards[row])]
             base[row], stride[row] = _strided_lattice(placement, actual, shard.lo[row], lo[row])
         cell, depth, window = stored.dtype.itemsize, n, None
+        spans = None
+        if stored.packing is None and not self._strides:
+            spans = np.stack([offset, offset + shard.volume() * cell], axis=1)
         if stored.packing is not None:
             columns = stored.shape[-1]
             cell = int(catalogue.extents.length[shards[0]]) // (int(shard.volume()[0]) // columns)
@@ -120,6 +126,7 @@ class ShardLocator:
             hi=hi[:, :depth],
             cell_bytes=cell,
             window=window,
+            spans=spans,
         )
 
     def files(self, shards: Ints) -> Ints:

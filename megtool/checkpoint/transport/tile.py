@@ -239,8 +239,10 @@ class TileIO:
         self._lo, self._memory = lo, memory
 
     def _span(self, row: int) -> tuple[int, int]:
-        """The range of a piece in its file, from the first byte of its first element."""
+        """The range of a piece in its file, or of the whole shard where it is known."""
         view = self._file_view
+        if view.spans is not None:
+            return int(view.spans[row, 0]), int(view.spans[row, 1])
         distance = (view.hi[row] - view.lo[row] - 1) * view.step[row]
         first = int(view.start[row]) + int(np.minimum(distance, 0).sum())
         return first, int(view.start[row]) + int(np.maximum(distance, 0).sum()) + view.cell_bytes
