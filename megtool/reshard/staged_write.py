@@ -266,6 +266,7 @@ class _StagedWrite:
             return replace(report, worker=status)
         missing = tuple(stage.find_missing())
         state = replace(status, state="waiting" if missing else "publishing", missing=missing)
+        state = replace(state, publisher=stage.publisher)
         return replace(report, worker=state)
 
     def _start_copy(

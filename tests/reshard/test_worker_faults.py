@@ -109,7 +109,7 @@ def strike(run: Run, fault: int | str, index: int, *, every: int, old: bool = Fa
         assert os.listdir(run.staging) == [PUBLISHED], where
 
 
-@pytest.mark.parametrize("fault", ["kill", "torn", errno.EIO])
+@pytest.mark.parametrize("fault", ["kill", "torn", errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_worker_that_is_interrupted_anywhere_goes_on(
     run: Run, index: int, fault: int | str
@@ -355,13 +355,26 @@ class DyingWithoutLocks(WithoutLocks):
         super().rename(source, target, replace=replace)
 
 
-def test_without_locks_only_the_worker_that_began_to_publish_goes_on(simple: Run) -> None:
+def test_only_the_worker_of_another_host_that_began_to_publish_goes_on(simple: Run) -> None:
     simple.worker(0, files=WithoutLocks())
     with pytest.raises(Killed):
         simple.worker(1, files=DyingWithoutLocks())
-    assert simple.worker(0, files=WithoutLocks()).state == "publishing"
+    (simple.staging / "publisher").write_text("1 another.host\n")
+    for files in (Files(), WithoutLocks()):
+        status = simple.worker(0, files=files)
+        assert (status.state, status.publisher) == ("publishing", 1)
+        assert "start it again" in status.describe()
     assert not simple.out.exists()
     assert simple.worker(1, files=WithoutLocks()).state == "published"
+    assert contents(simple.out) == simple.expected
+
+
+def test_another_worker_of_the_host_publishes_for_one_that_died(simple: Run) -> None:
+    simple.worker(0)
+    with pytest.raises(Killed):
+        simple.worker(1, files=DyingWithoutLocks())
+    assert (simple.staging / "publisher").exists()
+    assert simple.worker(0).state == "published"
     assert contents(simple.out) == simple.expected
 
 

@@ -26,6 +26,8 @@ from megtool.errors import FormatError, StorageError
 
 _SAFELY = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # opening a FIFO does not block
 
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
+
 DESCRIPTORS = Path("/proc/self/fd")
 """Where Linux has the open files of this process, each as a link to itself."""
 
@@ -225,12 +227,16 @@ class Files(FileTransfer):
             return True
 
     def replace_file(self, path: Path, data: bytes, temporary: str, *, fsync: bool = False) -> None:
-        """Replace a small file: write `temporary` in its folder, and rename that.
+        """Replace a small file: write `temporary` in its folder, and rename that, or put an object.
 
         Raises:
             DestinationError: a run of this user cannot have made what has that name.
             StorageError: it cannot be written; the old file stays.
         """
+        if isinstance(path, StorePath):
+            path.store.put(path.key, data)
+            self.refresh(path)
+            return
         new = path.with_name(temporary)
         fd = self.open_write(new)
         try:
@@ -244,6 +250,48 @@ class Files(FileTransfer):
             raise
         self.close(fd)
         self.rename(new, path)
+
+    def create_file(self, path: Path, data: bytes, temporary: str) -> bool:
+        """Create a small file with all of its contents at once; False if it exists already.
+
+        Of several hosts only one creates it, on file systems with and without locks.
+
+        Raises:
+            DestinationError: a run of this user cannot have made what has the temporary name.
+            StorageError: it cannot be written.
+        """
+        new = path.with_name(temporary)
+        self.remove(new)  # perhaps still a second name of what a killed run has created
+        fd = self.open_write(new)
+        try:
+            self.pwrite_all(fd, data, 0)
+        finally:
+            self.close(fd)
+        try:
+            self.call(path, "create", os.link, new, path)
+        except StorageError as e:
+            if isinstance(e.__cause__, FileExistsError):
+                return False
+            if not isinstance(e.__cause__, OSError) or e.__cause__.errno not in _NO_LINKS:
+                raise
+            return self._create_alone(path, data)
+        finally:
+            self.remove(new)
+        return True
+
+    def _create_alone(self, path: Path, data: bytes) -> bool:
+        """Create a file where files have one name; its contents come a moment later."""
+        try:
+            fd = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY, 0o666)
+        except StorageError as e:
+            if isinstance(e.__cause__, FileExistsError):
+                return False
+            raise
+        try:
+            self.pwrite_all(fd, data, 0)
+        finally:
+            self.close(fd)
+        return True
 
     # ---- durability
 

@@ -13,7 +13,7 @@ from megtool.errors import DestinationError
 MANIFEST = "workers"
 PUBLISH_LOCK = "publish.lock"
 PUBLISHER = "publisher"
-"""Who publishes, on a file system without locks."""
+"""Index and host of the worker that publishes."""
 PUBLISHED = "published"
 """The journal of a publication that is complete, for workers that are started later."""
 
@@ -29,10 +29,10 @@ class Manifest:
     fingerprint: str
     count: int
 
-    def write(self, files: Files, staging: Path, *, fsync: bool = False) -> None:
-        """Create or replace the manifest."""
+    def create(self, files: Files, staging: Path, index: int) -> None:
+        """Create the manifest, unless there is one; `index` is that of this worker."""
         data = f"megtool-workers 1 {self.fingerprint} {self.count}\n".encode()
-        files.replace_file(staging / MANIFEST, data, f"{MANIFEST}.new", fsync=fsync)
+        files.create_file(staging / MANIFEST, data, worker_file(index, "new"))
 
     def check(self, found: Manifest, staging: Path) -> None:
         """Refuse to join the run of another manifest.
@@ -56,7 +56,7 @@ class Manifest:
 
 def read_manifest(files: Files, staging: Path) -> Manifest | None:
     """The manifest in a staging folder; None if there is none, or it is torn."""
-    data = files.read_whole(staging / MANIFEST, at_most=_MAX_BYTES, is_own=True) or b""
+    data = files.read_whole(staging / MANIFEST, at_most=_MAX_BYTES) or b""
     match = _LINE.fullmatch(data.decode(errors="replace"))
     return None if match is None else Manifest(fingerprint=match[1], count=int(match[2]))
 
@@ -107,5 +107,5 @@ def list_run_files(names: Iterable[str]) -> list[str]:
     names = set(names)
     records = [name for _, name in find_worker_files(names, "record")]
     others = [name for _, name in find_worker_files(names) if name not in records]
-    last = (PUBLISHER, PUBLISH_LOCK, f"{MANIFEST}.new", MANIFEST)
+    last = (PUBLISHER, PUBLISH_LOCK, MANIFEST)
     return [*records, *others, *(name for name in last if name in names)]

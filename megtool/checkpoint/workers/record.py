@@ -60,14 +60,16 @@ class WorkerStatus:
     """How a worker's part in a run ended.
 
     `published`: it was the last, and has committed the checkpoint. `waiting`: workers `missing` are
-    not complete. `publishing`: all are, and another one commits. `complete`: the checkpoint was
-    there already, from the same plan. `num_bytes` are those of its own share.
+    not complete. `publishing`: all are, and another one commits: `publisher`, if that is known.
+    `complete`: the checkpoint was there already, from the same plan. `num_bytes` are those of its
+    own share.
     """
 
     index: int
     count: int
     state: Literal["published", "waiting", "publishing", "complete"]
     missing: tuple[int, ...] = ()
+    publisher: int | None = None
     num_bytes: int = 0
 
     @property
@@ -83,7 +85,9 @@ class WorkerStatus:
         if self.state == "complete":
             return f"{who} had nothing to do: the destination is complete, from the same plan"
         if self.state == "publishing":
-            return f"{who} is complete, and so are the others: one of them publishes now"
+            other = "one of them" if self.publisher is None else f"worker {self.publisher}"
+            again = "" if self.publisher is None else "; if it was killed, start it again"
+            return f"{who} is complete, and so are the others: {other} publishes now{again}"
         done = self.count - len(self.missing)
         return (
             f"{who} is complete: {done} of {several(self.count, 'worker')} are complete; missing: "
@@ -97,6 +101,7 @@ class WorkerStatus:
             "count": self.count,
             "state": self.state,
             "missing": list(self.missing),
+            "publisher": self.publisher,
             "num_bytes": self.num_bytes,
         }
 

@@ -104,7 +104,9 @@ def _merge(
         results: dict[str, dict[str, Any]] = {}
         for index in range(worker.count):
             path = folder / worker_file(index, "record")
-            data = files.read_whole(path, at_most=MAX_RECORD_BYTES, is_own=True) or b""
+            data = files.read_whole(path, at_most=MAX_RECORD_BYTES, is_own=True)
+            if data is None:  # merged by another host, whose locks are not seen here
+                return status, None
             for label, values in _parse(data, path).items():
                 results.setdefault(label, {}).update(values)
         result = scan(SharedScan(worker, results))

@@ -39,6 +39,10 @@ class SharedStage(StagingArea, Protocol):
         """Whether the destination is complete, from the same plan."""
 
     @property
+    def publisher(self) -> int | None:
+        """Another worker that has begun to publish, if that is known."""
+
+    @property
     def is_repeated(self) -> bool:
         """Whether an earlier publication was interrupted."""
 

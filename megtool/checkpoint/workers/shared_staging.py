@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import random
+import socket
 import stat
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.file_digests import FileDigests
 from megtool.checkpoint.nested_runs import LOCK
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.lock import LockFile
+from megtool.checkpoint.storage.lock import LockFile, find_holder
 from megtool.checkpoint.work_threads import map_in_threads
 from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.checkpoint.workers.manifest import (
@@ -84,6 +85,7 @@ class SharedStaging(StagingFolder):
         self.record: WorkerRecord | None = None
         self.is_published = False
         self.is_repeated = False
+        self.publisher: int | None = None  # another worker that has begun to publish
         self.rewrites_data = rewrites_data
         self._manifest = Manifest(fingerprint=fingerprint, count=worker.count)
         self._own_lock: LockFile | None = None
@@ -193,6 +195,18 @@ class SharedStaging(StagingFolder):
         """
         if read_manifest(self.files, self.staging) is not None or self._has_ended():
             return
+        if set(self.files.names(self.staging)) - {LOCK, PUBLISHED}:
+            self._clear_earlier()
+        self._destination_check.check_free()
+        self._check_in_place()
+        self._manifest.create(self.files, self.staging, self.worker.index)
+
+    def _clear_earlier(self) -> None:
+        """Remove what an earlier run has left that is worth nothing.
+
+        Raises:
+            DestinationError: it has finished parts.
+        """
         record = journal.read_journal(self.files, self.staging / "journal")
         staged = self._staged_inode()
         self._cleared = not (record and record.finished)
@@ -212,9 +226,6 @@ class SharedStaging(StagingFolder):
             )
         self._clear()
         self._renamed = False
-        self._destination_check.check_free()
-        self._check_in_place()
-        self._manifest.write(self.files, self.staging)
 
     def _take_part(self) -> None:
         """Take the place of this worker, and read what it has finished already."""
@@ -294,7 +305,12 @@ class SharedStaging(StagingFolder):
 
     def find_missing(self) -> list[int]:
         """The workers that have not signed off; all of them if the run was given up."""
-        names = self.files.names(self.staging) if self._is_in_place() else []
+        try:
+            names = self.files.names(self.staging) if self._is_in_place() else []
+        except StorageError:
+            if self._is_in_place():
+                raise
+            names = []  # removed just now
         done = {index for index, _ in find_worker_files(names, "record")}
         return [n for n in range(self.worker.count) if n not in done]
 
@@ -365,18 +381,28 @@ class SharedStaging(StagingFolder):
         return [r for r in records if r is not None]
 
     def _claim(self) -> bool:
-        """Without locks, whoever creates a file publishes, also when it is started again."""
-        if self._publish_lock is None or self._publish_lock.is_certain:
+        """Claim the publication for this worker, as locks may exclude processes of one host alone.
+
+        Only the worker that has claimed it goes on with it. Another one may if that is not running
+        any more, on the same host, where locks say so.
+        """
+        path, host = self.staging / PUBLISHER, socket.gethostname()
+        own = f"{self.worker.index} {host}\n".encode()
+        temporary = worker_file(self.worker.index, "new")
+        if self.files.create_file(path, own, temporary):
             return True
-        path, own = self.staging / PUBLISHER, f"{self.worker.index}\n".encode()
-        new = self.staging / worker_file(self.worker.index, "new")
-        self.files.replace_file(new, own, f"{new.name}.new")
-        try:
-            self.files.rename(new, path, replace=False)
-        except StorageError:
-            self.files.remove(new)
-            return self.files.read_whole(path, at_most=100, is_own=True) == own
+        index, _, name = (self.files.read_whole(path, at_most=1000) or b"").decode().partition(" ")
+        self.publisher = int(index) if index.isdecimal() else None
+        if self.publisher == self.worker.index:
+            return True
+        if name.strip() != host or self._is_running(worker_file(self.publisher or 0, "lock")):
+            return False
+        self.files.replace_file(path, own, temporary)
         return True
+
+    def _is_running(self, lock: str) -> bool:
+        """Whether a worker of this host holds its lock."""
+        return find_holder(self.files, self.staging / lock) is not None
 
     def finish(self, unit: int, note: str = "") -> None:
         """Record that a unit is finished; the publisher's are not recorded."""
@@ -447,13 +473,15 @@ class SharedStaging(StagingFolder):
         """Release all locks; remove the run if it has nothing that is worth keeping."""
         idle = self.record is None and not (self._finished or self.resumed)
         index, self._is_publisher = self.worker.index, False
-        self._close_journal()
-        own = self._own_lock is not None and self._is_in_place()
-        if own and idle:
-            self.files.remove(self.staging / worker_file(index, "journal"))
-        if own:
-            self.files.remove(self.staging / worker_file(index, "lock"))
-        self._release()
+        try:
+            self._close_journal()
+            own = self._own_lock is not None and self._is_in_place()
+            if own and idle:
+                self.files.remove(self.staging / worker_file(index, "journal"))
+            if own:
+                self.files.remove(self.staging / worker_file(index, "lock"))
+        finally:
+            self._release()
         if idle and not self.is_published:
             self._remove_if_empty()
 
@@ -516,13 +544,15 @@ class SharedStaging(StagingFolder):
             lock.release()
 
     def _release(self) -> None:
+        lock, self._own_lock = self._own_lock, None
         try:
             self._release_publication()
-            lock, self._own_lock = self._own_lock, None
-            if lock is not None:
-                lock.release()
         finally:
-            super()._release()
+            try:
+                if lock is not None:
+                    lock.release()
+            finally:
+                super()._release()
 
 
 def describe_state(files: Files, path: Path) -> str:
