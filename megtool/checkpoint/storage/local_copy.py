@@ -98,12 +98,13 @@ def _copy_file(path: Path, copy: Path, head_bytes: int | None = None) -> None:
     files = Files()
     with opened(path) as fd:
         size = files.fstat(fd).st_size
-        _check_size(path, size if head_bytes is None else head_bytes)
+        end = size if head_bytes is None else min(size, head_bytes)
+        _check_size(path, end)
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
             with copy.open("wb") as target:
-                for start in range(0, min(size, head_bytes or size), _STEP_BYTES):
-                    part = bytearray(min(_STEP_BYTES, size - start))
+                for start in range(0, end, _STEP_BYTES):
+                    part = bytearray(min(_STEP_BYTES, end - start))
                     files.pread_into(fd, memoryview(part), start)
                     target.write(part)
                 target.truncate(size)
