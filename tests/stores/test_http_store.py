@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megtool.checkpoint.storage import http_store
 from megtool.checkpoint.storage.connect import connect
+from megtool.checkpoint.storage.location import location
 from megtool.checkpoint.storage.store import ConditionError, ObjectMissingError
 from megtool.cli.app import main
 from megtool.errors import FormatError, StorageError
 from tests.support.stores.http_files import HttpFiles
 
-pytest.importorskip("obstore", reason="obstore is not installed")
+pytest.importorskip("requests", reason="requests is not installed")
 safetensors = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
 
 DATA = bytes(range(200))
@@ -75,20 +81,118 @@ def test_inspect_reads_headers_only(
     assert status == 0
     _, local = run_json(capsys, "inspect", str(weights))
     assert remote["tensors"] == local["tensors"]
-    assert sum(request.size for request in http_files.requests) < 1000
+    assert sum(request.size for request in http_files.requests) <= 1 << 16  # of 3 MiB
 
 
-@pytest.mark.parametrize("name", ["missing.safetensors", "folder"])
-def test_what_is_not_there_is_told_at_once(
-    http_files: HttpFiles, capsys: pytest.CaptureFixture[str], name: str
+@pytest.mark.parametrize(
+    ("name", "methods"), [("missing.safetensors", {"HEAD"}), ("folder", {"HEAD", "GET"})]
+)
+def test_what_is_not_there_is_told(
+    http_files: HttpFiles, capsys: pytest.CaptureFixture[str], name: str, methods: set[str]
 ) -> None:
     (http_files.root / "folder").mkdir()
     status, error = run_json(capsys, "inspect", http_files.url(name))
     assert (status, error["error"]["id"]) == (3, "source-not-found")
-    assert {request.method for request in http_files.requests} == {"HEAD"}
+    assert {request.method for request in http_files.requests} == methods
 
 
-def test_no_folder_is_listed(http_files: HttpFiles) -> None:
-    (http_files.root / "key").write_bytes(DATA)
-    assert connect(http_files.url().rstrip("/")).list("").objects == ()
-    assert http_files.requests == []
+def test_known_names_are_found_in_a_folder_that_is_not_listed(
+    http_files: HttpFiles, weights: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = http_files.root / "run 1"
+    folder.mkdir()
+    tensors = safetensors.load_file(weights)
+    names = {}
+    for number, name in enumerate(tensors):
+        names[name] = f"part-{number}.safetensors"
+        safetensors.save_file({name: tensors[name]}, folder / names[name])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "unknown.dat").write_bytes(b"unknown")
+    store = connect(http_files.url().rstrip("/"))
+    listed = {info.key: info.size for info in store.list("run 1").objects}
+    expected = {path.name for path in folder.iterdir()} - {"unknown.dat"}
+    assert listed == {f"run 1/{name}": (folder / name).stat().st_size for name in expected}
+    status, remote = run_json(capsys, "inspect", http_files.url("run 1"))
+    assert status == 0
+    _, local = run_json(capsys, "inspect", str(folder))
+    assert remote["tensors"] == local["tensors"]
+    # Names that are not known are still asked for one by one.
+    assert location(http_files.url("run 1/unknown.dat")).read_bytes() == b"unknown"
+
+
+def test_ranks_and_the_last_iteration_are_found(http_files: HttpFiles) -> None:
+    save = http_files.root / "run"
+    (save / "iter_0000020").mkdir(parents=True)
+    (save / "latest_checkpointed_iteration.txt").write_text("20\n")
+    names = {".metadata", "common.pt", "metadata.json"}
+    names |= {f"__{rank}_{n}.distcp" for rank in range(17) for n in range(3 if rank else 1)}
+    for name in names:
+        (save / "iter_0000020" / name).write_bytes(DATA)
+    store = connect(http_files.url().rstrip("/"))
+    assert store.list("run").prefixes == ("run/iter_0000020",)
+    found = {info.key.rpartition("/")[2] for info in store.list("run", recursive=True).objects}
+    assert found == names | {"latest_checkpointed_iteration.txt"}
+
+
+@pytest.fixture
+def listing_server(tmp_path: Path) -> Iterator[str]:
+    """Python's own web server, which lists folders in HTML."""
+    handler = functools.partial(_QuietHandler, directory=str(tmp_path / "site"))
+    (tmp_path / "site").mkdir()
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+class _QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+def test_folders_are_listed_where_the_server_lists(listing_server: str, tmp_path: Path) -> None:
+    folder = tmp_path / "site" / "run 1"
+    (folder / "more #1").mkdir(parents=True)
+    names = {"a b.bin", "100% ü.bin", "x?y.bin", "more #1/c"}
+    for name in names:
+        (folder / name).write_bytes(DATA)
+    store = connect(listing_server)
+    assert store.head("run 1") is None
+    listing = store.list("run 1")
+    assert {info.key for info in listing.objects} == {f"run 1/{n}" for n in names if "/" not in n}
+    assert listing.prefixes == ("run 1/more #1",)
+    everything = store.list("run 1", recursive=True).objects
+    assert {info.key for info in everything} == {f"run 1/{name}" for name in names}
+    assert all(info.size == 200 for info in everything)
+    # It has no ranges, but a read of the whole file needs none.
+    assert bytes(store.read("run 1/a b.bin", 0, 200)) == DATA
+    with pytest.raises(StorageError, match="ignores ranges"):
+        store.read("run 1/a b.bin", 0, 100)
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        [{"name": "a", "type": "file", "size": 3}, {"name": "sub", "type": "directory"}],
+        [{"name": "a", "is_dir": False}, {"name": "sub/", "is_dir": True}],
+    ],
+    ids=["nginx", "caddy"],
+)
+def test_listings_in_json(listing: list[dict[str, Any]]) -> None:
+    assert http_store._names_in_json(listing) == ["a", "sub/"]
+
+
+@pytest.mark.parametrize("listing", [{}, ["a"], [{"name": 1}], [{"size": 1}], None])
+def test_other_json_is_no_listing(listing: object) -> None:
+    assert http_store._names_in_json(listing) is None
+
+
+def test_links_that_lead_elsewhere_are_no_files() -> None:
+    page = """<a href="../">up</a><a href="?C=N;O=D">sort</a><a href="/other/x">x</a>
+    <a href="https://elsewhere/run/y">y</a><a href="./a.bin">a</a><a href="sub/">sub</a>
+    <a href="/run/b%20c.bin">b</a><a href="sub/deep">deep</a><a href="#top">top</a><a>none</a>"""
+    names = http_store._names_in_html(page, "https://host/run/")
+    assert names == ("a.bin", "sub/", "b c.bin")

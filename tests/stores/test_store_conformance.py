@@ -1,4 +1,4 @@
-"""What `Store` promises, of every store: the one in memory, and those of S3 on real servers."""
+"""What `Store` promises, of every store: in memory, of S3, Google and Azure on real servers."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ from megtool.errors import FormatError, StorageError
 from tests.support.stores.s3_bucket import S3Bucket
 from tests.support.stores.s3_servers import S3Server
 
-ALL = ("memory", "obstore", "s3", "s3-moto")
-IN_PARTS = ("memory", "s3", "s3-moto")
+ALL = ("memory", "s3", "s3-moto", "gcs", "azure")
+S3_PARTS = ("memory", "s3", "s3-moto")
+"""Those whose uploads are those of S3: Google and Azure have no least size of a part."""
 DATA = random.Random(18).randbytes(3000)
 PART = random.Random(19).randbytes(MIN_PART_BYTES)
 
 
 @pytest.fixture
-def store(request: pytest.FixtureRequest, use_s3: Callable[[S3Server], S3Bucket]) -> Store:
+def store(request: pytest.FixtureRequest) -> Store:
     """An empty store of the kind that the test is parametrized with."""
     kind: str = request.param
     if kind == "memory":
         return MemoryStore("memory://bucket")
+    if kind in ("gcs", "azure"):
+        cloud: Store = request.getfixturevalue(f"{kind}_store")
+        return cloud
+    use_s3: Callable[[S3Server], S3Bucket] = request.getfixturevalue("use_s3")
     bucket = use_s3(request.getfixturevalue("moto" if kind == "s3-moto" else "seaweedfs"))
-    if kind == "obstore":
-        from megtool.checkpoint.storage.obstore_store import ObstoreStore
-
-        return ObstoreStore(bucket.url(), options={"client_options": {"allow_http": True}})
     s3_store = pytest.importorskip("megtool.checkpoint.storage.s3_store")
     out: Store = s3_store.S3Store(bucket.url())
     return out
 
 
 every_store = pytest.mark.parametrize("store", ALL, indirect=True)
-store_in_parts = pytest.mark.parametrize("store", IN_PARTS, indirect=True)
+s3_parts = pytest.mark.parametrize("store", S3_PARTS, indirect=True)
 
 
 def keys_of(objects: Sequence[ObjectInfo]) -> list[str]:
@@ -248,7 +249,7 @@ def with_threads(call: Callable[[Any], Any], items: Sequence[Any]) -> None:
 # ---- objects in parts
 
 
-@store_in_parts
+@every_store
 def test_parts_become_an_object(store: Store) -> None:
     upload = store.begin_upload("run/key")
     last = store.upload_part("run/key", upload, 7, memoryview(b"the end"))
@@ -267,7 +268,8 @@ def test_parts_become_an_object(store: Store) -> None:
     assert bytes(store.read("run/key", 0, info.size, version=info.version)) == PART + b"the end"
 
 
-@store_in_parts
+# Azure drops the blocks of all uploads of a key.
+@pytest.mark.parametrize("store", [*S3_PARTS, "gcs"], indirect=True)
 def test_uploads_are_listed_until_they_end(store: Store) -> None:
     first, second = store.begin_upload("run/a"), store.begin_upload("run/a")
     third, other = store.begin_upload("run/b/c"), store.begin_upload("run2/a")
@@ -305,7 +307,7 @@ def test_an_upload_that_ended_is_missing(store: Store) -> None:
     assert store.head("other") is None
 
 
-@store_in_parts
+@every_store
 def test_an_upload_is_completed_only_where_there_is_nothing(store: Store) -> None:
     uploads = [store.begin_upload("key") for _ in range(2)]
     parts = [
@@ -315,11 +317,13 @@ def test_an_upload_is_completed_only_where_there_is_nothing(store: Store) -> Non
     with pytest.raises(ConditionError):
         store.complete_upload("key", uploads[1], [parts[1]], create=True)
     assert bytes(store.read("key", 0, 1)) == b"1"
+    if store.url.startswith("az:"):  # the blocks of other uploads end with a commit
+        return
     store.complete_upload("key", uploads[1], [parts[1]])
     assert bytes(store.read("key", 0, 1)) == b"2"
 
 
-@store_in_parts
+@s3_parts
 def test_only_what_was_uploaded_is_completed(store: Store) -> None:
     upload = store.begin_upload("key")
     part = store.upload_part("key", upload, 1, b"data")
@@ -335,7 +339,7 @@ def test_only_what_was_uploaded_is_completed(store: Store) -> None:
     assert store.head("key") is None
 
 
-@store_in_parts
+@s3_parts
 def test_ranges_are_copied_by_the_store(store: Store) -> None:
     assert store.can_copy
     source = store.put("source", PART + DATA)

@@ -183,7 +183,7 @@ def detect_format(path: Path) -> CheckpointFormat:
         raise FormatError(
             "the path does not exist",
             file=path,
-            hint="name a file: a web server lists no folders" if is_web else "check the path",
+            hint="name a file if the server lists no folders" if is_web else "check the path",
             error_id="source-not-found",
         )
     names = Files().names(path) if stat.S_ISDIR(status.st_mode) else None

@@ -24,7 +24,7 @@ def connect(url: str) -> Store:
         store = _STORES.get(url)
     if store is None:
         scheme = url.partition("://")[0]
-        maker = _MAKERS.get(scheme)
+        maker = _maker_of(scheme)
         if maker is None:
             raise UsageError(
                 f"no store has the scheme {scheme}://", file=url, hint="one of: " + _known()
@@ -42,7 +42,7 @@ def register_store(store: Store) -> None:
 
 
 def _known() -> str:
-    return ", ".join(f"{scheme}://" for scheme in _MAKERS)
+    return ", ".join(f"{scheme}://" for scheme in _MAKERS) + ", and those of fsspec"
 
 
 def _s3(url: str) -> Store:
@@ -51,10 +51,22 @@ def _s3(url: str) -> Store:
     return S3Store(url)
 
 
-def _obstore(url: str) -> Store:
-    from megtool.checkpoint.storage.obstore_store import open_obstore
+def _gcs(url: str) -> Store:
+    from megtool.checkpoint.storage.gcs_store import GcsStore
 
-    return open_obstore(url)
+    return GcsStore(url)
+
+
+def _azure(url: str) -> Store:
+    from megtool.checkpoint.storage.azure_store import AzureStore
+
+    return AzureStore(url)
+
+
+def _http(url: str) -> Store:
+    from megtool.checkpoint.storage.http_store import HttpStore
+
+    return HttpStore(url)
 
 
 def _hub(url: str) -> Store:
@@ -63,12 +75,35 @@ def _hub(url: str) -> Store:
     return HubStore(url)
 
 
+def _msc(url: str) -> Store:
+    from megtool.checkpoint.storage.adapter_stores import MscStore
+
+    return MscStore(url)
+
+
+def _fsspec(url: str) -> Store:
+    from megtool.checkpoint.storage.adapter_stores import FsspecStore
+
+    return FsspecStore(url)
+
+
+def _maker_of(scheme: str) -> Callable[[str], Store] | None:
+    if scheme in _MAKERS or not scheme:
+        return _MAKERS.get(scheme)
+    if scheme.startswith("fsspec+"):
+        return _fsspec
+    from megtool.checkpoint.storage.adapter_stores import knows_fsspec
+
+    return _fsspec if knows_fsspec(scheme) else None
+
+
 _MAKERS: dict[str, Callable[[str], Store]] = {
     "s3": _s3,
-    "gs": _obstore,
-    "az": _obstore,
-    "https": _obstore,
-    "http": _obstore,
+    "gs": _gcs,
+    "az": _azure,
+    "https": _http,
+    "http": _http,
     "hf": _hub,
+    "msc": _msc,
     "memory": MemoryStore,
 }

@@ -43,8 +43,8 @@ def to_status(info: ObjectInfo | None) -> os.stat_result:
     return os.stat_result((*fields, *[modified // 10**9] * 3), names)
 
 
-def can_list(path: StorePath) -> bool:
-    """Whether the store tells what is in a folder; web servers do not."""
+def lists_all(path: StorePath) -> bool:
+    """Whether a listing tells all that is in a folder; that of a web server may be known names."""
     return path.scheme not in ("http", "https")
 
 
@@ -76,12 +76,12 @@ class StoreIndex:
         folder = path.parent
         with self._lock:
             known = self._folders.get(folder)
-            if known is not None:
+            if known is not None and (path.name in known or lists_all(path)):
                 return known.get(path.name)
             if path in self._single:
                 return self._single[path]
             self._asked[folder] += 1
-            is_listed = self._asked[folder] > _HEADS and bool(folder.key) and can_list(path)
+            is_listed = self._asked[folder] > _HEADS and bool(folder.key) and lists_all(path)
         if is_listed:
             return self._list(folder).get(path.name)
         info = path.store.head(path.key)
@@ -103,10 +103,8 @@ class StoreIndex:
             return to_status(None) if path in staged.folders else None
         with self._lock:
             above = self._folders.get(path.parent) if path.key else None
-            if above is not None and path.name not in above:
+            if above is not None and path.name not in above and lists_all(path):
                 return None
-        if not can_list(path):
-            return None if path.key else to_status(None)
         return to_status(None) if self._list(path) or not path.key else None
 
     def names(self, path: StorePath) -> list[str]:
@@ -165,7 +163,7 @@ class StoreIndex:
         with self._lock:
             if path in self._trees:
                 return True
-        if not path.key or not can_list(path):
+        if not path.key or not lists_all(path):
             return False
         listing = path.store.list(path.key, recursive=True, most=most)
         if len(listing.objects) >= most:
