@@ -2,9 +2,9 @@
 
 The model is that of ALICE (Pillai et al., OSDI 2014). A file's unsynced writes reach the disk in
 any order and in any part, page by page; `fsync` of a file makes its bytes and its size durable, but
-not its name. A change of names is atomic, and durable when one of its folders was flushed; others may
-be lost in any order, except that changes of one name keep theirs. After a failed `fsync` the pages
-count as clean: a second one succeeds and writes nothing.
+not its name. A change of names is atomic, and durable when one of its folders was flushed; others
+may be lost in any order, except that changes of one name keep theirs. After a failed `fsync` the
+pages count as clean: a second one succeeds and writes nothing.
 """
 
 from __future__ import annotations

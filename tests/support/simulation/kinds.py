@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from tests.support.simulation.planted_local import LOCAL_PLANTS
+from tests.support.simulation.planted_store import STORE_PLANTS
 from tests.support.simulation.staging_history import StagingHistory
+from tests.support.simulation.store_history import StoreHistory
 
 
 class History(Protocol):
@@ -29,11 +31,12 @@ class History(Protocol):
         """
 
 
-KINDS: Mapping[str, Callable[[int], History]] = {"staging": StagingHistory}
+KINDS: Mapping[str, Callable[[int], History]] = {"staging": StagingHistory, "store": StoreHistory}
 """Histories by name; without a name, a seed has the kind of its remainder."""
 
 PLANTS: Mapping[str, Mapping[str, Callable[[], AbstractContextManager[Any]]]] = {
-    "staging": LOCAL_PLANTS
+    "staging": LOCAL_PLANTS,
+    "store": STORE_PLANTS,
 }
 """Planted bugs by the kind of history that finds them."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,9 @@ from tests.support.simulation.disk import SimulatedDisk
 HOME = "/tmp"
 """A folder that exists on the real machine too: a check asks the real one whether it can be
 written. Nothing is written there."""
+
+MARKER = ".metadata"
+"""The file that makes a checkpoint complete: it appears last."""
 
 NUM_PLANS = 24
 
@@ -60,9 +63,14 @@ class TinyPlan:
     calls: int = 0
 
 
-@functools.cache
-def tiny_plan(number: int) -> TinyPlan:
+def tiny_plan(number: int, *, is_fresh: bool = False) -> TinyPlan:
     """Plan number `number`, without what it must write (`tree`)."""
+    tiny = _tiny_plan(number)
+    return replace(tiny, tree={}) if is_fresh else tiny
+
+
+@functools.cache
+def _tiny_plan(number: int) -> TinyPlan:
     rng = random.Random(number)
     raw = raw_checkpoints
     is_file = number % 6 == 5
@@ -83,7 +91,7 @@ def tiny_plan(number: int) -> TinyPlan:
     else:
         target = build_layout(raw, Path("/tree"), rng, there, "float32")
         more = {"deep/config.json": b"{%d}" % number, f"only{number}.txt": b"x" * number}
-        destination = raw.destination(target, small_files=more, final_files={"done": b"1"})
+        destination = raw.destination(target, small_files=more, final_files={MARKER: b"1"})
     catalogue = SimulatedCatalogue(**{f.name: getattr(source, f.name) for f in fields(source)})
     plan = build_plan(
         [PlanSource(catalogue=catalogue, placements=here)], destination, there, options=str(number)

@@ -16,13 +16,15 @@ class Killed(BaseException):
 class Process:
     """A simulated process: a call that runs until it ends, fails, or is killed.
 
-    `calls` counts its system calls and requests. It dies at number `dies_at`, if not 0.
+    `calls` counts its system calls and requests. It dies at number `dies_at`, if not 0, and stops
+    for a long time at number `stalls_at`. `memory` is what is global in a process.
     """
 
     def __init__(self, scheduler: Scheduler, number: int, work: Callable[[Process], Any]) -> None:
         self.number = number
         self.calls = 0
-        self.dies_at = 0
+        self.dies_at = self.stalls_at = self.intruded_at = 0
+        self.memory: dict[str, Any] = {}
         self.slowness = 1.0
         self.is_dead = False
         self.error: BaseException | None = None
@@ -46,6 +48,8 @@ class Process:
         self.calls += 1
         if self.calls == self.dies_at:
             self.die()
+        if self.calls == self.stalls_at:
+            self._scheduler.sleep(300.0)
         self._scheduler.pause(self)
         if self.is_dead:
             raise Killed
@@ -136,7 +140,7 @@ class Scheduler:
         if self._is_alone:
             self.current = processes[0]
             processes[0].run()
-            self.alive = []
+            self.alive, self.current = [], None
             return
         while waiting:
             ready = [p for p in waiting if p.wakes_at <= self.seconds]
@@ -148,6 +152,7 @@ class Scheduler:
             self.current.resume()
             if self.current.is_done:
                 waiting.remove(self.current)
+        self.current = None
 
     def pause(self, process: Process) -> None:
         """Time passes; another process may run."""

@@ -1,4 +1,4 @@
-"""Histories of runs into a staging folder: faults, crashes, rivals, and what must hold after them."""
+"""Histories of runs into a staging folder: faults, crashes, rivals; what must hold after them."""
 
 from __future__ import annotations
 
