@@ -290,6 +290,7 @@ class _TrainLoop:
             objects=job.features.saved_objects(job.tensor_names),
         )
         began = time.monotonic()
+        job.log.flush()
         job.saver.finish()
         self.prune_checkpoints()  # before the next one needs the space
         job.saver.save(

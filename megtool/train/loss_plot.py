@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import is_remote
 from megtool.errors import MissingPackageError
 
 PLOT_FILE = "loss.png"
@@ -50,7 +53,12 @@ def plot_loss(
         axes.set_title(title)
     if losses or evaluations:
         axes.legend()
-    figure.savefig(str(path), format="png")
+    if not is_remote(path):
+        figure.savefig(str(path), format="png")
+        return
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    Files().replace_file(path, image.getvalue(), "")
 
 
 def smooth(values: Sequence[float], weight_of_past: float = _SMOOTHED) -> list[float]:

@@ -23,7 +23,7 @@ from megtool.train.checkpointing.megatron_common_state import seed_random_states
 from megtool.train.checkpointing.megatron_template import make_save_template
 from megtool.train.checkpointing.protocol import TrainState
 from megtool.train.checkpointing.resume_point import (
-    CACHE_FOLDER,
+    cache_folder,
     check_loaded,
     claim_folder,
     load_train_state,
@@ -104,7 +104,7 @@ class TrainRun:
         datasets = open_datasets(
             settings,
             self.source,
-            cache=settings.data_cache_path or folder / CACHE_FOLDER,
+            cache=settings.data_cache_path or cache_folder(folder),
             world=groups.world,
             progress=self.progress,
         )

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from megtool.checkpoint.storage.files import Files
-from megtool.errors import MissingPackageError, StorageError
+from megtool.checkpoint.storage.location import is_remote
+from megtool.errors import MissingPackageError, StorageError, UsageError
 
 _LOG = logging.getLogger(__name__)
+
+_FLUSH_S = 30.0  # a log in a store is replaced this often at most
 
 LOG_FILE = "log.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -64,12 +68,17 @@ class RunLog:
     ) -> None:
         self._file: TextIO | None = None
         self._board: SummaryWriterProtocol | None = None
+        self._object: Path | None = None
+        self._flushed = 0.0
         self.lines: list[LogLine] = []
         if folder is None:
             return
         path = folder / LOG_FILE
         # A new run has no lines, not even of its first evaluation.
         self.lines = [x for x in read_log(path) if x["iteration"] <= iteration and iteration]
+        if is_remote(folder):
+            self._begin_object(path, tensorboard)
+            return
         try:
             folder.mkdir(parents=True, exist_ok=True)
             text = "".join(_encode_line(line) for line in self.lines)
@@ -80,12 +89,42 @@ class RunLog:
         if tensorboard:
             self._board = _open_tensorboard(folder / TENSORBOARD_FOLDER, iteration + 1)
 
+    def _begin_object(self, path: Path, tensorboard: bool) -> None:
+        """Keep the log in memory, and replace the object at times: objects cannot be appended to.
+
+        Raises:
+            UsageError: TensorBoard writes to the store by itself, or not at all.
+        """
+        if tensorboard:
+            raise UsageError(
+                "--tensorboard writes local files, and DST is in a store",
+                hint="log.jsonl in DST holds the same values",
+            )
+        self._object = path
+        self.flush()
+
+    def flush(self) -> None:
+        """Make what was written so far last; on a disk every line does.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        if self._object is not None:
+            text = "".join(_encode_line(line) for line in self.lines)
+            Files().replace_file(self._object, text.encode(), "")
+            self._flushed = time.monotonic()
+
     def write(self, line: Mapping[str, Any]) -> None:
         """Add a line.
 
         Raises:
             StorageError: it cannot be written.
         """
+        if self._object is not None:
+            self.lines.append(dict(line))
+            if time.monotonic() - self._flushed > _FLUSH_S:
+                self.flush()
+            return
         if self._file is None:
             return
         self.lines.append(dict(line))
@@ -108,6 +147,8 @@ class RunLog:
 
     def close(self) -> None:
         """Flush and close the files."""
+        self.flush()
+        self._object = None
         if self._file is not None:
             self._file.close()
         if self._board is not None:

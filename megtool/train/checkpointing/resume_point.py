@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +15,8 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
 from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import StorePath, is_remote
+from megtool.checkpoint.store_check import check_surroundings
 from megtool.console import Progress
 from megtool.errors import DestinationError, TrainingError, UsageError
 from megtool.model.decoder import Decoder
@@ -23,6 +27,7 @@ from megtool.train.checkpointing.protocol import TrainState
 from megtool.train.checkpointing.resume import resume
 from megtool.train.checkpointing.retention import (
     find_newest_iteration,
+    list_interrupted,
     list_iterations,
     read_tracker,
 )
@@ -37,6 +42,15 @@ _LOG = logging.getLogger(__name__)
 
 CACHE_FOLDER = "data"
 """The cache of tokenized data in DST."""
+
+
+def cache_folder(folder: Path) -> Path:
+    """Where tokenized data is kept: in DST, or in a temporary folder if DST is in a store."""
+    if not is_remote(folder):
+        return folder / CACHE_FOLDER
+    name = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"megtool-data-{os.geteuid()}-{name}"
+
 
 # Keys that determine the shapes of a model's tensors; checkpoints of other tools may differ in the
 # others.
@@ -76,6 +90,9 @@ def check_folders(source: Path, folder: Path) -> None:
         )
     if target.is_relative_to(origin):
         raise UsageError(f"DST is inside SRC: {source}", file=folder, hint="give another DST")
+    if isinstance(target, StorePath):
+        check_surroundings(target, [])
+        return
     existing = next(path for path in (target, *target.parents) if os.path.exists(path))
     if not existing.is_dir() and existing != target:
         raise DestinationError(f"{existing} is not a folder", file=folder, hint="give another DST")
@@ -94,7 +111,7 @@ def find_checkpoint(folder: Path, settings: TrainConfig) -> Path | None:
         DestinationError: the folder holds something else, a run that must not be resumed, or one
             without a complete iteration; or its cache is a link.
     """
-    if settings.data_cache_path is None:
+    if settings.data_cache_path is None and not is_remote(folder):
         _check_cache(folder / CACHE_FOLDER)
     newest, tracked = find_newest_iteration(folder), read_tracker(folder)
     if newest is not None and not settings.resume:
@@ -114,7 +131,8 @@ def find_checkpoint(folder: Path, settings: TrainConfig) -> Path | None:
             hint="give a DST that does not exist yet; --load CKPT resumes from a checkpoint",
             error_id="destination-exists",
         )
-    if newest is None and (tracked is not None or list_iterations(folder)):
+    iterations = set(list_iterations(folder)) - set(list_interrupted(folder))
+    if newest is None and (tracked is not None or iterations):
         missing = "an iteration" if tracked is None else f"iteration {tracked}"
         raise DestinationError(
             f"it should have {missing} of a run, and no iteration is complete",

@@ -9,6 +9,8 @@ from stat import S_ISREG
 
 from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import StorePath, is_remote
+from megtool.checkpoint.store_publish import remove_objects
 
 _MAX_TRACKER_BYTES = 1000
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -37,6 +39,7 @@ def find_newest_iteration(folder: Path) -> int | None:
 
     None if there is none.
     """
+    Files().refresh(folder)
     named = read_tracker(folder)
     if named is not None and has_iteration(folder, named):
         return named
@@ -46,6 +49,18 @@ def find_newest_iteration(folder: Path) -> int | None:
 def list_iterations(folder: Path) -> list[int]:
     """The numbers of all iterations in a save folder, complete or not, ascending."""
     names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := _ITERATION.fullmatch(name)))
+
+
+def list_interrupted(folder: Path) -> list[int]:
+    """The numbers of iterations of which an interrupted save has left a part in a store.
+
+    On a disk there are none: an iteration appears complete.
+    """
+    staging = folder / ".megtool"
+    if not is_remote(folder) or not staging.is_dir():
+        return []
+    names = [name.rpartition(".")[0] for name in Files().names(staging)]
     return sorted(int(match[1]) for name in names if (match := _ITERATION.fullmatch(name)))
 
 
@@ -59,5 +74,9 @@ def prune_checkpoints(folder: Path, keep: int) -> list[int]:
         return []
     old = [n for n in list_iterations(folder) if n <= newest][:-keep]
     for number in old:
-        shutil.rmtree(folder / folder_name(number), ignore_errors=True)
+        if isinstance(folder, StorePath):
+            remove_objects(folder / folder_name(number))
+        else:
+            shutil.rmtree(folder / folder_name(number), ignore_errors=True)
+    Files().refresh(folder)
     return old

@@ -10,6 +10,7 @@ from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import is_remote
 from megtool.config import ModelConfig
 from megtool.convert.canonical_view import CanonicalView
 from megtool.errors import FormatError, StorageError, TrainingError
@@ -134,7 +135,8 @@ class RunIdentity:
         """
         path = folder / RUN_FILE
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            if not is_remote(folder):
+                folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise StorageError(f"cannot write: {e.strerror or e}", file=path) from e
         text = json.dumps(asdict(self), indent=1) + "\n"

@@ -21,7 +21,11 @@ from megtool.checkpoint.formats.torch_dist_layout import COMMON_FILE, CONFIG_FIL
 from megtool.checkpoint.nested_runs import check_runs_above
 from megtool.checkpoint.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.lease import Lease
+from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.lock import LockFile
+from megtool.checkpoint.storage.store_probe import probe_store
+from megtool.checkpoint.store_check import check_surroundings
 from megtool.errors import MegtoolError, StorageError, UsageError
 from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
@@ -41,6 +45,7 @@ from megtool.train.checkpointing.save_layout import WEIGHT, SaveLayout, plan_sav
 from megtool.train.checkpointing.save_template import SaveTemplate
 from megtool.train.checkpointing.shard_ownership import RankOwnership, StateRange
 from megtool.train.checkpointing.staged_iteration import STAGING, StagedIteration, remove_unfinished
+from megtool.train.checkpointing.store_iteration import StoreIteration, remove_unfinished_objects
 
 if TYPE_CHECKING:
     from megtool.optim.optimizer import Optimizer
@@ -111,7 +116,7 @@ class TorchDistSaver:
         self.optimizer_format = optimizer_format
         self._fsync, self._timeout_s = fsync, timeout_s
         self.files = files or Files()
-        self._lock: LockFile | None = None
+        self._lock: LockFile | Lease | None = None
         self._background = BackgroundTask()
         self._planned: _SavePlan | None = None
         self._host: HostSnapshot | None = None
@@ -136,11 +141,22 @@ class TorchDistSaver:
                 self.files.mkdir(path)
             self.files.make_own_folder(self.folder / STAGING)
 
+        if isinstance(self.folder, StorePath):
+            self._claim_prefix(self.folder)
+            return
         staging = Path(os.path.realpath(self.folder)) / STAGING
         check_runs_above(self.files, staging)
         self._lock = LockFile(self.files, self.folder / STAGING / "lock", make)
         check_runs_above(self.files, staging)  # of two runs that start at once, one sees the other
         if removed := remove_unfinished(self.files, self.folder):
+            _LOG.warning("removed unfinished saves: %s", ", ".join(removed))
+
+    def _claim_prefix(self, folder: StorePath) -> None:
+        """Take the lease of a prefix in a store, and remove what unfinished saves left."""
+        check_surroundings(folder, [])
+        self._lock = Lease(folder / STAGING / "lock")
+        probe_store(folder / STAGING)
+        if removed := remove_unfinished_objects(folder):
             _LOG.warning("removed unfinished saves: %s", ", ".join(removed))
 
     def prepare(
@@ -216,16 +232,7 @@ class TorchDistSaver:
             optimizer.wait_for_parameters()
         objects = self._gather_objects(metadata)
         self._attempts += 1
-        staged = StagedIteration(
-            self.files,
-            self.folder,
-            iteration,
-            number=self._attempts,
-            rank=self.groups.rank,
-            size=self.groups.world.size,
-            fsync=self._fsync,
-            timeout_s=self._timeout_s,
-        )
+        staged = self._stage(iteration)
         rows: Mapping[int, Tensor] | LiveShards
         copy: Callable[[], None] | None = None
         if asynchronous:
@@ -258,6 +265,20 @@ class TorchDistSaver:
         else:
             self._write(task)
         return time.monotonic() - began
+
+    def _stage(self, iteration: int) -> StagedIteration:
+        is_remote = isinstance(self.folder, StorePath)
+        kind: Callable[..., StagedIteration] = StoreIteration if is_remote else StagedIteration
+        return kind(
+            self.files,
+            self.folder,
+            iteration,
+            number=self._attempts,
+            rank=self.groups.rank,
+            size=self.groups.world.size,
+            fsync=self._fsync,
+            timeout_s=self._timeout_s,
+        )
 
     def wait_for_copy(self) -> float:
         """Wait until a copy under way is complete; returns the seconds it took. See `save`."""
@@ -298,7 +319,9 @@ class TorchDistSaver:
     def _release(self) -> None:
         self._host = self._planned = None
         lock, self._lock = self._lock, None
-        if lock is not None:
+        if isinstance(lock, Lease):
+            lock.release()
+        elif lock is not None:
             try:
                 self.files.remove(self.folder / STAGING / "lock")
                 self.files.remove_empty(self.folder / STAGING)

@@ -79,19 +79,23 @@ class StagedIteration:
 
     def mark_done(self) -> None:
         """Mark this rank's files as complete; the mark holds their digests."""
-        files = {
-            path.relative_to(self.tree).as_posix(): digest
-            for path in self._digests.paths()
-            if (digest := self._digests.get(path)) is not None
-        }
-        sidecar = Sidecar(names="stored", tool=TOOL, tensors={}, files=files)
-        data = encode_sidecar(replace(sidecar, stored_tensors=self._stored))
+        data = encode_sidecar(self._own_sidecar())
         fd = self.files.open_write(self._mark(self._rank, "busy"))
         try:
             self.files.pwrite_all(fd, data, 0)
         finally:
             self.files.close(fd)
         self._set_mark("done")
+
+    def _own_sidecar(self) -> Sidecar:
+        """The digests of what this rank has written."""
+        files = {
+            path.relative_to(self.tree).as_posix(): digest
+            for path in self._digests.paths()
+            if (digest := self._digests.get(path)) is not None
+        }
+        sidecar = Sidecar(names="stored", tool=TOOL, tensors={}, files=files)
+        return replace(sidecar, stored_tensors=self._stored)
 
     def mark_failed(self) -> None:
         """Mark this rank as failed."""
@@ -109,7 +113,7 @@ class StagedIteration:
 
         `shards` are the parts of tensors in it, whose digests are not known yet.
         """
-        full = self._prepare_path(name)
+        full = self._create(name, size)
         fd = self.files.open_write(full)
         parts = shards or {}
         cuts = sorted({c for p in parts.values() for c in (p.begin, p.begin + p.size)})
@@ -145,7 +149,8 @@ class StagedIteration:
         Raises:
             StorageError: it has not, or it failed.
         """
-        self._wait_until(lambda: self.files.lstat(self.staging) is None, "rank 0 commits")
+        self._wait_until(self._is_over, "rank 0 commits")
+        self.files.refresh(self.folder)
         tracker = self.files.read_whole(self.folder / TRACKER, at_most=100)
         if tracker is None or tracker.strip() != str(self.iteration).encode():
             raise StorageError(
@@ -153,6 +158,9 @@ class StagedIteration:
                 file=self.final,
                 hint=self._hint(),
             )
+
+    def _is_over(self) -> bool:
+        return self.files.lstat(self.staging) is None
 
     def _hint(self) -> str:
         has_earlier = self.files.lstat(self.folder / TRACKER) is not None
@@ -186,15 +194,7 @@ class StagedIteration:
         Raises:
             StorageError: a rank or a system call failed; earlier iterations stay.
         """
-        self._wait_until(
-            lambda: not self._ranks_in_state("busy", but_for=0), "all ranks have written"
-        )
-        if failed := self._ranks_in_state("failed"):
-            raise StorageError(
-                f"rank {failed[0]} could not write its part of iteration {self.iteration}",
-                file=self.final,
-                hint=self._hint(),
-            )
+        self._wait_for_ranks()
         for name, data in small.items():
             if isinstance(data, Path):
                 self._move(data, name)
@@ -213,6 +213,22 @@ class StagedIteration:
         if self._fsync:
             files.fsync_dir(self.folder)
         files.remove(self.staging)
+
+    def _wait_for_ranks(self) -> None:
+        """Wait until all ranks have written.
+
+        Raises:
+            StorageError: one has failed.
+        """
+        self._wait_until(
+            lambda: not self._ranks_in_state("busy", but_for=0), "all ranks have written"
+        )
+        if failed := self._ranks_in_state("failed"):
+            raise StorageError(
+                f"rank {failed[0]} could not write its part of iteration {self.iteration}",
+                file=self.final,
+                hint=self._hint(),
+            )
 
     def _write_digests(self) -> None:
         """Write the sidecar: digests of all ranks' files, and of small files."""
@@ -275,12 +291,15 @@ class StagedIteration:
 
     def _ranks_in_state(self, state: str, *, but_for: int | None = None) -> list[int]:
         """The ranks in a state; those without a mark have not started, and count as busy."""
-        names = set(self.files.names(self.staging))
+        names = self._marks()
         ranks = [r for r in range(self._size) if r != but_for]
         if state == "busy":
             over = ("done", "failed")
             return [r for r in ranks if not any(f"rank_{r}.{s}" in names for s in over)]
         return [r for r in ranks if f"rank_{r}.{state}" in names]
+
+    def _marks(self) -> set[str]:
+        return set(self.files.names(self.staging))
 
     def _wait_until(self, is_reached: Callable[[], bool], goal: str) -> None:
         began, pause = time.monotonic(), 0.001
@@ -293,6 +312,10 @@ class StagedIteration:
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+
+    def _create(self, name: str, size: int) -> Path:
+        """The path at which to open a file of this size for writing."""
+        return self._prepare_path(name)
 
     def _prepare_path(self, name: str) -> Path:
         full = self.tree / name

@@ -1,0 +1,224 @@
+"""An iteration that several processes write into an object store.
+
+Every rank uploads its file, which appears when it is marked as done. Rank 0 then puts the small
+files, those that make the iteration complete last, and the tracker after all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megtool.checkpoint.digest import SIDECAR, TOOL, Sidecar, encode_sidecar, parse_sidecar
+from megtool.checkpoint.formats.save_folder import TRACKER
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.storage.object_writer import ObjectWriter
+from megtool.checkpoint.storage.open_objects import open_objects
+from megtool.checkpoint.storage.part_buffers import PartBuffers
+from megtool.checkpoint.storage.part_layout import CopyRun, Coverage, cut_parts
+from megtool.checkpoint.storage.store import ObjectInfo, UploadedPart
+from megtool.checkpoint.store_publish import (
+    complete_once,
+    list_keys,
+    publishing_order,
+    remove_objects,
+)
+from megtool.errors import StorageError
+from megtool.train.checkpointing.staged_iteration import STAGING, StagedIteration
+
+_OPEN = "open"
+"""The mark of rank 0 that objects may appear: what was there before is no checkpoint any more."""
+
+
+class StoreIteration(StagedIteration):
+    """See `StagedIteration`. Marks are objects; the files of a rank appear when it is done."""
+
+    def __init__(
+        self,
+        files: Files,
+        folder: StorePath,
+        iteration: int,
+        *,
+        number: int,
+        rank: int,
+        size: int,
+        fsync: bool,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(
+            files,
+            folder,
+            iteration,
+            number=number,
+            rank=rank,
+            size=size,
+            fsync=fsync,
+            timeout_s=timeout_s,
+        )
+        self.tree = self.final
+        self._store = folder.store
+        self._prefix = folder / STAGING / self.staging.name
+        self._target = folder / self.final.name
+        self._writers: list[ObjectWriter] = []
+        self._buffers = PartBuffers()
+
+    # ---- parts of objects
+
+    def touch(self, writer: ObjectWriter, part: int) -> None:
+        """See `PartTarget`."""
+
+    def upload(self, writer: ObjectWriter, part: int, data: memoryview) -> UploadedPart:
+        """See `PartTarget`."""
+        with writer.lock:
+            if not writer.upload_id:
+                writer.upload_id = self._store.begin_upload(writer.path.key)
+        return self._store.upload_part(writer.path.key, writer.upload_id, part + 1, data)
+
+    def copy(self, writer: ObjectWriter, part: int, run: CopyRun) -> UploadedPart | None:
+        """See `PartTarget`: nothing is copied."""
+        return None
+
+    def uploaded(self, writer: ObjectWriter, part: int) -> None:
+        """See `PartTarget`."""
+
+    def complete(self, writer: ObjectWriter) -> ObjectInfo:
+        """See `PartTarget`."""
+        if writer.completed is None:
+            if not len(writer.layout):
+                writer.completed = self._store.put(writer.path.key, b"")
+            else:
+                writer.completed = complete_once(
+                    writer.path, writer.upload_id, writer.tags(), is_safe=False
+                )
+        return writer.completed
+
+    # ---- every rank
+
+    def begin(self) -> None:
+        """As rank 0, make an iteration of this number that is there already incomplete."""
+        if self._rank:
+            return
+        stale = [key for key in list_keys(self._target) if key.rpartition("/")[2] == ".metadata"]
+        self._store.delete(stale)
+        remove_objects(self._target)
+        self._store.put((self._prefix / _OPEN).key, b"")
+
+    def _create(self, name: str, size: int) -> Path:
+        path = self._target / name
+        expected = Coverage()
+        if size:
+            expected.add(0, size)
+        writer = ObjectWriter(path, cut_parts(size), self, self._buffers, expected)
+        self._writers.append(writer)
+        open_objects().construct(path, writer)
+        return path
+
+    def mark_done(self) -> None:
+        """Let this rank's files appear; the mark holds their digests."""
+        for writer in self._writers:
+            writer.finish()
+        self._wait_until(lambda: _OPEN in self._marks(), "rank 0 has begun")
+        for writer in self._writers:
+            self.complete(writer)
+            open_objects().construct(writer.path, None)
+        self._buffers.close()
+        self._store.put(self._mark_key("done"), encode_sidecar(self._own_sidecar()))
+
+    def mark_failed(self) -> None:
+        """Mark this rank as failed, and drop what it has uploaded."""
+        for writer in self._writers:
+            open_objects().construct(writer.path, None)
+            if writer.upload_id and writer.completed is None:
+                self._store.abort_upload(writer.path.key, writer.upload_id)
+        self._buffers.close()
+        self._store.put(self._mark_key("failed"), b"")
+
+    def _mark_key(self, state: str) -> str:
+        return (self._prefix / f"rank_{self._rank}.{state}").key
+
+    def _marks(self) -> set[str]:
+        infos = self._store.list(self._prefix.key).objects
+        return {info.key.rpartition("/")[2] for info in infos}
+
+    def _is_over(self) -> bool:
+        return not self._marks()
+
+    # ---- rank 0
+
+    def require_space(self, num_bytes: int) -> None:
+        """A store says nothing about space."""
+
+    def commit(self, small: Mapping[str, bytes | Path]) -> None:
+        """When all ranks are done, put the small files, and the tracker.
+
+        Raises:
+            StorageError: a rank failed, or the store refused; earlier iterations stay.
+        """
+        self._wait_for_ranks()
+        contents = {
+            name: data if isinstance(data, bytes) else self.files.read_whole(data) or b""
+            for name, data in small.items()
+        }
+        for name, data in contents.items():
+            path = self._target / name
+            self._digests.register(path, len(data))
+            self._digests.record(path, 0, (data,))
+        contents[SIDECAR] = encode_sidecar(self._whole_sidecar())
+        for name in publishing_order(contents, [".metadata"]):
+            self._store.put((self._target / name).key, contents[name])
+        self.files.refresh(self.folder)
+        self.files.replace_file(self.folder / TRACKER, str(self.iteration).encode(), "")
+        for value in small.values():
+            if isinstance(value, Path):
+                self.files.remove(value)
+        remove_objects(self._prefix)
+
+    def _whole_sidecar(self) -> Sidecar:
+        sidecar = self._own_sidecar()
+        files, stored = dict(sidecar.files), dict(sidecar.stored_tensors)
+        for rank in range(self._size):
+            if rank != self._rank:
+                mark = self._prefix / f"rank_{rank}.done"
+                info = self._store.head(mark.key)
+                if info is None:
+                    raise StorageError("the mark of a rank is gone", file=mark)
+                other = parse_sidecar(bytes(self._store.read(mark.key, 0, info.size)), mark)
+                files |= other.files
+                stored |= other.stored_tensors
+        whole = Sidecar(names="stored", tool=TOOL, tensors={}, files=files)
+        return replace(whole, stored_tensors=stored)
+
+    def discard(self) -> None:
+        """Remove what has appeared, once no rank writes."""
+        try:
+            self._wait_until(
+                lambda: not self._ranks_in_state("busy", but_for=0), "all ranks have stopped"
+            )
+        finally:
+            remove_objects(self._target)
+            remove_objects(self._prefix)
+            self.files.refresh(self.folder)
+
+
+def remove_unfinished_objects(folder: StorePath) -> list[str]:
+    """Remove what unfinished saves left in a save folder; returns the names of their iterations.
+
+    Only the run that holds the folder's lease may call it.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    store, staging = folder.store, folder / STAGING
+    names = [key.removeprefix(f"{staging.key}/").partition("/")[0] for key in list_keys(staging)]
+    unfinished = sorted({name for name in names if name != "lock" and "." in name})
+    for upload in store.list_uploads(folder.key):
+        store.abort_upload(upload.key, upload.upload_id)
+    for name in unfinished:
+        iteration = folder / name.rpartition(".")[0]
+        if store.head((iteration / ".metadata").key) is None:
+            remove_objects(iteration)
+        remove_objects(staging / name)
+    Files().refresh(folder)
+    return unfinished
