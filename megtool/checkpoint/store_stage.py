@@ -119,6 +119,7 @@ class StoreStage:
         self._by_number: dict[int, ObjectWriter] = {}
         self._units = UnitTracker(lambda record: self._require_journal().add(record))
         self._replaces = self._is_complete = self._committed = self._is_following = False
+        self._has_leftovers = False  # of an earlier run, beside the destination
         self._overflows: Callable[[], bool] = bool
         self._mutex = threading.Lock()
         self._trace = ""  # what stays beside a complete checkpoint
@@ -144,7 +145,8 @@ class StoreStage:
 
     def __enter__(self) -> StoreStage:
         check_surroundings(self.destination, self._sources)
-        if not has_objects(self.staging):
+        self._has_leftovers = has_objects(self.staging)
+        if not self._has_leftovers:
             check_free(self.destination, is_file=self.is_file, overwrite=self._overwrite)
         try:
             self._lease = Lease(self._staged_path(LEASE))
@@ -185,8 +187,11 @@ class StoreStage:
             )
         is_same = run.get("identity") == identity
         is_completed = state == "complete"
-        if is_completed or (run and not is_same):
-            if not is_completed:
+        is_trace = self._has_leftovers and not run and not state  # such as a probe's
+        if is_completed or is_trace or (run and not is_same):
+            if is_completed or is_trace:
+                self._abort_uploads()
+            else:
                 self._discard_other(run, state)
             self._remove_notes()
             run, self._publication.state = {}, ""
