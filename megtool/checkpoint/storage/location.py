@@ -134,7 +134,7 @@ class StorePath(PosixPath):
         return super().parent if self.key else self
 
     @property
-    def parents(self) -> tuple[StorePath, ...]:  # type: ignore[override]
+    def parents(self) -> tuple[StorePath, ...]:
         """All folders that it is in, up to the bucket."""
         out: list[StorePath] = []
         path = self
