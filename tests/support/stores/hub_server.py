@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 LARGE = 1000
 """Files of more bytes are stored as LFS: the Hub redirects to another host for them."""
@@ -61,7 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
             elif api[1] == "paths-info":
                 text = body.decode()
                 wish = json.loads(text)["paths"] if text.startswith("{") else []
-                wish = wish or [unquote(p[6:]) for p in text.split("&") if p.startswith("paths=")]
+                wish = wish or parse_qs(text).get("paths", [])
                 self._json([e for e in hub.tree(revision, "", True) if e["path"] in wish])
             else:
                 is_recursive = "recursive=true" in self.path.lower()
