@@ -81,11 +81,14 @@ class SharedStoreStage(StoreStage):
             self._remove_left_overs()
             return self
         try:
-            if not read_json(self._staged_path(RUN)):
+            if not read_json(self._staged_path(RUN)) and not self._find_published():
                 check_free(self.destination, is_file=self.is_file, overwrite=self._overwrite)
             self._take_place()
             self.messages += probe_store(self.staging, is_unsafe=self._is_unsafe)
             self._join()
+            if self.is_published:
+                self._release()
+                return self
             self._staged = store_index().stage(self.destination)
         except BaseException:
             with contextlib.suppress(MegtoolError):
@@ -134,8 +137,11 @@ class SharedStoreStage(StoreStage):
         path, identity = self._staged_path(RUN), self._identity()
         run = read_json(path)
         if not run:
-            self._store.delete([self._staged_path(PUBLISHED).key])
+            self.is_published = self._find_published()  # and its notes were removed just now
+            if self.is_published:
+                return
             replaces = check_free(self.destination, is_file=self.is_file, overwrite=self._overwrite)
+            self._store.delete([self._staged_path(PUBLISHED).key])
             run = {"identity": identity, "replaces": replaces, "count": self.worker.count}
             try:
                 self._store.put(path.key, json.dumps(run).encode(), create=True)
