@@ -27,7 +27,7 @@ from megtool.checkpoint.transport.reduce import sum_dtype
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
 from megtool.dtypes import DType
-from megtool.errors import DigestError, FormatError, MegtoolError
+from megtool.errors import DigestError, FormatError, MegtoolError, StorageError
 from megtool.reshard.open_source import TensorFilter, open_source
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.staged_headers import refuse_foreign_states
@@ -129,6 +129,8 @@ def check_readable(source: CheckpointSource, target: Target, plan: ReshardPlan, 
         if any((t.name, t.shape, t.dtype) not in stored for t in planned.tensors):
             # Rank files and buckets are read as parts: compare the tensors made of them.
             _find_written(source, target, plan, *_open_tree(tree, source))
+    except StorageError:  # says nothing of what was written
+        raise
     except MegtoolError as e:
         raise FormatError(
             f"what was written as {target.format!r} cannot be read back: {e.message}",
@@ -194,6 +196,8 @@ def _open_tree(tree: Path, source: CheckpointSource) -> tuple[CheckpointSource, 
             lenient=True,
         )
         return written, open_checkpoint(tree)
+    except StorageError:
+        raise
     except MegtoolError as e:
         raise DigestError(
             f"what was written cannot be read back: {e.message}",

@@ -12,7 +12,7 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats import gguf, safetensors
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.stage import CheckpointStage
-from megtool.errors import FormatError, MegtoolError, listed
+from megtool.errors import FormatError, MegtoolError, StorageError, listed
 from megtool.reshard.foreign_tensors import find_foreign_tensors
 
 READBACK_HINT = "nothing was put in place; run the command again, and check memory and disk"
@@ -95,6 +95,8 @@ def _check_file(path: Path, planned: set[_Entry]) -> None:
     is_gguf = path.suffix == _GGUF
     try:
         opened = gguf.open_checkpoint(path) if is_gguf else safetensors.open_as_stored(path)
+    except StorageError:  # says nothing of what was written
+        raise
     except MegtoolError as e:
         raise FormatError(
             f"what was written cannot be read back: {e.message}", file=path, hint=READBACK_HINT
