@@ -13,8 +13,12 @@ import pytest
 
 import megtool
 from megtool.checkpoint import file_digests, parallel_scan
+from megtool.checkpoint.storage.connect import register_store
+from megtool.checkpoint.storage.location import location
+from megtool.checkpoint.storage.memory_store import MemoryStore
+from megtool.checkpoint.storage.store_index import store_index
 from megtool.commands.worker_scan import ShareReport
-from megtool.errors import FormatError
+from megtool.errors import DestinationError, FormatError
 from tests.support.checkpoints.fp8_trained import rank_files
 from tests.support.errors import raises
 from tests.support.models import tiny_llama
@@ -67,6 +71,37 @@ def test_workers_verify_what_one_would(tmp_path: Path, hf: Path, target: str, co
     megtool.reshard(hf, out, **TARGETS[target])
     assert same(share(megtool.verify, count, out)) == same(megtool.verify(out))
     assert same(share(megtool.verify, count, hf, out)) == same(megtool.verify(hf, out))
+
+
+def test_workers_read_a_checkpoint_in_a_store(tmp_path: Path, hf: Path) -> None:
+    register_store(MemoryStore("memory://scans"))
+    out = location("memory://scans/out")
+    megtool.reshard(hf, out, **TARGETS["torch_dist"])
+    assert same(share(megtool.verify, 2, out)) == same(megtool.verify(out))
+    assert same(share(megtool.verify, 2, hf, out)) == same(megtool.verify(hf, out))
+    one = megtool.inspect(out, stats=True)
+    assert share(megtool.inspect, 2, out, stats=True).tensors == one.tensors
+
+
+def test_a_record_of_an_object_that_was_replaced_is_not_used(tmp_path: Path, hf: Path) -> None:
+    store = MemoryStore("memory://replaced")
+    register_store(store)
+    out = location("memory://replaced/out.safetensors")
+    megtool.reshard(hf, out, to="safetensors")
+    assert megtool.verify(out, worker="0/2").worker.missing == (1,)
+    data = bytearray(out.read_bytes())
+    data[-1] ^= 1
+    store.put("out.safetensors", bytes(data))
+    store_index().forget(location("memory://replaced"))
+    assert megtool.verify(out, worker="1/2").worker.missing == (0,)
+    assert megtool.verify(out, worker="0/2").exit_status == 7
+
+
+@pytest.mark.parametrize("folder", ["/proc", "missing/folder"])
+def test_a_folder_that_cannot_have_records_is_refused(hf: Path, folder: str) -> None:
+    with raises(DestinationError, id="destination-not-writable") as caught:
+        megtool.verify(hf, worker="0/2", worker_dir=folder)
+    assert "--worker-dir" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("target", TARGETS)

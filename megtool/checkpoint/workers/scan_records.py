@@ -21,7 +21,7 @@ from megtool.checkpoint.workers.manifest import (
 from megtool.checkpoint.workers.record import MAX_RECORD_BYTES, WorkerStatus
 from megtool.checkpoint.workers.shared_scan import SharedScan
 from megtool.checkpoint.workers.shared_staging import describe_state
-from megtool.errors import DestinationError, FormatError, MegtoolError
+from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
 
 Result = TypeVar("Result")
 
@@ -75,7 +75,15 @@ def share_scan(
 
 
 def _make_folder(files: Files, folder: Path) -> None:
-    files.make_own_folder(folder, is_private=True)
+    try:
+        files.make_own_folder(folder, is_private=True)
+    except StorageError as e:
+        raise DestinationError(
+            f"no folder for the records of workers: {e.message}",
+            file=folder,
+            hint="--worker-dir names a folder that all workers see and may write to",
+            error_id="destination-not-writable",
+        ) from e
 
 
 def _find_missing(files: Files, folder: Path, worker: WorkerIdentity) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import random
 import socket
 import stat
@@ -18,6 +17,7 @@ from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.file_digests import FileDigests
 from megtool.checkpoint.nested_runs import LOCK
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import is_remote
 from megtool.checkpoint.storage.lock import LockFile, find_holder
 from megtool.checkpoint.work_threads import map_in_threads
 from megtool.checkpoint.workers.identity import WorkerIdentity
@@ -556,14 +556,15 @@ class SharedStaging(StagingFolder):
 
 
 def describe_state(files: Files, path: Path) -> str:
-    """A hash of the names, sizes and times of the files of a checkpoint."""
+    """A hash of the names, sizes and times of the files of a checkpoint; in stores, of versions."""
     h = hashlib.sha256()
     status = files.stat(path)
     is_folder = status is not None and stat.S_ISDIR(status.st_mode)
     for file in sorted(files.tree(path)[0]) if is_folder else [path]:
         status = files.stat(file)
-        name = os.path.relpath(file, path)
-        h.update(repr((name, status and (status.st_size, status.st_mtime_ns))).encode())
+        name = str(file.relative_to(path))
+        version = status.st_ino if status and is_remote(file) else 0
+        h.update(repr((name, status and (status.st_size, status.st_mtime_ns), version)).encode())
     return h.hexdigest()[:32]
 
 
