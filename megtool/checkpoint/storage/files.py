@@ -265,6 +265,7 @@ class Files(FileTransfer):
         fd = self.open_write(new)
         try:
             self.pwrite_all(fd, data, 0)
+            self.call(fd, "flush", os.fsync, fd)  # after a power loss it is whole, or not there
         finally:
             self.close(fd)
         try:
