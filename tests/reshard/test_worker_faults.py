@@ -388,3 +388,25 @@ def test_files_of_several_workers_are_locked_while_they_are_written(simple: Run)
 
     simple.worker(0, files=Watching())
     assert kinds[".distcp"] == {True}
+
+
+def test_runs_beside_a_worker_and_around_it_are_refused(simple: Run, tmp_path: Path) -> None:
+    simple.out = tmp_path / "parent" / "out"
+    (tmp_path / "parent").mkdir()
+    (tmp_path / "parent" / "old.bin").write_bytes(b"old")
+    refused: list[str] = []
+
+    class Trying(Files):
+        def pwrite_all(self, fd: int, data: Any, offset: int) -> None:
+            if not refused:
+                refused.append("")
+                for destination in (simple.out, simple.out.parent):
+                    with raises(DestinationError, id="destination-locked"):
+                        reshard(simple.source, destination, overwrite=True, **simple.options)
+                    refused.append(str(destination))
+            super().pwrite_all(fd, data, offset)
+
+    assert simple.worker(0).state == "waiting"
+    assert simple.worker(1, files=Trying()).state == "published"
+    assert len(refused) == 3
+    assert contents(simple.out) == simple.expected

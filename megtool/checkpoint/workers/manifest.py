@@ -17,7 +17,7 @@ PUBLISHER = "publisher"
 PUBLISHED = "published"
 """The journal of a publication that is complete, for workers that are started later."""
 
-_OF_WORKER = re.compile(r"worker-(\d{1,9})\.(lock|journal|record|new)")
+_OF_WORKER = re.compile(r"worker-(\d{1,9})\.(lock|journal|record|new|claim)")
 _LINE = re.compile(r"megtool-workers 1 (\S+) (\d{1,9})\n")
 _MAX_BYTES = 1000
 
@@ -32,7 +32,7 @@ class Manifest:
     def create(self, files: Files, staging: Path, index: int) -> None:
         """Create the manifest, unless there is one; `index` is that of this worker."""
         data = f"megtool-workers 1 {self.fingerprint} {self.count}\n".encode()
-        files.create_file(staging / MANIFEST, data, worker_file(index, "new"))
+        files.create_file(staging / MANIFEST, data, worker_file(index, "claim"))
 
     def check(self, found: Manifest, staging: Path) -> None:
         """Refuse to join the run of another manifest.

@@ -288,6 +288,7 @@ class SharedStaging(StagingFolder):
         if fsync:
             try:
                 map_in_threads(self.files.fsync, paths, threads=_FSYNC_THREADS)
+                self._flush_names(paths)
             except StorageError:
                 self._close_journal()
                 self.files.remove(self.staging / worker_file(self.worker.index, "journal"))
@@ -302,6 +303,13 @@ class SharedStaging(StagingFolder):
         if fsync:
             self.files.fsync_dir(self.staging)
         self.record = record
+
+    def _flush_names(self, paths: Sequence[Path]) -> None:
+        """Make the names of files durable: without them, others would create them anew, empty."""
+        folders = {folder for path in paths for folder in path.parents}
+        for folder in sorted(folders | {self.tree}, reverse=True):
+            if folder.is_relative_to(self.staging):
+                self.files.fsync_dir(folder)
 
     def find_missing(self) -> list[int]:
         """The workers that have not signed off; all of them if the run was given up."""
@@ -388,7 +396,7 @@ class SharedStaging(StagingFolder):
         """
         path, host = self.staging / PUBLISHER, socket.gethostname()
         own = f"{self.worker.index} {host}\n".encode()
-        temporary = worker_file(self.worker.index, "new")
+        temporary = worker_file(self.worker.index, "claim")
         if self.files.create_file(path, own, temporary):
             return True
         index, _, name = (self.files.read_whole(path, at_most=1000) or b"").decode().partition(" ")
