@@ -51,12 +51,12 @@ class ExportReport(Report):
 
     def rows(self) -> Iterator[Row]:
         """What was written, in which form, and at what cost."""
-        is_there = self.worker is None or self.worker.is_committed
-        yield (
-            "written" if is_there and not self.is_dry else "would write",
-            f"{several(len(self.files), 'file')}, {several(self.tensors, 'tensor')}, "
-            f"{format_bytes(self.num_bytes)} (of {format_bytes(self.source_bytes)})",
-        )
+        if self.worker is None or self.worker.is_committed:
+            yield (
+                "would write" if self.is_dry else "written",
+                f"{several(len(self.files), 'file')}, {several(self.tensors, 'tensor')}, "
+                f"{format_bytes(self.num_bytes)} (of {format_bytes(self.source_bytes)})",
+            )
         cache = f", KV cache {self.kv_algo}" if self.kv_algo else ""
         engine = f", for {self.engine}" if self.engine else ""
         yield "form", f"{self.to}: {self.algo or 'plain weights'}{cache}{engine}"
@@ -70,6 +70,8 @@ class ExportReport(Report):
                 yield "modules", f"{several(number, 'quantized module')} {words}"
         if self.worker is not None:
             yield "worker", self.worker.describe()
+            if not self.worker.is_committed:
+                yield "share", format_bytes(self.worker.num_bytes)
         if not self.is_dry and (self.worker is None or self.worker.state == "published"):
             text = describe_digests(self.digested, self.tensors, self.digested_files)
             yield "digests", text

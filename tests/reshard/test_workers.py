@@ -94,6 +94,7 @@ def test_workers_export_what_one_would_have(tmp_path: Path, hf: Path, target: st
     (tmp_path / "one").mkdir()
     export(hf, tmp_path / "one" / name, **options)
     reports = run_workers("export", hf, tmp_path / "many" / name, 3, (2, 0, 1), **options)
+    assert [label for label, _ in reports[0].rows()] == ["form", "worker", "share"]
     assert contents(tmp_path / "many" / name) == contents(tmp_path / "one" / name)
     assert [r.worker.state for r in reports] == ["waiting", "waiting", "published"]
     assert all("\n".join(r.lines()) and r.to_json() for r in reports)
