@@ -12,6 +12,9 @@ from megtool.errors import FormatError, MissingPackageError, StorageError, Usage
 
 T = TypeVar("T")
 
+_LIBRARY_ERRORS: tuple[type[Exception], ...] = (Exception,)
+"""What the libraries behind these libraries raise: anything."""
+
 _MODIFIED = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _VERSIONS = ("ETag", "etag", "e_tag", "md5Hash", "generation", "version_id", "checksum")
 
@@ -35,7 +38,7 @@ class _AdapterStore(ReadOnlyStore):
                 hint=f"{self.library} takes the credentials: see its documentation",
                 error_id="permission-denied",
             ) from e
-        except Exception as e:
+        except _LIBRARY_ERRORS as e:
             self._raise(e, key)
 
     def _raise(self, error: Exception, key: str) -> NoReturn:
@@ -94,7 +97,7 @@ class FsspecStore(_AdapterStore):
             raise UsageError(
                 f"fsspec does not know {protocol}://", file=url, hint="see fsspec's documentation"
             ) from e
-        except Exception as e:
+        except _LIBRARY_ERRORS as e:
             self._raise(e, "")
         self._root = root.rstrip("/")
 
@@ -180,7 +183,7 @@ class MscStore(_AdapterStore):
                 file=url,
                 hint="MSC_CONFIG names the file of profiles",
             ) from e
-        except Exception as e:
+        except _LIBRARY_ERRORS as e:
             self._raise(e, "")
 
     def _info(self, item: Any) -> ObjectInfo:

@@ -103,12 +103,12 @@ class AzureStore:
     def head(self, key: str) -> ObjectInfo | None:
         """See `Store.head`."""
         try:
-            found = self._call(key, self._container.get_blob_client(key).get_blob_properties)
+            entries = self._call(key, self._container.get_blob_client(key).get_blob_properties)
         except ObjectMissingError as e:
             if e.hint:
                 raise
             return None
-        return _info(found)
+        return _info(entries)
 
     def list(self, prefix: str, *, recursive: bool = False, most: int | None = None) -> Listing:
         """See `Store.list`."""
@@ -118,10 +118,10 @@ class AzureStore:
 
         def collect() -> None:
             if recursive:
-                found = self._container.list_blobs(name_starts_with=start, results_per_page=_LIST)
+                entries = self._container.list_blobs(name_starts_with=start, results_per_page=_LIST)
             else:
-                found = self._container.walk_blobs(name_starts_with=start, delimiter="/")
-            for item in found:
+                entries = self._container.walk_blobs(name_starts_with=start, delimiter="/")
+            for item in entries:
                 if item.name.endswith("/"):
                     if item.name != start and not recursive:
                         prefixes.append(item.name.rstrip("/"))
@@ -137,22 +137,16 @@ class AzureStore:
         """See `Store.read`."""
         if num_bytes == 0:
             return memoryview(b"")
-        from azure.core.exceptions import HttpResponseError
+        from azure.core.exceptions import AzureError
 
         blob = self._container.get_blob_client(key)
         try:
             data = blob.download_blob(
                 offset, num_bytes, max_concurrency=1, **_condition(version)
             ).readall()
-        except HttpResponseError as e:
-            if e.status_code == 416:
+        except AzureError as e:
+            if getattr(e, "status_code", None) == 416:
                 raise self._truncated(key, offset + num_bytes) from None
-            self._raise(e, key)
-        except Exception as e:
-            from azure.core.exceptions import AzureError
-
-            if not isinstance(e, AzureError):
-                raise
             self._raise(e, key)
         if len(data) != num_bytes:
             raise self._truncated(key, offset + num_bytes)
@@ -257,8 +251,10 @@ class AzureStore:
         start = f"{prefix}/" if prefix else ""
 
         def collect() -> Sequence[Any]:
-            found = self._container.list_blobs(name_starts_with=start, include=["uncommittedblobs"])
-            return [item for item in found if not item.etag or not item.size]
+            entries = self._container.list_blobs(
+                name_starts_with=start, include=["uncommittedblobs"]
+            )
+            return [item for item in entries if not item.etag or not item.size]
 
         uploads: dict[tuple[str, str], Upload] = {}
         for item in self._call(prefix, collect):

@@ -29,9 +29,9 @@ def connect(url: str) -> Store:
             raise UsageError(
                 f"no store has the scheme {scheme}://", file=url, hint="one of: " + _known()
             )
-        made = maker(url)
+        new = maker(url)
         with _LOCK:
-            store = _STORES.setdefault(url, made)
+            store = _STORES.setdefault(url, new)
     return store
 
 

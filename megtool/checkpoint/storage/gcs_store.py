@@ -132,8 +132,8 @@ class GcsStore:
             for item in page.get("items", ()):
                 if not item["name"].endswith("/") and f"/{PARTS_FOLDER}/" not in f"/{item['name']}":
                     objects.append(_info(item))
-            found = (p.rstrip("/") for p in page.get("prefixes", ()))
-            prefixes += [p for p in found if p.rpartition("/")[2] != PARTS_FOLDER]
+            folders = (p.rstrip("/") for p in page.get("prefixes", ()))
+            prefixes += [p for p in folders if p.rpartition("/")[2] != PARTS_FOLDER]
             if most is not None and len(objects) + len(prefixes) >= most:
                 break
         return Listing(objects=tuple(objects), prefixes=tuple(prefixes))
@@ -157,8 +157,8 @@ class GcsStore:
             params["ifGenerationMatch"] = version
 
         def check(reply: HttpReply) -> None:
-            told = reply.headers.get("x-goog-generation")
-            if version and told is not None and told != version:
+            generation = reply.headers.get("x-goog-generation")
+            if version and generation is not None and generation != version:
                 raise ConditionError("the object has another version", file=self._place(key))
             if reply.status in (401, 403, 404):
                 raise self._error_of(reply, key)

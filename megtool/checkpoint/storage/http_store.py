@@ -136,15 +136,15 @@ class HttpStore(ReadOnlyStore):
                 names = index.get("weight_map") if isinstance(index, dict) else None
                 shards = names.values() if isinstance(names, dict) else ()
                 keys += [start + n for n in shards if isinstance(n, str) and "/" not in n]
-        found = [*self._heads(keys)]
+        others = [*self._heads(keys)]
         if ".metadata" in sizes:
-            found += self._ranks(start)
+            others += self._ranks(start)
         prefixes = []
         if _TRACKER in sizes:
             text = bytes(self.read(start + _TRACKER, 0, min(sizes[_TRACKER], 64))).strip()
             folder = f"iter_{int(text):07d}" if text.isdigit() else "release"
             prefixes.append(start + folder)
-        return found, prefixes
+        return others, prefixes
 
     def _json(self, key: str, size: int) -> object:
         try:
@@ -154,20 +154,20 @@ class HttpStore(ReadOnlyStore):
 
     def _ranks(self, start: str) -> Sequence[ObjectInfo]:
         """The files of a distributed checkpoint: `__RANK_NUMBER.distcp`, as far as they go."""
-        found: list[ObjectInfo] = []
+        objects: list[ObjectInfo] = []
         rank = 0
         while True:
             batch = self._heads(
                 f"{start}__{r}_{n}.distcp" for r in range(rank, rank + _HEADS) for n in range(2)
             )
-            found += batch
+            objects += batch
             for r in range(rank, rank + _HEADS):
                 number = 2
-                while any(i.key == f"{start}__{r}_{number - 1}.distcp" for i in found):
-                    found += self._heads([f"{start}__{r}_{number}.distcp"])
+                while any(i.key == f"{start}__{r}_{number - 1}.distcp" for i in objects):
+                    objects += self._heads([f"{start}__{r}_{number}.distcp"])
                     number += 1
             if not any(f"__{rank + _HEADS - 1}_" in info.key for info in batch):
-                return found
+                return objects
             rank += _HEADS
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -71,15 +72,7 @@ class HubStore(ReadOnlyStore):
             return call(*arguments, **named)
         except (x.HfHubHTTPError, x.OfflineModeIsEnabled, x.HFValidationError) as e:
             self._raise(e, key)
-        except (OSError, RuntimeError) as e:  # the HTTP library beneath differs between versions
-            raise StorageError(
-                f"the Hub cannot be reached ({type(e).__name__})",
-                file=self._place(key),
-                hint="check the network, HTTPS_PROXY and HF_ENDPOINT",
-            ) from None
-        except Exception as e:
-            if type(e).__module__.partition(".")[0] not in ("httpx", "httpx2", "httpcore"):
-                raise
+        except _network_errors() as e:
             raise StorageError(
                 f"the Hub cannot be reached ({type(e).__name__})",
                 file=self._place(key),
@@ -239,6 +232,13 @@ class HubStore(ReadOnlyStore):
                     self._addresses[key] = reply.url, until
         elif reply.status in (401, 403, 404):
             raise self._error_of(reply, self._place(key), stop)
+
+
+def _network_errors() -> tuple[type[Exception], ...]:
+    """Those of the HTTP library beneath, which differs between versions of huggingface_hub."""
+    modules = (sys.modules.get(name) for name in ("httpx", "httpx2"))
+    others = [module.HTTPError for module in modules if module is not None]
+    return (OSError, RuntimeError, *others)
 
 
 class _ExpiredError(Exception):
