@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megtool.checkpoint.storage.location import require_local
 from megtool.commands.demo_training import train
 from megtool.commands.options.checkpoints import DemoOptions
 from megtool.console import format_bytes
@@ -121,6 +122,7 @@ def demo(options: DemoOptions) -> DemoReport:
     weights = demo_weights()
     folder = options.folder
     if folder is not None:
+        require_local(folder, "the folder of the demo")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise DestinationError(
                 "already exists and is not an empty folder",

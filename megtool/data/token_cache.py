@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import is_remote, location
+from megtool.checkpoint.storage.location import is_remote, location, require_local
 from megtool.console import Progress, silent
 from megtool.data.documents import Document, documents, source_bytes
 from megtool.data.indexed import IndexedDataset
@@ -164,6 +164,7 @@ def store_tokens(
     if cache is None:
         with tempfile.TemporaryDirectory(prefix="megtool-tokens-") as folder:
             return store_tokens(source, tokenizer, Path(folder), encoding, progress=progress)
+    require_local(cache, "--data-cache-path")
     place = cache / f"tokens-{_key(source, tokenizer, encoding)[:24]}"
     if (place / _FACTS).is_file():
         return TokenCache(place)

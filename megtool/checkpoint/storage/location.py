@@ -70,6 +70,18 @@ def location(text: str | Path) -> Path:
     return StorePath(f"{scheme}://{'/'.join(names)}")
 
 
+def require_local(path: Path, name: str) -> None:
+    """Refuse a location in a store for what is written step by step; `name` is what it is for.
+
+    Raises:
+        UsageError: it is in a store.
+    """
+    if is_remote(path):
+        raise UsageError(
+            f"{name} cannot be in a store", file=path, hint="name a place on this machine"
+        )
+
+
 def is_remote(path: Path) -> bool:
     """Whether a path is in an object store."""
     return isinstance(path, StorePath)
