@@ -221,6 +221,10 @@ ERROR_IDS: Mapping[type[MegtoolError], Mapping[str, str]] = {
     StorageError: {
         "no-space": "the disk or the quota is full",
         "permission-denied": "no permission, or a read-only file system",
+        "no-credentials": "the credentials of a store are missing, wrong or expired",
+        "wrong-region": "the bucket is in another region, which the message names",
+        "throttled": "a store was overloaded, or limits the rate of requests",
+        "ranges-ignored": "a server does not send ranges of an object",
     },
     CalibrationError: {
         "nan-activations": "activations are NaN or Inf",
