@@ -379,10 +379,12 @@ class SharedStaging(StagingFolder):
         self._check_in_place()
         self._destination_check.check_free()
         records = [self._read_record(n) for n in range(self.worker.count)]
-        former = journal.read_journal(self.files, self.staging / "journal")
-        self.is_repeated = former is not None
+        path = self.staging / "journal"
+        self.is_repeated = self.files.lstat(path) is not None
         record = journal.JournalRecord(fingerprint=self._manifest.fingerprint)
-        self._journal = journal.Journal(self.files, self.staging / "journal", record)
+        self._journal = journal.Journal(self.files, path, record)
+        self.files.fsync(path)  # what is changed from here on must be known to be
+        self.files.fsync_dir(self.staging)
         self.resumed, self.digests = set(), FileDigests()
         self.files.recorder = self.digests
         self._is_publisher = True
@@ -405,7 +407,7 @@ class SharedStaging(StagingFolder):
             return True
         if name.strip() != host or self._is_running(worker_file(self.publisher or 0, "lock")):
             return False
-        self.files.replace_file(path, own, temporary)
+        self.files.replace_file(path, own, temporary, fsync=True)
         return True
 
     def _is_running(self, lock: str) -> bool:
