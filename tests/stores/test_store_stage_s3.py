@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from megtool import reshard
-from megtool.checkpoint.storage import part_layout
-from megtool.checkpoint.transport import kernel_copy, work_units
+from megtool import reshard, verify
 from megtool.errors import DestinationError
 from tests.support.errors import raises
 from tests.support.folders import contents
 from tests.support.models import tiny_llama
+from tests.support.stores.fault_proxy import FaultProxy
 from tests.support.stores.s3_bucket import S3Bucket
 from tests.support.stores.s3_servers import S3Server
 
@@ -45,7 +44,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def objects(bucket: S3Bucket, name: str) -> dict[str, bytes]:
     return {
         key[len(name) :].lstrip("/"): bucket.get(key)
-        for key in bucket.keys()
+        for key in bucket.keys("")
         if key == name or key.startswith(f"{name}/")
     }
 
@@ -62,7 +61,7 @@ def test_a_bucket_has_what_a_disk_has(
     reshard(source, tmp_path / name, **FORMATS[name])
     reshard(source, s3_store.url(f"run/{name}"), **FORMATS[name])
     assert objects(s3_store, f"run/{name}") == contents(tmp_path / name)
-    assert [key for key in s3_store.keys() if ".megtool" in key] == []
+    assert [key for key in s3_store.keys("") if ".megtool" in key] == []
     assert uploads(s3_store) == []
 
 
@@ -74,3 +73,41 @@ def test_objects_of_many_parts(large: Path, tmp_path: Path, s3_store: S3Bucket, 
     again = reshard(s3_store.url(name), tmp_path / "back", to="hf", like=large)
     assert again.tensors
     assert uploads(s3_store) == []
+
+
+def test_workers_write_one_checkpoint(large: Path, tmp_path: Path, s3_store: S3Bucket) -> None:
+    options = FORMATS["torch_dist"] | {"threads": 1}
+    reshard(large, tmp_path / "out", **options)
+    states = [
+        reshard(large, s3_store.url("out"), worker=f"{n}/3", **options).worker.state
+        for n in (1, 0, 2)
+    ]
+    assert states == ["waiting", "waiting", "published"]
+    assert objects(s3_store, "out") == contents(tmp_path / "out")
+    assert uploads(s3_store) == []
+
+
+def test_the_server_copies_large_tensors(
+    large: Path, tmp_path: Path, s3_store: S3Bucket, fault_proxy: FaultProxy
+) -> None:
+    reshard(large, s3_store.url("source"), to="torch_dist")
+    sent = fault_proxy.bytes_in()
+    report = reshard(s3_store.url("source"), s3_store.url("out"), to="dcp", like=large)
+    assert report.kernel_bytes > report.num_bytes // 3  # layers are too small for parts
+    assert fault_proxy.bytes_in() - sent < report.num_bytes - report.kernel_bytes + 1_000_000
+    reshard(large, tmp_path / "local", to="torch_dist")
+    assert verify(s3_store.url("out"), tmp_path / "local").exit_status == 0
+
+
+@pytest.mark.parametrize("name", ["nanio", "rclone"])
+def test_servers_that_are_no_place_for_a_checkpoint(
+    source: Path,
+    request: pytest.FixtureRequest,
+    use_s3: Callable[[S3Server], S3Bucket],
+    name: str,
+) -> None:
+    bucket = use_s3(request.getfixturevalue(name))
+    with raises(DestinationError, "the store", "--unsafe-store") as caught:
+        reshard(source, bucket.url("run"), to="hf")
+    assert caught.value.id == "unsafe-store"
+    assert [key for key in bucket.keys("") if not key.endswith("/")] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import hashlib
 import mmap
 import os
 import tempfile
@@ -51,6 +52,12 @@ def local_copy(path: Path, *, head_bytes: int | None = None) -> Iterator[Path]:
         else:
             _copy_file(path, copy, head_bytes)
         yield copy
+
+
+def local_work_folder(destination: Path, purpose: str) -> Path:
+    """A folder of this user for what a run keeps on this machine for a destination in a store."""
+    name = hashlib.sha256(str(destination).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"megtool-{purpose}-{os.geteuid()}-{name}"
 
 
 @functools.cache

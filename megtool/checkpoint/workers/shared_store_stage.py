@@ -59,6 +59,7 @@ class SharedStoreStage(StoreStage):
         self.worker = worker
         self.record: WorkerRecord | None = None
         self.is_published = False
+        self.publisher: int | None = None  # not known: the lease of the publication names no worker
         self._publish_lease: Lease | None = None
         self._fragments: dict[int, list[tuple[int, str]]] = defaultdict(list)
         self._places: set[tuple[int, int]] = set()

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 
 from megtool.checkpoint.storage.file_kinds import describe_kind
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.local_copy import local_work_folder
+from megtool.checkpoint.storage.location import StorePath, is_remote
+from megtool.checkpoint.store_publish import staging_prefix
 from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.errors import DestinationError, MegtoolError, UsageError
 from megtool.options.groups import RuntimeOptions
@@ -119,8 +122,11 @@ class QuantizeRequest:
     @property
     def work(self) -> Path:
         """The folder with finished layers, to resume from."""
-        folder = self.calibration.work
-        return folder or self.destination.parent / f".{self.destination.name}.calibration"
+        if self.calibration.work is not None:
+            return self.calibration.work
+        if is_remote(self.destination):
+            return local_work_folder(self.destination, "calibration")
+        return self.destination.parent / f".{self.destination.name}.calibration"
 
     @property
     def needs_choice(self) -> bool:
@@ -238,6 +244,9 @@ class QuantizeRequest:
         from megtool.checkpoint.workers.shared_staging import SharedStaging
 
         source = self.resolved.source
+        if isinstance(self.destination, StorePath):
+            self._check_prefix(self.destination)
+            return
         stage_of: Callable[..., StagingFolder] = StagingFolder
         if self.worker is not None:
             stage_of = partial(SharedStaging, worker=self.worker)
@@ -262,6 +271,26 @@ class QuantizeRequest:
             Files().check_own_folder(self.work)
         _check_file(self.calibration.keep, parent)
         _check_file(self.output.page, parent, self.destination)
+
+    def _check_prefix(self, destination: StorePath) -> None:
+        """Refuse a destination in a store that must not be written."""
+        from megtool.checkpoint import store_check
+
+        source = self.resolved.source
+        if self.calibration.only:
+            raise DestinationError(
+                "a calibration file is written to a local path",
+                file=destination,
+                hint="give a local DST, and copy it to the store",
+            )
+        store_check.check_surroundings(destination, [source.path, source.catalogue.root])
+        if self.worker is None and not store_check.has_objects(staging_prefix(destination)):
+            store_check.check_free(destination, is_file=False, overwrite=self.output.overwrite)
+        self._check_distinct_paths(source.path.resolve(), source.catalogue.root.resolve())
+        if self.calibration.work is None:
+            Files().check_own_folder(self.work)
+        _check_file(self.calibration.keep)
+        _check_file(self.output.page)
 
     def _check_distinct_paths(self, *sources: Path) -> None:
         """Refuse output files that replace each other or the source, or that are inside a folder
@@ -294,6 +323,12 @@ def _check_file(path: Path | None, *outputs: Path) -> None:
     """Refuse a file that cannot be written; the parents of `outputs` may be missing."""
     if path is None:
         return
+    if is_remote(path):
+        raise DestinationError(
+            "this file is written to a local path",
+            file=path,
+            hint="give a local path, and copy it to the store",
+        )
     status = Files().stat(path)
     if status is not None and not S_ISREG(status.st_mode):
         raise DestinationError(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +13,7 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
 from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.local_copy import local_work_folder
 from megtool.checkpoint.storage.location import StorePath, is_remote
 from megtool.checkpoint.store_check import check_surroundings
 from megtool.console import Progress
@@ -48,8 +47,7 @@ def cache_folder(folder: Path) -> Path:
     """Where tokenized data is kept: in DST, or in a temporary folder if DST is in a store."""
     if not is_remote(folder):
         return folder / CACHE_FOLDER
-    name = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"megtool-data-{os.geteuid()}-{name}"
+    return local_work_folder(folder, "data")
 
 
 # Keys that determine the shapes of a model's tensors; checkpoints of other tools may differ in the
