@@ -28,7 +28,7 @@ def check_seeds(kind: str, seeds: range) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_few_hundred_histories(kind: str) -> None:
-    check_seeds(kind, range(150))
+    check_seeds(kind, range(100))
 
 
 @pytest.mark.slow

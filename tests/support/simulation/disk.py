@@ -42,6 +42,7 @@ class Inode:
     flushed_names: dict[str, Inode] = field(default_factory=dict)
     locks: dict[int, bool] = field(default_factory=dict)  # descriptor -> is it shared
     is_watched: bool = False
+    links: int = 1
 
     @property
     def is_folder(self) -> bool:
@@ -218,8 +219,10 @@ class SimulatedDisk:
         return inode
 
     def removed(self, inode: Inode) -> None:
-        """The last name of an inode is gone; its number is free when nobody has it open."""
-        self._removed.append(inode.number)
+        """A name of an inode is gone; after the last its number is free for others."""
+        inode.links -= 1
+        if not inode.links:
+            self._removed.append(inode.number)
 
     def flush_names(self, folder: Inode) -> None:
         """Make the names in a folder durable, with the changes that came before on these names."""
@@ -257,10 +260,12 @@ class SimulatedDisk:
             for name in sorted(folder.names):
                 inode = folder.names[name]
                 if id(inode) in seen:
+                    inode.links += 1
                     if inode.is_folder:  # a folder has one name: the later change is lost too
                         del folder.names[name], folder.flushed_names[name]
                     continue
                 seen.add(id(inode))
+                inode.links = 1
                 inode.locks.clear()
                 if inode.is_folder:
                     folders.append(inode)
@@ -331,7 +336,7 @@ class SimulatedDisk:
         """What `stat` says of an inode."""
         num_bytes = len(inode.data)
         seconds = inode.changed_ns // 10**9
-        fields = (inode.mode, inode.number, 1, 1, os.geteuid(), 0, num_bytes)
+        fields = (inode.mode, inode.number, 1, inode.links, os.geteuid(), 0, num_bytes)
         ns = dict.fromkeys(("st_atime_ns", "st_mtime_ns", "st_ctime_ns"), inode.changed_ns)
         more = {**ns, "st_blocks": -(-num_bytes // 512)}
         return os.stat_result((*fields, seconds, seconds, seconds), more)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
-from megtool.checkpoint import copy, nested_runs
+from megtool.checkpoint import copy, nested_runs, work_threads
 from megtool.checkpoint.storage import (
     lease,
     lock,
@@ -135,6 +135,7 @@ def simulated(scheduler: Scheduler) -> Iterator[None]:
             (lease, "_boot_id", lambda: "simulated"),
             (part_layout, "PART_BYTES", PART_BYTES),
             (part_layout, "LEAST_BYTES", PART_BYTES),
+            (work_threads, "run_in_threads", lambda work, count, stopped: work()),
             (copy, "TILE_BYTES", TILE_BYTES),
             (work_units, "UNIT_BYTES", UNIT_BYTES),
             (kernel_copy, "UNIT_BYTES", UNIT_BYTES),

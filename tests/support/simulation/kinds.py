@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 from tests.support.simulation.planted_local import LOCAL_PLANTS
 from tests.support.simulation.planted_store import STORE_PLANTS
+from tests.support.simulation.planted_workers import STORE_WORKER_PLANTS, WORKER_PLANTS
 from tests.support.simulation.staging_history import StagingHistory
 from tests.support.simulation.store_history import StoreHistory
+from tests.support.simulation.worker_history import LocalWorkersHistory, StoreWorkersHistory
 
 
 class History(Protocol):
@@ -31,12 +33,17 @@ class History(Protocol):
         """
 
 
-KINDS: Mapping[str, Callable[[int], History]] = {"staging": StagingHistory, "store": StoreHistory}
+KINDS: Mapping[str, Callable[[int], History]] = {
+    history.kind: history
+    for history in (StagingHistory, StoreHistory, LocalWorkersHistory, StoreWorkersHistory)
+}
 """Histories by name; without a name, a seed has the kind of its remainder."""
 
 PLANTS: Mapping[str, Mapping[str, Callable[[], AbstractContextManager[Any]]]] = {
     "staging": LOCAL_PLANTS,
     "store": STORE_PLANTS,
+    "workers": WORKER_PLANTS,
+    "store-workers": STORE_WORKER_PLANTS,
 }
 """Planted bugs by the kind of history that finds them."""
 

@@ -239,6 +239,14 @@ class SimulatedFiles(Files):
         if replaced is not None:
             self.disk.removed(replaced)
 
+    def link_path(self, source: Any, target: Any) -> None:
+        """See link(2)."""
+        inode, (folder, name) = self.disk.find(str(source)), self.disk.parent(str(target))
+        if name in folder.names:
+            raise failure(errno.EEXIST, target)
+        inode.links += 1
+        self.disk.change(((folder, name), inode))
+
     def renameat2(self, source: Any, target: Any, flags: int) -> None:
         """See renameat2(2)."""
         if flags == 1:
@@ -316,6 +324,7 @@ _CALLS: dict[Any, Callable[..., Any]] = {
     os.mkdir: SimulatedFiles.mkdir_path,
     os.unlink: lambda self, path: self.unlink_entry(*self.disk.parent(str(path))),
     os.rmdir: lambda self, path: self.rmdir_entry(*self.disk.parent(str(path))),
+    os.link: SimulatedFiles.link_path,
     os.rename: SimulatedFiles.rename_path,
     os.listdir: SimulatedFiles.listdir,
     os.statvfs: lambda self, path: SimpleNamespace(f_bavail=1 << 20, f_frsize=4096),
