@@ -22,6 +22,7 @@ OPTIONS = {
     "peers_speed.py": ["--gib", "0.05", "--rounds", "1"],
     "reflink_speed.py": ["--gib", "0.05", "--rounds", "1"],
     "plan_scale.py": ["--layers", "8", "--experts", "64", "--rounds", "1"],
+    "plan_share_scale.py": ["--layers", "2", "--cuts", "4", "--workers", "8", "--rounds", "1"],
     "startup.py": ["--rounds", "1"],
     "gpu_speed.py": [],
     "kernel_speed.py": ["--device", "cpu", "--tokens", "16", "--hidden", "32", "--rounds", "1"],
@@ -166,6 +167,14 @@ def test_opening_and_planning_read_headers_alone(measure: Measure) -> None:
     assert max(by_phase["open"]["read"]) < 64 * MIB
     assert max(by_phase["plan"]["read"]) < 8 * MIB
     assert max(f["peak_bytes"] for f in figures) < 512 * MIB
+
+
+def test_a_worker_plans_its_own_tensors(measure: Measure) -> None:
+    _, figures = measure("plan_share_scale.py")
+    whole, part = figures
+    assert whole["steps"] == whole["shards"] == 24 * 256 * 4
+    assert part["workers"] == 8
+    assert whole["steps"] / 8 <= part["steps"] < whole["steps"] / 4
 
 
 def test_every_number_format_is_timed(measure: Measure) -> None:
