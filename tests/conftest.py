@@ -144,7 +144,7 @@ def moto_store(moto: S3Server, use_s3: Callable[[S3Server], S3Bucket]) -> S3Buck
 
 @pytest.fixture
 def fault_proxy(s3_store: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """A proxy before `s3_store`, to which the AWS_* variables lead; `s3_store` itself goes past it."""
+    """A proxy before `s3_store`, to which the AWS_* variables lead; `s3_store` goes past it."""
     with FaultProxy(s3_store.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         yield proxy

@@ -1,7 +1,7 @@
 """Reshard with Ray: a task per worker, each of which Ray retries by itself.
 
-    pip install ray
-    python examples/many_hosts/ray_reshard.py SRC DST 8
+pip install ray
+python examples/many_hosts/ray_reshard.py SRC DST 8
 """
 
 from __future__ import annotations

@@ -21,18 +21,18 @@ def check_surroundings(destination: StorePath, sources: Sequence[Path]) -> None:
         DestinationError: it does, it is a whole bucket, or its store is only read.
         StorageError: the store refused.
     """
+    if not destination.store.can_write:
+        raise DestinationError(
+            "this kind of store is only read",
+            file=destination,
+            hint="write to s3://, gs:// or az://, or to a local folder",
+            error_id="destination-not-writable",
+        )
     if not destination.key:
         raise DestinationError(
             "a whole bucket cannot be a destination",
             file=destination,
             hint=f"name a prefix: {destination}/model",
-        )
-    if not destination.store.can_write:
-        raise DestinationError(
-            "this kind of store is only read",
-            file=destination,
-            hint="write to s3://, or to a local folder",
-            error_id="destination-not-writable",
         )
     for source in sources:
         if not isinstance(source, StorePath):
@@ -157,6 +157,7 @@ def _check_within(destination: StorePath) -> None:
             raise DestinationError(
                 f"a run has left its work for {inner[1]!r} inside the destination",
                 file=destination,
-                hint="run its command again to finish it, or `megtool clean` removes it",
+                hint="run its command again to finish it; or `megtool clean` lists it, and with "
+                "--yes removes it",
                 error_id="interrupted-run",
             )

@@ -125,13 +125,14 @@ def refuse_unpublished(path: StorePath) -> None:
             publication.read()
         except StorageError as e:
             if e.id != "permission-denied":  # who may read the checkpoint alone
+                e.file = str(path)
                 raise
         if publication.state in ("removing", "writing"):
             raise FormatError(
                 "the checkpoint is not whole: a run is publishing it, or was stopped while it did",
                 file=root,
                 hint="wait until that run has ended, or start it again to finish it; "
-                f"`megtool clean {root}` removes what it left",
+                f"`megtool clean {root}` lists what it left, and with --yes removes it",
                 error_id="incomplete-publication",
             )
 
@@ -184,8 +185,8 @@ def remove_notes(staging: StorePath, *, trace: str = "") -> None:
         StorageError: the store refused.
     """
     last = [(staging / PUBLISHING).key, (staging / LEASE).key]
-    kept = {*last, (staging / trace).key}
-    keys = [key for key in list_keys(staging) if key not in kept]
+    remaining = {*last, (staging / trace).key}
+    keys = [key for key in list_keys(staging) if key not in remaining]
     for start in range(0, len(keys), _BATCH):
         staging.store.delete(keys[start : start + _BATCH])
     staging.store.delete(last[:1])

@@ -182,7 +182,7 @@ class StoreStage:
                 f"{run['count']} workers have begun to write this destination",
                 file=self.staging,
                 hint=f"start them again to finish it: --worker 0/{run['count']} and so on; or "
-                f"remove what they left: megtool clean {self.destination}",
+                f"remove what they left: megtool clean {self.destination} --yes",
                 error_id="interrupted-run",
             )
         is_same = run.get("identity") == identity
@@ -544,7 +544,7 @@ class StoreStage:
         uploaded = sum(w.num_uploaded for w in self._writers)
         return (
             f"{several(uploaded, 'uploaded part')} are kept: run the same command again to resume, "
-            f"or `megtool clean {self.destination}` removes them"
+            f"or `megtool clean {self.destination} --yes` removes them"
         )
 
     def discard(self) -> None:

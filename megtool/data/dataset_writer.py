@@ -12,6 +12,7 @@ from typing import Self
 from megtool.checkpoint.nested_runs import check_runs_above
 from megtool.checkpoint.storage.file_kinds import describe_kind, is_special
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import require_local
 from megtool.checkpoint.storage.lock import LockFile
 from megtool.errors import DestinationError, MegtoolError
 
@@ -42,7 +43,9 @@ class DatasetFiles:
 
         Raises:
             DestinationError: one of the files exists and may not be overwritten, or is no file.
+            UsageError: it is in a store.
         """
+        require_local(self.prefix, "a data set of tokens")
         if not self.prefix.name:
             raise DestinationError(f"{str(self.prefix)!r} is not a file name")
         for suffix in (DATA, INDEX):

@@ -22,6 +22,7 @@ import numpy as np
 from megtool.checkpoint.containers.te_extra_state import ExtraState
 from megtool.checkpoint.storage.file_kinds import describe_kind
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import require_local
 from megtool.convert.dialects import CanonicalView
 from megtool.errors import CalibrationError, DestinationError, MappingError
 from megtool.number_formats.delayed_scaling import INPUT
@@ -303,6 +304,7 @@ def _save(
 
 
 def _check_destination(target: Path, overwrite: bool) -> None:
+    require_local(target, "a calibration file")
     status = Files().stat(target)
     if status is not None and not S_ISREG(status.st_mode):
         raise DestinationError(

@@ -378,16 +378,16 @@ class _Locator:
         catalogue, extents = self._catalogue, self._catalogue.extents
         if not is_remote(catalogue.root):
             return
-        wanted: dict[int, list[tuple[int, int]]] = {}
+        ranges_by_file: dict[int, list[tuple[int, int]]] = {}
         table = (extents.file[rows], extents.offset[rows], extents.length[rows])
         for file, begin, length in zip(*(c.tolist() for c in table), strict=True):
-            ranges = wanted.setdefault(file, [])
+            ranges = ranges_by_file.setdefault(file, [])
             for a, b in zip_reader.header_ranges(begin, length):
                 if ranges and a <= ranges[-1][1]:
                     ranges[-1] = ranges[-1][0], max(b, ranges[-1][1])
                 else:
                     ranges.append((a, b))
-        Files().prefetch([(catalogue.path(n), ranges) for n, ranges in wanted.items()])
+        Files().prefetch([(catalogue.path(n), ranges) for n, ranges in ranges_by_file.items()])
 
     def _look_into(self, rows: NDArray[np.int64]) -> None:
         """Locate the items of one file."""

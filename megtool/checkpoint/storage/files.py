@@ -137,7 +137,7 @@ class Files(FileTransfer):
         if isinstance(path, StorePath):
             store_index().load_tree(path)
 
-    def prefetch(self, wanted: Sequence[tuple[Path, Sequence[tuple[int, int]]]]) -> None:
+    def prefetch(self, requests: Sequence[tuple[Path, Sequence[tuple[int, int]]]]) -> None:
         """Request ranges of objects, many at a time, so that small reads of headers find them.
 
         Ranges are a first byte and an end; a negative first byte counts from the end of the object,
@@ -146,7 +146,7 @@ class Files(FileTransfer):
         Raises:
             StorageError: the store refused.
         """
-        objects = [(path, ranges) for path, ranges in wanted if isinstance(path, StorePath)]
+        objects = [(path, ranges) for path, ranges in requests if isinstance(path, StorePath)]
         if objects:
             self.objects.prefetch(objects)
 

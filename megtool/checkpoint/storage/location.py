@@ -28,8 +28,8 @@ def location(text: str | Path) -> Path:
     """The path that a text names: a `StorePath` for a URL such as `s3://bucket/run`.
 
     Raises:
-        UsageError: the URL names no bucket, has a query or credentials in it, or has lost a slash,
-            which `Path("s3://bucket/run")` does.
+        UsageError: the URL names no bucket, has a query or credentials in it, is of another host
+            (`file://`), or has lost a slash, which `Path("s3://bucket/run")` does.
     """
     if isinstance(text, StorePath):
         return text
@@ -45,7 +45,13 @@ def location(text: str | Path) -> Path:
         return Path(text)
     scheme, rest = match[1].lower(), match[2]
     if scheme == "file":
-        return Path("/" + rest.lstrip("/"))
+        host, _, path = rest.partition("/")
+        if host not in ("", "localhost"):
+            raise UsageError(
+                f"{text!r} names a file of the host {host!r}",
+                hint="file:///PATH is a path on this machine",
+            )
+        return Path("/" + path.lstrip("/"))
     names = [part for part in rest.split("/") if part]
     if len(names) < _BUCKET_PARTS.get(scheme, 1):
         raise UsageError(

@@ -58,7 +58,7 @@ class ObjectCache:
         self._limit = cache_bytes
         self._blocks: OrderedDict[_Key, memoryview] = OrderedDict()
         self._windows: dict[Hashable, list[Range]] = {}  # ascending
-        self._kept = set[_Key]()  # blocks for the temporary file
+        self._spilled = set[_Key]()  # blocks for the temporary file
         self._expected = set[_Key]()  # under way
         self._used = 0
         self._spill = _Spill(spill_bytes)
@@ -89,10 +89,10 @@ class ObjectCache:
         data = self._get((owner, begin, end), read, keep=False)
         return data[offset - begin : offset - begin + num_bytes]
 
-    def prefetch(self, wanted: Iterable[tuple[Hashable, Range, Read]]) -> None:
+    def prefetch(self, requests: Iterable[tuple[Hashable, Range, Read]]) -> None:
         """Request ranges of objects, many at a time, so that small reads find them."""
         jobs: list[Callable[[], None]] = []
-        for owner, (begin, end), read in wanted:
+        for owner, (begin, end), read in requests:
             with self._changed:
                 known = self._windows.get(owner, ())
                 if any(a <= begin and end <= b for a, b in known):
@@ -161,7 +161,7 @@ class ObjectCache:
                 else:
                     self._blocks[key] = data
                     if keep:
-                        self._kept.add(key)
+                        self._spilled.add(key)
                     else:
                         insort(self._windows.setdefault(key[0], []), (begin, end))
                 self._changed.notify_all()
@@ -179,8 +179,8 @@ class ObjectCache:
 
     def _drop(self, key: _Key, block: memoryview) -> None:
         self._used -= block.nbytes
-        if key in self._kept:
-            self._kept.remove(key)
+        if key in self._spilled:
+            self._spilled.remove(key)
             self._spill.put(key, block)
             return
         windows = self._windows[key[0]]
@@ -194,7 +194,7 @@ class ObjectCache:
             self._used -= sum(b.nbytes for b in self._blocks.values())
             self._blocks.clear()
             self._windows.clear()
-            self._kept.clear()
+            self._spilled.clear()
             self._spill.clear()
 
 

@@ -256,13 +256,11 @@ class OpenObjects:
         if opened is None:
             info = store_index().info(path)
             if info is None:
-                raise StorageError(
-                    "there is no such object", file=path, error_id="source-not-found"
-                )
+                raise ObjectMissingError("there is no such object", file=path)
             opened = ReadableObject(path, info)
         return self.add(opened)
 
-    def prefetch(self, wanted: Sequence[tuple[StorePath, Sequence[Range]]]) -> None:
+    def prefetch(self, ranges_by_path: Sequence[tuple[StorePath, Sequence[Range]]]) -> None:
         """Request ranges of objects, many at a time, so that small reads find them.
 
         Objects that are missing, or under construction, are left to the reads.
@@ -271,7 +269,7 @@ class OpenObjects:
             StorageError: the store refused.
         """
         requests: list[tuple[Hashable, Range, Read]] = []
-        for path, ranges in wanted:
+        for path, ranges in ranges_by_path:
             info = None if path in self._under_construction else store_index().info(path)
             if info is not None:
                 requests += ReadableObject(path, info).prefetch(

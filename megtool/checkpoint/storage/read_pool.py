@@ -38,12 +38,12 @@ class ReadPool:
             return
         batch = _Batch(jobs)
         with self._changed:
-            wanted = min(len(jobs) - 1, self._most)
-            for _ in range(wanted):
+            num_jobs = min(len(jobs) - 1, self._most)
+            for _ in range(num_jobs):
                 self._waiting.append(batch)
-            for _ in range(min(wanted - self._idle, self._most - self._threads)):
+            for _ in range(min(num_jobs - self._idle, self._most - self._threads)):
                 self._start()
-            self._changed.notify(wanted)
+            self._changed.notify(num_jobs)
         batch.work()
         batch.wait()
 

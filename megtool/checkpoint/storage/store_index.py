@@ -58,7 +58,7 @@ class StoreIndex:
     def __init__(self) -> None:
         self._folders: dict[StorePath, dict[str, ObjectInfo | None]] = {}
         self._single: dict[StorePath, ObjectInfo] = {}
-        self._asked: Counter[StorePath] = Counter()
+        self._num_heads: Counter[StorePath] = Counter()
         self._trees = set[StorePath]()  # folders that are known to any depth
         self._staged: dict[StorePath, StagedObjects] = {}
         self._lock = threading.Lock()
@@ -80,8 +80,8 @@ class StoreIndex:
                 return known.get(path.name)
             if path in self._single:
                 return self._single[path]
-            self._asked[folder] += 1
-            is_listed = self._asked[folder] > _HEADS and bool(folder.key) and lists_all(path)
+            self._num_heads[folder] += 1
+            is_listed = self._num_heads[folder] > _HEADS and bool(folder.key) and lists_all(path)
         if is_listed:
             return self._list(folder).get(path.name)
         info = path.store.head(path.key)
@@ -146,8 +146,8 @@ class StoreIndex:
         with self._lock:
             if path in self._folders:
                 return self._folders[path]
-        found = path.store.list(path.key)
-        entries = _by_name(found)
+        listing = path.store.list(path.key)
+        entries = _by_name(listing)
         with self._lock:
             self._folders[path] = entries
         return entries

@@ -115,14 +115,12 @@ def _kernel_units(plan: ReshardPlan, target: ShardLocator, rows: Ints) -> Iterat
     for a, b, num_bytes in zip(first.tolist(), last, total, strict=True):
         parts = max(1, -(-num_bytes // UNIT_BYTES)) if b == a + 1 else 1
         for part in range(parts):
-            remaining = num_bytes - part * UNIT_BYTES
+            rest = num_bytes - part * UNIT_BYTES
             yield KernelUnit(
                 steps=rows[a:b],
                 files=(int(file[a]),),
                 offset=int(offset[a]) + part * UNIT_BYTES,
-                num_bytes=min(UNIT_BYTES, num_bytes - part * UNIT_BYTES)
-                if parts > 1
-                else num_bytes,
+                num_bytes=min(UNIT_BYTES, rest) if parts > 1 else num_bytes,
                 part=part,
                 parts=parts,
             )

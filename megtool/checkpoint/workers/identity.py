@@ -86,16 +86,16 @@ def find_worker(environment: Environment) -> WorkerIdentity | None:
     Raises:
         UsageError: two launchers name different workers of the same number, or one is incomplete.
     """
-    found = [
+    identities = [
         identity for name in _AUTOMATIC if (identity := LAUNCHERS[name](environment)) is not None
     ]
-    for other in found[1:]:
-        if other.count == found[0].count and other.index != found[0].index:
+    for other in identities[1:]:
+        if other.count == identities[0].count and other.index != identities[0].index:
             raise UsageError(
-                f"{found[0]} by {found[0].origin}, but {other.index} by {other.origin}",
+                f"{identities[0]} by {identities[0].origin}, but {other.index} by {other.origin}",
                 hint=f"--worker I/N decides; {_WHOLE}",
             )
-    return found[0] if found else None
+    return identities[0] if identities else None
 
 
 def _torchrun(environment: Environment) -> WorkerIdentity | None:

@@ -34,17 +34,17 @@ class Manifest:
         data = f"megtool-workers 1 {self.fingerprint} {self.count}\n".encode()
         files.create_file(staging / MANIFEST, data, worker_file(index, "claim"))
 
-    def check(self, found: Manifest, staging: Path) -> None:
+    def check(self, existing: Manifest, staging: Path) -> None:
         """Refuse to join the run of another manifest.
 
         Raises:
             DestinationError: it is of another plan, or of another number of workers.
         """
-        if found == self:
+        if existing == self:
             return
         other = "with another source or other options"
-        if found.fingerprint == self.fingerprint:
-            other = f"of {found.count} workers, not {self.count}"
+        if existing.fingerprint == self.fingerprint:
+            other = f"of {existing.count} workers, not {self.count}"
         raise DestinationError(
             f"workers of a run {other} have begun to write this destination",
             file=staging,
@@ -81,7 +81,7 @@ def refuse_workers(files: Files, staging: Path) -> None:
 def clean_command(staging: Path) -> str:
     """The command that removes what runs left for the destination of a staging folder."""
     name = staging.name.removeprefix(".").removesuffix(".megtool")
-    return f"megtool clean {staging.parent / name}"
+    return f"megtool clean {staging.parent / name} --yes"
 
 
 def worker_file(index: int, kind: str) -> str:

@@ -68,8 +68,8 @@ class SharedScan:
         values = map_in_threads(work, [jobs[n] for n in numbers], threads=threads)
         results = dict(zip(numbers, values, strict=True))
         self.num_bytes += sum(sizes[n] for n in numbers)
-        kept = self.results.setdefault(label, {})
-        kept.update((name(jobs[n]), value) for n, value in results.items())
+        results_by_name = self.results.setdefault(label, {})
+        results_by_name.update((name(jobs[n]), value) for n, value in results.items())
         return [results.get(n) for n in range(len(jobs))]
 
 

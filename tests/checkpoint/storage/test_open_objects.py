@@ -134,6 +134,25 @@ def test_a_transposed_tensor_is_read_once(store: CountingStore, tmp_path: Path) 
     assert store.num_bytes_read < 2.05 * expected.nbytes  # once each
 
 
+def test_headers_are_requested_before_they_are_read(store: CountingStore) -> None:
+    paths = [location(f"memory://open/folder/{n}") for n in range(20)]
+    for path in paths:
+        store.put(path.key, DATA)
+    store.latency = 0.05
+    Files().prefetch([(path, [(0, 100), (-50, 0)]) for path in paths])
+    assert store.most_in_flight > 8
+    assert len(store.reads) == 40
+    store.reads.clear()
+    files = Files()
+    for path in paths:
+        fd = files.open_read(path)
+        tail = memoryview(bytearray(50))
+        files.pread_into(fd, tail, len(DATA) - 50)
+        assert tail == DATA[-50:]
+        files.close(fd)
+    assert store.reads == []
+
+
 # ---- as files, maps and copies
 
 

@@ -25,7 +25,6 @@ LOCAL = {
     ("export/gguf/header.py", "Path(folder)"),
     ("quant/backend_modelopt.py", "Path(folder)"),
     ("quant/pipeline/obtain_qparams.py", "Path(temporary)"),
-    ("train/checkpointing/resume_point.py", "Path(tempfile.gettempdir())"),
     # Files of Python, and names inside a checkpoint.
     ("checkpoint/formats/deepspeed_files.py", "Path(path)"),
     ("checkpoint/formats/deepspeed_partitions.py", "Path(file.stored.path)"),
