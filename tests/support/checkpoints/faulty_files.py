@@ -97,7 +97,7 @@ class FaultyFiles(Files):
 
     def _die(self) -> None:
         self._dead = True
-        for fd in self.open_fds:
+        for fd in tuple(self.open_fds):  # other threads may open and close files
             with contextlib.suppress(OSError):
                 os.close(fd)
         raise Killed
