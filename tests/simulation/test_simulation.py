@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.simulation.__main__ import describe_failure, run_seed
 from tests.support.simulation.environment import Violation
 from tests.support.simulation.kinds import KINDS, PLANTS, make_history
+from tests.support.simulation.runs import describe_failure, run_seed
 
 MOST_SEEDS = 1500
 """A planted bug is found within so many seeds."""
