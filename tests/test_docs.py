@@ -37,6 +37,7 @@ FOREIGN = {
     "--kv-cache-dtype",  # vLLM
     "--nnodes",  # torchrun
     "--nproc-per-node",
+    "--max-restarts",
     "--rdzv-backend",
     "--rdzv-endpoint",
     "--rdzv-id",
@@ -44,8 +45,15 @@ FOREIGN = {
     "--nodes",
     "--ntasks-per-node",
     "--requeue",
+    "--array",
+    "--cpus-per-task",
+    "--kill-on-bad-exit",
     "--signal",
     "--scale",  # tests/faults/test_attack.py
+    "--hours",  # tests.support.simulation
+    "--kind",
+    "--processes",
+    "--seeds",
     "--write",  # docs/run_commands.py
 }
 """Options of other programs that pages name."""
