@@ -14,6 +14,9 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
@@ -297,3 +300,28 @@ def echo(text: str, end: str = "\n") -> None:
                 f"cannot write to stdout: {error.strerror}",
                 hint="the work is done, and only the report is lost",
             ) from error
+
+
+_AFTER_REPORT: ContextVar[list[Callable[[], None]] | None] = ContextVar("after", default=None)
+
+
+def after_report(action: Callable[[], None]) -> None:
+    """Call `action` when the report is printed; at once if nobody prints it."""
+    waiting = _AFTER_REPORT.get()
+    if waiting is None:
+        action()
+    else:
+        waiting.append(action)
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Print a report inside: what `after_report` gets is called after it, without an error."""
+    waiting: list[Callable[[], None]] = []
+    token = _AFTER_REPORT.set(waiting)
+    try:
+        yield
+    finally:
+        _AFTER_REPORT.reset(token)
+    for action in waiting:
+        action()

@@ -13,7 +13,7 @@ from megtool.checkpoint.nested_runs import LOCK, SAVE_STAGING, find_run, staging
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.lease import Lease
 from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.lock import LockFile
+from megtool.checkpoint.storage.lock import LockFile, find_holder
 from megtool.checkpoint.storage.store import Upload
 from megtool.checkpoint.store_check import find_live_run
 from megtool.checkpoint.store_publish import (
@@ -24,11 +24,12 @@ from megtool.checkpoint.store_publish import (
     remove_objects,
     staging_prefix,
 )
-from megtool.checkpoint.workers.manifest import list_run_files
+from megtool.checkpoint.workers.manifest import SCAN_PREFIX, list_run_files
 from megtool.console import several
 from megtool.errors import DestinationError
 
 _STAGING = re.compile(r"\.(.+)\.megtool", re.DOTALL)
+_SCAN = re.compile(re.escape(SCAN_PREFIX) + r"([a-z][a-z-]*)-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,8 @@ def _find_on_disk(files: Files, location: Path) -> Iterator[LeftOver]:
                 yield _describe_folder(files, path, folder / match[1])
             elif name == SAVE_STAGING:
                 yield _describe_folder(files, path, folder)
+            elif _SCAN.fullmatch(name):
+                yield _describe_folder(files, path, path)
             else:
                 folders.append(path)
 
@@ -109,6 +112,8 @@ def _describe_folder(files: Files, staging: Path, destination: Path) -> LeftOver
     paths = files.tree(staging)[0]
     sizes = [s.st_size for path in paths if (s := files.lstat(path)) is not None]
     words = [several(len(paths), "file")]
+    if scan := _SCAN.fullmatch(staging.name):
+        words.append(f"of workers of `{scan[1]}`")
     if "workers" in names:
         words.append("of several workers")
     is_removable = True
@@ -136,7 +141,7 @@ def _remove_folder(files: Files, staging: Path) -> None:
     try:
         names = files.names(staging)
         for name in names:
-            if name.endswith(".lock") and find_run(files, staging):
+            if name.endswith(".lock") and find_holder(files, staging / name):
                 raise DestinationError(
                     "a worker has begun to write there",
                     file=staging,
@@ -145,7 +150,7 @@ def _remove_folder(files: Files, staging: Path) -> None:
         if match is not None:
             _put_back(files, staging / "old", staging.parent / match[1])
         for name in names:
-            if match is None and name != LOCK:  # the save folder of a training run
+            if staging.name == SAVE_STAGING and name != LOCK:  # the save folder of a training run
                 _put_back(files, staging / name / "old", staging.parent / name.rpartition(".")[0])
         names = files.names(staging)
         for name in [*list_run_files(names), *names]:  # first what vouches for data

@@ -25,7 +25,7 @@ from pathlib import Path
 from megtool.checkpoint.storage.file_kinds import describe_kind, is_special
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.lock import find_holder
-from megtool.checkpoint.workers.manifest import MANIFEST, find_worker_files
+from megtool.checkpoint.workers.manifest import MANIFEST, SCAN_PREFIX, find_worker_files
 from megtool.errors import DestinationError, StorageError
 
 LOCK = "lock"
@@ -86,7 +86,8 @@ def find_run(files: Files, staging: Path) -> str | None:
         StorageError: a file cannot be read.
     """
     holder = find_holder(files, staging / LOCK)
-    if holder is None and files.lstat(staging / MANIFEST) is not None:
+    is_shared = staging.name.startswith(SCAN_PREFIX) or files.lstat(staging / MANIFEST) is not None
+    if holder is None and is_shared:
         for _, name in find_worker_files(files.names(staging), "lock"):
             if holder := find_holder(files, staging / name):
                 break

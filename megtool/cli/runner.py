@@ -16,7 +16,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from megtool.commands.verbs import Verb
-from megtool.console import Bar, Progress, colored, echo, log_line, logged_warnings, set_up
+from megtool.console import (
+    Bar,
+    Progress,
+    colored,
+    echo,
+    log_line,
+    logged_warnings,
+    printing,
+    set_up,
+)
 from megtool.errors import MegtoolError, OutOfMemoryError, StorageError, UsageError
 from megtool.options.config_file import build_options
 from megtool.options.groups import ReportOptions
@@ -105,14 +114,15 @@ def run(work: Work, output: CommandOutput | None = None) -> int:
     output = output or CommandOutput()
     set_up(quiet=output.quiet, verbose=output.verbose)
     try:
-        with Bar(shown=not output.quiet) as progress:
-            report = work(progress)
-        if not output.reports and getattr(report, "worker", None) is None:
-            pass
-        elif output.as_json:
-            echo(json.dumps(_finite(_with_warnings(report.to_json())), indent=2))
-        elif lines := [*report.lines(_terminal_width(), color=colored(sys.stdout))]:
-            echo("\n".join(lines))
+        with printing():
+            with Bar(shown=not output.quiet) as progress:
+                report = work(progress)
+            if not output.reports and getattr(report, "worker", None) is None:
+                pass
+            elif output.as_json:
+                echo(json.dumps(_finite(_with_warnings(report.to_json())), indent=2))
+            elif lines := [*report.lines(_terminal_width(), color=colored(sys.stdout))]:
+                echo("\n".join(lines))
     except MegtoolError as error:
         if output.verbose:
             traceback.print_exception(error)

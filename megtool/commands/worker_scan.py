@@ -43,7 +43,8 @@ class ShareReport(Report):
     def rows(self) -> Iterator[Row]:
         """The share of this worker, and who is missing."""
         yield "worker", _describe(self.worker)
-        yield "share", format_bytes(self.worker.num_bytes)
+        if self.worker.num_bytes:
+            yield "share", format_bytes(self.worker.num_bytes)
         yield "records", self.folder
 
 

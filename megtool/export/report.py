@@ -70,7 +70,7 @@ class ExportReport(Report):
                 yield "modules", f"{several(number, 'quantized module')} {words}"
         if self.worker is not None:
             yield "worker", self.worker.describe()
-            if not self.worker.is_committed:
+            if not self.worker.is_committed and self.worker.num_bytes:
                 yield "share", format_bytes(self.worker.num_bytes)
         if not self.is_dry and (self.worker is None or self.worker.state == "published"):
             text = describe_digests(self.digested, self.tensors, self.digested_files)

@@ -134,7 +134,8 @@ class ReshardReport(Report):
         if self.worker is not None:
             yield "worker", self.worker.describe()
             if self.worker.state != "published":
-                yield "share", format_bytes(self.worker.num_bytes)
+                if not self.worker.is_committed and self.worker.num_bytes:
+                    yield "share", format_bytes(self.worker.num_bytes)
                 return
         rate = format_bytes(self.num_bytes / self.seconds) if self.seconds else "-"
         yield (

@@ -240,7 +240,11 @@ class _StagedWrite:
         own = split_units(share.units, worker.count).of(worker.index)
         num_bytes = sum(share.units[n].num_bytes for n in own)
         status = WorkerStatus(
-            index=worker.index, count=worker.count, state="complete", num_bytes=num_bytes
+            index=worker.index,
+            count=worker.count,
+            state="complete",
+            num_bytes=num_bytes,
+            origin=worker.origin,
         )
         if stage.is_published:
             return replace(share.report(), worker=status)

@@ -84,6 +84,10 @@ def clean_command(staging: Path) -> str:
     return f"megtool clean {staging.parent / name} --yes"
 
 
+SCAN_PREFIX = ".megtool-"
+"""Folders of the records of scans begin with this, and the verb: `.megtool-verify-HASH`."""
+
+
 def worker_file(index: int, kind: str) -> str:
     """The name of a worker's `lock`, `journal` or `record`."""
     return f"worker-{index}.{kind}"

@@ -62,7 +62,7 @@ class WorkerStatus:
     `published`: it was the last, and has committed the checkpoint. `waiting`: workers `missing` are
     not complete. `publishing`: all are, and another one commits: `publisher`, if that is known.
     `complete`: the checkpoint was there already, from the same plan. `num_bytes` are those of its
-    own share.
+    own share. `origin` says what gave `index` and `count`, such as a launcher.
     """
 
     index: int
@@ -71,6 +71,7 @@ class WorkerStatus:
     missing: tuple[int, ...] = ()
     publisher: int | None = None
     num_bytes: int = 0
+    origin: str = ""
 
     @property
     def is_committed(self) -> bool:
@@ -89,9 +90,11 @@ class WorkerStatus:
             again = "" if self.publisher is None else "; if it was killed, start it again"
             return f"{who} is complete, and so are the others: {other} publishes now{again}"
         done = self.count - len(self.missing)
+        origin = f" ({self.origin})" if self.origin else ""
         return (
-            f"{who} is complete: {done} of {several(self.count, 'worker')} are complete; missing: "
-            f"{listed([str(n) for n in self.missing], 20)}; nothing is at the destination yet"
+            f"{who}{origin} is complete: {done} of {several(self.count, 'worker')} are complete; "
+            f"missing: {listed([str(n) for n in self.missing], 20)}; the last worker to be "
+            "complete publishes, and nothing is at the destination yet"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from megtool.checkpoint.storage.lock import LockFile
 from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.checkpoint.workers.manifest import (
     PUBLISH_LOCK,
+    SCAN_PREFIX,
     find_worker_files,
     list_run_files,
     worker_file,
@@ -21,6 +23,7 @@ from megtool.checkpoint.workers.manifest import (
 from megtool.checkpoint.workers.record import MAX_RECORD_BYTES, WorkerStatus
 from megtool.checkpoint.workers.shared_scan import SharedScan
 from megtool.checkpoint.workers.shared_staging import describe_state
+from megtool.console import after_report
 from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
 
 Result = TypeVar("Result")
@@ -37,7 +40,7 @@ def share_scan(
 ) -> tuple[WorkerStatus, Result | None]:
     """Do a worker's share of a scan; the last worker gets the result, which is that of all.
 
-    `folder` is seen by all workers, and is removed in the end.
+    `folder` is seen by all workers. It is removed when the report is printed (see `after_report`).
 
     Raises:
         DestinationError: the folder cannot be written, or this worker runs already.
@@ -67,11 +70,15 @@ def share_scan(
                 state="waiting",
                 missing=missing,
                 num_bytes=own.num_bytes,
+                origin=worker.origin,
             )
             return state, None
-        return _merge(worker, folder, scan, files, status)
+        ending, result = _merge(worker, folder, scan, files, status)
     finally:
         lock.release()
+    if ending.state == "published":
+        after_report(partial(_remove_records, files, folder))
+    return ending, result
 
 
 def _make_folder(files: Files, folder: Path) -> None:
@@ -118,13 +125,25 @@ def _merge(
             for label, values in _parse(data, path).items():
                 results.setdefault(label, {}).update(values)
         result = scan(SharedScan(worker, results))
-        for name in list_run_files(files.names(folder)):
-            files.remove(folder / name)
-        files.remove_empty(folder)
         published = WorkerStatus(
             index=worker.index, count=worker.count, state="published", num_bytes=status.num_bytes
         )
         return published, result
+    finally:
+        lock.release()
+
+
+def _remove_records(files: Files, folder: Path) -> None:
+    if files.lstat(folder) is None:
+        return
+    try:
+        lock = LockFile(files, folder / PUBLISH_LOCK, lambda: None)
+    except DestinationError:  # a worker that was started again merges them once more
+        return
+    try:
+        for name in list_run_files(files.names(folder)):
+            files.remove(folder / name)
+        files.remove_empty(folder)
     finally:
         lock.release()
 
@@ -139,7 +158,7 @@ def scan_folder(parent: Path, verb: str, key: object, locations: Sequence[Path])
         except MegtoolError:  # the scan itself says what is wrong, or cannot be listed
             state = "unknown"
         h.update(repr((str(path), state)).encode())
-    return parent / f".megtool-{verb}-{h.hexdigest()[:16]}"
+    return parent / f"{SCAN_PREFIX}{verb}-{h.hexdigest()[:16]}"
 
 
 def _encode(results: Mapping[str, Mapping[str, Any]]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,4 +80,6 @@ def test_values_of_other_kinds_are_refused(change: dict[str, Any]) -> None:
 def test_a_status_says_who_is_missing() -> None:
     waiting = WorkerStatus(index=2, count=4, state="waiting", missing=(0, 3))
     assert "2 of 4 workers are complete; missing: 0, 3" in waiting.describe()
+    assert "the last worker to be complete publishes" in waiting.describe()
+    assert "(Slurm's A and B)" in replace(waiting, origin="Slurm's A and B").describe()
     assert not waiting.is_committed

@@ -14,10 +14,13 @@ import pytest
 import megtool
 from megtool.checkpoint import file_digests, parallel_scan
 from megtool.checkpoint.storage.connect import register_store
+from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import location
+from megtool.checkpoint.storage.lock import LockFile
 from megtool.checkpoint.storage.memory_store import MemoryStore
 from megtool.checkpoint.storage.store_index import store_index
 from megtool.commands.worker_scan import ShareReport
+from megtool.console import printing
 from megtool.errors import DestinationError, FormatError
 from tests.support.checkpoints.fp8_trained import rank_files
 from tests.support.errors import raises
@@ -196,3 +199,50 @@ def test_a_damaged_record_is_named(tmp_path: Path, hf: Path) -> None:
         megtool.inspect(hf, stats=True, worker="1/2")
     record.unlink()
     assert megtool.inspect(hf, stats=True, worker="0/2").tensors
+
+
+def test_records_are_there_until_the_report_is_printed(hf: Path) -> None:
+    megtool.verify(hf, hf, worker="0/2")
+    with printing():
+        report = megtool.verify(hf, hf, worker="1/2")
+        assert report.exit_status == 0
+        assert len(os.listdir()) == 1
+    assert os.listdir() == []
+
+
+def test_records_stay_if_the_report_is_not_printed(hf: Path) -> None:
+    megtool.verify(hf, hf, worker="0/2")
+
+    def verify() -> None:
+        with printing():
+            megtool.verify(hf, hf, worker="1/2")
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        verify()
+    assert not isinstance(megtool.verify(hf, hf, worker="1/2"), ShareReport)
+    assert os.listdir() == []
+
+
+def test_a_worker_that_has_read_its_share_before_states_none(hf: Path) -> None:
+    first, again = (megtool.verify(hf, hf, worker="0/2") for _ in range(2))
+    assert "share" in dict(first.rows())
+    assert "share" not in dict(again.rows())
+    assert "worker 0 of 2 (--worker) is complete" in dict(again.rows())["worker"]
+
+
+def test_records_of_a_scan_that_was_given_up_are_cleaned() -> None:
+    folder = Path(".megtool-verify-0123456789abcdef")
+    folder.mkdir()
+    (folder / "worker-0.record").write_bytes(b"{}")
+    (folder / "worker-0.lock").write_bytes(b"")
+    (row,) = megtool.clean(".").left_overs
+    assert row.contents == "2 files, of workers of `verify`"
+    held = LockFile(Files(), folder / "worker-1.lock", lambda: None)
+    try:
+        assert megtool.clean(".", yes=True).left_overs[0].holder
+        assert (folder / "worker-0.record").exists()
+    finally:
+        held.release()
+    megtool.clean(".", yes=True)
+    assert os.listdir() == []
