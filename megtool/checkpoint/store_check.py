@@ -9,7 +9,7 @@ from pathlib import Path
 from megtool.checkpoint.storage.lease import describe_holder, is_alive, read_holder
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.store_publish import LEASE, PUBLISHING, RUN, staging_prefix
-from megtool.errors import DestinationError
+from megtool.errors import DestinationError, StorageError
 
 _STAGING = re.compile(r"\.(.*)\.megtool", re.DOTALL)
 
@@ -53,10 +53,14 @@ def check_surroundings(destination: StorePath, sources: Sequence[Path]) -> None:
                 hint="choose another destination",
                 error_id="destination-in-source",
             )
-    for folder in destination.parents:
-        if not isinstance(folder, StorePath) or not folder.key:
-            break
-        _check_above(destination, folder)
+    try:
+        for folder in destination.parents:
+            if not isinstance(folder, StorePath) or not folder.key:
+                break
+            _check_above(destination, folder)
+    except StorageError as e:
+        e.file = str(destination)
+        raise
 
 
 def _check_above(destination: StorePath, folder: StorePath) -> None:
@@ -109,7 +113,12 @@ def has_objects(folder: StorePath) -> bool:
         StorageError: the store refused.
     """
     # SeaweedFS still lists a prefix for a while after the last object below it was removed.
-    return bool(folder.store.list(folder.key, recursive=True, most=1).objects)
+    try:
+        return bool(folder.store.list(folder.key, recursive=True, most=1).objects)
+    except StorageError as e:
+        staging = _STAGING.fullmatch(folder.name)
+        e.file = str(folder.parent / staging[1] if staging else folder)
+        raise
 
 
 def check_free(

@@ -7,6 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from megtool.checkpoint.storage.location import require_local
 from megtool.checkpoint.workers.identity import WorkerIdentity, parse_worker
 from megtool.commands.options.quantize import CONDITIONS, QuantizeFacts, QuantizeOptions
 from megtool.console import Progress, silent
@@ -62,6 +63,8 @@ def quantize(
         MegtoolError: see `megtool.errors`; nothing is left at `destination`.
     """
     start = time.monotonic()
+    if options.work_dir is not None:
+        require_local(options.work_dir, "--work-dir")
     resolved = resolve_recipe(
         options.source,
         options.recipe,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, NoReturn, TypeVar
@@ -42,6 +43,12 @@ class _AdapterStore(ReadOnlyStore):
             self._raise(e, key)
 
     def _raise(self, error: Exception, key: str) -> NoReturn:
+        if isinstance(error, socket.gaierror):
+            raise StorageError(
+                f"the store cannot be reached: {self.library} did not find the host",
+                file=self._place(key),
+                hint="check the name of the host, and the network",
+            ) from error
         raise StorageError(
             f"{self.library} failed ({type(error).__name__})",
             file=self._place(key),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path, PosixPath
 from typing import IO, TYPE_CHECKING, Any
 
-from megtool.errors import UsageError
+from megtool.errors import MegtoolError, UsageError
 
 if TYPE_CHECKING:
     from megtool.checkpoint.storage.store import Store
@@ -144,7 +144,12 @@ class StorePath(PosixPath):
         """
         from megtool.checkpoint.storage.connect import connect
 
-        return connect(self.bucket_url)
+        try:
+            return connect(self.bucket_url)
+        except MegtoolError as e:
+            if e.file == self.bucket_url:
+                e.file = str(self)
+            raise
 
     @property
     def parent(self) -> StorePath:

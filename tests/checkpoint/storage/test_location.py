@@ -42,12 +42,18 @@ def test_a_url_is_a_place_in_a_store(text: str, bucket: str, key: str) -> None:
         ("/a:/b", "/a:/b"),
         ("s3", "s3"),
         ("file:///a/b", "/a/b"),
+        ("file://localhost/a/b", "/a/b"),
         ("./s3:/b", "s3:/b"),
     ],
 )
 def test_anything_else_is_local(text: str, path: str) -> None:
     assert location(text) == Path(path)
     assert not is_remote(location(text))
+
+
+def test_a_file_of_another_host_is_refused() -> None:
+    with raises(UsageError, "the host 'node7'", id="usage"):
+        location("file://node7/a/b")
 
 
 @pytest.mark.parametrize("text", ["s3:/bucket/run", "hf:/org/name", "HTTPS:/host/a", "file:/a"])

@@ -1,0 +1,73 @@
+"""Destinations that cannot be written: one sentence each, with the place that was given."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megtool
+from megtool.checkpoint.storage.adapter_stores import FsspecStore
+from megtool.checkpoint.storage.connect import register_store
+from megtool.checkpoint.storage.memory_store import MemoryStore
+from megtool.checkpoint.storage.store import Listing, ObjectInfo
+from megtool.errors import DestinationError, StorageError, UsageError
+from tests.support.errors import raises
+from tests.support.models import tiny_llama
+
+
+class LockedStore(MemoryStore):
+    """A store that does not accept the key of the user."""
+
+    def _refuse(self, key: str) -> Any:
+        raise StorageError("the key is wrong", file=f"{self.url}/{key}")
+
+    def head(self, key: str) -> ObjectInfo | None:
+        self._refuse(key)
+
+    def list(self, prefix: str, *, recursive: bool = False, most: int | None = None) -> Listing:
+        self._refuse(prefix)
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama.save(tmp_path_factory.mktemp("made") / "hf")
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (lambda hf, at: megtool.tokenize(hf / "config.json", at, tokenizer=hf), "a data set"),
+        (lambda hf, at: megtool.quantize(hf, hf.parent / "q", "fp8", work_dir=at), "--work-dir"),
+    ],
+)
+def test_what_needs_a_disk_is_refused_in_a_store(
+    hf: Path, write: Callable[[Path, str], Any], name: str
+) -> None:
+    with raises(UsageError, name, "cannot be in a store", file="memory://refused/x"):
+        write(hf, "memory://refused/x")
+
+
+@pytest.mark.parametrize("place", ["hf://org/name", "hf://org/name/a", "https://localhost/a"])
+def test_a_store_that_is_only_read(hf: Path, place: str) -> None:
+    with raises(DestinationError, "this kind of store is only read", file=place):
+        megtool.reshard(hf, place, to="torch_dist")
+
+
+@pytest.mark.parametrize("key", ["run", "runs/7/run"])
+def test_an_error_of_the_first_request_names_the_place_that_was_given(hf: Path, key: str) -> None:
+    place = f"memory://locked/{key}"
+    register_store(LockedStore("memory://locked"))
+    with raises(StorageError, "the key is wrong", file=place):
+        megtool.reshard(hf, place, to="torch_dist")
+    with raises(StorageError, "the key is wrong", file=place):
+        megtool.inspect(place)
+
+
+def test_an_unknown_host_is_said(tmp_path: Path) -> None:
+    store = FsspecStore(f"fsspec+file://{tmp_path}")
+    with raises(StorageError, "did not find the host", file=f"{store.url}/a"):
+        store._raise(socket.gaierror(-2, "unknown"), "a")
