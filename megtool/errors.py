@@ -226,6 +226,7 @@ ERROR_IDS: Mapping[type[MegtoolError], Mapping[str, str]] = {
         "no-credentials": "the credentials of a store are missing, wrong or expired",
         "wrong-region": "the bucket is in another region, which the message names",
         "throttled": "a store was overloaded, or limits the rate of requests",
+        "not-implemented": "a store does not implement a request",
         "ranges-ignored": "a server does not send ranges of an object",
     },
     CalibrationError: {

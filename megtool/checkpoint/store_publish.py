@@ -85,7 +85,7 @@ class Publication:
         Raises:
             StorageError: the store refused.
         """
-        if self.state == "writing":
+        if self.state in ("writing", "complete"):  # what a run that was stopped has begun
             return
         if replaces or self.state == "removing":
             self._put("removing", last)
@@ -99,6 +99,20 @@ class Publication:
             StorageError: the store refused.
         """
         self._put("complete", self.last)
+
+    def reset(self) -> bool:
+        """Take over what a run has left that is over; whether the destination has to be emptied.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        self.read()
+        if self.state == "writing":
+            self._put("removing", self.last)
+        if self.state == "complete":
+            self._store.delete([self._path.key])
+            self.state = self.last = ""
+        return self.state == "removing"
 
     def _put(self, state: str, last: str) -> None:
         data = json.dumps({"state": state, "last": last}).encode()

@@ -293,7 +293,7 @@ class StoreStage:
                 writer.adopt(self._store.list_parts(writer.path.key, upload_id))
                 writer.upload_id = upload_id
                 return
-        if self._publication.state == "writing":
+        if self._publication.state in ("writing", "complete"):
             info = self._store.head(writer.path.key)
             if info is not None and info.size == writer.size:
                 writer.adopt_object(info)

@@ -31,6 +31,19 @@ def test_a_few_hundred_histories(kind: str) -> None:
     check_seeds(kind, range(100))
 
 
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        ("store-workers", 100919),  # a publisher that had stalled removed what another published
+        ("store-workers", 100519),  # one was stopped between the last object and the trace of it
+        ("store-workers", 1391),  # uploads of a publisher that had stalled stayed
+        ("store-workers", 1719),  # fragments of a worker that had stalled stayed
+    ],
+)
+def test_histories_that_once_failed(kind: str, seed: int) -> None:
+    check_seeds(kind, range(seed, seed + 1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 @pytest.mark.parametrize("kind", KINDS)

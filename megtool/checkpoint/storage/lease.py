@@ -97,9 +97,7 @@ class Lease:
         Raises:
             DestinationError: it has.
         """
-        info = self._store.head(self._path.key)
-        holder = {} if info is None else read_holder(self._path, info)
-        if holder.get("token") != self._token:
+        if not self._is_held():
             raise DestinationError(
                 "another run has taken over this destination",
                 file=self._path.parent,
@@ -107,8 +105,12 @@ class Lease:
                 error_id="destination-locked",
             )
 
+    def _is_held(self) -> bool:
+        info = self._store.head(self._path.key)
+        return info is not None and read_holder(self._path, info).get("token") == self._token
+
     def release(self, *, remove: bool = True) -> None:
-        """End it; a second call does nothing.
+        """End it, unless another run has taken it; a second call does nothing.
 
         Raises:
             StorageError: the store refused.
@@ -117,7 +119,7 @@ class Lease:
             return
         self._stopped.set()
         _LIVE.discard(self._token)
-        if remove:
+        if remove and self._is_held():
             self._store.delete([self._path.key])
 
 

@@ -65,11 +65,6 @@ _REFUSALS: dict[str, tuple[str, str, str]] = {
         "restore it first: `aws s3api restore-object`",
         "storage",
     ),
-    "NotImplemented": (
-        "the store does not implement the request",
-        "the guide on object stores lists what a store must be able to do",
-        "storage",
-    ),
 }
 for _code, _same in {
     "403": "AccessDenied",
@@ -81,9 +76,9 @@ for _code, _same in {
     "RequestExpired": "RequestTimeTooSkewed",
     "UnrecognizedClientException": "InvalidAccessKeyId",
     "InvalidAccessKey": "InvalidAccessKeyId",
-    "501": "NotImplemented",
 }.items():
     _REFUSALS[_code] = _REFUSALS[_same]
+_UNKNOWN_CODES = {"NotImplemented", "MethodNotAllowed", "501", "405"}
 _REGION_CODES = {
     *("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
     *("301", "307"),
@@ -147,6 +142,13 @@ def error_of(reply: S3Reply, place: str, *, attempts: int) -> StorageError:
         message, hint, error_id = _REFUSALS[code]
         kind = ObjectMissingError if error_id == "object-missing" else StorageError
         return kind(message, file=place, hint=hint, error_id=error_id)
+    if code in _UNKNOWN_CODES:
+        return StorageError(
+            "the store does not implement the request",
+            file=place,
+            hint="the guide on object stores lists what a store must be able to do",
+            error_id="not-implemented",
+        )
     if code in MISSING_CODES or reply.status == 404:
         what = "upload in parts" if code == "NoSuchUpload" else "object"
         return ObjectMissingError(f"there is no such {what}", file=place)

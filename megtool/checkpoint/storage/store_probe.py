@@ -6,11 +6,12 @@ import logging
 import secrets
 
 from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.store import ConditionError, Store
+from megtool.checkpoint.storage.store import ConditionError, ObjectMissingError, Store
 from megtool.errors import DestinationError, FormatError, StorageError
 
 _LOG = logging.getLogger(__name__)
 _PROBED: dict[int, tuple[Store, tuple[str, ...]]] = {}
+_CLEAR_ANSWERS = ("ranges-ignored", "not-implemented")  # ids of errors
 _CONTENT = b"megtool asks what this store keeps"
 
 
@@ -21,7 +22,8 @@ def probe_store(folder: StorePath, *, is_unsafe: bool = False) -> tuple[str, ...
 
     Raises:
         DestinationError: it cannot be written, or ignores conditions or ranges.
-        StorageError: it refused a request.
+        StorageError: it refused a request, or a request failed, which says nothing of the store and
+            is not remembered.
     """
     store = folder.store
     if not store.can_write:
@@ -62,18 +64,30 @@ def _find_faults(folder: StorePath) -> list[str]:
             if bytes(store.read(key, 3, 5)) != _CONTENT[3:8]:
                 faults.append("ignores ranges: it sends other bytes than those asked for")
         except (FormatError, StorageError) as e:
+            if not _is_clear(e):
+                if faults:
+                    return faults
+                raise
             faults.append(f"does not read ranges: {e.message}")
         if info.size != len(_CONTENT):
             faults.append("states a wrong size of what was written")
         try:
             faults += _find_upload_faults(store, f"{key}-parts")
         except StorageError as e:
-            if e.id == "permission-denied":
+            if not _is_clear(e):
+                if faults:
+                    return faults
                 raise
             faults.append(f"does not take objects in parts: {e.message}")
     finally:
         store.delete([key])
     return faults
+
+
+def _is_clear(error: FormatError | StorageError) -> bool:
+    """Whether an error is the store's answer, which it would give again, not a failure."""
+    kinds = (FormatError, ConditionError, ObjectMissingError)
+    return isinstance(error, kinds) or error.id in _CLEAR_ANSWERS
 
 
 def _find_upload_faults(store: Store, key: str) -> list[str]:

@@ -25,7 +25,7 @@ from megtool.checkpoint.store_check import (
     find_live_run,
 )
 from megtool.checkpoint.store_journal import StoreJournal
-from megtool.checkpoint.store_publish import LEASE, RUN, read_json
+from megtool.checkpoint.store_publish import LEASE, RUN, Publication, read_json
 from megtool.checkpoint.store_stage import JOURNAL, StoreStage
 from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.checkpoint.workers.manifest import (
@@ -101,13 +101,18 @@ class SharedStoreStage(StoreStage):
 
     def _find_published(self) -> bool:
         values = read_json(self._staged_path(PUBLISHED))
-        return values.get("identity") == self._identity() and exists(self.destination)
+        if values.get("identity") != self._identity() or not exists(self.destination):
+            return False
+        publication = Publication(self.destination)
+        publication.read()
+        return publication.state in ("", "complete")
 
     def _remove_left_overs(self) -> None:
         """Remove what a publisher has left that was stopped after its commit."""
         self._trace = PUBLISHED
-        names = [info.key.rpartition("/")[2] for info in self._store.list(self.staging.key).objects]
-        if names == [PUBLISHED] or find_live_run(self.staging):
+        listing = self._store.list(self.staging.key, recursive=True)
+        keys = [info.key for info in listing.objects]
+        if keys == [self._staged_path(PUBLISHED).key] or find_live_run(self.staging):
             return
         with contextlib.suppress(MegtoolError):
             self._publish_lease = Lease(self._staged_path(PUBLISH_LOCK))
@@ -143,6 +148,7 @@ class SharedStoreStage(StoreStage):
                 return
             replaces = check_free(self.destination, is_file=self.is_file, overwrite=self._overwrite)
             self._store.delete([self._staged_path(PUBLISHED).key])
+            replaces = self._publication.reset() or replaces
             run = {"identity": identity, "replaces": replaces, "count": self.worker.count}
             try:
                 self._store.put(path.key, json.dumps(run).encode(), create=True)
@@ -304,6 +310,12 @@ class SharedStoreStage(StoreStage):
         """See `CheckpointStage`; units of the one that publishes are not recorded."""
         if not self._is_publisher:
             super().finish(unit, note)
+
+    def _begin_publishing(self) -> None:
+        """See `StoreStage`; one that was out of touch for so long that another published stops."""
+        if self._publish_lease is not None and self._publication.state in ("", "removing"):
+            self._publish_lease.check()
+        super()._begin_publishing()
 
     def commit(self, *, fsync: bool = True, threads: int = 1) -> None:
         """See `CheckpointStage`; a trace stays for workers that are late."""

@@ -1,0 +1,71 @@
+"""What is said of a store after requests of the probe fail: only its answers count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megtool.checkpoint.storage.connect import register_store
+from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.storage.memory_store import MemoryStore
+from megtool.checkpoint.storage.store_probe import probe_store
+from megtool.errors import DestinationError, StorageError
+
+URL = "memory://probed"
+FOLDER = f"{URL}/.run.megtool"
+
+
+class FailingStore(MemoryStore):
+    """The next call of each method in `errors` raises what is there; with `is_lasting`, all."""
+
+    def __init__(self, is_lasting: bool, **errors: StorageError) -> None:
+        super().__init__(URL)
+        self.errors, self.is_lasting = errors, is_lasting
+        register_store(self)
+
+    def _fail(self, name: str) -> None:
+        error = self.errors.get(name) if self.is_lasting else self.errors.pop(name, None)
+        if error is not None:
+            raise error
+
+    def read(self, *args: Any, **keywords: Any) -> memoryview:
+        self._fail("read")
+        return super().read(*args, **keywords)
+
+    def begin_upload(self, key: str) -> str:
+        self._fail("begin_upload")
+        return super().begin_upload(key)
+
+    def list_parts(self, *args: Any) -> Any:
+        self._fail("list_parts")
+        return super().list_parts(*args)
+
+
+@pytest.mark.parametrize("method", ["read", "begin_upload", "list_parts"])
+@pytest.mark.parametrize("error_id", ["throttled", "storage", "permission-denied"])
+def test_a_failure_that_passes_is_raised_and_not_remembered(method: str, error_id: str) -> None:
+    error = StorageError("the store is busy (503)", file=URL, error_id=error_id)
+    store = FailingStore(False, **{method: error})
+    with pytest.raises(StorageError) as caught:
+        probe_store(StorePath(FOLDER))
+    assert caught.value is error
+    assert not store.list("", recursive=True).objects
+    assert not store.list_uploads("")
+    assert probe_store(StorePath(FOLDER)) == ()
+
+
+@pytest.mark.parametrize(
+    ("method", "error_id", "fault"),
+    [
+        ("read", "ranges-ignored", "does not read ranges"),
+        ("begin_upload", "not-implemented", "does not take objects in parts"),
+    ],
+)
+def test_a_clear_answer_is_a_fault_of_the_store(method: str, error_id: str, fault: str) -> None:
+    FailingStore(True, **{method: StorageError("no", file=URL, error_id=error_id)})
+    for _ in range(2):
+        with pytest.raises(DestinationError, match=fault) as caught:
+            probe_store(StorePath(FOLDER))
+        assert caught.value.id == "unsafe-store"
+    assert fault in probe_store(StorePath(FOLDER), is_unsafe=True)[0]
