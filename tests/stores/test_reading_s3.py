@@ -22,7 +22,7 @@ NAMES = ("torch_dist", "ocdbt", "gguf")
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("specimens")
-    specimens.make(root, NAMES)
+    specimens.make_in_process(root, NAMES)
     return root
 
 

@@ -91,7 +91,7 @@ _OWN_FILES = re.compile(r"finetune\.json|log\.jsonl|data/|loss\.png")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in every format, and data."""
     root = tmp_path_factory.mktemp("specimens")
-    specimens.make(root)
+    specimens.make_in_process(root)
     recipe = Path(megtool.__file__).parent.parent / "quant_recipes" / "fp8_per_channel.yaml"
     shutil.copy(recipe, root / "recipe.yaml")
     (root / "prompts.txt").write_text("the model\nreads a text\n")

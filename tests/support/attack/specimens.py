@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.support.attack.child import run
 from tests.support.models import tiny_llama, tiny_tokenizer
+from tests.support.paths import ROOT
 
 TEXT = "the model reads a text and writes it again while the tokens of every word are counted "
 TRAIN = ["--seq-length=32", "--global-batch-size=2", "--lr=1e-3", "--threads=1", "-q"]
@@ -82,4 +85,18 @@ def make(root: Path, names: tuple[str, ...] = tuple(COMMANDS)) -> dict[str, Path
             done = run(command(root, name), timeout=240)
             if done.status != 0:
                 raise RuntimeError(f"{name}: status {done.status}: {done.err[-2000:]}")
+    return {name: path_of(root, name) for name in names}
+
+
+def make_in_process(root: Path, names: tuple[str, ...] = tuple(COMMANDS)) -> dict[str, Path]:
+    """The same in a process of its own: libraries that ran in this one do not survive its fork.
+
+    Raises:
+        subprocess.CalledProcessError: a command failed.
+    """
+    code = (
+        "import sys; from pathlib import Path; from tests.support.attack import specimens; "
+        "specimens.make(Path(sys.argv[1]), tuple(sys.argv[2:]))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(root), *names], cwd=ROOT, check=True)
     return {name: path_of(root, name) for name in names}
