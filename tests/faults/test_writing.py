@@ -375,8 +375,8 @@ def test_an_edited_source_starts_anew(tmp_path: Path) -> None:
     calm = FaultyFiles()
     job.run(calm)
     Files().remove(job.out)
+    before_rename = max(i for i, name in enumerate(calm.calls) if "rename" in name) - 5
     with pytest.raises(Killed):
-        before_rename = max(i for i, name in enumerate(calm.calls) if "rename" in name) - 5
         job.run(FaultyFiles(before_rename, "kill"))
     assert not job.out.exists()
     shutil.rmtree(tmp_path / "source")
