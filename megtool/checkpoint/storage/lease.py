@@ -107,7 +107,11 @@ class Lease:
 
     def _is_held(self) -> bool:
         info = self._store.head(self._path.key)
-        return info is not None and read_holder(self._path, info).get("token") == self._token
+        if info is None:
+            return False
+        if info.version and info.version == self._info.version:
+            return True
+        return read_holder(self._path, info).get("token") == self._token
 
     def release(self, *, remove: bool = True) -> None:
         """End it, unless another run has taken it; a second call does nothing.

@@ -1,0 +1,49 @@
+"""A lease is released by its holder alone, also when what it reads is damaged."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megtool.checkpoint.storage.connect import register_store
+from megtool.checkpoint.storage.lease import Lease
+from megtool.checkpoint.storage.location import StorePath
+from megtool.errors import DestinationError
+from tests.support.errors import raises
+from tests.support.stores.memory_stores import URL, CountedStore
+
+
+class DamagedReads(CountedStore):
+    """Every object that is read begins with another byte."""
+
+    def read(self, key: str, offset: int, num_bytes: int, *, version: str = "") -> memoryview:
+        data = bytearray(super().read(key, offset, num_bytes, version=version))
+        data[0] ^= 1
+        return memoryview(bytes(data))
+
+
+@pytest.fixture
+def path() -> StorePath:
+    return StorePath(f"{URL}/.run.megtool/lock")
+
+
+def test_a_damaged_reply_does_not_keep_the_lock(path: StorePath) -> None:
+    store = DamagedReads()
+    register_store(store)
+    lease = Lease(path)
+    lease.check()
+    lease.release()
+    assert store.objects() == {}
+
+
+def test_another_holder_keeps_it(path: StorePath) -> None:
+    store = CountedStore()
+    register_store(store)
+    lease = Lease(path)
+    other = json.dumps({"token": "other", "pid": 1, "host": "elsewhere"}).encode()
+    store.put(path.key, other)
+    with raises(DestinationError, id="destination-locked"):
+        lease.check()
+    lease.release()
+    assert store.objects() == {path.key: other}
