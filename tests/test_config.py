@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megtool.config import ModelConfig
 from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
 
 SIZES: dict[str, Any] = dict(
     num_layers=3,

@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 from collections.abc import Container, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
 
 from megtool.checkpoint import journal
@@ -15,6 +15,7 @@ from megtool.checkpoint.destination_check import DestinationCheck
 from megtool.checkpoint.digest import Sidecar
 from megtool.checkpoint.file_digests import FileDigests
 from megtool.checkpoint.nested_runs import LOCK, check_runs_above, staging_folder, wait_for
+from megtool.checkpoint.stage import check_inside
 from megtool.checkpoint.storage.file_kinds import describe_kind
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.lock import LockFile
@@ -25,7 +26,7 @@ from megtool.checkpoint.workers.manifest import (
     list_run_files,
     refuse_workers,
 )
-from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
+from megtool.errors import DestinationError, MegtoolError, StorageError
 
 _TRANSIENT_S = 2.0  # a run that is refused holds its lock for less
 
@@ -249,14 +250,7 @@ class StagingFolder:
         """
         if self.is_file and relative in ("", self.destination.name):
             return self.tree / self.destination.name
-        pure = PurePosixPath(relative)
-        if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in relative:
-            raise FormatError(
-                f"{relative!r} is not a path inside a checkpoint",
-                file=self.destination,
-                error_id="unsafe-path",
-            )
-        full = self.tree / pure
+        full = self.tree / check_inside(relative, self.destination)
         if full.parent not in self._folders:
             for folder in reversed(full.relative_to(self.tree).parents):
                 self.files.make_own_folder(self.tree / folder)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Protocol
 
 from megtool.checkpoint.digest import Sidecar
 from megtool.checkpoint.file_digests import FileDigests
 from megtool.checkpoint.storage.files import Files
+from megtool.errors import FormatError
 
 
 class CheckpointStage(Protocol):
@@ -82,3 +83,19 @@ class CheckpointStage(Protocol):
 
     def discard(self) -> None:
         """Remove everything that was staged."""
+
+
+def check_inside(relative: str, destination: Path) -> PurePosixPath:
+    """The path of a file of the checkpoint at `destination`, which is inside it.
+
+    Raises:
+        FormatError: it is not.
+    """
+    pure = PurePosixPath(relative)
+    if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in relative:
+        raise FormatError(
+            f"{relative!r} is not a path inside a checkpoint",
+            file=destination,
+            error_id="unsafe-path",
+        )
+    return pure

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from megtool.checkpoint.storage.files import read_file
 from megtool.commands.verify_report import Difference
-from megtool.config import ModelConfig
 from megtool.convert.families import detect_family
 from megtool.errors import MappingError
 from megtool.lint.consistency import check_consistency
 from megtool.lint.folder_view import open_folder
+from megtool.model_config import ModelConfig
 from megtool.reshard.foreign_objects import find_foreign_objects
 from megtool.reshard.source import CheckpointSource
 

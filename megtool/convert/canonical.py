@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from megtool.config import ModelConfig
 from megtool.convert.expression import Expression, evaluate, names_in
 from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,12 @@ class Weight:
 _HIDDEN = ("hidden_size",)
 _Q = "num_heads * (qk_nope_head_dim + qk_rope_head_dim or head_dim)"
 _KV, _D = "num_kv_heads * head_dim", "head_dim"
-_MLA, _NOT_MLA = "kv_lora_rank", "not kv_lora_rank"
-_DENSE, _MOE = "l not in moe_layers", "l in moe_layers"
+_ATTN, _MIXER = "l in attn_layers", "l in mixer_layers"
+_MLA, _GQA = f"kv_lora_rank and {_ATTN}", f"not kv_lora_rank and {_ATTN}"
+_LOW_RANK_Q = f"q_lora_rank and {_ATTN}"
+_DENSE, _MOE = "l in dense_layers", "l in moe_layers"
 _LAYERNORM = "norm == 'layernorm'"
+_FEEDS = "l in dense_layers or l in moe_layers"
 _SHARED = "shared_ffn_hidden_size and l in moe_layers"
 
 _LAYER, _MTP = "layers.{l}.", "mtp.{m}."
@@ -55,22 +58,20 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
         "positions.weight": Weight(
             ("max_positions", "hidden_size"), "position_embedding == 'learned'"
         ),
-        "layers.{l}.attn_norm.weight": Weight(_HIDDEN),
-        "layers.{l}.attn_norm.bias": Weight(_HIDDEN, _LAYERNORM),
-        "layers.{l}.attn.q.weight": Weight((_Q, "hidden_size"), "not q_lora_rank"),
-        "layers.{l}.attn.k.weight": Weight((_KV, "hidden_size"), _NOT_MLA),
-        "layers.{l}.attn.v.weight": Weight((_KV, "hidden_size"), _NOT_MLA),
-        "layers.{l}.attn.q.bias": Weight((_Q,), _NOT_MLA, flag="qkv_bias"),
-        "layers.{l}.attn.k.bias": Weight((_KV,), _NOT_MLA, flag="qkv_bias"),
-        "layers.{l}.attn.v.bias": Weight((_KV,), _NOT_MLA, flag="qkv_bias"),
-        "layers.{l}.attn.gate.weight": Weight((_Q, "hidden_size"), "attn_output_gate"),
-        "layers.{l}.attn.q_norm.weight": Weight((_D,), _NOT_MLA, flag="qk_norm"),
-        "layers.{l}.attn.k_norm.weight": Weight((_D,), _NOT_MLA, flag="qk_norm"),
-        "layers.{l}.attn.q_down.weight": Weight(("q_lora_rank", "hidden_size"), "q_lora_rank"),
-        "layers.{l}.attn.q_down_norm.weight": Weight(
-            ("q_lora_rank",), "q_lora_rank", flag="qk_norm"
-        ),
-        "layers.{l}.attn.q_up.weight": Weight((_Q, "q_lora_rank"), "q_lora_rank"),
+        "layers.{l}.attn_norm.weight": Weight(_HIDDEN, _MIXER),
+        "layers.{l}.attn_norm.bias": Weight(_HIDDEN, f"{_LAYERNORM} and {_MIXER}"),
+        "layers.{l}.attn.q.weight": Weight((_Q, "hidden_size"), f"not q_lora_rank and {_ATTN}"),
+        "layers.{l}.attn.k.weight": Weight((_KV, "hidden_size"), _GQA),
+        "layers.{l}.attn.v.weight": Weight((_KV, "hidden_size"), _GQA),
+        "layers.{l}.attn.q.bias": Weight((_Q,), _GQA, flag="qkv_bias"),
+        "layers.{l}.attn.k.bias": Weight((_KV,), _GQA, flag="qkv_bias"),
+        "layers.{l}.attn.v.bias": Weight((_KV,), _GQA, flag="qkv_bias"),
+        "layers.{l}.attn.gate.weight": Weight((_Q, "hidden_size"), f"attn_output_gate and {_ATTN}"),
+        "layers.{l}.attn.q_norm.weight": Weight((_D,), _GQA, flag="qk_norm"),
+        "layers.{l}.attn.k_norm.weight": Weight((_D,), _GQA, flag="qk_norm"),
+        "layers.{l}.attn.q_down.weight": Weight(("q_lora_rank", "hidden_size"), _LOW_RANK_Q),
+        "layers.{l}.attn.q_down_norm.weight": Weight(("q_lora_rank",), _LOW_RANK_Q, flag="qk_norm"),
+        "layers.{l}.attn.q_up.weight": Weight((_Q, "q_lora_rank"), _LOW_RANK_Q),
         "layers.{l}.attn.kv_down.weight": Weight(
             ("kv_lora_rank + qk_rope_head_dim", "hidden_size"), _MLA
         ),
@@ -78,11 +79,13 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
         "layers.{l}.attn.kv_up.weight": Weight(
             ("num_heads * (qk_nope_head_dim + v_head_dim)", "kv_lora_rank"), _MLA
         ),
-        "layers.{l}.attn.sinks": Weight(("num_heads",), flag="attn_sinks"),
-        "layers.{l}.attn.o.weight": Weight(("hidden_size", "num_heads * (v_head_dim or head_dim)")),
-        "layers.{l}.attn.o.bias": Weight(_HIDDEN, flag="attn_out_bias"),
-        "layers.{l}.mlp_norm.weight": Weight(_HIDDEN),
-        "layers.{l}.mlp_norm.bias": Weight(_HIDDEN, _LAYERNORM),
+        "layers.{l}.attn.sinks": Weight(("num_heads",), _ATTN, flag="attn_sinks"),
+        "layers.{l}.attn.o.weight": Weight(
+            ("hidden_size", "num_heads * (v_head_dim or head_dim)"), _ATTN
+        ),
+        "layers.{l}.attn.o.bias": Weight(_HIDDEN, _ATTN, flag="attn_out_bias"),
+        "layers.{l}.mlp_norm.weight": Weight(_HIDDEN, _FEEDS),
+        "layers.{l}.mlp_norm.bias": Weight(_HIDDEN, f"{_LAYERNORM} and ({_FEEDS})"),
         "layers.{l}.mlp.gate.weight": Weight(
             ("ffn_hidden_size", "hidden_size"), f"gated and {_DENSE}"
         ),

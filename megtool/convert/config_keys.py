@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.config import CONFIG_FIELDS, MOST_LAYERS, ModelConfig
 from megtool.convert.expression import evaluate
 from megtool.errors import MappingError
+from megtool.model_config import CONFIG_FIELDS, MOST_LAYERS, ModelConfig
 
 REQUIRED = "required"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert import megatron
 from megtool.convert.binding import Binding, missing, summarize
 from megtool.convert.canonical import VOCABULARY, CanonicalModel, Weight
@@ -16,6 +16,7 @@ from megtool.convert.mapping import Table, first_gap, stack_layers
 from megtool.convert.sharding import shard
 from megtool.dtypes import DType
 from megtool.errors import MappingError, UnknownTensorsError
+from megtool.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 
 __all__ = [

@@ -8,8 +8,8 @@ from functools import cache
 from types import CodeType
 from typing import Any
 
-from megtool.config import ModelConfig
 from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
 
 Expression = str | int | bool
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from megtool.config import ModelConfig
 from megtool.convert.canonical import Weight
 from megtool.convert.config_keys import OneOf, Setting, read_settings, write_settings
 from megtool.convert.expression import Expression
 from megtool.convert.mapping import Row, Table
 from megtool.convert.moe_config_keys import Assumed, Noted
 from megtool.errors import MappingError, UnknownFamilyError
+from megtool.model_config import ModelConfig
 
 _PACKAGE = "megtool.converters"
 

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert import megatron
 from megtool.convert.canonical_view import CanonicalView, Padding, TargetView
 from megtool.convert.sharding import shard
 from megtool.dtypes import DType
+from megtool.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 

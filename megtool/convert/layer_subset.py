@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megtool.config import MOST_LAYERS, ModelConfig
 from megtool.convert.families import Family
 from megtool.convert.moe_config_keys import MoeLayers
 from megtool.errors import MappingError, UsageError
+from megtool.model_config import MOST_LAYERS, ModelConfig
 
 _PART = re.compile(r"(\d+)(?:-(\d+))?")
 _LAYER = re.compile(r"((?:[^:]+:)?)layers\.(\d+)(\..+)")

@@ -14,7 +14,7 @@ _A = _L + "self_attention."
 _M = _L + "mlp."
 _ATTN, _MLP = "layers.{l}.attn.", "layers.{l}.mlp."
 _EXPERT, _SHARED = _MLP + "experts.{e}.", _MLP + "shared."
-_DENSE, _MOE = "l not in moe_layers", "l in moe_layers"
+_DENSE, _MOE = "l in dense_layers", "l in moe_layers"
 _NOT_MLA = "not kv_lora_rank"
 
 # Megatron's two layer implementations name the norms differently; fused Transformer Engine names

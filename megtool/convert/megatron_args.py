@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.config_keys import num_layers
 from megtool.convert.expression import evaluate
 from megtool.convert.families import Family
 from megtool.convert.megatron import padded_multiple
 from megtool.convert.parallel_args import layout_args
 from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
 
 _NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
 _POSITIONS = {

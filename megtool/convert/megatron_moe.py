@@ -15,7 +15,7 @@ _L = "decoder.layers.{l}."
 _A, _M = _L + "self_attention.", _L + "mlp."
 _ATTN, _MLP = "layers.{l}.attn.", "layers.{l}.mlp."
 _EXPERT, _SHARED = _MLP + "experts.{e}.", _MLP + "shared."
-_DENSE, _MOE = "l not in moe_layers", "l in moe_layers"
+_DENSE, _MOE = "l in dense_layers", "l in moe_layers"
 _MLA = "kv_lora_rank"
 
 # The norms of the low-rank queries, keys and values are part of Transformer Engine's up-projections

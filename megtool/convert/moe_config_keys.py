@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.config import ModelConfig
 from megtool.convert.config_keys import Default, Setting
 from megtool.convert.expression import evaluate
 from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

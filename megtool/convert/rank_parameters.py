@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.megatron import split_state
 from megtool.convert.sharding import Glu, ShardingRule, Stages, check_layout, rule_of, stages_of
 from megtool.errors import LayoutError
+from megtool.model_config import ModelConfig
 from megtool.parallel.pipeline_split import Pipeline
 from megtool.tensors.box import numel
 from megtool.tensors.sharded import GlobalTensor

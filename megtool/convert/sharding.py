@@ -10,9 +10,10 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.megatron import split_state
 from megtool.errors import LayoutError
+from megtool.model_config import ModelConfig
 from megtool.parallel.mesh import Mesh
 from megtool.parallel.pipeline_split import Pipeline, divisors, near
 from megtool.tensors.box import Boxes, Ints

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megtool.config import ModelConfig
 from megtool.inference.layer_streaming import find_streamer
 from megtool.kernels.token_statistics import token_log_probs
 from megtool.model.batch import Batch
@@ -18,6 +17,7 @@ from megtool.model.cache import ContiguousCache, KVCache, PagedCache
 from megtool.model.decoder import Decoder, check_no_context
 from megtool.model.moe import MoeMlp
 from megtool.model.pipeline import hidden_of_stages
+from megtool.model_config import ModelConfig
 from megtool.parallel.context_parallel import whole_tokens
 from megtool.parallel.mesh import Mesh
 from megtool.parallel.process_groups import ProcessGroups

@@ -9,7 +9,6 @@ from typing import Literal, Protocol
 
 import torch
 
-from megtool.config import ModelConfig
 from megtool.errors import CheckpointError, UsageError
 from megtool.inference.batching import BatchScheduler, GenerateRequest, InOrder, Running
 from megtool.inference.forward import Forward
@@ -17,6 +16,7 @@ from megtool.inference.sampling import NO_NUMBER, Sampling, choose
 from megtool.inference.slots import BlockSlots, RowSlots, Slots
 from megtool.inference.stop_strings import Stops
 from megtool.model.batch import check_ids
+from megtool.model_config import ModelConfig
 
 Finish = Literal["eos", "stop", "length"]
 """Why a text ended: an end-of-sequence token, a stop string, or no more tokens allowed."""

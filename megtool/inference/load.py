@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megtool.checkpoint.memory import free_memory
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.console import Progress, format_bytes, silent
 from megtool.convert.rank_tensors import RankCoordinates
 from megtool.convert.sharding import check_layout
@@ -23,6 +23,7 @@ from megtool.inference.layer_streaming import LayerStreamer, find_streamer, repl
 from megtool.inference.rank_weights import Weights
 from megtool.model.decoder import VOCAB_MULTIPLE, Decoder
 from megtool.model.pipeline import build_stages
+from megtool.model_config import ModelConfig
 from megtool.parallel.pipeline_split import divisors
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.source import CheckpointSource

@@ -21,7 +21,7 @@ from megtool.checkpoint.plan import Fill, ReshardPlan
 from megtool.checkpoint.plan import PlanSource as Held
 from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.convert.binding import missing, summarize
 from megtool.convert.canonical import VOCABULARY, CanonicalModel
@@ -43,6 +43,7 @@ from megtool.convert.rank_tensors import (
 )
 from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement

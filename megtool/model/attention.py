@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from megtool.config import ModelConfig
 from megtool.errors import LayoutError
 from megtool.kernels.dropout_add import drop
 from megtool.kernels.norm import rms_norm
@@ -25,6 +24,7 @@ from megtool.model.masks import Mask
 from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.param_attributes import mark, mark_parts
 from megtool.model.rotary import has_rotation
+from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import copy_to, gather_columns
 from megtool.parallel.context_parallel import gather_tokens
 from megtool.parallel.process_groups import ProcessGroups

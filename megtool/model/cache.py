@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megtool.config import ModelConfig
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
+from megtool.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megtool.config import ModelConfig
 from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from megtool.model.batch import Batch, check_ids, check_positions
@@ -21,6 +20,7 @@ from megtool.model.linear import ColumnLinear, VocabEmbedding, vocab_logits
 from megtool.model.masks import masks_of
 from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.rotary import Rotary
+from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
 from megtool.parallel.context_parallel import chunk_size, own_tokens, whole_tokens
 from megtool.parallel.process_groups import ProcessGroups

@@ -7,7 +7,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megtool.config import ModelConfig
 from megtool.kernels.dropout_add import bias_dropout_add
 from megtool.model.attention import Attention
 from megtool.model.dropout import DropoutSpec
@@ -17,6 +16,7 @@ from megtool.model.mla import LatentAttention
 from megtool.model.mlp import Mlp
 from megtool.model.moe import MoeMlp
 from megtool.model.norm import NormLayer, NormSpec
+from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
 
 

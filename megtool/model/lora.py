@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megtool.config import ModelConfig
 from megtool.errors import UsageError
 from megtool.kernels.grouped_gemm import grouped_linear
 from megtool.model.decoder import Decoder
@@ -25,6 +24,7 @@ from megtool.model.linear import ColumnLinear, RowLinear, column_product
 from megtool.model.mla import DownLinear
 from megtool.model.moe import ExpertLinear
 from megtool.model.param_attributes import mark
+from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import copy_to, reduce_from, reduce_scatter_rows
 from megtool.parallel.process_groups import ALONE, Group
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megtool.config import ModelConfig
 from megtool.model.cache import KeySpan
 from megtool.model.rotary import has_rotation, has_window
+from megtool.model_config import ModelConfig
 from megtool.parallel.context_parallel import chunk_size, chunks_of
 from megtool.parallel.process_groups import Group
 

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megtool.config import ModelConfig
 from megtool.errors import LayoutError
 from megtool.kernels.rotary import rotate
 from megtool.model.attention import attend_all
@@ -22,6 +21,7 @@ from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.norm import NormSpec
 from megtool.model.param_attributes import mark
 from megtool.model.rotary import Rotation
+from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
 from megtool.parallel.context_parallel import gather_tokens
 from megtool.parallel.process_groups import ALONE, Group, ProcessGroups

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megtool.config import ModelConfig
 from megtool.kernels.activation import activate, gated
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.norm import NormSpec
+from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
 
 

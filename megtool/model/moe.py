@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megtool.config import ModelConfig
 from megtool.kernels.grouped_gemm import grouped_linear, invert, permute, unpermute, waits_for_host
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ExpertHook
@@ -23,6 +22,7 @@ from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.mlp import activated
 from megtool.model.param_attributes import mark
 from megtool.model.router import Router
+from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import (
     all_to_all,
     copy_to,

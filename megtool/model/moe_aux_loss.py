@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megtool.config import ModelConfig
 from megtool.errors import UsageError
 from megtool.model.forward_context import ForwardContext
+from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import ALONE, ProcessGroups
 

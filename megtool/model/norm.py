@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megtool.config import ModelConfig
 from megtool.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megtool.model.param_attributes import mark
+from megtool.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

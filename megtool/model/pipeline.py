@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megtool.config import ModelConfig
 from megtool.errors import LayoutError
 from megtool.model.batch import Batch
 from megtool.model.cache import KVCache
 from megtool.model.decoder import Decoder, Stage, rows_of_rank
 from megtool.model.param_attributes import mark
+from megtool.model_config import ModelConfig
 from megtool.parallel.context_parallel import chunk_size, own_tokens
 from megtool.parallel.pipeline_split import Pipeline, divisors, near
 from megtool.parallel.process_groups import ProcessGroups

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megtool.config import ModelConfig
 from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
 
 
 class Rotation(NamedTuple):

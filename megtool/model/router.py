@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megtool.config import ModelConfig
 from megtool.errors import MappingError
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ActivationHook
 from megtool.model.moe_aux_loss import Balance
 from megtool.model.param_attributes import mark
+from megtool.model_config import ModelConfig
 
 SCORES = ("softmax", "sigmoid")
 

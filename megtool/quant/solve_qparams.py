@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megtool.checkpoint.work_threads import stream_in_threads
-from megtool.config import ModelConfig
 from megtool.console import Progress, silent
 from megtool.errors import CalibrationError
+from megtool.model_config import ModelConfig
 from megtool.quant.algorithms.algorithm_config import resolve_algorithm
 from megtool.quant.algorithms.fused_group import solve_fused_group
 from megtool.quant.algorithms.pre_quant_scale import NormWeights

@@ -13,10 +13,10 @@ from megtool.checkpoint.containers.pickle_reader import Inert
 from megtool.checkpoint.containers.pickle_writer import make_namespace
 from megtool.checkpoint.formats.auxiliary_files import MODELOPT_FOLDER
 from megtool.checkpoint.storage.files import read_file
-from megtool.config import ModelConfig
 from megtool.convert.layer_subset import edited_config, of_layers, parse_layers, renumbered
 from megtool.convert.megatron_args import args_from_config
 from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
 from megtool.reshard.megatron.bridge_files import edit_model
 from megtool.reshard.megatron.nemo_config import BRIDGE_FILE
 from megtool.reshard.source import CheckpointSource, ModelIdentity

@@ -21,7 +21,6 @@ from megtool.checkpoint.formats.auxiliary_files import check_json_size
 from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
-from megtool.config import ModelConfig
 from megtool.convert.dialects import CanonicalView, detect_dialect, is_optimizer_state, read_side
 from megtool.convert.families import detect_family, family
 from megtool.convert.gguf import config_from_gguf, factors_read
@@ -35,6 +34,7 @@ from megtool.errors import (
     UnknownTensorsError,
     UsageError,
 )
+from megtool.model_config import ModelConfig
 from megtool.number_formats.small_floats import single
 from megtool.options.groups import SourceOptions
 from megtool.reshard.megatron.master_weight_check import check_masters

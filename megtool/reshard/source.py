@@ -15,11 +15,11 @@ from megtool.checkpoint.formats import HF_SUBFOLDER_FORMATS
 from megtool.checkpoint.formats.auxiliary_files import find_auxiliary_files
 from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS
 from megtool.checkpoint.storage.files import read_file
-from megtool.config import ModelConfig
 from megtool.convert.dialects import CanonicalView
 from megtool.convert.families import Family
 from megtool.dtypes import DType
 from megtool.errors import FormatError, MappingError, MissingPackageError
+from megtool.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 
 if TYPE_CHECKING:

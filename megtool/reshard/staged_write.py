@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.copy import CopyReport, PlanCopy, execute
@@ -72,39 +72,22 @@ class WriteOptions:
             rewrites_data: `finish` of `write_staged` changes data of the plan.
             plan: The plan, for a destination in a store.
         """
+        run: dict[str, Any] = {
+            "files": files,
+            "fingerprint": fingerprint,
+            "overwrite": self.overwrite,
+            "is_file": is_file,
+            "sources": sources,
+        }
+        if self.worker is not None:
+            run["worker"] = self.worker
         if isinstance(destination, StorePath):
-            make: Callable[..., StoreStage] = StoreStage
-            if self.worker is not None:
-                make = partial(SharedStoreStage, worker=self.worker)
-            stage = make(
-                destination,
-                files=files,
-                fingerprint=fingerprint,
-                overwrite=self.overwrite,
-                is_file=is_file,
-                sources=sources,
-                is_unsafe=self.unsafe_store,
-            )
+            make = StoreStage if self.worker is None else SharedStoreStage
+            stage = make(destination, is_unsafe=self.unsafe_store, **run)
             return self._follow_plan(stage, plan, rewrites_data)
         if self.worker is None:
-            return StagingFolder(
-                destination,
-                files=files,
-                fingerprint=fingerprint,
-                overwrite=self.overwrite,
-                is_file=is_file,
-                sources=sources,
-            )
-        return SharedStaging(
-            destination,
-            worker=self.worker,
-            files=files,
-            fingerprint=fingerprint,
-            overwrite=self.overwrite,
-            is_file=is_file,
-            sources=sources,
-            rewrites_data=rewrites_data,
-        )
+            return StagingFolder(destination, **run)
+        return SharedStaging(destination, rewrites_data=rewrites_data, **run)
 
     def _follow_plan(
         self, stage: StoreStage, plan: ReshardPlan | None, rewrites_data: bool

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megtool.config import ModelConfig
 from megtool.errors import UsageError
 from megtool.kernels.graph_rule_checker import graphed
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import PipelineSchedule
+from megtool.model_config import ModelConfig
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.scaler import DynamicGradScaler
 from megtool.train.config import TrainConfig

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.inference.rank_weights import decoder_of
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import build_stages
+from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.quant.fake_quant.weight_views import WeightViews, canonical_side
 from megtool.reshard.source import CheckpointSource

@@ -6,12 +6,13 @@ import re
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.sharding import check_layout
 from megtool.errors import MappingError, UsageError
 from megtool.inference.runtime import usual_device
 from megtool.kernels import transformer_engine
 from megtool.model.pipeline import build_stages
+from megtool.model_config import ModelConfig
 from megtool.options.field import flag
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.source import CheckpointSource

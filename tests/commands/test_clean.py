@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megtool import clean, reshard
+from megtool import clean, inspect, reshard
 from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.storage import part_layout
 from megtool.checkpoint.storage.connect import register_store
@@ -14,7 +14,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.lease import Lease
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.store_index import store_index
-from megtool.errors import StorageError
+from megtool.errors import FormatError, StorageError
 from tests.support.folders import contents, staging_folders
 from tests.support.models import tiny_llama
 from tests.support.stores.memory_stores import PART_BYTES, URL, CountedStore
@@ -41,6 +41,15 @@ def stop_early(source: Path, store: CountedStore, name: str, after: int, **optio
     with pytest.raises(StorageError):
         reshard(source, f"{URL}/{name}", to="hf", threads=1, **options)
     store.revive()
+
+
+def is_read(location: str) -> bool:
+    """Whether a reader takes what is there for a checkpoint."""
+    try:
+        inspect(location)
+    except FormatError:
+        return False
+    return True
 
 
 def leave_folder(destination: Path) -> None:
@@ -133,19 +142,22 @@ def test_uploads_are_listed_and_aborted_on_request(
 
 
 def test_an_incomplete_publication_is_removed_whole(source: Path, store: CountedStore) -> None:
-    reshard(source, f"{URL}/whole", to="hf", threads=1)
-    total = store.num_calls
-    for after in range(total - 30, total - 5, 5):
+    reshard(source, f"{URL}/whole", to="hf", threads=1)  # with the probe of the store
+    begun = store.num_calls
+    reshard(source, f"{URL}/again", to="hf", threads=1)
+    total = store.num_calls - begun
+    outcomes = set()
+    for after in (*range(total - 30, total - 12, 6), *range(total - 12, total)):
         stop_early(source, store, "run", after)
-        rows = clean(f"{URL}/run").left_overs
-        assert rows
+        is_complete = is_read(f"{URL}/run")
+        assert clean(f"{URL}/run").left_overs, after
         clean(f"{URL}/run", yes=True)
-        if "complete checkpoint" in rows[0].contents:
-            assert store.objects("run") == store.objects("whole")
-            store.delete([f"run/{name}" for name in store.objects("run")])
-        else:
-            assert store.objects("run") == {}
-        assert [key for key in store.objects() if "megtool/" in key] == []
+        assert store.objects("run") == (store.objects("whole") if is_complete else {}), after
+        assert [key for key in store.objects() if "megtool/" in key] == [], after
+        assert store.num_uploads == 0, after
+        store.delete([f"run/{name}" for name in store.objects("run")])
+        outcomes.add(is_complete)
+    assert outcomes == {True, False}
 
 
 def test_a_live_run_in_a_store_is_left_alone(source: Path, store: CountedStore) -> None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.config import ModelConfig
 from megtool.convert import (
     Cat,
     Grouped,
@@ -28,6 +27,7 @@ from megtool.convert.canonical import CanonicalModel
 from megtool.convert.mapping import Word, WordLike
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 

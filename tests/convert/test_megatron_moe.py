@@ -10,12 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.dialects import TargetView, read_side, write_side
 from megtool.convert.megatron_args import args_from_config, config_from_args
 from megtool.convert.sharding import shard
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
 from megtool.tensors.box import cover_fault
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.checkpoints.canonical_views import canonical_side, config, stored

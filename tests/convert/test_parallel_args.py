@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.checkpoint.containers.pickle_reader import decode, to_plain
-from megtool.config import LayoutOptions, ModelConfig, ParallelConfig, pipeline_chunks
+from megtool.config import LayoutOptions, ParallelConfig, pipeline_chunks
 from megtool.convert.megatron_args import args_from_config
 from megtool.convert.parallel_args import (
     layout_args,
@@ -21,6 +21,7 @@ from megtool.convert.parallel_args import (
     parallel_from_args,
 )
 from megtool.errors import LayoutError
+from megtool.model_config import ModelConfig
 from megtool.parallel.pipeline_split import splits
 
 DEEPSEEK = "Et*3|(tt|)*29m|L"

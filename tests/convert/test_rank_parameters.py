@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.binding import Binding
 from megtool.convert.canonical import CanonicalModel
 from megtool.convert.megatron import PER_LAYER, STACKED
@@ -17,6 +17,7 @@ from megtool.convert.rank_parameters import EMBEDDING, Parameter, RankPlace, ran
 from megtool.convert.sharding import shard
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError
+from megtool.model_config import ModelConfig
 from megtool.parallel.mesh import Mesh
 from megtool.reshard.megatron.box_runs import split_into_boxes
 from megtool.tensors.sharded import GlobalTensor

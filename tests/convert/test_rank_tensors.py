@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.binding import Binding
 from megtool.convert.canonical import CanonicalModel
 from megtool.convert.dialects import CanonicalView, DialectOptions, read_side, write_side
@@ -19,6 +19,7 @@ from megtool.convert.rank_parameters import rank_parameters
 from megtool.convert.rank_tensors import LocalView, RankCoordinates, local_side, local_tensors
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError
+from megtool.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.checkpoints.rank_slices import Arrays, slice_tensors

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.sharding import check_layout, shard
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError
+from megtool.model_config import ModelConfig
 from megtool.parallel.mesh import Mesh
 from megtool.tensors.box import cover_fault
 from megtool.tensors.sharded import GlobalTensor, Shards

@@ -13,12 +13,13 @@ import torch
 
 from megtool import reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.dialects import read_side, write_side
 from megtool.convert.families import detect_family, family
 from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
 from megtool.dtypes import dtype
 from megtool.errors import CoverageError, MappingError
+from megtool.model_config import ModelConfig
 from megtool.reshard.open_source import open_source
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.errors import raises

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.config import ModelConfig
 from megtool.inference.cuda_graph import SPARE_SLOTS, GraphedHidden, GraphedStep
 from megtool.inference.evaluate import hidden_of
 from megtool.inference.forward import Forward
 from megtool.model.batch import Batch
+from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
 from tests.support.models.tiny_decoder import SIZES, make_decoder, random_batch
 

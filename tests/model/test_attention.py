@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
 from megtool.model.attention import attend
 from megtool.model.batch import Batch
@@ -19,6 +19,7 @@ from megtool.model.cache import ContiguousCache, KeySpan
 from megtool.model.decoder import Decoder
 from megtool.model.masks import Masks
 from megtool.model.param_attributes import finish_gradients
+from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
 from tests.support.errors import raises
 from tests.support.worlds.gloo_world import run_world

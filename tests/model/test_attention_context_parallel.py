@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
 from megtool.model.attention import attend
 from megtool.model.batch import Batch
 from megtool.model.cache import KeySpan
 from megtool.model.decoder import Decoder
 from megtool.model.masks import Mask, Masks, masks_of
+from megtool.model_config import ModelConfig
 from megtool.parallel.context_parallel import own_tokens
 from megtool.parallel.process_groups import Group
 from megtool.train.memory_estimate import meta_groups

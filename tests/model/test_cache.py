@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megtool.config import ModelConfig
 from megtool.errors import UsageError
 from megtool.kernels.graph_rule_checker import graphed
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache, EntrySize, PagedCache
 from megtool.model.decoder import Decoder
+from megtool.model_config import ModelConfig
 from tests.support.errors import raises
 
 CONFIG = ModelConfig(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.dialects import read_side
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError, MappingError, UsageError
@@ -15,6 +15,7 @@ from megtool.model import decoder as module
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder, Stage, rows_of_rank
+from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.errors import raises

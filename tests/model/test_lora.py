@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
@@ -24,6 +24,7 @@ from megtool.model.lora import (
 )
 from megtool.model.param_attributes import finish_gradients
 from megtool.model.recompute import recompute
+from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import gather_rows, scatter_rows
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.worlds.gloo_world import run_world

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megtool.config import ModelConfig
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache, KeySpan
 from megtool.model.masks import Masks
+from megtool.model_config import ModelConfig
 
 
 def config(**more: Any) -> ModelConfig:

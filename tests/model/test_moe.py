@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
 from megtool.kernels.activation import activate, gated
 from megtool.model.moe import Experts, MoeMlp
+from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
 from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.moe_layouts import MODELS, SIZES, compare, config_of

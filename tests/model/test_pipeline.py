@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
 from megtool.model.param_attributes import finish_gradients, is_marked, sum_over_replicas
 from megtool.model.pipeline import PipelineSchedule, build_stages, forward_stages, stream_hidden
+from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.errors import raises
 from tests.support.worlds.gloo_world import run_world

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.config import ModelConfig
 from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megtool.config import ModelConfig
 from megtool.errors import MappingError
 from megtool.model.router import Router, choose
+from megtool.model_config import ModelConfig
 
 SIZES: dict[str, Any] = dict(
     num_layers=1,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.config import ModelConfig
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
+from megtool.model_config import ModelConfig
 from megtool.optim.buffers import ParamAndGradBucket
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.flat_shards import Pending

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.config import ModelConfig
 from megtool.errors import CalibrationError, StorageError
+from megtool.model_config import ModelConfig
 from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.calibration.statistics import ActivationStatistics
 from megtool.quant.fake_quant.fake_quantize import fake_weight

@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from megtool.config import ModelConfig
 from megtool.convert.families import Family
 from megtool.convert.mapping import Row, Table
 from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
 
 _GEMMA: Table = (
     Row("token_embd.weight", "embed.weight"),

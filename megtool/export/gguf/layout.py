@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megtool.checkpoint.computed_tensors import TensorFeed
-from megtool.config import ModelConfig
 from megtool.convert.binding import Binding, WrittenBinding, summarize
 from megtool.convert.canonical import VOCABULARY, CanonicalModel
 from megtool.convert.families import Family
@@ -16,6 +15,7 @@ from megtool.export.gguf.architectures import Architecture
 from megtool.export.gguf.block_encoder import NormPlusOne, plan_encoding
 from megtool.export.gguf.header import PLAIN, GgufTensor
 from megtool.export.gguf.metadata_keys import RopeFactors
+from megtool.model_config import ModelConfig
 from megtool.number_formats.gguf import block, encodings
 from megtool.reshard.constant_feed import ConstantFeed
 from megtool.tensors.placement import Placement

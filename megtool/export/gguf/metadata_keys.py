@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.config import ModelConfig
 from megtool.convert.gguf import (
     LLAMA3,
     LONG,
@@ -20,6 +19,7 @@ from megtool.convert.gguf import (
 )
 from megtool.errors import MappingError
 from megtool.export.gguf.architectures import Architecture
+from megtool.model_config import ModelConfig
 from megtool.number_formats.gguf import package
 
 _QUANTIZATION_VERSION = 2

@@ -12,7 +12,6 @@ from megtool import __version__
 from megtool.checkpoint.plan import DroppedItem, PlanSource, ReshardPlan
 from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files, read_file
-from megtool.config import ModelConfig
 from megtool.console import Progress, silent
 from megtool.convert.families import Family
 from megtool.errors import FormatError, MappingError, UsageError
@@ -23,6 +22,7 @@ from megtool.export.gguf.metadata_keys import build_model_keys, build_rope_facto
 from megtool.export.gguf.tokenizer import build_tokenizer_keys
 from megtool.export.report import ExportReport
 from megtool.export.staged_export import PlannedExport
+from megtool.model_config import ModelConfig
 from megtool.options.groups import SourceOptions
 from megtool.reshard.execute import ExecutionOptions, expected_digests, source_paths
 from megtool.reshard.open_source import open_source

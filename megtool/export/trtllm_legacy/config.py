@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.config import ModelConfig
 from megtool.errors import MappingError
 from megtool.export.quantized_module import QuantizedModule
 from megtool.export.trtllm_legacy.ranks import RankLayout
+from megtool.model_config import ModelConfig
 from megtool.quant.packed_tensors.hf_config import MIXED, PRODUCER
 
 _ARCHITECTURES: Mapping[str, tuple[str, ...]] = {

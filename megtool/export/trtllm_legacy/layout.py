@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from megtool.config import ModelConfig
 from megtool.errors import LayoutError, MappingError
 from megtool.export.trtllm_legacy.ranks import RankLayout
+from megtool.model_config import ModelConfig
 
 FAMILIES: Mapping[str, str] = {
     "llama": "Llama",

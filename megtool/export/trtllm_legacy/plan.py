@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from megtool.checkpoint.catalogue import Catalogue, Destination
 from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.checkpoint.plan import DroppedItem
-from megtool.config import ModelConfig
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import MappingError, listed
@@ -23,6 +22,7 @@ from megtool.export.trtllm_legacy.quantized_tensors import plan_quantized_module
 from megtool.export.trtllm_legacy.quantized_weights import QuantizedWeights
 from megtool.export.trtllm_legacy.rank_files import RankFileTensor, plan_rank_files
 from megtool.export.trtllm_legacy.ranks import RankLayout, RankTensor, list_rank_tensors
+from megtool.model_config import ModelConfig
 from megtool.reshard.constant_feed import ConstantFeed
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor

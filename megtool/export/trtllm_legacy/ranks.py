@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from megtool.config import ModelConfig
+from megtool.model_config import ModelConfig
 
 EMBED, HEAD = "transformer.vocab_embedding", "lm_head"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from megtool.config import ModelConfig
+from megtool.model_config import ModelConfig
 from megtool.quant.recipes.modules import ModuleInfo, find_fused_name
 
 SiteKind = Literal["input", "kv_cache"]

@@ -16,9 +16,9 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.shard_locator import count_cuttable_dims
-from megtool.config import ModelConfig
 from megtool.convert.dialects import CanonicalView
 from megtool.errors import FormatError
+from megtool.model_config import ModelConfig
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
 from megtool.tensors.placement import Placement, narrow

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megtool.config import ModelConfig
 from megtool.errors import CalibrationError
 from megtool.model.batch import Batch
+from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import Group
 
 MAX_TOKENS = 4096

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megtool.config import ModelConfig
 from megtool.console import Progress
 from megtool.errors import CalibrationError, MegtoolError
 from megtool.model.decoder import Decoder
+from megtool.model_config import ModelConfig
 from megtool.parallel.pipeline_split import Pipeline
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.activation_sites import ActivationSite

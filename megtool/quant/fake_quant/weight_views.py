@@ -13,7 +13,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megtool.config import ModelConfig
 from megtool.convert.canonical import VOCABULARY, CanonicalModel
 from megtool.convert.canonical_view import CanonicalView
 from megtool.convert.dialects import DialectOptions, write_side
@@ -22,6 +21,7 @@ from megtool.convert.rank_tensors import RankCoordinates, local_side, local_tens
 from megtool.dtypes import dtype as named
 from megtool.errors import MappingError
 from megtool.model.decoder import VOCAB_MULTIPLE, Decoder
+from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import Group
 from megtool.tensors.placement import Placement

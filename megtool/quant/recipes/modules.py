@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
-from megtool.config import ModelConfig
 from megtool.convert.dialects import CanonicalView, write_side
 from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
 
 Kind = Literal["linear", "embedding", "norm", "kv_cache"]
 KINDS: tuple[Kind, ...] = ("linear", "embedding", "norm", "kv_cache")

@@ -10,9 +10,10 @@ from typing import Any
 
 from megtool.checkpoint.containers.pickle_reader import Inert, PersistentRef, inert_global
 from megtool.checkpoint.containers.zip_writer import encode_object
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.megatron_args import args_from_config
 from megtool.convert.parallel_args import layout_args
+from megtool.model_config import ModelConfig
 from megtool.reshard.megatron.nemo_config import BRIDGE_FILE
 
 _PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"

@@ -12,10 +12,11 @@ from megtool.checkpoint.containers.pickle_reader import is_global
 from megtool.checkpoint.formats.torch_dist_gathered import COALESCED
 from megtool.checkpoint.megatron_metadata import read_object, saved_args
 from megtool.checkpoint.param_groups import OPTIMIZER_OBJECT
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.megatron import split_state
 from megtool.convert.rank_parameters import Parameter, RankPlace, of_tensor_rank, rank_parameters
 from megtool.errors import FormatError
+from megtool.model_config import ModelConfig
 from megtool.reshard.megatron.bucket_decoding import Bucket, FlatBuffer, decode_buckets
 from megtool.reshard.megatron.master_weight_check import check_copies
 from megtool.tensors.buckets import default_bucket_size

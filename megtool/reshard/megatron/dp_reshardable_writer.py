@@ -12,10 +12,11 @@ from typing import Any
 
 from megtool.checkpoint.containers.pickle_reader import inert_global
 from megtool.checkpoint.rechunk import Rechunking
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.rank_parameters import Parameter, RankPlace, of_tensor_rank, rank_parameters
 from megtool.dtypes import DType
 from megtool.errors import LayoutError
+from megtool.model_config import ModelConfig
 from megtool.parallel.mesh import Mesh
 from megtool.reshard.megatron.box_runs import BoxRunCollector, split_into_boxes
 from megtool.reshard.megatron.dp_reshardable import is_module_buffer

@@ -8,11 +8,12 @@ from dataclasses import replace
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.checkpoint.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.parallel_args import parallel_from_args
 from megtool.convert.pre_core_names import core_names
 from megtool.errors import FormatError, LayoutError, MegtoolError
+from megtool.model_config import ModelConfig
 from megtool.reshard.megatron.dp_reshardable import has_buckets, read_dp_reshardable
 from megtool.reshard.megatron.fully_sharded_model_space import (
     has_flattened_cells,

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.rechunk import rechunk
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.rank_parameters import EMBEDDING, OUTPUT, Parameter, boxes_of_rank
 from megtool.convert.sharding import Glu, rule_of
 from megtool.errors import FormatError, LayoutError
+from megtool.model_config import ModelConfig
 from megtool.parallel.pipeline_split import Pipeline
 from megtool.reshard.megatron.box_runs import BoxRunCollector, split_into_boxes
 from megtool.reshard.megatron.bucket_decoding import Bucket, FlatBuffer, decode_buckets

@@ -14,7 +14,8 @@ from megtool.checkpoint.catalogue import Catalogue, StoredObject
 from megtool.checkpoint.containers.pickle_reader import dict_items
 from megtool.checkpoint.formats.megatron_legacy_file import MODEL_KEY
 from megtool.checkpoint.random_state import RNG, rng_object_name
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
+from megtool.model_config import ModelConfig
 from megtool.parallel.pipeline_split import Pipeline
 from megtool.reshard.megatron.extra_state_names import Site, StateNaming
 from megtool.reshard.megatron.rank_extra_state import RankStateCollector, StateMerge

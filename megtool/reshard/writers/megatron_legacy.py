@@ -16,7 +16,7 @@ from megtool.checkpoint.formats.megatron_legacy_ranks import RankSizes, rank_fol
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.param_groups import OptimizerState, read_groups
 from megtool.checkpoint.rechunk import rechunk
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.console import several
 from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.megatron import is_encoder_decoder, split_state
@@ -24,6 +24,7 @@ from megtool.convert.rank_parameters import Parameter, RankPlace, rank_parameter
 from megtool.convert.sharding import is_known, rule_of
 from megtool.dtypes import DType
 from megtool.errors import LayoutError, MappingError, UsageError, listed
+from megtool.model_config import ModelConfig
 from megtool.parallel.pipeline_split import Pipeline
 from megtool.reshard.fp8_state.transfer import ExtraStateTransfer
 from megtool.reshard.megatron.box_runs import BoxRunCollector, split_into_boxes

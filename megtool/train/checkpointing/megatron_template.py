@@ -15,9 +15,10 @@ from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.formats.torch_dist_layout import COMMON_FILE, CONFIG_FILE
 from megtool.checkpoint.param_groups import is_group_object
 from megtool.checkpoint.random_state import RERUN, is_rerun_object, is_rng_object
-from megtool.config import LayoutOptions, ModelConfig, ParallelConfig
+from megtool.config import LayoutOptions, ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
 from megtool.dtypes import DType
+from megtool.model_config import ModelConfig
 from megtool.reshard.megatron.common_state import read_iteration
 from megtool.reshard.megatron.dp_reshardable_writer import (
     BucketSettings,

@@ -11,9 +11,9 @@ from typing import Any
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import is_remote
-from megtool.config import ModelConfig
 from megtool.convert.canonical_view import CanonicalView
 from megtool.errors import FormatError, StorageError, TrainingError
+from megtool.model_config import ModelConfig
 from megtool.quant.calibration.fingerprint import hash_model
 from megtool.train.config import TrainConfig
 from megtool.train.features.registry import feature_identity, is_model_frozen

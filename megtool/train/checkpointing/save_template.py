@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.rank_parameters import Parameter
 from megtool.dtypes import DType
+from megtool.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 
 

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.rank_parameters import Box, Parameter, RankPlace, rank_parameters
 from megtool.convert.rank_tensors import RankCoordinates
 from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
 from megtool.tensors.box import from_flat
 from megtool.tensors.sharded import GlobalTensor, Shards
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megtool.config import ModelConfig
 from megtool.errors import CheckpointError
 from megtool.model.decoder import Decoder
 from megtool.model.lora import Adapter, ExpertAdapter, adapters_of
+from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import Group
 from megtool.quant.fake_quant.weight_views import WeightViews
 from megtool.tensors.placement import Placement

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.console import Progress
 from megtool.convert.sharding import check_layout
 from megtool.errors import LayoutError, MappingError, UsageError
@@ -27,6 +27,7 @@ from megtool.kernels.lm_head import bend
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import Objective, stream_hidden
+from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import copy_to, gather_rows
 from megtool.parallel.context_parallel import own_tokens
 from megtool.parallel.pipeline_split import divisors, near

@@ -26,7 +26,7 @@ from megtool.checkpoint.containers.te_extra_state import (
 )
 from megtool.checkpoint.containers.zip_writer import encode_object
 from megtool.checkpoint.megatron_metadata import read_object
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.megatron import split_state
 from megtool.errors import MappingError, UsageError
 from megtool.kernels.dispatch import chosen
@@ -36,6 +36,7 @@ from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.mla import DownLinear
 from megtool.model.moe import ExpertLinear
 from megtool.model.pipeline import build_stages
+from megtool.model_config import ModelConfig
 from megtool.number_formats.delayed_scaling import ScalingRule
 from megtool.optim.fp8.amax_history import AmaxHistories
 from megtool.optim.fp8.config import Fp8Config

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from megtool.checkpoint.megatron_metadata import saved_args
-from megtool.config import ModelConfig
 from megtool.errors import UsageError
 from megtool.model.decoder import Decoder
 from megtool.model.moe_aux_loss import Balance, BalanceSettings, moved_bias
 from megtool.model.router import Router
+from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import all_max, all_sum
 from megtool.parallel.context_parallel import own_tokens
 from megtool.reshard.source import CheckpointSource

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megtool.config import ModelConfig
 from megtool.convert.dialects import read_side
 from megtool.dtypes import dtype
 from megtool.model.decoder import Decoder
 from megtool.model.hook_locations import places
+from megtool.model_config import ModelConfig
 from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.recipes.modules import list_modules
 from megtool.tensors.sharded import GlobalTensor

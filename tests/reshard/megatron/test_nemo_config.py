@@ -13,9 +13,10 @@ import torch
 from megtool import reshard, verify
 from megtool.checkpoint.containers.zip_writer import encode_object
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.megatron_args import config_from_args
 from megtool.errors import FormatError
+from megtool.model_config import ModelConfig
 from megtool.reshard.megatron.bridge_files import (
     edit_layout,
     make_bridge_files,

@@ -11,13 +11,14 @@ import numpy as np
 from megtool.checkpoint.containers.pickle_reader import inert_global
 from megtool.checkpoint.containers.pickle_writer import make_namespace
 from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.binding import Binding
 from megtool.convert.canonical import CanonicalModel
 from megtool.convert.megatron import PER_LAYER, STACKED
 from megtool.convert.megatron_args import args_from_config
 from megtool.convert.sharding import shard
 from megtool.dtypes import dtype
+from megtool.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 
 GROUPS = {

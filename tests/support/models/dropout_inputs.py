@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megtool.config import ModelConfig
 from megtool.model.batch import Batch
+from megtool.model_config import ModelConfig
 
 PLAIN = ModelConfig(
     num_layers=4,

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megtool.config import ModelConfig
 from megtool.convert.dialects import read_side, write_side
 from megtool.convert.families import family
 from megtool.dtypes import dtype
 from megtool.model.decoder import Decoder
+from megtool.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.models.tiny_model import tiny_model
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from megtool.config import ModelConfig
 from megtool.model.decoder import Decoder
+from megtool.model_config import ModelConfig
 
 SIZES: dict[str, Any] = dict(
     num_layers=4,

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
+from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.calibration.recorder import ActivationRecorder

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.convert.rank_parameters import boxes_of_rank
 from megtool.convert.sharding import rule_of
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
 from megtool.model.param_attributes import finish_gradients, sum_over_replicas
+from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
 
 DENSE: dict[str, Any] = dict(

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import PipelineSchedule, build_stages
+from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.train.features.distillation import (
     DistillationFeature,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
@@ -22,6 +22,7 @@ from megtool.model.moe_aux_loss import Balance, BalanceSettings, moved_bias
 from megtool.model.pipeline import PipelineSchedule
 from megtool.model.recompute import recompute
 from megtool.model.router import Router, choose
+from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.open_source import open_source
 from megtool.train.build_model import load_for_training

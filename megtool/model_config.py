@@ -1,0 +1,439 @@
+"""A model's shape: `ModelConfig`, one vocabulary for every family and format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from megtool.errors import MappingError
+
+MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000  # more is no model, but an attack on our memory
+NORMS = ("rmsnorm", "layernorm")
+POSITIONS = ("rope", "learned", "relative", "none")
+ATTENTION, MAMBA, DELTA_NET, MLP, EXPERTS = LAYER_SYMBOLS = ("*", "M", "G", "-", "E")
+"""Branches of a layer, as Megatron's HybridModel calls them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder's shape, in one vocabulary for every format.
+
+    Sizes count elements, `num_*` count things. Three flags (`qkv_bias`, `attn_out_bias`,
+    `mlp_bias`) and `qk_norm` say which optional tensors exist; reading a checkpoint sets them from
+    what it holds. `moe_layer_freq` is Megatron's: an int n makes every n-th layer (from the first)
+    a mixture of experts, a tuple says so layer by layer. A token attends to `window_size` tokens,
+    itself included (0: to all before it); `window_skip_freq` n lets every n-th layer attend to all,
+    a tuple has a 1 for every layer with a window, and None gives one to all. `no_rope_layers` has a
+    1 for every layer without rotary embedding. `extra` keeps the keys of the configuration it was
+    read from that nothing else here says, verbatim.
+
+    `layer_kinds` names the branches of every layer, in order, by the symbols of Megatron's
+    HybridModel: `*` attention, `M` Mamba-2, `G` gated delta net, `-` MLP, `E` mixture of experts
+    (`*-` is a layer of a GPT, `M` a layer that is a Mamba mixer alone). None: attention in every
+    layer, and experts or an MLP by `moe_layer_freq`.
+
+    Attention is latent where `kv_lora_rank` is not 0: a query head then has `qk_nope_head_dim +
+    qk_rope_head_dim` elements, and a rank of 0 for queries means that they are projected directly.
+    `router_pre_softmax` says that scores are normalized before the choice of experts, not among
+    the chosen. `num_mtp_layers` layers after the last one predict further tokens (multi-token
+    prediction); each is like the last one.
+
+    What only a forward pass asks for: attention multiplies scores by `softmax_scale` (None: one
+    over the square root of a query head's size); a cap c bends scores or logits x to
+    `c * tanh(x / c)` (0: no cap); embeddings, the output of every residual branch, and logits are
+    multiplied by their scales; a gated MLP clamps the activated half from above and the other half
+    on both sides at `activation_limit` (0: not) and adds `glu_offset` to the latter. `qk_l2_norm`
+    divides queries and keys by their root mean square after rotation. Layers with rotary embedding
+    attend within chunks of `attn_chunk_size` tokens (0: no chunks), and layers without one multiply
+    queries at position p by `1 + attn_temperature_scale * log(1 + floor((p + 1) / floor_size))`,
+    where `floor_size` is `attn_temperature_floor`. A group of experts is ranked by the sum of its
+    `router_group_best` best scores (0: Megatron's number, the experts a token gets from each chosen
+    group). `router_scales_input` multiplies what an expert is given by its score, not what it
+    returns. `router_fp32` casts the router and what it is given to float32.
+
+    Raises:
+        MappingError: a value is impossible; the message names the field.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int = 2048
+    tied_embeddings: bool = False
+    norm: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    zero_centered_norm: bool = False
+    parallel_residual: bool = False
+    gated: bool = True
+    activation: str = "silu"
+    qkv_bias: bool = False
+    attn_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    attn_output_gate: bool = False
+    position_embedding: str = "rope"
+    rotary_percent: float = 1.0
+    rope_interleaved: bool = False
+    rope_base: float = 10000.0
+    rope_local_base: float | None = None
+    rope_scaling: Mapping[str, Any] | None = None
+    window_size: int = 0
+    window_skip_freq: int | tuple[int, ...] | None = None
+    no_rope_layers: tuple[int, ...] | None = None
+    num_token_types: int = 0
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    moe_ffn_hidden_size: int = 0
+    shared_ffn_hidden_size: int = 0
+    moe_layer_freq: int | tuple[int, ...] = 1
+    router_score: str = "softmax"
+    router_pre_softmax: bool = False
+    router_scaling: float = 1.0
+    router_num_groups: int = 0
+    router_topk_groups: int = 0
+    router_bias: bool = False
+    router_expert_bias: bool = False
+    shared_expert_gate: bool = False
+    attn_sinks: bool = False
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    num_mtp_layers: int = 0
+    layer_kinds: tuple[str, ...] | None = None
+    mamba_num_heads: int = 0
+    mamba_head_dim: int = 0
+    mamba_state_dim: int = 0
+    mamba_num_groups: int = 0
+    mamba_conv_kernel: int = 4
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel: int = 4
+    softmax_scale: float | None = None
+    attn_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    activation_limit: float = 0.0
+    glu_offset: float = 0.0
+    qk_l2_norm: bool = False
+    post_norms: bool = False
+    attn_chunk_size: int = 0
+    attn_temperature_floor: int = 0
+    attn_temperature_scale: float = 0.0
+    router_group_best: int = 0
+    router_scales_input: bool = False
+    router_fp32: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            _check_int(name, getattr(self, name), 1)
+        for name in _NATURAL:
+            _check_int(name, getattr(self, name), 0)
+        num_layers = self.num_layers + self.num_mtp_layers
+        if num_layers > MOST_LAYERS or num_layers * self.num_experts > MOST_EXPERTS:
+            raise MappingError(
+                f"num_layers is {self.num_layers}, num_experts {self.num_experts}",
+                hint=f"at most {MOST_LAYERS:,} layers, with {MOST_EXPERTS:,} experts in all",
+            )
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise MappingError(f"{name} is {getattr(self, name)!r}", hint="true or false")
+        for name in ("norm_eps", "rope_base", "rotary_percent"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise MappingError(f"{name} is {value!r}", hint="a positive number")
+        if self.num_heads % self.num_kv_heads:
+            raise MappingError(
+                f"num_kv_heads is {self.num_kv_heads}, which does not divide "
+                f"num_heads {self.num_heads}"
+            )
+        if self.norm not in NORMS:
+            raise MappingError(f"norm is {self.norm!r}", hint=f"known: {', '.join(NORMS)}")
+        if self.position_embedding not in POSITIONS:
+            raise MappingError(
+                f"position_embedding is {self.position_embedding!r}",
+                hint=f"known: {', '.join(POSITIONS)}",
+            )
+        latent = (self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim)
+        if self.kv_lora_rank and not all(latent):
+            raise MappingError(
+                f"kv_lora_rank is {self.kv_lora_rank}, but query and value heads have {latent}",
+                hint="latent attention needs the sizes of its heads",
+            )
+        check_numbers(self)
+        check_layers(self)
+        turning = self.qk_rope_head_dim if self.kv_lora_rank else self.head_dim
+        share = 1.0 if self.kv_lora_rank else self.rotary_percent
+        check_rope_scaling(self.rope_scaling, int(turning * share))
+        freq = self.moe_layer_freq
+        if (isinstance(freq, int) and freq < 1) or (
+            isinstance(freq, tuple) and len(freq) != self.num_layers
+        ):
+            raise MappingError(
+                f"moe_layer_freq is {freq!r}",
+                hint=f"a positive int, or one 0 or 1 for each of {self.num_layers} layers",
+            )
+
+    @property
+    def attn_layers(self) -> frozenset[int]:
+        """Indices of the layers that have attention."""
+        return self._layers_with(ATTENTION)
+
+    @property
+    def mamba_layers(self) -> frozenset[int]:
+        """Indices of the layers that have a Mamba-2 mixer."""
+        return self._layers_with(MAMBA)
+
+    @property
+    def delta_layers(self) -> frozenset[int]:
+        """Indices of the layers that have a gated delta net."""
+        return self._layers_with(DELTA_NET)
+
+    @property
+    def mixer_layers(self) -> frozenset[int]:
+        """Indices of the layers whose first branch mixes tokens: attention, Mamba-2, delta net."""
+        return self.attn_layers | self.mamba_layers | self.delta_layers
+
+    @property
+    def dense_layers(self) -> frozenset[int]:
+        """Indices of the layers that have an MLP."""
+        if self.layer_kinds is None:
+            return frozenset(range(self.num_layers)) - self.moe_layers
+        return self._layers_with(MLP)
+
+    def _layers_with(self, symbol: str) -> frozenset[int]:
+        if self.layer_kinds is None:
+            return frozenset(range(self.num_layers) if symbol == ATTENTION else ())
+        return frozenset(i for i, kind in enumerate(self.layer_kinds) if symbol in kind)
+
+    @property
+    def moe_layers(self) -> frozenset[int]:
+        """Indices of the layers whose MLP is a mixture of experts."""
+        if not self.num_experts:
+            return frozenset()
+        if self.layer_kinds is not None:
+            return self._layers_with(EXPERTS)
+        freq = self.moe_layer_freq
+        if isinstance(freq, int):
+            return frozenset(range(0, self.num_layers, freq))
+        return frozenset(i for i, is_moe in enumerate(freq) if is_moe)
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Megatron stacks the layers on one axis: they hold the same tensors, and no list says so
+        layer by layer (with a list, even of equal entries, Megatron writes one key per layer)."""
+        if self.layer_kinds is not None:
+            return False
+        listed = isinstance(self.moe_layer_freq, tuple) and bool(self.num_experts)
+        return not listed and len(self.moe_layers) in (0, self.num_layers)
+
+
+_POSITIVE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "max_positions",
+)
+_NATURAL = (
+    "window_size",
+    "num_token_types",
+    "num_experts",
+    "num_experts_per_token",
+    "moe_ffn_hidden_size",
+    "shared_ffn_hidden_size",
+    "router_num_groups",
+    "router_topk_groups",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "num_mtp_layers",
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "mamba_state_dim",
+    "mamba_num_groups",
+    "mamba_conv_kernel",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel",
+    "attn_chunk_size",
+    "attn_temperature_floor",
+    "router_group_best",
+)
+_SIZES_OF = {
+    MAMBA: ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),
+    DELTA_NET: (
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+    ),
+    EXPERTS: ("num_experts",),
+}
+_FLAGS = (
+    "tied_embeddings",
+    "gated",
+    "qkv_bias",
+    "attn_out_bias",
+    "mlp_bias",
+    "qk_norm",
+    "attn_output_gate",
+    "router_pre_softmax",
+    "router_bias",
+    "router_expert_bias",
+    "shared_expert_gate",
+    "attn_sinks",
+    "rope_interleaved",
+    "zero_centered_norm",
+    "parallel_residual",
+    "qk_l2_norm",
+    "post_norms",
+    "router_scales_input",
+    "router_fp32",
+)
+CONFIG_FIELDS = frozenset(f.name for f in fields(ModelConfig))
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise MappingError(f"{name} is {value!r}", hint=f"an integer of at least {least}")
+
+
+_POSITIVE_OR_NONE = ("softmax_scale", "rope_local_base")  # or None
+_NOT_NEGATIVE = ("attn_softcap", "logit_softcap", "activation_limit")
+_FINITE = (
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+    "router_scaling",
+    "glu_offset",
+    "attn_temperature_scale",
+)
+
+
+def check_numbers(config: ModelConfig) -> None:
+    """Refuse scales, caps and limits that no forward pass can use; `config` is a ModelConfig.
+
+    Raises:
+        MappingError: the message names the field.
+    """
+    for name in _POSITIVE_OR_NONE:
+        value = getattr(config, name)
+        if value is not None and not (_is_number(value) and value > 0):
+            raise MappingError(f"{name} is {value!r}", hint="a positive number, or nothing")
+    for name in _NOT_NEGATIVE:
+        value = getattr(config, name)
+        if not (_is_number(value) and value >= 0):
+            raise MappingError(f"{name} is {value!r}", hint="a positive number, or 0 for none")
+    for name in _FINITE:
+        if not _is_number(value := getattr(config, name)):
+            raise MappingError(f"{name} is {value!r}", hint="a finite number")
+
+
+def check_layers(config: ModelConfig) -> None:
+    """Refuse lists that are not one flag for each layer, and layers counted in steps of none.
+
+    Layers of multi-token prediction may have flags, too.
+
+    Raises:
+        MappingError: the message names the field.
+    """
+    counts = (config.num_layers, config.num_layers + config.num_mtp_layers)
+    skip, without = config.window_skip_freq, config.no_rope_layers
+    flags = f"one 0 or 1 for each of {config.num_layers} layers"
+    is_step = isinstance(skip, int) and not isinstance(skip, bool) and skip > 0
+    if skip is not None and not is_step and not _are_flags(skip, counts):
+        raise MappingError(f"window_skip_freq is {skip!r}", hint=f"a positive int, or {flags}")
+    if without is not None and not _are_flags(without, counts):
+        raise MappingError(f"no_rope_layers is {without!r}", hint=flags)
+    _check_kinds(config)
+
+
+def _check_kinds(config: ModelConfig) -> None:
+    """Refuse kinds of layers that are unknown, not one for each, or lack their sizes.
+
+    Raises:
+        MappingError: the message names the field.
+    """
+    kinds = config.layer_kinds
+    if kinds is None:
+        return
+    known = " ".join(LAYER_SYMBOLS)
+    if len(kinds) != config.num_layers or not all(
+        isinstance(k, str) and k and set(k) <= set(LAYER_SYMBOLS) for k in kinds
+    ):
+        raise MappingError(
+            f"layer_kinds is {str(kinds)[:80]}",
+            hint=f"the branches of each of {config.num_layers} layers, of {known}",
+        )
+    joined = "".join(kinds)
+    for symbol, names in _SIZES_OF.items():
+        lacking = [n for n in names if not getattr(config, n)]
+        if symbol in joined and lacking:
+            raise MappingError(
+                f"{lacking[0]} is 0, but layers of the kind {symbol!r} need it",
+                hint="layer_kinds and the sizes of its layers belong together",
+            )
+
+
+def check_rope_scaling(scaling: Mapping[str, Any] | None, rotary_size: int) -> None:
+    """Refuse factors that are no positive numbers, or not one for each of `rotary_size / 2` pairs.
+
+    A factor of None is left to be worked out from the numbers of positions.
+
+    Raises:
+        MappingError: the message names the field and the key in it.
+    """
+    if scaling is None:
+        return
+    if not isinstance(scaling, Mapping):
+        raise MappingError(f"rope_scaling is {scaling!r}", hint="a table of a kind and its numbers")
+    factor = scaling.get("factor")
+    if factor is not None and not (_is_number(factor) and factor > 0):
+        raise MappingError(f"rope_scaling has the factor {factor!r}", hint="a positive number")
+    for name in ("short_factor", "long_factor"):
+        factors = scaling.get(name)
+        if factors is None:
+            continue
+        if not _is_list(factors) or not all(_is_number(f) and f > 0 for f in factors):
+            raise MappingError(
+                f"{name} of rope_scaling is {str(factors)[:80]}", hint="a list of positive numbers"
+            )
+        if len(factors) != rotary_size // 2:
+            raise MappingError(
+                f"{name} of rope_scaling has {len(factors)} numbers",
+                hint=f"{rotary_size // 2}: one for each pair of the {rotary_size} elements of a "
+                "head that turn",
+            )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _are_flags(value: object, counts: tuple[int, ...]) -> bool:
+    """Zeros and ones (or false and true), as many as one of `counts`."""
+    return isinstance(value, Sequence) and len(value) in counts and all(v in (0, 1) for v in value)
