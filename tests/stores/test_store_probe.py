@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -69,3 +71,11 @@ def test_a_clear_answer_is_a_fault_of_the_store(method: str, error_id: str, faul
             probe_store(StorePath(FOLDER))
         assert caught.value.id == "unsafe-store"
     assert fault in probe_store(StorePath(FOLDER), is_unsafe=True)[0]
+
+
+def test_a_store_that_was_probed_is_not_kept() -> None:
+    store = weakref.ref(FailingStore(False))
+    assert probe_store(StorePath(FOLDER)) == ()
+    FailingStore(False)  # takes its place
+    gc.collect()
+    assert store() is None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import secrets
+from weakref import WeakKeyDictionary
 
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.store import ConditionError, ObjectMissingError, Store
 from megtool.errors import DestinationError, FormatError, StorageError
 
 _LOG = logging.getLogger(__name__)
-_PROBED: dict[int, tuple[Store, tuple[str, ...]]] = {}
+_PROBED: WeakKeyDictionary[Store, tuple[str, ...]] = WeakKeyDictionary()
 _CLEAR_ANSWERS = ("ranges-ignored", "not-implemented")  # ids of errors
 _CONTENT = b"megtool asks what this store keeps"
 
@@ -33,9 +34,9 @@ def probe_store(folder: StorePath, *, is_unsafe: bool = False) -> tuple[str, ...
             hint="write to s3://, or to a local folder",
             error_id="destination-not-writable",
         )
-    known = _PROBED.get(id(store))
-    faults = known[1] if known is not None and known[0] is store else tuple(_find_faults(folder))
-    _PROBED[id(store)] = store, faults
+    faults = _PROBED.get(store)
+    if faults is None:
+        faults = _PROBED[store] = tuple(_find_faults(folder))
     if faults and not is_unsafe:
         raise DestinationError(
             f"the store {faults[0]}",
