@@ -18,7 +18,6 @@ from megtool.checkpoint.work_threads import map_in_threads
 from megtool.errors import MegtoolError, StorageError
 
 SMALL_BYTES = 64 << 10
-_STEP = 4 << 20
 
 
 class SpooledStage:
@@ -171,13 +170,9 @@ class SpooledStage:
     def _upload(self, row: tuple[Path, Path, int]) -> None:
         """Write a local file to an object."""
         source, target, size = row
-        buffer = memoryview(bytearray(min(_STEP, size)))
         read, written = self.files.open_read(source), self.files.open_write(target)
         try:
-            for start in range(0, size, _STEP):
-                part = buffer[: size - start]
-                self.files.pread_into(read, part, start)
-                self.files.pwrite_all(written, part, start)
+            self.files.copy_range(read, 0, written, 0, size)
         finally:
             self.files.close(read)
             self.files.close(written)

@@ -15,6 +15,7 @@ from typing import Any
 
 from megtool.checkpoint.digest import crc32c, reject_constant
 from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.storage.store import read_object
 
 VERSION = 1
 BATCH_UNITS = 16
@@ -81,12 +82,11 @@ class StoreJournal:
         Raises:
             StorageError: the store refused.
         """
-        store = self._folder.store
-        for info in store.list(self._folder.key, recursive=True).objects:
+        for info in self._folder.store.list(self._folder.key, recursive=True).objects:
             number = info.key.rpartition("/")[2]
             if number.isdecimal():
                 self._next = max(self._next, int(number) + 1)
-            yield from self._parse(bytes(store.read(info.key, 0, info.size)))
+            yield from self._parse(read_object(self._folder / number, info) or b"")
 
     def _parse(self, data: bytes) -> list[UnitRecord]:
         body, end = data[:-9], data[-9:]

@@ -25,7 +25,7 @@ Put = Callable[[str, bytes], object]
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Store, Put]]:
-    """An empty store of a library, and what puts an object there past megtool."""
+    """An empty store of a package, and what puts an object there past megtool."""
     name = f"bucket{secrets.token_hex(4)}"
     if request.param == "fsspec":
         fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")

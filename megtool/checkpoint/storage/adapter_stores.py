@@ -1,33 +1,40 @@
-"""Stores of other libraries, where they are installed: `msc://`, and what fsspec knows."""
+"""Stores of other packages, where they are installed: `msc://`, and what fsspec knows."""
 
 from __future__ import annotations
 
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, NoReturn, TypeVar
 
 from megtool.checkpoint.storage.read_only import ReadOnlyStore
-from megtool.checkpoint.storage.store import ConditionError, Listing, ObjectInfo, ObjectMissingError
-from megtool.errors import FormatError, MissingPackageError, StorageError, UsageError
+from megtool.checkpoint.storage.store import (
+    ConditionError,
+    Listing,
+    ObjectInfo,
+    ObjectMissingError,
+    truncated,
+)
+from megtool.errors import MissingPackageError, StorageError, UsageError
 
 T = TypeVar("T")
 
-_LIBRARY_ERRORS: tuple[type[Exception], ...] = (Exception,)
-"""What the libraries behind these libraries raise: anything."""
+_PACKAGE_ERRORS: tuple[type[Exception], ...] = (Exception,)
+"""What these packages, and those behind them, raise: anything."""
 
 _MODIFIED = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _VERSIONS = ("ETag", "etag", "e_tag", "md5Hash", "generation", "version_id", "checksum")
 
 
-class _AdapterStore(ReadOnlyStore):
+class _AdapterStore(ReadOnlyStore, ABC):
     write_hint = (
-        "this library writes no objects in parts: write to a local path, s3://, gs:// or az://"
+        "this package writes no objects in parts: write to a local path, s3://, gs:// or az://"
     )
-    library = ""
+    package = ""
 
     def _call(self, key: str, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Call the library, whose errors are of any kind, and become megtool's."""
+        """Call the package, whose errors are of any kind, and become megtool's."""
         try:
             return call(*arguments, **named)
         except (FileNotFoundError, NotADirectoryError, KeyError) as e:
@@ -36,43 +43,39 @@ class _AdapterStore(ReadOnlyStore):
             raise StorageError(
                 f"the store denies access: {_first_line(e)}",
                 file=self._place(key),
-                hint=f"{self.library} takes the credentials: see its documentation",
+                hint=f"{self.package} takes the credentials: see its documentation",
                 error_id="permission-denied",
             ) from e
-        except _LIBRARY_ERRORS as e:
+        except _PACKAGE_ERRORS as e:
             self._raise(e, key)
 
     def _raise(self, error: Exception, key: str) -> NoReturn:
         if isinstance(error, socket.gaierror):
             raise StorageError(
-                f"the store cannot be reached: {self.library} did not find the host",
+                f"the store cannot be reached: {self.package} did not find the host",
                 file=self._place(key),
                 hint="check the name of the host, and the network",
             ) from error
         raise StorageError(
-            f"{self.library} failed ({type(error).__name__})",
+            f"{self.package} failed ({type(error).__name__})",
             file=self._place(key),
-            hint="check the settings that the library reads, and its own logs",
+            hint="check the settings that the package reads, and its own logs",
         ) from error
 
     def _whole(self, key: str, data: bytes, offset: int, num_bytes: int) -> memoryview:
         if len(data) != num_bytes:
-            raise FormatError(
-                f"truncated: ends at byte {offset + len(data):,}, {offset + num_bytes:,} expected",
-                file=self._place(key),
-                error_id="truncated-file",
-            )
+            raise truncated(self._place(key), offset + len(data), offset + num_bytes)
         return memoryview(data)
 
     def _check(self, key: str, version: str) -> None:
-        """Raise if the object has another version: these libraries read without conditions."""
+        """Raise if the object has another version: these packages read without conditions."""
         info = self.head(key) if version else None
         if info is not None and info.version != version:
             raise ConditionError("the object has another version", file=self._place(key))
 
+    @abstractmethod
     def head(self, key: str) -> ObjectInfo | None:
         """See `Store.head`."""
-        raise NotImplementedError
 
 
 class FsspecStore(_AdapterStore):
@@ -81,7 +84,7 @@ class FsspecStore(_AdapterStore):
     Options and credentials come from fsspec's configuration files and variables.
     """
 
-    library = "fsspec"
+    package = "fsspec"
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -104,7 +107,7 @@ class FsspecStore(_AdapterStore):
             raise UsageError(
                 f"fsspec does not know {protocol}://", file=url, hint="see fsspec's documentation"
             ) from e
-        except _LIBRARY_ERRORS as e:
+        except _PACKAGE_ERRORS as e:
             self._raise(e, "")
         self._root = root.rstrip("/")
 
@@ -170,7 +173,7 @@ class FsspecStore(_AdapterStore):
 class MscStore(_AdapterStore):
     """See `Store`; `url` is `msc://PROFILE`, of NVIDIA's multi-storage-client and its settings."""
 
-    library = "multi-storage-client"
+    package = "multi-storage-client"
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -190,7 +193,7 @@ class MscStore(_AdapterStore):
                 file=url,
                 hint="MSC_CONFIG names the file of profiles",
             ) from e
-        except _LIBRARY_ERRORS as e:
+        except _PACKAGE_ERRORS as e:
             self._raise(e, "")
 
     def _info(self, item: Any) -> ObjectInfo:

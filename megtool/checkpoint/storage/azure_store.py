@@ -17,6 +17,7 @@ from megtool.checkpoint.storage.store import (
     ObjectMissingError,
     Upload,
     UploadedPart,
+    truncated,
 )
 from megtool.errors import FormatError, MissingPackageError, StorageError
 
@@ -154,11 +155,7 @@ class AzureStore:
 
     def _truncated(self, key: str, stop: int) -> FormatError:
         info = self.head(key)
-        return FormatError(
-            f"truncated: ends at byte {info.size if info else 0:,}, {stop:,} expected",
-            file=self._place(key),
-            error_id="truncated-file",
-        )
+        return truncated(self._place(key), info.size if info else 0, stop)
 
     # ---- whole objects
 

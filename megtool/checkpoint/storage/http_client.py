@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.checkpoint.storage.store import ConditionError, ObjectMissingError
+from megtool.checkpoint.storage.store import ConditionError, ObjectMissingError, truncated
 from megtool.errors import FormatError, MissingPackageError, StorageError
 
 ATTEMPTS = 8
@@ -203,10 +203,7 @@ def error_of(reply: HttpReply, place: str, stop: int = 0) -> StorageError | Form
         return ConditionError("the object exists already, or has another version", file=place)
     if status == 416:
         total = reply.headers.get("Content-Range", "").rpartition("/")[2]
-        end = f"ends at byte {int(total):,}, " if total.isdigit() else ""
-        return FormatError(
-            f"truncated: {end}{stop:,} expected", file=place, error_id="truncated-file"
-        )
+        return truncated(place, int(total) if total.isdigit() else None, stop)
     if status in (401, 403, 407):
         return StorageError(
             f"the server refuses access (HTTP {status})",
@@ -249,11 +246,7 @@ def _check_range(reply: HttpReply, place: str, offset: int, stop: int) -> None:
             error_id="ranges-ignored",
         )
     if int(match[2]) + 1 < stop and match[3] == str(int(match[2]) + 1):
-        raise FormatError(
-            f"truncated: ends at byte {int(match[3]):,}, {stop:,} expected",
-            file=place,
-            error_id="truncated-file",
-        )
+        raise truncated(place, int(match[3]), stop)
 
 
 def _to_reply(response: Any, body: bytes) -> HttpReply:

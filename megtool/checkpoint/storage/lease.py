@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.store import ConditionError, ObjectInfo, ObjectMissingError
+from megtool.checkpoint.storage.store import ConditionError, ObjectInfo, read_json
 from megtool.errors import DestinationError, MegtoolError
 
 RENEW_S = 20.0
@@ -129,11 +129,7 @@ class Lease:
 
 def read_holder(path: StorePath, info: ObjectInfo) -> dict[str, Any]:
     """Who holds a lease; empty if it is gone or damaged."""
-    try:
-        values = json.loads(bytes(path.store.read(path.key, 0, info.size)))
-    except (ValueError, ObjectMissingError):
-        return {}
-    return values if isinstance(values, dict) else {}
+    return read_json(path, info)
 
 
 def describe_holder(holder: dict[str, Any]) -> str:

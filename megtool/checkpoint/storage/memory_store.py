@@ -16,8 +16,9 @@ from megtool.checkpoint.storage.store import (
     ObjectMissingError,
     Upload,
     UploadedPart,
+    truncated,
 )
-from megtool.errors import FormatError, StorageError
+from megtool.errors import StorageError
 
 
 @dataclass(slots=True)
@@ -83,11 +84,7 @@ class MemoryStore:
         if version and entry[0].version != version:
             raise ConditionError("the object has another version", file=self._place(key))
         if offset + num_bytes > len(entry[1]):
-            raise FormatError(
-                f"truncated: ends at byte {len(entry[1]):,}, {offset + num_bytes:,} expected",
-                file=self._place(key),
-                error_id="truncated-file",
-            )
+            raise truncated(self._place(key), len(entry[1]), offset + num_bytes)
         return memoryview(entry[1])[offset : offset + num_bytes]
 
     # ---- whole objects

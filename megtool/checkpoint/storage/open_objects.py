@@ -12,9 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.object_cache import Range, Read, object_cache
 from megtool.checkpoint.storage.read_pool import read_pool
-from megtool.checkpoint.storage.store import ConditionError, ObjectInfo, ObjectMissingError
+from megtool.checkpoint.storage.store import (
+    ConditionError,
+    ObjectInfo,
+    ObjectMissingError,
+    truncated,
+)
 from megtool.checkpoint.storage.store_index import store_index, to_status
-from megtool.errors import FormatError, SourceChangedError, StorageError
+from megtool.errors import SourceChangedError, StorageError
 
 if TYPE_CHECKING:
     from megtool.checkpoint.storage.transfer import Buffer
@@ -150,11 +155,8 @@ class ReadableObject:
 
     def _check_range(self, offset: int, num_bytes: int) -> None:
         if offset + num_bytes > self.info.size:
-            raise FormatError(
-                f"truncated: ends at byte {self.info.size:,}, {offset + num_bytes:,} expected",
-                file=self.path,
-                hint="the object is incomplete",
-                error_id="truncated-file",
+            raise truncated(
+                self.path, self.info.size, offset + num_bytes, hint="the object is incomplete"
             )
 
     def _read(self, offset: int, num_bytes: int) -> memoryview:

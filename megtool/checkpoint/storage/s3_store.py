@@ -28,8 +28,9 @@ from megtool.checkpoint.storage.store import (
     ObjectMissingError,
     Upload,
     UploadedPart,
+    truncated,
 )
-from megtool.errors import FormatError, StorageError
+from megtool.errors import StorageError
 
 T = TypeVar("T")
 
@@ -220,7 +221,7 @@ class S3Store:
                 self._raise_read(e, key, stop)
             return whole
         if stop > size:
-            raise self._truncated(key, size, stop)
+            raise truncated(self._place(key), size, stop)
         if tuple(result.range) != (offset, stop):
             raise _BrokenReplyError(f"asked for bytes {offset:,} to {stop:,}, got {result.range}")
         if len(data) != num_bytes:
@@ -258,17 +259,10 @@ class S3Store:
             raise _BrokenReplyError(_first_line(text)) from error
         if reply.status == 416 or reply.code == "InvalidRange":
             info = self.head(key)
-            raise self._truncated(key, info.size if info else 0, stop) from error
+            raise truncated(self._place(key), info.size if info else 0, stop) from error
         if reply.status >= 500 and not reply.is_throttle:
             raise _BrokenReplyError(f"{reply.code} (HTTP {reply.status})") from error
         self._raise(reply, key, error)
-
-    def _truncated(self, key: str, size: int, stop: int) -> FormatError:
-        return FormatError(
-            f"truncated: ends at byte {size:,}, {stop:,} expected",
-            file=self._place(key),
-            error_id="truncated-file",
-        )
 
     # ---- whole objects
 

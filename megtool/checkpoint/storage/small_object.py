@@ -10,9 +10,9 @@ import numpy as np
 
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.open_objects import OpenObject
-from megtool.checkpoint.storage.store import ObjectInfo
+from megtool.checkpoint.storage.store import ObjectInfo, truncated
 from megtool.checkpoint.storage.store_index import to_status
-from megtool.errors import FormatError, StorageError
+from megtool.errors import StorageError
 
 if TYPE_CHECKING:
     from megtool.checkpoint.storage.transfer import Buffer
@@ -37,11 +37,7 @@ class SmallObject:
         """
         num_bytes = sum(b.nbytes for b in buffers)
         if offset + num_bytes > len(self._data):
-            raise FormatError(
-                f"truncated: ends at byte {len(self._data):,}, {offset + num_bytes:,} expected",
-                file=self.path,
-                error_id="truncated-file",
-            )
+            raise truncated(self.path, len(self._data), offset + num_bytes)
         data = np.frombuffer(self._data, np.uint8)
         for buffer in buffers:
             target: Any = np.frombuffer(buffer, np.uint8)

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.storage.open_objects import FIRST_NUMBER, ReadableObject, open_objects
-from megtool.errors import FormatError, StorageError
+from megtool.checkpoint.storage.store import truncated
+from megtool.errors import StorageError
 
 T = TypeVar("T")
 Buffer = memoryview | NDArray[Any]  # C-contiguous, of any element type
@@ -144,13 +145,8 @@ class FileTransfer:
             while remaining.nbytes:
                 step = self.call(fd, "read", os.preadv, fd, (remaining,), offset + done)
                 if step == 0:
-                    raise FormatError(
-                        f"truncated: ends at byte {offset + done:,}, {offset + expected:,} "
-                        "expected",
-                        file=find_path(fd),
-                        hint="the file is incomplete, or was shortened while it was read",
-                        error_id="truncated-file",
-                    )
+                    hint = "the file is incomplete, or was shortened while it was read"
+                    raise truncated(find_path(fd), offset + done, offset + expected, hint=hint)
                 done += step
                 remaining = remaining[step:]
 
