@@ -47,13 +47,18 @@ class StoreFaults:
 
 
 class SimulatedStore(MemoryStore):
-    """See `MemoryStore`. `uploaded` counts the parts that were accepted, by key and number."""
+    """See `MemoryStore`. `uploaded` counts the parts that were accepted, by key and number.
+
+    A part whose reply was lost does not count any more once its upload is aborted: who sent it did
+    not know that it was there.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(URL, min_part_bytes=PART_BYTES)
         self.scheduler = scheduler
         self.faults: dict[Process, StoreFaults] = {}
         self.uploaded: Counter[tuple[str, int]] = Counter()
+        self._unknown = set[tuple[str, int]]()
         self.observe: Callable[[], None] = lambda: None
         self.is_intruded = False
         self._is_inside = False
@@ -111,6 +116,12 @@ class SimulatedStore(MemoryStore):
                 self.observe()
         if name in ("upload_part", "copy_part") and fault != "repeated":
             self.uploaded[args[0], args[2]] += 1
+            if fault == "lost":
+                self._unknown.add((args[0], args[2]))
+        if name == "abort_upload":
+            for place in {p for p in self._unknown if p[0] == args[0]}:
+                self._unknown.remove(place)
+                del self.uploaded[place]
         if fault == "lost":
             raise StorageError("the store did not answer", file=self.url)
         if fault == "dead":
