@@ -136,8 +136,8 @@ class Forward:
             device=self.device,
         )
 
-    def blocks_cache(self, *, num_blocks: int, block_size: int) -> PagedCache:
-        """A cache for this rank's layers, in blocks that sequences share.
+    def blocks_cache(self, *, num_blocks: int, block_size: int, num_sequences: int) -> PagedCache:
+        """A cache for this rank's layers, in blocks that so many sequences at once share.
 
         Raises:
             LayoutError: there is context parallelism.
@@ -147,6 +147,7 @@ class Forward:
             self.config,
             num_blocks=num_blocks,
             block_size=block_size,
+            num_sequences=num_sequences,
             layers=self.decoder.stage.layers,
             tp=self.groups.tp.size,
             dtype=self.decoder.dtype,

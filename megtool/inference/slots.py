@@ -119,7 +119,7 @@ class BlockSlots:
         needs = sorted((-(-r.num_positions // BLOCK_SIZE) for r in requests), reverse=True)
         self.num_pages = sum(needs[:num_slots])  # so that blocks never are what a slot waits for
         self._cache: PagedCache = forward.blocks_cache(
-            num_blocks=self.num_pages + 1, block_size=BLOCK_SIZE
+            num_blocks=self.num_pages + 1, block_size=BLOCK_SIZE, num_sequences=num_slots
         )
 
     def prefill(self, rows: Sequence[Running]) -> Tensor | None:

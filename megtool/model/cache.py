@@ -1,4 +1,4 @@
-"""KV caches in storage that never moves: contiguous or paged."""
+"""Caches in storage that never moves, contiguous or paged: keys and values, states of mixers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
+from megtool.model.recurrent_state import Mixers, RecurrentStates, StateName
 from megtool.model_config import ModelConfig
 
 
@@ -20,8 +21,9 @@ class KeySpan:
 
     `start` is the index of the first query among `num_keys` keys, the same in all rows, or None
     where only `queries_BS` (int64, batch may be 1) says it. `valid_BL` is false for keys that are
-    padding. `positions_BS` and `key_positions_BL` are the places of queries and keys (batch may be
-    1); with `is_counted` they are numbers from 0, less than `num_keys`.
+    padding, and `real_BS` for queries that are. `positions_BS` and `key_positions_BL` are the
+    places of queries and keys (batch may be 1); with `is_counted` they are numbers from 0, less
+    than `num_keys`.
     """
 
     num_keys: int
@@ -30,6 +32,7 @@ class KeySpan:
     positions_BS: Tensor
     key_positions_BL: Tensor
     valid_BL: Tensor | None = None
+    real_BS: Tensor | None = None
     is_counted: bool = True
 
     @classmethod
@@ -47,12 +50,13 @@ class KeySpan:
             positions_BS=positions_BS,
             key_positions_BL=positions_BS,
             valid_BL=batch.valid_BS,
+            real_BS=batch.valid_BS,
             is_counted=batch.positions_BS is None,
         )
 
     def part(self, start: int, stop: int) -> KeySpan:
         """The queries from `start` to `stop` of a pass without a cache, and the keys up to them."""
-        valid_BL = self.valid_BL
+        valid_BL, real_BS = self.valid_BL, self.real_BS
         return KeySpan(
             num_keys=stop,
             start=start,
@@ -60,15 +64,21 @@ class KeySpan:
             positions_BS=self.positions_BS[:, start:stop],
             key_positions_BL=self.key_positions_BL[:, :stop],
             valid_BL=None if valid_BL is None else valid_BL[:, :stop],
+            real_BS=None if real_BS is None else real_BS[:, start:stop],
             is_counted=self.is_counted,
         )
 
 
 class KVCache(ABC):
-    """The keys and values kept between passes; used without gradients.
+    """What layers keep between passes; used without gradients.
 
-    A pass calls `begin` once, `append` in every layer, and `advance` once.
+    Attention keeps keys and values of every token, a recurrent mixer (Mamba-2, gated delta net) a
+    state of one size (`recurrent_state`). A pass calls `begin` once, `append` in every layer with
+    attention, `read_state` and `write_state` in every layer with a recurrent mixer, and `advance`
+    once.
     """
+
+    states: RecurrentStates
 
     @abstractmethod
     def begin(self, batch: Batch) -> KeySpan:
@@ -84,6 +94,14 @@ class KVCache(ABC):
     @abstractmethod
     def advance(self) -> None:
         """The pass is over: its tokens are part of the past."""
+
+    def read_state(self, layer: int, name: StateName) -> Tensor:
+        """A state of a layer's recurrent mixer before this pass, [B, ...]; to be left unchanged."""
+        return self.states.read(layer, name)
+
+    def write_state(self, layer: int, name: StateName, value: Tensor) -> None:
+        """Keep a layer's state after this pass, in the dtype of the cache."""
+        self.states.write(layer, name, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +150,18 @@ class ContiguousCache(KVCache):
         device: torch.device | str = "cpu",
     ) -> None:
         size = EntrySize.of(config, tp)
-        numbers = range(config.num_layers) if layers is None else layers
+        numbers = tuple(range(config.num_layers) if layers is None else layers)
         shape = (num_rows, size.num_heads, max_tokens)
         self.keys = {
-            n: torch.zeros(*shape, size.key_size, dtype=dtype, device=device) for n in numbers
+            n: torch.zeros(*shape, size.key_size, dtype=dtype, device=device)
+            for n in numbers
+            if n in config.attn_layers
         }
         self.values = {
             n: torch.zeros(*shape, size.value_size, dtype=dtype, device=device) for n in self.keys
         }
+        mixers = Mixers.of(config, numbers, tp)
+        self.states = RecurrentStates(mixers, num_rows, dtype=dtype, device=device)
         self.num_rows, self.max_tokens, self.graphable = num_rows, max_tokens, graphable
         self.length = 0
         self.has_padding, self.has_positions = graphable, False
@@ -191,6 +213,7 @@ class ContiguousCache(KVCache):
             positions_BS=positions_BS,
             key_positions_BL=self.positions_BL[:, :last],
             valid_BL=self.valid_BL[:, :last] if self.has_padding else None,
+            real_BS=valid_BS,
             is_counted=not self.has_positions,
         )
 
@@ -218,16 +241,18 @@ class ContiguousCache(KVCache):
         self.offset.zero_()
         self.counts_B.zero_()
         self.valid_BL.zero_()
+        self.states.zero()
 
     @property
     def state(self) -> tuple[Tensor, ...]:
         """The tensors that a pass changes besides keys and values."""
-        return self.offset, self.counts_B, self.valid_BL, self.positions_BL
+        own = (self.offset, self.counts_B, self.valid_BL, self.positions_BL)
+        return *own, *self.states.tensors
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values."""
-        tensors = (*self.keys.values(), *self.values.values())
+        """Bytes of keys and values, and of states."""
+        tensors = (*self.keys.values(), *self.values.values(), *self.states.tensors)
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -236,7 +261,8 @@ class PagedCache(KVCache):
 
     A sequence is named by an int. `choose` says which sequences are the rows of the next pass, and
     how many tokens of each are real (padding on the right takes no slot). Block 0 is scratch: what
-    is padding is written there. Keys come back gathered, row by row.
+    is padding is written there. Keys come back gathered, row by row. Recurrent mixers have room for
+    `num_sequences` sequences at once (by default as many as there are blocks).
     """
 
     def __init__(
@@ -245,6 +271,7 @@ class PagedCache(KVCache):
         *,
         num_blocks: int,
         block_size: int = 16,
+        num_sequences: int | None = None,
         layers: Iterable[int] | None = None,
         tp: int = 1,
         dtype: torch.dtype = torch.float32,
@@ -253,14 +280,21 @@ class PagedCache(KVCache):
         if num_blocks < 2 or block_size < 1:
             raise UsageError(f"a cache cannot have {num_blocks} blocks of {block_size} slots")
         size = EntrySize.of(config, tp)
-        numbers = range(config.num_layers) if layers is None else layers
+        numbers = tuple(range(config.num_layers) if layers is None else layers)
         shape = (num_blocks * block_size, size.num_heads)
         self.keys = {
-            n: torch.zeros(*shape, size.key_size, dtype=dtype, device=device) for n in numbers
+            n: torch.zeros(*shape, size.key_size, dtype=dtype, device=device)
+            for n in numbers
+            if n in config.attn_layers
         }
         self.values = {
             n: torch.zeros(*shape, size.value_size, dtype=dtype, device=device) for n in self.keys
         }
+        rows = num_blocks - 1 if num_sequences is None else num_sequences
+        mixers = Mixers.of(config, numbers, tp)
+        self.states = RecurrentStates(mixers, rows, dtype=dtype, device=device)
+        self.free_rows = list(range(rows - 1, -1, -1))
+        self.state_rows: dict[int, int] = {}
         self.block_size, self.num_blocks, self.device = block_size, num_blocks, device
         self.free = list(range(num_blocks - 1, 0, -1))
         self.blocks: dict[int, list[int]] = {}
@@ -278,8 +312,8 @@ class PagedCache(KVCache):
         """Set the rows of the next pass, (sequence, real tokens), and allocate their blocks.
 
         Raises:
-            UsageError: there are not enough free blocks, or a sequence stands there twice; then
-                nothing was taken.
+            UsageError: there are not enough free blocks or states, or a sequence stands there
+                twice; then nothing was taken.
         """
         if len({sequence for sequence, _ in rows}) != len(rows):
             raise UsageError("a sequence is in two rows of one pass")
@@ -289,6 +323,16 @@ class PagedCache(KVCache):
                 f"{missing} blocks are needed, and {len(self.free)} of {self.num_blocks} are free",
                 hint="reduce the number of running sequences, or give the cache more blocks",
             )
+        entering = [sequence for sequence, _ in rows if sequence not in self.state_rows]
+        if len(entering) > len(self.free_rows):
+            raise UsageError(
+                f"{len(entering)} sequences begin, and there is room for the states of "
+                f"{len(self.free_rows)}",
+                hint="make the cache for more sequences at once (num_sequences)",
+            )
+        for sequence in entering:
+            self.state_rows[sequence] = self.free_rows.pop()
+        self.states.zero([self.state_rows[sequence] for sequence in entering])
         for sequence, tokens in rows:
             count = self.needed(sequence, tokens)
             self.lengths.setdefault(sequence, 0)
@@ -297,9 +341,11 @@ class PagedCache(KVCache):
         self._rows = list(rows)
 
     def release(self, sequence: int) -> None:
-        """Free a sequence's blocks."""
+        """Free a sequence's blocks and states."""
         self.free.extend(reversed(self.blocks.pop(sequence, [])))
         self.lengths.pop(sequence, None)
+        if (row := self.state_rows.pop(sequence, None)) is not None:
+            self.free_rows.append(row)
 
     def begin(self, batch: Batch) -> KeySpan:
         """Slots by the rows' block tables."""
@@ -329,6 +375,7 @@ class PagedCache(KVCache):
         # Padding goes to block 0, which no sequence reads.
         written = torch.where(new_S < real_B[:, None], slots_BL.gather(1, places), 0)
         self._write_T, self._read_BL = written.flatten(), slots_BL[:, :num_keys]
+        self.states.choose([self.state_rows[sequence] for sequence, _ in self._rows])
         # Padding stands where the row's last token does, so that no place is beyond the row's own.
         last_B1 = (past_B + real_B - 1).clamp_min(0)[:, None]
         positions = batch.positions_BS
@@ -340,13 +387,18 @@ class PagedCache(KVCache):
             queries_BS=places.clamp_max(num_keys - 1),
             positions_BS=positions,
             key_positions_BL=keys_L[None],
+            real_BS=None if self._is_full(tokens) else new_S < real_B[:, None],
             is_counted=batch.positions_BS is None,
         )
 
     def _is_even(self, tokens: int) -> bool:
         """All rows have the same past, and no padding."""
         pasts = {self.lengths[sequence] for sequence, _ in self._rows}
-        return len(pasts) == 1 and all(real == tokens for _, real in self._rows)
+        return len(pasts) == 1 and self._is_full(tokens)
+
+    def _is_full(self, tokens: int) -> bool:
+        """There is no padding."""
+        return all(real == tokens for _, real in self._rows)
 
     def append(self, layer: int, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, Tensor]:
         """New slots are written in place; what is returned is gathered."""

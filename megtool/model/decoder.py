@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megtool.errors import LayoutError, MappingError, UsageError
+from megtool.kernels.causal_conv import runs_of
 from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from megtool.model.batch import Batch, check_ids, check_positions
 from megtool.model.cache import KeySpan, KVCache
@@ -308,6 +309,10 @@ class Decoder(nn.Module):
             draws=Draws.of(self.dropout, self.groups.tp, self.sequence_parallel)
             if self.training and cache is None
             else None,
+            real_BS=span.real_BS,
+            runs_BS=None
+            if batch.documents_BS is None or self.config.layer_kinds is None
+            else runs_of(batch.documents_BS),
         )
 
     def embed(self, batch: Batch, frame: ForwardContext) -> Tensor:

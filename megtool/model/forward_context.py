@@ -27,7 +27,8 @@ class ForwardContext:
     routers have counted their choices (see `moe_aux_loss`), and `draws` the elements that dropout
     zeroes, if any (see `dropout`). With context parallelism (`cp`)
     all this is of this rank's tokens, two stretches of every row, each with masks of its own, and
-    `last_B` are the largest positions of whole rows.
+    `last_B` are the largest positions of whole rows. Recurrent mixers ask for `real_BS`, false for
+    padding, and `runs_BS`, the number of a token's document in its row; both are of whole rows.
     """
 
     num_rows: int
@@ -41,6 +42,8 @@ class ForwardContext:
     counted_BS: Tensor | None = None
     balanced: set[int] = field(default_factory=set)
     draws: Draws | None = None
+    real_BS: Tensor | None = None
+    runs_BS: Tensor | None = None
     _turns: dict[int, Rotation | None] = field(default_factory=dict)
 
     def rotation(self, layer: int) -> Rotation | None:
