@@ -8,24 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megtool import reshard
 from megtool.checkpoint.transport import kernel_copy, work_units
-from tests.support.checkpoints.damage import FORMATS, SMALL, save_gguf
-from tests.support.models import tiny_llama
+from tests.support.checkpoints.damage import save_formats
 
 
 @pytest.fixture(scope="session")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A sound checkpoint of every format, of the same model; those in folders have digests."""
-    root = tmp_path_factory.mktemp("sound")
-    original = tiny_llama.save(root / "original", dtype="float16", **SMALL)
-    out = {}
-    for name, options in FORMATS.items():
-        out[name] = root / (f"{name}.safetensors" if name == "safetensors" else name)
-        reshard(original, out[name], digest="all", **options)
-    out["gguf"] = root / "model.gguf"
-    save_gguf(out["gguf"], original)
-    return out
+    return save_formats(tmp_path_factory.mktemp("sound"))
 
 
 @pytest.fixture

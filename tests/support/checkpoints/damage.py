@@ -13,10 +13,9 @@ import numpy as np
 
 from megtool import reshard
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.errors import (
-    MegtoolError,
-)
+from megtool.errors import MegtoolError
 from tests.support.folders import stored_tensors
+from tests.support.models import tiny_llama
 
 SMALL = {"num_hidden_layers": 1, "vocab_size": 5}
 FORMATS: dict[str, dict[str, Any]] = {
@@ -26,6 +25,18 @@ FORMATS: dict[str, dict[str, Any]] = {
     "dcp": {"to": "dcp", "dp": 2},
 }
 DIGESTED = ("hf", "torch_dist", "dcp")
+
+
+def save_formats(root: Path) -> dict[str, Path]:
+    """One tiny model in every format, below `root`; those in folders have digests."""
+    original = tiny_llama.save(root / "original", dtype="float16", **SMALL)
+    out = {}
+    for name, options in FORMATS.items():
+        out[name] = root / (f"{name}.safetensors" if name == "safetensors" else name)
+        reshard(original, out[name], digest="all", **options)
+    out["gguf"] = root / "model.gguf"
+    save_gguf(out["gguf"], original)
+    return out
 
 
 def save_gguf(path: Path, original: Path) -> None:

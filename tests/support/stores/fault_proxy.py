@@ -16,10 +16,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from http.client import HTTPConnection, HTTPException
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
+
+from tests.support.stores.loopback import LoopbackHandler, LoopbackService
 
 CHUNK = 1 << 16
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "expect"}
@@ -99,16 +99,9 @@ class _ConnectionCutError(Exception):
     """The client's connection is to be broken now."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    server: Any
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the requests are recorded."""
-
+class _ProxyHandler(LoopbackHandler):
     def handle(self) -> None:
-        proxy: FaultProxy = self.server.proxy
+        proxy: FaultProxy = self.server.service
         with proxy.track(self.connection):
             try:
                 super().handle()
@@ -123,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def do_any(self) -> None:
-        proxy: FaultProxy = self.server.proxy
+        proxy: FaultProxy = self.server.service
         request, fault = proxy.record(self.command, self.path, dict(self.headers.items()))
         body = self._read_body(proxy)
         request.bytes_in = len(body)
@@ -146,13 +139,13 @@ class _Handler(BaseHTTPRequestHandler):
         if fault and action is Action.ANSWER_AFTERWARDS:
             self._send_error(request, fault)
         elif fault and action is Action.TRUNCATE and reply:
-            self._send(request, status, headers, reply, stop=len(reply[: fault.offset]))
+            self._reply(request, status, headers, reply, stop=len(reply[: fault.offset]))
         elif fault and action is Action.SHORTEN:
-            self._send(request, status, headers, reply[: fault.offset])
+            self._reply(request, status, headers, reply[: fault.offset])
         elif fault and action is Action.FLIP:
-            self._send(request, status, headers, flip(reply, fault.offset))
+            self._reply(request, status, headers, flip(reply, fault.offset))
         else:
-            self._send(request, status, headers, reply)
+            self._reply(request, status, headers, reply)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_any
 
@@ -199,9 +192,9 @@ class _Handler(BaseHTTPRequestHandler):
         text = f"<Code>{fault.code}</Code><Message>{fault.code}</Message>{fault.detail}"
         body = f'<?xml version="1.0" encoding="UTF-8"?><Error>{text}</Error>'.encode()
         headers = [("Content-Type", "application/xml"), *fault.headers]
-        self._send(request, fault.status, headers, b"" if self.command == "HEAD" else body)
+        self._reply(request, fault.status, headers, b"" if self.command == "HEAD" else body)
 
-    def _send(
+    def _reply(
         self,
         request: ProxiedRequest,
         status: int,
@@ -210,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         stop: int | None = None,
     ) -> None:
         """Send a reply; with `stop`, break the connection after so many bytes of its body."""
-        proxy: FaultProxy = self.server.proxy
+        proxy: FaultProxy = self.server.service
         request.status = status
         self.send_response_only(status)
         for name, value in headers:
@@ -236,19 +229,16 @@ def flip(data: bytes, offset: int) -> bytes:
     return bytes(out)
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 256
-
-
 @dataclass
-class FaultProxy:
+class FaultProxy(LoopbackService):
     """A context that forwards requests to the server at `upstream`, a URL without a path.
 
     `latency` is in seconds and added to each request; `bandwidth` is in bytes per second, for each
     connection and direction, None for no limit. Both may change while the proxy runs, and so may
     `faults`.
     """
+
+    handler = _ProxyHandler
 
     upstream: str
     latency: float = 0.0
@@ -263,28 +253,9 @@ class FaultProxy:
         self._connections: set[socket.socket] = set()
         self._matches: dict[int, int] = {}
 
-    def __enter__(self) -> FaultProxy:
-        self._server: Any = _Server(("127.0.0.1", 0), _Handler)
-        self._server.proxy = self
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    def __exit__(self, *ending: Any) -> None:
+        super().__exit__(*ending)
         self.disconnect()
-
-    @property
-    def endpoint(self) -> str:
-        """Where clients connect."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def inject(self, action: Action, pattern: str = "", **settings: Any) -> Fault:
         """Add a fault, which counts the matching requests from now on."""

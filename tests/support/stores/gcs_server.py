@@ -10,10 +10,10 @@ import re
 import threading
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.support.stores.loopback import LoopbackHandler, LoopbackService, Reply
 
 PAGE = 7
 """Objects a page, so that pages are turned."""
@@ -31,17 +31,10 @@ class _RefusedError(Exception):
         self.status, self.message = status, message
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    server: Any
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
-
+class _GcsHandler(LoopbackHandler):
     def do_any(self) -> None:
-        gcs: GcsServer = self.server.gcs
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        gcs: GcsServer = self.server.service
+        body = self.read_body()
         url = urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
         with gcs.lock:
@@ -53,17 +46,11 @@ class _Handler(BaseHTTPRequestHandler):
             except _RefusedError as e:
                 status, headers = e.status, {}
                 reply = json.dumps({"error": {"code": status, "message": e.message}}).encode()
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(reply))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(reply)
+        self.send(status, headers, reply)
 
     do_GET = do_POST = do_DELETE = do_any
 
-    def _answer(
-        self, gcs: GcsServer, path: str, query: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
+    def _answer(self, gcs: GcsServer, path: str, query: dict[str, str], body: bytes) -> Reply:
         match = re.fullmatch(r"(/upload)?/storage/v1/b/([^/]+)/o(?:/([^/]+))?(/compose)?", path)
         if match is None:
             raise _RefusedError(400, "bad path")
@@ -87,60 +74,29 @@ class _Handler(BaseHTTPRequestHandler):
         gcs.check(key, query)
         if query.get("alt") != "media":
             return _json(gcs.resource(key))
-        return self._media(found)
-
-    def _media(self, found: _Object) -> tuple[int, dict[str, str], bytes]:
-        headers = {"x-goog-generation": str(found.generation)}
-        match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if match is None:
-            return 200, headers, found.data
-        start, stop, size = int(match[1]), int(match[2]) + 1, len(found.data)
-        if start >= size:
-            return 416, {"Content-Range": f"bytes */{size}"}, b""
-        headers["Content-Range"] = f"bytes {start}-{min(stop, size) - 1}/{size}"
-        return 206, headers, found.data[start:stop]
+        status, headers, data = self.cut_range(found.data)
+        return status, {**headers, "x-goog-generation": str(found.generation)}, data
 
 
-def _json(value: Any) -> tuple[int, dict[str, str], bytes]:
+def _json(value: Any) -> Reply:
     return 200, {"Content-Type": "application/json"}, json.dumps(value).encode()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 256
-
-
 @dataclass
-class GcsServer:
+class GcsServer(LoopbackService):
     """A context with one bucket at `endpoint`; with `token`, requests must bear it."""
+
+    handler = _GcsHandler
 
     bucket: str = "bucket"
     token: str = ""
     objects: dict[str, _Object] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
 
-    def __enter__(self) -> GcsServer:
+    def __enter__(self) -> Self:
         self.lock = threading.RLock()
         self._generation = 0
-        self._server: Any = _Server(("127.0.0.1", 0), _Handler)
-        self._server.gcs = self
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return super().__enter__()
 
     def check(self, key: str, query: dict[str, str]) -> None:
         """Raise if a precondition on the generation does not hold."""

@@ -7,26 +7,19 @@ import json
 import re
 import threading
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.support.stores.loopback import LoopbackHandler, LoopbackServer, LoopbackService
 
 LARGE = 1000
 """Files of more bytes are stored as LFS: the Hub redirects to another host for them."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    server: Any
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
-
+class _HubHandler(LoopbackHandler):
     def do_any(self) -> None:
-        hub: HubServer = self.server.hub
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        hub: HubServer = self.server.service
+        body = self.read_body()
         is_cdn = self.server is hub.cdn
         request = ("cdn" if is_cdn else "hub", self.command, unquote(self.path))
         with hub.lock:
@@ -35,7 +28,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._blob(hub)
         elif hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
             code = "GatedRepo" if hub.is_gated else "RepoNotFound"
-            self._send(401, b"", {"X-Error-Code": code})
+            self.send(401, {"X-Error-Code": code}, b"")
         else:
             self._answer(hub, urlsplit(self.path).path, body)
 
@@ -49,13 +42,13 @@ class _Handler(BaseHTTPRequestHandler):
         if path == f"/api/models/{hub.name}":
             self._json({"id": hub.name, "sha": hub.commit_of("main")})
         elif not (api or resolve):
-            self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
+            self.send(404, {"X-Error-Code": "RepoNotFound"}, b"")
         elif resolve:
             self._resolve(hub, resolve[1], unquote(resolve[2]))
         elif api:
             revision = hub.commit_of(api[2])
             if revision is None:
-                self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
+                self.send(404, {"X-Error-Code": "RevisionNotFound"}, b"")
             elif api[1] == "revision":
                 self._json({"id": hub.name, "sha": revision})
             elif api[1] == "paths-info":
@@ -67,70 +60,47 @@ class _Handler(BaseHTTPRequestHandler):
                 is_recursive = "recursive=true" in self.path.lower()
                 entries = hub.tree(revision, unquote(api[3] or ""), is_recursive)
                 if not entries:
-                    self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+                    self.send(404, {"X-Error-Code": "EntryNotFound"}, b"")
                 else:
                     self._json(entries)
 
     def _resolve(self, hub: HubServer, revision: str, name: str) -> None:
         data = hub.commits.get(revision, {}).get(name)
         if data is None:
-            self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+            self.send(404, {"X-Error-Code": "EntryNotFound"}, b"")
         elif len(data) <= LARGE:
-            self._range(data)
+            self.send(*self.cut_range(data))
         else:
             sha = hashlib.sha256(data).hexdigest()
             port = hub.cdn.server_address[1]
             place = f"http://localhost:{port}/{sha}?Signature=secret-{hub.epoch}"
-            self._send(302, b"", {"Location": place})
+            self.send(302, {"Location": place}, b"")
 
     def _blob(self, hub: HubServer) -> None:
         if not self.path.endswith(f"?Signature=secret-{hub.epoch}"):
-            self._send(403, b"", {})
+            self.send(403, {}, b"")
             return
         sha = urlsplit(self.path).path[1:]
         for files in hub.commits.values():
             for data in files.values():
                 if hashlib.sha256(data).hexdigest() == sha:
-                    self._range(data)
+                    self.send(*self.cut_range(data))
                     return
-        self._send(404, b"", {})
-
-    def _range(self, data: bytes) -> None:
-        match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if match is None:
-            self._send(200, data, {})
-            return
-        start, stop = int(match[1]), min(int(match[2]) + 1, len(data))
-        if start >= len(data):
-            self._send(416, b"", {"Content-Range": f"bytes */{len(data)}"})
-            return
-        headers = {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}
-        self._send(206, data[start:stop], headers)
+        self.send(404, {}, b"")
 
     def _json(self, value: Any) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 256
+        self.send(200, {"Content-Type": "application/json"}, json.dumps(value).encode())
 
 
 @dataclass
-class HubServer:
+class HubServer(LoopbackService):
     """A context with the repository `name` and a second server as its content delivery network.
 
     `commits` holds files by commit, `branches` commits by name. A change of `epoch` makes all
     signed addresses invalid. `requests` holds server, method, path and Authorization.
     """
+
+    handler = _HubHandler
 
     name: str = "org/model"
     token: str = ""
@@ -140,32 +110,14 @@ class HubServer:
     branches: dict[str, str] = field(default_factory=dict)
     requests: list[tuple[str, str, str, str | None]] = field(default_factory=list)
 
-    def __enter__(self) -> HubServer:
+    def __enter__(self) -> Self:
         self.lock = threading.Lock()
-        self._hub: Any = _Server(("127.0.0.1", 0), _Handler)
-        self.cdn: Any = _Server(("127.0.0.1", 0), _Handler)
-        self._threads = []
-        for server in (self._hub, self.cdn):
-            server.hub = self
-            thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-            thread.start()
-            self._threads.append(thread)
-        return self
+        self.cdn = LoopbackServer(_HubHandler, self).__enter__()
+        return super().__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for server, thread in zip((self._hub, self.cdn), self._threads, strict=True):
-            server.shutdown()
-            thread.join()
-            server.server_close()
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._hub.server_address[1]}"
+    def __exit__(self, *ending: Any) -> None:
+        super().__exit__(*ending)
+        self.cdn.__exit__()
 
     def commit(self, branch: str, files: dict[str, bytes]) -> str:
         """Let a branch mean these files; returns the commit."""
