@@ -6,13 +6,14 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Container, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from megtool.checkpoint.digest import Sidecar
 from megtool.checkpoint.file_digests import FileDigests
 from megtool.checkpoint.part_plan import FileParts
+from megtool.checkpoint.stage import check_inside
 from megtool.checkpoint.storage import part_layout
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.lease import Lease
@@ -46,10 +47,9 @@ from megtool.checkpoint.store_publish import (
 )
 from megtool.checkpoint.unit_tracker import UnitTracker
 from megtool.checkpoint.work_threads import map_in_threads
+from megtool.checkpoint.workers.manifest import workers_have_begun
 from megtool.console import several
 from megtool.errors import (
-    DestinationError,
-    FormatError,
     MegtoolError,
     SourceChangedError,
     StorageError,
@@ -178,13 +178,7 @@ class StoreStage:
         self._publication.read()
         identity, state = self._identity(), self._publication.state
         if "count" in run and state != "complete":
-            raise DestinationError(
-                f"{run['count']} workers have begun to write this destination",
-                file=self.staging,
-                hint=f"start them again to finish it: --worker 0/{run['count']} and so on; or "
-                f"remove what they left: megtool clean {self.destination} --yes",
-                error_id="interrupted-run",
-            )
+            raise workers_have_begun(run["count"], self.staging)
         is_same = run.get("identity") == identity
         is_completed = state == "complete"
         is_trace = self._has_leftovers and not run and not state  # such as a probe's
@@ -242,13 +236,7 @@ class StoreStage:
         """
         if self.is_file and relative in ("", self.destination.name):
             return self.destination
-        pure = PurePosixPath(relative)
-        if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in relative:
-            raise FormatError(
-                f"{relative!r} is not a path inside a checkpoint",
-                file=self.destination,
-                error_id="unsafe-path",
-            )
+        check_inside(relative, self.destination)
         return self.destination / relative
 
     def create(self, relative: str, num_bytes: int, cuts: Sequence[int] | None = ()) -> Path:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.errors import DestinationError
 
 MANIFEST = "workers"
@@ -69,13 +70,30 @@ def refuse_workers(files: Files, staging: Path) -> None:
     """
     manifest = read_manifest(files, staging)
     if manifest is not None:
-        raise DestinationError(
-            f"{manifest.count} workers have begun to write this destination",
-            file=staging,
-            hint=f"start them again to finish it: --worker 0/{manifest.count} and so on; or remove "
-            f"what they left: {clean_command(staging)}",
-            error_id="interrupted-run",
-        )
+        raise workers_have_begun(manifest.count, staging)
+
+
+def workers_have_begun(count: int, staging: Path) -> DestinationError:
+    """The error of a run without --worker where workers have begun."""
+    return DestinationError(
+        f"{count} workers have begun to write this destination",
+        file=staging,
+        hint=f"start them again to finish it: --worker 0/{count} and so on; or remove "
+        f"what they left: {clean_command(staging)}",
+        error_id="interrupted-run",
+    )
+
+
+def is_running_already(
+    worker: WorkerIdentity, path: Path, cause: DestinationError
+) -> DestinationError:
+    """The error of a worker whose lock, at `path`, another process holds."""
+    return DestinationError(
+        f"{worker} is running already: {cause.message}",
+        file=path,
+        hint=f"start each worker once; indices are 0 to {worker.count - 1} ({worker.origin})",
+        error_id="destination-locked",
+    )
 
 
 def clean_command(staging: Path) -> str:
@@ -101,6 +119,12 @@ def find_worker_files(names: Iterable[str], *kinds: str) -> list[tuple[int, str]
         if match and (not kinds or match[2] in kinds):
             out.append((int(match[1]), name))
     return sorted(out)
+
+
+def find_missing_workers(names: Iterable[str], count: int) -> list[int]:
+    """The workers of `count` without a record among some names."""
+    done = {index for index, _ in find_worker_files(names, "record")}
+    return [n for n in range(count) if n not in done]
 
 
 def list_run_files(names: Iterable[str]) -> list[str]:

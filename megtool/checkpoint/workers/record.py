@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from megtool.checkpoint.digest import crc32c, reject_constant
 from megtool.checkpoint.plan import Op
+from megtool.checkpoint.workers.manifest import Manifest, clean_command
 from megtool.console import several
 from megtool.errors import FormatError, listed
 
@@ -154,6 +155,23 @@ def parse_record(data: bytes, path: Path) -> WorkerRecord:
             file=path,
             hint=f"remove this file, and {_HINT}",
         ) from e
+
+
+def parse_record_of(manifest: Manifest, index: int, data: bytes, path: Path) -> WorkerRecord:
+    """Parse the record of worker `index` of a run, which is at `path` in its staging folder.
+
+    Raises:
+        FormatError: it is damaged, or of another worker or run.
+    """
+    record = parse_record(data, path)
+    expected = (manifest.fingerprint, manifest.count, index)
+    if (record.fingerprint, record.count, record.index) != expected:
+        raise FormatError(
+            f"the record is of worker {record.index} of {record.count}, or of another plan",
+            file=path,
+            hint=f"remove what was left, and start again: {clean_command(path.parent)}",
+        )
+    return record
 
 
 def _parse(values: Any) -> WorkerRecord:

@@ -27,7 +27,9 @@ from megtool.checkpoint.workers.manifest import (
     PUBLISHER,
     Manifest,
     clean_command,
+    find_missing_workers,
     find_worker_files,
+    is_running_already,
     list_run_files,
     read_manifest,
     worker_file,
@@ -36,7 +38,7 @@ from megtool.checkpoint.workers.record import (
     MAX_RECORD_BYTES,
     WorkerRecord,
     encode_record,
-    parse_record,
+    parse_record_of,
 )
 from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
 
@@ -235,13 +237,7 @@ class SharedStaging(StagingFolder):
         except DestinationError as e:
             if e.id != "destination-locked":
                 raise
-            raise DestinationError(
-                f"{self.worker} is running already: {e.message}",
-                file=own,
-                hint="start each worker once; indices are 0 to "
-                f"{self.worker.count - 1} ({self.worker.origin})",
-                error_id="destination-locked",
-            ) from e
+            raise is_running_already(self.worker, own, e) from e
         self._check_destination()
         self.record = self._read_record(self.worker.index)
         if self.record is not None:
@@ -319,8 +315,7 @@ class SharedStaging(StagingFolder):
             if self._is_in_place():
                 raise
             names = []  # removed just now
-        done = {index for index, _ in find_worker_files(names, "record")}
-        return [n for n in range(self.worker.count) if n not in done]
+        return find_missing_workers(names, self.worker.count)
 
     def _is_in_place(self) -> bool:
         return self._lock is not None and self._lock.is_in_place()
@@ -344,17 +339,7 @@ class SharedStaging(StagingFolder):
     def _read_record(self, index: int) -> WorkerRecord | None:
         path = self.staging / worker_file(index, "record")
         data = self.files.read_whole(path, at_most=MAX_RECORD_BYTES, is_own=True)
-        if data is None:
-            return None
-        record = parse_record(data, path)
-        expected = (self._manifest.fingerprint, self.worker.count, index)
-        if (record.fingerprint, record.count, record.index) != expected:
-            raise FormatError(
-                f"the record is of worker {record.index} of {record.count}, or of another plan",
-                file=path,
-                hint=f"remove what was left, and start again: {clean_command(self.staging)}",
-            )
-        return record
+        return None if data is None else parse_record_of(self._manifest, index, data, path)
 
     # ---- publication
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,11 +32,13 @@ from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.checkpoint.workers.manifest import (
     PUBLISH_LOCK,
     PUBLISHED,
+    Manifest,
     clean_command,
-    find_worker_files,
+    find_missing_workers,
+    is_running_already,
     worker_file,
 )
-from megtool.checkpoint.workers.record import WorkerRecord, encode_record, parse_record
+from megtool.checkpoint.workers.record import WorkerRecord, encode_record, parse_record_of
 from megtool.errors import DestinationError, FormatError, MegtoolError
 
 FRAGMENTS = "fragments"
@@ -57,6 +60,7 @@ class SharedStoreStage(StoreStage):
     def __init__(self, *args: Any, worker: WorkerIdentity, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         self.worker = worker
+        self._manifest = Manifest(fingerprint=self._fingerprint, count=worker.count)
         self.record: WorkerRecord | None = None
         self.is_published = False
         self.publisher: int | None = None  # not known: the lease of the publication names no worker
@@ -126,13 +130,7 @@ class SharedStoreStage(StoreStage):
         try:
             self._lease = Lease(path)
         except DestinationError as e:
-            raise DestinationError(
-                f"{self.worker} is running already: {e.message}",
-                file=path,
-                hint=f"start each worker once; indices are 0 to {self.worker.count - 1} "
-                f"({self.worker.origin})",
-                error_id="destination-locked",
-            ) from e
+            raise is_running_already(self.worker, path, e) from e
 
     def _join(self) -> None:
         """Begin the run, or join it.
@@ -154,18 +152,10 @@ class SharedStoreStage(StoreStage):
                 self._store.put(path.key, json.dumps(run).encode(), create=True)
             except ConditionError:
                 run = read_json(path)
-        if run.get("identity") != identity or run.get("count") != self.worker.count:
-            count = run.get("count", 1)
-            other = f"of {count} workers, not {self.worker.count}"
-            if run.get("identity") != identity:
-                other = "with another source or other options"
-            raise DestinationError(
-                f"workers of a run {other} have begun to write this destination",
-                file=self.staging,
-                hint="start all workers with the same command, paths and versions; if that run is "
-                f"given up, remove what it left: {clean_command(self.staging)}",
-                error_id="foreign-workers",
-            )
+        existing = Manifest(
+            fingerprint=str(run.get("identity", "")), count=int(run.get("count", 1))
+        )
+        replace(self._manifest, fingerprint=identity).check(existing, self.staging)
         self._replaces = bool(run["replaces"])
         self._publication.read()
         self.record = self._read_record(self.worker.index)
@@ -180,15 +170,8 @@ class SharedStoreStage(StoreStage):
         info = self._store.head(path.key)
         if info is None:
             return None
-        record = parse_record(bytes(self._store.read(path.key, 0, info.size)), path)
-        expected = (self._fingerprint, self.worker.count, index)
-        if (record.fingerprint, record.count, record.index) != expected:
-            raise FormatError(
-                f"the record is of worker {record.index} of {record.count}, or of another plan",
-                file=path,
-                hint=f"remove what was left, and start again: {clean_command(self.staging)}",
-            )
-        return record
+        data = bytes(self._store.read(path.key, 0, info.size))
+        return parse_record_of(self._manifest, index, data, path)
 
     # ---- the end of a share
 
@@ -232,8 +215,7 @@ class SharedStoreStage(StoreStage):
     def find_missing(self) -> list[int]:
         """See `SharedStage`."""
         names = [info.key.rpartition("/")[2] for info in self._store.list(self.staging.key).objects]
-        done = {index for index, _ in find_worker_files(names, "record")}
-        return [n for n in range(self.worker.count) if n not in done]
+        return find_missing_workers(names, self.worker.count)
 
     # ---- publication
 
