@@ -1,10 +1,11 @@
-"""Planning ten million shards: the whole plan, and what one worker of many needs of it.
+"""Planning ten million shards: everything in one process, and the share of one worker of many.
 
 python examples/benchmarks/plan_share_scale.py [--layers 102] [--cuts 32] [--workers 64]
 
 The headers are simulated: the arrays of a catalogue are built directly, as a reader of torch_dist
-leaves them. They describe a mixture of experts of 2.1T parameters with optimizer state. A worker's
-part is a run of target tensors of equal bytes; `Catalogue.select` takes them out of both sides.
+leaves them. They describe a mixture of experts of 2.1T parameters with optimizer state. From there
+on it is what a run does up to its first byte: checks, the plan of the process, its summary, and its
+units of work.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from bench.table import Table, parser, show, verdict
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
 from megtool.checkpoint.plan import PlanSource
+from megtool.checkpoint.plan_summary import summarize
 from megtool.checkpoint.planner import build_plan
+from megtool.checkpoint.transport.shard_locator import ShardLocator
+from megtool.checkpoint.transport.work_units import plan_units
+from megtool.checkpoint.workers.identity import WorkerIdentity
+from megtool.checkpoint.workers.plan_share import plan_share_units
 from megtool.dtypes import dtype
 from megtool.tensors.box import Boxes
 from megtool.tensors.placement import Placement
@@ -84,28 +90,33 @@ def place(catalogue: Catalogue) -> dict[str, Placement]:
 
 
 def measure(layers: int, cuts: int, workers: int) -> dict[str, float]:
-    """Open and plan the part of one of `workers`; 1: everything."""
+    """Open and plan the share of one of `workers`; 1: everything."""
     began = time.monotonic()
     source, target = build_catalogue(layers, cuts, 2048), build_catalogue(layers, 4, 1024)
     shards = len(source.shards)
-    if workers > 1:
-        size = np.array([t.num_bytes for t in target.tensors], np.int64)
-        begin, most = np.cumsum(size) - size, size.sum() / workers
-        own = {t.name for t, b in zip(target.tensors, begin.tolist(), strict=True) if b < most}
-        source, target = source.select(own.__contains__), target.select(own.__contains__)
-    opened = time.monotonic()
     source.check()
+    opened = time.monotonic()
     placements = place(source)
     plan = build_plan(
         [PlanSource(catalogue=source, placements=placements)],
         Destination(catalogue=target, fragments=[]),
         placements,
+        worker=WorkerIdentity(workers // 2, workers) if workers > 1 else None,
+    )
+    summarize(plan)
+    locator = ShardLocator(target)
+    units = (
+        plan_units(plan, locator)
+        if plan.share is None
+        else plan_share_units(plan, locator, tiled_only=False)
     )
     return {
         "shards": shards,
+        "units": len(units),
         "steps": len(plan.steps),
         "open": opened - began,
         "plan": time.monotonic() - opened,
+        "cpu": time.process_time(),
         "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
@@ -118,7 +129,10 @@ def main() -> None:
     options.add_argument("--cuts", type=int, default=32, help="cuts of each expert in the source")
     options.add_argument("--workers", type=int, default=64)
     given = options.parse_args()
-    head = ("plan of", "steps", "open s", "plan s", "both s", "limit", "peak MiB", "limit")
+    head = (
+        *("plan of", "steps", "open s", "plan s", "both s", "limit", "CPU s"),
+        *("peak MiB", "limit"),
+    )
     table = Table(title="Planning ten million shards", head=head)
     shards = 0.0
     for workers in (1, given.workers):
@@ -132,6 +146,7 @@ def main() -> None:
             f"{result['plan']:.1f}",
             f"{seconds:.1f}",
             verdict(seconds, MOST_SECONDS),
+            f"{result['cpu']:.1f}",
             f"{result['mib']:.0f}",
             verdict(result["mib"], MOST_MIB),
             workers=workers,

@@ -33,6 +33,7 @@ from megtool.checkpoint.transport.work_units import (
 )
 from megtool.checkpoint.transport.worker import CopyContext, Worker
 from megtool.checkpoint.work_threads import run_in_threads
+from megtool.checkpoint.workers.plan_share import plan_share_units
 from megtool.checkpoint.workers.record import WorkerStatus
 from megtool.console import several
 from megtool.dtypes import dtype
@@ -167,6 +168,7 @@ class PlanCopy:
         self._paths = [Path() for _ in written.files]
         locator = ShardLocator(written, self._paths)
         self.verified = 0
+        self.kernel_files: set[str] = set()  # of other workers
         self.context = CopyContext(
             plan=plan,
             files=files,
@@ -184,8 +186,10 @@ class PlanCopy:
 
     @cached_property
     def units(self) -> list[Unit]:
-        """All units of the plan."""
+        """All units of the plan, or of the share that it is for."""
         is_tiled = self.context.digest is DigestMode.ALL
+        if self.plan.share is not None:
+            return plan_share_units(self.plan, self.context.target, tiled_only=is_tiled)
         return plan_units(self.plan, self.context.target, tiled_only=is_tiled)
 
     def path(self, number: int) -> Path:
@@ -274,7 +278,7 @@ class PlanCopy:
         return CopyReport(
             num_bytes=dict(context.num_bytes),
             kernel_bytes=context.kernel_bytes,
-            kernel_files=tuple(sorted(kernel_files)),
+            kernel_files=tuple(sorted(kernel_files | self.kernel_files)),
             seconds=time.monotonic() - self._began,
             peak_buffer_bytes=context.peak.num_bytes,
             digests=context.digests,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Destination
+from megtool.checkpoint.catalogue import Catalogue, Destination
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.part_layout import CopyRun, Coverage
@@ -42,7 +43,7 @@ def plan_file_parts(
     target = plan.target
     expected = _find_expected(target)
     runs: dict[int, list[CopyRun]] = defaultdict(list)
-    if copies_in is not None and copies_in.can_copy:
+    if copies_in is not None and can_copy_from(copies_in, plan.sources):
         runs = _find_runs(plan, copies_in)
     deferred = (
         max((o + len(d) for _, o, d in target.fragments if not o), default=0) if is_file else 0
@@ -56,6 +57,13 @@ def plan_file_parts(
         )
         for n, file in enumerate(target.catalogue.files)
     }
+
+
+def can_copy_from(store: Store, sources: Sequence[Catalogue]) -> bool:
+    """Whether a store can copy bytes of some sources itself, which decides how files are cut."""
+    return store.can_copy and any(
+        isinstance(c.root, StorePath) and c.root.bucket_url == store.url for c in sources
+    )
 
 
 def _find_expected(target: Destination) -> list[Coverage]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,9 @@ from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.tensors.box import Boxes, Ints, row_major_strides
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
+
+if TYPE_CHECKING:
+    from megtool.checkpoint.workers.plan_share import PlanShare
 
 KERNEL_RUN_BYTES = 64 * 1024
 """Common runs of at least this many bytes are moved by the kernel, shorter ones by tiles."""
@@ -169,7 +173,10 @@ class _Columns:
 
 @dataclass(slots=True, kw_only=True)
 class ReshardPlan:
-    """Sources, target and the copy steps between them; `feeds` compute the other tensors."""
+    """Sources, target and the copy steps between them; `feeds` compute the other tensors.
+
+    With `share`, pieces and steps are those of its entries alone, the rest is of everything.
+    """
 
     sources: tuple[Catalogue, ...]
     target: Destination
@@ -180,6 +187,7 @@ class ReshardPlan:
     dropped: list[DroppedItem]
     feeds: tuple[TensorFeed, ...] = ()
     fingerprint: str = ""
+    share: PlanShare | None = None
     _sides: dict[str, _Columns] = field(default_factory=dict, repr=False)
 
     def source_lattice(self, piece: Ints, view_lo: Ints) -> tuple[Ints, Ints]:

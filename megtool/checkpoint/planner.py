@@ -25,9 +25,17 @@ from megtool.checkpoint.plan import (
     ShardPieces,
 )
 from megtool.checkpoint.plan_entries import View, build_entries, placement_view
+from megtool.checkpoint.transport import work_units
+from megtool.checkpoint.workers.identity import WorkerIdentity
+from megtool.checkpoint.workers.plan_share import (
+    cut_share,
+    has_interleaved,
+    is_surely_contiguous,
+)
 from megtool.errors import CoverageError
 from megtool.tensors.box import Boxes, Ints, concatenate, join, numel
 from megtool.tensors.placement import Placement, pieces
+from megtool.tensors.sharded import Shards
 
 
 def build_plan(
@@ -41,6 +49,7 @@ def build_plan(
     shares: Sequence[float] = (),
     feeds: Sequence[TensorFeed] = (),
     options: str = "",
+    worker: WorkerIdentity | None = None,
 ) -> ReshardPlan:
     """Plan the copies that fill `target` from `sources`, and prove that nothing is missing.
 
@@ -49,6 +58,8 @@ def build_plan(
     rank), it has further names, which `copies` maps to the canonical one. With `shares`, one per
     source, the target is their weighted sum: every source that places a float tensor adds to it.
     `feeds` fill what no placement does. `options` is part of the fingerprint.
+    The copies are those of the share of `worker` alone, unless that takes the plan of all: with
+    feeds, and where tensors are written between others.
 
     Raises:
         MappingError: no source has a tensor that the target needs, or source and target
@@ -60,11 +71,15 @@ def build_plan(
     copies = copies or {}
     entries = build_entries(sources, target.catalogue, placements, fills, copies, shares)
     width = max([len(e.shape) for e in entries], default=0)
+    share = None
+    if worker is not None and not feeds and not _has_interleaved(entries, catalogues, target):
+        share = cut_share(entries, target.catalogue, worker, unit_bytes=work_units.UNIT_BYTES)
+    own = None if share is None else share.entries.tolist()
     source_pieces = _locate_pieces(
-        [(e.source_index, e.source_tensor, e.source) for e in entries], catalogues, width
+        [(e.source_index, e.source_tensor, e.source) for e in entries], catalogues, width, own
     )
     target_pieces = _locate_pieces(
-        [(0, e.target_tensor, e.target) for e in entries], [target.catalogue], width
+        [(0, e.target_tensor, e.target) for e in entries], [target.catalogue], width, own
     )
     plan = ReshardPlan(
         sources=catalogues,
@@ -75,28 +90,70 @@ def build_plan(
         steps=_join_pieces(entries, source_pieces, target_pieces),
         dropped=list(dropped),
         feeds=tuple(feeds),
+        share=share,
     )
     prove_coverage(plan, sources, placements, copies)
     plan.fingerprint = _fingerprint(plan, options)
     return plan
 
 
+def _has_interleaved(
+    entries: Sequence[PlanEntry], catalogues: Sequence[Catalogue], target: Destination
+) -> bool:
+    """Whether some entries are written in short runs between the bytes of others."""
+    tensors, known = target.catalogue.tensors, dict[tuple[View, tuple[int, ...]], bool]()
+    suspects = []
+    for n, e in enumerate(entries):
+        key = placement_view(e.target), tensors[e.target_tensor].shape
+        if key not in known:
+            known[key] = 0 in e.shape or is_surely_contiguous(e.target, key[1])
+        if e.writes and not known[key]:
+            suspects.append(n)
+    if not suspects:
+        return False
+    width = max(len(e.shape) for e in entries)
+    none = _locate_pieces([(0, 0, None) for _ in entries], catalogues, width)
+    pieces = _locate_pieces(
+        [(0, e.target_tensor, e.target) for e in entries], [target.catalogue], width, suspects
+    )
+    steps = _join_pieces([], none, none)
+    plan = ReshardPlan(
+        sources=tuple(catalogues),
+        target=target,
+        entries=list(entries),
+        source_pieces=none,
+        target_pieces=pieces,
+        steps=steps,
+        dropped=[],
+    )
+    return has_interleaved(plan, suspects)
+
+
 def _locate_pieces(
-    sides: Sequence[tuple[int, int, Placement | None]], catalogues: Sequence[Catalogue], width: int
+    sides: Sequence[tuple[int, int, Placement | None]],
+    catalogues: Sequence[Catalogue],
+    width: int,
+    own: Sequence[int] | None = None,
 ) -> ShardPieces:
     """The pieces of each entry, given as `(catalogue, tensor, placement)`, in shards.
+
+    With `own`, only those entries have pieces.
 
     There are many entries and many shards, so one join matches the boxes that placements span in
     stored tensors with the boxes of shards. Placements that differ only in `base` (such as the
     experts of a layer) are then cut together, on shards shifted by it.
     """
     numbers_by_source: dict[int, list[int]] = defaultdict(list)
-    for number, (index, _, p) in enumerate(sides):
+    for number in range(len(sides)) if own is None else own:
+        index, _, p = sides[number]
         if p is not None and 0 not in p.shape:
             numbers_by_source[index].append(number)
     cut_pieces = [
         _cut_pieces(
-            [(n, sides[n][1], p) for n in numbers if (p := sides[n][2])], catalogues[index], width
+            [(n, sides[n][1], p) for n in numbers if (p := sides[n][2])],
+            catalogues[index],
+            width,
+            is_part=own is not None,
         )
         for index, numbers in numbers_by_source.items()
     ]
@@ -113,9 +170,16 @@ def _locate_pieces(
 
 
 def _cut_pieces(
-    entries: Sequence[tuple[int, int, Placement]], catalogue: Catalogue, width: int
+    entries: Sequence[tuple[int, int, Placement]],
+    catalogue: Catalogue,
+    width: int,
+    *,
+    is_part: bool,
 ) -> tuple[Ints, Ints, Boxes]:
-    """Pieces of entries `(number, tensor, placement)`: their numbers, shards and view boxes."""
+    """Pieces of entries `(number, tensor, placement)`: their numbers, shards and view boxes.
+
+    With `is_part`, most shards have no piece, and are left out first.
+    """
     shards = catalogue.shards
     ndim = shards.boxes.ndim
     number = np.array([e[0] for e in entries], np.int64)
@@ -129,9 +193,13 @@ def _cut_pieces(
     for (shape, dims, mults), row in views.items():
         for n, d, m in zip(shape, dims, mults, strict=True):
             reach[row, d] += (n - 1) * m
-    i, shard = join(
-        Boxes(base, base + reach[view]), shards.boxes, tensor, shards.tensor.astype(np.int64)
-    )
+    spans = Boxes(base, base + reach[view])
+    if is_part:
+        near = _find_near(spans, tensor, shards)
+        i, shard = join(spans, shards.boxes[near], tensor, shards.tensor[near].astype(np.int64))
+        shard = near[shard]
+    else:
+        i, shard = join(spans, shards.boxes, tensor, shards.tensor.astype(np.int64))
     by_view = np.argsort(view[i], kind="stable")
     ends = np.searchsorted(view[i][by_view], np.arange(len(views) + 1))
     out: list[tuple[Ints, Ints, Boxes]] = []
@@ -148,6 +216,22 @@ def _cut_pieces(
         np.concatenate([o[1] for o in out]),
         concatenate([o[2] for o in out], width),
     )
+
+
+def _find_near(spans: Boxes, tensor: Ints, shards: Shards) -> Ints:
+    """Rows of the shards that meet the bounds of all spans in their tensor."""
+    out = [np.zeros(0, np.int64)]
+    order = np.argsort(tensor, kind="stable")
+    ordered = tensor[order]
+    first = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(order)])
+    lo = np.minimum.reduceat(spans.lo[order], first) if len(order) else spans.lo
+    hi = np.maximum.reduceat(spans.hi[order], first) if len(order) else spans.hi
+    for row, number in enumerate(ordered[first].tolist()):
+        of = shards.of(number)
+        boxes = shards.boxes[of]
+        is_near = ((boxes.lo < hi[row]) & (boxes.hi > lo[row])).all(axis=1)
+        out.append(np.flatnonzero(is_near) + of.start)
+    return np.concatenate(out)
 
 
 def _pad_boxes(boxes: Boxes, width: int) -> Boxes:
@@ -210,7 +294,9 @@ def prove_coverage(
     target_placements += [region.placement for feed in plan.feeds for region in feed.writes]
     check_placements(plan.target.catalogue.tensors, target_placements, complete=True)
     written = np.concatenate([[0], np.cumsum(plan.steps.boxes.volume())])[plan.steps.first]
-    for entry, n in zip(plan.entries, np.diff(written).tolist(), strict=True):
+    counts = np.diff(written).tolist()
+    own = range(len(counts)) if plan.share is None else plan.share.entries.tolist()
+    for entry, n in ((plan.entries[number], counts[number]) for number in own):
         if n != numel(entry.shape):
             raise CoverageError(
                 f"{n} of {numel(entry.shape)} elements of {entry.canonical!r} would be written",

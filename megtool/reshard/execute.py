@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ from megtool import __version__
 from megtool.checkpoint.copy import CopyReport
 from megtool.checkpoint.digest import TOOL, Sidecar, TensorDigest
 from megtool.checkpoint.parallel_scan import default_threads
+from megtool.checkpoint.part_plan import can_copy_from
 from megtool.checkpoint.plan import DroppedItem, Op, PlanSource, ReshardPlan
 from megtool.checkpoint.plan_summary import PlanSummary, summarize
 from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.stage import CheckpointStage
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.console import Progress
 from megtool.errors import CoverageError, DigestError, FormatError, UsageError
 from megtool.reshard.average import Average, averaged_sources, dropped_optimizers
@@ -135,6 +137,7 @@ def plan_reshard(
         shares=average.shares if average else (),
         feeds=feeds,
         options=repr((__version__, execution.digest.value, options.amax)),
+        worker=_planning_worker(source, others, target, options.destination, execution),
     )
     inventory = take_inventory(source, target, plan)
     if execution.strict and (lost := [d for d in inventory.all_dropped if d.is_lost]):
@@ -151,6 +154,27 @@ def plan_reshard(
         inventory=inventory,
         destination=options.destination,
     )
+
+
+def _planning_worker(
+    source: CheckpointSource,
+    others: Sequence[CheckpointSource],
+    target: Target,
+    destination: Path,
+    execution: ExecutionOptions,
+) -> WorkerIdentity | None:
+    """The worker whose share is planned alone; None where everybody needs the plan of all.
+
+    That is so where a store copies, which decides how all files are cut, and where files are
+    encoded after all data are there.
+    """
+    store = execution.find_copying_store(destination)
+    sources = [s.catalogue for s in (source, *others)]
+    if execution.dry_run or target.finish is not None:
+        return None
+    if store is not None and can_copy_from(store, sources):
+        return None
+    return execution.worker
 
 
 def _constant_feed(target: Target, constants: Mapping[str, NDArray[np.float32]]) -> ConstantFeed:

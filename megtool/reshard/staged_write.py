@@ -19,13 +19,18 @@ from megtool.checkpoint.spooled_stage import SpooledStage
 from megtool.checkpoint.stage import CheckpointStage
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.storage.store import Store
 from megtool.checkpoint.store_stage import StoreStage
 from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.checkpoint.workers.record import WorkerStatus
-from megtool.checkpoint.workers.share_copy import SharedStage, copy_share, merge_shares
+from megtool.checkpoint.workers.share_copy import (
+    SharedStage,
+    copy_share,
+    merge_shares,
+    own_units,
+)
 from megtool.checkpoint.workers.shared_staging import SharedStaging
 from megtool.checkpoint.workers.shared_store_stage import SharedStoreStage
-from megtool.checkpoint.workers.shares import split_units
 from megtool.console import Progress
 from megtool.errors import FormatError, UsageError
 from megtool.reshard.staged_headers import check_headers
@@ -89,6 +94,12 @@ class WriteOptions:
             return StagingFolder(destination, **run)
         return SharedStaging(destination, rewrites_data=rewrites_data, **run)
 
+    def find_copying_store(self, destination: Path) -> Store | None:
+        """The store of a destination, if it copies what it has itself; that has no digests."""
+        if self.digest is DigestMode.ALL or not isinstance(destination, StorePath):
+            return None
+        return destination.store if destination.store.can_copy else None
+
     def _follow_plan(
         self, stage: StoreStage, plan: ReshardPlan | None, rewrites_data: bool
     ) -> CheckpointStage:
@@ -106,7 +117,7 @@ class WriteOptions:
         if rewrites_data:
             return SpooledStage(stage)
         if plan is not None:
-            store = None if self.digest is DigestMode.ALL else stage.destination.store
+            store = self.find_copying_store(stage.destination)
             stage.follow_plan(
                 partial(plan_file_parts, plan, is_file=stage.is_file, copies_in=store),
                 last=tuple(plan.target.final_files),
@@ -220,7 +231,7 @@ class _StagedWrite:
     def _run_worker(self, stage: SharedStage, worker: WorkerIdentity) -> CopyReport:
         num_bytes = 0  # of the share
         share = self._start_copy(lambda n: self.progress(self.verb, n, num_bytes), is_shared=True)
-        own = split_units(share.units, worker.count).of(worker.index)
+        own = own_units(share, worker)
         num_bytes = sum(share.units[n].num_bytes for n in own)
         status = WorkerStatus(
             index=worker.index,

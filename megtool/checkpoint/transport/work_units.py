@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megtool.checkpoint.plan import PlanEntry, ReshardPlan
 from megtool.checkpoint.transport.shard_locator import ShardLocator, count_cuttable_dims
@@ -70,11 +71,18 @@ class FeedUnit:
 Unit = KernelUnit | TiledUnit | FeedUnit
 
 
-def plan_units(plan: ReshardPlan, target: ShardLocator, *, tiled_only: bool = False) -> list[Unit]:
+def plan_units(
+    plan: ReshardPlan,
+    target: ShardLocator,
+    *,
+    tiled_only: bool = False,
+    entries: NDArray[np.bool_] | None = None,
+) -> list[Unit]:
     """Split a plan into units; the same plan gives the same list, in order of destination.
 
     Entries whose steps are all plain (see `ReshardPlan.step_runs`) are copied by the kernel, all
-    others go through tiles; with `tiled_only` all do. Interleaved units come last.
+    others go through tiles; with `tiled_only` all do. Interleaved units come last. `entries`
+    selects those of which units are planned, without feeds.
     """
     steps = plan.steps
     _, is_plain = plan.step_runs()
@@ -82,13 +90,25 @@ def plan_units(plan: ReshardPlan, target: ShardLocator, *, tiled_only: bool = Fa
     is_tiled[steps.entry[~is_plain]] = True
     if tiled_only:
         is_tiled[:] = True
-    planned: list[Unit] = list(_kernel_units(plan, target, np.flatnonzero(~is_tiled[steps.entry])))
+    is_plain = ~is_tiled[steps.entry]
+    if entries is not None:
+        is_plain, is_tiled = is_plain & entries[steps.entry], is_tiled & entries
+    planned: list[Unit] = list(_kernel_units(plan, target, np.flatnonzero(is_plain)))
     planned += _tiled_units(
         plan, target, [n for n in np.flatnonzero(is_tiled).tolist() if plan.entries[n].writes]
     )
-    planned += _feed_units(plan, target)
-    planned.sort(key=lambda u: (isinstance(u, TiledUnit) and u.interleaved, u.files[0], u.offset))
-    return planned
+    if entries is None:
+        planned += _feed_units(plan, target)
+    return order_units(planned)
+
+
+def order_units(units: Sequence[Unit]) -> list[Unit]:
+    """Units in order of destination, interleaved ones last."""
+
+    def place(unit: Unit) -> tuple[bool, int, int]:
+        return isinstance(unit, TiledUnit) and unit.interleaved, unit.files[0], unit.offset
+
+    return sorted(units, key=place)
 
 
 def _kernel_units(plan: ReshardPlan, target: ShardLocator, rows: Ints) -> Iterator[KernelUnit]:
@@ -169,7 +189,7 @@ def _split_entry(plan: ReshardPlan, target: ShardLocator, number: int) -> Iterat
         return
     file = target.catalogue.extents.file[shard]
     offset = target.offsets(shard)
-    interleaved = _is_interleaved(plan, entry, of, target)
+    interleaved = is_interleaved(plan, entry, of, target)
     item = plan.target_tensor(entry).dtype.itemsize
     for a, b in split_box((0,) * n, entry.shape, item, UNIT_BYTES, depth=cut_depth(plan, number)):
         under = ((lo < np.array(b)) & (hi > np.array(a))).all(axis=1)
@@ -226,7 +246,7 @@ def cut_depth(plan: ReshardPlan, number: int) -> int:
     )
 
 
-def _is_interleaved(plan: ReshardPlan, entry: PlanEntry, of: slice, target: ShardLocator) -> bool:
+def is_interleaved(plan: ReshardPlan, entry: PlanEntry, of: slice, target: ShardLocator) -> bool:
     """Whether the largest piece is written in short runs that are close together."""
     pieces, n = plan.target_pieces, len(entry.shape)
     row = of.start + int(pieces.boxes[of].volume().argmax())

@@ -15,7 +15,7 @@ from megtool.checkpoint.workers.manifest import Manifest, clean_command
 from megtool.console import several
 from megtool.errors import FormatError, listed
 
-VERSION = 1
+VERSION = 2
 MAX_RECORD_BYTES = 1 << 30
 
 _HINT = "start this worker again: without its record it checks its share and signs off anew"
@@ -37,9 +37,11 @@ class WorkerRecord:
     """What worker `index` of `count` did for the plan with this fingerprint.
 
     `tensors` are the linear CRC and the bytes that it digested of canonical tensors, `files` the
-    sections that it wrote by path in the checkpoint; None: the file has to be read. `num_bytes` are
-    bytes of the target by operation. `overflowed` counts by entry of the plan, `fed_overflowed` by
-    stored tensor.
+    sections that it wrote by path in the checkpoint; None: the file has to be read. `kernel_files`
+    are those of which the kernel wrote some bytes. Of a share that was planned alone, `span` are
+    its bytes in the order of the target (see `PlanShare`), and `file_bytes` those of tensors in
+    each file. `num_bytes` are bytes of the target by operation. `overflowed` counts by entry of the
+    plan, `fed_overflowed` by stored tensor.
     """
 
     fingerprint: str
@@ -48,6 +50,9 @@ class WorkerRecord:
     num_units: int
     tensors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     files: Mapping[str, FileSections | None] = field(default_factory=dict)
+    kernel_files: tuple[str, ...] = ()
+    span: tuple[int, int] | None = None
+    file_bytes: Mapping[str, int] = field(default_factory=dict)
     num_bytes: Mapping[Op, int] = field(default_factory=dict)
     kernel_bytes: int = 0
     verified: int = 0
@@ -120,6 +125,9 @@ def encode_record(record: WorkerRecord) -> bytes:
         "num_units": record.num_units,
         "num_bytes": {op.value: n for op, n in sorted(record.num_bytes.items())},
         "kernel_bytes": record.kernel_bytes,
+        "kernel_files": list(record.kernel_files),
+        "span": None if record.span is None else list(record.span),
+        "file_bytes": dict(sorted(record.file_bytes.items())),
         "verified": record.verified,
         "repaired": record.repaired,
         "overflowed": {str(n): count for n, count in sorted(record.overflowed.items())},
@@ -185,6 +193,9 @@ def _parse(values: Any) -> WorkerRecord:
             name: _count(values[name])
             for name in ("index", "count", "num_units", "kernel_bytes", "verified", "repaired")
         },
+        kernel_files=_names(values["kernel_files"]),
+        span=_span(values["span"]),
+        file_bytes=_mapping(values["file_bytes"], str, _count),
         num_bytes=_mapping(values["num_bytes"], Op, _count),
         overflowed=_mapping(values["overflowed"], int, _count),
         fed_overflowed=_mapping(values["fed_overflowed"], str, _count),
@@ -203,6 +214,19 @@ def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{value!r} is no count")
     return value
+
+
+def _names(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(isinstance(name, str) for name in values):
+        raise ValueError("names of files are no list of texts")
+    return tuple(values)
+
+
+def _span(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    begin, end = value
+    return _count(begin), _count(end)
 
 
 def _tensor(value: Any) -> tuple[int, int]:

@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.copy import CopyReport, PlanCopy, StagingArea
 from megtool.checkpoint.file_digests import FileDigests
+from megtool.checkpoint.transport.work_units import KernelUnit
 from megtool.checkpoint.workers.identity import WorkerIdentity
+from megtool.checkpoint.workers.plan_share import count_file_bytes, expected_file_bytes
 from megtool.checkpoint.workers.record import FileSections, WorkerRecord
 from megtool.checkpoint.workers.shares import Shares, split_units
 from megtool.errors import FormatError
@@ -70,6 +73,13 @@ class SharedStage(StagingArea, Protocol):
         """Become the one that publishes, and read all records; None if another one does or has."""
 
 
+def own_units(copy: PlanCopy, worker: WorkerIdentity) -> list[int]:
+    """The units that a worker does, by number: all of a plan of its share."""
+    if copy.plan.share is not None:
+        return list(range(len(copy.units)))
+    return split_units(copy.units, worker.count).of(worker.index)
+
+
 def copy_share(
     copy: PlanCopy,
     stage: SharedStage,
@@ -85,13 +95,15 @@ def copy_share(
         DigestError: a tensor that this worker has read whole does not have its expected digest.
         SourceChangedError, StorageError: see `PlanCopy.run`.
     """
-    own = split_units(copy.units, worker.count).of(worker.index)
+    own, share = own_units(copy, worker), copy.plan.share
     written = copy.plan.target.catalogue.files
     numbers = sorted({f for n in own for f in copy.units[n].files})
     copy.create(numbers)
     copy.run(own, resumed=stage.resumed)
     copy.compare(expected)
     context = copy.context
+    units = [copy.units[n] for n in own]
+    file_bytes = {} if share is None else count_file_bytes(copy.plan, context.target, units)
     record = WorkerRecord(
         fingerprint=fingerprint,
         index=worker.index,
@@ -104,6 +116,11 @@ def copy_share(
             else None
             for n in numbers
         },
+        kernel_files=tuple(
+            sorted({written[u.files[0]].path for u in units if isinstance(u, KernelUnit)})
+        ),
+        span=None if share is None else (share.begin, share.end),
+        file_bytes={written[n].path: num_bytes for n, num_bytes in sorted(file_bytes.items())},
         num_bytes=dict(context.num_bytes),
         kernel_bytes=context.kernel_bytes,
         verified=copy.verified,
@@ -139,9 +156,11 @@ def merge_shares(
         FormatError: a record is not of this plan.
         SourceChangedError, StorageError: see `PlanCopy.run`.
     """
-    shares = split_units(copy.units, len(records))
+    shares = None if copy.plan.share is not None else split_units(copy.units, len(records))
     written = copy.plan.target.catalogue.files
-    late = sorted(shares.late)
+    late = [] if shares is None else sorted(shares.late)
+    if shares is None:
+        check_coverage(copy.plan.target.catalogue, records)
     compares_all = stage.is_repeated and (stage.rewrites_data or bool(late))
     for record in [] if compares_all else records:
         stage.check_files(record, {file.path: file.size for file in written})
@@ -161,7 +180,47 @@ def merge_shares(
     return copy.conclude(expected)
 
 
-def _merge_record(copy: PlanCopy, stage: SharedStage, shares: Shares, record: WorkerRecord) -> None:
+def check_coverage(target: Catalogue, records: Sequence[WorkerRecord]) -> None:
+    """Check that shares planned alone are all of a target: its bytes, and those of every file.
+
+    Raises:
+        FormatError: bytes are missing, or of two shares.
+    """
+    end = 0
+    expected = expected_file_bytes(target)
+    counted = dict.fromkeys((file.path for file in target.files), 0)
+    for record in sorted(records, key=lambda r: r.index):
+        begin = None if record.span is None else record.span[0]
+        if begin != end or record.span is None or not counted.keys() >= record.file_bytes.keys():
+            raise _not_of_this_plan(record, f"its share begins at byte {begin}, not {end}")
+        end = record.span[1]
+        for name, num_bytes in record.file_bytes.items():
+            counted[name] += num_bytes
+    total = int(expected.sum())
+    if end != total:
+        raise _not_of_this_plan(records[-1], f"the shares end at byte {end} of {total}")
+    for file, num_bytes in zip(target.files, expected.tolist(), strict=True):
+        if counted[file.path] != num_bytes:
+            raise FormatError(
+                f"the workers have written {counted[file.path]:,} bytes of tensors to this file, "
+                f"which has {num_bytes:,}",
+                file=file.path,
+                hint=_SAME_VERSION,
+            )
+
+
+_SAME_VERSION = "start all workers with the same version of megtool"
+
+
+def _not_of_this_plan(record: WorkerRecord, why: object) -> FormatError:
+    return FormatError(
+        f"the record of worker {record.index} is not of this plan: {why}", hint=_SAME_VERSION
+    )
+
+
+def _merge_record(
+    copy: PlanCopy, stage: SharedStage, shares: Shares | None, record: WorkerRecord
+) -> None:
     """Add what a worker did to the context of the publisher.
 
     Raises:
@@ -170,7 +229,7 @@ def _merge_record(copy: PlanCopy, stage: SharedStage, shares: Shares, record: Wo
     context, written = copy.context, copy.plan.target.catalogue.files
     numbers = {file.path: n for n, file in enumerate(written)}
     try:
-        if record.num_units != len(shares.of(record.index)):
+        if shares is not None and record.num_units != len(shares.of(record.index)):
             raise ValueError(f"it has {record.num_units} units")
         for name, (linear, num_bytes) in record.tensors.items():
             context.digests.add_parts(name, linear, num_bytes)
@@ -183,10 +242,8 @@ def _merge_record(copy: PlanCopy, stage: SharedStage, shares: Shares, record: Wo
         if record.overflowed and max(record.overflowed) >= len(copy.plan.entries):
             raise ValueError(f"there is no entry {max(record.overflowed)}")
     except (ValueError, KeyError) as e:
-        raise FormatError(
-            f"the record of worker {record.index} is not of this plan: {e}",
-            hint="start all workers with the same version of megtool",
-        ) from e
+        raise _not_of_this_plan(record, e) from e
+    copy.kernel_files.update(record.kernel_files)
     context.num_bytes.update(record.num_bytes)
     context.overflowed.update(record.overflowed)
     context.fed_overflowed.update(record.fed_overflowed)

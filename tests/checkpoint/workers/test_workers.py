@@ -23,6 +23,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "safetensors": {"to": "safetensors"},
     "torch_dist": {"to": "torch_dist", "tp": 2, "pp": 2},
     "by the kernel": {"to": "torch_dist", "pp": 2, "digest": "buffered"},
+    "all by the kernel": {"to": "dcp", "digest": "buffered"},
     "no digests": {"to": "hf", "digest": "none", "dtype": "float32"},
     "megatron": {"to": "megatron", "tp": 4},
     "dcp": {"to": "dcp"},

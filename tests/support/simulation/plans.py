@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megtool.checkpoint.catalogue import Catalogue, StoredFile
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.plan import PlanSource, ReshardPlan
 from megtool.checkpoint.planner import build_plan
+from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.errors import SourceChangedError
 from tests.support.checkpoints import raw_checkpoints
 from tests.support.checkpoints.plan_layouts import LAYOUTS, build_layout, place
@@ -51,13 +53,14 @@ class SimulatedCatalogue(Catalogue):
 class TinyPlan:
     """A plan, the source files it reads by absolute path, and the tree that it must write.
 
-    `calls` is the number of system calls of a run without faults.
+    `calls` is the number of system calls of a run without faults, `share` plans that of a worker.
     """
 
     number: int
     plan: ReshardPlan
     digest: DigestMode
     source: Tree
+    share: Callable[[WorkerIdentity], ReshardPlan]
     is_file: bool = False
     tree: Tree = field(default_factory=dict)
     calls: int = 0
@@ -93,15 +96,20 @@ def _tiny_plan(number: int) -> TinyPlan:
         more = {"deep/config.json": b"{%d}" % number, f"only{number}.txt": b"x" * number}
         destination = raw.destination(target, small_files=more, final_files={MARKER: b"1"})
     catalogue = SimulatedCatalogue(**{f.name: getattr(source, f.name) for f in fields(source)})
-    plan = build_plan(
-        [PlanSource(catalogue=catalogue, placements=here)], destination, there, options=str(number)
-    )
+    sources = [PlanSource(catalogue=catalogue, placements=here)]
+
+    @functools.cache
+    def build(worker: WorkerIdentity | None) -> ReshardPlan:
+        return build_plan(sources, destination, there, options=str(number), worker=worker)
+
+    plan = build(None)
     data = encode(source, stored)
     return TinyPlan(
         number=number,
         plan=plan,
         digest=(DigestMode.ALL, DigestMode.ALL, DigestMode.NONE)[number % 3],
         source={str(root / f.path): d for f, d in zip(source.files, data, strict=True)},
+        share=build,
         is_file=is_file,
     )
 

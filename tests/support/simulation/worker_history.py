@@ -35,17 +35,18 @@ def run_worker(
         overwrite=overwrite,
         worker=worker,
     )
+    plan = tiny.share(worker)
     stage = options.make_stage(
         out,
         files=files,
-        fingerprint=tiny.plan.fingerprint,
+        fingerprint=plan.fingerprint,
         is_file=tiny.is_file,
         sources=[Path(HOME) / f"source{tiny.number}"],
-        plan=tiny.plan,
+        plan=plan,
     )
     finish: Any = (lambda copied: None) if tiny.is_file else None
     return write_staged(
-        tiny.plan, stage, options, verb="reshard", progress=lambda *_: None, finish=finish
+        plan, stage, options, verb="reshard", progress=lambda *_: None, finish=finish
     )
 
 
