@@ -37,6 +37,7 @@ def test_a_few_hundred_histories(kind: str) -> None:
         ("store-workers", 100919),  # a publisher that had stalled removed what another published
         ("store-workers", 100519),  # one was stopped between the last object and the trace of it
         ("store-workers", 1391),  # uploads of a publisher that had stalled stayed
+        ("store-workers", 102251),  # one published while another read the records
         ("store", 30035),  # a part whose reply was lost was taken for one that was known
         ("store-workers", 1719),  # fragments of a worker that had stalled stayed
     ],

@@ -16,7 +16,7 @@ from megtool.checkpoint.storage.lease import Lease
 from megtool.checkpoint.storage.object_writer import ObjectWriter
 from megtool.checkpoint.storage.open_objects import open_objects
 from megtool.checkpoint.storage.part_buffers import PartBuffers
-from megtool.checkpoint.storage.store import ConditionError
+from megtool.checkpoint.storage.store import ConditionError, read_json
 from megtool.checkpoint.storage.store_index import store_index
 from megtool.checkpoint.storage.store_probe import probe_store
 from megtool.checkpoint.store_check import (
@@ -26,7 +26,7 @@ from megtool.checkpoint.store_check import (
     find_live_run,
 )
 from megtool.checkpoint.store_journal import StoreJournal
-from megtool.checkpoint.store_publish import LEASE, RUN, Publication, read_json
+from megtool.checkpoint.store_publish import LEASE, RUN, Publication
 from megtool.checkpoint.store_stage import JOURNAL, StoreStage
 from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.checkpoint.workers.manifest import (
@@ -181,6 +181,7 @@ class SharedStoreStage(StoreStage):
         Raises:
             StorageError: the store refused.
         """
+        self._transfers.settle()
         own: list[list[Any]] = []
         for writer in self._writers:
             number = self._numbers[writer.path]
@@ -237,7 +238,12 @@ class SharedStoreStage(StoreStage):
             self.is_published = self._find_published()
             self._release_publication()
             return None
-        records = [self._read_record(n) for n in range(self.worker.count)]
+        found = [self._read_record(n) for n in range(self.worker.count)]
+        records = [record for record in found if record is not None]
+        if len(records) < self.worker.count:  # another that had stalled has just published
+            self.is_published = self._find_published()
+            self._release_publication()
+            return None
         self._uploads.clear()
         self._read_uploads()
         self._publication.read()
@@ -245,7 +251,7 @@ class SharedStoreStage(StoreStage):
             self._read_parts(index)
         self.digests = FileDigests()
         self.files.recorder = self.digests
-        return [record for record in records if record is not None]
+        return records
 
     def _read_parts(self, index: int) -> None:
         values = read_json(self._staged_path(f"worker-{index}.parts"))
@@ -331,6 +337,7 @@ class SharedStoreStage(StoreStage):
     ) -> None:
         if self._committed:
             return
+        self._transfers.close()
         if error is not None and self.record is None and any(w.num_uploaded for w in self._writers):
             self.messages.append(self.describe_resume())
         with contextlib.suppress(*[MegtoolError] if error else []):

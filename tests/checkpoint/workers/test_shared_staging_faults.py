@@ -15,14 +15,13 @@ import pytest
 
 from megtool import reshard
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport import kernel_copy, work_units
 from megtool.checkpoint.workers.manifest import PUBLISHED
 from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
 from tests.support.errors import raises
 from tests.support.folders import contents, file_states
 from tests.support.models import tiny_llama
-from tests.support.runs.worker_runs import UNIT_BYTES, run_workers, start_worker, state_of
+from tests.support.runs.worker_runs import run_workers, start_worker, state_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "torch_dist": {"to": "torch_dist", "tp": 2},
@@ -31,10 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_units, "UNIT_BYTES", UNIT_BYTES)
-    monkeypatch.setattr(kernel_copy, "UNIT_BYTES", UNIT_BYTES)
+pytestmark = pytest.mark.usefixtures("small_units")
 
 
 @pytest.fixture(scope="module")

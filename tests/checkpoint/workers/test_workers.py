@@ -10,13 +10,12 @@ import pytest
 
 import megtool
 from megtool import export, quantize, reshard
-from megtool.checkpoint.transport import kernel_copy, work_units
 from megtool.errors import UsageError
 from tests.support.checkpoints.fp8_trained import rank_files
 from tests.support.errors import raises
 from tests.support.folders import contents, file_states
 from tests.support.models import gguf_models, tiny_llama
-from tests.support.runs.worker_runs import UNIT_BYTES, run_workers
+from tests.support.runs.worker_runs import run_workers
 
 TARGETS: dict[str, dict[str, Any]] = {
     "hf": {"to": "hf", "max_shard_size": "40KB"},
@@ -35,10 +34,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_units, "UNIT_BYTES", UNIT_BYTES)
-    monkeypatch.setattr(kernel_copy, "UNIT_BYTES", UNIT_BYTES)
+pytestmark = pytest.mark.usefixtures("small_units")
 
 
 @pytest.fixture(scope="module")

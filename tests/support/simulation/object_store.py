@@ -10,6 +10,7 @@ from typing import Any
 from megtool.checkpoint.storage.memory_store import MemoryStore
 from megtool.errors import StorageError
 from tests.support.simulation.scheduler import Process, Scheduler
+from tests.support.stores.memory_stores import METHODS, VisibleStore
 
 URL = "memory://simulated"
 PART_BYTES = 200
@@ -17,10 +18,6 @@ PART_BYTES = 200
 INTRUDER = "run/out/deep/config.json"
 """What another program writes into the destination, against all rules."""
 
-METHODS = (
-    *("head", "list", "read", "put", "delete", "begin_upload", "upload_part", "copy_part"),
-    *("list_parts", "list_uploads", "complete_upload", "abort_upload"),
-)
 _READS = ("head", "list", "read", "list_parts", "list_uploads")
 
 
@@ -46,7 +43,7 @@ class StoreFaults:
         return "repeated" if self.repeats and self.rng.random() < self.repeats else ""
 
 
-class SimulatedStore(MemoryStore):
+class SimulatedStore(VisibleStore):
     """See `MemoryStore`. `uploaded` counts the parts that were accepted, by key and number.
 
     A part whose reply was lost does not count any more once its upload is aborted: who sent it did
@@ -71,15 +68,6 @@ class SimulatedStore(MemoryStore):
             del self._objects[INTRUDER]
         self.is_intruded = False
         return is_there
-
-    def objects(self, prefix: str = "") -> dict[str, bytes]:
-        """The contents of all objects below a prefix, by the rest of their keys."""
-        start = f"{prefix}/" if prefix else ""
-        return {
-            key[len(start) :]: data
-            for key, (_, data) in self._objects.items()
-            if key.startswith(start)
-        }
 
     @property
     def open_uploads(self) -> list[str]:

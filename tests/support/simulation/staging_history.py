@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import random
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from megtool.errors import MegtoolError
 from megtool.reshard.staged_write import WriteOptions, write_staged
 from tests.support.simulation.disk import SimulatedDisk
 from tests.support.simulation.environment import Violation, simulated
+from tests.support.simulation.history import SeededHistory, describe
 from tests.support.simulation.local_files import LocalFaults, SimulatedFiles
 from tests.support.simulation.plans import (
     HOME,
-    NUM_PLANS,
     CurrentDisk,
     TinyPlan,
     Tree,
@@ -42,15 +41,14 @@ class WatchedStage(StagingFolder):
         self.finished.add(unit)
 
 
-class StagingHistory:
-    """One history, drawn from a seed. `events` says what happened, and `trace` is a hash of it."""
+class StagingHistory(SeededHistory):
+    """A history of runs on one file system."""
 
     kind = "staging"
 
     def __init__(self, seed: int) -> None:
-        self.rng = rng = random.Random(seed)
-        self.events: list[str] = []
-        self.scheduler = Scheduler(rng)
+        super().__init__(seed)
+        rng = self.rng
         self.scheduler.jumps = rng.choice((0.0, 0.01))
         self.scheduler.switches = rng.choice((0.05, 0.3, 0.9))
         self.disk = SimulatedDisk(
@@ -60,31 +58,12 @@ class StagingHistory:
             copies=rng.random() < 0.7,
             reuses=rng.random() < 0.7,
         )
-        first = rng.randrange(NUM_PLANS)
-        self.plan = planned(first)
-        others = [n for n in range(NUM_PLANS) if (n % 6 == 5) == self.plan.is_file and n != first]
-        self.other = planned(rng.choice(others))
-        for tiny in (self.plan, self.other):
-            for path, data in tiny.source.items():
-                self.disk.put(path, data)
-        self.overwrite = rng.random() < 0.6
-        self.possible: list[Tree | None] = [None]
-        if self.overwrite and rng.random() < 0.8:
-            old: Tree = {"": b"former" * 30} if self.plan.is_file else OLD
-            for path, data in old.items():
-                self.disk.put(f"{OUT}/{path}".rstrip("/"), data)
-            self.possible = [old]
+        self.draw_plans(planned)
+        self.draw_former(0.6, OLD, OUT, self.disk.put)
         self.seen = self.possible[0]
-        self.running: list[TinyPlan] = []
         self.finished: dict[int, set[int]] = {}
         self.disk.observe = self.observe
         self.disk.clock = self.scheduler.time_ns
-
-    @property
-    def trace(self) -> str:
-        """A hash of all events, and of the time, which every call takes."""
-        text = "\n".join([*self.events, repr(self.scheduler.seconds), repr(self.rng.random())])
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     # ---- the model
 
@@ -293,10 +272,3 @@ def planned(number: int) -> TinyPlan:
     if {n: d for n, d in tiny.tree.items() if n != SIDECAR} != expected:
         raise Violation(f"plan {number} writes something else than numpy")
     return tiny
-
-
-def describe(tree: Tree | None) -> str:
-    """A tree in a few words."""
-    if tree is None:
-        return "nothing"
-    return ", ".join(f"{name} ({len(data)})" for name, data in sorted(tree.items())) or "no files"

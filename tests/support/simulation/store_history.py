@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import random
 from collections.abc import Iterator
@@ -19,12 +18,12 @@ from megtool.errors import MegtoolError
 from megtool.reshard.staged_write import WriteOptions, write_staged
 from tests.support.simulation.disk import SimulatedDisk
 from tests.support.simulation.environment import Violation, separate_processes, simulated
+from tests.support.simulation.history import SeededHistory, describe
 from tests.support.simulation.local_files import LocalFaults, SimulatedFiles
 from tests.support.simulation.object_store import URL, SimulatedStore, StoreFaults
 from tests.support.simulation.plans import (
     HOME,
     MARKER,
-    NUM_PLANS,
     CurrentDisk,
     TinyPlan,
     Tree,
@@ -32,7 +31,6 @@ from tests.support.simulation.plans import (
     tiny_plan,
 )
 from tests.support.simulation.scheduler import Killed, Process, Scheduler
-from tests.support.simulation.staging_history import describe
 
 OUT = "run/out"
 NOTES = "run/.out.megtool/"
@@ -40,42 +38,21 @@ OLD: Tree = {"old.bin": b"former" * 30, "deep/old.json": b"{}", MARKER: b"former
 EXPIRED_S = 500.0
 
 
-class StoreHistory:
-    """One history, drawn from a seed. `events` says what happened, and `trace` is a hash of it."""
+class StoreHistory(SeededHistory):
+    """A history of runs into one store."""
 
     kind = "store"
 
     def __init__(self, seed: int) -> None:
-        self.rng = rng = random.Random(seed)
-        self.events: list[str] = []
-        self.scheduler = Scheduler(rng)
-        self.scheduler.switches = rng.choice((0.05, 0.3, 0.9))
+        super().__init__(seed)
+        self.scheduler.switches = self.rng.choice((0.05, 0.3, 0.9))
         self.store = SimulatedStore(self.scheduler)
         self.store.observe = self.observe
         self.disk = SimulatedDisk()
         self.disk.clock = self.scheduler.time_ns
-        first = rng.randrange(NUM_PLANS)
-        self.plan = stored_plan(first)
-        others = [n for n in range(NUM_PLANS) if (n % 6 == 5) == self.plan.is_file and n != first]
-        self.other = stored_plan(rng.choice(others))
-        for tiny in (self.plan, self.other):
-            for path, data in tiny.source.items():
-                self.disk.put(path, data)
-        self.overwrite = rng.random() < 0.5
-        self.possible: list[Tree | None] = [None]
-        if self.overwrite and rng.random() < 0.8:
-            old: Tree = {"": b"former" * 30} if self.plan.is_file else OLD
-            for path, data in old.items():
-                self.store.put(f"{OUT}/{path}".rstrip("/"), data)
-            self.possible = [old]
-        self.running: list[TinyPlan] = []
+        self.draw_plans(stored_plan)
+        self.draw_former(0.5, OLD, OUT, self.store.put)
         self.last_number = -1
-
-    @property
-    def trace(self) -> str:
-        """A hash of all events, and of the time, which every call takes."""
-        text = "\n".join([*self.events, repr(self.scheduler.seconds), repr(self.rng.random())])
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     # ---- the model
 

@@ -12,11 +12,12 @@ from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.errors import MegtoolError
 from megtool.reshard.staged_write import WriteOptions, write_staged
 from tests.support.simulation.environment import Violation
+from tests.support.simulation.history import describe
 from tests.support.simulation.local_files import LocalFaults, SimulatedFiles
 from tests.support.simulation.object_store import URL, StoreFaults
 from tests.support.simulation.plans import HOME, CurrentDisk, TinyPlan
 from tests.support.simulation.scheduler import Killed, Process
-from tests.support.simulation.staging_history import StagingHistory, describe
+from tests.support.simulation.staging_history import StagingHistory
 from tests.support.simulation.store_history import EXPIRED_S, StoreHistory, in_store
 
 MOST_ROUNDS = 6

@@ -21,7 +21,20 @@ METHODS = (
 )
 
 
-class CountedStore(MemoryStore):
+class VisibleStore(MemoryStore):
+    """Shows what it holds to tests, past its requests."""
+
+    def objects(self, prefix: str = "") -> dict[str, bytes]:
+        """The contents of all objects below a prefix, by the rest of their keys."""
+        start = f"{prefix}/" if prefix else ""
+        return {
+            key[len(start) :]: data
+            for key, (_, data) in self._objects.items()
+            if key.startswith(start)
+        }
+
+
+class CountedStore(VisibleStore):
     """Counts its calls, and what each part and object was written with.
 
     Call number `dies_at` and all after it fail, as for a process that is killed: with
@@ -46,15 +59,6 @@ class CountedStore(MemoryStore):
         """A new process: nothing fails."""
         self.dies_at = 0
         store_index().forget(StorePath(self.url))
-
-    def objects(self, prefix: str = "") -> dict[str, bytes]:
-        """The contents of all objects below a prefix, by the rest of their keys."""
-        start = f"{prefix}/" if prefix else ""
-        return {
-            key[len(start) :]: data
-            for key, (_, data) in self._objects.items()
-            if key.startswith(start)
-        }
 
     @property
     def num_uploads(self) -> int:
