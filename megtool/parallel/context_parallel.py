@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megtool.errors import LayoutError
-from megtool.parallel.collectives import gather_columns, gather_rows
+from megtool.parallel.collectives import all_to_all, gather_columns, gather_rows
 from megtool.parallel.process_groups import Group
 
 
@@ -81,6 +81,33 @@ def whole_tokens(x_BSX: Tensor, cp: Group) -> Tensor:
     rows, _, size = x_BSX.shape
     flat = x_BSX.transpose(0, 1).reshape(1, -1)
     return _in_order(gather_columns(flat, cp).view(-1, rows, size), cp).transpose(0, 1)
+
+
+def share_columns(x_BSX: Tensor, cp: Group) -> Tensor:
+    """Full rows of this rank's columns, `[B, S, X / cp]`, from its tokens with all columns.
+
+    For a computation over whole rows that goes by columns, as recurrences do by heads: rank r gets
+    the r-th of cp equal runs of columns. `share_tokens` is the way back, and its gradient.
+    """
+    if cp.size == 1:
+        return x_BSX
+    rows, tokens, size = x_BSX.shape
+    parts = x_BSX.view(rows, tokens, cp.size, size // cp.size).permute(2, 1, 0, 3)
+    equal = [tokens] * cp.size
+    whole = all_to_all(parts.flatten(0, 1).contiguous(), equal, equal, cp)
+    return _in_order(whole, cp).transpose(0, 1)
+
+
+def share_tokens(x_BSX: Tensor, cp: Group) -> Tensor:
+    """This rank's tokens with the columns of all ranks, `[B, S / cp, X * cp]`."""
+    if cp.size == 1:
+        return x_BSX
+    rows, tokens, size = x_BSX.shape
+    chunks = x_BSX.transpose(0, 1).chunk(2 * cp.size, 0)
+    by_rank = [chunks[n] for r in range(cp.size) for n in (r, 2 * cp.size - 1 - r)]
+    equal = [tokens // cp.size] * cp.size
+    own = all_to_all(torch.cat(by_rank), equal, equal, cp)
+    return own.view(cp.size, -1, rows, size).permute(2, 1, 0, 3).reshape(rows, -1, cp.size * size)
 
 
 def _in_order(x_S: Tensor, cp: Group) -> Tensor:

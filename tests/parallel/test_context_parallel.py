@@ -13,6 +13,8 @@ from megtool.parallel.context_parallel import (
     chunk_size,
     gather_tokens,
     own_tokens,
+    share_columns,
+    share_tokens,
     whole_tokens,
 )
 from megtool.parallel.process_groups import Group, ProcessGroups
@@ -82,3 +84,19 @@ def test_all_parts_together_are_the_rows() -> None:
     for found, sums in run_world(together, 2):
         assert found == [rows.tolist(), (-rows[..., :1]).tolist(), rows.tolist()]
         assert sums == [True, True, True]
+
+
+def shared(rank: int, size: int) -> Any:
+    """Whole rows of this rank's columns, and its tokens again; gradients come back likewise."""
+    groups = ProcessGroups.start(ParallelConfig(cp=size))
+    rows = torch.arange(2 * 8 * 4.0).view(2, 8, 4)
+    mine = own_tokens(rows, groups.cp).requires_grad_()
+    columns = share_columns(mine, groups.cp)
+    again = share_tokens(columns, groups.cp)
+    (again * mine.detach()).sum().backward()
+    groups.stop()
+    return [columns.equal(rows.chunk(size, 2)[rank]), again.equal(mine), mine.grad.equal(mine)]
+
+
+def test_columns_of_whole_rows_are_exchanged_for_tokens() -> None:
+    assert run_world(shared, 2) == [[True] * 3] * 2
