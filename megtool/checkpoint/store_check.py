@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megtool.checkpoint.storage.lease import describe_holder, is_alive, read_holder
 from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.storage.store_probe import probe_store
 from megtool.checkpoint.store_publish import LEASE, PUBLISHING, RUN, staging_prefix
 from megtool.errors import DestinationError, StorageError
 
@@ -155,6 +156,23 @@ def check_free(
         )
     _check_within(destination)
     return True
+
+
+def check_object(path: StorePath) -> None:
+    """Refuse an object that cannot be put, or that is a folder, by putting one beside it.
+
+    Raises:
+        DestinationError: it has the name of a folder, or its store is only read.
+        StorageError: the store refused.
+    """
+    check_surroundings(path, ())
+    if has_objects(path):
+        raise DestinationError(
+            "this is a folder, but a file is written here",
+            file=path,
+            hint="choose another file",
+        )
+    probe_store(staging_prefix(path), is_unsafe=True)  # to replace an object takes no conditions
 
 
 def _check_within(destination: StorePath) -> None:

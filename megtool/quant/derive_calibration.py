@@ -22,7 +22,8 @@ import numpy as np
 from megtool.checkpoint.containers.te_extra_state import ExtraState
 from megtool.checkpoint.storage.file_kinds import describe_kind
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import require_local
+from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.store_check import check_free, check_object
 from megtool.convert.dialects import CanonicalView
 from megtool.errors import CalibrationError, DestinationError, MappingError
 from megtool.number_formats.delayed_scaling import INPUT
@@ -304,7 +305,10 @@ def _save(
 
 
 def _check_destination(target: Path, overwrite: bool) -> None:
-    require_local(target, "a calibration file")
+    if isinstance(target, StorePath):
+        check_free(target, is_file=True, overwrite=overwrite)
+        check_object(target)
+        return
     status = Files().stat(target)
     if status is not None and not S_ISREG(status.st_mode):
         raise DestinationError(

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TextIO
 
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import is_remote
-from megtool.errors import MissingPackageError, StorageError, UsageError
+from megtool.errors import MissingPackageError, StorageError
 
 _LOG = logging.getLogger(__name__)
 
@@ -77,7 +77,8 @@ class RunLog:
         # A new run has no lines, not even of its first evaluation.
         self.lines = [x for x in read_log(path) if x["iteration"] <= iteration and iteration]
         if is_remote(folder):
-            self._begin_object(path, tensorboard)
+            self._object = path  # it is kept in memory, for objects cannot be appended to
+            self.flush()
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -88,20 +89,6 @@ class RunLog:
             raise StorageError(f"cannot write: {e.strerror or e}", file=path) from e
         if tensorboard:
             self._board = _open_tensorboard(folder / TENSORBOARD_FOLDER, iteration + 1)
-
-    def _begin_object(self, path: Path, tensorboard: bool) -> None:
-        """Keep the log in memory, and replace the object at times: objects cannot be appended to.
-
-        Raises:
-            UsageError: TensorBoard writes to the store by itself, or not at all.
-        """
-        if tensorboard:
-            raise UsageError(
-                "--tensorboard writes local files, and DST is in a store",
-                hint="log.jsonl in DST holds the same values",
-            )
-        self._object = path
-        self.flush()
 
     def flush(self) -> None:
         """Make what was written so far last; on a disk every line does.

@@ -118,6 +118,7 @@ def test_a_run_that_is_killed_while_it_saves(
 def test_what_a_store_cannot_hold_is_refused(model: Path, data: Path, store: CountedStore) -> None:
     with raises(UsageError, "--tensorboard writes local files", "log.jsonl"):
         tune(model, f"{URL}/out", data, tensorboard=True)
+    assert store.num_calls == 0
     store.put("other/notes.txt", b"something else")
     with raises(DestinationError, "something other than a run", "DST"):
         tune(model, f"{URL}/other", data)

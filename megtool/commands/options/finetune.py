@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from megtool.checkpoint.storage.location import is_remote
 from megtool.commands.options.checkpoints import SOURCE
+from megtool.errors import UsageError
 from megtool.options.field import argument
 from megtool.options.groups import DryRunOptions, ObjectOptions
 from megtool.train.config import TrainConfig
@@ -23,6 +25,14 @@ class FinetuneOptions(TrainConfig, DryRunOptions, ObjectOptions):
 
     source: Path = argument(SOURCE, "SRC")
     destination: Path = argument("Megatron's save folder to write; a run in it resumes.", "DST")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tensorboard and is_remote(self.destination):
+            raise UsageError(
+                "--tensorboard writes local files, and DST is in a store",
+                hint="log.jsonl in DST holds the same values",
+            )
 
     def train_config(self) -> TrainConfig:
         """The options of the training run alone."""

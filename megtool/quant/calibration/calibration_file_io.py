@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from megtool.checkpoint.formats.safetensors_header import (
     encode_header,
     read_header,
 )
+from megtool.checkpoint.object_upload import ObjectUpload
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.local_copy import map_file
+from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.storage.part_buffers import PartBuffers
 from megtool.dtypes import dtype as named
-from megtool.errors import CalibrationError, FormatError
+from megtool.errors import CalibrationError, FormatError, StorageError
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
@@ -30,12 +34,12 @@ _CHUNK_BYTES = 64 << 20
 
 
 def write(path: Path, arrays: Arrays, facts: Mapping[str, Any], files: Files | None = None) -> None:
-    """Write a file atomically: to a temporary file, fsync, rename.
+    """Write a file atomically: to a temporary file, fsync, rename; or an object in parts.
 
     Arrays and JSON keys are sorted, so equal contents give equal bytes.
 
     Raises:
-        StorageError: the file cannot be written; the temporary file is removed.
+        StorageError: it cannot be written; the temporary file or the upload is removed.
     """
     files = Files() if files is None else files
     entries, offset = [], 0
@@ -48,16 +52,19 @@ def write(path: Path, arrays: Arrays, facts: Mapping[str, Any], files: Files | N
     metadata = json.loads(_to_json(metadata))  # normalized as JSON
     text = _to_json({**metadata, "sealed": _seal(entries, metadata)})
     header = encode_header(entries, {_KEY: text}, str(path))
+    pieces = [header, *(a.reshape(-1).view(np.uint8) for a in flat.values() if a.nbytes)]
+    if isinstance(path, StorePath):
+        _upload(path, pieces, files)
+    else:
+        _replace(path, pieces, files)
+
+
+def _replace(path: Path, pieces: Sequence[bytes | Array], files: Files) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     fd = files.open_write(temporary)
     try:
         files.truncate(fd, 0)
-        files.pwrite_all(fd, header, 0)
-        offset = len(header)
-        for array in flat.values():
-            if array.nbytes:
-                files.pwrite_all(fd, array.reshape(-1).view(np.uint8), offset)
-            offset += array.nbytes
+        _write_pieces(fd, pieces, files)
         files.call(fd, "flush", os.fsync, fd)
     except BaseException:
         files.close(fd)
@@ -66,6 +73,33 @@ def write(path: Path, arrays: Arrays, facts: Mapping[str, Any], files: Files | N
     files.close(fd)
     files.rename(temporary, path)
     files.fsync_dir(path.parent)
+
+
+def _upload(path: StorePath, pieces: Sequence[bytes | Array], files: Files) -> None:
+    buffers = PartBuffers()
+    upload = ObjectUpload(path, sum(memoryview(piece).nbytes for piece in pieces), buffers)
+    try:
+        fd = files.open_write(path)
+        try:
+            _write_pieces(fd, pieces, files)
+        finally:
+            files.close(fd)
+        upload.finish()
+        upload.close()
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            upload.abort()
+        raise
+    finally:
+        buffers.close()
+    files.refresh(path)
+
+
+def _write_pieces(fd: int, pieces: Sequence[bytes | Array], files: Files) -> None:
+    offset = 0
+    for piece in pieces:
+        files.pwrite_all(fd, piece, offset)
+        offset += memoryview(piece).nbytes
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:

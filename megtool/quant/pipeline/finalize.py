@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from megtool import __version__
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.parallel_scan import default_threads
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import StorePath
 from megtool.console import Progress
 from megtool.errors import StorageError
 from megtool.inference.runtime import load_forward, on_ranks
@@ -148,7 +150,9 @@ def finalize(
         peak_rss_bytes=peak_rss_bytes(),
         page=None if page_path is None else str(page_path),
     )
-    if page_path is not None:
+    if isinstance(page_path, StorePath):
+        Files().replace_file(page_path, page(report).encode(), "")
+    elif page_path is not None:
         try:
             page_path.write_text(page(report))
         except OSError as e:

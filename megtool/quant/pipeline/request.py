@@ -15,6 +15,12 @@ from megtool.checkpoint.storage.file_kinds import describe_kind
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.local_copy import local_work_folder
 from megtool.checkpoint.storage.location import StorePath, is_remote
+from megtool.checkpoint.store_check import (
+    check_free,
+    check_object,
+    check_surroundings,
+    has_objects,
+)
 from megtool.checkpoint.store_publish import staging_prefix
 from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.errors import DestinationError, MegtoolError, UsageError
@@ -274,23 +280,18 @@ class QuantizeRequest:
 
     def _check_prefix(self, destination: StorePath) -> None:
         """Refuse a destination in a store that must not be written."""
-        from megtool.checkpoint import store_check
-
         source = self.resolved.source
-        if self.calibration.only:
-            raise DestinationError(
-                "a calibration file is written to a local path",
-                file=destination,
-                hint="give a local DST, and copy it to the store",
-            )
-        store_check.check_surroundings(destination, [source.path, source.catalogue.root])
-        if self.worker is None and not store_check.has_objects(staging_prefix(destination)):
-            store_check.check_free(destination, is_file=False, overwrite=self.output.overwrite)
+        is_file = self.calibration.only
+        check_surroundings(destination, [source.path, source.catalogue.root])
+        if self.worker is None and not has_objects(staging_prefix(destination)):
+            check_free(destination, is_file=is_file, overwrite=self.output.overwrite)
+        if is_file:
+            check_object(destination)
+        _check_file(self.calibration.keep)
+        _check_file(self.output.page)
         self._check_distinct_paths(source.path.resolve(), source.catalogue.root.resolve())
         if self.calibration.work is None:
             Files().check_own_folder(self.work)
-        _check_file(self.calibration.keep)
-        _check_file(self.output.page)
 
     def _check_distinct_paths(self, *sources: Path) -> None:
         """Refuse output files that replace each other or the source, or that are inside a folder
@@ -323,12 +324,9 @@ def _check_file(path: Path | None, *outputs: Path) -> None:
     """Refuse a file that cannot be written; the parents of `outputs` may be missing."""
     if path is None:
         return
-    if is_remote(path):
-        raise DestinationError(
-            "this file is written to a local path",
-            file=path,
-            hint="give a local path, and copy it to the store",
-        )
+    if isinstance(path, StorePath):
+        check_object(path)
+        return
     status = Files().stat(path)
     if status is not None and not S_ISREG(status.st_mode):
         raise DestinationError(

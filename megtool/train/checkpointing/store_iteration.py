@@ -12,15 +12,11 @@ from pathlib import Path
 
 from megtool.checkpoint.digest import SIDECAR, TOOL, Sidecar, encode_sidecar, parse_sidecar
 from megtool.checkpoint.formats.save_folder import TRACKER
+from megtool.checkpoint.object_upload import ObjectUpload
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.object_writer import ObjectWriter
-from megtool.checkpoint.storage.open_objects import open_objects
 from megtool.checkpoint.storage.part_buffers import PartBuffers
-from megtool.checkpoint.storage.part_layout import CopyRun, Coverage, cut_parts
-from megtool.checkpoint.storage.store import ObjectInfo, UploadedPart
 from megtool.checkpoint.store_publish import (
-    complete_once,
     list_keys,
     publishing_order,
     remove_objects,
@@ -61,38 +57,8 @@ class StoreIteration(StagedIteration):
         self._store = folder.store
         self._prefix = folder / STAGING / self.staging.name
         self._target = folder / self.final.name
-        self._writers: list[ObjectWriter] = []
+        self._uploads: list[ObjectUpload] = []
         self._buffers = PartBuffers()
-
-    # ---- parts of objects
-
-    def touch(self, writer: ObjectWriter, part: int) -> None:
-        """See `PartTarget`."""
-
-    def upload(self, writer: ObjectWriter, part: int, data: memoryview) -> UploadedPart:
-        """See `PartTarget`."""
-        with writer.lock:
-            if not writer.upload_id:
-                writer.upload_id = self._store.begin_upload(writer.path.key)
-        return self._store.upload_part(writer.path.key, writer.upload_id, part + 1, data)
-
-    def copy(self, writer: ObjectWriter, part: int, run: CopyRun) -> UploadedPart | None:
-        """See `PartTarget`: nothing is copied."""
-        return None
-
-    def uploaded(self, writer: ObjectWriter, part: int) -> None:
-        """See `PartTarget`."""
-
-    def complete(self, writer: ObjectWriter) -> ObjectInfo:
-        """See `PartTarget`."""
-        if writer.completed is None:
-            if not len(writer.layout):
-                writer.completed = self._store.put(writer.path.key, b"")
-            else:
-                writer.completed = complete_once(
-                    writer.path, writer.upload_id, writer.tags(), is_safe=False
-                )
-        return writer.completed
 
     # ---- every rank
 
@@ -107,31 +73,23 @@ class StoreIteration(StagedIteration):
 
     def _create(self, name: str, size: int) -> Path:
         path = self._target / name
-        expected = Coverage()
-        if size:
-            expected.add(0, size)
-        writer = ObjectWriter(path, cut_parts(size), self, self._buffers, expected)
-        self._writers.append(writer)
-        open_objects().construct(path, writer)
+        self._uploads.append(ObjectUpload(path, size, self._buffers))
         return path
 
     def mark_done(self) -> None:
         """Let this rank's files appear; the mark holds their digests."""
-        for writer in self._writers:
-            writer.finish()
+        for upload in self._uploads:
+            upload.finish()
         self._wait_until(lambda: _OPEN in self._marks(), "rank 0 has begun")
-        for writer in self._writers:
-            self.complete(writer)
-            open_objects().construct(writer.path, None)
+        for upload in self._uploads:
+            upload.close()
         self._buffers.close()
         self._store.put(self._mark_key("done"), encode_sidecar(self._own_sidecar()))
 
     def mark_failed(self) -> None:
         """Mark this rank as failed, and drop what it has uploaded."""
-        for writer in self._writers:
-            open_objects().construct(writer.path, None)
-            if writer.upload_id and writer.completed is None:
-                self._store.abort_upload(writer.path.key, writer.upload_id)
+        for upload in self._uploads:
+            upload.abort()
         self._buffers.close()
         self._store.put(self._mark_key("failed"), b"")
 

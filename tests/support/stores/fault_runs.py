@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 from megtool.checkpoint.storage import connect
 from megtool.checkpoint.storage.store_index import store_index
 from megtool.cli.app import main
+from megtool.console import Bar
 from tests.support.stores.fault_proxy import Action
 
 UNSTABLE = {"seconds", "path", "source", "a", "b"}
@@ -75,10 +78,14 @@ def forget_stores() -> None:
 
 
 def run(*words: object) -> Ending:
-    """Run a command with `--json` in this process."""
+    """Run a command with `--json` in this process; however slow, it shows no progress."""
     forget_stores()
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        patch.object(Bar, "_LINE_SECONDS", math.inf),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         status = main([*map(str, words), "--json"])
     report = json.loads(out.getvalue()) if out.getvalue() else None
     return Ending(status, without_unstable(report), err.getvalue())

@@ -1,0 +1,84 @@
+"""An object that is written on its own, without a stage: it appears, or replaces another, whole."""
+
+from __future__ import annotations
+
+from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.storage.object_writer import ObjectWriter
+from megtool.checkpoint.storage.open_objects import open_objects
+from megtool.checkpoint.storage.part_buffers import PartBuffers
+from megtool.checkpoint.storage.part_layout import CopyRun, Coverage, cut_parts
+from megtool.checkpoint.storage.store import ObjectInfo, UploadedPart
+from megtool.checkpoint.store_publish import complete_once
+
+
+class ObjectUpload:
+    """An object of `num_bytes` under construction, which `Files` opens for writing by its path.
+
+    All its bytes are written, at any offset and in any order. `finish` uploads the last parts, and
+    `close` lets the object appear; `abort` drops what is uploaded.
+    """
+
+    def __init__(self, path: StorePath, num_bytes: int, buffers: PartBuffers) -> None:
+        expected = Coverage()
+        if num_bytes:
+            expected.add(0, num_bytes)
+        self._writer = ObjectWriter(path, cut_parts(num_bytes), self, buffers, expected)
+        self._path, self._store = path, path.store
+        open_objects().construct(path, self._writer)
+
+    def finish(self) -> None:
+        """Upload the parts that are not uploaded yet.
+
+        Raises:
+            StorageError: bytes are missing, or the store refused.
+        """
+        self._writer.finish()
+
+    def abort(self) -> None:
+        """Drop what is uploaded, unless the object has appeared.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        open_objects().construct(self._path, None)
+        if self._writer.upload_id and self._writer.completed is None:
+            self._store.abort_upload(self._path.key, self._writer.upload_id)
+
+    def close(self) -> None:
+        """Let the object appear, and forget that it was under construction.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        self.complete(self._writer)
+        open_objects().construct(self._path, None)
+
+    # ---- the parts
+
+    def touch(self, writer: ObjectWriter, part: int) -> None:
+        """See `PartTarget`."""
+
+    def upload(self, writer: ObjectWriter, part: int, data: memoryview) -> UploadedPart:
+        """See `PartTarget`."""
+        with writer.lock:
+            if not writer.upload_id:
+                writer.upload_id = self._store.begin_upload(writer.path.key)
+        return self._store.upload_part(writer.path.key, writer.upload_id, part + 1, data)
+
+    def copy(self, writer: ObjectWriter, part: int, run: CopyRun) -> UploadedPart | None:
+        """See `PartTarget`: nothing is copied."""
+        return None
+
+    def uploaded(self, writer: ObjectWriter, part: int) -> None:
+        """See `PartTarget`."""
+
+    def complete(self, writer: ObjectWriter) -> ObjectInfo:
+        """See `PartTarget`."""
+        if writer.completed is None:
+            if not len(writer.layout):
+                writer.completed = self._store.put(writer.path.key, b"")
+            else:
+                writer.completed = complete_once(
+                    writer.path, writer.upload_id, writer.tags(), is_safe=False
+                )
+        return writer.completed
