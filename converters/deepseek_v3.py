@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, shared experts, and layers of multi-token prediction."""
+"""DeepSeek-V3, R1, Kimi K2: latent attention, shared experts, multi-token prediction."""
 
 from megtool.convert import (
     HF_EXPERTS,
@@ -36,7 +36,7 @@ _LAYERS = (
 FAMILY = Family(
     name="deepseek_v3",
     architectures=("DeepseekV3ForCausalLM",),
-    model_types=("deepseek_v3",),
+    model_types=("deepseek_v3", "kimi_k2"),
     traits={
         "norm": "rmsnorm",
         "gated": True,

@@ -12,6 +12,7 @@ from megtool.errors import MappingError
 MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000  # more is no model, but an attack on our memory
 NORMS = ("rmsnorm", "layernorm")
 POSITIONS = ("rope", "learned", "relative", "none")
+QK_NORMS = ("head", "each", "all")
 ATTENTION, MAMBA, DELTA_NET, MLP, EXPERTS = LAYER_SYMBOLS = ("*", "M", "G", "-", "E")
 """Branches of a layer, as Megatron's HybridModel calls them."""
 
@@ -39,6 +40,11 @@ class ModelConfig:
     `router_pre_softmax` says that scores are normalized before the choice of experts, not among
     the chosen. `num_mtp_layers` layers after the last one predict further tokens (multi-token
     prediction); each is like the last one.
+
+    `pre_norms` is false where nothing is normalized before attention and MLP, `shared_norm` true
+    where one norm feeds both (in parallel), and `norm_bias` false where layer norms have a weight
+    alone. `qk_norm_of` says what a norm of queries or keys (`qk_norm`) covers: a `head`, all with
+    the same weights; `each` head with weights of its own; `all` heads of a token at once.
 
     What only a forward pass asks for: attention multiplies scores by `softmax_scale` (None: one
     over the square root of a query head's size); a cap c bends scores or logits x to
@@ -68,6 +74,9 @@ class ModelConfig:
     tied_embeddings: bool = False
     norm: str = "rmsnorm"
     norm_eps: float = 1e-5
+    norm_bias: bool = True
+    pre_norms: bool = True
+    shared_norm: bool = False
     zero_centered_norm: bool = False
     parallel_residual: bool = False
     gated: bool = True
@@ -76,6 +85,7 @@ class ModelConfig:
     attn_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_of: str = "head"
     attn_output_gate: bool = False
     position_embedding: str = "rope"
     rotary_percent: float = 1.0
@@ -161,6 +171,10 @@ class ModelConfig:
             )
         if self.norm not in NORMS:
             raise MappingError(f"norm is {self.norm!r}", hint=f"known: {', '.join(NORMS)}")
+        if self.qk_norm_of not in QK_NORMS:
+            raise MappingError(
+                f"qk_norm_of is {self.qk_norm_of!r}", hint=f"known: {', '.join(QK_NORMS)}"
+            )
         if self.position_embedding not in POSITIONS:
             raise MappingError(
                 f"position_embedding is {self.position_embedding!r}",
@@ -304,6 +318,9 @@ _FLAGS = (
     "attn_sinks",
     "rope_interleaved",
     "zero_centered_norm",
+    "norm_bias",
+    "pre_norms",
+    "shared_norm",
     "parallel_residual",
     "qk_l2_norm",
     "post_norms",

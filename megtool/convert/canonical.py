@@ -34,7 +34,9 @@ _ATTN, _MIXER = "l in attn_layers", "l in mixer_layers"
 _MLA, _GQA = f"kv_lora_rank and {_ATTN}", f"not kv_lora_rank and {_ATTN}"
 _LOW_RANK_Q = f"q_lora_rank and {_ATTN}"
 _DENSE, _MOE = "l in dense_layers", "l in moe_layers"
-_LAYERNORM = "norm == 'layernorm'"
+_LAYERNORM = "norm == 'layernorm' and norm_bias"
+_QK_NORM = "({} if qk_norm_of == 'all' else 1) * head_dim"
+_MLP_NORM = "pre_norms and not shared_norm"
 _FEEDS = "l in dense_layers or l in moe_layers"
 _SHARED = "shared_ffn_hidden_size and l in moe_layers"
 
@@ -58,8 +60,8 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
         "positions.weight": Weight(
             ("max_positions", "hidden_size"), "position_embedding == 'learned'"
         ),
-        "layers.{l}.attn_norm.weight": Weight(_HIDDEN, _MIXER),
-        "layers.{l}.attn_norm.bias": Weight(_HIDDEN, f"{_LAYERNORM} and {_MIXER}"),
+        "layers.{l}.attn_norm.weight": Weight(_HIDDEN, f"pre_norms and {_MIXER}"),
+        "layers.{l}.attn_norm.bias": Weight(_HIDDEN, f"pre_norms and {_LAYERNORM} and {_MIXER}"),
         "layers.{l}.attn.q.weight": Weight((_Q, "hidden_size"), f"not q_lora_rank and {_ATTN}"),
         "layers.{l}.attn.k.weight": Weight((_KV, "hidden_size"), _GQA),
         "layers.{l}.attn.v.weight": Weight((_KV, "hidden_size"), _GQA),
@@ -67,8 +69,18 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
         "layers.{l}.attn.k.bias": Weight((_KV,), _GQA, flag="qkv_bias"),
         "layers.{l}.attn.v.bias": Weight((_KV,), _GQA, flag="qkv_bias"),
         "layers.{l}.attn.gate.weight": Weight((_Q, "hidden_size"), f"attn_output_gate and {_ATTN}"),
-        "layers.{l}.attn.q_norm.weight": Weight((_D,), _GQA, flag="qk_norm"),
-        "layers.{l}.attn.k_norm.weight": Weight((_D,), _GQA, flag="qk_norm"),
+        "layers.{l}.attn.q_norm.weight": Weight(
+            (_QK_NORM.format("num_heads"),), f"qk_norm_of != 'each' and {_GQA}", flag="qk_norm"
+        ),
+        "layers.{l}.attn.k_norm.weight": Weight(
+            (_QK_NORM.format("num_kv_heads"),), f"qk_norm_of != 'each' and {_GQA}", flag="qk_norm"
+        ),
+        "layers.{l}.attn.q_norms.weight": Weight(
+            ("num_heads", _D), f"qk_norm_of == 'each' and {_GQA}", flag="qk_norm"
+        ),
+        "layers.{l}.attn.k_norms.weight": Weight(
+            ("num_kv_heads", _D), f"qk_norm_of == 'each' and {_GQA}", flag="qk_norm"
+        ),
         "layers.{l}.attn.q_down.weight": Weight(("q_lora_rank", "hidden_size"), _LOW_RANK_Q),
         "layers.{l}.attn.q_down_norm.weight": Weight(("q_lora_rank",), _LOW_RANK_Q, flag="qk_norm"),
         "layers.{l}.attn.q_up.weight": Weight((_Q, "q_lora_rank"), _LOW_RANK_Q),
@@ -84,8 +96,8 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
             ("hidden_size", "num_heads * (v_head_dim or head_dim)"), _ATTN
         ),
         "layers.{l}.attn.o.bias": Weight(_HIDDEN, _ATTN, flag="attn_out_bias"),
-        "layers.{l}.mlp_norm.weight": Weight(_HIDDEN, _FEEDS),
-        "layers.{l}.mlp_norm.bias": Weight(_HIDDEN, f"{_LAYERNORM} and ({_FEEDS})"),
+        "layers.{l}.mlp_norm.weight": Weight(_HIDDEN, f"{_MLP_NORM} and ({_FEEDS})"),
+        "layers.{l}.mlp_norm.bias": Weight(_HIDDEN, f"{_MLP_NORM} and {_LAYERNORM} and ({_FEEDS})"),
         "layers.{l}.mlp.gate.weight": Weight(
             ("ffn_hidden_size", "hidden_size"), f"gated and {_DENSE}"
         ),

@@ -9,6 +9,9 @@ written, which every release loads.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
+from megtool.convert.canonical import Weight
 from megtool.convert.mapping import Cat, Dropped, Row, Stacked, Table, Vector, in_mtp
 
 _STORED, _OURS = "model.layers.{l}.", "layers.{l}."
@@ -32,6 +35,30 @@ HF_NORMS: Table = (
     Row(_STORED + "input_layernorm.bias", _OURS + "attn_norm.bias"),
     Row(_STORED + "post_attention_layernorm.weight", _OURS + "mlp_norm.weight"),
     Row(_STORED + "post_attention_layernorm.bias", _OURS + "mlp_norm.bias"),
+)
+
+# Norms of what attention and MLP add to the residual, in models that have no other norms, or that
+# call the one before the MLP differently.
+HF_POST_NORMS: Table = (
+    Row(_STORED + "post_attention_layernorm.weight", _OURS + "attn_post_norm.weight"),
+    Row(_STORED + "post_feedforward_layernorm.weight", _OURS + "mlp_post_norm.weight"),
+)
+POST_NORM_WEIGHTS = MappingProxyType(
+    {
+        _OURS + "attn_post_norm.weight": Weight(("hidden_size",)),
+        _OURS + "mlp_post_norm.weight": Weight(("hidden_size",)),
+    }
+)
+# As Megatron-Bridge calls them; Megatron itself has no norm there.
+MEGATRON_POST_NORMS: Table = (
+    Row(
+        "decoder.layers.{l}.self_attention.linear_proj.post_layernorm.weight",
+        _OURS + "attn_post_norm.weight",
+    ),
+    Row(
+        "decoder.layers.{l}.mlp.linear_fc2.post_layernorm.weight",
+        _OURS + "mlp_post_norm.weight",
+    ),
 )
 
 HF_ATTENTION: Table = tuple(
@@ -77,6 +104,10 @@ GGUF_DECODER: Table = (
 
 
 _EXPERT, _SHARED = _OURS + "mlp.experts.{e}.", _OURS + "mlp.shared."
+
+HF_EXPERT_BIAS: Table = (
+    Row(_STORED + "mlp.gate.e_score_correction_bias", _OURS + "mlp.router.expert_bias"),
+)
 
 HF_EXPERTS: Table = (
     Row(_STORED + "mlp.gate.weight", _OURS + "mlp.router.weight"),

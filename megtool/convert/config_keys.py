@@ -177,8 +177,9 @@ class Rope(Setting):
     """Rotary embedding: `rope_theta` and `rope_scaling`, or newer `rope_parameters` with both.
 
     `base` is the default of `key`; `percent_key` is the older name of the part of a head that
-    turns, `local_key` that of the base for layers with a window, in families that have them. The
-    older form is written, which old and new readers understand.
+    turns, `size_key` that of its number of elements; `local_key` is the name of the base for layers
+    with a window, in families that have them. The older form is written, which old and new readers
+    understand; for the base of layers with a window without a `local_key` (`by_kind`), both.
     """
 
     base: float = 10000.0
@@ -187,12 +188,15 @@ class Rope(Setting):
     percent: float = 1.0
     local_key: str | None = None
     local_base: float = 10000.0
+    size_key: str | None = None
+    by_kind: bool = False
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Base, part and scaling of either form; a scaling of type `default` is none."""
         new = stored.get("rope_parameters")
         local = stored.get(self.local_key) if self.local_key else None
-        if self.local_key and isinstance(new, Mapping) and "full_attention" in new:
+        has_local = self.local_key is not None or self.by_kind
+        if has_local and isinstance(new, Mapping) and "full_attention" in new:
             windowed = new.get("sliding_attention") or {}
             if windowed.get("rope_type", "default") != "default":
                 raise MappingError(
@@ -205,7 +209,10 @@ class Rope(Setting):
         base = scaling.pop("rope_theta", None) or stored.get(self.key) or self.base
         percent = scaling.pop("partial_rotary_factor", None)
         if self.percent_key:
-            percent = stored.get(self.percent_key, self.percent) if percent is None else percent
+            percent = stored.get(self.percent_key) if percent is None else percent
+            if percent is None and self.size_key and stored.get(self.size_key):
+                percent = stored[self.size_key] / into["head_dim"]
+            percent = self.percent if percent is None else percent
             into["rotary_percent"] = float(percent)
         elif percent not in (None, 1.0):
             raise MappingError(
@@ -218,16 +225,20 @@ class Rope(Setting):
             scaling = {}
         into["rope_base"] = float(base)
         into["rope_scaling"] = scaling or None
-        if self.local_key:
+        if has_local:
             into["rope_local_base"] = float(local or self.local_base)
         keys = ("rope_parameters", "rope_scaling", self.key, self.percent_key, self.local_key)
-        return tuple(k for k in keys if k)
+        return tuple(k for k in (*keys, self.size_key) if k)
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The older form."""
         into[self.key] = config.rope_base
         into["rope_scaling"] = None if config.rope_scaling is None else dict(config.rope_scaling)
-        if self.percent_key:
+        if self.percent_key and self.size_key:
+            if config.rotary_percent != 1:  # absent, heads turn as wholes
+                into[self.percent_key] = config.rotary_percent
+                into[self.size_key] = int(config.head_dim * config.rotary_percent)
+        elif self.percent_key:
             into[self.percent_key] = config.rotary_percent
         elif config.rotary_percent != 1:
             raise MappingError(
@@ -236,6 +247,14 @@ class Rope(Setting):
             )
         if self.local_key and config.rope_local_base is not None:
             into[self.local_key] = config.rope_local_base
+        if self.by_kind:
+            local = config.rope_local_base or config.rope_base
+            into["rope_parameters"] = {
+                "full_attention": {"rope_type": "default"}
+                | dict(config.rope_scaling or {})
+                | {"rope_theta": config.rope_base},
+                "sliding_attention": {"rope_type": "default", "rope_theta": local},
+            }
 
 
 def num_layers(fields: Mapping[str, Any]) -> int:
@@ -278,6 +297,10 @@ class Window(Setting):
         kinds, every = stored.get("layer_types"), self.every
         if self.every_key:
             every = stored.get(self.every_key) or every
+        if kinds is None and not isinstance(every, int):
+            raise MappingError(
+                f"{self.every_key} is {every!r}", hint="a number, or layer_types for every layer"
+            )
         flags: tuple[int, ...] = (1,) * layers
         if kinds is not None:
             if len(kinds) != layers or set(kinds) - {_WINDOWED, _FULL}:
@@ -337,6 +360,53 @@ class NoRope(Setting):
         if self.key not in config.extra:
             flags = config.no_rope_layers or (0,) * config.num_layers
             into[self.key] = [1 - f for f in flags]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeInWindows(Setting):
+    """Layers without a window have no rotary embedding. It comes after `Window`, and has no key.
+
+    Where `key` is null, no layer turns, or with `without_key` all do.
+    """
+
+    key: str = "sliding_window"
+    without_key: bool = False
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """One flag a layer, or None where all turn."""
+        null = self.key in stored and not stored[self.key]
+        layers = num_layers(into)
+        into["no_rope_layers"] = (
+            None if null and self.without_key else _no_windows(into, range(layers))
+        )
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """Nothing, but refuse other layers; without windows, the keys that say so."""
+        layers = range(config.num_layers)
+        flags = tuple(config.no_rope_layers or (0,) * config.num_layers)
+        window = {"window_size": config.window_size, "window_skip_freq": config.window_skip_freq}
+        want = _no_windows(window, layers) or (0,) * config.num_layers
+        if flags != want and (config.window_size or any(flags)):
+            raise MappingError(
+                f"no_rope_layers is {config.no_rope_layers!r}",
+                hint="in this family the layers without a window have no rotary embedding",
+                error_id="unsupported-model",
+            )
+        if not config.window_size and self.key not in config.extra:
+            into[self.key] = None if not any(flags) else 1
+            into["layer_types"] = [_FULL for _ in layers]
+
+
+def _no_windows(values: Mapping[str, Any], layers: range) -> tuple[int, ...] | None:
+    """A 1 for every layer without a window; None where all have one."""
+    freq = values["window_skip_freq"]
+    if not values["window_size"]:
+        return tuple(1 for _ in layers)
+    if freq is None:
+        return None
+    flags = freq if not isinstance(freq, int) else [int((i + 1) % freq != 0) for i in layers]
+    return tuple(1 - int(f) for f in flags)
 
 
 def _skip_freq(flags: tuple[int, ...]) -> int | tuple[int, ...] | None:

@@ -28,15 +28,20 @@ _FORWARD = (
     "glu_offset",
     "logit_scale",
     "logit_softcap",
+    "norm_bias",
+    "parallel_residual",
     "post_norms",
+    "pre_norms",
     "qk_l2_norm",
+    "qk_norm_of",
     "residual_scale",
     "router_fp32",
     "router_group_best",
     "router_scales_input",
+    "shared_norm",
     "softmax_scale",
 )
-"""Fields that only a forward pass asks for."""
+"""Fields that Megatron's args do not have."""
 
 _DEFAULTS = {f.name: f.default for f in fields(ModelConfig)}
 

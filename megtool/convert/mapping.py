@@ -157,6 +157,21 @@ class Vector(Word):
 
 
 @dataclass(frozen=True, slots=True)
+class OneRow(Word):
+    """A vector stored as a matrix of one row: the expert bias of ERNIE."""
+
+    of: WordLike
+
+    def names(self) -> tuple[str, ...]:
+        """The patterns of its word."""
+        return word(self.of).names()
+
+    def layout(self, model: CanonicalModel) -> TensorLayout:
+        """The vector as the only row."""
+        return algebra.stack([word(self.of).layout(model)])
+
+
+@dataclass(frozen=True, slots=True)
 class Permuted(Word):
     """Rows seen as a grid of `grid` (outermost first) and stored with its axes in `order`.
 

@@ -58,8 +58,11 @@ _DECODER: Table = (
         Qkv(_ATTN + "q.bias", _ATTN + "k.bias", _ATTN + "v.bias"),
         when=f"not attn_output_gate and {_NOT_MLA}",
     ),
-    Row(_A + "q_layernorm.weight", _ATTN + "q_norm.weight", when=_NOT_MLA),
-    Row(_A + "k_layernorm.weight", _ATTN + "k_norm.weight", when=_NOT_MLA),
+    *(
+        Row(f"{_A}{x}_layernorm.weight", f"{_ATTN}{x}_norm{s}.weight", when=f"{_NOT_MLA} and {c}")
+        for s, c in (("", "qk_norm_of != 'each'"), ("s", "qk_norm_of == 'each'"))
+        for x in "qk"
+    ),
     Row(_A + "linear_proj.weight", _ATTN + "o.weight"),
     Row(_A + "linear_proj.bias", _ATTN + "o.bias"),
     Row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -187,6 +188,50 @@ class Noted(Setting):
         value = getattr(config, self.field)
         if self.key not in config.extra and self.expression == "x" and value != self.default:
             into[self.key] = value
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpan(Setting):
+    """Mixtures of experts are every n-th layer (by `step`) from the layer `first` to `last`.
+
+    Absent, every layer from the second to the last is one; a `last` of -1 is the last layer.
+    """
+
+    first: str
+    last: str
+    step: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """`moe_layer_freq`: 1 where every layer is a mixture, else a 0 or 1 for each layer."""
+        layers = into["num_layers"]
+        first, last, step = (
+            default if stored.get(key) is None else stored[key]
+            for key, default in ((self.first, 1), (self.last, -1), (self.step, 1))
+        )
+        if any(isinstance(x, bool) or not isinstance(x, int) for x in (first, last, step)) or (
+            step < 1 or first < 0
+        ):
+            raise MappingError(
+                f"experts are in layers {first!r} to {last!r}, by steps of {step!r}",
+                hint=f"integers: {self.first}, {self.last} and {self.step}",
+            )
+        end = layers if last == -1 else last + 1
+        flags = tuple(int(first <= i < end and not (i + 1) % step) for i in range(layers))
+        into["moe_layer_freq"] = 1 if all(flags) else flags
+        return (self.first, self.last, self.step)
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The three keys, if they can say it."""
+        moe = sorted(config.moe_layers)
+        steps = {b - a for a, b in itertools.pairwise(moe)} or {1}
+        step, first = min(steps), moe[0] if moe else config.num_layers
+        if len(steps) > 1 or (first + 1) % step:
+            raise MappingError(
+                f"moe_layer_freq is {config.moe_layer_freq!r}",
+                hint="in this family every n-th layer of a span is a mixture of experts",
+            )
+        last = moe[-1] if moe else config.num_layers - 1
+        into |= {self.first: first, self.last: last, self.step: step}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import KVCacheHook
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.masks import Mask
-from megtool.model.norm import NormLayer, NormSpec
+from megtool.model.norm import HeadsNorm, NormLayer, NormSpec
 from megtool.model.param_attributes import mark, mark_parts
 from megtool.model.rotary import has_rotation
 from megtool.model_config import ModelConfig
@@ -190,7 +190,7 @@ class Attention(nn.Module):
             1 / math.sqrt(config.head_dim) if config.softmax_scale is None else config.softmax_scale
         )
         self.has_rotation = has_rotation(config, layer)
-        d, h, norm = config.head_dim, config.hidden_size, NormSpec.of(config)
+        d, h, norm = config.head_dim, config.hidden_size, NormSpec.before_branches(config)
         gates = config.num_heads * config.attn_output_gate
         self.linear_qkv = ColumnLinear(
             h,
@@ -206,9 +206,8 @@ class Attention(nn.Module):
         kinds = (each, self.gate_heads, 1, 1)  # as in `_project`
         mark_parts(self.linear_qkv.weight, tuple(n * d for n in kinds if n))
         if config.qk_norm:
-            # Every rank sees its own heads.
-            self.q_layernorm = NormLayer(norm, d, partial=tp > 1, dtype=dtype, device=device)
-            self.k_layernorm = NormLayer(norm, d, partial=tp > 1, dtype=dtype, device=device)
+            self.q_layernorm = self._head_norm(config.num_heads, dtype=dtype, device=device)
+            self.k_layernorm = self._head_norm(config.num_kv_heads, dtype=dtype, device=device)
         if config.attn_sinks:
             self.core_attention = CoreAttention(self.num_heads, dtype=dtype, device=device)
         self.linear_proj = RowLinear(
@@ -257,6 +256,32 @@ class Attention(nn.Module):
             out_BSND = out_BSND * torch.sigmoid(gate)
         out: Tensor = self.linear_proj(out_BSND.reshape(b * s, -1))
         return out
+
+    def _head_norm(
+        self, heads: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> NormLayer | HeadsNorm:
+        """The norm of queries or keys, of which a rank sees its own heads."""
+        config, tp = self.config, self.tp
+        norm, d = NormSpec.of(config), config.head_dim
+        if config.qk_norm_of == "head":
+            return NormLayer(norm, d, partial=tp.size > 1, dtype=dtype, device=device)
+        if config.qk_norm_of == "all" and norm.kind != "rmsnorm":
+            raise LayoutError(
+                f"queries and keys have a norm of the kind {norm.kind!r} over all heads",
+                hint="a norm over all heads is a root mean square norm",
+            )
+        own = max(1, heads // tp.size)
+        copies = max(1, tp.size // heads)
+        return HeadsNorm(
+            norm,
+            (heads * d,) if config.qk_norm_of == "all" else (heads, d),
+            tp,
+            first=tp.rank * own // copies,
+            heads=own,
+            copies=copies,
+            dtype=dtype,
+            device=device,
+        )
 
     def _project(
         self, x_TH: Tensor, b: int, s: int

@@ -43,7 +43,7 @@ class Mlp(nn.Module):
             config.ffn_hidden_size * (2 if config.gated else 1),
             groups.tp,
             bias=config.mlp_bias,
-            norm=NormSpec.of(config),
+            norm=None if config.shared_norm else NormSpec.before_branches(config),
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=device,

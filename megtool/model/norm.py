@@ -10,28 +10,41 @@ from torch import Tensor, nn
 from megtool.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megtool.model.param_attributes import mark
 from megtool.model_config import ModelConfig
+from megtool.parallel.collectives import copy_to, reduce_from
+from megtool.parallel.process_groups import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
     """The kind of a model's norm; the linear layer after it, or a NormLayer, has its parameters.
 
-    With `zero_centered` the stored weight w stands for 1 + w.
+    With `zero_centered` the stored weight w stands for 1 + w. A layer norm `shifts` by a bias.
     """
 
     kind: str = "rmsnorm"
     eps: float = 1e-5
     zero_centered: bool = False
+    shifts: bool = True
 
     @classmethod
     def of(cls, config: ModelConfig) -> NormSpec:
         """The norm before attention, MLP and output layer."""
-        return cls(kind=config.norm, eps=config.norm_eps, zero_centered=config.zero_centered_norm)
+        return cls(
+            kind=config.norm,
+            eps=config.norm_eps,
+            zero_centered=config.zero_centered_norm,
+            shifts=config.norm_bias,
+        )
+
+    @classmethod
+    def before_branches(cls, config: ModelConfig) -> NormSpec | None:
+        """The norm before attention and MLP, if the model has any there."""
+        return cls.of(config) if config.pre_norms else None
 
     @property
     def has_bias(self) -> bool:
-        """Layer norms have a bias, root mean square norms none."""
-        return self.kind == "layernorm"
+        """Layer norms may have a bias, root mean square norms have none."""
+        return self.kind == "layernorm" and self.shifts
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x` normalized over its last dimension, in its dtype."""
@@ -86,3 +99,51 @@ class NormLayer(nn.Module):
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """`x + residual` normalized, and that sum."""
         return self.norm.of_sum(x, residual, self.weight, self.bias)
+
+
+class HeadsNorm(nn.Module):
+    """A norm of queries or keys whose `weight` differs from head to head.
+
+    The weight is whole on every rank: `[num_heads * size]` where all heads of a token are
+    normalized at once (`at_once`), and ranks add up their squares; `[num_heads, size]` where each
+    head is for itself. A rank has `heads` of them, from `first` on; `copies` ranks have the same.
+    """
+
+    def __init__(
+        self,
+        norm: NormSpec,
+        shape: tuple[int, ...],
+        group: Group,
+        *,
+        first: int,
+        heads: int,
+        copies: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__()
+        self.norm, self.group, self.copies = norm, group, copies
+        self.at_once, self.own = len(shape) == 1, slice(first, first + heads)
+        fill = 0.0 if norm.zero_centered else 1.0
+        weight = torch.full(shape, fill, dtype=dtype, device=device)
+        self.weight = mark(nn.Parameter(weight), partial=group.size > 1)
+
+    def forward(self, x_BSND: Tensor) -> Tensor:
+        """This rank's heads, normalized."""
+        size = x_BSND.shape[-1]
+        weight_ND = self.weight.view(-1, size)[self.own]
+        if not self.at_once:
+            unit = torch.full_like(weight_ND[0], 0.0 if self.norm.zero_centered else 1.0)
+            return self._scaled(self.norm(x_BSND, unit.detach()), weight_ND)
+        if self.group.size == 1:
+            return self.norm(x_BSND.flatten(2), self.weight).view_as(x_BSND)
+        kind = torch.promote_types(x_BSND.dtype, torch.float32)
+        x = x_BSND.to(kind)
+        squares = x.square().sum((-2, -1), keepdim=True)
+        squares = copy_to(reduce_from(squares, self.group), self.group) / self.copies
+        x = x * torch.rsqrt(squares / self.weight.numel() + self.norm.eps)
+        return self._scaled(x, weight_ND).to(x_BSND.dtype)
+
+    def _scaled(self, x: Tensor, weight_ND: Tensor) -> Tensor:
+        weight_ND = weight_ND + 1 if self.norm.zero_centered else weight_ND
+        return x * weight_ND.to(x.dtype)

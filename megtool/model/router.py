@@ -94,8 +94,9 @@ def choose(
 
     Sigmoid scores are divided by their sum over the chosen, unless there is but one, or the score
     multiplies what the expert is given (Llama 4). A softmax goes over all experts
-    (`router_pre_softmax`) or over the chosen. Where experts come in groups, a token's are all from
-    its `router_topk_groups` best groups. `router_scaling` multiplies all shares.
+    (`router_pre_softmax`) or over the chosen; a bias is added to one over all. Where experts come
+    in groups, a token's are all from its `router_topk_groups` best groups. `router_scaling`
+    multiplies all shares.
     """
     logits_TE = logits_TE.float()
     if config.router_score == "sigmoid":
@@ -106,7 +107,8 @@ def choose(
         scores_TE = logits_TE
     has_groups = config.router_topk_groups > 0 and config.router_num_groups > 1
     if expert_bias_E is not None:
-        ranked_TE = scores_TE.detach() + expert_bias_E
+        is_raw = config.router_score == "softmax" and not config.router_pre_softmax
+        ranked_TE = (logits_TE.softmax(-1) if is_raw else scores_TE).detach() + expert_bias_E
     else:  # scores keep the order of logits, of which large ones have the same score
         ranked_TE = (scores_TE if has_groups else logits_TE).detach()
     if has_groups:

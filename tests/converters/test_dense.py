@@ -81,7 +81,7 @@ def test_any_size_and_layout_comes_back(
     names = ("n_layer", "n_head") if case.family == "gpt2" else ("num_hidden_layers",)
     names = names if case.family == "gpt2" else (*names, "num_attention_heads")
     sizes = {names[0]: layers, names[1]: heads, "vocab_size": vocabulary}
-    keys = {k: v for k, v in case.keys.items() if k != "layer_types"}
+    keys = {k: [v[0]] * layers if k == "layer_types" else v for k, v in case.keys.items()}
     case = replace(case, keys=keys | sizes)
     with TemporaryDirectory() as folder:
         save(case, Path(folder))
@@ -122,6 +122,7 @@ def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> Non
         **{f.name: getattr(said, f.name) for f in fields(said) if f.name != "extra"},
         extra=config.extra,
     )
+    said_all, _ = kind.completed(said_all)
     side = read_side(meg.catalogue.tensors, family=kind, config=said_all, dialect="megatron")
     assert side.canonical == meg.view.canonical
 

@@ -52,6 +52,14 @@ CASES = [
     Case("nemotron", UNTIED | BIASED | HEAD, "nemotron"),
     Case("mistral", UNTIED | THREE | WINDOW | HEAD, "mistral-3"),
     Case("qwen2", TIED | THREE, "qwen2-3"),
+    Case("seed_oss", UNTIED | HEAD, "seed_oss"),
+    Case("ernie4_5", TIED | HEAD | {"use_bias": True}, "ernie4_5"),
+    Case("glm4", UNTIED | HEAD, "glm4"),
+    Case("olmo2", UNTIED, "olmo2"),
+    Case("olmo3", UNTIED | FOUR | WINDOW, "olmo3"),
+    Case("exaone4", UNTIED | FOUR | WINDOW, "exaone4"),
+    Case("cohere", TIED | {"use_qk_norm": True, "logit_scale": 0.5}, "cohere"),
+    Case("cohere2", TIED | FOUR | WINDOW | {"logit_scale": 0.5}, "cohere2"),
 ]
 DENSE: dict[str, Callable[[], Any]] = {
     case.name: partial(dense.transformers_model, case) for case in CASES
@@ -64,6 +72,11 @@ MOE: dict[str, Callable[[], Any]] = {
         "deepseek_v2",
         "deepseek_v3",
         "llama4",
+        "olmoe",
+        "glm4_moe",
+        "ernie4_5_moe",
+        "minimax_m2",
+        "granitemoe",
     )
 }
 MOE["mixtral"] = partial(moe_models.transformers_model, "mixtral", **FOUR | TIED)
@@ -83,7 +96,9 @@ LAYOUTS: dict[tuple[str, int], list[Layout]] = {
     ("experts", 4): [TP2_PP2, {"tp": 2, "ep": 2, "etp": 2, "dp": 2}],
 }
 MORE: dict[tuple[str, int], dict[str, list[Layout]]] = {
-    ("dense", 4): {"llama": [TP4], "qwen3": [TP4], "gemma": [TP4], "starcoder2": [TP4]},
+    ("dense", 4): {
+        name: [TP4] for name in ("llama", "qwen3", "gemma", "starcoder2", "olmo2", "cohere")
+    },
     ("experts", 4): {"gpt_oss": [TP4], "qwen3_moe": [TP4, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}]},
 }
 

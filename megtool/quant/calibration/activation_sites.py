@@ -129,8 +129,10 @@ def _foldable_norm(name: str, module: ModuleInfo, config: ModelConfig) -> str:
     layer = f"layers.{module.layer}"
     if parent == f"{layer}.attn":
         if last in ("qkv", "down"):
-            return f"{layer}.attn_norm"
+            feeds_this_alone = config.pre_norms and not config.shared_norm
+            return f"{layer}.attn_norm" if feeds_this_alone else ""
         inner = {"q_up": "q_down_norm", "kv_up": "kv_down_norm"}
         return f"{parent}.{inner[last]}" if last in inner and config.qk_norm else ""
     # The norm of an MoE layer also feeds the router and all experts.
-    return f"{layer}.mlp_norm" if name == f"{layer}.mlp.fc1" else ""
+    has_norm = config.pre_norms and not config.shared_norm
+    return f"{layer}.mlp_norm" if name == f"{layer}.mlp.fc1" and has_norm else ""

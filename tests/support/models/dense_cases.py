@@ -52,6 +52,22 @@ CASES = [
     Case("nemotron", UNTIED | {"head_dim": 8}),
     Case("nemotron", TIED | BIASED | {"mlp_bias": True, "head_dim": 8}),
     Case("mistral", {"sliding_window": 32, "head_dim": 8}),
+    Case("seed_oss", UNTIED | {"head_dim": 16}),
+    Case("seed_oss", TIED | {"head_dim": 8, "attention_out_bias": True, "mlp_bias": True}),
+    Case("ernie4_5", TIED | {"head_dim": 16}),
+    Case("ernie4_5", UNTIED | {"head_dim": 8, "use_bias": True}),
+    Case("glm4", UNTIED | {"head_dim": 8}),
+    Case("glm4", TIED | {"head_dim": 16, "attention_bias": False}),
+    Case("olmo2", UNTIED),
+    Case("olmo2", TIED | BIASED | {"num_key_value_heads": 4}),
+    Case("olmo3", UNTIED | {"num_hidden_layers": 4, "sliding_window": 16}),
+    Case("olmo3", TIED | BIASED | {"layer_types": ["full_attention"] * 2}),
+    Case("exaone4", UNTIED | {"num_hidden_layers": 4, "sliding_window": 16}),
+    Case("exaone4", TIED | {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    Case("cohere", TIED),
+    Case("cohere", UNTIED | BIASED | {"use_qk_norm": True, "logit_scale": 0.5}),
+    Case("cohere2", TIED | {"num_hidden_layers": 4, "sliding_window": 16}),
+    Case("cohere2", UNTIED | BIASED | {"layer_types": ["full_attention"] * 2}),
 ]
 
 

@@ -47,6 +47,13 @@ MULTIPLIED = {
     "logits_scaling": 5.0,
 }
 
+BY_KIND = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "yarn", "rope_theta": 10000.0, **YARN},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0},
+    }
+}
+
 CASES = [
     Case("llama", UNTIED),
     Case("llama", TIED | BIASED | {"mlp_bias": True, "head_dim": 12}),
@@ -95,6 +102,16 @@ CASES = [
     Case("starcoder2", UNTIED | {"use_bias": False, "sliding_window": 5}),
     Case("nemotron", UNTIED | {"head_dim": 8}),
     Case("nemotron", TIED | BIASED | {"mlp_bias": True, "head_dim": 8}),
+    Case("seed_oss", UNTIED | {"head_dim": 16, "attention_out_bias": True}),
+    Case("ernie4_5", TIED | {"head_dim": 8, "use_bias": True}),
+    Case("glm4", UNTIED | {"head_dim": 8}),
+    Case("olmo2", UNTIED),
+    Case("olmo3", UNTIED | LAYERS4 | BY_KIND | {"sliding_window": 5}),
+    Case("exaone4", TIED | LAYERS4 | {"sliding_window": 5}),
+    Case("exaone4", UNTIED | {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    Case("cohere", TIED | {"logit_scale": 0.5}),
+    Case("cohere", UNTIED | BIASED | {"use_qk_norm": True, "logit_scale": 1.5}, "per-head"),
+    Case("cohere2", TIED | LAYERS4 | {"sliding_window": 5, "logit_scale": 0.5}),
 ]
 
 

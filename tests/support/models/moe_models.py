@@ -48,6 +48,30 @@ DEEPSEEK = {
     "v_head_dim": 6,
     "first_k_dense_replace": 1,
 }
+GLM = {k: v for k, v in DEEPSEEK.items() if k not in ("q_lora_rank", "kv_lora_rank")} | {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_nextn_predict_layers": 0,
+    "attention_bias": True,
+}
+ERNIE = {
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "moe_num_experts": 8,
+    "moe_k": 2,
+    "tie_word_embeddings": False,
+}
+DELTA = QWEN | {
+    "head_dim": 8,
+    "partial_rotary_factor": 0.5,
+    "shared_expert_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -113,6 +137,22 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         LLAMA4
         | {"attn_temperature_tuning": False, "use_qk_norm": False, "num_experts_per_tok": 1}
         | {"attention_chunk_size": 6, "no_rope_layers": [0, 1, 1, 0]},
+    ),
+}
+
+
+CASES |= {
+    "olmoe": ("olmoe", "Olmoe", {"intermediate_size": 24, "num_experts": 8}),
+    "glm4_moe": ("glm4_moe", "Glm4Moe", GLM | GROUPS | {"use_qk_norm": True}),
+    "ernie4_5_moe": ("ernie4_5_moe", "Ernie4_5_Moe", ERNIE),
+    "qwen3_next": ("qwen3_next", "Qwen3Next", DELTA | {"mlp_only_layers": [0]}),
+    "minimax_m2": ("minimax_m2", "MiniMaxM2", EIGHT | {"head_dim": 8, "rotary_dim": 4}),
+    "granitemoe": (
+        "granitemoe",
+        "GraniteMoe",
+        EIGHT
+        | {"embedding_multiplier": 6.0, "attention_multiplier": 0.2}
+        | {"residual_multiplier": 0.3, "logits_scaling": 5.0},
     ),
 }
 

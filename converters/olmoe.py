@@ -1,0 +1,53 @@
+"""OLMoE: experts in every layer, and one norm over all queries and one over all keys."""
+
+from megtool.convert import (
+    HF_ATTENTION,
+    HF_EXPERTS,
+    HF_MODEL,
+    HF_NORMS,
+    HF_QK_NORMS,
+    Assumed,
+    Default,
+    EitherKey,
+    Family,
+    Inverted,
+    Key,
+    Only,
+    Rope,
+)
+
+FAMILY = Family(
+    name="olmoe",
+    architectures=("OlmoeForCausalLM",),
+    model_types=("olmoe",),
+    traits={
+        "norm": "rmsnorm",
+        "gated": True,
+        "activation": "silu",
+        "qk_norm": True,
+        "qk_norm_of": "all",
+    },
+    config=(
+        Key("num_hidden_layers", "num_layers"),
+        Key("hidden_size", "hidden_size"),
+        Key("intermediate_size", "moe_ffn_hidden_size"),
+        Assumed("ffn_hidden_size", "moe_ffn_hidden_size"),
+        Key("num_attention_heads", "num_heads"),
+        Key("num_key_value_heads", "num_kv_heads", Default("num_heads")),
+        Key("head_dim", "head_dim", Default("hidden_size // num_heads")),
+        Key("vocab_size", "vocab_size"),
+        Key("max_position_embeddings", "max_positions", 4096),
+        Key("rms_norm_eps", "norm_eps", 1e-5),
+        Key("tie_word_embeddings", "tied_embeddings", False),
+        Key("attention_bias", "qkv_bias", False),
+        Key("attention_bias", "attn_out_bias", False),
+        Only("clip_qkv", None),
+        EitherKey(("num_experts", "num_local_experts"), "num_experts"),
+        Key("num_experts_per_tok", "num_experts_per_token", 8),
+        Inverted("norm_topk_prob", "router_pre_softmax", False),
+        Only("hidden_act", "silu"),
+        Rope(10000.0),
+    ),
+    hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_QK_NORMS, *HF_EXPERTS),
+    limits=((True, "Megatron normalizes queries and keys head by head, not all heads at once"),),
+)
