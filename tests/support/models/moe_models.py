@@ -61,17 +61,6 @@ ERNIE = {
     "moe_k": 2,
     "tie_word_embeddings": False,
 }
-DELTA = QWEN | {
-    "head_dim": 8,
-    "partial_rotary_factor": 0.5,
-    "shared_expert_intermediate_size": 16,
-    "norm_topk_prob": True,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -145,7 +134,6 @@ CASES |= {
     "olmoe": ("olmoe", "Olmoe", {"intermediate_size": 24, "num_experts": 8}),
     "glm4_moe": ("glm4_moe", "Glm4Moe", GLM | GROUPS | {"use_qk_norm": True}),
     "ernie4_5_moe": ("ernie4_5_moe", "Ernie4_5_Moe", ERNIE),
-    "qwen3_next": ("qwen3_next", "Qwen3Next", DELTA | {"mlp_only_layers": [0]}),
     "minimax_m2": ("minimax_m2", "MiniMaxM2", EIGHT | {"head_dim": 8, "rotary_dim": 4}),
     "granitemoe": (
         "granitemoe",
