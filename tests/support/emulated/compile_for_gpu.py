@@ -13,7 +13,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megtool.kernels import fp8_triton, grouped_gemm_triton, launch, lm_head_triton
+from megtool.kernels import (
+    causal_conv_triton,
+    fp8_triton,
+    grouped_gemm_triton,
+    launch,
+    lm_head_triton,
+    ssd_triton,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -59,3 +66,21 @@ for x in ("*bf16", "*fp32"):
             WEIGHTED=weighted,
             **shared,
         )
+    conv: dict[str, Any] = {"KERNEL": 4, "RUNS": True, "ACC": tl.float32, "ROWS": 32, "BLOCK": 128}
+    more = {"BIAS": True, "PAST": True, "SILU": True, **conv}
+    given, sizes = f"{x} {x} {x} {x} *i64", "i32 i32 i32 i32"
+    build(causal_conv_triton._forward, f"{given} {x} {sizes}", **more)
+    build(causal_conv_triton._backward, f"{given} {x} *fp32 *fp32 {sizes}", **more)
+    build(causal_conv_triton._transposed, f"*fp32 {x} *i64 {x} i32 i32", **conv)
+    precision = "ieee" if x == "*fp32" else "tf32"
+    scan: dict[str, Any] = {"CHUNK": 64, "BLOCK_D": 64, "BLOCK_Z": 128, "PRECISION": precision}
+    given, sizes = f"{x} *fp32 *fp32 {x} {x} {x}", "i32 i32 i32 i32 i32"
+    build(
+        ssd_triton._forward,
+        f"{given} *fp32 *i64 {x} *fp32 *fp32 {sizes}",
+        STATE=True,
+        RUNS=True,
+        **scan,
+    )
+    grads = f"{x} {x} *fp32 *fp32 *fp32 *fp32 *fp32"
+    build(ssd_triton._backward, f"{given} *i64 *fp32 {grads} {sizes}", RUNS=True, **scan)

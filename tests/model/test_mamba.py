@@ -1,0 +1,181 @@
+"""The Mamba-2 mixer against transformers' own, by its weights: padded, packed, and with a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megtool.errors import LayoutError
+from megtool.model.batch import Batch
+from megtool.model.cache import ContiguousCache, PagedCache
+from megtool.model.decoder import Decoder
+from megtool.model.mamba import check_mamba_heads
+from megtool.model.recompute import recompute
+from megtool.model_config import ModelConfig
+from tests.support.errors import raises
+from tests.support.models.hybrid_models import SIZES, nemotron_h, ours
+
+TOLERANCE = 1e-4
+
+
+def text(rows: int, length: int, seed: int = 1) -> Any:
+    return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Decoder]:
+    model = nemotron_h()
+    return model, ours(model)
+
+
+Pair = tuple[Any, Decoder]
+
+
+def largest(a: Any, b: Any) -> float:
+    assert a.shape == b.shape
+    return float((a - b).detach().abs().max())
+
+
+@pytest.mark.parametrize("length", [1, 14, 70])
+def test_logits(pair: Pair, length: int) -> None:
+    model, decoder = pair
+    tokens = text(2, length)
+    with torch.no_grad():
+        want, got = model(tokens).logits, decoder(Batch(tokens_BS=tokens))
+    assert want.std() > 0.1
+    assert largest(want, got) < TOLERANCE
+
+
+def test_padding_on_the_left(pair: Pair) -> None:
+    model, decoder = pair
+    tokens = text(3, 14)
+    valid = torch.ones_like(tokens)
+    valid[0, :6] = valid[2, :1] = 0
+    with torch.no_grad():
+        want = model(tokens, attention_mask=valid).logits
+        got = decoder(Batch(tokens_BS=tokens, valid_BS=valid.bool()))
+    assert largest(want[valid.bool()], got[valid.bool()]) < TOLERANCE
+
+
+def test_packed_documents_are_rows_of_their_own(pair: Pair) -> None:
+    _, decoder = pair
+    tokens, sizes = text(1, 90), [3, 70, 1, 16]
+    documents = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))[None]
+    with torch.no_grad():
+        got = decoder(Batch(tokens_BS=tokens, documents_BS=documents))
+        want = [decoder(Batch(tokens_BS=part)) for part in tokens.split(sizes, 1)]
+    assert largest(torch.cat(want, 1), got) < TOLERANCE
+
+
+@pytest.mark.parametrize("graphable", [False, True])
+def test_decoding_with_a_cache(pair: Pair, graphable: bool) -> None:
+    model, decoder = pair
+    sizes, tokens = (9, 1, 1, 3, 1), text(3, 15)
+    want = model(tokens).logits
+    cache = ContiguousCache(decoder.config, num_rows=3, max_tokens=20, graphable=graphable)
+    with torch.no_grad():
+        got = [decoder(Batch(tokens_BS=part), cache) for part in tokens.split(sizes, 1)]
+    assert largest(want, torch.cat(got, 1)) < TOLERANCE
+
+
+def test_rows_of_unequal_length_and_more_tokens(pair: Pair) -> None:
+    model, decoder = pair
+    lengths, more = (3, 9, 7), (3, 1, 4)
+    tokens, answers = text(3, max(lengths)), text(3, sum(more), seed=5)
+    valid = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    cache = ContiguousCache(decoder.config, num_rows=3, max_tokens=20)
+    with torch.no_grad():
+        got = [decoder(Batch(tokens_BS=tokens, valid_BS=valid), cache)]
+        got += [decoder(Batch(tokens_BS=part), cache) for part in answers.split(more, 1)]
+        for row, length in enumerate(lengths):
+            want = model(torch.cat((tokens[row, :length], answers[row]))[None]).logits[0]
+            out = torch.cat([g[row] for g in got])
+            assert largest(want, torch.cat((out[:length], out[max(lengths) :]))) < TOLERANCE
+
+
+def test_sequences_in_blocks(pair: Pair) -> None:
+    model, decoder = pair
+    tokens = text(3, 12)
+    want = model(tokens).logits
+    cache = PagedCache(decoder.config, num_blocks=12, block_size=4, num_sequences=2)
+    with torch.no_grad():
+        cache.choose([(0, 7), (1, 3)])
+        first = decoder(Batch(tokens_BS=tokens[:2, :7]), cache)
+        cache.choose([(1, 1)])
+        second = decoder(Batch(tokens_BS=tokens[1:2, 3:4]), cache)
+        cache.release(1)
+        cache.choose([(2, 5)])
+        third = decoder(Batch(tokens_BS=tokens[2:, :5]), cache)
+        cache.choose([(2, 1), (0, 1)])
+        both = torch.stack((tokens[2, 5:6], tokens[0, 7:8]))
+        fourth = decoder(Batch(tokens_BS=both), cache)
+    assert largest(want[0, :7], first[0]) < TOLERANCE
+    assert largest(want[1, :3], first[1, :3]) < TOLERANCE
+    assert largest(want[1, 3:4], second[0]) < TOLERANCE
+    assert largest(want[2, :5], third[0]) < TOLERANCE
+    assert largest(torch.stack((want[2, 5:6], want[0, 7:8])), fourth) < TOLERANCE
+
+
+@pytest.mark.parametrize("again", [None, "full", "selective"])
+def test_gradients(pair: Pair, again: Any) -> None:
+    model, _ = pair
+    decoder = ours(model)
+    if again:
+        assert recompute(decoder, again) == len(SIZES["layers_block_type"])
+    tokens = text(2, 14)
+    labels = tokens[:, 1:].clone()
+    labels[0, :4] = -100
+    model.zero_grad()
+    logits = model(tokens[:, :-1]).logits
+    want = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
+    want.backward()
+    total, _ = decoder.train().loss(Batch(tokens_BS=tokens[:, :-1]), labels)
+    total.backward()
+    assert largest(want, total) < 1e-4 * want.item()
+    theirs, mixer = model.model.layers[0].mixer, decoder.decoder.layers["0"].mixer
+    names = ["A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight"]
+    for name in (*names, "in_proj.weight", "out_proj.weight"):
+        grad, own = theirs.get_parameter(name).grad, mixer.get_parameter(name).grad
+        assert largest(grad, own) < 1e-4 * max(1.0, float(grad.abs().max())), name
+    norm = model.model.layers[0].norm.weight.grad
+    assert largest(norm, mixer.in_proj.layer_norm_weight.grad) < 1e-4 * max(1, norm.abs().max())
+
+
+def config(**more: int) -> ModelConfig:
+    facts = {"mamba_num_heads": 12, "mamba_num_groups": 4} | more
+    return ModelConfig(
+        num_layers=1,
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=101,
+        layer_kinds=("M",),
+        mamba_head_dim=4,
+        mamba_state_dim=8,
+        **facts,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tp", "cp", "words"),
+    [
+        ({"mamba_num_groups": 1}, 2, 1, ["12 heads", "1 groups", "tp=2", "1"]),
+        ({}, 3, 1, ["12 heads", "4 groups", "tp=3", "1, 2, 4"]),
+        ({}, 2, 4, ["6 heads", "2 groups", "cp=4", "1, 2, 6"]),
+        ({"mamba_num_heads": 16}, 2, 8, []),
+    ],
+)
+def test_layouts_that_do_not_go_evenly_are_refused(
+    sizes: dict[str, int], tp: int, cp: int, words: list[str]
+) -> None:
+    if not words:
+        check_mamba_heads(config(**sizes), tp, cp)
+        return
+    with raises(LayoutError, *words):
+        check_mamba_heads(config(**sizes), tp, cp)
