@@ -8,7 +8,7 @@ Objects are only created, and the objects that make a checkpoint complete come l
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from megtool.checkpoint.storage.location import StorePath
@@ -59,13 +59,15 @@ class Publication:
     """The state of a destination: `state` is empty, or one of
 
     `removing` (the former checkpoint is being removed), `writing` (objects of the new one appear)
-    and `complete`. `last` is the key of the object that appears last.
+    and `complete`. `last` is the key of the object that appears last. A note is replaced only as it
+    was read or written, so that a run that was out of touch notices that another one publishes.
     """
 
     def __init__(self, destination: StorePath) -> None:
         self._path = staging_prefix(destination) / PUBLISHING
         self._destination = destination
         self._store = destination.store
+        self._version: str | None = None  # of the note; None: there is none
         self.state = self.last = ""
 
     def read(self) -> None:
@@ -74,22 +76,31 @@ class Publication:
         Raises:
             StorageError: the store refused.
         """
-        values = read_json(self._path)
+        info = self._store.head(self._path.key)
+        self._version = None if info is None else info.version
+        values = read_json(self._path) if info is not None else {}
         self.state, self.last = str(values.get("state", "")), str(values.get("last", ""))
         if self.state == "writing" and self.last and self._store.head(self.last) is not None:
             self.state = "complete"
 
-    def begin(self, *, replaces: bool, last: str) -> None:
+    def begin(self, *, replaces: bool, last: str, check: Callable[[], None] | None = None) -> None:
         """Say that objects appear from now on; what is at the destination is removed first.
 
+        Before each request that removes something, `check` raises if another run may publish.
+
         Raises:
+            DestinationError: another run publishes, or `check` has raised it.
             StorageError: the store refused.
         """
         if self.state in ("writing", "complete"):  # what a run that was stopped has begun
             return
         if replaces or self.state == "removing":
             self._put("removing", last)
-            remove_objects(self._destination)
+            try:
+                remove_objects(self._destination, check=check)
+            except DestinationError:
+                self._withdraw()
+                raise
         self._put("writing", last)
 
     def end(self) -> None:
@@ -111,13 +122,40 @@ class Publication:
             self._put("removing", self.last)
         if self.state == "complete":
             self._store.delete([self._path.key])
-            self.state = self.last = ""
+            self.forget()
         return self.state == "removing"
 
+    def forget(self) -> None:
+        """The note is removed."""
+        self.state, self.last, self._version = "", "", None
+
     def _put(self, state: str, last: str) -> None:
+        """Replace the note, unless another run of the same kind has done so.
+
+        Raises:
+            DestinationError: another run has replaced or removed it.
+        """
         data = json.dumps({"state": state, "last": last}).encode()
-        self._store.put(self._path.key, data)
-        self.state, self.last = state, last
+        is_new = self._version is None
+        try:
+            info = self._store.put(self._path.key, data, create=is_new, version=self._version or "")
+        except (ConditionError, ObjectMissingError) as e:
+            self.read()
+            if self.state not in (state, "complete"):
+                raise DestinationError(
+                    "another run has taken over this destination",
+                    file=self._destination,
+                    hint="this one was out of touch with the store for too long: run it again",
+                    error_id="destination-locked",
+                ) from e
+            return
+        self.state, self.last, self._version = state, last, info.version
+
+    def _withdraw(self) -> None:
+        """Remove the note, unless another run has replaced it."""
+        info = self._store.head(self._path.key)
+        if info is not None and info.version == self._version:
+            self._store.delete([self._path.key])
 
 
 def refuse_unpublished(path: StorePath) -> None:
@@ -180,14 +218,18 @@ def list_keys(path: StorePath) -> list[str]:
     return sorted(keys, key=lambda key: key.rpartition("/")[2] not in MARKERS)
 
 
-def remove_objects(path: StorePath) -> int:
+def remove_objects(path: StorePath, *, check: Callable[[], None] | None = None) -> int:
     """Remove an object and everything below its name; returns how many there were.
+
+    `check` is called before each request that removes some.
 
     Raises:
         StorageError: the store refused.
     """
     keys = list_keys(path)
-    for start in range(0, len(keys), _BATCH):
+    for start in range(0, max(len(keys), 1), _BATCH):
+        if check is not None:
+            check()
         path.store.delete(keys[start : start + _BATCH])
     return len(keys)
 

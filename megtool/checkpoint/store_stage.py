@@ -188,7 +188,8 @@ class StoreStage:
             else:
                 self._discard_other(run, state)
             self._remove_notes()
-            run, self._publication.state = {}, ""
+            self._publication.forget()
+            run = {}
         if not self._publication.state:
             is_replaced = check_free(
                 self.destination,
@@ -427,7 +428,14 @@ class StoreStage:
         with self._mutex:
             last = self._last[-1] if self._last and not self.is_file else ""
             key = self.path(last).key if last or self.is_file else ""
-            self._publication.begin(replaces=self._replaces, last=key)
+            self._publication.begin(
+                replaces=self._replaces, last=key, check=self._check_publication
+            )
+
+    def _check_publication(self) -> None:
+        """Refuse to remove what another run may have published meanwhile."""
+        if self._lease is not None:
+            self._lease.check()
 
     def complete(self, writer: ObjectWriter) -> ObjectInfo:
         """See `PartTarget`."""
@@ -546,7 +554,7 @@ class StoreStage:
             remove_objects(self.destination)
         self._abort_uploads()
         self._remove_notes()
-        self._publication.state = ""
+        self._publication.forget()
 
     def _release(self) -> None:
         self.files.recorder = None

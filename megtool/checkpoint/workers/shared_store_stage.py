@@ -298,10 +298,15 @@ class SharedStoreStage(StoreStage):
         if not self._is_publisher:
             super().finish(unit, note)
 
-    def _begin_publishing(self) -> None:
+    def _check_publication(self) -> None:
         """See `StoreStage`; one that was out of touch for so long that another published stops."""
-        if self._publish_lease is not None and self._publication.state in ("", "removing"):
+        if self._publish_lease is not None:
             self._publish_lease.check()
+
+    def _begin_publishing(self) -> None:
+        """See `StoreStage`; nothing is announced by one that does not publish any more."""
+        if self._publication.state in ("", "removing"):
+            self._check_publication()
         super()._begin_publishing()
 
     def commit(self, *, fsync: bool = True, threads: int = 1) -> None:

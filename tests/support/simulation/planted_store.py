@@ -127,7 +127,7 @@ def _upload_not_remembered() -> AbstractContextManager[Any]:
 def _publishing_not_told() -> AbstractContextManager[Any]:
     """Readers are not told that objects of a new checkpoint appear."""
 
-    def begin(self: Publication, *, replaces: bool, last: str) -> None:
+    def begin(self: Publication, *, replaces: bool, last: str, **_: Any) -> None:
         if not self.state and replaces:
             store_publish.remove_objects(self._destination)
         self.state, self.last = "writing", last
@@ -138,7 +138,7 @@ def _publishing_not_told() -> AbstractContextManager[Any]:
 def _not_removed_first() -> AbstractContextManager[Any]:
     """The former checkpoint is not removed before the new one appears."""
 
-    def begin(self: Publication, *, replaces: bool, last: str) -> None:
+    def begin(self: Publication, *, replaces: bool, last: str, **_: Any) -> None:
         if self.state != "writing":
             self._put("writing", last)
 
