@@ -45,6 +45,7 @@ from megtool.convert.mapping import (
     Row,
     Same,
     Stacked,
+    Tower,
     Transposed,
     Vector,
     in_mtp,
@@ -61,6 +62,7 @@ from megtool.convert.moe_config_keys import (
     Nullable,
     Unless,
 )
+from megtool.convert.nested import LLAVA_NAMES, LLAVA_TOWERS, Nested
 
 __all__ = [
     "GGUF_DECODER",
@@ -77,6 +79,8 @@ __all__ = [
     "HF_QK_NORMS",
     "HF_SHARED_EXPERT",
     "HF_SHARED_EXPERTS",
+    "LLAVA_NAMES",
+    "LLAVA_TOWERS",
     "MEGATRON_POST_NORMS",
     "POST_NORM_WEIGHTS",
     "Assumed",
@@ -94,6 +98,7 @@ __all__ = [
     "MoeLayers",
     "MoeSpan",
     "Multiple",
+    "Nested",
     "NoRope",
     "Noted",
     "Nullable",
@@ -109,6 +114,7 @@ __all__ = [
     "Row",
     "Same",
     "Stacked",
+    "Tower",
     "Transposed",
     "Unless",
     "Vector",

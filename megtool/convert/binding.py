@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import groupby, islice
 
 from megtool.convert.canonical import DOMAINS, CanonicalModel, fill_in, indices_in
 from megtool.convert.expression import Expression, names_in
-from megtool.convert.mapping import Dropped, Row, Table, instantiate, without_computed, word
+from megtool.convert.mapping import (
+    Dropped,
+    Row,
+    Table,
+    Tower,
+    instantiate,
+    without_computed,
+    word,
+)
 from megtool.convert.tensor_layout import LayoutPart, TensorLayout
 from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError
@@ -59,6 +67,7 @@ class Binding:
         self.model = model
         self.rows = [x for r in table if isinstance(r, Row) for x in without_computed(r, model)]
         self.drops = [r for r in table if isinstance(r, Dropped)]
+        self.towers = [r for r in table if isinstance(r, Tower)]
         self._layouts: dict[int, TensorLayout] = {}
         self._keeps: dict[int, bool] = {}
         self._holds: dict[tuple[int, tuple[int, ...]], bool] = {}
@@ -78,6 +87,9 @@ class Binding:
         """
         out = Read()
         for tensor in tensors:
+            if (carried := self._carried(tensor.name)) is not None:
+                self._place_part(Placement.identity(carried, tensor.shape), tensor, out)
+                continue
             candidates = list(self._candidates(tensor.name))
             if candidates:
                 number, index = self._fitting(candidates, tensor)
@@ -94,6 +106,8 @@ class Binding:
 
     def knows(self, name: str) -> bool:
         """Some row is about a stored tensor of this name."""
+        if self._carried(name) is not None:
+            return True
         parts = _NUMBER.split(name)
         return any(
             all(
@@ -128,6 +142,14 @@ class Binding:
                 out.placements[name] = _placement(name, part, stored)
             if layout.padded is not None and shape != layout.shape:
                 out.padding.append(_padding(stored, shape, layout))
+        for name, tensor in canonical.items():
+            tower = next((t for t in self.towers if name.startswith(t.name)), None)
+            if tower is None or name in out.placements:
+                continue
+            stored = tower.prefixes[0] + name.removeprefix(tower.name)
+            kind = cast if cast is not None and tensor.dtype.is_float else tensor.dtype
+            out.tensors.append(GlobalTensor(name=stored, shape=tensor.shape, dtype=kind))
+            out.placements[name] = replace(Placement.identity(name, tensor.shape), stored=stored)
         out.unplaced = [n for n in canonical if n not in out.placements]
         return out
 
@@ -175,21 +197,31 @@ class Binding:
     def _place(self, number: int, index: dict[str, int], tensor: GlobalTensor, out: Read) -> None:
         layout = instantiate(self._layout(number), index)
         for part in layout.parts:
-            if part.name in out.placements:
-                raise MappingError(
-                    f"{out.placements[part.name].stored!r} and {tensor.name!r} "
-                    f"both hold {part.name!r}",
-                    tensor=tensor.name,
-                    hint="exclude one of them",
-                )
-            out.placements[part.name] = _placement(part.name, part, tensor.name)
-            out.canonical[part.name] = GlobalTensor(
-                name=part.name, shape=part.size, dtype=tensor.dtype
-            )
+            self._place_part(_placement(part.name, part, tensor.name), tensor, out)
+            out.canonical[part.name] = replace(out.canonical[part.name], shape=part.size)
         if layout.padded is not None:
             rows = tensor.shape[layout.padded] - layout.shape[layout.padded]
             if rows:
                 out.padding[tensor.name] = rows
+
+    def _place_part(self, placement: Placement, tensor: GlobalTensor, out: Read) -> None:
+        name = placement.canonical
+        if name in out.placements:
+            raise MappingError(
+                f"{out.placements[name].stored!r} and {tensor.name!r} both hold {name!r}",
+                tensor=tensor.name,
+                hint="exclude one of them",
+            )
+        out.placements[name] = replace(placement, stored=tensor.name)
+        out.canonical[name] = GlobalTensor(name=name, shape=tensor.shape, dtype=tensor.dtype)
+
+    def _carried(self, stored: str) -> str | None:
+        """The canonical name of a tower's tensor; None for any other."""
+        for tower in self.towers:
+            for prefix in tower.prefixes:
+                if stored.startswith(prefix):
+                    return tower.name + stored.removeprefix(prefix)
+        return None
 
     def _layout(self, number: int) -> TensorLayout:
         if number not in self._layouts:

@@ -31,6 +31,11 @@ class CanonicalView:
     config: ModelConfig | None = None
     family: Family | None = None
 
+    def towers(self) -> list[str]:
+        """The canonical tensors of the model's other parts than its text, without their state."""
+        prefixes = tuple(t.name for t in self.family.towers) if self.family else ()
+        return [n for n in self.canonical if n.startswith(prefixes)] if prefixes else []
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:

@@ -221,8 +221,8 @@ class Rope(Setting):
             )
         if "type" in scaling:
             scaling.setdefault("rope_type", scaling.pop("type"))
-        if scaling.get("rope_type", "default") == "default":
-            scaling = {}
+        if scaling.get("rope_type", "default") in ("default", "mrope"):
+            scaling = {}  # the three positions of `mrope` are the same in text
         into["rope_base"] = float(base)
         into["rope_scaling"] = scaling or None
         if has_local:
@@ -423,7 +423,8 @@ def read_settings(
 ) -> ModelConfig:
     """A ModelConfig from stored keys; keys that no setting understands go to `extra`.
 
-    `traits` are fields that the family fixes.
+    `traits` are fields that the family fixes. A setting that reads nested keys puts those that it
+    does not understand into `extra` itself.
 
     Raises:
         MappingError: a key is missing or has an impossible value.
@@ -432,9 +433,10 @@ def read_settings(
     understood: set[str] = set()
     for setting in settings:
         understood.update(setting.read(stored, values))
+    nested = values.pop("extra", {})
     if unknown := values.keys() - CONFIG_FIELDS:
         raise MappingError(f"{sorted(unknown)} are no fields of ModelConfig")
-    extra = {k: v for k, v in stored.items() if k not in understood}
+    extra = {k: v for k, v in stored.items() if k not in understood} | nested
     return ModelConfig(**values, extra=extra)
 
 

@@ -12,7 +12,8 @@ from megtool.convert.canonical import VOCABULARY, CanonicalModel, Weight
 from megtool.convert.canonical_view import CanonicalView, Padding, TargetView
 from megtool.convert.families import Family
 from megtool.convert.identity import as_they_are, is_optimizer_state, under_same_names
-from megtool.convert.mapping import Table, first_gap, stack_layers
+from megtool.convert.mapping import Row, Table, first_gap, stack_layers
+from megtool.convert.nested import TIED
 from megtool.convert.sharding import shard
 from megtool.dtypes import DType
 from megtool.errors import MappingError, UnknownTensorsError
@@ -77,7 +78,7 @@ def read_side(
             error_id="no-model-config",
         )
     by_state, states = _sorted_by_state(tensors, dialect)
-    config = _tie(config, dialect, by_state.get("", {}))
+    config = _tie(config, dialect, by_state.get("", {}), family, partial=partial)
     model = CanonicalModel(config, _vocabulary(family))
     out = CanonicalView(
         dialect=dialect,
@@ -106,7 +107,27 @@ def read_side(
             hint="the checkpoint is incomplete, or its configuration belongs to another model",
             error_id="missing-tensors",
         )
+    if not partial:
+        _check_towers(family, out.canonical)
     return replace(out, config=replace(config, **flags))  # type: ignore[arg-type]
+
+
+def _check_towers(family: Family | None, canonical: Collection[str]) -> None:
+    """Check that every part of a larger model is there.
+
+    Raises:
+        MappingError: one has no tensor.
+    """
+    for tower in family.towers if family else ():
+        if tower.is_required and not any(n.startswith(tower.name) for n in canonical):
+            raise MappingError(
+                f"there is no tensor {tower.prefixes[0] + '*'!r}, which every model of family "
+                f"{family.name if family else ''!r} has",
+                tensor=tower.prefixes[0] + "*",
+                hint="the checkpoint is incomplete; a text model alone has the class of a text "
+                "model in `architectures` of its config.json",
+                error_id="missing-tensors",
+            )
 
 
 _QUANTIZED = (".weight_scale", ".weight_packed", ".qweight", "_blocks", "_scales")
@@ -197,13 +218,15 @@ class DialectOptions:
     In `megatron` the vocabulary is padded to a multiple of `divisible_by * tp`; `main` is the name
     of master weights (`param` or `fp32_param`; by default the source's); `own_layers`: Megatron's
     own layers will load the tensors, not Transformer Engine's, which name the norm before experts
-    differently. `state_names` is the pattern of optimizer state's names, with `{state}` and
+    differently. `text_prefix` is what Megatron's names of a nested text model begin with.
+    `state_names` is the pattern of optimizer state's names, with `{state}` and
     `{name}`; without it `hf` cannot hold optimizer state.
     """
 
     divisible_by: int = 128
     main: str | None = None
     own_layers: bool = False
+    text_prefix: str = ""
     state_names: str | None = None
 
 
@@ -256,6 +279,11 @@ def write_side(
             "layers differ and cannot be stacked", hint="write one key per layer instead"
         )
     table = _table(dialect, family, per_layer=per_layer)
+    if dialect == "megatron" and options.text_prefix:
+        table = tuple(
+            replace(r, stored=options.text_prefix + r.stored) if isinstance(r, Row) else r
+            for r in table
+        )
     binding = Binding(table, CanonicalModel(config, _vocabulary(family)))
     sizes = parallel or ParallelConfig()
     pad_to = (
@@ -366,10 +394,25 @@ def _vocabulary(family: Family | None) -> Mapping[str, Weight]:
     return {**VOCABULARY, **family.vocabulary} if family and family.vocabulary else VOCABULARY
 
 
-def _tie(config: ModelConfig, dialect: str, keys: Collection[str]) -> ModelConfig:
-    """GGUF does not say whether embeddings are tied: they are if the output matrix is absent."""
-    if dialect == "gguf":
-        return replace(config, tied_embeddings="output.weight" not in keys)
+_HEADS = ("output.weight", "output_layer.weight", "lm_head.weight")
+
+
+def _tie(
+    config: ModelConfig,
+    dialect: str,
+    keys: Collection[str],
+    family: Family | None,
+    *,
+    partial: bool,
+) -> ModelConfig:
+    """The configuration with its embeddings tied if the output matrix is absent.
+
+    GGUF does not say whether they are. Nor do nested configurations without the outer key: what
+    its absence means depends on the release that wrote them.
+    """
+    is_unsaid = family is not None and family.nested is not None and TIED not in config.extra
+    if dialect == "gguf" or (is_unsaid and not partial):
+        return replace(config, tied_embeddings=not any(k.endswith(_HEADS) for k in keys))
     return config
 
 

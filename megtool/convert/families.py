@@ -11,8 +11,9 @@ from typing import Any
 from megtool.convert.canonical import Weight
 from megtool.convert.config_keys import OneOf, Setting, read_settings, write_settings
 from megtool.convert.expression import Expression
-from megtool.convert.mapping import Row, Table
+from megtool.convert.mapping import Row, Table, Tower
 from megtool.convert.moe_config_keys import Assumed, Noted
+from megtool.convert.nested import Nested, TextConfig
 from megtool.errors import MappingError, UnknownFamilyError
 from megtool.model_config import ModelConfig
 
@@ -57,19 +58,54 @@ class Family:
     canonical ones, the last in addition to Megatron's own names; `vocabulary` adds canonical
     tensors that no other family has. `limits` are conditions on the configuration, each with what
     Megatron cannot run, or cannot be told by its args, where it holds.
+
+    `nested` says that the model is a larger one, whose text model is of another family: `config`,
+    `hf`, `megatron`, `traits`, `vocabulary` and `limits` are then that family's.
     """
 
     name: str
     architectures: tuple[str, ...]
     model_types: tuple[str, ...]
-    config: tuple[Setting, ...]
-    hf: Table
+    config: tuple[Setting, ...] = ()
+    hf: Table = ()
     gguf_architectures: tuple[str, ...] = ()
     gguf: Table = ()
     megatron: Table = ()
     traits: Mapping[str, Any] = field(default_factory=dict)
     vocabulary: Mapping[str, Weight] = field(default_factory=dict)
     limits: tuple[tuple[Expression, str], ...] = ()
+    nested: Nested | None = None
+
+    def of_text(self, metadata: Mapping[str, Any]) -> Family:
+        """The family with the rows and settings of its text model; itself if it nests none.
+
+        Raises:
+            MappingError: the text model is of a type that the family does not know.
+        """
+        if self.nested is None:
+            return self
+        text = family(self.nested.text_family(metadata))
+        return replace(
+            self,
+            config=(TextConfig(self.nested, text.config),),
+            hf=self.nested.rows(text.hf),
+            megatron=(*text.megatron, *(replace(t, stored="", also=()) for t in self.towers)),
+            traits=text.traits,
+            vocabulary=text.vocabulary,
+            limits=(*self.limits, *(x for x in text.limits if x not in self.limits)),
+        )
+
+    @property
+    def towers(self) -> tuple[Tower, ...]:
+        """The parts of the model that are not text."""
+        return self.nested.towers if self.nested else ()
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """The settings of the text model, nested or not."""
+        if len(self.config) == 1 and isinstance(self.config[0], TextConfig):
+            return tuple(self.config[0].settings)
+        return self.config
 
     @property
     def for_codes(self) -> Family:
@@ -95,7 +131,7 @@ class Family:
         unsaid = {n for n in _FORWARD if values[n] == _DEFAULTS[n]}
         values |= {n: v for n, v in self.traits.items() if n in unsaid}
         keys = []
-        for setting in self.config:
+        for setting in self.settings:
             if isinstance(setting, Noted | Assumed) and setting.field in unsaid:
                 setting.read({}, values)
                 if isinstance(setting, Noted):
@@ -139,7 +175,7 @@ def family(name: str) -> Family:
     result = importlib.import_module(f"{_PACKAGE}.{name}").FAMILY
     if not isinstance(result, Family) or result.name != name:
         raise MappingError(f"converters/{name}.py has no FAMILY called {name!r}")
-    return result
+    return result if result.config else result.of_text({})
 
 
 def families() -> tuple[Family, ...]:
@@ -154,7 +190,12 @@ def detect_family(metadata: Mapping[str, Any]) -> Family:
 
     Raises:
         UnknownFamilyError: nothing says it, or no family is called so.
+        MappingError: the family is known, and nests a text model that is not.
     """
+    return _find_family(metadata).of_text(metadata)
+
+
+def _find_family(metadata: Mapping[str, Any]) -> Family:
     said_so = metadata.get("architectures")
     listed = said_so if isinstance(said_so, list | tuple) else ()
     architectures = tuple(x for x in listed if isinstance(x, str))

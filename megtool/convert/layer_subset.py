@@ -10,6 +10,7 @@ from typing import Any
 
 from megtool.convert.families import Family
 from megtool.convert.moe_config_keys import MoeLayers
+from megtool.convert.nested import TEXT_CONFIG
 from megtool.errors import MappingError, UsageError
 from megtool.model_config import MOST_LAYERS, ModelConfig
 
@@ -125,6 +126,9 @@ def _extra(config: ModelConfig, layers: Sequence[int], windows: Sequence[int]) -
     """The keys preserved verbatim; those with one entry per layer are reduced to the selected
     layers.
     """
+    if isinstance(config.extra.get(TEXT_CONFIG), Mapping):  # of a nested text model
+        inner = replace(config, extra=config.extra[TEXT_CONFIG])
+        return {**config.extra, TEXT_CONFIG: _extra(inner, layers, windows)}
     extra = dict(config.extra)
     for key in _LISTS:
         value = extra.get(key)

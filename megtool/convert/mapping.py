@@ -285,7 +285,27 @@ class Dropped:
     copy_of: str | None = None
 
 
-Table = Sequence[Row | Dropped]
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """Stored tensors of another part of the model than its text, which are carried as they are.
+
+    All tensors whose names begin with `name` are, and the rest of a name may be anything.
+    `stored` is how their names begin in Hugging Face folders, if not with `name`; `also` are other
+    beginnings accepted when reading. A part that `is_required` has at least one tensor.
+    """
+
+    name: str
+    stored: str = ""
+    also: tuple[str, ...] = ()
+    is_required: bool = True
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """How stored names begin: the first is written."""
+        return (self.stored or self.name, *self.also)
+
+
+Table = Sequence[Row | Dropped | Tower]
 
 
 def in_mtp(table: Table, *stored: tuple[str, str]) -> tuple[Row, ...]:
@@ -331,7 +351,7 @@ def without_computed(row: Row, model: CanonicalModel) -> Iterator[Row]:
         yield Row(stored(row.stored), of, tuple(stored(a) for a in row.also), row.when, row.plain)
 
 
-def stack_layers(table: Table) -> tuple[Row | Dropped, ...]:
+def stack_layers(table: Table) -> tuple[Row | Dropped | Tower, ...]:
     """The table with `{l}.` gone from stored names and all layers on a leading axis instead.
 
     Layers have to be alike: a condition that holds for some layers only makes the row impossible.

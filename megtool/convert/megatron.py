@@ -166,7 +166,10 @@ _STATE_LAST = re.compile(
     r"|optim(?:izer)?\.state\.(?!(?:exp_avg|exp_avg_sq|(?:fp32_|master_)?param)\.)(.+)\."
     r"((?:fp32_)?param)"
 )
-_WRAPPERS = re.compile(r"(?:module\.)*(?:model\.(?:module\.)*(?=decoder\.|embedding\.|output_l))?")
+_WRAPPERS = re.compile(
+    r"(?:module\.)*(?:(?:model\.(?:module\.)*|language_model\.)"
+    r"(?=decoder\.|embedding\.|output_l|mtp\.))?"
+)
 _LAYER_KEY = re.compile(r"(?:decoder|encoder)\.layers\.\d+\.")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:word_embeddings\.weight|output_layer\.(?:weight|bias))$")
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megtool.config import ParallelConfig
 from megtool.convert.megatron import split_state
+from megtool.convert.nested import TOWERS
 from megtool.errors import LayoutError
 from megtool.model_config import ModelConfig
 from megtool.parallel.mesh import Mesh
@@ -62,6 +63,9 @@ _REPLICATED = re.compile(
     r"|\brotary_pos_emb\.inv_freq$"
     r"|^(?:lm_head\.dense|binary_head|pooler\.dense)\.(?:weight|bias)$"
 )
+# Other parts of models than their text: every rank of the first stage has them whole, whatever their
+# names end with, unless they are made of Megatron's own layers.
+_TOWER = re.compile(rf"(?:{'|'.join(TOWERS)})\.(?!decoder\.layers\.)")
 _LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(?:(\d+)\.)?(.+)")
 _EXPERT = re.compile(
     r"\.experts\.(?:experts\.|local_experts\.)?(?:(\d+)\.)?linear_fc[12](?:\.(?:weight|bias)(\d+))?"
@@ -300,6 +304,8 @@ class Glu:
 
 def rule_of(key: str, is_glu: bool) -> ShardingRule:
     """The sharding rule of a module key (stacked or per layer); shapes decide `is_glu`."""
+    if is_tower(key):
+        return ShardingRule(0, False, -1, False, -1, False, False, "first")
     match = _LAYER.fullmatch(key)
     expert = _EXPERT.search(key)
     number = (expert[1] or expert[2]) if expert else None
@@ -317,8 +323,15 @@ def rule_of(key: str, is_glu: bool) -> ShardingRule:
 
 def is_known(key: str) -> bool:
     """Whether Megatron's modules have a tensor of this name, so that it is known how it is cut."""
+    if is_tower(key):
+        return True
     suffix = _suffix(key)
     return bool(_tp_dim(suffix) or _REPLICATED.search(suffix))
+
+
+def is_tower(key: str) -> bool:
+    """Whether a tensor belongs to another part of a model than its text."""
+    return _TOWER.match(key) is not None
 
 
 def _suffix(key: str) -> str:

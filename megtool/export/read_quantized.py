@@ -11,6 +11,7 @@ from typing import Any
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats.quantized import find_packed_weights, quantization_config
 from megtool.checkpoint.formats.safetensors import open_as_stored
+from megtool.convert.nested import TEXT_CONFIG, TIED, tied_head
 from megtool.errors import FormatError
 from megtool.export.folders import read_compressed, read_fp8_blocks, read_modelopt
 from megtool.export.folders.infer_format import QuantizedWeight, is_zero
@@ -198,7 +199,8 @@ def _find_unquantized(catalogue: Catalogue, quantized: set[str]) -> tuple[str, .
         and not _EMBEDDING.search(t.name.removesuffix(".weight"))
     ]
     config = catalogue.metadata.get("config")
-    tied = isinstance(config, dict) and config.get("tie_word_embeddings")
+    sections = (config, config.get(TEXT_CONFIG)) if isinstance(config, dict) else ()
+    tied = next((s[TIED] for s in sections if isinstance(s, dict) and TIED in s), False)
     if tied and not any(n.rpartition(".")[2] == "lm_head" for n in (*quantized, *out)):
-        out.append("lm_head")
+        out.append(tied_head(t.name for t in catalogue.tensors))
     return tuple(out)

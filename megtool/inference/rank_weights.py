@@ -194,7 +194,8 @@ def group_of(name: str) -> str:
 def decoder_of(source: CheckpointSource) -> tuple[ModelConfig, CanonicalView]:
     """The model of a checkpoint that is a whole decoder, and the side of its weights alone.
 
-    Optimizer state is left out, and so are layers that predict further tokens (said once).
+    Optimizer state is left out, and so are layers that predict further tokens (said once) and other
+    parts than the text model.
 
     Raises:
         MappingError: no configuration, no decoder, or some of its tensors are missing.
@@ -222,6 +223,8 @@ def decoder_of(source: CheckpointSource) -> tuple[ModelConfig, CanonicalView]:
             config.num_mtp_layers,
         )
         weights = {n: t for n, t in weights.items() if not n.startswith("mtp.")}
+    towers = frozenset(side.towers())
+    weights = {n: t for n, t in weights.items() if n not in towers}
     config = replace(config, num_mtp_layers=0)
     family = side.family
     known = {**VOCABULARY, **(family.vocabulary if family else {})}

@@ -33,6 +33,7 @@ from megtool.errors import (
     UnknownFamilyError,
     UnknownTensorsError,
     UsageError,
+    listed,
 )
 from megtool.model_config import ModelConfig
 from megtool.number_formats.small_floats import single
@@ -173,6 +174,13 @@ def require_decoder(source: CheckpointSource) -> CheckpointSource:
         raise MappingError(
             "it is an encoder, which generates no text", file=source.path, hint=_ENCODERS
         )
+    if towers := source.view.towers():
+        parts = dict.fromkeys(name.partition(".")[0] for name in towers)
+        _LOG.warning(
+            "only the text model is run: the %d tensors of %s are not",
+            len(towers),
+            listed([*parts]),
+        )
     if source.model is not None and source.model.assumed:
         _LOG.warning(
             "the checkpoint does not state %s: the family's defaults are used, which may not be "
@@ -281,6 +289,7 @@ def identify_model(
             f"the model's configuration cannot be used: {known.message if known else e}",
             file=(known and known.file) or _config_file(catalogue, like),
             hint=(known and known.hint) or _LIKE,
+            error_id=known.error_id if known else None,
         ) from e
     if model is None and family_name:
         raise MappingError(

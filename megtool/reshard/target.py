@@ -31,6 +31,7 @@ from megtool.convert.dialects import (
 )
 from megtool.convert.megatron import is_megatron
 from megtool.convert.megatron_args import megatron_limits
+from megtool.convert.nested import MEGATRON_PREFIX
 from megtool.convert.parallel_args import layout_fields, merged_layout
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
@@ -159,6 +160,7 @@ def _bind_target(
                 divisible_by=vocab_divisor(source.catalogue),
                 main=main,
                 own_layers=uses_local_layers(source.catalogue),
+                text_prefix=_text_prefix(source, kind),
                 state_names=_state_names(kind, dialect),
             ),
         )
@@ -181,6 +183,15 @@ def _bind_target(
         fills=a.fills + b.fills,
         dropped=a.dropped + b.dropped,
     )
+
+
+def _text_prefix(source: CheckpointSource, kind: str) -> str:
+    """What Megatron's names of the text model begin with, if a larger model nests it.
+
+    Files per rank have names of a rank's own modules, which their writer makes.
+    """
+    family = source.model.family if source.model else None
+    return MEGATRON_PREFIX if family and family.nested and kind != "megatron" else ""
 
 
 def _state_names(kind: str, dialect: str) -> str | None:

@@ -286,6 +286,7 @@ def _make_template(
         kind,
         bucket_size=optimizer.bucket_size,
         grad_dtype="float32" if optimizer.sums_in_fp32 else kind.name,
+        carries=groups.pp.rank == 0,
     )
 
 

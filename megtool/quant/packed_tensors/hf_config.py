@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megtool import __version__
+from megtool.convert.nested import tower_of
 from megtool.quant.recipes.formats import ALGO_SPELLING, FORMATS, PLAIN_ALGOS, SMOOTHED_ALGOS
 
 MIXED = "MIXED_PRECISION"
@@ -69,14 +70,17 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\..+")
 
 
 def summarize_modules(unquantized: Iterable[str], quantized: Collection[str]) -> list[str]:
-    """Sorted names of unquantized modules, with experts as globs.
+    """Sorted names of unquantized modules, with experts and parts other than text as globs.
 
-    The experts of a layer become one glob if all of them are unquantized: engines build them as one
-    module, named like the part before the star.
+    A vision tower is one glob, as ModelOpt writes it. The experts of a layer become one glob if all
+    of them are unquantized: engines build them as one module, named like the part before the star.
     """
     expert_modules = {m[1] for name in quantized if (m := _EXPERT.fullmatch(name))}
     out: dict[str, None] = {}
     for name in unquantized:
+        if (tower := tower_of(name)) is not None:
+            out[f"{tower}*"] = None
+            continue
         match = _EXPERT.fullmatch(name)
         out[f"{match[1]}*" if match and match[1] not in expert_modules else name] = None
     return sorted(out)

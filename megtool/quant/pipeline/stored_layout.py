@@ -12,6 +12,7 @@ import numpy as np
 from megtool.checkpoint.computed_tensors import RegionReader, TensorFeed
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
+from megtool.convert.nested import tied_head, tower_of
 from megtool.errors import CalibrationError, MappingError, UsageError
 from megtool.number_formats.small_floats import single
 from megtool.quant.packed_tensors.hf_config import QuantizedLayer, quantization
@@ -376,7 +377,10 @@ def excluded_from_blocks(
             continue
         name = _module_name(to.stored)
         out.append(name.rpartition(".")[0] if d.module.roles & {"qkv", "proj"} else name)
-    return out if any(d.module.name == "head" for d in decisions) else [*out, "lm_head"]
+    if not any(d.module.name == "head" for d in decisions):
+        out.append(tied_head(t.name for t in target.side.tensors))
+    towers = dict.fromkeys(t for x in target.side.tensors if (t := tower_of(x.name)))
+    return [*out, *towers]
 
 
 def build_quantization_config(
@@ -406,8 +410,12 @@ def build_quantization_config(
             unquantized[_module_name(target.side.placements[f"{d.module.name}.weight"].stored)] = (
                 None
             )
+    names = [t.name for t in target.side.tensors]
     if not any(d.module.name == "head" for d in decisions):
-        unquantized["lm_head"] = None  # tied, but engines have a module for it
+        unquantized[tied_head(names)] = None  # engines have a module for it
+    for t in target.side.tensors:
+        if t.name.endswith(".weight") and len(t.shape) == 2 and tower_of(t.name):
+            unquantized[_module_name(t.name)] = None
     if not unquantized:  # loaders of NVFP4 refuse an empty list
         embeddings = [d for d in decisions if d.module.kind == "embedding" and d.format is None]
         unquantized.update(dict.fromkeys(n for d in embeddings for n in d.module.names_in("hf")))

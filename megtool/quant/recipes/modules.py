@@ -78,7 +78,10 @@ class ModuleInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modules:
-    """All modules of a model in order; `other_bytes` are biases and other tensors without rules."""
+    """All modules of a model in order; `other_bytes` are biases and other tensors without rules.
+
+    Parts of a model that are not text have no modules: they are never quantized.
+    """
 
     modules: tuple[ModuleInfo, ...]
     other_bytes: int
@@ -101,8 +104,12 @@ def list_modules(view: CanonicalView) -> Modules:
     stored = {s: _stored_names(view, s) for s in ("hf", "megatron")}
     modules: list[ModuleInfo] = []
     other_bytes = 0
+    towers = frozenset(view.towers())
     for name, tensor in sorted(view.canonical.items(), key=lambda item: _sort_key(item[0])):
         if ":" in name:  # optimizer state
+            continue
+        if name in towers:
+            other_bytes += tensor.num_bytes
             continue
         module, _, last = name.rpartition(".")
         if last != "weight" or len(tensor.shape) > 2:

@@ -18,13 +18,15 @@ from megtool.checkpoint.containers.pickle_reader import Inert, find_references
 from megtool.checkpoint.containers.te_extra_state import is_empty
 from megtool.checkpoint.megatron_metadata import read_object
 from megtool.convert.megatron import split_state
+from megtool.convert.nested import MEGATRON_PREFIX
+from megtool.convert.sharding import is_tower
 from megtool.tensors.sharded import GlobalTensor
 
 EMPTY = "an empty extra state"
 SUFFIX = "._extra_state"
 
 _NAME = re.compile(r"(.+)\._extra_state/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
-_STACKED = re.compile(r"((?:module\.)*(?:decoder|encoder)\.layers\.)(?!\d)")
+_STACKED = re.compile(r"((?:module\.)*(?:language_model\.)?(?:decoder|encoder)\.layers\.)(?!\d)")
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)\.(.+)")
 _EXPERTS = ".experts.experts."
 _SINGLE = re.compile(r"(.+\.experts\.experts\.)(\d+)\.(.+)")
@@ -96,32 +98,37 @@ def parse_site(name: str) -> Site | None:
 class StateNaming:
     """How a checkpoint names its extra states: with layers and experts stacked or not.
 
-    A number is 0 where there is no such axis. `modules` are the modules of the model, layers
-    counted one by one where they are stacked.
+    A number is 0 where there is no such axis. `layers` are the layers of the model, counted one by
+    one where they are stacked. Names begin with `prefix` if a larger model nests the text model.
     """
 
     stacked: int
     experts: int
     layers: frozenset[str]
+    prefix: str = ""
 
     @classmethod
     def of(cls, tensors: Iterable[GlobalTensor]) -> StateNaming:
         """The naming of a checkpoint with these tensors."""
         stacked = experts = 0
+        prefix = ""
         layers: set[str] = set()
         for t in tensors:
             if t.name.startswith("optimizer."):
                 continue
-            is_stacked = _STACKED.match(t.name)
+            if t.name.startswith(MEGATRON_PREFIX):
+                prefix = MEGATRON_PREFIX
+            name = t.name.removeprefix(MEGATRON_PREFIX)
+            is_stacked = _STACKED.match(name)
             if is_stacked:
                 stacked = t.shape[0]
                 layers |= {f"{is_stacked[1]}{i}" for i in range(stacked)}
-            elif match := _LAYER.fullmatch(t.name):
+            elif match := _LAYER.fullmatch(name):
                 layers.add(match[1] + match[2])
             lead = 1 if is_stacked else 0
-            if _EXPERTS in t.name and len(t.shape) > lead:
+            if _EXPERTS in name and len(t.shape) > lead:
                 experts = t.shape[lead]
-        return cls(stacked, experts, frozenset(layers))
+        return cls(stacked, experts, frozenset(layers), prefix)
 
     def has(self, site: Site) -> bool:
         """Whether the model has the layer and the expert."""
@@ -139,7 +146,7 @@ class StateNaming:
         if site.expert is not None:
             offsets, sizes = [*offsets, site.expert], [*sizes, self.experts]
         index = "_".join(".".join(map(str, x)) for x in (offsets or [0], sizes or [1]))
-        return f"{module}{SUFFIX}/shard_{index}"
+        return f"{self.prefix}{module}{SUFFIX}/shard_{index}"
 
 
 def list_required_states(
@@ -156,7 +163,7 @@ def list_required_states(
         if f".{t.name}".endswith(".output_layer.bias") and not t.name.startswith("optimizer."):
             names[f"{t.name.removesuffix('.bias')}{SUFFIX}/shard_0_1"] = None
     for t in tensors:
-        if t.name.startswith("optimizer.") or not t.name.endswith(".weight"):
+        if t.name.startswith("optimizer.") or not t.name.endswith(".weight") or is_tower(t.name):
             continue
         module = t.name.removesuffix(".weight")
         site = module.rsplit(".", 1)[-1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from megtool.convert.nested import MEGATRON_PREFIX
 from megtool.convert.rank_parameters import Parameter
 
 _LAYER = re.compile(
@@ -37,8 +38,9 @@ def to_global(name: str, *, first_layer: int, first_expert: int) -> GlobalName:
     """The global key of a rank's own name for a parameter or a module.
 
     `first_layer` and `first_expert` are the first ones of the rank's chunk; layers that predict
-    further tokens are all in one chunk.
+    further tokens are all in one chunk. That a larger model nests the text model is left out.
     """
+    name = name.removeprefix(MEGATRON_PREFIX)
     match = _LAYER.fullmatch(name)
     if match is None:
         return GlobalName(name, None)

@@ -20,8 +20,9 @@ from megtool.config import ParallelConfig
 from megtool.console import several
 from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.megatron import is_encoder_decoder, split_state
+from megtool.convert.nested import MEGATRON_PREFIX
 from megtool.convert.rank_parameters import Parameter, RankPlace, rank_parameters
-from megtool.convert.sharding import is_known, rule_of
+from megtool.convert.sharding import is_known, is_tower, rule_of
 from megtool.dtypes import DType
 from megtool.errors import LayoutError, MappingError, UsageError, listed
 from megtool.model_config import ModelConfig
@@ -142,6 +143,8 @@ class _RankFileWriter:
         self.settings: BucketSettings = choose_bucket_settings(source, parallel, weights)
         if states:
             warn_unknown_order(source.catalogue, self.settings.order)
+        family = source.model.family if source.model else None
+        self.prefix = MEGATRON_PREFIX if family and family.nested else ""
         self.dtypes = {t.name: t.dtype for t in weights}
         self.ranks = rank_parameters(weights, config, parallel)
         self.has_expert_chain = parallel.ep > 1 and any(
@@ -216,7 +219,8 @@ class _RankFileWriter:
         modules = {p.module_key.rpartition(".")[0] for p in members}
         experts = range(first_expert, first_expert + experts_per_rank)
         extra = {
-            module_to_local(
+            self.prefix
+            + module_to_local(
                 site.module,
                 site.expert,
                 first_layer=layers.start,
@@ -228,7 +232,8 @@ class _RankFileWriter:
         }
         tree: dict[str, Any] = {}
         for p in members:
-            name = to_local(
+            is_text = not is_tower(p.module_key)
+            name = (self.prefix if is_text else "") + to_local(
                 p,
                 first_layer=layers.start,
                 first_expert=first_expert,
@@ -240,7 +245,8 @@ class _RankFileWriter:
             tree[name] = GlobalTensor(name=stored, shape=p.local_shape, dtype=kind)
             self.runs.append((stored, p.key, p, 0))
             state = name.rpartition(".")[0] + SUFFIX
-            if state not in tree and (state in extra or state.endswith(_LINEAR)):
+            is_linear = is_text and state.endswith(_LINEAR)
+            if state not in tree and (state in extra or is_linear):
                 tree[state] = extra.pop(state, self.empty_state)
         return _ordered_dict(tree | extra)
 

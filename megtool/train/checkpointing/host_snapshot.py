@@ -22,9 +22,14 @@ LivePiece = tuple[str, str, int, Tensor]
 
 
 def iterate_live_state(
-    stages: Sequence[Decoder], optimizer: Optimizer | None
+    stages: Sequence[Decoder], optimizer: Optimizer | None, carried: Mapping[str, Tensor]
 ) -> Iterator[LivePiece]:
-    """All live state of this rank: weights (state `""`), and the optimizer's state."""
+    """All live state of this rank: weights (state `""`), and the optimizer's state.
+
+    `carried` are further weights, which no module has.
+    """
+    for name, tensor in carried.items():
+        yield WEIGHT, name, 0, tensor.reshape(-1)
     for stage in stages:
         for name, tensor in stage.state_dict().items():
             yield WEIGHT, name, 0, tensor.detach().reshape(-1)

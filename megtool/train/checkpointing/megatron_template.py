@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megtool.checkpoint.catalogue import Destination
 from megtool.checkpoint.containers.te_extra_state import decode, to_tree
 from megtool.checkpoint.containers.zip_reader import load_object_bytes
@@ -15,6 +17,8 @@ from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.formats.torch_dist_layout import COMMON_FILE, CONFIG_FILE
 from megtool.checkpoint.param_groups import is_group_object
 from megtool.checkpoint.random_state import RERUN, is_rerun_object, is_rng_object
+from megtool.checkpoint.read import CheckpointReader
+from megtool.checkpoint.storage.files import Files
 from megtool.config import LayoutOptions, ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
 from megtool.dtypes import DType
@@ -32,6 +36,8 @@ from megtool.reshard.writers.target_spec import TargetOptions
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megtool.train.checkpointing.save_template import BucketLayout, SaveTemplate
 
 _STATE = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state", RERUN)
@@ -44,11 +50,13 @@ def make_save_template(
     *,
     bucket_size: int | None = None,
     grad_dtype: str | None = None,
+    carries: bool = True,
 ) -> SaveTemplate:
     """Plan what a run at `parallel` saves of the model in `opened`.
 
     `dtype` is that of the model's parameters; None keeps the dtype of every weight. `bucket_size`
-    and `grad_dtype` are those of the run, for `dp_reshardable` optimizer state.
+    and `grad_dtype` are those of the run, for `dp_reshardable` optimizer state. A rank that
+    `carries`, one of the first stage, loads the parts of the model that are not text.
 
     Raises:
         MappingError: the model is not known.
@@ -80,8 +88,26 @@ def make_save_template(
             if path.removeprefix(folder) not in (".metadata", COMMON_FILE, CONFIG_FILE)
             and path.startswith(folder)
         },
+        carried=_load_towers(weights) if carries else {},
         plan_buckets=partial(_plan_buckets, opened, tensors, opened.model.config, parallel, run),
     )
+
+
+def _load_towers(opened: CheckpointSource) -> dict[str, Tensor]:
+    """The parts of a model other than its text, as they are stored, in memory."""
+    import torch
+
+    names = opened.view.towers()
+    out: dict[str, Tensor] = {}
+    if not names:
+        return out
+    with CheckpointReader(opened.catalogue, Files()) as reader:
+        for name in names:
+            view = reader.open_canonical(opened.placement_of(name))
+            elements = np.atleast_1d(view.read()).view(np.uint8)
+            kind: torch.dtype = getattr(torch, opened.view.canonical[name].dtype.name)
+            out[name] = torch.from_numpy(elements).view(kind).reshape(view.shape)
+    return out
 
 
 def _without_optimizer(opened: CheckpointSource) -> CheckpointSource:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,12 @@ from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.build_model import rank_coordinates
 from megtool.train.checkpointing.background_task import BackgroundTask
-from megtool.train.checkpointing.host_snapshot import HostSnapshot, LiveShards, iterate_live_state
+from megtool.train.checkpointing.host_snapshot import (
+    HostSnapshot,
+    LivePiece,
+    LiveShards,
+    iterate_live_state,
+)
 from megtool.train.checkpointing.megatron_common_state import (
     make_common_state,
     pack_rng_state,
@@ -177,7 +182,7 @@ class TorchDistSaver:
             return self._planned
         saved_optimizer = optimizer if self.optimizer_format != _NONE else None
         ranges, dtypes = [], {}
-        for state, name, start, tensor in iterate_live_state(stages, saved_optimizer):
+        for state, name, start, tensor in self._live_state(stages, saved_optimizer):
             self._kinds[state, name] = tensor.dtype
             if state == WEIGHT:
                 dtypes[name] = str(tensor.dtype).removeprefix("torch.")
@@ -196,6 +201,11 @@ class TorchDistSaver:
         self._raise_on_all_ranks(None)
         self._planned = _SavePlan(layout=layout, file=RankDataFile(layout, rank=rank, size=size))
         return self._planned
+
+    def _live_state(
+        self, stages: Sequence[Decoder], optimizer: Optimizer | None
+    ) -> Iterator[LivePiece]:
+        return iterate_live_state(stages, optimizer, self.template.carried)
 
     def _prepare_snapshot(self, layout: SaveLayout) -> HostSnapshot:
         if self._host is None:
@@ -238,12 +248,12 @@ class TorchDistSaver:
         if asynchronous:
             snapshot = self._prepare_snapshot(planned.layout)
             rows = snapshot.rows
-            copy = snapshot.copy_fn(iterate_live_state(stages, saved_optimizer))
+            copy = snapshot.copy_fn(self._live_state(stages, saved_optimizer))
             if not copy_behind:
                 copy()
                 copy = None
         else:
-            rows = LiveShards(planned.layout, iterate_live_state(stages, saved_optimizer))
+            rows = LiveShards(planned.layout, self._live_state(stages, saved_optimizer))
         common: dict[str, Any] = {}
         small: dict[str, bytes | Path] = {}
         if self.groups.rank == 0:

@@ -171,7 +171,7 @@ def _state_rows(
     for a in assigned:
         p = a.owned.parameter
         number, lead = cells.find_tensor(p.key)
-        name = cells.tensors[number].name if is_complete else p.key
+        name = cells.tensors[number].name if is_complete else cells.prefix + p.key
         if (a.state, name) not in numbers:
             numbers[a.state, name] = len(tensors)
             tensors.append(_state_tensor(a.state, name, p.shape))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megtool.config import ParallelConfig
 from megtool.convert.rank_parameters import Parameter
 from megtool.dtypes import DType
 from megtool.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,8 @@ class SaveTemplate:
 
     `tensors` are the stored weights, under Megatron's names. `objects` (bytes of ready items) and
     `small` files are written unchanged; `common` is Megatron's common state, which a save updates.
-    `plan_buckets` plans `dp_reshardable` buckets for stored states of given dtypes. See
+    `carried` are values of stored weights that no module of this rank has: the parts of a model
+    other than its text, which a run does not change. `plan_buckets` plans `dp_reshardable` buckets for stored states of given dtypes. See
     `megtool.train.checkpointing.megatron_template.make_save_template`.
     """
 
@@ -57,4 +61,5 @@ class SaveTemplate:
     common: Mapping[str, Any]
     objects: Mapping[str, bytes] = field(default_factory=dict)
     small: Mapping[str, bytes] = field(default_factory=dict)
+    carried: Mapping[str, Tensor] = field(default_factory=dict)
     plan_buckets: Callable[[Mapping[str, DType]], BucketLayout] | None = None

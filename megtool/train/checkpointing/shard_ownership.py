@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from megtool.config import ParallelConfig
+from megtool.convert.nested import MEGATRON_PREFIX
 from megtool.convert.rank_parameters import Box, Parameter, RankPlace, rank_parameters
 from megtool.convert.rank_tensors import RankCoordinates
 from megtool.errors import MappingError
@@ -74,20 +75,27 @@ class WriteAssignment:
 
 @dataclass(slots=True)
 class ShardCells:
-    """The shards of stored weights, by parameter."""
+    """The shards of stored weights, by parameter.
+
+    Stored names of a text model begin with `prefix` if a larger model nests it; those of its
+    parameters do not.
+    """
 
     tensors: Sequence[GlobalTensor]
     shards: Shards
     number: dict[str, int] = field(init=False)
+    prefix: str = field(init=False)
     _by_layer: dict[tuple[int, int], list[tuple[Box, int]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.number = {t.name: i for i, t in enumerate(self.tensors)}
+        is_nested = any(t.name.startswith(MEGATRON_PREFIX) for t in self.tensors)
+        self.prefix = MEGATRON_PREFIX if is_nested else ""
+        self.number = {t.name.removeprefix(self.prefix): i for i, t in enumerate(self.tensors)}
         self._by_layer = {}
         lo, hi = self.shards.boxes.lo.tolist(), self.shards.boxes.hi.tolist()
         for row, number in enumerate(self.shards.tensor.tolist()):
             t = self.tensors[number]
-            ndim, lead = len(t.shape), int(_is_stacked(t.name))
+            ndim, lead = len(t.shape), int(_is_stacked(t.name.removeprefix(self.prefix)))
             box = tuple(lo[row][lead:ndim]), tuple(hi[row][lead:ndim])
             layer = lo[row][0] if lead else 0
             self._by_layer.setdefault((number, layer), []).append((box, row))

@@ -1,0 +1,26 @@
+"""Mistral Small 3.1 and later: a text model of Mistral's (Llama's layout) beside a vision tower."""
+
+from megtool.convert import LLAVA_NAMES, LLAVA_TOWERS, Family, Nested
+
+FAMILY = Family(
+    name="mistral3",
+    architectures=("Mistral3ForConditionalGeneration",),
+    model_types=("mistral3",),
+    nested=Nested(
+        texts={"mistral": "llama"},
+        names=LLAVA_NAMES,
+        towers=LLAVA_TOWERS,
+        # What transformers' own configuration of the whole model has where a key is absent.
+        defaults={
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "vocab_size": 32000,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6,
+        },
+        verbatim=("rope_parameters", "rope_scaling", "rope_theta"),
+    ),
+)

@@ -1,0 +1,159 @@
+"""Models with a text model and a vision tower: tiny random ones as transformers saves them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.models.tiny_model import SIZES
+
+transformers = pytest.importorskip("transformers")
+
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 8,
+    "patch_size": 4,
+}
+QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
+
+
+@dataclass(frozen=True)
+class NestedCase:
+    """A class of transformers, and the keys of its tiny configuration.
+
+    `older` replaces how names begin as transformers saves them by what other releases save.
+    """
+
+    family: str
+    model: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    keys: dict[str, Any] = field(default_factory=dict)
+    older: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return self.family
+
+    def build(self, folder: Path, *, dtype: str = "bfloat16", **text: Any) -> Any:
+        """A random model, saved by transformers; `text` are further keys of the text model."""
+        sizes = {k: v for k, v in (SIZES | self.text | text).items() if v != "absent"}
+        outer = {k: sizes.pop(k) for k in ("tie_word_embeddings",) if k in text}
+        keys = {"text_config": sizes, "vision_config": self.vision, **self.keys, **outer}
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{self.model}Config")(**deepcopy(keys))
+        model = getattr(transformers, f"{self.model}ForConditionalGeneration")(config)
+        model.to(getattr(torch, dtype))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.copy_(torch.randn(parameter.shape) * 0.1)
+                else:
+                    parameter.copy_(torch.rand(parameter.shape))
+        model.save_pretrained(folder)
+        return model.eval()
+
+
+LLAVA_OLDER = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("vision_tower.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
+CASES = [
+    NestedCase(
+        "gemma3_multimodal",
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        VISION | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        {"mm_tokens_per_image": 4},
+        LLAVA_OLDER,
+    ),
+    NestedCase(
+        "mistral3",
+        "Mistral3",
+        {"model_type": "mistral", "head_dim": 8},
+        VISION | {"model_type": "pixtral", "head_dim": 8},
+        {"tie_word_embeddings": False},
+        LLAVA_OLDER,
+    ),
+    NestedCase(
+        "llama4_multimodal",
+        "Llama4",
+        {
+            "head_dim": 8,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0],
+            "attention_chunk_size": 8,
+            "floor_scale": 4,
+            "attn_scale": 0.5,
+        },
+        VISION
+        | {
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+            "pixel_shuffle_ratio": 0.5,
+        },
+    ),
+    NestedCase(
+        "qwen2_5_vl",
+        "Qwen2_5_VL",
+        {"rope_parameters": MROPE},
+        QWEN_VISION,
+        {},
+        (("model.", "model.language_model."), ("visual.", "model.visual.")),
+    ),
+    NestedCase(
+        "qwen3_vl",
+        "Qwen3VL",
+        {"head_dim": 8, "rope_parameters": MROPE | {"mrope_interleaved": True}},
+        QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+]
+
+
+def rename(folder: Path, names: tuple[tuple[str, str], ...]) -> None:
+    """Rename the tensors of a folder whose names begin so, as another release saves them."""
+    file = folder / "model.safetensors"
+
+    def renamed(name: str) -> str:
+        for old, new in names:
+            if name.startswith(old):
+                return new + name.removeprefix(old)
+        return name
+
+    save_file({renamed(n): t for n, t in load_file(file).items()}, file, {"format": "pt"})
+
+
+def edit_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> Mapping[str, Any]:
+    """Change a folder's config.json in place."""
+    file = folder / "config.json"
+    config: dict[str, Any] = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
+    return config
