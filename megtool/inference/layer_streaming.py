@@ -86,8 +86,8 @@ class LayerStreamer:
             ask(decoder.embedding.word_embeddings, _START)
         for number in decoder.stage.layers:
             ask(decoder.decoder.layers[str(number)], f"decoder.layers.{number}")
-        if decoder.decoder.final_layernorm is not None:
-            ask(decoder.decoder.final_layernorm, _END)
+        if decoder.decoder.norm is not None:
+            ask(decoder.decoder.norm, _END)
             decoder.before_head = lambda: self.enter(_END)
 
     def enter(self, unit: str) -> None:

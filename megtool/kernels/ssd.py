@@ -109,13 +109,12 @@ class _Flat(NamedTuple):
     def grouped(self, x_XQD: Tensor) -> Tensor:
         """The heads of a group next to each other: [Y, Q, heads * D]."""
         groups = self.b_YSZ.shape[0]
-        x_YRQD = x_XQD.unflatten(0, (groups, -1))
-        return x_YRQD.transpose(1, 2).flatten(2)
+        return _by_group(x_XQD, groups).transpose(1, 2).flatten(2)
 
     def ungrouped(self, x_YQE: Tensor) -> Tensor:
         """The way back, a view: [Y, heads, Q, D]."""
         heads = self.x_XSD.shape[0] // self.b_YSZ.shape[0]
-        return x_YQE.unflatten(2, (heads, -1)).transpose(1, 2)
+        return x_YQE.view(*x_YQE.shape[:2], heads, -1).transpose(1, 2)
 
 
 class _Decays:
@@ -165,13 +164,13 @@ class _Scan(torch.autograd.Function):
             part = flat.part(chunk)
             decays = _Decays(part, inputs.runs_BS, chunk)
             scores_YQQ = part.c_YSZ @ part.b_YSZ.mT
-            weights = decays.inner_XQQ.unflatten(0, (groups, -1))
+            weights = _by_group(decays.inner_XQQ, groups)
             weights *= scores_YQQ[:, None]
             decays.inner_XQQ *= part.dt_XS[:, None]
             y_XQD = decays.inner_XQQ @ part.x_XSD
             seen = part.ungrouped(part.c_YSZ @ state_XDZ.view(groups, -1, state_size).mT)
-            y_YRQD = y_XQD.unflatten(0, (groups, -1))
-            y_YRQD.addcmul_(seen, decays.since_XQ.unflatten(0, (groups, -1))[..., None])
+            y_YRQD = _by_group(y_XQD, groups)
+            y_YRQD.addcmul_(seen, _by_group(decays.since_XQ, groups)[..., None])
             y_XSD[:, chunk] = y_XQD
             begins.append(state_XDZ)
             fed = part.x_XSD * (decays.until_XQ * part.dt_XS)[..., None]
@@ -191,8 +190,8 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        *tensors, runs_BS = (saved := ctx.saved_tensors)[:7]
-        inputs, begins = ScanInputs(*tensors, runs_BS=runs_BS), saved[7:]
+        saved = ctx.saved_tensors
+        inputs, begins = ScanInputs(*saved[:6])._replace(runs_BS=saved[6]), saved[7:]
         rows, tokens, heads, _ = inputs.x_BSND.shape
         kind = torch.promote_types(inputs.x_BSND.dtype, torch.float32)
         flat, g_BSND = _Flat.of(inputs, kind), grads[0].to(kind)
@@ -234,13 +233,13 @@ def _backward_of_chunk(
     `later_XDZ` is the gradient of the state at its end.
     """
     x, dt_XQ, groups = part.x_XSD, part.dt_XS, part.b_YSZ.shape[0]
-    inner_YRQQ = decays.inner_XQQ.unflatten(0, (groups, -1))
+    inner_YRQQ = _by_group(decays.inner_XQQ, groups)
     scores_YQQ = part.c_YSZ @ part.b_YSZ.mT
     weights_XQQ = (inner_YRQQ * scores_YQQ[:, None]).flatten(0, 1)
     gweights_XQQ = g_XQD @ x.mT
     # Within the chunk. Sums over queries need no dt yet, which is the same for all of them.
     gscores = (gweights_XQQ * decays.inner_XQQ).mul_(dt_XQ[:, None])
-    gscores_YQQ = gscores.unflatten(0, (groups, -1)).sum(1)
+    gscores_YQQ = _by_group(gscores, groups).sum(1)
     shares_XQQ = gweights_XQQ.mul_(weights_XQQ)
     gx_XQD = (weights_XQQ.mT @ g_XQD).mul_(dt_XQ[..., None])
     gdt_XQ = shares_XQQ.sum(1)
@@ -252,7 +251,7 @@ def _backward_of_chunk(
     seen = part.ungrouped(part.c_YSZ @ begin_YEZ.mT)
     g_since_XQD = g_XQD * decays.since_XQ[..., None]
     g_since_YQE = part.grouped(g_since_XQD)
-    gsums_XQ += (g_since_XQD.unflatten(0, (groups, -1)) * seen).sum(-1).flatten(0, 1)
+    gsums_XQ += (_by_group(g_since_XQD, groups) * seen).sum(-1).flatten(0, 1)
     gc_YQZ.baddbmm_(g_since_YQE, begin_YEZ)
     gbegin_XDZ = (g_since_YQE.mT @ part.c_YSZ).view_as(begin_XDZ)
     if later_XDZ is not None:  # what tokens add to the state at the end
@@ -277,12 +276,16 @@ def _backward_of_chunk(
     return gbegin_XDZ
 
 
+def _by_group(x_X: Tensor, groups: int) -> Tensor:
+    return x_X.view(groups, -1, *x_X.shape[1:])
+
+
 def _heads_first(x_BSND: Tensor) -> Tensor:
     return x_BSND.transpose(1, 2).flatten(0, 1)
 
 
 def _heads_last(x_XSD: Tensor, rows: int) -> Tensor:
-    return x_XSD.unflatten(0, (rows, -1)).transpose(1, 2)
+    return _by_group(x_XSD, rows).transpose(1, 2)
 
 
 _SSD_SCAN = Kernel("ssd_scan", _ssd_scan, triton=ssd_triton.ssd_scan)

@@ -100,7 +100,7 @@ class _Scan(torch.autograd.Function):
             RUNS=runs is not None,
             **_sizes(x, b),
         )
-        db, dc = (t.unflatten(2, (groups, -1)).sum(3) for t in (db, dc))
+        db, dc = (t.view(rows, tokens, groups, -1, state_size).sum(3) for t in (db, dc))
         return (
             dx,
             ddt.to(dt.dtype),

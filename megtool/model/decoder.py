@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from megtool.model.linear import ColumnLinear, VocabEmbedding, vocab_logits
 from megtool.model.masks import masks_of
 from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.rotary import Rotary
-from megtool.model_config import ModelConfig
+from megtool.model_config import MAMBA, ModelConfig
 from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
 from megtool.parallel.context_parallel import chunk_size, own_tokens, whole_tokens
 from megtool.parallel.process_groups import ProcessGroups
@@ -121,12 +122,29 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """The layers, under their numbers in the entire model, and the norm after the last one."""
+    """The layers, under their numbers in the entire model, and the norm after the last one.
 
-    def __init__(self, layers: dict[str, nn.Module], final_layernorm: NormLayer | None) -> None:
+    The norm is called `final_layernorm`, or `final_norm` in a model that only Megatron's
+    HybridModel has.
+    """
+
+    def __init__(
+        self, layers: dict[str, nn.Module], norm: NormLayer | None, *, is_hybrid: bool = False
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleDict(layers)
-        self.final_layernorm = final_layernorm
+        self.norm_name = "final_norm" if is_hybrid else "final_layernorm"
+        self.add_module(self.norm_name, norm)
+
+    @property
+    def norm(self) -> NormLayer | None:
+        """The norm after the last layer, where this stage has it."""
+        return cast("NormLayer | None", getattr(self, self.norm_name))
+
+
+def is_hybrid(config: ModelConfig) -> bool:
+    """Whether some layer is not one of Megatron's GPTModel: a mixer alone, an MLP alone, Mamba."""
+    return any(MAMBA in kind or len(kind) != 2 for kind in config.layer_kinds or ())
 
 
 class Decoder(nn.Module):
@@ -197,7 +215,7 @@ class Decoder(nn.Module):
             dtype=dtype,
             device=device,
         )
-        self.decoder = Block(layers, norm if stage.head else None)
+        self.decoder = Block(layers, norm if stage.head else None, is_hybrid=is_hybrid(config))
         self.output_layer = None
         if stage.head and not config.tied_embeddings:
             self.output_layer = ColumnLinear(
@@ -342,7 +360,7 @@ class Decoder(nn.Module):
 
     def finish(self, x_TH: Tensor) -> Tensor:
         """The final norm, if this stage has it; `head_tap` receives its output."""
-        norm = self.decoder.final_layernorm
+        norm = self.decoder.norm
         if norm is None:
             return x_TH
         x_TH = norm(x_TH)

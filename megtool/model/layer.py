@@ -1,4 +1,4 @@
-"""One transformer layer: attention and MLP around the residual, in sequence or in parallel."""
+"""One layer: a mixer of tokens and an MLP around the residual, or one of the two."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from megtool.errors import MappingError
 from megtool.kernels.dropout_add import bias_dropout_add
 from megtool.model.attention import Attention
+from megtool.model.delta_net import GatedDeltaNet
 from megtool.model.dropout import DropoutSpec
 from megtool.model.forward_context import ForwardContext
 from megtool.model.linear import ColumnLinear
+from megtool.model.mamba import MambaMixer
 from megtool.model.mla import LatentAttention
 from megtool.model.mlp import Mlp
 from megtool.model.moe import MoeMlp
@@ -22,7 +24,10 @@ from megtool.parallel.process_groups import ProcessGroups
 
 
 class TransformerLayer(nn.Module):
-    """A layer, under its number in the entire model.
+    """A layer, under its number in the entire model, with the branches that `layer_kinds` names.
+
+    Tokens are mixed by attention or a gated delta net (`self_attention`) or a Mamba-2 mixer
+    (`mixer`), or not at all; `mlp` is an MLP, experts, or None.
 
     The norms before attention and MLP are part of their first projections (`layer_norm_weight`),
     except before latent attention (`input_layernorm`) and experts (`pre_mlp_layernorm`). That
@@ -59,11 +64,16 @@ class TransformerLayer(nn.Module):
                 device=device,
             )
 
-        self.input_layernorm = norm_layer() if config.kv_lora_rank else None
-        if config.kv_lora_rank:
-            self.self_attention = build(LatentAttention)
-        else:
-            self.self_attention = build(Attention)
+        check_branches(config, layer)
+        has_attention = layer in config.attn_layers
+        is_latent = has_attention and bool(config.kv_lora_rank)
+        self.input_layernorm = norm_layer() if is_latent else None
+        self.self_attention: nn.Module | None = None
+        if has_attention:
+            self.self_attention = build(LatentAttention if is_latent else Attention)
+        elif layer in config.delta_layers:
+            self.self_attention = build(GatedDeltaNet)
+        self.mixer = build(MambaMixer) if layer in config.mamba_layers else None
         self.is_moe = layer in config.moe_layers
         if self.is_moe and (config.shared_norm or not config.pre_norms):
             raise MappingError(
@@ -71,12 +81,13 @@ class TransformerLayer(nn.Module):
                 hint="such a model is converted, but not run",
             )
         self.pre_mlp_layernorm = norm_layer() if self.is_moe else None
+        self.mlp: nn.Module | None = None
         if self.is_moe:
             self.mlp = build(MoeMlp)
-        else:
+        elif layer in config.dense_layers:
             self.mlp = build(Mlp)
         self._post_norms: tuple[NormLayer, NormLayer] | None = None
-        if config.post_norms:
+        if config.post_norms and self.self_attention is not None and self.mlp is not None:
             self._post_norms = after_attention, after_mlp = norm_layer(), norm_layer()
             last = self.self_attention.get_submodule("linear_proj")
             last.add_module("post_layernorm", after_attention)
@@ -84,8 +95,13 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """The residual behind the layer."""
-        attended, norm = self.attend(x_TH, frame), self.mlp_norm
         first, second = (None, None) if frame.draws is None else frame.draws.branches(self.layer)
+        norm = self.mlp_norm
+        if norm is None:
+            return self._add(x_TH, self.attend(x_TH, frame), first)
+        if self.self_attention is None and self.mixer is None:
+            return self._add(x_TH, self.feed(norm.normalize(x_TH), frame), second)
+        attended = self.attend(x_TH, frame)
         if self.config.parallel_residual:
             normal_TH = norm.normalize(x_TH)
             x_TH = self._add(x_TH, attended, first)
@@ -99,11 +115,13 @@ class TransformerLayer(nn.Module):
         return self._add(x_TH, self.feed(normal_TH, frame), second)
 
     @property
-    def mlp_norm(self) -> NormLayer | ColumnLinear:
-        """The module of the norm before the MLP."""
+    def mlp_norm(self) -> NormLayer | ColumnLinear | None:
+        """The module of the norm before the MLP; None in a layer without one."""
+        if self.mlp is None:
+            return None
         if self.pre_mlp_layernorm is not None:
             return self.pre_mlp_layernorm
-        if self.config.shared_norm:
+        if self.config.shared_norm and self.self_attention is not None:
             first = self.self_attention.get_submodule("linear_qkv")
         else:
             first = self.mlp.get_submodule("linear_fc1")
@@ -111,21 +129,25 @@ class TransformerLayer(nn.Module):
 
     def reads(self) -> list[nn.Parameter]:
         """Parameters of `mlp_norm`, which this layer reads before it calls their holder."""
-        norm_parameters = self.mlp_norm.named_parameters(recurse=False)
+        if (norm := self.mlp_norm) is None:
+            return []
+        norm_parameters = norm.named_parameters(recurse=False)
         return [p for name, p in norm_parameters if self.is_moe or name.startswith("layer_norm_")]
 
     def attend(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
-        """The attention output that is added to the residual."""
+        """The output of attention or mixer that is added to the residual."""
         if self.input_layernorm is not None:
             x_TH = self.input_layernorm(x_TH)
-        y_TH: Tensor = self.self_attention(x_TH, frame)
+        mixer = self.mixer if self.self_attention is None else self.self_attention
+        y_TH: Tensor = cast(nn.Module, mixer)(x_TH, frame)
         return y_TH if self._post_norms is None else self._post_norms[0](y_TH)
 
     def feed(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """The output of the MLP or the experts that is added to the residual, computed after
         `mlp_norm`.
         """
-        y_TH: Tensor = self.mlp(x_TH, frame) if self.is_moe else self.mlp(x_TH)
+        mlp = cast(nn.Module, self.mlp)
+        y_TH: Tensor = mlp(x_TH, frame) if self.is_moe else mlp(x_TH)
         return y_TH if self._post_norms is None else self._post_norms[1](y_TH)
 
     def _add(self, residual_TH: Tensor, branch_TH: Tensor, chance: DropoutSpec | None) -> Tensor:
@@ -134,3 +156,25 @@ class TransformerLayer(nn.Module):
             return torch.add(residual_TH, branch_TH, alpha=scale)
         share, seed = chance.share, chance.seed
         return bias_dropout_add(branch_TH, None, residual_TH, share, seed=seed, scale=scale)
+
+
+def check_branches(config: ModelConfig, layer: int) -> None:
+    """Refuse a layer whose branches cannot be run.
+
+    Raises:
+        MappingError: several mixers in one layer.
+    """
+    mixers = [
+        name
+        for name, layers in (
+            ("attention", config.attn_layers),
+            ("Mamba-2", config.mamba_layers),
+            ("a gated delta net", config.delta_layers),
+        )
+        if layer in layers
+    ]
+    if len(mixers) > 1:
+        raise MappingError(
+            f"layer {layer} has {' and '.join(mixers)} side by side",
+            hint="such a model is converted, but not run",
+        )

@@ -39,8 +39,9 @@ class GatedNorm(nn.Module):
     def forward(self, y_TC: Tensor, z_TC: Tensor) -> Tensor:
         """Computed in fp32, in y's dtype."""
         kind = torch.promote_types(y_TC.dtype, torch.float32)
-        gated = (y_TC.to(kind) * F.silu(z_TC.to(kind))).unflatten(1, (self.num_groups, -1))
-        normal = rms_norm(gated, None, self.eps).flatten(1)
+        gated_TC = y_TC.to(kind) * F.silu(z_TC.to(kind))
+        grouped = gated_TC.view(gated_TC.shape[0], self.num_groups, -1)
+        normal = rms_norm(grouped, None, self.eps).flatten(1)
         return (normal * self.weight.to(kind)).to(y_TC.dtype)
 
 
@@ -141,11 +142,11 @@ class MambaMixer(nn.Module):
         if frame.real_BS is not None:  # padding leaves the state as it is
             dt_BSN = dt_BSN * frame.real_BS[:, :, None]
         inputs = ScanInputs(
-            x.unflatten(2, (heads, -1)),
+            x.view(*x.shape[:2], heads, -1),
             dt_BSN,
             -self.A_log[share].to(kind).exp(),
-            b.unflatten(2, (-1, config.mamba_state_dim)),
-            c.unflatten(2, (-1, config.mamba_state_dim)),
+            b.view(*b.shape[:2], -1, config.mamba_state_dim),
+            c.view(*c.shape[:2], -1, config.mamba_state_dim),
             self.D[share],
             runs_BS=frame.runs_BS,
         )

@@ -32,7 +32,7 @@ def worst(size: int, jobs: list[ranks.Job]) -> dict[str, float]:
 def test_two_ranks_have_the_numbers_of_one_process() -> None:
     jobs = [(name, "plain", {"cp": 2}, False) for name in ranks.MODELS]
     jobs += [(name, "padded left", {"cp": 2}, False) for name in ("by length", "windows and sinks")]
-    jobs += [(name, "documents", {"cp": 2}, False) for name in ("grouped", "latent")]
+    jobs += [(name, "documents", {"cp": 2}, False) for name in ("grouped", "latent", "mamba")]
     assert worst(2, jobs) == {}
 
 
@@ -68,7 +68,8 @@ def test_four_ranks_have_the_numbers_of_one_process(layout, sequence_parallel) -
         (name, kind, layout, sequence_parallel)
         for name, config in ranks.MODELS.items()
         for kind in ("plain", "documents")
-        if "ep" not in layout or "num_experts" in config
+        if ("ep" not in layout or "num_experts" in config)
+        and ("tp" not in layout or config.get("mamba_num_groups") != 1)
     ]
     assert worst(4, jobs) == {}
 

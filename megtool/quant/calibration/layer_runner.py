@@ -78,9 +78,8 @@ class LayerRunner:
         if self._streamer is None:
             yield
             return
-        names = [
-            n for n in self._streamer.units["head"] if n.startswith("decoder.final_layernorm.")
-        ]
+        prefix = f"decoder.{self.decoder.decoder.norm_name}."
+        names = [n for n in self._streamer.units["head"] if n.startswith(prefix)]
         with self._streamer.holding(names):
             yield
 

@@ -77,7 +77,7 @@ def ours(model: Any) -> Decoder:
     weights = {
         "embedding.word_embeddings.weight": state["embeddings.weight"],
         "output_layer.weight": state["lm_head.weight"],
-        "decoder.final_layernorm.weight": state["norm_f.weight"],
+        "decoder.final_norm.weight": state["norm_f.weight"],
     }
     for number, kinds in enumerate(config.layer_kinds or ()):
         theirs, layer = f"layers.{number}.", f"decoder.layers.{number}."

@@ -53,6 +53,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": SIZES | moe_layouts.MODELS["shared and gated"],
     "biased experts": SIZES | moe_layouts.MODELS["biases"],
 }
+MAMBA = DENSE | dict(
+    layer_kinds=("M", "*-"),
+    mamba_num_heads=8,
+    mamba_head_dim=3,
+    mamba_state_dim=5,
+    mamba_num_groups=4,
+)
+MODELS |= {
+    "mamba": MAMBA,
+    "mamba, one group": MAMBA | dict(mamba_num_groups=1, layer_kinds=("M", "-"), gated=False),
+}
 BATCHES = ("plain", "documents", "padded left", "padded right")
 
 
