@@ -33,7 +33,11 @@ class ModelConfig:
     `layer_kinds` names the branches of every layer, in order, by the symbols of Megatron's
     HybridModel: `*` attention, `M` Mamba-2, `G` gated delta net, `-` MLP, `E` mixture of experts
     (`*-` is a layer of a GPT, `M` a layer that is a Mamba mixer alone). None: attention in every
-    layer, and experts or an MLP by `moe_layer_freq`.
+    layer, and experts or an MLP by `moe_layer_freq`. `mtp_kind` are the branches of each layer of
+    multi-token prediction, those of the last layer where it is empty.
+
+    Where `moe_latent_size` is not 0, routed experts read and return vectors of that size, between
+    two projections that all of them share.
 
     Attention is latent where `kv_lora_rank` is not 0: a query head then has `qk_nope_head_dim +
     qk_rope_head_dim` elements, and a rank of 0 for queries means that they are projected directly.
@@ -102,6 +106,7 @@ class ModelConfig:
     moe_ffn_hidden_size: int = 0
     shared_ffn_hidden_size: int = 0
     moe_layer_freq: int | tuple[int, ...] = 1
+    moe_latent_size: int = 0
     router_score: str = "softmax"
     router_pre_softmax: bool = False
     router_scaling: float = 1.0
@@ -118,6 +123,7 @@ class ModelConfig:
     v_head_dim: int = 0
     num_mtp_layers: int = 0
     layer_kinds: tuple[str, ...] | None = None
+    mtp_kind: str = ""
     mamba_num_heads: int = 0
     mamba_head_dim: int = 0
     mamba_state_dim: int = 0
@@ -227,6 +233,50 @@ class ModelConfig:
             return frozenset(range(self.num_layers)) - self.moe_layers
         return self._layers_with(MLP)
 
+    @property
+    def mtp_branches(self) -> str:
+        """The branches of a layer of multi-token prediction, as in `layer_kinds`."""
+        if self.mtp_kind:
+            return self.mtp_kind
+        if self.layer_kinds is not None:
+            return self.layer_kinds[-1]
+        return ATTENTION + (EXPERTS if self.num_layers - 1 in self.moe_layers else MLP)
+
+    @property
+    def num_mtp_branches(self) -> int:
+        """How many branches a layer of multi-token prediction has."""
+        return len(self.mtp_branches)
+
+    @property
+    def has_mtp_attn(self) -> bool:
+        """Layers of multi-token prediction have attention."""
+        return ATTENTION in self.mtp_branches
+
+    @property
+    def has_mtp_mamba(self) -> bool:
+        """Layers of multi-token prediction have a Mamba-2 mixer."""
+        return MAMBA in self.mtp_branches
+
+    @property
+    def has_mtp_delta(self) -> bool:
+        """Layers of multi-token prediction have a gated delta net."""
+        return DELTA_NET in self.mtp_branches
+
+    @property
+    def has_mtp_mixer(self) -> bool:
+        """Layers of multi-token prediction have a branch that mixes tokens."""
+        return self.has_mtp_attn or self.has_mtp_mamba or self.has_mtp_delta
+
+    @property
+    def has_mtp_dense(self) -> bool:
+        """Layers of multi-token prediction have an MLP."""
+        return MLP in self.mtp_branches
+
+    @property
+    def has_mtp_moe(self) -> bool:
+        """Layers of multi-token prediction have experts."""
+        return EXPERTS in self.mtp_branches and bool(self.num_experts)
+
     def _layers_with(self, symbol: str) -> frozenset[int]:
         if self.layer_kinds is None:
             return frozenset(range(self.num_layers) if symbol == ATTENTION else ())
@@ -271,6 +321,7 @@ _NATURAL = (
     "num_experts_per_token",
     "moe_ffn_hidden_size",
     "shared_ffn_hidden_size",
+    "moe_latent_size",
     "router_num_groups",
     "router_topk_groups",
     "q_lora_rank",
@@ -391,7 +442,9 @@ def _check_kinds(config: ModelConfig) -> None:
     Raises:
         MappingError: the message names the field.
     """
-    kinds = config.layer_kinds
+    kinds, mtp = config.layer_kinds, config.mtp_kind
+    if not isinstance(mtp, str) or set(mtp) - set(LAYER_SYMBOLS) or len(mtp) > 2:
+        raise MappingError(f"mtp_kind is {mtp!r:.40}", hint="a mixer, an MLP or experts, or both")
     if kinds is None:
         return
     known = " ".join(LAYER_SYMBOLS)

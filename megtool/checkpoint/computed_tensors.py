@@ -136,6 +136,7 @@ class ElementReader:
             source=catalogue[placement.stored],
             target=dtype,
             tile_bytes=tile_bytes,
+            shift=-placement.shift,
         )
 
     def read(self, first: int, end: int) -> Array:

@@ -49,7 +49,8 @@ class CopyReport:
     process. `verified` units were finished by an earlier run and compared with the source;
     `repaired` of them differed and were written again. `kernel_files` are the files of which the
     kernel wrote some bytes. `overflowed` counts, by the source's names, the numbers too large for
-    float16, which became infinite. `worker` tells of a run of several workers, and the rest is
+    float16, which became infinite, `rounded` the elements of shifted tensors whose sum is not
+    exact. `worker` tells of a run of several workers, and the rest is
     about all of them if it was this one that committed, else about its own share.
     """
 
@@ -64,6 +65,7 @@ class CopyReport:
     repaired: int
     messages: list[str] = field(default_factory=list)
     overflowed: Mapping[str, int] = field(default_factory=dict)
+    rounded: Mapping[str, int] = field(default_factory=dict)
     worker: WorkerStatus | None = None
 
     @property
@@ -76,6 +78,19 @@ class CopyReport:
         return (
             f"{several(total, 'number')} of {several(len(shown), 'tensor')} beyond 65504, the "
             f"largest of float16, became infinite: {listed(shown, 4)}"
+        )
+
+
+    @property
+    def roundings(self) -> str:
+        """`rounded` as a sentence; empty if nothing was rounded."""
+        if not self.rounded:
+            return ""
+        shown = [f"{name} ({n})" for name, n in self.rounded.items()]
+        return (
+            f"{several(sum(self.rounded.values()), 'element')} of "
+            f"{several(len(shown), 'tensor')} rounded, since the target stores them shifted by 1: "
+            f"{listed(shown, 4)}; --dtype float32 holds most sums exactly"
         )
 
 
@@ -286,6 +301,10 @@ class PlanCopy:
             verified=self.verified,
             repaired=context.repaired,
             overflowed=_count_overflowed(context),
+            rounded={
+                self.plan.source_tensor(self.plan.entries[number]).name: n
+                for number, n in sorted(context.rounded.items())
+            },
         )
 
 

@@ -93,6 +93,11 @@ class PlanEntry:
     adds_to: int = -1
 
     @property
+    def shift(self) -> float:
+        """What is added to the source's stored elements to make the target's."""
+        return self.target.shift - (self.source.shift if self.source else 0.0)
+
+    @property
     def writes(self) -> bool:
         """Whether this entry writes its elements, instead of adding to another entry."""
         return self.adds_to < 0

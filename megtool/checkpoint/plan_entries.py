@@ -41,9 +41,7 @@ def placement_view(p: Placement) -> View:
 
 def _with_view(p: Placement, view: View) -> Placement:
     shape, dims, mults = view
-    return Placement(
-        canonical=p.canonical, stored=p.stored, shape=shape, dims=dims, mults=mults, base=p.base
-    )
+    return replace(p, shape=shape, dims=dims, mults=mults)
 
 
 def _copy_entry(
@@ -89,6 +87,10 @@ def _copy_entry(
             _with_view(target_placement, refined[views][1]),
         )
     op = Op.DECODE if a.packing else Op.COPY if a.dtype == b.dtype else Op.CAST
+    if target_placement.shift != source_placement.shift:
+        if op is Op.DECODE:
+            raise MappingError("quantized elements are not shifted", tensor=a.name)
+        op = Op.CAST
     return PlanEntry(
         canonical=name,
         op=op,

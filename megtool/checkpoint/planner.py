@@ -361,7 +361,7 @@ def _fingerprint(plan: ReshardPlan, options: str) -> str:
         a, b = entry.source, entry.target
         mix(
             (entry.canonical, entry.op.value, entry.source_index, entry.source_tensor),
-            (entry.target_tensor, entry.fill, entry.shape, b.base, b.dims, b.mults),
+            (entry.target_tensor, entry.fill, entry.shape, b.base, b.dims, b.mults, entry.shift),
             (entry.share, entry.adds_to),
             (a.base, a.dims, a.mults) if a else None,
         )

@@ -101,6 +101,7 @@ class TensorView:
             source=stored,
             target=self.dtype,
             tile_bytes=size,
+            shift=-self._placement.shift,
         )
         step = strides(self.shape)
         with closing(reader.tiles(lo, self.shape)) as stream:

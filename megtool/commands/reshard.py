@@ -113,6 +113,7 @@ def _target_options(options: ReshardOptions) -> TargetOptions:
         compress=options.compress,
         renames=options.rename,
         replicate=options.replicate,
+        model_class=options.model_class,
         destination=options.destination,
         amax=parse_amax_options(options.amax, options.te_version, options.amax_history),
     )

@@ -33,6 +33,7 @@ from megtool.convert.config_keys import (
     Window,
 )
 from megtool.convert.families import Family
+from megtool.convert.layer_kind_keys import KindKey, LayerKinds, MtpKind
 from megtool.convert.mapping import (
     Cat,
     Dropped,
@@ -42,14 +43,17 @@ from megtool.convert.mapping import (
     Padded,
     Permuted,
     Qkv,
+    Renamed,
     Row,
     Same,
+    Shifted,
     Stacked,
     Tower,
     Transposed,
     Vector,
     in_mtp,
 )
+from megtool.convert.mixer_rows import hf_mamba
 from megtool.convert.moe_config_keys import (
     Assumed,
     EitherKey,
@@ -95,8 +99,11 @@ __all__ = [
     "Interleaved",
     "Inverted",
     "Key",
+    "KindKey",
+    "LayerKinds",
     "MoeLayers",
     "MoeSpan",
+    "MtpKind",
     "Multiple",
     "Nested",
     "NoRope",
@@ -109,10 +116,12 @@ __all__ = [
     "Permuted",
     "Qkv",
     "Refused",
+    "Renamed",
     "Rope",
     "RopeInWindows",
     "Row",
     "Same",
+    "Shifted",
     "Stacked",
     "Tower",
     "Transposed",
@@ -120,6 +129,7 @@ __all__ = [
     "Vector",
     "Weight",
     "Window",
+    "hf_mamba",
     "hf_mtp",
     "in_mtp",
 ]

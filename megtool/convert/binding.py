@@ -362,6 +362,7 @@ def _placement(name: str, part: LayoutPart, stored: str) -> Placement:
         dims=part.dims,
         mults=part.mults,
         base=part.base,
+        shift=part.shift,
     )
 
 

@@ -39,20 +39,83 @@ _QK_NORM = "({} if qk_norm_of == 'all' else 1) * head_dim"
 _MLP_NORM = "pre_norms and not shared_norm"
 _FEEDS = "l in dense_layers or l in moe_layers"
 _SHARED = "shared_ffn_hidden_size and l in moe_layers"
+_EXPERT_IN = "moe_latent_size or hidden_size"
+_MAMBA, _DELTA = "l in mamba_layers", "l in delta_layers"
+_INNER, _STATE = "mamba_num_heads * mamba_head_dim", "mamba_num_groups * mamba_state_dim"
+_KEYS = "linear_num_key_heads * linear_key_head_dim"
+_VALUES = "linear_num_value_heads * linear_value_head_dim"
 
 _LAYER, _MTP = "layers.{l}.", "mtp.{m}."
 _INDEX = re.compile(r"\{(\w+)\}")
 _L = re.compile(r"\bl\b")
+_L_IN = re.compile(r"\bl in (\w+)_layers\b")
 _DIGITS = re.compile(r"\d+")
 
 
 def as_mtp(text: Expression) -> Expression:
     """A name or a condition of layers as that of the layers of multi-token prediction.
 
-    Megatron builds them like the last layer, and in every published model they are like it.
+    Megatron's GPTModel builds them like the last layer, and HybridModel by a pattern of their own.
     """
-    return _L.sub("num_layers - 1", text.replace(_LAYER, _MTP)) if isinstance(text, str) else text
+    if not isinstance(text, str):
+        return text
+    text = _L_IN.sub(r"has_mtp_\1", text.replace(_LAYER, _MTP))
+    return _L.sub("num_layers - 1", text)
 
+
+# Parameters of a state's decay, which published files keep in float32 beside bfloat16 weights.
+_MIXERS: Mapping[str, Weight] = MappingProxyType(
+    {
+        **{
+            f"layers.{{l}}.mamba.in_{part}.weight": Weight((rows, "hidden_size"), _MAMBA)
+            for part, rows in (
+                ("z", _INNER),
+                ("x", _INNER),
+                ("B", _STATE),
+                ("C", _STATE),
+                ("dt", "mamba_num_heads"),
+            )
+        },
+        **{
+            f"layers.{{l}}.mamba.conv_{part}.{kind}": Weight(
+                (rows, 1, "mamba_conv_kernel") if kind == "weight" else (rows,), _MAMBA
+            )
+            for kind in ("weight", "bias")
+            for part, rows in (("x", _INNER), ("B", _STATE), ("C", _STATE))
+        },
+        **{
+            f"layers.{{l}}.mamba.{name}": Weight(("mamba_num_heads",), _MAMBA, keeps_dtype=True)
+            for name in ("A_log", "D", "dt_bias")
+        },
+        "layers.{l}.mamba.norm.weight": Weight((_INNER,), _MAMBA),
+        "layers.{l}.mamba.out.weight": Weight(("hidden_size", _INNER), _MAMBA),
+        **{
+            f"layers.{{l}}.delta.{part}.weight": Weight((rows, "hidden_size"), _DELTA)
+            for part, rows in (
+                ("q", _KEYS),
+                ("k", _KEYS),
+                ("v", _VALUES),
+                ("z", _VALUES),
+                ("b", "linear_num_value_heads"),
+                ("a", "linear_num_value_heads"),
+            )
+        },
+        **{
+            f"layers.{{l}}.delta.conv_{part}.weight": Weight(
+                (rows, 1, "linear_conv_kernel"), _DELTA
+            )
+            for part, rows in (("q", _KEYS), ("k", _KEYS), ("v", _VALUES))
+        },
+        **{
+            f"layers.{{l}}.delta.{name}": Weight(
+                ("linear_num_value_heads",), _DELTA, keeps_dtype=True
+            )
+            for name in ("A_log", "dt_bias")
+        },
+        "layers.{l}.delta.norm.weight": Weight(("linear_value_head_dim",), _DELTA),
+        "layers.{l}.delta.o.weight": Weight(("hidden_size", _VALUES), _DELTA),
+    }
+)
 
 _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
     {
@@ -96,6 +159,7 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
             ("hidden_size", "num_heads * (v_head_dim or head_dim)"), _ATTN
         ),
         "layers.{l}.attn.o.bias": Weight(_HIDDEN, _ATTN, flag="attn_out_bias"),
+        **_MIXERS,
         "layers.{l}.mlp_norm.weight": Weight(_HIDDEN, f"{_MLP_NORM} and ({_FEEDS})"),
         "layers.{l}.mlp_norm.bias": Weight(_HIDDEN, f"{_MLP_NORM} and {_LAYERNORM} and ({_FEEDS})"),
         "layers.{l}.mlp.gate.weight": Weight(
@@ -113,15 +177,17 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
         "layers.{l}.mlp.router.expert_bias": Weight(
             ("num_experts",), _MOE, flag="router_expert_bias", keeps_dtype=True
         ),
+        "layers.{l}.mlp.latent_in.weight": Weight(
+            ("moe_latent_size", "hidden_size"), f"moe_latent_size and {_MOE}"
+        ),
+        "layers.{l}.mlp.latent_out.weight": Weight(
+            ("hidden_size", "moe_latent_size"), f"moe_latent_size and {_MOE}"
+        ),
         "layers.{l}.mlp.experts.{e}.gate.weight": Weight(
-            ("moe_ffn_hidden_size", "hidden_size"), f"gated and {_MOE}"
+            ("moe_ffn_hidden_size", _EXPERT_IN), f"gated and {_MOE}"
         ),
-        "layers.{l}.mlp.experts.{e}.up.weight": Weight(
-            ("moe_ffn_hidden_size", "hidden_size"), _MOE
-        ),
-        "layers.{l}.mlp.experts.{e}.down.weight": Weight(
-            ("hidden_size", "moe_ffn_hidden_size"), _MOE
-        ),
+        "layers.{l}.mlp.experts.{e}.up.weight": Weight(("moe_ffn_hidden_size", _EXPERT_IN), _MOE),
+        "layers.{l}.mlp.experts.{e}.down.weight": Weight((_EXPERT_IN, "moe_ffn_hidden_size"), _MOE),
         "layers.{l}.mlp.experts.{e}.gate.bias": Weight(
             ("moe_ffn_hidden_size",), f"gated and {_MOE}", flag="mlp_bias"
         ),

@@ -17,7 +17,8 @@ class CanonicalView:
     `placements` and `canonical` are keyed by canonical name; optimizer state is called
     `<state>:<canonical name>`, and `states` says how the source spells each state. `padding` counts
     the padding rows of stored tensors. `copies` says of dropped weights which canonical tensor they
-    are said to repeat. `config` has its flags set by what is there.
+    are said to repeat. `config` has its flags set by what is there. `is_hybrid`: stored names are
+    those of Megatron's HybridModel.
     """
 
     dialect: str
@@ -30,6 +31,7 @@ class CanonicalView:
     states: dict[str, str] = field(default_factory=dict)
     config: ModelConfig | None = None
     family: Family | None = None
+    is_hybrid: bool = False
 
     def towers(self) -> list[str]:
         """The canonical tensors of the model's other parts than its text, without their state."""
@@ -51,7 +53,8 @@ class TargetView:
 
     `placements` is keyed by canonical name and covers, with `fills`, every element of `tensors`
     once. `shards` is None where nothing says how to cut. `dropped` holds canonical tensors that
-    the target has no place for, each with the reason.
+    the target has no place for, each with the reason. `config` counts layers as the names of
+    `tensors` do.
     """
 
     tensors: list[GlobalTensor]
@@ -59,3 +62,4 @@ class TargetView:
     shards: Shards | None
     fills: list[Padding]
     dropped: list[tuple[str, str]]
+    config: ModelConfig | None = None

@@ -11,6 +11,15 @@ from megtool.convert.binding import Binding, missing, summarize
 from megtool.convert.canonical import VOCABULARY, CanonicalModel, Weight
 from megtool.convert.canonical_view import CanonicalView, Padding, TargetView
 from megtool.convert.families import Family
+from megtool.convert.hybrid import (
+    GPT,
+    HYBRID,
+    are_hybrid,
+    from_hybrid,
+    hybrid_form,
+    needs_hybrid,
+    to_hybrid,
+)
 from megtool.convert.identity import as_they_are, is_optimizer_state, under_same_names
 from megtool.convert.mapping import Row, Table, first_gap, stack_layers
 from megtool.convert.nested import TIED
@@ -79,6 +88,9 @@ def read_side(
         )
     by_state, states = _sorted_by_state(tensors, dialect)
     config = _tie(config, dialect, by_state.get("", {}), family, partial=partial)
+    is_hybrid = dialect == "megatron" and are_hybrid(by_state.get("", {}), config)
+    if is_hybrid:
+        by_state = _numbered_as(config, by_state)
     model = CanonicalModel(config, _vocabulary(family))
     out = CanonicalView(
         dialect=dialect,
@@ -87,6 +99,7 @@ def read_side(
         canonical={},
         states={s: n for s, n in states.items() if s},
         family=family,
+        is_hybrid=is_hybrid,
     )
     unmatched = _read_states(model, by_state, out)
     if config.extra and not any(n.startswith("mtp.") for n in out.canonical):
@@ -128,6 +141,14 @@ def _check_towers(family: Family | None, canonical: Collection[str]) -> None:
                 "model in `architectures` of its config.json",
                 error_id="missing-tensors",
             )
+
+
+def _numbered_as(
+    config: ModelConfig, by_state: Mapping[str, Mapping[str, GlobalTensor]]
+) -> dict[str, dict[str, GlobalTensor]]:
+    """HybridModel's tensors by names with the numbers of the configuration's layers."""
+    name = from_hybrid(config)
+    return {s: {name(key): t for key, t in of_state.items()} for s, of_state in by_state.items()}
 
 
 _QUANTIZED = (".weight_scale", ".weight_packed", ".qweight", "_blocks", "_scales")
@@ -192,7 +213,8 @@ def _read_states(
         )
         lift = f"{state}:" if state else ""
         for name, p in reading.placements.items():
-            p = replace(p, canonical=lift + name, stored=stored[p.stored])
+            shift = p.shift if state in _SHIFTED else 0.0
+            p = replace(p, canonical=lift + name, stored=stored[p.stored], shift=shift)
             out.placements[p.canonical] = p
             out.canonical[p.canonical] = replace(reading.canonical[name], name=p.canonical)
         out.dropped.extend((stored[key], reason) for key, reason in reading.dropped)
@@ -201,6 +223,10 @@ def _read_states(
         out.padding.update({stored[key]: rows for key, rows in reading.padding.items()})
         unmatched += [stored[key] for key in reading.unmatched]
     return unmatched
+
+
+_SHIFTED = ("", megatron.MAIN)
+"""Weights and their master weights are stored shifted (`mapping.Shifted`), moments are not."""
 
 
 def _unwrapped(tensors: Mapping[str, GlobalTensor], binding: Binding) -> Mapping[str, GlobalTensor]:
@@ -218,7 +244,10 @@ class DialectOptions:
     In `megatron` the vocabulary is padded to a multiple of `divisible_by * tp`; `main` is the name
     of master weights (`param` or `fp32_param`; by default the source's); `own_layers`: Megatron's
     own layers will load the tensors, not Transformer Engine's, which name the norm before experts
-    differently. `text_prefix` is what Megatron's names of a nested text model begin with.
+    differently. `model_class` is GPTModel (`gpt`) or HybridModel (`hybrid`), by default the
+    source's, or the one that can hold the model. `in_parts`: parts of mixers' projections are
+    tensors of their own, as in formats with global shapes.
+    `text_prefix` is what Megatron's names of a nested text model begin with.
     `state_names` is the pattern of optimizer state's names, with `{state}` and
     `{name}`; without it `hf` cannot hold optimizer state.
     """
@@ -226,6 +255,8 @@ class DialectOptions:
     divisible_by: int = 128
     main: str | None = None
     own_layers: bool = False
+    model_class: str | None = None
+    in_parts: bool = False
     text_prefix: str = ""
     state_names: str | None = None
 
@@ -272,13 +303,14 @@ def write_side(
             f"writing {dialect!r} tensors needs the model's configuration",
             error_id="no-model-config",
         )
-    if per_layer is None:
-        per_layer = not config.is_homogeneous
+    is_hybrid = dialect == "megatron" and _writes_hybrid(source, config, options.model_class)
+    if per_layer is None or is_hybrid:
+        per_layer = is_hybrid or not config.is_homogeneous
     if dialect == "megatron" and not per_layer and not config.is_homogeneous:
         raise MappingError(
             "layers differ and cannot be stacked", hint="write one key per layer instead"
         )
-    table = _table(dialect, family, per_layer=per_layer)
+    table = _table(dialect, family, per_layer=per_layer, in_parts=options.in_parts)
     if dialect == "megatron" and options.text_prefix:
         table = tuple(
             replace(r, stored=options.text_prefix + r.stored) if isinstance(r, Row) else r
@@ -304,7 +336,10 @@ def write_side(
         spell = _speller(state, source, options)
         out.tensors.extend(replace(t, name=spell(t.name)) for t in writing.tensors)
         for n, p in writing.placements.items():
-            out.placements[lift + n] = replace(p, canonical=lift + n, stored=spell(p.stored))
+            shift = p.shift if state in _SHIFTED else 0.0
+            out.placements[lift + n] = replace(
+                p, canonical=lift + n, stored=spell(p.stored), shift=shift
+            )
         for p in writing.padding:
             name = spell(p.stored)
             out.fills.append(
@@ -312,9 +347,30 @@ def write_side(
             )
     if dialect == "megatron" and options.own_layers:
         out = _for_own_layers(out)
+    if is_hybrid:
+        out, config = _renamed(out, to_hybrid(config)), hybrid_form(config)
+    out = replace(out, config=config)
     if dialect == "megatron" and parallel is not None:
         return replace(out, shards=shard(out.tensors, parallel, config=config))
     return out
+
+
+def _writes_hybrid(source: CanonicalView, config: ModelConfig, requested: str | None) -> bool:
+    """Whether names are HybridModel's.
+
+    Raises:
+        MappingError: GPTModel is requested, and cannot hold the model.
+    """
+    needed = needs_hybrid(config)
+    if requested == GPT and needed:
+        raise MappingError(
+            "Megatron's GPTModel has attention and an MLP in every layer, and this model has not",
+            hint=f"--model-class {HYBRID}",
+            error_id="unsupported-model",
+        )
+    if requested is not None:
+        return requested == HYBRID
+    return needed or source.is_hybrid
 
 
 def _homeless(
@@ -361,6 +417,11 @@ def _for_own_layers(side: TargetView) -> TargetView:
     def name(text: str) -> str:
         return text.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
 
+    return _renamed(side, name)
+
+
+def _renamed(side: TargetView, name: Callable[[str], str]) -> TargetView:
+    """The same tensors under other names."""
     return replace(
         side,
         tensors=[replace(t, name=name(t.name)) for t in side.tensors],
@@ -372,12 +433,14 @@ def _for_own_layers(side: TargetView) -> TargetView:
     )
 
 
-def _table(dialect: str, family: Family | None, *, per_layer: bool) -> Table:
+def _table(
+    dialect: str, family: Family | None, *, per_layer: bool, in_parts: bool = False
+) -> Table:
     if dialect == "megatron":
         family_rows = family.megatron if family else ()
         if not per_layer:
             return (*stack_layers(family_rows), *megatron.STACKED)
-        return (*family_rows, *megatron.PER_LAYER)
+        return (*family_rows, *(megatron.IN_PARTS if in_parts else megatron.PER_LAYER))
     if family is None:
         raise MappingError(f"{dialect!r} names need a family", hint="name it with --family")
     table = {"hf": family.hf, "gguf": family.gguf}.get(dialect)

@@ -11,6 +11,8 @@ from typing import Any
 from megtool.convert.canonical import Weight
 from megtool.convert.config_keys import OneOf, Setting, read_settings, write_settings
 from megtool.convert.expression import Expression
+from megtool.convert.hybrid import hybrid_form
+from megtool.convert.layer_kind_keys import LayerKinds
 from megtool.convert.mapping import Row, Table, Tower
 from megtool.convert.moe_config_keys import Assumed, Noted
 from megtool.convert.nested import Nested, TextConfig
@@ -127,6 +129,9 @@ class Family:
         Also the keys of a config.json that would have said it; the family's defaults stand for
         them.
         """
+        kinds = next((s for s in self.config if isinstance(s, LayerKinds)), None)
+        if kinds is not None and not kinds.feeds:
+            config = hybrid_form(config)
         values: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}
         unsaid = {n for n in _FORWARD if values[n] == _DEFAULTS[n]}
         values |= {n: v for n, v in self.traits.items() if n in unsaid}

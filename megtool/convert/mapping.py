@@ -212,6 +212,28 @@ class Stacked(Word):
 
 
 @dataclass(frozen=True, slots=True)
+class Shifted(Word):
+    """Its word's elements plus `by`: a norm's weight stored as w of (1 + w) is `by=-1`.
+
+    Sums are rounded to the stored dtype; a reshard says how many elements that changed. Moments of
+    an optimizer stay as they are, and its master weights are shifted.
+    """
+
+    of: WordLike
+    by: float
+
+    def names(self) -> tuple[str, ...]:
+        """The patterns of its word."""
+        return word(self.of).names()
+
+    def layout(self, model: CanonicalModel) -> TensorLayout:
+        """The same layout, with its parts shifted."""
+        inner = word(self.of).layout(model)
+        parts = (replace(p, shift=p.shift + self.by) for p in inner.parts)
+        return replace(inner, parts=tuple(parts))
+
+
+@dataclass(frozen=True, slots=True)
 class Padded(Word):
     """The first dimension may be longer in the stored tensor; the padding is zero."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from megtool.convert import megatron_moe
+from megtool.convert import megatron_mixers, megatron_moe
 from megtool.convert.mapping import Cat, Dropped, Padded, Qkv, Row, Stacked, Table, stack_layers
 from megtool.convert.megatron_moe import mtp_rows
 
@@ -15,7 +15,7 @@ _M = _L + "mlp."
 _ATTN, _MLP = "layers.{l}.attn.", "layers.{l}.mlp."
 _EXPERT, _SHARED = _MLP + "experts.{e}.", _MLP + "shared."
 _DENSE, _MOE = "l in dense_layers", "l in moe_layers"
-_NOT_MLA = "not kv_lora_rank"
+_NOT_MLA = "not kv_lora_rank and l in attn_layers"
 
 # Megatron's two layer implementations name the norms differently; fused Transformer Engine names
 # are written, and a mixture of experts has its norm outside the MLP.
@@ -135,6 +135,7 @@ _DECODER: Table = (
         when=f"shared_ffn_hidden_size and {_MOE}",
     ),
     *megatron_moe.WRITTEN,
+    *megatron_mixers.WRITTEN,
     Row("decoder.final_layernorm.weight", "norm.weight", also=("decoder.final_norm.weight",)),
     Row("decoder.final_layernorm.bias", "norm.bias", also=("decoder.final_norm.bias",)),
     Row("output_layer.weight", Padded("head.weight"), when="not tied_embeddings"),
@@ -147,11 +148,20 @@ _DECODER: Table = (
     Dropped("*optimizer.distributed.*", "optimizer state in buckets: not in model space"),
 )
 
-PER_LAYER: Table = (
-    *_DECODER,
-    *mtp_rows((*_DECODER, *megatron_moe.READ)),
-    *megatron_moe.READ,
-)
+_READ: Table = megatron_moe.READ
+
+
+def _per_layer(first: Table, second: Table) -> Table:
+    written = (*_DECODER, *first)
+    read = (*second, *_READ)
+    return (*written, *mtp_rows((*written, *read)), *read)
+
+
+PER_LAYER: Table = _per_layer(megatron_mixers.WHOLE, megatron_mixers.PARTS)
+"""Parameters as modules have them: those of mixers are whole."""
+
+IN_PARTS: Table = _per_layer(megatron_mixers.PARTS, megatron_mixers.WHOLE)
+"""Tensors as checkpoints with global shapes have them."""
 
 STACKED: Table = stack_layers(PER_LAYER)
 

@@ -9,7 +9,9 @@ from megtool.config import ParallelConfig
 from megtool.convert.config_keys import num_layers
 from megtool.convert.expression import evaluate
 from megtool.convert.families import Family
+from megtool.convert.hybrid import gpt_form, needs_hybrid
 from megtool.convert.megatron import padded_multiple
+from megtool.convert.mixer_args import mixer_args, mixer_fields
 from megtool.convert.parallel_args import layout_args
 from megtool.errors import MappingError
 from megtool.model_config import ModelConfig
@@ -21,11 +23,21 @@ _POSITIONS = {
     "relative": "relative",
     "none": "none",
 }
+# With a pattern, pipeline chunks and further layers are part of it.
+_CUT_BY_PATTERN: dict[str, Any] = {
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+}
 _TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
 def config_from_args(args: Mapping[str, Any]) -> ModelConfig:
     """The configuration that a checkpoint's args (`vars(namespace)`) hold.
+
+    A HybridModel whose layers pair up (attention and an MLP) is described as the GPT model it is.
 
     `vocab_size` is the true size where args know it, otherwise the padded one counts as true.
 
@@ -88,7 +100,7 @@ def config_from_args(args: Mapping[str, Any]) -> ModelConfig:
         shared_ffn_hidden_size=int(get("moe_shared_expert_intermediate_size", 0)),
         moe_layer_freq=tuple(freq) if isinstance(freq, list | tuple) else int(freq),
     )
-    return ModelConfig(**fields | moe_fields(args))
+    return gpt_form(ModelConfig(**fields | moe_fields(args) | mixer_fields(args)))
 
 
 def args_from_config(
@@ -169,6 +181,9 @@ def args_from_config(
         "make_vocab_size_divisible_by": divisible_by,
         **layout_args(sizes, config.num_layers),
     }
+    mixers = mixer_args(config, sizes, base_args or {})
+    if is_hybrid := "hybrid_layer_pattern" in mixers:
+        layout |= _CUT_BY_PATTERN
     args: dict[str, Any] = {
         "params_dtype": dtype,
         "bf16": dtype == "bfloat16",
@@ -182,7 +197,11 @@ def args_from_config(
         not base_args
     ):  # whose layers a checkpoint of Megatron's is made of, only its own args can say
         args["transformer_impl"] = "transformer_engine"
-    return {**model, **args, **(base_args or {}), **layout}
+    known = dict(base_args or {})
+    if is_hybrid or known.get("num_layers") != config.num_layers:  # of another class of model
+        counted = ("num_layers", "encoder_num_layers", "moe_layer_freq", "mtp_num_layers")
+        known |= {k: model[k] for k in counted if k in known}
+    return {**model, **args, **known, **mixers, **layout}
 
 
 def megatron_limits(config: ModelConfig, family: Family | None = None) -> list[str]:
@@ -198,6 +217,8 @@ def megatron_limits(config: ModelConfig, family: Family | None = None) -> list[s
         for condition, message in (family.limits if family else ())
         if evaluate(condition, config)
     ]
+    if needs_hybrid(config) and any(len(kind) > 1 for kind in config.layer_kinds or ()):
+        out.append("Megatron has no layer with several mixers side by side")
     if config.parallel_residual:
         out.append("attention and MLP in parallel: Megatron runs the MLP after attention")
     if config.gated and config.activation in ("gelu", *_TANH_GELUS):

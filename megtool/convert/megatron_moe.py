@@ -16,7 +16,7 @@ _A, _M = _L + "self_attention.", _L + "mlp."
 _ATTN, _MLP = "layers.{l}.attn.", "layers.{l}.mlp."
 _EXPERT, _SHARED = _MLP + "experts.{e}.", _MLP + "shared."
 _DENSE, _MOE = "l in dense_layers", "l in moe_layers"
-_MLA = "kv_lora_rank"
+_MLA = "kv_lora_rank and l in attn_layers"
 
 # The norms of the low-rank queries, keys and values are part of Transformer Engine's up-projections
 # and modules of their own in local layers.
@@ -47,6 +47,8 @@ WRITTEN: Table = (
     Row(_A + "linear_kv_up_proj.weight", _ATTN + "kv_up.weight", when=_MLA),
     Row(_A + "core_attention.softmax_offset", _ATTN + "sinks"),
     Row(_M + "router.bias", _MLP + "router.bias", when=_MOE),
+    Row(_M + "fc1_latent_proj.weight", _MLP + "latent_in.weight", when=_MOE),
+    Row(_M + "fc2_latent_proj.weight", _MLP + "latent_out.weight", when=_MOE),
     Row(_M + "router.expert_bias", _MLP + "router.expert_bias", when=_MOE),
     Row(
         _M + "experts.experts.linear_fc1.bias",

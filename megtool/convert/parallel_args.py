@@ -7,7 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from megtool.config import LayoutOptions, ParallelConfig
-from megtool.errors import LayoutError
+from megtool.convert.hybrid_pattern import pattern_of
+from megtool.errors import LayoutError, MappingError
 from megtool.parallel.pipeline_split import layout_text
 
 _AXES = {
@@ -28,7 +29,10 @@ _ACCOUNTS = {
     "account_for_loss": "account_for_loss_in_pipeline_split",
 }
 _LAYOUT = "pipeline_model_parallel_layout"
-_SPLIT = ("vpp", *_OUTER, *_ACCOUNTS, "pipeline_layout")
+OWN_SPLIT = (*_OUTER, *_ACCOUNTS, "pipeline_layout")
+"""Fields that split a certain number of layers."""
+
+_SPLIT = ("vpp", *OWN_SPLIT)
 # How megatron-core numbers its LayerType, which pickles as its number (transformer/enums.py).
 _LAYER_TYPES = {1: "embedding", 2: "loss", 3: "encoder", 4: "decoder", 5: "mtp"}
 
@@ -74,6 +78,12 @@ def layout_fields(args: Mapping[str, Any]) -> dict[str, Any]:
     explicit = _explicit(args.get(_LAYOUT))
     if explicit is not None:
         out["pipeline_layout"] = explicit
+    with suppress(MappingError):  # whoever reads the model's configuration says what is wrong
+        pattern = pattern_of(args)
+        if pattern is not None and pattern.is_cut and not len(pattern.chunks) % out.get("pp", 1):
+            out = {k: v for k, v in out.items() if k not in _SPLIT}
+            out["vpp"] = len(pattern.chunks) // out.get("pp", 1)
+            out["pipeline_layout"] = pattern.layout()
     if out.get("pp", 1) == 1:  # Megatron ignores how one stage is split
         out = {k: v for k, v in out.items() if k not in _SPLIT}
     return out

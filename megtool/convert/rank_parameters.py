@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megtool.config import ParallelConfig
 from megtool.convert.megatron import split_state
+from megtool.convert.sections import joined
 from megtool.convert.sharding import Glu, ShardingRule, Stages, check_layout, rule_of, stages_of
 from megtool.errors import LayoutError
 from megtool.model_config import ModelConfig
@@ -63,13 +64,13 @@ class Parameter:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the rank's tensor, without the expert axis."""
-        lo, hi = self.boxes[0]
-        shape = [h - x for x, h in zip(lo, hi, strict=True)]
-        if self.is_expert:
-            shape = shape[1:]
-        if shape and len(self.boxes) > 1:
-            shape[0] *= len(self.boxes)
-        return tuple(shape)
+        shapes = [
+            [h - x for x, h in zip(lo, hi, strict=True)][int(self.is_expert) :]
+            for lo, hi in self.boxes
+        ]
+        if not shapes[0]:
+            return ()
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     @property
     def module_key(self) -> str:
@@ -119,12 +120,13 @@ def rank_parameters(
 
     Experts have places of their own (`ep`, and `tp` the rank among `etp`), apart from the dense
     parameters' (`ep` 0): the caller joins them as its format does. The order within a place is
-    that of `tensors`.
+    that of `tensors`. Parts of a tensor that have names of their own are one parameter.
 
     Raises:
         LayoutError: the layout does not divide the model, or a tensor is of another model.
     """
     check_layout(config, parallel)
+    tensors = joined(tensors)
     keys = [split_state(t.name)[2] for t in tensors]
     glu = Glu(tensors, keys, config.gated)
     pipeline = Pipeline.of(parallel)
@@ -137,7 +139,7 @@ def rank_parameters(
     )
     out: dict[RankPlace, list[Parameter]] = {}
     for t, key in zip(tensors, keys, strict=True):
-        rule = rule_of(key, glu(key))
+        rule = rule_of(key, glu(key), config)
         _check_size(t, rule, config)
         for place, parameter in _cut(t, key, rule, config, parallel, homes):
             out.setdefault(place, []).append(parameter)
@@ -223,7 +225,7 @@ def boxes_of_rank(
 ) -> tuple[Box, ...]:
     """The part of a tensor of `shape` (without a layer axis) on one of several tensor ranks.
 
-    One box, or one each of its gate and its up rows.
+    One box, or one of each of its parts: gate and up rows, for example.
 
     Raises:
         LayoutError: the ranks do not divide it.
@@ -231,19 +233,11 @@ def boxes_of_rank(
     zeros = (0,) * len(shape)
     if not rule.tp_dim or ranks == 1:
         return ((zeros, shape),)
-    dim, halves = len(shape) + rule.tp_dim, 2 if rule.is_glu else 1
-    if shape[dim] % (ranks * halves):
-        raise LayoutError(
-            f"{'e' * rule.is_expert}tp={ranks} does not divide {shape[dim] // halves} of "
-            f"dimension {dim}",
-            tensor=name,
-        )
-    size = shape[dim] // (ranks * halves)
+    dim = len(shape) + rule.tp_dim
     out = []
-    for half in range(halves):
-        start = (half * ranks + rank) * size
+    for start, stop in rule.pieces(name, shape, ranks)[rank::ranks]:
         lo, hi = list(zeros), list(shape)
-        lo[dim], hi[dim] = start, start + size
+        lo[dim], hi[dim] = start, stop
         out.append((tuple(lo), tuple(hi)))
     return tuple(out)
 

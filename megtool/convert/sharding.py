@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megtool.config import ParallelConfig
 from megtool.convert.megatron import split_state
+from megtool.convert.sections import has_parts, section_rows
 from megtool.convert.nested import TOWERS
 from megtool.errors import LayoutError
 from megtool.model_config import ModelConfig
@@ -46,9 +47,22 @@ TP_DIMS: tuple[tuple[str, int], ...] = (
     ("mixer.dt_bias", -1),
     ("mixer.norm.weight", -1),
     ("mixer.out_proj.weight", -1),
+    ("mixer.in_proj.weight", -2),
     *((f"mixer.in_proj.weight.{x}", -2) for x in ("z", "x", "B", "C", "dt")),
+    *((f"mixer.conv1d{s}weight", -3) for s in "._"),
+    *((f"mixer.conv1d{s}bias", -1) for s in "._"),
     *((f"mixer.conv1d.weight.{x}", -3) for x in ("x", "B", "C")),
     *((f"mixer.conv1d.bias.{x}", -1) for x in ("x", "B", "C")),
+    ("self_attention.in_proj.weight", -2),
+    *(
+        (f"self_attention.in_proj.weight.{x}", -2)
+        for x in ("query", "key", "value", "z", "beta", "alpha")
+    ),
+    ("self_attention.conv1d.weight", -3),
+    *((f"self_attention.conv1d.weight.{x}", -3) for x in ("query", "key", "value")),
+    ("self_attention.A_log", -1),
+    ("self_attention.dt_bias", -1),
+    ("self_attention.out_proj.weight", -1),
 )
 
 # What every tensor rank has whole; of any other name it is not known whether it is cut.
@@ -57,6 +71,7 @@ _REPLICATED = re.compile(
     r"|\blinear_(?:proj|fc2)\.bias$"
     r"|\blinear_(?:q|kv|qkv)_down_proj\.weight$"
     r"|\brouter\.\w+$"
+    r"|\bfc[12]_latent_proj\.weight$"
     r"|\bshared_experts\.gate_weight$"
     r"|\b(?:position|tokentype)_embeddings\.weight$"
     r"|\brelative_attention_bias\.weight$"
@@ -91,6 +106,8 @@ _PLACES = (
 class ShardingRule:
     """The sharding of a module key: TP dimension (from the end; 0 for none), leading axes, and
     location.
+
+    `sections` are the rows along the TP dimension of parts that are each cut for itself.
     """
 
     tp_dim: int
@@ -101,6 +118,40 @@ class ShardingRule:
     is_expert: bool
     has_expert_axis: bool
     place: str
+    sections: tuple[int, ...] = ()
+
+    def pieces(self, key: str, shape: Sequence[int], ranks: int) -> list[tuple[int, int]]:
+        """Where the piece of each rank begins and ends in the TP dimension, for every part.
+
+        Raises:
+            LayoutError: the ranks do not divide a part, or it is not known what the parts are.
+        """
+        parts = self.sections or ((1, 1) if self.is_glu else (1,))
+        if has_parts(key) and not self.sections and ranks > 1:
+            raise LayoutError(
+                "it has several parts, whose sizes only the model's configuration says",
+                tensor=key,
+                hint="--like HF_FOLDER gives it",
+            )
+        dim = len(shape) + self.tp_dim
+        size = shape[dim]
+        if self.sections and size % sum(parts):
+            raise LayoutError(
+                f"{size} rows are not those of its parts, {list(parts)} by the configuration",
+                tensor=key,
+            )
+        out, start = [], 0
+        for part in parts:
+            rows = size * part // sum(parts)
+            if rows % ranks or size % len(parts) * (not self.sections):
+                name = "etp" if self.is_expert else "tp"
+                raise _indivisible(
+                    name, ranks, f"{rows} of dimension {dim}", divisors(rows), tensor=key
+                )
+            each = rows // ranks
+            out += [(start + k * each, start + (k + 1) * each) for k in range(ranks)]
+            start += rows
+        return out
 
 
 def shard(
@@ -125,7 +176,7 @@ def shard(
     if config is not None:
         check_layout(config, parallel)
     fused = Glu(tensors, keys, config.gated if gated is None and config else gated)
-    rules = [rule_of(key, fused(key)) for key in keys]
+    rules = [rule_of(key, fused(key), config) for key in keys]
     num_layers, num_experts = _counts(tensors, rules)
     if not any(r.tp_dim or r.has_layer_axis or r.layer >= 0 for r in rules):
         _refuse_unknown(tensors, parallel)
@@ -176,8 +227,19 @@ def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
     Pipeline.of(parallel).sizes(config.num_layers)
 
 
+_MIXER_HEADS = (
+    ("mamba_num_heads", "mamba_layers"),
+    ("mamba_num_groups", "mamba_layers"),
+    ("linear_num_key_heads", "delta_layers"),
+    ("linear_num_value_heads", "delta_layers"),
+)
+
+
 def _tp_fault(config: ModelConfig, tp: int) -> str | None:
     """The first size that TP does not divide, if any."""
+    for name, layers in _MIXER_HEADS:
+        if getattr(config, layers) and (heads := getattr(config, name)) % tp:
+            return f"{name}={heads}"
     if config.num_heads % tp:
         return f"num_heads={config.num_heads}"
     latent = bool(config.kv_lora_rank)  # every head has its own rows of keys and values
@@ -188,7 +250,7 @@ def _tp_fault(config: ModelConfig, tp: int) -> str | None:
     )
     if not latent and rows % tp:
         return f"{rows} fused query, key and value rows"
-    if len(config.moe_layers) < config.num_layers and config.ffn_hidden_size % tp:
+    if config.dense_layers and config.ffn_hidden_size % tp:
         return f"ffn_hidden_size={config.ffn_hidden_size}"
     if config.shared_ffn_hidden_size % tp:
         return f"shared_ffn_hidden_size={config.shared_ffn_hidden_size}"
@@ -223,20 +285,19 @@ def _cut(
     if rule.has_expert_axis:
         grid[lead] = t.shape[lead]
     tp_at = len(t.shape) + rule.tp_dim if rule.tp_dim else -1
+    ranges: dict[int, Ints] = {}
     if tp_at >= 0:
-        grid[tp_at] = tp * (2 if rule.is_glu else 1)
-        if t.shape[tp_at] % grid[tp_at]:
-            each = t.shape[tp_at] // (2 if rule.is_glu else 1)
-            name = "etp" if rule.is_expert else "tp"
-            raise _indivisible(
-                name, tp, f"{each} of dimension {tp_at}", divisors(each), tensor=t.name
-            )
+        ranges[tp_at] = np.array(rule.pieces(t.name, t.shape, tp), np.int64)
+        grid[tp_at] = len(ranges[tp_at])
     coordinates = (
         np.indices(grid, dtype=np.int64).reshape(len(grid), -1) if grid else np.zeros((0, 1))
     )
     n = coordinates.shape[1]
     lo, hi = np.zeros((n, ndim), np.int64), np.ones((n, ndim), np.int64)
     for d, (size, pieces) in enumerate(zip(t.shape, grid, strict=True)):
+        if d in ranges:
+            lo[:, d], hi[:, d] = ranges[d][coordinates[d]].T
+            continue
         lo[:, d] = coordinates[d] * (size // pieces)
         hi[:, d] = lo[:, d] + size // pieces
     zeros = np.zeros(n, np.int64)
@@ -302,8 +363,11 @@ class Glu:
         return bool(self.gated)
 
 
-def rule_of(key: str, is_glu: bool) -> ShardingRule:
-    """The sharding rule of a module key (stacked or per layer); shapes decide `is_glu`."""
+def rule_of(key: str, is_glu: bool, config: ModelConfig | None = None) -> ShardingRule:
+    """The sharding rule of a module key (stacked or per layer); shapes decide `is_glu`.
+
+    Parts of tensors that have several are known from the configuration.
+    """
     if is_tower(key):
         return ShardingRule(0, False, -1, False, -1, False, False, "first")
     match = _LAYER.fullmatch(key)
@@ -318,6 +382,7 @@ def rule_of(key: str, is_glu: bool) -> ShardingRule:
         is_expert=expert is not None,
         has_expert_axis=expert is not None and number is None,
         place=next((place for begin, place in _PLACES if key.startswith(begin)), "first"),
+        sections=section_rows(key, config) if config else (),
     )
 
 

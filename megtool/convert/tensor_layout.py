@@ -14,7 +14,8 @@ class LayoutPart:
     """One canonical tensor inside a stored one.
 
     The canonical tensor called `name`, of shape `size`, reshaped to `shape`, has its view
-    dimension `j` along stored dimension `dims[j]` in steps of `mults[j]`, starting at `base`.
+    dimension `j` along stored dimension `dims[j]` in steps of `mults[j]`, starting at `base`. What
+    is stored of an element is the element plus `shift`.
     """
 
     name: str
@@ -23,6 +24,7 @@ class LayoutPart:
     dims: tuple[int, ...]
     mults: tuple[int, ...]
     base: tuple[int, ...]
+    shift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ def stack(layouts: Sequence[TensorLayout]) -> TensorLayout:
     """Equal layouts on a new leading dimension, in order."""
     first = layouts[0]
     parts = [
-        LayoutPart(p.name, p.size, p.shape, tuple(d + 1 for d in p.dims), p.mults, (i, *p.base))
+        replace(p, dims=tuple(d + 1 for d in p.dims), base=(i, *p.base))
         for i, layout in enumerate(layouts)
         for p in layout.parts
     ]
@@ -158,13 +160,12 @@ def remap(
     if any(r >= n for r, n in zip(reach, sizes, strict=True)):
         raise _not_nested(p, dim, sizes)
     moved = offset + sum(b * m for b, m in zip(base, mults, strict=True))
-    return LayoutPart(
-        p.name,
-        p.size,
-        tuple(shape),
-        tuple(dims),
-        tuple(new_mults),
-        (*p.base[:dim], moved, *p.base[dim + 1 :]),
+    return replace(
+        p,
+        shape=tuple(shape),
+        dims=tuple(dims),
+        mults=tuple(new_mults),
+        base=(*p.base[:dim], moved, *p.base[dim + 1 :]),
     )
 
 

@@ -22,7 +22,7 @@ from megtool.checkpoint.plan import Op, ReshardPlan
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.replicas import pair_replicas
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.cast import cast
+from megtool.checkpoint.transport.cast import add_shift, cast
 from megtool.checkpoint.transport.reduce import sum_dtype
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
@@ -257,6 +257,7 @@ class _ExpectedTensors:
     """What a plan should have written, by canonical name: dtypes, and where it is read.
 
     `terms` are sources by number, each with its placement; a mean has several, and `shares`.
+    `shifts` is what the target adds to the elements that it stores.
     """
 
     def __init__(self, plan: ReshardPlan) -> None:
@@ -264,6 +265,7 @@ class _ExpectedTensors:
         self.dtypes: dict[str, DType] = {}
         self.terms: dict[str, list[tuple[int, Placement]]] = {}
         self.shares: dict[str, list[float]] = {}
+        self.shifts: dict[str, float] = {}
         self.num_bytes = 0
         for number, entry in enumerate(plan.entries):
             if entry.op is Op.FILL or not entry.writes or entry.source is None:
@@ -271,6 +273,7 @@ class _ExpectedTensors:
             name = entry.canonical
             self.placements[name] = replace(entry.source, canonical=name)
             self.dtypes[name] = plan.target_tensor(entry).dtype
+            self.shifts[name] = entry.target.shift
             self.num_bytes += numel(entry.shape) * self.dtypes[name].itemsize
             entries = [plan.entries[n] for n in plan.terms(number)]
             self.terms[name] = [(t.source_index, t.source) for t in entries if t.source]
@@ -306,14 +309,31 @@ class _ExpectedSource(ComparedSource):
             self.readers[index].open_canonical(narrow(term, lo, hi), kind)
             for index, term in self._terms(placement)
         ]
-        if shares is None:
-            return views[0]
-        return _MeanView(list(zip(shares, views, strict=True)), dtype)
+        if shares is not None:
+            return _MeanView(list(zip(shares, views, strict=True)), dtype)
+        by = self.expected.shifts[placement.canonical]
+        return _ShiftedView(views[0], dtype, by) if by else views[0]
 
     def _terms(self, placement: Placement) -> list[tuple[int, Placement]]:
         """The sources of a tensor, by number, each with its placement over the same view."""
         terms = self.expected.terms[placement.canonical]
         return [(index, refine(term, placement)[0]) for index, term in terms]
+
+
+class _ShiftedView:
+    """Elements as they are after they were stored with `by` added to them."""
+
+    def __init__(self, view: ReadableView, dtype: DType, by: float) -> None:
+        self._view, self.dtype, self._by = view, dtype, by
+
+    def tiles(self, max_bytes: int) -> Generator[tuple[int, Array], None, None]:
+        """Consecutive elements, each tile with the flat index of its first."""
+        with closing(self._view.tiles(max_bytes)) as stream:
+            for offset, part in stream:
+                out = np.empty_like(part)
+                for values, by in ((part, self._by), (out, -self._by)):
+                    add_shift(values, self.dtype, out, self.dtype, by)
+                yield offset, out
 
 
 class _MeanView:

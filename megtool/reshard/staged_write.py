@@ -224,9 +224,9 @@ class _StagedWrite:
             raise FormatError(
                 copied.overflows, tensor=next(iter(copied.overflowed)), hint=self.overflow_hint
             )
-        if copied.overflowed:
-            self.stage.messages.append(copied.overflows)
-            _LOG.warning("%s", copied.overflows)
+        for message in filter(None, (copied.overflows, copied.roundings)):
+            self.stage.messages.append(message)
+            _LOG.warning("%s", message)
 
     def _run_worker(self, stage: SharedStage, worker: WorkerIdentity) -> CopyReport:
         num_bytes = 0  # of the share

@@ -29,10 +29,11 @@ from megtool.convert.dialects import (
     is_optimizer_state,
     write_side,
 )
+from megtool.convert.hybrid import HYBRID
 from megtool.convert.megatron import is_megatron
 from megtool.convert.megatron_args import megatron_limits
 from megtool.convert.nested import MEGATRON_PREFIX
-from megtool.convert.parallel_args import layout_fields, merged_layout
+from megtool.convert.parallel_args import OWN_SPLIT, layout_fields, merged_layout
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import FormatError, LayoutError, UnknownFamilyError, UsageError
@@ -95,7 +96,7 @@ def make_target(source: CheckpointSource, options: TargetOptions) -> Target:
         source, drop=options.drop_objects, only_tensors=kind in _WITHOUT_PICKLES
     )
     dialect = _target_dialect(source, kind)
-    parallel = _choose_layout(source, options.layout, kind)
+    parallel = _choose_layout(source, options.layout, kind, options.model_class)
     dtype, catalogue = options.dtype, source.catalogue
     if dtype is None and any(
         t.packing and t.name not in catalogue.packed for t in catalogue.tensors
@@ -104,7 +105,9 @@ def make_target(source: CheckpointSource, options: TargetOptions) -> Target:
     optimizer = choose_optimizer(options.optimizer, source.catalogue, source.view, kind)
     if optimizer in (DP_RESHARDABLE, LEGACY):  # they are read by their master weights
         check_masters(source.catalogue, source.view)
-    side = _bind_target(source, kind, dialect, parallel, dtype, optimizer)
+    if options.model_class is not None and source.view.dialect == "identity":
+        raise source.reason or unknown_model(source, "a class of models needs the model's family")
+    side = _bind_target(source, kind, dialect, parallel, dtype, optimizer, options.model_class)
     if source.view.canonical and not side.tensors:
         raise UsageError(
             f"{kind!r} holds none of the selected tensors: {side.dropped[0][1]}",
@@ -142,11 +145,16 @@ def _bind_target(
     parallel: ParallelConfig | None,
     dtype: DType | None,
     optimizer: str | None,
+    model_class: str | None,
 ) -> TargetView:
     """The target's tensors. State in rank files or buckets is named layer by layer."""
 
     def write(
-        part: CanonicalView, *, per_layer: bool | None, main: str | None = None
+        part: CanonicalView,
+        *,
+        per_layer: bool | None,
+        main: str | None = None,
+        in_parts: bool = kind != "megatron",
     ) -> TargetView:
         return write_side(
             part,
@@ -160,6 +168,8 @@ def _bind_target(
                 divisible_by=vocab_divisor(source.catalogue),
                 main=main,
                 own_layers=uses_local_layers(source.catalogue),
+                model_class=model_class,
+                in_parts=in_parts,
                 text_prefix=_text_prefix(source, kind),
                 state_names=_state_names(kind, dialect),
             ),
@@ -175,13 +185,16 @@ def _bind_target(
     weights = {n: t for n, t in canonical.items() if ":" not in n}
     states = {n: t for n, t in canonical.items() if ":" in n}
     a = write(replace(source.view, canonical=weights), per_layer=None)
-    b = write(replace(source.view, canonical=states), per_layer=True, main="param")
+    b = write(
+        replace(source.view, canonical=states), per_layer=True, main="param", in_parts=False
+    )
     return TargetView(
         tensors=a.tensors + b.tensors,
         placements=a.placements | b.placements,
         shards=None,
         fills=a.fills + b.fills,
         dropped=a.dropped + b.dropped,
+        config=a.config,
     )
 
 
@@ -230,9 +243,11 @@ def _is_megatron(source: CheckpointSource) -> bool:
 
 
 def _choose_layout(
-    source: CheckpointSource, layout: LayoutOptions, kind: str
+    source: CheckpointSource, layout: LayoutOptions, kind: str, model_class: str | None
 ) -> ParallelConfig | None:
     """The layout to write: the options, else the source's args, else 1.
+
+    Another class of model counts other layers, so it is not split as the source is.
 
     Raises:
         UsageError: the format has no such layout.
@@ -260,6 +275,8 @@ def _choose_layout(
         raise LayoutError(f"etp={etp}, but the model has no experts", hint="leave --etp out")
     args = saved_args(source.catalogue)
     known = layout_fields(args) if args else {}
+    if model_class is not None and (model_class == HYBRID) != source.view.is_hybrid:
+        known = {k: v for k, v in known.items() if k not in OWN_SPLIT}
     return merged_layout(known, layout)
 
 

@@ -28,7 +28,8 @@ class Placement:
     """The location of `canonical`, reshaped to `shape`, inside `stored`.
 
     View dimension `j` runs along dimension `dims[j]` of the stored tensor in steps of `mults[j]`,
-    from index `base` (one entry per stored dimension).
+    from index `base` (one entry per stored dimension). Stored elements are the canonical ones plus
+    `shift`.
     """
 
     canonical: str
@@ -37,6 +38,7 @@ class Placement:
     dims: tuple[int, ...]
     mults: tuple[int, ...]
     base: tuple[int, ...]
+    shift: float = 0.0
 
     @classmethod
     def identity(cls, name: str, shape: Sequence[int], *, stored: str | None = None) -> Placement:
@@ -54,7 +56,8 @@ class Placement:
     def is_identity(self) -> bool:
         """Whether the stored tensor has the canonical one at the same indices."""
         n = len(self.shape)
-        return self.dims == tuple(range(n)) and self.mults == (1,) * n and self.base == (0,) * n
+        is_whole = self.dims == tuple(range(n)) and self.mults == (1,) * n
+        return is_whole and self.base == (0,) * n and not self.shift
 
 
 def refine(a: Placement, b: Placement) -> tuple[Placement, Placement]:
@@ -105,14 +108,7 @@ def _recut(p: Placement, suffixes: list[int]) -> Placement:
         shape.append(outer // inner)
         dims.append(p.dims[j])
         mults.append(p.mults[j] * (inner // full_strides[j]))
-    return Placement(
-        canonical=p.canonical,
-        stored=p.stored,
-        shape=tuple(shape),
-        dims=tuple(dims),
-        mults=tuple(mults),
-        base=p.base,
-    )
+    return replace(p, shape=tuple(shape), dims=tuple(dims), mults=tuple(mults))
 
 
 def narrow(p: Placement, lo: Sequence[int], hi: Sequence[int]) -> Placement:

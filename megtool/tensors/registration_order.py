@@ -50,6 +50,24 @@ _LATENT = (
     "self_attention.q_layernorm.weight",
     "self_attention.kv_layernorm.weight",
 )
+_DELTA_NET = (
+    "self_attention.dt_bias",
+    "self_attention.A_log",
+    "self_attention.in_proj.layer_norm_weight",
+    "self_attention.in_proj.layer_norm_bias",
+    "self_attention.in_proj.weight",
+    "self_attention.conv1d.weight",
+    "self_attention.out_norm.weight",
+    "self_attention.out_proj.weight",
+)
+_CONV = ("mixer.conv1d.weight", "mixer.conv1d.bias")
+_MAMBA_STATE = ("mixer.dt_bias", "mixer.A_log", "mixer.D")
+_MAMBA_IN = (
+    "mixer.in_proj.layer_norm_weight",
+    "mixer.in_proj.layer_norm_bias",
+    "mixer.in_proj.weight",
+)
+_MAMBA_OUT = ("mixer.norm.weight", "mixer.out_proj.weight", "norm.weight", "norm.bias")
 _MLP = (
     "pre_mlp_layernorm.weight",
     "pre_mlp_layernorm.bias",
@@ -62,6 +80,8 @@ _MLP = (
     "mlp.linear_fc2.post_layernorm.weight",
     "mlp.router.weight",
     "mlp.router.bias",
+    "mlp.fc1_latent_proj.weight",
+    "mlp.fc2_latent_proj.weight",
 )
 _SHARED_EXPERTS = (
     "mlp.shared_experts.gate_weight",
@@ -96,7 +116,8 @@ _SECTIONS = (
     "pooler.dense.bias",
 )
 _LAYER = re.compile(
-    r"(decoder|encoder|mtp)\.layers\.(\d+)\.(?:(transformer_layer|mtp_model_layer)\.)?(.+)"
+    r"(decoder|encoder|mtp)\.layers\.(\d+)\."
+    r"(?:(transformer_layer|mtp_model_layer)\.(?:layers\.(\d+)\.)?)?(.+)"
 )
 _EXPERT = re.compile(r"mlp\.experts\.experts\.linear_fc([12])\.(weight|bias)")
 
@@ -106,15 +127,19 @@ class Order:
     """One registration order.
 
     `fused_norms`: a layer's first norm belongs to the linear layer behind it (Transformer Engine).
-    `grouped_experts`: all experts' first matrices come before all their second ones.
+    `grouped_experts`: all experts' first matrices come before all their second ones. `conv_first`:
+    a Mamba mixer's convolution comes before its other parameters (megatron-core 0.19 and later).
     """
 
     fused_norms: bool
     grouped_experts: bool
+    conv_first: bool = True
 
     def __str__(self) -> str:
         layers = "Transformer Engine's" if self.fused_norms else "Megatron's own"
-        return f"{layers} layers, {'grouped' if self.grouped_experts else 'sequential'} experts"
+        experts = "grouped" if self.grouped_experts else "sequential"
+        mixers = "" if self.conv_first else ", mixers of megatron-core up to 0.18"
+        return f"{layers} layers, {experts} experts{mixers}"
 
     def position(self, key: str, expert: int = 0) -> tuple[int, ...]:
         """The position of a parameter in registration order; positions compare in that order.
@@ -130,7 +155,7 @@ class Order:
             if key not in _SECTIONS:
                 raise _unknown(key)
             return (_SECTIONS.index(key),)
-        section, layer, inner, suffix = match[1], int(match[2]), match[3], match[4]
+        section, layer, inner, suffix = match[1], int(match[2]), match[3], match[5]
         place = (_SECTIONS.index(f"{section}.layers"), layer)
         if section == "mtp" and inner is None:
             if suffix in _MTP:
@@ -138,7 +163,7 @@ class Order:
             if suffix.startswith("final_layernorm."):
                 return (*place, len(_MTP) + 1)
             raise _unknown(key)
-        return (*place, len(_MTP), *self._inside(key, suffix, expert))
+        return (*place, len(_MTP), int(match[4] or 0), *self._inside(key, suffix, expert))
 
     def _inside(self, key: str, suffix: str, expert: int) -> tuple[int, ...]:
         """The position of a parameter inside its transformer layer."""
@@ -154,21 +179,33 @@ class Order:
 
     @property
     def _layer(self) -> tuple[str, ...]:
-        return _FUSED if self.fused_norms else _LOCAL
+        return _LAYERS[self.fused_norms, self.conv_first]
 
 
-_FUSED = (*(n for n in _NORM if "input" in n), *_ATTENTION, *_NORM[:2], *_QKV, *_LATENT, *_MLP)
-_LOCAL = (*_NORM, *_ATTENTION, *_QKV, *_LATENT, *_MLP)
+_FUSED = (*(n for n in _NORM if "input" in n), *_ATTENTION, *_NORM[:2], *_QKV, *_LATENT)
+_LOCAL = (*_NORM, *_ATTENTION, *_QKV, *_LATENT)
+_MIXERS = {
+    True: (*_CONV, *_MAMBA_STATE, *_MAMBA_IN, *_MAMBA_OUT),
+    False: (*_MAMBA_STATE, *_MAMBA_IN, *_CONV, *_MAMBA_OUT),
+}
+_LAYERS = {
+    (fused, conv): (*(_FUSED if fused else _LOCAL), *_DELTA_NET, *_MIXERS[conv], *_MLP)
+    for fused in (True, False)
+    for conv in (True, False)
+}
 
 ORDERS = tuple(
-    Order(fused_norms=fused, grouped_experts=grouped)
+    Order(fused_norms=fused, grouped_experts=grouped, conv_first=conv)
+    for conv in (True, False)
     for fused in (True, False)
     for grouped in (True, False)
 )
 """All known orders, the most common first."""
 
 
-def likely_orders(implementation: str | None, grouped_gemm: bool | None) -> list[Order]:
+def likely_orders(
+    implementation: str | None, grouped_gemm: bool | None, *, conv_first: bool = True
+) -> list[Order]:
     """All known orders, those first that a checkpoint's args make likely.
 
     `implementation` is Megatron's `transformer_impl`, `grouped_gemm` its `moe_grouped_gemm`.
@@ -177,7 +214,8 @@ def likely_orders(implementation: str | None, grouped_gemm: bool | None) -> list
     wants_grouped = grouped_gemm is not False
 
     def unlikely(order: Order) -> int:
-        return 2 * (order.fused_norms != wants_fused) + (order.grouped_experts != wants_grouped)
+        layers = 2 * (order.fused_norms != wants_fused) + (order.grouped_experts != wants_grouped)
+        return layers + 4 * (order.conv_first != conv_first)
 
     return sorted(ORDERS, key=unlikely)
 

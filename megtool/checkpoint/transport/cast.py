@@ -84,6 +84,24 @@ def cast(values: Array, source: DType, out: Array, target: DType) -> int:
     return int(np.isfinite(unrounded.numpy()[infinite]).sum())
 
 
+def add_shift(
+    values: Array, source: DType, out: Array, target: DType, by: float
+) -> tuple[int, int]:
+    """Fill `out` with `values` plus `by`, both contiguous and of the dtypes' widths.
+
+    Returns how many became infinite (see `cast`), and how many were rounded: less `by` they are no
+    longer what they were.
+    """
+    single = dtype("float32")
+    before, after = np.empty((2, values.size), np.float32)
+    cast(values.reshape(-1), source, before, single)
+    total = (before.astype(np.float64) + by).astype(np.float32)
+    overflowed = cast(total, single, out.reshape(-1), target)
+    cast(out.reshape(-1), target, after, single)
+    rounded = (after.astype(np.float64) - by != before) & ~np.isnan(before)
+    return overflowed, int(rounded.sum())
+
+
 def needs_torch(source: DType, target: DType) -> bool:
     """Whether the cast needs torch."""
     return source != target and not (source.name in _NUMPY and target.name in _NUMPY)

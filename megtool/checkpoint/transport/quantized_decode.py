@@ -39,8 +39,12 @@ def open_tile_reader(
     source: GlobalTensor,
     target: DType,
     tile_bytes: int,
+    shift: float = 0.0,
 ) -> TileReader | PackedTileReader:
-    """Open a tensor, quantized or not, to read tiles converted to `target`."""
+    """Open a tensor, quantized or not, to read tiles converted to `target`.
+
+    `shift` is added to the elements of one that is not quantized.
+    """
     if file_view.packed is None:
         return TileReader(
             file_view,
@@ -50,6 +54,7 @@ def open_tile_reader(
             source=source,
             target=target,
             tile_bytes=tile_bytes,
+            shift=shift,
         )
     return PackedTileReader(
         file_view,
@@ -90,7 +95,7 @@ class PackedTileReader:
             TileIO(s, files, open_files, scratch, buffers, sieve=True) for s in packed.file_views
         ]
         self._windows: dict[str, Array] = {}
-        self.overflowed = 0
+        self.overflowed = self.rounded = 0
 
     def tiles(self, lo: Index, hi: Index) -> Generator[tuple[Index, Array], None, None]:
         """Tiles of the row-major-contiguous box `lo:hi`, like `TileReader.tiles`."""

@@ -40,7 +40,7 @@ class WeightedSum:
         self._tile_bytes, self._cell, self._depth = tile_bytes, cell_bytes, depth
         self._kind = sum_dtype(target)
         self._cached_arrays: tuple[Array, Array] | None = None
-        self.overflowed = 0
+        self.overflowed = self.rounded = 0
 
     def tiles(self, lo: Index, hi: Index) -> Generator[tuple[Index, Array], None, None]:
         """Tiles of the row-major-contiguous box `lo:hi`, like `TileReader.tiles`."""

@@ -15,7 +15,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.checkpoint.storage.open_objects import is_object
 from megtool.checkpoint.storage.read_pool import read_pool
-from megtool.checkpoint.transport.cast import make_converter
+from megtool.checkpoint.transport.cast import add_shift, make_converter
 from megtool.checkpoint.transport.shard_locator import FileView
 from megtool.checkpoint.transport.strided import (
     Array,
@@ -251,7 +251,8 @@ class TileIO:
 class TileReader:
     """Reads a tensor tile by tile in row-major order, converted to the target dtype.
 
-    `overflowed` counts the numbers that became infinite so far.
+    With `shift` that is added to all elements. `overflowed` counts the numbers that became
+    infinite so far, `rounded` the sums that the target dtype does not hold exactly.
     """
 
     def __init__(
@@ -264,17 +265,27 @@ class TileReader:
         source: GlobalTensor,
         target: DType,
         tile_bytes: int,
+        shift: float = 0.0,
     ) -> None:
         self._file_view, self._buffers, self._tile_bytes = file_view, buffers, tile_bytes
         self._item = target.itemsize
         self._packed = source.packing is not None
         self._convert = make_converter(source, target, file_view.window)
+        self._dtypes, self._shift = (source.dtype, target), shift
+        if shift:
+            self._convert = self._add
         self._cell = max(source.dtype.itemsize, target.itemsize, 4 if self._packed else 1)
         self._io = TileIO(
             file_view, files, open_files, buffers.take("scratch", tile_bytes), buffers, sieve=True
         )
         self._shaped: dict[Index, tuple[Array, Array]] = {}
-        self.overflowed = 0
+        self.overflowed = self.rounded = 0
+
+    def _add(self, raw: Array, out: Array) -> int:
+        source, target = self._dtypes
+        overflowed, rounded = add_shift(raw, source, out, target, self._shift)
+        self.rounded += rounded
+        return overflowed
 
     def tiles(self, lo: Index, hi: Index) -> Generator[tuple[Index, Array], None, None]:
         """Tiles of the row-major-contiguous box `lo:hi`: their first index and their elements.

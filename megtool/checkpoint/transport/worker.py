@@ -17,7 +17,7 @@ from megtool.checkpoint.plan import Op, PlanEntry, ReshardPlan, ShardPieces
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import is_remote
 from megtool.checkpoint.storage.open_files import OpenFiles
-from megtool.checkpoint.transport.cast import encode_element
+from megtool.checkpoint.transport.cast import add_shift, encode_element
 from megtool.checkpoint.transport.kernel_copy import plan_kernel_copies
 from megtool.checkpoint.transport.quantized_decode import PackedTileReader, open_tile_reader
 from megtool.checkpoint.transport.reduce import WeightedSum, sum_dtype
@@ -63,7 +63,7 @@ class CopyContext:
     """State shared by all threads; `memory_bytes` is the limit of each.
 
     `overflowed` counts the numbers that became infinite by entry, `fed_overflowed` those of feeds
-    by stored tensor.
+    by stored tensor, `rounded` by entry the sums of shifted elements that are not exact.
     """
 
     plan: ReshardPlan
@@ -81,6 +81,7 @@ class CopyContext:
     num_bytes: Counter[Op] = field(default_factory=Counter)
     overflowed: Counter[int] = field(default_factory=Counter)
     fed_overflowed: Counter[str] = field(default_factory=Counter)
+    rounded: Counter[int] = field(default_factory=Counter)
     kernel_bytes: int = 0
     repaired: int = 0
     stopped: threading.Event = field(default_factory=threading.Event)
@@ -235,11 +236,20 @@ class Worker:
             for index, tile in tiles:
                 if digested:
                     offset = sum(i * s for i, s in zip(index, step, strict=True)) * tile.itemsize
-                    run.digests.add(entry.canonical, offset, tile)
+                    run.digests.add(entry.canonical, offset, self._read_again(entry, tile))
                 self._put(output_io, index, tile, entry.op)
-        if reader is not None and reader.overflowed:
+        if reader is not None and (reader.overflowed or reader.rounded):
             with run.lock:
-                run.overflowed[slab.entry] += reader.overflowed
+                run.overflowed += Counter({slab.entry: reader.overflowed})
+                run.rounded += Counter({slab.entry: reader.rounded})
+
+    def _read_again(self, entry: PlanEntry, tile: Array) -> Array:
+        """The canonical elements of a tile to write, as they are read from the target."""
+        if not entry.target.shift:
+            return tile
+        kind, out = self._plan.target_tensor(entry).dtype, np.empty_like(tile)
+        add_shift(np.ascontiguousarray(tile), kind, out, kind, -entry.target.shift)
+        return out
 
     def _open_tiles(
         self, slab: Slab, sink: FileView
@@ -274,6 +284,7 @@ class Worker:
                 source=plan.source_tensor(plan.entries[n]),
                 target=kind,
                 tile_bytes=size,
+                shift=plan.entries[n].shift,
             )
             for n, file_view in zip(terms, file_views, strict=True)
         ]

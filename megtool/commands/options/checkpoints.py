@@ -178,6 +178,12 @@ class ReshardOptions(
         metavar="GLOB",
         needs=(_IS_RANK_FILES,),
     )
+    model_class: Literal["gpt", "hybrid"] | None = option(
+        OUTPUT,
+        "Write for Megatron's GPTModel, or for HybridModel, which numbers attention and MLP as "
+        "layers of their own; default: the source's, or the one that can hold the model.",
+        needs=(_IS_MEGATRON,),
+    )
     core_version: str | None = option(
         OUTPUT,
         "Write for one version of megatron-core; default: what old and new ones load.",

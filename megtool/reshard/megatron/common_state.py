@@ -30,6 +30,7 @@ from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.megatron_args import args_from_config
 from megtool.convert.parallel_args import layout_args, layout_fields
 from megtool.dtypes import DType
+from megtool.model_config import ModelConfig
 from megtool.reshard.megatron.rank_objects import MODELOPT
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
@@ -51,12 +52,13 @@ def make_common_state(
     *,
     target: str = "torch_dist",
     objects: Collection[str] = (),
+    config: ModelConfig | None = None,
 ) -> dict[str, Any]:
     """Megatron's common state: the source's with its args at the new layout, or a new one.
 
     `optimizer` is the sharding type of the state written, None where the source's param groups
     stay as they are. `target` is the format, and `objects` are the names of the objects in it,
-    which the args describe.
+    which the args describe. `config` counts layers as the tensors' names do (None: the source's).
     """
     tree = source.catalogue.metadata.get("common")
     source_args = tree.get("args") if isinstance(tree, dict) else None
@@ -70,7 +72,7 @@ def make_common_state(
         weights = [t.dtype.name for t in tensors if t.dtype.is_float]
         name = max(set(weights), key=weights.count) if weights else "float32"
         args = args_from_config(
-            source.model.config,
+            config or source.model.config,
             parallel,
             dtype=name,
             divisible_by=vocab_divisor(source.catalogue),

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 from megtool.convert.nested import MEGATRON_PREFIX
 from megtool.convert.rank_parameters import Parameter
+from megtool.convert.sections import on_disk
 
 _LAYER = re.compile(
-    r"(decoder|encoder|mtp)\.layers\.(\d+)\.((?:transformer_layer\.|mtp_model_layer\.)?)(.+)"
+    r"(decoder|encoder|mtp)\.layers\.(\d+)\."
+    r"((?:transformer_layer\.|mtp_model_layer\.(?:layers\.\d+\.)?)?)(.+)"
 )
 _GROUPED = re.compile(r"mlp\.experts\.linear_fc([12])\.(weight|bias)(\d+)")
 _SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)")
@@ -23,6 +25,8 @@ _EXPERT_MODULE = re.compile(r"mlp\.experts\.experts\.(linear_fc[12])")
 _NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    ("self_attention.in_proj.layer_norm_", "input_layernorm."),
+    ("mixer.in_proj.layer_norm_", "norm."),
 )
 
 
@@ -56,21 +60,30 @@ def to_global(name: str, *, first_layer: int, first_expert: int) -> GlobalName:
     if inner := _SEQUENTIAL_MODULE.fullmatch(suffix):
         key = f"{head}mlp.experts.experts.linear_fc{inner[2]}"
         return GlobalName(key, first_expert + int(inner[1]))
-    return GlobalName(head + suffix, None)
+    return GlobalName(on_disk(head + suffix), None)
 
 
 def to_local(
-    parameter: Parameter, *, first_layer: int, first_expert: int, fused: bool, grouped: bool
+    parameter: Parameter,
+    *,
+    first_layer: int,
+    first_expert: int,
+    fused: bool,
+    grouped: bool,
+    conv_first: bool = False,
 ) -> str:
     """The name of a parameter in a rank's module tree.
 
     `fused`: Transformer Engine's layers, whose norms are part of the next linear layer;
-    `grouped`: experts are numbered in the weights' names.
+    `grouped`: experts are numbered in the weights' names; `conv_first`: the convolution of a
+    Mamba mixer is no module of its own.
     """
     match = _LAYER.fullmatch(parameter.module_key)
     if match is None:
         return parameter.module_key
     suffix = match[4]
+    if conv_first:
+        suffix = suffix.replace("mixer.conv1d.", "mixer.conv1d_")
     expert = parameter.expert - first_expert
     if inner := _GLOBAL_EXPERT.fullmatch(suffix):
         linear, kind = inner[1], inner[2]

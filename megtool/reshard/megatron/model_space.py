@@ -10,6 +10,8 @@ from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.checkpoint.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
+from megtool.convert.hybrid import hybrid_form, needs_hybrid
+from megtool.convert.hybrid_pattern import pattern_of
 from megtool.convert.parallel_args import parallel_from_args
 from megtool.convert.pre_core_names import core_names
 from megtool.errors import FormatError, LayoutError, MegtoolError
@@ -118,6 +120,8 @@ def _decode(
             file=catalogue.root,
             hint="--like HF_FOLDER gives it, or --optimizer-format none leaves the optimizer out",
         )
+    if _is_hybrid(catalogue, config):
+        config = hybrid_form(config)
     try:
         read = read_rank_files if catalogue.format == "megatron" else read_dp_reshardable
         return read(
@@ -133,6 +137,13 @@ def _decode(
             file=catalogue.root,
             hint="--optimizer-format none leaves the optimizer out",
         ) from e
+
+
+def _is_hybrid(catalogue: Catalogue, config: ModelConfig) -> bool:
+    """Whether layers are numbered as HybridModel's are."""
+    if needs_hybrid(config) or pattern_of(saved_args(catalogue)) is not None:
+        return True
+    return any(".final_norm." in t.name for t in catalogue.tensors)
 
 
 def read_saved_layout(catalogue: Catalogue) -> ParallelConfig:

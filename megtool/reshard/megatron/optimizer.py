@@ -161,7 +161,9 @@ def find_registration_order(catalogue: Catalogue) -> Order:
         return order
     args = saved_args(catalogue)
     implementation = "local" if uses_local_layers(catalogue) else None
-    return likely_orders(implementation, args.get("moe_grouped_gemm"))[0]
+    conv_first = catalogue.metadata.get("conv_first", True)
+    grouped = args.get("moe_grouped_gemm")
+    return likely_orders(implementation, grouped, conv_first=conv_first)[0]
 
 
 def warn_unknown_order(catalogue: Catalogue, order: Order) -> None:

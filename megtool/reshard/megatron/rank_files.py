@@ -77,6 +77,8 @@ def read_rank_files(
         objects=catalogue.objects | rank_objects,
         metadata=with_merge(catalogue.metadata, merged),
     )
+    if conv_names := [t.name for t in catalogue.tensors if ".mixer.conv1d" in t.name]:
+        catalogue.metadata["conv_first"] = ".mixer.conv1d_" in conv_names[0]
     collected = BoxRunCollector()
     for tensors in chunks.values():
         for rank_tensor in tensors:
@@ -224,7 +226,7 @@ def _parameter(
     parallel: ParallelConfig,
 ) -> Parameter:
     """A rank's tensor as a part of the model's tensor."""
-    rule = rule_of(t.name, glu(t.name))
+    rule = rule_of(t.name, glu(t.name), config)
     ranks, index = (parallel.etp, rank.expert_tp) if expert is not None else (parallel.tp, rank.tp)
     shape = list(t.shape)
     if rule.tp_dim and shape:

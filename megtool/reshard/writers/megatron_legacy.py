@@ -70,7 +70,7 @@ def plan_megatron_legacy_layout(
     source: CheckpointSource, options: TargetOptions, out: Target, dtype: DType | None
 ) -> None:
     """Plan every rank's `model_optim_rng.pt`, and `distrib_optim.pt` where there is state."""
-    config = source.model.config if source.model else None
+    config = out.side.config or (source.model.config if source.model else None)
     if config is None:
         raise MappingError(
             "files per rank need the model's configuration",
@@ -97,6 +97,7 @@ def plan_megatron_legacy_layout(
         options.optimizer,
         target=out.format,
         objects=carried.objects,
+        config=config,
     )
     out.account(carried.moved, carried.derived, carried.dropped)
     out.account(*account_for_common(source, common, out.format))
@@ -239,6 +240,7 @@ class _RankFileWriter:
                 first_expert=first_expert,
                 fused=self.settings.order.fused_norms,
                 grouped=grouped,
+                conv_first=self.settings.order.conv_first,
             )
             stored = f"{folder}/model_optim_rng/{key}/{name}"
             kind = self.dtypes[p.key]

@@ -24,7 +24,8 @@ class TargetOptions:
     None for the target's usual one. `prove_all` compares all elements of tensors that are left out
     as copies of other tensors, instead of some. `drop_objects` leaves out objects that name what no
     checkpoint needs, instead of refusing them. `renames` are patterns `OLD=NEW`. `replicate` are
-    globs of tensors that may be written whole for every tensor-parallel rank.
+    globs of tensors that may be written whole for every tensor-parallel rank. `model_class` is the
+    class of Megatron's that will load the target, `gpt` or `hybrid`, None for the source's.
     """
 
     to: str | None = None
@@ -39,6 +40,7 @@ class TargetOptions:
     compress: str | None = None
     renames: Sequence[str] = ()
     replicate: Sequence[str] = ()
+    model_class: str | None = None
     amax: AmaxOptions = field(default_factory=AmaxOptions)
     destination: Path = Path()
 

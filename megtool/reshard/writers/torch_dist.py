@@ -93,7 +93,13 @@ def _plan_layout(
     common = None
     if megatron:
         common = make_common_state(
-            source, parallel, out.side.tensors, dtype, options.optimizer, objects=objects
+            source,
+            parallel,
+            out.side.tensors,
+            dtype,
+            options.optimizer,
+            objects=objects,
+            config=out.side.config,
         )
     out.account(carried.moved, carried.derived, carried.dropped)
     out.account(*account_for_common(source, common, out.format))
@@ -144,7 +150,7 @@ def _make_bridge_files(
         )
     weights = [t.dtype.name for t in out.side.tensors if not is_optimizer_state(t.name)]
     return make_bridge_files(
-        source.model.config,
+        out.side.config or source.model.config,
         parallel,
         dtype=max(set(weights), key=weights.count, default="bfloat16"),
         divisible_by=vocab_divisor(source.catalogue),
@@ -162,7 +168,7 @@ def _plan_bucket_layout(
     parallel: ParallelConfig,
 ) -> None:
     """Plan weights as tensors and their optimizer state in buckets."""
-    config = source.model.config if source.model else None
+    config = out.side.config or (source.model.config if source.model else None)
     if config is None:
         raise MappingError(
             "buckets need the model's configuration",

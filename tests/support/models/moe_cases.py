@@ -62,6 +62,36 @@ ERNIE = {
     "moe_k": 2,
 }
 
+DELTA = QWEN | {
+    "head_dim": 16,
+    "shared_expert_intermediate_size": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+MAMBA_LAYER, EXPERT_LAYER, ATTENTION_LAYER, MLP_LAYER = (
+    "linear_attention",
+    "moe",
+    "full_attention",
+    "mlp",
+)
+
+HYBRID = {
+    "layers_block_type": [MAMBA_LAYER, EXPERT_LAYER, ATTENTION_LAYER, MLP_LAYER],
+    "head_dim": 16,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "pad_token_id": 0,
+}
+
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -109,6 +139,29 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         EIGHT | {"intermediate_size_mlp": 40, "head_dim": 8, "interleave_moe_layer_step": 1},
     ),
     ("gpt_oss", "GptOss", EIGHT | {"head_dim": 8}),
+    ("qwen3_next", "Qwen3Next", DELTA),
+    (
+        "qwen3_next",
+        "Qwen3Next",
+        DELTA
+        | {
+            "layer_types": [ATTENTION_LAYER, *[MAMBA_LAYER] * 2, ATTENTION_LAYER],
+            "mlp_only_layers": [1],
+        },
+    ),
+    ("nemotron_h", "NemotronH", HYBRID),
+    (
+        "nemotron_h",
+        "NemotronH",
+        HYBRID
+        | {
+            "layers_block_type": [
+                *(MAMBA_LAYER, EXPERT_LAYER, MAMBA_LAYER),
+                *(MAMBA_LAYER, EXPERT_LAYER, ATTENTION_LAYER),
+            ],
+            "moe_latent_size": 16,
+        },
+    ),
     ("olmoe", "Olmoe", {"intermediate_size": 24, "num_experts": 4}),
     (
         "olmoe",
@@ -140,9 +193,10 @@ def case_config(case: Case) -> Any:
 
 
 def fill_shifted(model: Any) -> None:
-    """Every tensor around 0.2."""
-    for tensor in model.state_dict().values():
-        tensor.copy_(torch.randn(tensor.shape) * 0.1 + 0.2)
+    """Every tensor around 0.2; the norms that Megatron stores less 1 around 1."""
+    for name, tensor in model.state_dict().items():
+        around = 1.0 if name.endswith("linear_attn.norm.weight") else 0.2
+        tensor.copy_(torch.randn(tensor.shape) * 0.1 + around)
 
 
 def save(case: Case, folder: Path, **how: Any) -> Any:

@@ -1,0 +1,167 @@
+"""One model as Megatron's GPTModel or HybridModel: layers of several branches, or of one each.
+
+A layer of a GPT model is attention (or another mixer) and an MLP (or experts) under one number. A
+HybridModel numbers each branch as a layer of its own, in the same order. `hybrid_form` and
+`gpt_form` turn one configuration into the other, and names follow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from megtool.errors import MappingError
+from megtool.model_config import ATTENTION, DELTA_NET, EXPERTS, MAMBA, MLP, ModelConfig
+
+GPT, HYBRID = "gpt", "hybrid"
+MODEL_CLASSES = (GPT, HYBRID)
+
+_MIXERS, _FEEDS = (ATTENTION, MAMBA, DELTA_NET), (MLP, EXPERTS)
+_LAYER = re.compile(r"((?:.*\.)?decoder\.layers\.)(\d+)\.(.+)")
+_MTP = re.compile(
+    r"((?:.*\.)?mtp\.layers\.\d+\.)(?:transformer_layer|mtp_model_layer)\.(?:layers\.(\d+)\.)?(.+)"
+)
+_OF_FEED = ("mlp.", "pre_mlp_layernorm.")
+_FINAL = "decoder.final_layernorm.", "decoder.final_norm."
+
+
+def kinds_of(config: ModelConfig) -> tuple[str, ...]:
+    """The branches of every layer."""
+    if config.layer_kinds is not None:
+        return config.layer_kinds
+    moe = config.moe_layers
+    return tuple(ATTENTION + (EXPERTS if i in moe else MLP) for i in range(config.num_layers))
+
+
+def needs_hybrid(config: ModelConfig) -> bool:
+    """Whether GPTModel has no such layers."""
+    return any(
+        MAMBA in kind or len(kind) != 2 or kind[0] not in _MIXERS or kind[1] not in _FEEDS
+        for kind in kinds_of(config)
+    )
+
+
+def hybrid_form(config: ModelConfig) -> ModelConfig:
+    """The configuration with one branch in every layer.
+
+    Raises:
+        MappingError: branches of a layer run side by side, which HybridModel does not have.
+    """
+    kinds = kinds_of(config)
+    if config.parallel_residual or any(sum(s in _MIXERS for s in kind) > 1 for kind in kinds):
+        raise MappingError(
+            "branches of a layer run side by side, and in Megatron's HybridModel one after another",
+            hint="leave --model-class out",
+            error_id="unsupported-model",
+        )
+    if config.layer_kinds is not None and all(len(kind) == 1 for kind in kinds):
+        return config
+    of_branch = [i for i, kind in enumerate(kinds) for _ in kind]
+    config = replace(config, mtp_kind=config.mtp_branches if config.num_mtp_layers else "")
+    return _with_layers(config, tuple("".join(kinds)), of_branch)
+
+
+def gpt_form(config: ModelConfig) -> ModelConfig:
+    """The configuration with a mixer and an MLP in every layer, itself where that cannot be."""
+    kinds = config.layer_kinds
+    if kinds is None or any(len(kind) != 1 for kind in kinds) or len(kinds) % 2:
+        return config
+    pairs = list(zip(kinds[::2], kinds[1::2], strict=True))
+    if any(a not in _MIXERS or b not in _FEEDS for a, b in pairs):
+        return config
+    if config.mtp_kind == "".join(pairs[-1]):
+        config = replace(config, mtp_kind="")
+    grouped = _with_layers(config, tuple(a + b for a, b in pairs), range(0, len(kinds), 2))
+    if any(a != ATTENTION for a, _ in pairs):
+        return grouped
+    flags = tuple(int(b == EXPERTS) for _, b in pairs)
+    return replace(
+        grouped,
+        layer_kinds=None,
+        moe_layer_freq=flags if any(flags) and not all(flags) else 1,
+    )
+
+
+def _with_layers(config: ModelConfig, kinds: tuple[str, ...], old: Collection[int]) -> ModelConfig:
+    """The configuration of other layers; `old` has the number each had before."""
+    skip, without = config.window_skip_freq, config.no_rope_layers
+    layers = config.num_layers
+    if isinstance(skip, int):
+        skip = tuple(int((i + 1) % skip != 0) for i in range(layers))
+    return replace(
+        config,
+        num_layers=len(kinds),
+        layer_kinds=kinds,
+        moe_layer_freq=1,
+        window_skip_freq=None if skip is None else tuple(skip[i] for i in old),
+        no_rope_layers=None if without is None else tuple(without[i] for i in old),
+    )
+
+
+def to_hybrid(config: ModelConfig) -> Callable[[str], str]:
+    """From names with the numbers of `config`'s layers (any state's) to HybridModel's."""
+    kinds, mtp = kinds_of(config), config.mtp_branches
+    first = [sum(map(len, kinds[:i])) for i in range(len(kinds))]
+
+    def name(text: str) -> str:
+        if match := _LAYER.fullmatch(text):
+            layer, rest = int(match[2]), match[3]
+            return f"{match[1]}{first[layer] + _branch(kinds[layer], rest)}.{rest}"
+        if match := _MTP.fullmatch(text):
+            return f"{match[1]}mtp_model_layer.layers.{_branch(mtp, match[3])}.{match[3]}"
+        return text.replace(*_FINAL)
+
+    return name
+
+
+def from_hybrid(config: ModelConfig) -> Callable[[str], str]:
+    """From HybridModel's names to those with the numbers of `config`'s layers.
+
+    Raises (when called):
+        MappingError: a layer that the configuration does not have, or of another kind.
+    """
+    kinds = kinds_of(config)
+    of_branch = [(i, symbol) for i, kind in enumerate(kinds) for symbol in kind]
+
+    def name(text: str) -> str:
+        if match := _LAYER.fullmatch(text):
+            number, rest = int(match[2]), match[3]
+            if number >= len(of_branch):
+                raise MappingError(
+                    f"there is a layer {number}, and the configuration has {len(of_branch)}",
+                    tensor=text,
+                    hint="the configuration belongs to another model",
+                )
+            layer, symbol = of_branch[number]
+            if (symbol in _FEEDS) != rest.startswith(_OF_FEED):
+                raise MappingError(
+                    f"layer {number} is of the kind {symbol!r} by the pattern, which has no such "
+                    "tensor",
+                    tensor=text,
+                    hint="the pattern belongs to another model",
+                )
+            return f"{match[1]}{layer}.{rest}"
+        if (match := _MTP.fullmatch(text)) and match[2]:
+            return f"{match[1]}transformer_layer.{match[3]}"
+        return text.replace(_FINAL[1], _FINAL[0])
+
+    return name
+
+
+def _branch(kind: str, rest: str) -> int:
+    """The number of the branch of a layer that has a tensor."""
+    is_feed = rest.startswith(_OF_FEED)
+    return next((k for k, s in enumerate(kind) if (s in _FEEDS) == is_feed), 0)
+
+
+def are_hybrid(keys: Collection[str], config: ModelConfig) -> bool:
+    """Whether module keys are HybridModel's, not GPTModel's, in a model that either can hold."""
+    if needs_hybrid(config) or any(k.startswith(_FINAL[1]) for k in keys):
+        return True
+    if any(k.startswith(_FINAL[0]) for k in keys):
+        return False
+    numbered = [m for k in keys if (m := _LAYER.fullmatch(k))]
+    mixing = {int(m[2]) for m in numbered if not m[3].startswith(_OF_FEED)}
+    feeding = {int(m[2]) for m in numbered if m[3].startswith(_OF_FEED)}
+    return bool(numbered) and not mixing & feeding and max(mixing | feeding) >= config.num_layers

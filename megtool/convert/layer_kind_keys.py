@@ -1,0 +1,158 @@
+"""Declarative config keys that say which branches every layer has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megtool.convert.config_keys import Setting, num_layers
+from megtool.errors import MappingError
+from megtool.model_config import EXPERTS, MLP, MOST_LAYERS, ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKinds(Setting):
+    """A list with the kind of every layer.
+
+    `kinds` are the symbols of `ModelConfig.layer_kinds` by what the list calls them, the name that
+    is written first. With `feeds`, each layer also has an MLP, or the experts that were read
+    before. Without the list, `pattern_key` has the symbols themselves as text; or every layer but
+    each `every`-th (`every_key`) is of the first kind, and that of the second. With `counts` the
+    list says how many layers there are. The keys are kept verbatim in `extra`.
+    """
+
+    key: str
+    kinds: tuple[tuple[str, str], ...]
+    feeds: bool = False
+    counts: bool = False
+    pattern_key: str | None = None
+    every_key: str | None = None
+    every: int = 0
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """Symbols of every layer; no key counts as understood, so that all are kept."""
+        symbols = self._symbols(stored, None if self.counts else num_layers(into))
+        if self.counts:
+            into["num_layers"] = len(symbols)
+        if self.feeds:
+            moe = _moe_flags(into, len(symbols))
+            symbols = [s + (EXPERTS if m else MLP) for s, m in zip(symbols, moe, strict=True)]
+        into["layer_kinds"] = tuple(symbols)
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The list, unless what was kept says the same."""
+        kinds = config.layer_kinds
+        if kinds is None:
+            raise MappingError(
+                "the family has layers of several kinds, and layer_kinds is not known",
+                error_id="unsupported-model",
+            )
+        symbols = [k.rstrip(MLP + EXPERTS) if self.feeds else k for k in kinds]
+        names = {symbol: name for name, symbol in reversed(self.kinds)}
+        if unknown := [s for s in symbols if s not in names]:
+            raise MappingError(
+                f"a layer is of the kind {unknown[0]!r}, and the family knows {', '.join(names)}",
+                error_id="unsupported-model",
+            )
+        kept = (self.key, self.pattern_key, self.every_key)
+        is_kept = any(config.extra.get(k) is not None for k in kept if k)
+        if is_kept and self._symbols(config.extra, config.num_layers) == symbols:
+            return
+        into[self.key] = [names[s] for s in symbols]
+        if self.pattern_key and self.pattern_key in config.extra:
+            into[self.pattern_key] = "".join(symbols)
+
+    def _symbols(self, stored: Mapping[str, Any], layers: int | None) -> list[str]:
+        listed, by_name = stored.get(self.key), dict(self.kinds)
+        if listed is None and self.pattern_key and stored.get(self.pattern_key) is not None:
+            listed, by_name = stored[self.pattern_key], {s: s for _, s in self.kinds}
+        if listed is None and self.every and layers is not None:
+            every = (stored.get(self.every_key) if self.every_key else None) or self.every
+            linear, full = self.kinds[0][1], self.kinds[1][1]
+            return [linear if (i + 1) % every else full for i in range(layers)]
+        key = self.key if self.key in stored or not self.pattern_key else self.pattern_key
+        if not isinstance(listed, Sequence) or not 0 < len(listed) <= MOST_LAYERS:
+            raise MappingError(f"{key} is {str(listed)[:80]!r}", hint="one kind for each layer")
+        if unknown := [k for k in listed if not isinstance(k, str) or k not in by_name]:
+            raise MappingError(
+                f"{key} has a layer of the kind {unknown[0]!r}",
+                hint=f"known: {', '.join(by_name)}",
+                error_id="unsupported-model",
+            )
+        if layers is not None and len(listed) != layers:
+            raise MappingError(
+                f"{key} has {len(listed)} layers, and num_layers is {layers}",
+                hint="one kind for each layer",
+            )
+        return [by_name[k] for k in listed]
+
+
+@dataclass(frozen=True, slots=True)
+class KindKey(Setting):
+    """A key that means something where a layer is of `kind`; elsewhere the field is 0.
+
+    Then the key is preserved verbatim. Null is 0, too, and absence is `default`.
+    """
+
+    key: str
+    field: str
+    kind: str
+    default: int = 0
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The key's value, or 0."""
+        if not any(self.kind in k for k in into.get("layer_kinds") or ()):
+            into[self.field] = 0
+            return ()
+        into[self.field] = stored.get(self.key, self.default) or 0
+        return (self.key,)
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The field, if a layer is of the kind; 0 as the default, or null."""
+        if any(self.kind in k for k in config.layer_kinds or ()):
+            into[self.key] = getattr(config, self.field) or self.default or None
+
+
+@dataclass(frozen=True, slots=True)
+class MtpKind(Setting):
+    """A list with the branches of each layer of multi-token prediction, named as `kinds` says.
+
+    Without the list, `pattern_key` has the symbols as text. The keys are kept verbatim.
+    """
+
+    key: str
+    kinds: tuple[tuple[str, str], ...]
+    pattern_key: str
+    default: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The symbols, where there are such layers."""
+        named = dict(self.kinds)
+        listed = stored.get(self.key)
+        if listed is None:
+            listed = stored.get(self.pattern_key) or self.default
+            named = {s: s for s in named.values()}
+        if not isinstance(listed, str | list | tuple) or any(k not in named for k in listed):
+            raise MappingError(
+                f"{self.key} is {str(listed)[:80]!r}", hint=f"known: {', '.join(named)}"
+            )
+        into["mtp_kind"] = "".join(named[k] for k in listed) if into["num_mtp_layers"] else ""
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The list, unless a key was kept."""
+        if config.num_mtp_layers and not {self.key, self.pattern_key} & config.extra.keys():
+            names = {symbol: name for name, symbol in reversed(self.kinds)}
+            into[self.key] = [names[s] for s in config.mtp_branches]
+
+
+def _moe_flags(fields: Mapping[str, Any], layers: int) -> list[bool]:
+    """Which layers have experts, by fields that were read."""
+    freq = fields.get("moe_layer_freq", 1)
+    if not fields.get("num_experts"):
+        return [False] * layers
+    if isinstance(freq, int):
+        return [i % freq == 0 for i in range(layers)]
+    return [bool(f) for f in freq]

@@ -1,0 +1,115 @@
+"""Megatron's names for Mamba-2 mixers and gated delta nets, whole and in parts.
+
+Projections and convolutions hold several parts, of which tensor parallelism cuts each for itself.
+In a checkpoint with global shapes (`torch_dist`) every part is a tensor of its own (`PARTS`); a
+module, and so whatever is stored by rank, has them one after the other (`WHOLE`). `READ` are
+spellings that are accepted but never written. Sources: megatron-core 0.19.2,
+ssm/{mamba_mixer,gated_delta_net/common}.py and models/hybrid/hybrid_block.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megtool.convert.mapping import Cat, Row, Shifted, Table
+
+_L = "decoder.layers.{l}."
+_X, _A = _L + "mixer.", _L + "self_attention."
+_MAMBA, _DELTA = "l in mamba_layers", "l in delta_layers"
+_OUR_MAMBA, _OUR_DELTA = "layers.{l}.mamba.", "layers.{l}.delta."
+
+_IN = tuple((part, f"in_{part}") for part in ("z", "x", "B", "C", "dt"))
+_CONV = tuple((part, f"conv_{part}") for part in ("x", "B", "C"))
+_DELTA_IN = (
+    ("query", "q"),
+    ("key", "k"),
+    ("value", "v"),
+    ("z", "z"),
+    ("beta", "b"),
+    ("alpha", "a"),
+)
+_DELTA_CONV = tuple((long, f"conv_{short}") for long, short in _DELTA_IN[:3])
+
+_INNER, _STATE = "mamba_num_heads * mamba_head_dim", "mamba_num_groups * mamba_state_dim"
+_KEYS = "linear_num_key_heads * linear_key_head_dim"
+_VALUES = "linear_num_value_heads * linear_value_head_dim"
+_CONV_ROWS = (("x", _INNER), ("B", _STATE), ("C", _STATE))
+_DELTA_ROWS = (("query", _KEYS), ("key", _KEYS), ("value", _VALUES))
+
+SECTIONS: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
+    {
+        "mixer.in_proj.weight": (("z", _INNER), *_CONV_ROWS, ("dt", "mamba_num_heads")),
+        "mixer.conv1d.weight": _CONV_ROWS,
+        "mixer.conv1d.bias": _CONV_ROWS,
+        "self_attention.in_proj.weight": (
+            *_DELTA_ROWS,
+            ("z", _VALUES),
+            ("beta", "linear_num_value_heads"),
+            ("alpha", "linear_num_value_heads"),
+        ),
+        "self_attention.conv1d.weight": _DELTA_ROWS,
+    }
+)
+"""Of each tensor with several parts: the names of the parts and their numbers of rows."""
+
+
+def _fused(
+    stored: str,
+    ours: str,
+    parts: tuple[tuple[str, str], ...],
+    kind: str,
+    when: str,
+    *also: str,
+) -> tuple[Row, tuple[Row, ...]]:
+    """The row of a tensor with several parts, and those of its parts."""
+    words = [f"{ours}{name}.{kind}" for _, name in parts]
+    rows = (
+        Row(f"{stored}.{part}", w, when=when) for (part, _), w in zip(parts, words, strict=True)
+    )
+    return Row(stored, Cat(*words), also=also, when=when), tuple(rows)
+
+
+_SEVERAL = (
+    _fused(_X + "in_proj.weight", _OUR_MAMBA, _IN, "weight", _MAMBA),
+    *(
+        _fused(f"{_X}conv1d.{kind}", _OUR_MAMBA, _CONV, kind, _MAMBA, f"{_X}conv1d_{kind}")
+        for kind in ("weight", "bias")
+    ),
+    _fused(_A + "in_proj.weight", _OUR_DELTA, _DELTA_IN, "weight", _DELTA),
+    _fused(_A + "conv1d.weight", _OUR_DELTA, _DELTA_CONV, "weight", _DELTA),
+)
+WHOLE: Table = tuple(row for row, _ in _SEVERAL)
+PARTS: Table = tuple(row for _, rows in _SEVERAL for row in rows)
+
+# Of gated delta nets Megatron centres the norm of the output around zero like every other norm,
+# and Hugging Face's files around one.
+WRITTEN: Table = (
+    *(
+        Row(
+            f"{stored}in_proj.layer_norm_{kind}",
+            f"layers.{{l}}.attn_norm.{kind}",
+            also=(_L + norm + kind,),
+            when=when,
+        )
+        for kind in ("weight", "bias")
+        for stored, norm, when in ((_X, "norm.", _MAMBA), (_A, "input_layernorm.", _DELTA))
+    ),
+    *(
+        Row(_X + name, _OUR_MAMBA + name, when=_MAMBA)
+        for name in ("A_log", "D", "dt_bias", "norm.weight")
+    ),
+    Row(_X + "out_proj.weight", _OUR_MAMBA + "out.weight", when=_MAMBA),
+    *(Row(_A + name, _OUR_DELTA + name, when=_DELTA) for name in ("A_log", "dt_bias")),
+    Row(
+        _A + "out_norm.weight",
+        Shifted(_OUR_DELTA + "norm.weight", by=-1),
+        when=f"zero_centered_norm and {_DELTA}",
+    ),
+    Row(
+        _A + "out_norm.weight",
+        _OUR_DELTA + "norm.weight",
+        when=f"not zero_centered_norm and {_DELTA}",
+    ),
+    Row(_A + "out_proj.weight", _OUR_DELTA + "o.weight", when=_DELTA),
+)

@@ -1,0 +1,149 @@
+"""Kinds of layers in Megatron's args, both ways: a GPT model's gated delta nets, and HybridModel.
+
+HybridModel counts every branch as a layer, by a pattern of symbols; a GPT model says by
+`linear_attention_freq` which of its layers have a gated delta net instead of attention. Sources:
+megatron-core 0.19.2, transformer/transformer_config.py and models/hybrid; Megatron-LM's
+training/arguments.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megtool.config import ParallelConfig
+from megtool.convert.config_keys import num_layers
+from megtool.convert.hybrid_pattern import OLD_PATTERN, PATTERN, pattern_of, pattern_text
+from megtool.errors import MappingError
+from megtool.model_config import ATTENTION, DELTA_NET, EXPERTS, MAMBA, MLP, ModelConfig
+
+_VARIANT, _GATED_DELTA_NET = "experimental_attention_variant", "gated_delta_net"
+_FREQ = "linear_attention_freq"
+_FEEDS = (MLP, EXPERTS)
+# Fields as Megatron's args call them, and Megatron's defaults.
+_MAMBA_SIZES = (
+    ("mamba_num_heads", "mamba_num_heads", 0),
+    ("mamba_head_dim", "mamba_head_dim", 64),
+    ("mamba_state_dim", "mamba_state_dim", 128),
+    ("mamba_num_groups", "mamba_num_groups", 8),
+)
+_DELTA_SIZES = (
+    ("linear_num_key_heads", "linear_num_key_heads", 16),
+    ("linear_num_value_heads", "linear_num_value_heads", 32),
+    ("linear_key_head_dim", "linear_key_head_dim", 128),
+    ("linear_value_head_dim", "linear_value_head_dim", 128),
+    ("linear_conv_kernel", "linear_conv_kernel_dim", 4),
+)
+
+
+def mixer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ModelConfig that say the kinds of layers, from args; none for a plain GPT model.
+
+    Raises:
+        MappingError: a pattern that is malformed, or another variant of attention.
+    """
+    pattern, out = pattern_of(args), dict[str, Any]()
+    if args.get("moe_latent_size"):
+        out["moe_latent_size"] = int(args["moe_latent_size"])
+    if pattern is not None:
+        out |= {
+            "num_layers": len(pattern.symbols),
+            "layer_kinds": tuple(pattern.symbols),
+            "moe_layer_freq": 1,
+            "num_mtp_layers": pattern.depths,
+        }
+        if args.get("position_embedding_type") is None:
+            out["position_embedding"] = "none"
+        if pattern.depths:
+            is_pair = len(pattern.mtp) == 2 and pattern.mtp[0] not in _FEEDS
+            if len(pattern.mtp) > 1 and not (is_pair and pattern.mtp[1] in _FEEDS):
+                raise MappingError(
+                    f"layers of multi-token prediction are {pattern.mtp!r}",
+                    hint="known: a mixer, an MLP or experts, or a mixer and one of these",
+                    error_id="unsupported-model",
+                )
+            out["mtp_kind"] = pattern.mtp
+        kinds = set(pattern.symbols + pattern.mtp)
+    else:
+        symbols = _linear_layers(args)
+        if symbols is None:
+            return out
+        moe = _moe_flags(args, len(symbols))
+        out["layer_kinds"] = tuple(
+            s + (EXPERTS if m else MLP) for s, m in zip(symbols, moe, strict=True)
+        )
+        kinds = set(symbols)
+    if MAMBA in kinds:
+        out |= {f: int(args.get(name) or default) for f, name, default in _MAMBA_SIZES}
+        if not out["mamba_num_heads"]:  # as Megatron computes it
+            out["mamba_num_heads"] = 2 * int(args["hidden_size"]) // out["mamba_head_dim"]
+    if DELTA_NET in kinds:
+        out |= {f: int(args.get(name) or default) for f, name, default in _DELTA_SIZES}
+    return out
+
+
+def _linear_layers(args: Mapping[str, Any]) -> list[str] | None:
+    """The mixer of every layer of a GPT model; None where all are attention."""
+    variant = args.get(_VARIANT)
+    if variant is None:
+        return None
+    if variant != _GATED_DELTA_NET:
+        raise MappingError(
+            f"{_VARIANT} is {variant!r}",
+            hint=f"known: {_GATED_DELTA_NET}",
+            error_id="unsupported-model",
+        )
+    layers, freq = num_layers(args), args.get(_FREQ)
+    if isinstance(freq, int) and freq > 0:
+        return [DELTA_NET if (i + 1) % freq else ATTENTION for i in range(layers)]
+    if not isinstance(freq, list | tuple) or len(freq) != layers or set(freq) - {0, 1}:
+        raise MappingError(
+            f"{_FREQ} is {freq!r:.60}", hint=f"a positive int, or a 0 or 1 for {layers} layers"
+        )
+    return [DELTA_NET if f else ATTENTION for f in freq]
+
+
+def _moe_flags(args: Mapping[str, Any], layers: int) -> list[bool]:
+    if not args.get("num_experts"):
+        return [False] * layers
+    freq = args.get("moe_layer_freq") or 1
+    if isinstance(freq, int):
+        return [i % freq == 0 for i in range(layers)]
+    return [bool(f) for f in freq]
+
+
+def mixer_args(
+    config: ModelConfig, parallel: ParallelConfig, known: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Args from the fields that `mixer_fields` reads.
+
+    `known` are the args that the checkpoint already had; an old name of the pattern in it is kept.
+    """
+    kinds = config.layer_kinds
+    out: dict[str, Any] = {}
+    if config.moe_latent_size:
+        out["moe_latent_size"] = config.moe_latent_size
+    if kinds is None:
+        return out | {k: None for k in (PATTERN, OLD_PATTERN, _VARIANT, _FREQ) if known.get(k)}
+    joined = "".join(kinds)
+    if MAMBA in joined:
+        out |= {name: getattr(config, f) for f, name, _ in _MAMBA_SIZES}
+    if DELTA_NET in joined:
+        out |= {name: getattr(config, f) for f, name, _ in _DELTA_SIZES}
+    if all(len(kind) == 1 for kind in kinds):
+        name = OLD_PATTERN if known.get(OLD_PATTERN) and not known.get(PATTERN) else PATTERN
+        depths = config.num_mtp_layers
+        layout = ParallelConfig() if name == OLD_PATTERN else parallel
+        out[name] = pattern_text(kinds, config.mtp_branches, depths, layout)
+        if known.get("is_hybrid_model") is not None or name == OLD_PATTERN:
+            out["is_hybrid_model"] = True
+        out["moe_layer_freq"] = 1
+        return out | {k: None for k in (_VARIANT, _FREQ) if known.get(k)}
+    if DELTA_NET in joined:
+        flags = [int(DELTA_NET in kind) for kind in kinds]
+        every = next((i + 1 for i, f in enumerate(flags) if not f), 0)
+        is_regular = every > 1 and flags == [int((i + 1) % every != 0) for i in range(len(flags))]
+        out |= {_VARIANT: _GATED_DELTA_NET, _FREQ: every if is_regular else flags}
+        moe = [int(EXPERTS in kind) for kind in kinds]
+        out["moe_layer_freq"] = moe if any(moe) and not all(moe) else 1
+    return out | {k: None for k in (PATTERN, OLD_PATTERN) if known.get(k)}
