@@ -13,6 +13,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,6 +134,31 @@ def families() -> str:
     )
 
 
+def unknown_families() -> str:
+    """The causal models of transformers that no family is called like.
+
+    They are those of the release that is tested with; beside another, the page stays as it is.
+    """
+    from megtool.convert.families import families
+
+    tested = re.search(r"^transformers==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    if tested is None or version("transformers") != tested[1]:
+        page = (ROOT / "docs" / "reference" / "families.md").read_text()
+        return page.partition("<!-- generated: unknown-families -->")[2].partition("<!-- end -->")[
+            0
+        ]
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = {a for x in families() for a in x.architectures}
+    listed = {
+        a
+        for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        for a in ([names] if isinstance(names, str) else names)
+    }
+    unknown = sorted(listed - known, key=str.lower)
+    return f"transformers {tested[1]}: {', '.join(map(code, unknown))}.\n"
+
+
 def recipes() -> str:
     """The shipped recipes, each with the text of its file."""
     parts = [
@@ -227,6 +253,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "number-formats": number_formats,
     "algorithm-options": algorithm_options,
     "families": families,
+    "unknown-families": unknown_families,
     "recipes": recipes,
     "engine-support": engine_support,
     "lint-rules": lint_rules,

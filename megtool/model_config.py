@@ -43,7 +43,8 @@ class ModelConfig:
     qk_rope_head_dim` elements, and a rank of 0 for queries means that they are projected directly.
     `router_pre_softmax` says that scores are normalized before the choice of experts, not among
     the chosen. `num_mtp_layers` layers after the last one predict further tokens (multi-token
-    prediction); each is like the last one.
+    prediction); each is like the last one. What projects its two inputs to one has columns for the
+    embedding first, or, with `mtp_hidden_first`, for the hidden state.
 
     `pre_norms` is false where nothing is normalized before attention and MLP, `shared_norm` true
     where one norm feeds both (in parallel), and `norm_bias` false where layer norms have a weight
@@ -122,6 +123,7 @@ class ModelConfig:
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
     num_mtp_layers: int = 0
+    mtp_hidden_first: bool = False
     layer_kinds: tuple[str, ...] | None = None
     mtp_kind: str = ""
     mamba_num_heads: int = 0
@@ -372,6 +374,7 @@ _FLAGS = (
     "norm_bias",
     "pre_norms",
     "shared_norm",
+    "mtp_hidden_first",
     "parallel_residual",
     "qk_l2_norm",
     "post_norms",

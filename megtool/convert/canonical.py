@@ -225,7 +225,9 @@ VOCABULARY: Mapping[str, Weight] = MappingProxyType(
         "mtp.{m}.embed_norm.bias": Weight(_HIDDEN, _LAYERNORM),
         "mtp.{m}.hidden_norm.weight": Weight(_HIDDEN),
         "mtp.{m}.hidden_norm.bias": Weight(_HIDDEN, _LAYERNORM),
-        "mtp.{m}.proj.weight": Weight(("hidden_size", "2 * hidden_size")),
+        "mtp.{m}.proj.weight": Weight(("hidden_size", "2 * hidden_size"), "not mtp_hidden_first"),
+        "mtp.{m}.embed_proj.weight": Weight(("hidden_size", "hidden_size"), "mtp_hidden_first"),
+        "mtp.{m}.hidden_proj.weight": Weight(("hidden_size", "hidden_size"), "mtp_hidden_first"),
         "mtp.{m}.norm.weight": Weight(_HIDDEN),
         "mtp.{m}.norm.bias": Weight(_HIDDEN, _LAYERNORM),
     }

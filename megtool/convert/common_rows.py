@@ -173,17 +173,30 @@ GGUF_SHARED_EXPERT: Table = (
 )
 
 
-def hf_mtp(*tables: Table) -> Table:
-    """The rows of layers also for multi-token prediction, whose layers are counted after the last.
+def hf_mtp(
+    *tables: Table,
+    layer: str = "model.layers.{num_layers+m}.",
+    embed_norm: str = "enorm",
+    hidden_norm: str = "hnorm",
+    proj: str = "eh_proj",
+    norm: str = "shared_head.norm",
+    hidden_first: bool = False,
+) -> Table:
+    """The rows of layers also for multi-token prediction.
 
-    Published checkpoints repeat the embedding and the head in each of those layers.
+    A layer's names begin with `layer`: DeepSeek counts them after the last one. The other arguments
+    are what its own modules are called; `hidden_first` as `ModelConfig.mtp_hidden_first`. Published
+    checkpoints repeat the embedding and the head in each of those layers.
     """
-    layer = "model.layers.{num_layers+m}."
+    halves = ("mtp.{m}.hidden_proj.weight", "mtp.{m}.embed_proj.weight")
     return (
-        Row(layer + "enorm.weight", "mtp.{m}.embed_norm.weight"),
-        Row(layer + "hnorm.weight", "mtp.{m}.hidden_norm.weight"),
-        Row(layer + "eh_proj.weight", "mtp.{m}.proj.weight"),
-        Row(layer + "shared_head.norm.weight", "mtp.{m}.norm.weight"),
+        Row(f"{layer}{embed_norm}.weight", "mtp.{m}.embed_norm.weight"),
+        Row(f"{layer}{hidden_norm}.weight", "mtp.{m}.hidden_norm.weight"),
+        Row(
+            f"{layer}{proj}.weight",
+            Cat(*halves, dim=1) if hidden_first else "mtp.{m}.proj.weight",
+        ),
+        Row(f"{layer}{norm}.weight", "mtp.{m}.norm.weight"),
         *(row for table in tables for row in in_mtp(table, (_STORED, layer))),
         Dropped(
             "model.layers.*.embed_tokens.weight", "a copy of the embedding", copy_of="embed.weight"

@@ -31,6 +31,7 @@ _FORWARD = (
     "glu_offset",
     "logit_scale",
     "logit_softcap",
+    "mtp_hidden_first",
     "norm_bias",
     "parallel_residual",
     "post_norms",

@@ -128,7 +128,12 @@ def mtp_rows(layers: Table) -> tuple[Row, ...]:
         Row("mtp.layers.{m}.enorm.bias", "mtp.{m}.embed_norm.bias"),
         Row("mtp.layers.{m}.hnorm.weight", "mtp.{m}.hidden_norm.weight"),
         Row("mtp.layers.{m}.hnorm.bias", "mtp.{m}.hidden_norm.bias"),
-        Row("mtp.layers.{m}.eh_proj.weight", "mtp.{m}.proj.weight"),
+        Row("mtp.layers.{m}.eh_proj.weight", "mtp.{m}.proj.weight", when="not mtp_hidden_first"),
+        Row(
+            "mtp.layers.{m}.eh_proj.weight",
+            Cat("mtp.{m}.embed_proj.weight", "mtp.{m}.hidden_proj.weight", dim=1),
+            when="mtp_hidden_first",
+        ),
         *in_mtp(layers, *((_L, name) for name in inner)),
         Row("mtp.layers.{m}.final_layernorm.weight", "mtp.{m}.norm.weight"),
         Row("mtp.layers.{m}.final_layernorm.bias", "mtp.{m}.norm.bias"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megtool import reshard
-from megtool.convert.families import family, family_names
+from megtool.convert.families import detect_family, family, family_names
+from megtool.errors import UnknownFamilyError
+from tests.support.paths import ROOT
 
 CONFIG = {
     "architectures": ["ToyForCausalLM"],
@@ -76,3 +80,22 @@ def test_families_are_data(checkout: Path) -> None:
             if isinstance(node, ast.ImportFrom):
                 assert node.module == "megtool.convert", file
             assert not isinstance(node, ast.Import | ast.Lambda | ast.comprehension), file
+
+
+def test_causal_models_of_transformers_are_known_or_refused_with_the_way_to_add_them() -> None:
+    """What is not known is listed on the page of families."""
+    auto = pytest.importorskip("transformers.models.auto.modeling_auto")
+    names = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    listed = {a for x in names for a in ([x] if isinstance(x, str) else x)}
+    refused = set()
+    for architecture in listed:
+        try:
+            assert architecture in detect_family({"architectures": [architecture]}).architectures
+        except UnknownFamilyError as error:
+            refused.add(architecture)
+            assert repr(architecture) in str(error)
+            assert "converters/README.md" in error.hint
+    page = (ROOT / "docs" / "reference" / "families.md").read_text().partition("## Not known")[2]
+    told = set(re.findall(r"`(\w+)`", page))
+    if version("transformers") in page:  # else the page tells of another release
+        assert told == refused

@@ -227,6 +227,51 @@ def test_layers_without_rotary_embedding(keys: dict[str, Any], want: Any) -> Non
     )
 
 
+FULL = {"layer_types": ["full_attention"] * 6}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "want"),
+    [
+        ("cohere2", {}, (0, 0, 0, 1, 0, 0)),
+        ("cohere2", {"sliding_window_pattern": 3}, (0, 0, 1, 0, 0, 1)),
+        ("cohere2", FULL, (1,) * 6),
+        ("exaone4", {}, (0, 0, 0, 1, 0, 0)),
+        ("exaone4", FULL, (1,) * 6),
+        ("exaone4", FULL | {"sliding_window": None}, None),
+    ],
+)
+def test_layers_without_a_window_have_no_rotary_embedding(
+    name: str, keys: dict[str, Any], want: Any
+) -> None:
+    """Also where Megatron's args alone say which."""
+    config = family(name).read_config(SIZES | {"num_hidden_layers": 6} | keys)
+    assert config.no_rope_layers == want
+    said, _ = family(name).completed(config_from_args(args_from_config(config)))
+    assert said.no_rope_layers == want
+    assert family(name).read_config(family(name).write_config(said)).no_rope_layers == want
+    with raises(MappingError, "no_rope_layers", "without a window"):
+        family(name).write_config(replace(config, no_rope_layers=(0, 1, 0, 0, 0, 0)))
+
+
+def test_a_base_for_layers_with_a_window_is_written_for_old_and_new_readers() -> None:
+    kinds = {
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    config = family("olmo3").read_config(SIZES | {"rope_parameters": kinds})
+    assert (config.rope_base, config.rope_local_base) == (5e5, 2e4)
+    written = family("olmo3").write_config(config)
+    assert written["rope_parameters"] == kinds
+    assert (written["rope_theta"], written["rope_scaling"]["factor"]) == (5e5, 2.0)
+
+
+def test_what_a_norm_of_queries_covers_is_checked() -> None:
+    config = family("olmo2").read_config(SIZES)
+    with raises(MappingError, "qk_norm_of is 'some'", "head, each, all"):
+        replace(config, qk_norm_of="some")
+
+
 def test_older_gemma3_keys() -> None:
     old = SIZES | {
         "rope_theta": 1e6,
@@ -339,6 +384,8 @@ def test_plain_bert_is_refused_with_the_reason(tmp_path: Path) -> None:
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "whole heads"),
         ("nemotron", {"hidden_act": "silu"}, "hidden_act='silu'"),
         ("bert", {"is_decoder": True}, "is_decoder=True"),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG'"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types is"),
         ("bert", {"position_embedding_type": "relative_key"}, "relative_key"),
     ],
 )

@@ -19,12 +19,15 @@ from megtool.convert.families import detect_family, family
 from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
 from megtool.dtypes import dtype
 from megtool.errors import CoverageError, MappingError
+from megtool.inference.load import load
+from megtool.model.batch import Batch
 from megtool.model_config import ModelConfig
 from megtool.reshard.open_source import open_source
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.errors import raises
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored
+from tests.support.models import mtp_models
 from tests.support.models.moe_cases import (
     CASES,
     DEEPSEEK,
@@ -38,6 +41,7 @@ from tests.support.models.moe_cases import (
     save,
     with_mtp,
 )
+from tests.support.runs.loading import source_of
 
 IDS = [f"{name}-{i}" for i, (name, _, _) in enumerate(CASES)]
 cases = pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -185,6 +189,46 @@ def test_layers_of_multi_token_prediction_travel(tmp_path: Path) -> None:
     assert [d for d in back.dropped if d.is_lost] == []
     assert stored(tmp_path / "back") == {n: t for n, t in before.items() if n not in copies}
     assert read_config(tmp_path / "back")["num_nextn_predict_layers"] == 2
+
+
+@pytest.mark.parametrize("name", mtp_models.FAMILIES)
+def test_published_families_with_multi_token_prediction(
+    name: str, carry: Callable[..., dict[str, np.ndarray]], tmp_path: Path
+) -> None:
+    """Bytes come back by the args alone, and the rest of the model is its twin."""
+    twin, before = mtp_models.save(name, tmp_path / "hf")
+    opened = open_source(tmp_path / "hf")
+    assert opened.view.dropped == []
+    layout = {"tp": 2, "pp": 2} | ({} if name == "mimo" else {"ep": 2})
+    reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False, **layout)
+    for file in (tmp_path / "meg" / "release" / "hf").iterdir():
+        file.unlink()
+    back = reshard(tmp_path / "meg", tmp_path / "back", to="hf", family=name, fsync=False)
+    assert [d for d in back.dropped if d.is_lost] == []
+    assert stored(tmp_path / "back") == before
+    tokens = torch.arange(12).reshape(1, 12)
+    with torch.no_grad():
+        want = twin.float().eval()(tokens).logits
+        got = load(source_of(tmp_path / "hf"), dtype="float32")(Batch(tokens_BS=tokens))
+    assert float((want - got).abs().max()) < 1e-4 * float(want.abs().max())
+
+    # Megatron's projection reads the embedding, then the hidden state.
+    arrays = {
+        t.name: np.random.default_rng(0).random(t.shape, np.float32)
+        for t in opened.catalogue.tensors
+    }
+    tensors = [
+        GlobalTensor(name=n, shape=a.shape, dtype=dtype("float32")) for n, a in arrays.items()
+    ]
+    side = read_side(tensors, family=family(name), config=opened.view.config)
+    megatron = carry(side, arrays, write_side(side, dialect="megatron", per_layer=True))
+    (stored_name,) = (
+        n for n in arrays if n.endswith((".5.eh_proj.weight", ".1.input_proj.weight"))
+    )
+    proj = arrays[stored_name]
+    if name == "mimo":
+        proj = np.concatenate(np.split(proj, 2, axis=1)[::-1], axis=1)
+    assert (megatron["mtp.layers.1.eh_proj.weight"] == proj).all()
 
 
 def without_layers(folder: Path, out: Path, *numbers: int, to: str = "hf") -> dict[str, Any]:
@@ -365,6 +409,9 @@ def test_packed_experts_are_rows(carry: Callable[..., dict[str, np.ndarray]]) ->
         ("deepseek_v3", {"first_k_dense_replace": 0}, 1),
         ("llama4", {"interleave_moe_layer_step": 2}, (0, 1, 0, 1)),
         ("llama4", {"interleave_moe_layer_step": 1, "moe_layers": [0]}, (1, 0, 0, 0)),
+        ("ernie4_5_moe", {"moe_layer_end_index": 2}, (0, 1, 1, 0)),
+        ("ernie4_5_moe", {"moe_layer_interval": 2}, (0, 1, 0, 1)),
+        ("ernie4_5_moe", {"moe_layer_start_index": 0}, 1),
     ],
 )
 def test_which_layers_are_mixtures(name: str, keys: dict[str, Any], want: Any) -> None:
@@ -384,6 +431,11 @@ def test_which_layers_are_mixtures(name: str, keys: dict[str, Any], want: Any) -
         ("deepseek_v2", {"v_head_dim": 0}, "kv_lora_rank is 16"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("deepseek_v3", {"q_lora_rank": -1}, "q_lora_rank is -1"),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, "by steps of 0"),
+        ("ernie4_5_moe", {"moe_layer_start_index": [1, 2]}, r"in layers \[1, 2\]"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias=True"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
     ],
 )
 def test_wrong_configurations_are_named(name: str, keys: dict[str, Any], said: str) -> None:
