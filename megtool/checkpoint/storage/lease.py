@@ -40,7 +40,7 @@ class Lease:
         self._stopped = threading.Event()
         self._info = self._acquire()
         _LIVE.add(self._token)
-        self._thread = threading.Thread(target=self._renew, name="megtool-lease", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name="megtool-lease", daemon=True)
         self._thread.start()
 
     def _content(self) -> bytes:
@@ -84,12 +84,27 @@ class Lease:
             error_id="destination-locked",
         )
 
-    def _renew(self) -> None:
+    def _keep(self) -> None:
         while not self._stopped.wait(RENEW_S):
             with suppress(MegtoolError):
-                self._info = self._store.put(
-                    self._path.key, self._content(), version=self._info.version
-                )
+                self.renew()
+
+    def renew(self) -> None:
+        """Say that the run lives.
+
+        Raises:
+            ConditionError: another run has taken the lease.
+            StorageError: the store refused, or did not answer: a later call renews it.
+        """
+        data = self._content()
+        try:
+            self._info = self._store.put(self._path.key, data, version=self._info.version)
+        except ConditionError:
+            info = self._store.head(self._path.key)
+            if info is None or read_holder(self._path, info).get("token") != self._token:
+                raise
+            # The reply to an earlier renewal was lost.
+            self._info = self._store.put(self._path.key, data, version=info.version)
 
     def check(self) -> None:
         """Refuse to go on if another run has taken the lease.

@@ -9,7 +9,8 @@ import pytest
 from megtool.checkpoint.storage.connect import register_store
 from megtool.checkpoint.storage.lease import Lease
 from megtool.checkpoint.storage.location import StorePath
-from megtool.errors import DestinationError
+from megtool.checkpoint.storage.store import ConditionError, ObjectInfo
+from megtool.errors import DestinationError, StorageError
 from tests.support.errors import raises
 from tests.support.stores.memory_stores import URL, CountedStore
 
@@ -47,3 +48,43 @@ def test_another_holder_keeps_it(path: StorePath) -> None:
         lease.check()
     lease.release()
     assert store.objects() == {path.key: other}
+
+
+class SilentStore(CountedStore):
+    """Carries the next put of a version out, and does not answer."""
+
+    is_silent = False
+
+    def put(
+        self, key: str, data: bytes | memoryview, *, create: bool = False, version: str = ""
+    ) -> ObjectInfo:
+        info = super().put(key, data, create=create, version=version)
+        if version and self.is_silent:
+            self.is_silent = False
+            raise StorageError("the store did not answer", file=self.url)
+        return info
+
+
+def test_it_is_renewed_after_a_reply_was_lost(path: StorePath) -> None:
+    store = SilentStore()
+    register_store(store)
+    lease = Lease(path)
+    store.is_silent = True
+    with raises(StorageError, "did not answer"):
+        lease.renew()
+    lost = store.head(path.key)
+    lease.renew()
+    assert store.head(path.key) != lost
+    lease.release()
+    assert store.objects() == {}
+
+
+def test_one_that_was_taken_is_not_renewed(path: StorePath) -> None:
+    store = CountedStore()
+    register_store(store)
+    lease = Lease(path)
+    store.put(path.key, b'{"token": "other"}')
+    with pytest.raises(ConditionError):
+        lease.renew()
+    assert store.objects() == {path.key: b'{"token": "other"}'}
+    lease.release()
