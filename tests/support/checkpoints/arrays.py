@@ -20,8 +20,13 @@ def select_stored(array: Any, p: Placement) -> Any:
     return array, tuple(index)
 
 
-def carry(source: Any, arrays: dict[str, Any], target: Any) -> dict[str, Any]:
-    """Move arrays from a read side to a written one through placements."""
+def carry(
+    source: Any, arrays: dict[str, Any], target: Any, *, has_shifts: bool = True
+) -> dict[str, Any]:
+    """Move arrays from a read side to a written one through placements.
+
+    Without `has_shifts` no element is stored plus or less something: gradients are not.
+    """
     kind = next(iter(arrays.values())).dtype
     out = {t.name: np.zeros(t.shape, kind) for t in target.tensors}
     writes = {name: np.zeros(a.shape, np.int8) for name, a in out.items()}
@@ -29,6 +34,8 @@ def carry(source: Any, arrays: dict[str, Any], target: Any) -> dict[str, Any]:
         q = source.placements[name]
         array, index = select_stored(arrays[q.stored], q)
         value = np.broadcast_to(array[index], q.shape).reshape(p.shape)
+        if has_shifts and p.shift != q.shift:
+            value = value + kind.type(p.shift - q.shift)
         array, index = select_stored(out[p.stored], p)
         array[index] = value
         np.add.at(writes[p.stored], index, 1)

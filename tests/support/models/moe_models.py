@@ -61,6 +61,17 @@ ERNIE = {
     "moe_k": 2,
     "tie_word_embeddings": False,
 }
+DELTA = QWEN | {
+    "head_dim": 8,
+    "partial_rotary_factor": 0.5,
+    "shared_expert_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -134,6 +145,7 @@ CASES |= {
     "olmoe": ("olmoe", "Olmoe", {"intermediate_size": 24, "num_experts": 8}),
     "glm4_moe": ("glm4_moe", "Glm4Moe", GLM | GROUPS | {"use_qk_norm": True}),
     "ernie4_5_moe": ("ernie4_5_moe", "Ernie4_5_Moe", ERNIE),
+    "qwen3_next": ("qwen3_next", "Qwen3Next", DELTA | {"mlp_only_layers": [0]}),
     "minimax_m2": ("minimax_m2", "MiniMaxM2", EIGHT | {"head_dim": 8, "rotary_dim": 4}),
     "granitemoe": (
         "granitemoe",
@@ -146,13 +158,16 @@ CASES |= {
 
 
 def fill_routed(model: Any, seed: int = 0) -> None:
-    """Norms around 1, and routers far from ties, so that rounding chooses no other expert."""
+    """Norms that scale by about 1, and routers far from ties, so that rounding chooses no other expert."""
     generator = torch.Generator().manual_seed(seed)
+    is_centered = model.config.model_type in ("qwen3_next",)
     for key, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator)
         is_norm = "norm" in key and tensor.ndim == 1
-        spread = 1.0 if ("gate.weight" in key or "router.weight" in key) else 0.15
-        tensor.copy_(1 + 0.2 * noise if is_norm else noise * spread)
+        is_wide = any(part in key for part in ("gate.weight", "router.weight", "conv1d"))
+        spread = 1.0 if is_wide else 0.15
+        center = 0 if is_centered and "linear_attn" not in key else 1
+        tensor.copy_(center + 0.2 * noise if is_norm else noise * spread)
 
 
 def transformers_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
