@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.store import (
@@ -18,6 +17,7 @@ from megtool.checkpoint.storage.store import (
     ObjectMissingError,
     Store,
     UploadedPart,
+    read_json,
 )
 from megtool.checkpoint.storage.store_index import store_index
 from megtool.errors import DestinationError, FormatError, StorageError
@@ -38,8 +38,7 @@ _BATCH = 1000  # keys in one request that deletes
 
 def staging_prefix(destination: StorePath) -> StorePath:
     """Where a run keeps its notes about a destination."""
-    path = destination.parent / f".{destination.name}.megtool"
-    return path
+    return destination.parent / f".{destination.name}.megtool"
 
 
 def publishing_order(names: Iterable[str], last: Sequence[str] = ()) -> list[str]:
@@ -187,22 +186,6 @@ def refuse_unpublished(path: StorePath) -> None:
                 f"`megtool clean {root}` lists what it left, and with --yes removes it",
                 error_id="incomplete-publication",
             )
-
-
-def read_json(path: StorePath) -> dict[str, Any]:
-    """A small object of a run; empty if it is missing or damaged.
-
-    Raises:
-        StorageError: the store refused.
-    """
-    info = path.store.head(path.key)
-    if info is None:
-        return {}
-    try:
-        values = json.loads(bytes(path.store.read(path.key, 0, info.size)))
-    except (ValueError, ObjectMissingError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def list_keys(path: StorePath) -> list[str]:

@@ -20,7 +20,7 @@ from megtool.checkpoint.storage.lease import Lease
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.object_writer import ObjectWriter, run_info
 from megtool.checkpoint.storage.open_objects import open_objects
-from megtool.checkpoint.storage.part_buffers import PartBuffers
+from megtool.checkpoint.storage.part_buffers import BUDGET_BYTES, PartBuffers
 from megtool.checkpoint.storage.part_layout import CopyRun, Coverage, cut_parts
 from megtool.checkpoint.storage.small_object import SmallObject
 from megtool.checkpoint.storage.store import (
@@ -28,6 +28,8 @@ from megtool.checkpoint.storage.store import (
     ObjectInfo,
     ObjectMissingError,
     UploadedPart,
+    read_json,
+    read_object,
 )
 from megtool.checkpoint.storage.store_index import StagedObjects, store_index
 from megtool.checkpoint.storage.store_probe import probe_store
@@ -40,12 +42,12 @@ from megtool.checkpoint.store_publish import (
     complete_once,
     publishing_order,
     put_once,
-    read_json,
     remove_notes,
     remove_objects,
     staging_prefix,
 )
 from megtool.checkpoint.unit_tracker import UnitTracker
+from megtool.checkpoint.upload_pool import UploadPool
 from megtool.checkpoint.work_threads import map_in_threads
 from megtool.checkpoint.workers.manifest import workers_have_begun
 from megtool.console import several
@@ -58,6 +60,7 @@ from megtool.errors import (
 T = TypeVar("T")
 
 UPLOADS, JOURNAL = "uploads", "journal"
+UPLOAD_THREADS = 8
 
 
 class StoreStage:
@@ -110,6 +113,7 @@ class StoreStage:
         self._parts: Mapping[str, FileParts] | None = None
         self._publication = Publication(destination)
         self._buffers = PartBuffers()
+        self._transfers = UploadPool(1, 0)
         self._writers: list[ObjectWriter] = []
         self._numbers: dict[StorePath, int] = {}
         self._uploads: dict[int, str] = {}
@@ -128,13 +132,15 @@ class StoreStage:
         self._staged: StagedObjects | None = None
 
     def follow_plan(
-        self, parts: Callable[[], Mapping[str, FileParts]], *, last: Sequence[str]
+        self, parts: Callable[[], Mapping[str, FileParts]], *, last: Sequence[str], threads: int = 1
     ) -> None:
         """Take from a plan how its files become `parts`, by path, and which files appear `last`.
 
-        Other files are cut evenly.
+        Other files are cut evenly. Threads of their own upload the parts, unless there is 1 of
+        `threads` that fill them: then it does.
         """
         self._plan_parts, self._last = parts, last
+        self._transfers = UploadPool(UPLOAD_THREADS if threads > 1 else 1, BUDGET_BYTES // 2)
 
     # ---- before the first byte
 
@@ -165,8 +171,7 @@ class StoreStage:
         """See `CheckpointStage`: a store says nothing about space."""
 
     def _staged_path(self, name: str) -> StorePath:
-        path = self.staging / name
-        return path
+        return self.staging / name
 
     def _identity(self) -> str:
         """What has to be equal so that an earlier run's parts are of use."""
@@ -224,8 +229,9 @@ class StoreStage:
         for info in self._store.list(folder.key).objects:
             name = info.key.rpartition("/")[2]
             if name.isdecimal():
-                data = self._store.read(info.key, 0, info.size)
-                self._uploads[int(name)] = bytes(data).decode()
+                data = read_object(folder / name, info)
+                if data is not None:
+                    self._uploads[int(name)] = data.decode()
 
     # ---- writing
 
@@ -254,7 +260,13 @@ class StoreStage:
         else:
             expected, runs, deferred = known.expected, known.runs, known.deferred
         writer = ObjectWriter(
-            path, cut_parts(num_bytes, runs), self, self._buffers, expected, deferred=deferred
+            path,
+            cut_parts(num_bytes, runs),
+            self,
+            self._buffers,
+            expected,
+            deferred=deferred,
+            transfers=self._transfers,
         )
         with self._mutex:
             number = len(self._writers) if known is None else known.number
@@ -414,10 +426,10 @@ class StoreStage:
                 try:
                     self._store.put(path.key, upload_id.encode(), create=True)
                 except ConditionError:
-                    info = self._store.head(path.key)
-                    if info is None:
+                    data = read_object(path)
+                    if data is None:
                         raise
-                    agreed = bytes(self._store.read(path.key, 0, info.size)).decode()
+                    agreed = data.decode()
                     if agreed != upload_id:
                         self._store.abort_upload(writer.path.key, upload_id)
                     upload_id = agreed
@@ -439,6 +451,7 @@ class StoreStage:
 
     def complete(self, writer: ObjectWriter) -> ObjectInfo:
         """See `PartTarget`."""
+        self._transfers.settle()
         with writer.lock:
             if writer.completed is None:
                 self._begin_publishing()
@@ -455,6 +468,7 @@ class StoreStage:
 
     def count_copied(self, planned: int) -> int:
         """See `CheckpointStage`: what the store copied itself."""
+        self._transfers.settle()
         return self.copied_bytes
 
     def complete_data(self, *, threads: int = 1) -> None:
@@ -466,6 +480,7 @@ class StoreStage:
         """
         if self._is_complete:
             return
+        self._transfers.settle()
         map_in_threads(self._complete_object, self._writers, threads=threads)
         self._require_journal().flush()
         self._is_complete = True
@@ -525,6 +540,7 @@ class StoreStage:
     ) -> None:
         if self._committed:
             return
+        self._transfers.close()
         keep = any(w.num_uploaded for w in self._writers) or bool(self._publication.state)
         with contextlib.suppress(*[MegtoolError] if error else []):
             if keep:
@@ -545,6 +561,7 @@ class StoreStage:
 
     def discard(self) -> None:
         """See `CheckpointStage`: what appeared already is removed."""
+        self._transfers.close()
         self._discard()
         self._release()
         self._committed = True  # nothing is left to keep
@@ -557,6 +574,7 @@ class StoreStage:
         self._publication.forget()
 
     def _release(self) -> None:
+        self._transfers.close()
         self.files.recorder = None
         for writer in self._writers:
             open_objects().construct(writer.path, None)

@@ -121,6 +121,7 @@ class WriteOptions:
             stage.follow_plan(
                 partial(plan_file_parts, plan, is_file=stage.is_file, copies_in=store),
                 last=tuple(plan.target.final_files),
+                threads=self.threads,
             )
         return stage
 

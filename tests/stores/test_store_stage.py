@@ -146,6 +146,28 @@ def test_killed_at_every_call_it_resumes(
         assert repeated == [], (number, report)
 
 
+@pytest.mark.parametrize("is_done", [False, True], ids=["refused", "reply lost"])
+@pytest.mark.parametrize("name", ["torch_dist", "hf"])
+def test_several_threads_that_upload_end_with_one_error_and_resume(
+    source: Path, store: CountedStore, local: Callable[[str], Any], name: str, is_done: bool
+) -> None:
+    reshard(source, f"{URL}/whole", **FORMATS[name], threads=4)
+    total = store.num_calls
+    for number in range(20, total, 23):
+        store = CountedStore()
+        register_store(store)
+        store_index().forget(StorePath(URL))
+        store.dies_at, store.is_done = number, is_done
+        with suppress(MegtoolError):
+            reshard(source, f"{URL}/{name}", **FORMATS[name], threads=4)
+        store.revive()
+        with suppress(DestinationError):  # complete, but for its notes
+            reshard(source, f"{URL}/{name}", **FORMATS[name], threads=4)
+        assert written(store, name) == local(name), number
+        assert left_over(store) == [], number
+        assert [place for place, count in store.uploads.items() if count > 1] == [], number
+
+
 def test_readers_refuse_what_is_being_published(source: Path, store: CountedStore) -> None:
     reshard(source, f"{URL}/whole", **FORMATS["torch_dist"], threads=1)
     refused = 0

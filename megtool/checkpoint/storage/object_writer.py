@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.open_objects import OpenObject, ReadableObject
 from megtool.checkpoint.storage.part_buffers import PartBuffer, PartBuffers
-from megtool.checkpoint.storage.part_layout import CopyRun, Coverage, PartLayout
+from megtool.checkpoint.storage.part_layout import PART_BYTES, CopyRun, Coverage, PartLayout
 from megtool.checkpoint.storage.store import ObjectInfo, UploadedPart
 from megtool.checkpoint.storage.store_index import to_status
 from megtool.errors import StorageError
@@ -42,6 +43,19 @@ class PartTarget(Protocol):
         """Make the object of its parts, because its bytes are read."""
 
 
+class Transfers(Protocol):
+    """What runs the transfers of parts to the store: `UploadPool`."""
+
+    def run(self, num_bytes: int, job: Callable[[], None]) -> None:
+        """Run a transfer of part of an object, now or while the caller goes on."""
+
+    def wait_for_one(self) -> bool:
+        """Wait until a transfer has ended; False if none is under way."""
+
+    def settle(self) -> None:
+        """Wait until all transfers are done."""
+
+
 class _Part:
     """A part that is being filled. `tag` is set when it is in the store."""
 
@@ -62,6 +76,9 @@ class ObjectWriter:
     as its expected bytes are there, except for those that begin before `deferred` bytes, which wait
     for `finish`. What is written to a part that an earlier run has uploaded is dropped: it is
     the same.
+
+    With `transfers`, parts are uploaded and copied there, and are in the store once these are
+    settled; else by who completes a part.
     """
 
     def __init__(
@@ -73,6 +90,7 @@ class ObjectWriter:
         expected: Coverage,
         *,
         deferred: int = 0,
+        transfers: Transfers | None = None,
     ) -> None:
         self.path, self.layout = path, layout
         self.size = layout.ends[-1] if len(layout) else 0
@@ -81,6 +99,7 @@ class ObjectWriter:
         self.completed: ObjectInfo | None = None
         self._target, self._buffers = target, buffers
         self._expected, self._deferred = expected, deferred
+        self._transfers = transfers
         self._parts = [_Part() for _ in layout.ends]
 
     def status(self) -> os.stat_result:
@@ -164,6 +183,8 @@ class ObjectWriter:
     def _write_part(self, number: int, data: memoryview, offset: int) -> None:
         part = self._parts[number]
         self._target.touch(self, number)
+        if part.buffer is None and part.tag is None:
+            self._wait_for_memory(number)
         with part.lock:
             if part.tag is not None or part.is_full:
                 if part.is_earlier:
@@ -179,7 +200,14 @@ class ObjectWriter:
             part.is_full = self._is_full(number, coverage)
             if not part.is_full:
                 return
-        self._upload(number)
+        self._transfer(number)
+
+    def _wait_for_memory(self, number: int) -> None:
+        """Wait for parts that are being uploaded, rather than to use the temporary file."""
+        begin, end = self.layout.bounds(number)
+        while self._transfers is not None and not self._buffers.has_room(end - begin):
+            if not self._transfers.wait_for_one():
+                return
 
     def _coverage(self, part: _Part, number: int) -> Coverage:
         """What is written of a part; bytes that nobody will write count as written."""
@@ -198,6 +226,7 @@ class ObjectWriter:
         if part.buffer is None:
             begin, end = self.layout.bounds(number)
             part.buffer = self._buffers.take(end - begin)
+            self._clear_gaps(part.buffer, begin, end)
             run = self.layout.copies.get(number)
             if run is not None and part.coverage is not None:  # some of it was to be copied
                 for a, b in list(part.coverage.within(begin, end)):
@@ -205,9 +234,26 @@ class ObjectWriter:
                         part.buffer.write(offset - begin, data)
         return part.buffer
 
+    def _clear_gaps(self, buffer: PartBuffer, begin: int, end: int) -> None:
+        """Write zeros where nobody writes: between the expected bytes of a part."""
+        done = begin
+        for a, b in [*self._expected.within(begin, end), (end, end)]:
+            if done < a:
+                buffer.write(done - begin, memoryview(bytes(a - done)))
+            done = b
+
     def _is_full(self, number: int, coverage: Coverage) -> bool:
         begin, end = self.layout.bounds(number)
         return begin >= self._deferred and coverage.holds(begin, end)
+
+    def _transfer(self, number: int) -> None:
+        """Upload a part that is full, or let the server copy it."""
+        if self._transfers is None:
+            self._upload(number)
+            return
+        begin, end = self.layout.bounds(number)
+        num_bytes = min(end - begin, PART_BYTES) if self._parts[number].buffer is None else 0
+        self._transfers.run(num_bytes or end - begin, partial(self._upload, number))
 
     def _upload(self, number: int) -> None:
         part, run = self._parts[number], self.layout.copies.get(number)
@@ -252,7 +298,7 @@ class ObjectWriter:
                     self._target.touch(self, number)
                     continue
             if is_claimed:
-                self._upload(number)
+                self._transfer(number)
                 continue
             for start in range(begin, end, _STEP):
                 data = np.empty(min(_STEP, end - start), np.uint8)
@@ -334,7 +380,7 @@ class ObjectWriter:
                 coverage.add(a, b)
                 part.is_full = is_full = self._is_full(number, coverage)
             if is_full:
-                self._upload(number)
+                self._transfer(number)
 
     # ---- reading what is written
 
@@ -357,10 +403,13 @@ class ObjectWriter:
             first, _ = self.layout.bounds(number)
             expected = next(self._expected.within(begin, end), None)
             with part.lock:
-                if part.buffer is not None:
-                    data = part.buffer.read(begin - first, end - begin)
-                    out[begin - offset : end - offset] = np.frombuffer(data, np.uint8)
+                if part.buffer is not None and part.coverage is not None:
+                    for a, b in part.coverage.within(begin, end):
+                        data = part.buffer.read(a - first, b - a)
+                        out[a - offset : b - offset] = np.frombuffer(data, np.uint8)
                     continue
+            if self._transfers is not None:
+                self._transfers.settle()
             if part.tag is None or expected is None:
                 continue
             run = self.layout.copies.get(number)

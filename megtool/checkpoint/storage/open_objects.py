@@ -66,7 +66,7 @@ class OpenObject(Protocol):
 SMALL_BYTES = 64 << 10
 """Reads of fewer bytes are answered from blocks that other reads share (see `ObjectCache`)."""
 
-REQUEST_BYTES = 1 << 20
+REQUEST_BYTES = 2 << 20
 """Larger reads become several requests at a time."""
 
 GAP_SHARE = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 from typing import IO
@@ -13,7 +14,7 @@ BUDGET_BYTES = 128 << 20
 
 
 class PartBuffers:
-    """Buffers of zeros, `budget` bytes of them in memory. Thread-safe.
+    """Buffers, `budget` bytes of them in memory. Thread-safe.
 
     The temporary file has no name, so nothing is left of it when the process ends.
     """
@@ -26,14 +27,18 @@ class PartBuffers:
         self._end = 0
         self._free: dict[int, list[int]] = {}
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a buffer of this size would be in memory."""
+        return not self.num_bytes or self.num_bytes + num_bytes <= self._budget
+
     def take(self, num_bytes: int) -> PartBuffer:
-        """A buffer of zeros.
+        """A buffer, whose bytes may be any until they are written.
 
         Raises:
             StorageError: there is no space for temporary files.
         """
         with self._lock:
-            if not self.num_bytes or self.num_bytes + num_bytes <= self._budget:
+            if self.has_room(num_bytes):
                 self.num_bytes += num_bytes
                 self.peak_bytes = max(self.peak_bytes, self.num_bytes)
                 return PartBuffer(self, num_bytes, bytearray(num_bytes), -1)
@@ -42,11 +47,7 @@ class PartBuffers:
             if offset == self._end:
                 self._end += num_bytes
             self.spilled_bytes = max(self.spilled_bytes, self._end)
-        buffer = PartBuffer(self, num_bytes, None, offset)
-        step = 1 << 20
-        for start in range(0, num_bytes, step):
-            self.write_file(offset + start, memoryview(bytes(min(step, num_bytes - start))))
-        return buffer
+        return PartBuffer(self, num_bytes, None, offset)
 
     def release(self, buffer: PartBuffer) -> None:
         """Take a buffer back."""
@@ -62,10 +63,9 @@ class PartBuffers:
             with self._lock:
                 if self._file is None:
                     self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-                self._file.seek(offset)
-                done = 0
-                while done < data.nbytes:
-                    done += self._file.write(data[done:]) or 0
+            done = 0
+            while done < data.nbytes:
+                done += os.pwrite(self._file.fileno(), data[done:], offset + done)
         except OSError as e:
             raise StorageError(
                 f"a temporary file for parts of objects cannot be written: {e.strerror or e}",
@@ -75,16 +75,14 @@ class PartBuffers:
 
     def read_file(self, offset: int, data: memoryview) -> None:
         """Read bytes of the temporary file."""
-        with self._lock:
-            if self._file is None:
-                raise RuntimeError("no buffer is in the temporary file")
-            self._file.seek(offset)
-            done = 0
-            while done < data.nbytes:
-                step = self._file.readinto(data[done:])  # type: ignore[attr-defined]
-                if not step:
-                    raise StorageError("a temporary file for parts of objects was shortened")
-                done += step
+        if self._file is None:
+            raise RuntimeError("no buffer is in the temporary file")
+        done = 0
+        while done < data.nbytes:
+            step = os.preadv(self._file.fileno(), [data[done:]], offset + done)
+            if not step:
+                raise StorageError("a temporary file for parts of objects was shortened")
+            done += step
 
     def close(self) -> None:
         """Drop the temporary file."""

@@ -332,7 +332,7 @@ class S3Store:
             for key in left:
                 self._call(key, self._client.delete_object, Key=key)
 
-    def _checksum(self, body: bytes) -> dict[str, str]:
+    def _checksum(self, body: bytes | bytearray) -> dict[str, str]:
         """The CRC-32C of what is sent, which the store compares, where TLS does not do it."""
         if not self._needs_checksum:
             return {}
@@ -349,7 +349,7 @@ class S3Store:
         self, key: str, upload_id: str, number: int, data: bytes | memoryview
     ) -> UploadedPart:
         """See `Store.upload_part`."""
-        body = bytes(data)
+        body = _as_body(data)
         reply = self._call(
             key,
             self._client.upload_part,
@@ -457,6 +457,16 @@ class _BrokenReplyError(Exception):
 
 def _info(key: str, size: int, version: str, modified: Any) -> ObjectInfo:
     return ObjectInfo(key=key, size=size, version=version, modified_ns=_to_ns(modified))
+
+
+def _as_body(data: bytes | memoryview) -> bytes | bytearray:
+    """What boto3 sends without a copy: no memoryview, but all of what one shows."""
+    if isinstance(data, bytes):
+        return data
+    whole = data.obj
+    if isinstance(whole, bytes | bytearray) and len(whole) == data.nbytes:
+        return whole
+    return bytes(data)
 
 
 def _tag(text: str) -> str:

@@ -175,9 +175,8 @@ class FileTransfer:
             batch = buffers[start : start + IOV_MAX]
             expected = sum(b.nbytes for b in batch)
             if fd >= FIRST_NUMBER:
-                for buffer in batch:
-                    self.pwrite_all(fd, buffer, offset)
-                    offset += buffer.nbytes
+                self.pwrite_all(fd, b"".join(map(memoryview, batch)), offset)
+                offset += expected
                 continue
             done = self.call(fd, "write", os.pwritev, fd, batch, offset)
             self.record(fd, offset, _head(batch, done))

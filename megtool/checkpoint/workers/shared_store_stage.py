@@ -181,6 +181,7 @@ class SharedStoreStage(StoreStage):
         Raises:
             StorageError: the store refused.
         """
+        self._transfers.settle()
         own: list[list[Any]] = []
         for writer in self._writers:
             number = self._numbers[writer.path]
@@ -341,6 +342,7 @@ class SharedStoreStage(StoreStage):
     ) -> None:
         if self._committed:
             return
+        self._transfers.close()
         if error is not None and self.record is None and any(w.num_uploaded for w in self._writers):
             self.messages.append(self.describe_resume())
         with contextlib.suppress(*[MegtoolError] if error else []):

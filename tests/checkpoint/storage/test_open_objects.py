@@ -14,6 +14,7 @@ from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files, read_file
 from megtool.checkpoint.storage.local_copy import local_copy, map_file
 from megtool.checkpoint.storage.location import StorePath, location
+from megtool.checkpoint.storage.open_objects import REQUEST_BYTES
 from megtool.errors import FormatError, SourceChangedError, StorageError
 from megtool.tensors.placement import Placement
 from tests.support.models import tiny_llama
@@ -33,7 +34,7 @@ def store() -> Iterator[CountingStore]:
 def test_a_large_read_is_many_requests(store: CountingStore) -> None:
     store.put("a", DATA)
     assert read_file(location("memory://open/a")) == DATA
-    assert len(store.reads) == 5
+    assert len(store.reads) == -(-len(DATA) // REQUEST_BYTES) > 2
     assert store.num_bytes_read == len(DATA)
 
 
