@@ -88,9 +88,20 @@ class S3Server:
 
         try:
             self.client.list_buckets()
+            if self.name == "seaweedfs":  # it answers before there is a place for objects
+                self._put_and_remove()
         except (BotoCoreError, ClientError):
             return False
         return True
+
+    def _put_and_remove(self) -> None:
+        place = {"Bucket": f"ready-{secrets.token_hex(8)}"}
+        self.client.create_bucket(**place)
+        try:
+            self.client.put_object(**place, Key="key", Body=b"data")
+            self.client.delete_object(**place, Key="key")
+        finally:
+            self.client.delete_bucket(**place)
 
 
 def require(package: str, module: str | None = None, program: str | None = None) -> None:
