@@ -12,14 +12,23 @@ from megtool.kernels.launch import cdiv, launch, power
 if TYPE_CHECKING:
     import triton.language as tl
 
-_CHUNK = 64
-_MOST_STATE = 128 * 128  # elements of a head's state, which a program keeps in registers
+_CHUNK = 32
+_MOST_STATE = 64 * 128  # elements of a state, of which a program keeps several in fast memory
 
 
 def fits(x_BSND: Tensor, b_BSGZ: Tensor) -> bool:
-    """Whether a program can keep a head's state, and multiplies in fp32."""
-    size = max(16, power(x_BSND.shape[3])) * max(16, power(b_BSGZ.shape[3]))
-    return size <= _MOST_STATE and x_BSND.dtype != torch.float64
+    """Whether a program can keep a state, and multiplies in fp32."""
+    return _cuts(x_BSND.shape[3], b_BSGZ.shape[3]) > 0 and x_BSND.dtype != torch.float64
+
+
+def _cuts(head_size: int, state_size: int) -> int:
+    """The least number of equal parts of a head whose states are small enough; 0 if there is none.
+
+    The elements of a head have nothing to do with each other.
+    """
+    most = _MOST_STATE // max(16, power(state_size))
+    sizes = (n for n in range(1, head_size + 1) if not head_size % n)
+    return next((n for n in sizes if max(16, power(head_size // n)) <= most), 0)
 
 
 def ssd_scan(
@@ -33,7 +42,23 @@ def ssd_scan(
     runs_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See `ssd.ssd_scan`."""
-    values = (x_BSND, dt_BSN, a_N, b_BSGZ, c_BSGZ, d_N, state_BNDZ, runs_BS)
+    rows, tokens, heads, size = x_BSND.shape
+    cuts, state_size = _cuts(size, b_BSGZ.shape[3]), b_BSGZ.shape[3]
+    parts = (heads * cuts, size // cuts)
+    y, last = _scan(
+        x_BSND.reshape(rows, tokens, *parts),
+        dt_BSN.repeat_interleave(cuts, 2) if cuts > 1 else dt_BSN,
+        a_N.repeat_interleave(cuts),
+        b_BSGZ,
+        c_BSGZ,
+        d_N.repeat_interleave(cuts),
+        None if state_BNDZ is None else state_BNDZ.reshape(rows, *parts, state_size),
+        runs_BS,
+    )
+    return y.view(x_BSND.shape), last.view(rows, heads, size, state_size)
+
+
+def _scan(*values: Tensor | None) -> tuple[Tensor, Tensor]:
     out: tuple[Tensor, Tensor] = _Scan.apply(*values)  # type: ignore[no-untyped-call]
     return out
 

@@ -73,7 +73,7 @@ for x in ("*bf16", "*fp32"):
     build(causal_conv_triton._backward, f"{given} {x} *fp32 *fp32 {sizes}", **more)
     build(causal_conv_triton._transposed, f"*fp32 {x} *i64 {x} i32 i32", **conv)
     precision = "ieee" if x == "*fp32" else "tf32"
-    scan: dict[str, Any] = {"CHUNK": 64, "BLOCK_D": 64, "BLOCK_Z": 128, "PRECISION": precision}
+    scan: dict[str, Any] = {"CHUNK": 32, "BLOCK_D": 64, "BLOCK_Z": 128, "PRECISION": precision}
     given, sizes = f"{x} *fp32 *fp32 {x} {x} {x}", "i32 i32 i32 i32 i32"
     build(
         ssd_triton._forward,
