@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megtool import reshard
+from megtool import reshard, verify
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import DialectOptions, read_side, write_side
 from megtool.convert.families import family
@@ -31,6 +31,8 @@ from megtool.errors import LayoutError, MappingError
 from megtool.model_config import ModelConfig
 from megtool.reshard.open_source import open_source
 from megtool.tensors.sharded import GlobalTensor
+from tests.support.checkpoints.trained import config, write
+from tests.support.checkpoints.trained_models import MODELS
 from tests.support.errors import raises
 from tests.support.folders import stored_tensors as stored
 from tests.support.models.moe_cases import CASES, FIRST, case_config, save
@@ -245,15 +247,15 @@ def test_parts_of_unknown_sizes_are_not_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "tp", "why"),
+    ("model", "tp", "why"),
     [
         (HYBRID, 4, "tp=4 does not divide mamba_num_groups=2"),
         (HYBRID, 3, "tp=3 does not divide mamba_num_heads=4"),
     ],
 )
-def test_groups_that_tp_does_not_divide_are_refused(config: ModelConfig, tp: int, why: str) -> None:
+def test_groups_that_tp_does_not_divide_are_refused(model: ModelConfig, tp: int, why: str) -> None:
     with raises(LayoutError, match=why) as caught:
-        rank_parameters([], config, ParallelConfig(tp=tp))
+        rank_parameters([], model, ParallelConfig(tp=tp))
     assert caught.value.hint == "sizes that do: 1, 2"
 
 
@@ -302,6 +304,7 @@ def test_a_model_that_only_hybrid_can_hold_is_not_written_as_gpt() -> None:
 # ---- whole checkpoints
 
 
+@pytest.mark.slow
 def test_every_format_holds_both_classes(tmp_path: Path) -> None:
     save(FIRST["qwen3_next"], tmp_path / "hf")
     before = stored(tmp_path / "hf")
@@ -354,6 +357,7 @@ def test_a_norm_that_megatron_centres_around_zero(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "back" / "model.safetensors")[name], held[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [c for c in CASES if c[0] == "nemotron_h"], ids=["mixed", "latent"]
 )
@@ -374,3 +378,34 @@ def test_a_hybrid_comes_back_from_every_format(case: Any, tmp_path: Path) -> Non
         reshard(tmp_path / "hf", at, fsync=False, verify=True, **step)
         reshard(at, tmp_path / f"back{number}", to="hf", fsync=False, like=tmp_path / "hf")
         assert stored(tmp_path / f"back{number}") == before, step
+
+
+CLASS_HOPS: list[dict[str, Any]] = [
+    {"to": "torch_dist", "tp": 2, "pp": 2, "model_class": "hybrid"},
+    {"optimizer_format": "dp_reshardable", "dp": 4, "tp": 2, "pp": 4},
+    {"to": "megatron", "tp": 1, "pp": 2, "model_class": "gpt"},
+    {"to": "megatron", "tp": 2, "pp": 2, "model_class": "hybrid"},
+    {"to": "zarr"},
+    {"to": "torch_dist", "tp": 1, "pp": 1, "model_class": "gpt"},
+]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dense",
+        pytest.param("some experts", marks=pytest.mark.slow),
+        pytest.param("delta net", marks=pytest.mark.slow),
+    ],
+)
+def test_optimizer_state_changes_class_with_the_weights(
+    name: str, tmp_path: Path, materialize: Any
+) -> None:
+    write(tmp_path / "0", config(**MODELS[name]), ParallelConfig(), materialize)
+    for number, hop in enumerate(CLASS_HOPS):
+        here, there = tmp_path / f"{number}", tmp_path / f"{number + 1}"
+        reshard(here, there, fsync=False, strict=True, **hop)
+        assert verify(tmp_path / "0", there).exit_status == 0, hop
+    last = tmp_path / f"{len(CLASS_HOPS)}"
+    before, after = open_source(tmp_path / "0"), open_source(last)
+    assert {t.name for t in after.catalogue.tensors} == {t.name for t in before.catalogue.tensors}

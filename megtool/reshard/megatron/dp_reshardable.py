@@ -18,6 +18,7 @@ from megtool.convert.rank_parameters import Parameter, RankPlace, of_tensor_rank
 from megtool.errors import FormatError
 from megtool.model_config import ModelConfig
 from megtool.reshard.megatron.bucket_decoding import Bucket, FlatBuffer, decode_buckets
+from megtool.reshard.megatron.joined_parts import join_parts
 from megtool.reshard.megatron.master_weight_check import check_copies
 from megtool.tensors.buckets import default_bucket_size
 from megtool.tensors.sharded import GlobalTensor
@@ -101,6 +102,7 @@ def read_dp_reshardable(
     Raises:
         FormatError: buckets are missing, or have another size than declared; see `decode_buckets`.
     """
+    catalogue = join_parts(catalogue)
     weights = [t for t in catalogue.tensors if _is_parameter(t)]
     buffers = find_buffers(catalogue)
     if not catalogue.metadata.get(COALESCED):

@@ -81,6 +81,8 @@ def _pairs(catalogue: Catalogue, side: CanonicalView) -> Iterator[tuple[str, Pla
         kinds = [catalogue[p.stored] for p in (main, weight)]
         if any(t.packing is not None or not t.dtype.is_float for t in kinds):
             continue
+        if main.shift == weight.shift:  # rounded as they are stored
+            main, weight = replace(main, shift=0.0), replace(weight, shift=0.0)
         if numel(main.shape) and numel(main.shape) == numel(weight.shape):
             yield key, *refine(main, weight)
 

@@ -21,6 +21,7 @@ from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.config import LayoutOptions, ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
+from megtool.convert.hybrid import GPT, HYBRID, needs_hybrid
 from megtool.dtypes import DType
 from megtool.model_config import ModelConfig
 from megtool.reshard.megatron.common_state import read_iteration
@@ -68,7 +69,11 @@ def make_save_template(
         raise unknown_model(opened, "training needs the model's configuration")
     weights = _without_optimizer(opened)
     layout = LayoutOptions(**asdict(parallel))
-    request = TargetOptions(to="torch_dist", layout=layout, optimizer=NONE, dtype=dtype)
+    # The run's own modules have the numbers of the configuration's layers.
+    own_class = HYBRID if needs_hybrid(opened.model.config) else GPT
+    request = TargetOptions(
+        to="torch_dist", layout=layout, optimizer=NONE, dtype=dtype, model_class=own_class
+    )
     target = make_target(weights, request)
     destination = target.destination
     folder = folder_name(read_iteration(opened.catalogue)) + "/"

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from megtool.config import ParallelConfig
 from megtool.convert.nested import MEGATRON_PREFIX
 from megtool.convert.rank_parameters import Box, Parameter, RankPlace, rank_parameters
 from megtool.convert.rank_tensors import RankCoordinates
+from megtool.convert.sections import part_names, split_part
 from megtool.errors import MappingError
 from megtool.model_config import ModelConfig
 from megtool.tensors.box import from_flat
@@ -165,6 +166,7 @@ class LayoutOwnership:
         self, tensors: Sequence[GlobalTensor], config: ModelConfig, parallel: ParallelConfig
     ) -> None:
         self._ranks = rank_parameters(tensors, config, parallel)
+        self._parts = {t.name: t.shape[0] for t in tensors if split_part(t.name)}
         self._num_chunks = parallel.vpp
         self._by_coordinates: dict[RankCoordinates, list[OwnedParameter]] = {}
 
@@ -184,7 +186,27 @@ class LayoutOwnership:
                     if p.is_expert == is_expert:
                         offset = ends.get(p.key, 0)
                         ends[p.key] = offset + p.numel
-                        yield OwnedParameter(p, p.key, offset, (place.stage, place.ep, place.tp))
+                        for part in self._in_parts(p):
+                            coordinates_of = (place.stage, place.ep, place.tp)
+                            yield OwnedParameter(part, p.key, offset, coordinates_of)
+                            offset += part.numel
+
+    def _in_parts(self, p: Parameter) -> Iterator[Parameter]:
+        """A parameter as the stored tensors that it consists of."""
+        names = part_names(p.key)
+        if not names or names[0] not in self._parts:
+            yield p
+            return
+        first = 0
+        for name in names:
+            rows = self._parts[name]
+            boxes = tuple(
+                ((max(lo[0], first) - first, *lo[1:]), (min(hi[0], first + rows) - first, *hi[1:]))
+                for lo, hi in p.boxes
+                if lo[0] < first + rows and first < hi[0]
+            )
+            yield replace(p, key=name, shape=(rows, *p.shape[1:]), boxes=boxes)
+            first += rows
 
 
 def local_name(key: str, local_names: Mapping[str, object]) -> str:

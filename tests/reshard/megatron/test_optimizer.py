@@ -62,7 +62,13 @@ def content(folder: Path) -> dict[str, bytes]:
         return {name: np.ascontiguousarray(view.read()).tobytes() for name, view in views.items()}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow) if n in ("mamba", "delta net") else n
+        for n in MODELS
+    ],
+)
 @settings(
     max_examples=6,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

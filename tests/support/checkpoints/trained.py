@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout
 from megtool.config import ParallelConfig
 from megtool.convert.binding import Binding
 from megtool.convert.canonical import CanonicalModel
-from megtool.convert.megatron import PER_LAYER, STACKED
+from megtool.convert.hybrid import needs_hybrid, to_hybrid
+from megtool.convert.megatron import IN_PARTS, STACKED
 from megtool.convert.megatron_args import args_from_config
 from megtool.convert.sharding import shard
 from megtool.dtypes import dtype
@@ -76,8 +78,10 @@ def write(
     canonical = {
         n: GlobalTensor(name=n, shape=s, dtype=dtype("bfloat16")) for n, s in shapes.items()
     }
-    table = STACKED if model.is_homogeneous else PER_LAYER
+    table = STACKED if model.is_homogeneous else IN_PARTS
     stored = Binding(table, CanonicalModel(model)).write(canonical, pad_to=8 * parallel.tp).tensors
+    if needs_hybrid(model):
+        stored = [replace(t, name=to_hybrid(model)(t.name)) for t in stored]
     tensors: list[GlobalTensor] = []
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     for t in stored:
