@@ -26,6 +26,7 @@ OPTIONS = {
     "startup.py": ["--rounds", "1"],
     "gpu_speed.py": [],
     "kernel_speed.py": ["--device", "cpu", "--tokens", "16", "--hidden", "32", "--rounds", "1"],
+    "mamba_speed.py": ["--tokens", "70", "--rounds", "1"],
     "cross_entropy_memory.py": ["--rounds", "1", "--vocab", "16384", "--tokens", "1024"],
     "forward_speed.py": [
         "--tokens",
@@ -192,6 +193,14 @@ def test_training_steps_of_all_engines_are_timed(measure: Measure) -> None:
     ours, ddp = found[2, "megtool"], found[2, "torch DDP + fused AdamW"]
     assert 0.5 <= ours["optimizer_bytes"] / ddp["optimizer_bytes"] < 0.51
     assert min(f["cpu_seconds"] for f in figures) > 0
+
+
+def test_the_recurrence_of_mamba_is_timed(measure: Measure) -> None:
+    """That both compute the same is the script's own to see."""
+    _, figures = measure("mamba_speed.py")
+    assert {f["operation"] for f in figures} == {"recurrence", "convolution"}
+    assert len(figures) == 4
+    assert min(f["ratio"] for f in figures) > 0
 
 
 def test_calibration_is_timed_and_watched(measure: Measure) -> None:
