@@ -104,7 +104,7 @@ def test_a_derived_calibration(tmp_path: Path, store: CountedStore) -> None:
 def test_a_store_that_fails_keeps_nothing_of_a_calibration(
     model: Path, store: CountedStore
 ) -> None:
-    class Full(CountedStore):
+    class FullStore(CountedStore):
         """Takes two parts of an upload."""
 
         def upload_part(self, *args: Any) -> Any:
@@ -112,7 +112,7 @@ def test_a_store_that_fails_keeps_nothing_of_a_calibration(
                 raise StorageError("the quota is reached", file=URL)
             return super().upload_part(*args)
 
-    full = Full()
+    full = FullStore()
     register_store(full)
     with raises(StorageError, "the quota is reached"):
         calibrate(model, f"{URL}/{FILE}")
