@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from megtool.errors import LayoutError
 from megtool.kernels.delta_rule import gated_delta_rule, gated_delta_step
 from megtool.model.forward_context import ForwardContext
-from megtool.model.linear import ColumnLinear, RowLinear
+from megtool.model.hooks import ActivationHook
+from megtool.model.linear import ColumnLinear, RowLinear, column_product
 from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.param_attributes import mark, mark_parts
 from megtool.model.short_conv import ShortConv
@@ -27,7 +28,7 @@ class GatedDeltaNet(nn.Module):
     [query, key, value, z, beta, alpha], `conv1d` of the first three, `out_norm` of each head's
     output, and `out_proj`. Tensor parallelism cuts each of the six, and of the three, by heads.
     With context parallelism tokens are exchanged for heads: a rank runs its share of the heads over
-    whole rows.
+    whole rows. `gate_tap` is handed the input of betas and alphas.
 
     Raises:
         LayoutError: the heads do not go evenly over the ranks.
@@ -50,6 +51,7 @@ class GatedDeltaNet(nn.Module):
         self.value_heads = config.linear_num_value_heads // tp
         self.sizes = (config.linear_key_head_dim,) * 2 + (config.linear_value_head_dim,)
         keys, values = self.key_heads * self.sizes[0], self.value_heads * self.sizes[2]
+        self.gate_tap: ActivationHook | None = None
         self.parts = (keys, keys, values, values, self.value_heads, self.value_heads)
 
         def of_heads() -> nn.Parameter:
@@ -90,7 +92,7 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """The output that is added to the residual x_TH (before its scale), in x_TH's rows."""
         b, s = frame.num_rows, frame.num_tokens
-        rows_BSX = self.in_proj(x_TH).view(b, s, -1)
+        rows_BSX = self._project(x_TH).view(b, s, -1)
         if frame.cp.size == 1:
             sizes = [sum(self.parts[:3]), *self.parts[3:]]
             qkv, z, beta, alpha = torch.split(rows_BSX, sizes, 2)
@@ -108,6 +110,22 @@ class GatedDeltaNet(nn.Module):
         gated = (self.out_norm(out_BSNP) * gate).to(x_TH.dtype)
         out_TH: Tensor = self.out_proj(gated.reshape(b * s, -1))
         return out_TH
+
+    def _project(self, x_TH: Tensor) -> Tensor:
+        """The rows of all six parts; taps see the input of the first four, and of the gates."""
+        linear, num_gates = self.in_proj, 2 * self.value_heads
+        if linear.tap is None and self.gate_tap is None:
+            out: Tensor = linear(x_TH)
+            return out
+        x_TH = linear.normalize(x_TH)
+        rows = linear.project(x_TH)
+        if self.gate_tap is not None:
+            x_TH = self.gate_tap(x_TH)
+        weight = linear.weight[-num_gates:]
+        gates = column_product(x_TH, weight, None, linear.group, linear.sequence_parallel)
+        if linear.adapter is not None:
+            gates = gates + linear.adapter(x_TH)[..., -num_gates:]
+        return torch.cat((rows[..., :-num_gates], gates), -1)
 
     def _mix(
         self, qkv_BSC: Tensor, beta_BSN: Tensor, alpha_BSN: Tensor, frame: ForwardContext

@@ -58,6 +58,11 @@ _WITHIN = {
     "attn.o": "self_attention.linear_proj",
     "attn.q_up": "self_attention.linear_q_up_proj",
     "attn.kv_up": "self_attention.linear_kv_up_proj",
+    "delta.qkvz": "self_attention.in_proj",
+    "delta.ba": "self_attention",
+    "delta.o": "self_attention.out_proj",
+    "mamba.in": "mixer.in_proj",
+    "mamba.out": "mixer.out_proj",
     "mlp.fc1": "mlp.linear_fc1",
     "mlp.down": "mlp.linear_fc2",
     "mlp.router": "mlp.router",
@@ -66,7 +71,7 @@ _WITHIN = {
 }
 
 
-_CUT_COLUMNS = ("attn.o", "mlp.down", "mlp.shared.down")
+_CUT_COLUMNS = ("attn.o", "delta.o", "mamba.out", "mlp.down", "mlp.shared.down")
 
 
 _DOWN = ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj")
@@ -120,7 +125,10 @@ def places(decoder: Decoder, point: str) -> tuple[HookLocation, ...]:
     is_cut = name in _CUT_COLUMNS
     return (
         HookLocation(
-            module=module, rows=ALONE if is_cut else rows, columns=tp if is_cut else ALONE
+            module=module,
+            attribute="gate_tap" if name == "delta.ba" else "tap",
+            rows=ALONE if is_cut else rows,
+            columns=tp if is_cut else ALONE,
         ),
     )
 

@@ -36,8 +36,12 @@ Linear = ColumnLinear | RowLinear | DownLinear
 _LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
 _MLPS = ("mlp", "mlp.experts.experts", "mlp.shared_experts")
 ROLES = {
-    "qkv": tuple(f"self_attention.linear_{name}" for name in ("qkv", *_LATENT)),
-    "proj": ("self_attention.linear_proj",),
+    "qkv": (
+        *(f"self_attention.linear_{name}" for name in ("qkv", *_LATENT)),
+        "self_attention.in_proj",
+        "mixer.in_proj",
+    ),
+    "proj": ("self_attention.linear_proj", "self_attention.out_proj", "mixer.out_proj"),
     "fc1": tuple(f"{mlp}.linear_fc1" for mlp in _MLPS),
     "fc2": tuple(f"{mlp}.linear_fc2" for mlp in _MLPS),
 }

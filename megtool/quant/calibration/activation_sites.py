@@ -70,7 +70,9 @@ def map_norm_readers(
         if m.layer is None or m.kind != "linear":
             continue
         layer, last = f"layers.{m.layer}", m.name.rpartition(".")[2]
-        if m.name.rpartition(".")[0] == f"{layer}.attn" and last in ATTN_NORM_READERS:
+        parent = m.name.rpartition(".")[0]
+        reads_attn = parent == f"{layer}.attn" and last in ATTN_NORM_READERS
+        if reads_attn or _feeds_mixer(parent, last):
             out[f"{layer}.attn_norm"][m.name] = None
         elif m.name.startswith(f"{layer}.mlp.") and last != "down":
             mlp_norm = f"{layer}.mlp_norm"  # else one norm feeds both
@@ -82,7 +84,8 @@ def _site_name(module: ModuleInfo, config: ModelConfig) -> str:
     """The name of the site that a module reads, or that a KV cache is.
 
     In latent attention, directly projected queries share the input of keys and values; attention
-    gates share the input of queries.
+    gates share the input of queries. All that goes into a Mamba-2 mixer is one site; betas and
+    alphas of a gated delta net, which engines run by themselves, have their own.
     """
     parent, _, last = module.name.rpartition(".")
     if module.kind == "kv_cache":
@@ -92,7 +95,16 @@ def _site_name(module: ModuleInfo, config: ModelConfig) -> str:
             return f"{parent}.down"
         if last == "gate":
             return f"{parent}.qkv"
+    if parent.endswith(".mamba") and last != "out":
+        return f"{parent}.in"
     return find_fused_name(module)
+
+
+def _feeds_mixer(parent: str, last: str) -> bool:
+    """Whether it reads what goes into a gated delta net or a Mamba-2 mixer."""
+    return (parent.endswith(".delta") and last != "o") or (
+        parent.endswith(".mamba") and last != "out"
+    )
 
 
 def _make_site(name: str, readers: list[ModuleInfo], config: ModelConfig) -> ActivationSite:
@@ -127,12 +139,15 @@ def _foldable_norm(name: str, module: ModuleInfo, config: ModelConfig) -> str:
     if module.layer is None:
         return "norm" if module.name == "head" else ""
     layer = f"layers.{module.layer}"
+    if name == f"{layer}.mamba.in":
+        return f"{layer}.attn_norm"
     if parent == f"{layer}.attn":
         if last in ("qkv", "down"):
             feeds_this_alone = config.pre_norms and not config.shared_norm
             return f"{layer}.attn_norm" if feeds_this_alone else ""
         inner = {"q_up": "q_down_norm", "kv_up": "kv_down_norm"}
         return f"{parent}.{inner[last]}" if last in inner and config.qk_norm else ""
-    # The norm of an MoE layer also feeds the router and all experts.
+    # The norm of an MoE layer also feeds the router and all experts; that of a gated delta net its
+    # gates.
     has_norm = config.pre_norms and not config.shared_norm
     return f"{layer}.mlp_norm" if name == f"{layer}.mlp.fc1" and has_norm else ""

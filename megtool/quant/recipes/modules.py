@@ -20,6 +20,7 @@ ROLES = (
     "fc1",
     "fc2",
     "router",
+    "state_gate",
     "expert",
     "shared_expert",
     "embedding",
@@ -36,8 +37,10 @@ BLOCKS = "_blocks"
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _BY_LAST = {
-    **dict.fromkeys(("q", "k", "v", "q_down", "q_up", "kv_down", "kv_up"), "qkv"),
-    "o": "proj",
+    **dict.fromkeys(("q", "k", "v", "z", "q_down", "q_up", "kv_down", "kv_up"), "qkv"),
+    **dict.fromkeys(("b", "a"), "state_gate"),  # betas and alphas of gated delta nets
+    **dict.fromkeys(("in_z", "in_x", "in_B", "in_C", "in_dt"), "qkv"),
+    **dict.fromkeys(("o", "out"), "proj"),
     "gate": "fc1",
     "up": "fc1",
     "down": "fc2",
@@ -152,9 +155,15 @@ _ORDER = [
     "mtp",
     "attn_norm",
     "attn",
+    "delta",
+    "mamba",
+    *("in_z", "in_x", "in_B", "in_C", "in_dt"),
     "q",
     "k",
     "v",
+    "z",
+    "b",
+    "a",
     "gate",
     "q_down",
     "q_up",
@@ -207,7 +216,7 @@ def _classify(module: str, num_dims: int) -> tuple[Kind, frozenset[str]]:
     """The kind and roles of a module by its canonical name."""
     parts = module.split(".")
     extra = {"mtp"} if parts[0] == "mtp" else set()
-    if num_dims < 2:
+    if num_dims < 2 or parts[-1].startswith("conv_") or parts[-1].endswith("_norms"):
         return "norm", frozenset(extra)
     if parts[-1] in _EMBEDDINGS:
         return "embedding", frozenset(extra | {"embedding"})
@@ -269,13 +278,19 @@ def is_in_expert_blocks(module: ModuleInfo) -> bool:
 
 def is_rotary(module: ModuleInfo) -> bool:
     """Whether RoPE applies to the module: engines may permute the rows of queries and keys."""
-    return "qkv" in module.roles and module.name.endswith((".q", ".k"))
+    return "qkv" in module.roles and module.name.endswith((".attn.q", ".attn.k"))
 
 
 def find_fused_name(module: ModuleInfo) -> str:
     """The name of the fused layer that engines run; fused siblings have the same name."""
     parent, _, last = module.name.rpartition(".")
-    if module.roles & {"qkv"} and last in ("q", "k", "v"):
+    if parent.endswith(".delta") and last in ("q", "k", "v", "z"):
+        return f"{parent}.qkvz"
+    if parent.endswith(".mamba") and last != "out":
+        return f"{parent}.in"
+    if "state_gate" in module.roles:
+        return f"{parent}.ba"
+    if module.roles & {"qkv"} and last in ("q", "k", "v", "gate"):
         return f"{parent}.qkv"
     if module.roles & {"qkv"} and last in ("q_down", "kv_down"):
         return f"{parent}.down"

@@ -174,10 +174,15 @@ _LATENT = {
 }
 
 
+_DELTA_NET = {"in_proj": ("q", "k", "v", "z", "b", "a"), "out_proj": ("o",)}
+_MAMBA = {"in_proj": ("in_z", "in_x", "in_B", "in_C", "in_dt"), "out_proj": ("out",)}
+
+
 def canonical_modules(name: str, config: ModelConfig) -> tuple[str, ...]:
     """The canonical modules that are fused in a linear layer of Megatron."""
     _, _, number, *_, within, last = name.split(".")
     attn, mlp = f"layers.{number}.attn.", f"layers.{number}.mlp."
+    delta = f"layers.{number}.delta."
     if within == "shared_experts":
         mlp += "shared."
     if last in _LATENT:
@@ -187,6 +192,10 @@ def canonical_modules(name: str, config: ModelConfig) -> tuple[str, ...]:
         return tuple(attn + m for m in ("q", *gate, "k", "v"))
     if last == "linear_proj":
         return (attn + "o",)
+    if within == "mixer":
+        return tuple(f"layers.{number}.mamba.{m}" for m in _MAMBA[last])
+    if last in _DELTA_NET:
+        return tuple(delta + m for m in _DELTA_NET[last])
     if last == "linear_fc1":
         return (mlp + "gate", mlp + "up") if config.gated else (mlp + "up",)
     return (mlp + "down",)

@@ -58,11 +58,15 @@ CASES = [
     ("gpt_neox", "mxfp8"),
     ("gpt_neox", "mxfp4"),
     ("gpt_neox", "nvfp4"),
+    ("cohere", "fp8"),
+    ("olmo2", "w4a8_awq"),
     ("gpt_oss", "mxfp4_experts"),
     ("llama4", "fp8"),
     ("llama4", "nvfp4"),
     ("llama4", "mxfp4_experts"),
     ("gpt2", "fp8"),
+    ("qwen3_next", "fp8"),
+    ("qwen3_next", "nvfp4"),
 ]
 
 
@@ -199,6 +203,7 @@ USED = [
     ("gpt_neox", "int4_weight_only"),
     ("gpt_oss", "mxfp4_experts"),
     ("llama4", "fp8_per_channel"),
+    ("qwen3_next", "fp8"),
 ]
 
 

@@ -39,8 +39,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "interleave_moe_layer_step": 2,
         "num_experts_per_tok": 1,
     },
+    "qwen3_next": _GROUPED
+    | {
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
     "phi3": {"num_key_value_heads": 1, "intermediate_size": 256},
     "gpt2": {},
+    "cohere": _GROUPED | {"intermediate_size": 256, "use_qk_norm": True},
+    "olmo2": _GROUPED | {"intermediate_size": 256},
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,8 @@ from megtool.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.models.tiny_model import tiny_model
 
-Carry = Callable[..., dict[str, np.ndarray[Any, Any]]]
+Array = np.ndarray[Any, Any]
+Carry = Callable[..., dict[str, Array]]
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -71,6 +72,20 @@ DELTA = QWEN | {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
+}
+HYBRID = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 6,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 8,
+    "pad_token_id": 0,
 }
 YARN = {
     "rope_type": "yarn",
@@ -146,6 +161,14 @@ CASES |= {
     "glm4_moe": ("glm4_moe", "Glm4Moe", GLM | GROUPS | {"use_qk_norm": True}),
     "ernie4_5_moe": ("ernie4_5_moe", "Ernie4_5_Moe", ERNIE),
     "qwen3_next": ("qwen3_next", "Qwen3Next", DELTA | {"mlp_only_layers": [0]}),
+    "nemotron_h": ("nemotron_h", "NemotronH", HYBRID),
+    "nemotron_h-latent": (
+        "nemotron_h",
+        "NemotronH",
+        HYBRID
+        | {"layers_block_type": ["moe", "linear_attention", "linear_attention", "full_attention"]}
+        | {"moe_latent_size": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+    ),
     "minimax_m2": ("minimax_m2", "MiniMaxM2", EIGHT | {"head_dim": 8, "rotary_dim": 4}),
     "granitemoe": (
         "granitemoe",
@@ -158,7 +181,7 @@ CASES |= {
 
 
 def fill_routed(model: Any, seed: int = 0) -> None:
-    """Norms that scale by about 1, and routers far from ties, so that rounding chooses no other expert."""
+    """Norms that scale by about 1; routers far from ties, which rounding might decide."""
     generator = torch.Generator().manual_seed(seed)
     is_centered = model.config.model_type in ("qwen3_next",)
     for key, tensor in model.state_dict().items():
@@ -189,9 +212,11 @@ def config_of(name: str, model: Any) -> ModelConfig:
 
 
 def carried(
-    name: str, config: ModelConfig, arrays: dict[str, np.ndarray[Any, Any]], carry: Carry
+    name: str, config: ModelConfig, arrays: dict[str, Array], carry: Carry
 ) -> tuple[dict[str, Tensor], ModelConfig]:
     """Tensors under transformers' names as Megatron's, one key per layer; and what they tell."""
+    if CASES[name][0] == "nemotron_h":
+        arrays = dict(_nemotron_names(arrays))
     tensors = [
         GlobalTensor(name=n, shape=a.shape, dtype=dtype("float32")) for n, a in arrays.items()
     ]
@@ -201,6 +226,17 @@ def carried(
     moved = carry(side, arrays, target)
     assert side.config is not None
     return {n: torch.from_numpy(a) for n, a in moved.items()}, side.config
+
+
+def _nemotron_names(arrays: dict[str, Array]) -> Iterator[tuple[str, Array]]:
+    """Tensors as they are saved: under another name, and each expert's own."""
+    for name, array in arrays.items():
+        stored = name.replace("model.", "backbone.", 1)
+        if array.ndim == 3 and ".experts." in stored:
+            before, _, part = stored.rpartition(".")
+            yield from ((f"{before}.{e}.{part}.weight", array[e]) for e in range(len(array)))
+        else:
+            yield stored, array
 
 
 def ours(name: str, model: Any, carry: Carry) -> Decoder:
