@@ -130,7 +130,7 @@ class Family:
         Also the keys of a config.json that would have said it; the family's defaults stand for
         them.
         """
-        kinds = next((s for s in self.config if isinstance(s, LayerKinds)), None)
+        kinds = next((s for s in self.settings if isinstance(s, LayerKinds)), None)
         if kinds is not None and not kinds.feeds:
             config = hybrid_form(config)
         values: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}

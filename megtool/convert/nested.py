@@ -87,7 +87,7 @@ class Nested:
             raise MappingError(
                 f"the text model is of type {kind!r}, but the family knows "
                 f"{', '.join(map(repr, self.texts))}",
-                hint="`texts` in the family's file in converters/ names the families of text models",
+                hint="`texts` in the family's file in converters/ lists those that are known",
                 error_id="unsupported-model",
             )
         return self.texts[kind]

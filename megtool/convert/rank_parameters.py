@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from megtool.config import ParallelConfig
 from megtool.convert.megatron import split_state
 from megtool.convert.sections import joined
-from megtool.convert.sharding import Glu, ShardingRule, Stages, check_layout, rule_of, stages_of
+from megtool.convert.sharding import (
+    Glu,
+    ShardingRule,
+    Stages,
+    check_layout,
+    is_tower,
+    rule_of,
+    stages_of,
+)
 from megtool.errors import LayoutError
 from megtool.model_config import ModelConfig
 from megtool.parallel.pipeline_split import Pipeline
@@ -160,6 +168,16 @@ def of_tensor_rank(
     dense = [p for p in ranks.get(RankPlace(stage, chunk, 0, tp), ()) if not p.is_expert]
     place = RankPlace(stage, chunk, 0, tp % parallel.etp)
     return dense + [p for p in ranks.get(place, ()) if p.is_expert]
+
+
+def in_buffer(parameters: Sequence[Parameter], num_elements: int) -> list[Parameter]:
+    """Those of a rank's parameters that a flat buffer of so many elements has.
+
+    Parts of a model that are not text have no place in it where they were frozen.
+    """
+    if sum(p.numel for p in parameters) <= num_elements:
+        return list(parameters)
+    return [p for p in parameters if not is_tower(p.key)]
 
 
 def _check_size(t: GlobalTensor, rule: ShardingRule, config: ModelConfig) -> None:

@@ -170,7 +170,7 @@ def _bind_target(
                 own_layers=uses_local_layers(source.catalogue),
                 model_class=model_class,
                 in_parts=in_parts,
-                text_prefix=_text_prefix(source, kind),
+                text_prefix=_text_prefix(source) if in_parts else "",
                 state_names=_state_names(kind, dialect),
             ),
         )
@@ -185,9 +185,7 @@ def _bind_target(
     weights = {n: t for n, t in canonical.items() if ":" not in n}
     states = {n: t for n, t in canonical.items() if ":" in n}
     a = write(replace(source.view, canonical=weights), per_layer=None)
-    b = write(
-        replace(source.view, canonical=states), per_layer=True, main="param", in_parts=False
-    )
+    b = write(replace(source.view, canonical=states), per_layer=True, main="param", in_parts=False)
     return TargetView(
         tensors=a.tensors + b.tensors,
         placements=a.placements | b.placements,
@@ -198,13 +196,13 @@ def _bind_target(
     )
 
 
-def _text_prefix(source: CheckpointSource, kind: str) -> str:
+def _text_prefix(source: CheckpointSource) -> str:
     """What Megatron's names of the text model begin with, if a larger model nests it.
 
-    Files per rank have names of a rank's own modules, which their writer makes.
+    In files per rank and buckets, which have names of a rank's own modules, writers add it.
     """
     family = source.model.family if source.model else None
-    return MEGATRON_PREFIX if family and family.nested and kind != "megatron" else ""
+    return MEGATRON_PREFIX if family and family.nested else ""
 
 
 def _state_names(kind: str, dialect: str) -> str | None:

@@ -14,7 +14,13 @@ from megtool.checkpoint.megatron_metadata import read_object, saved_args
 from megtool.checkpoint.param_groups import OPTIMIZER_OBJECT
 from megtool.config import ParallelConfig
 from megtool.convert.megatron import split_state
-from megtool.convert.rank_parameters import Parameter, RankPlace, of_tensor_rank, rank_parameters
+from megtool.convert.rank_parameters import (
+    Parameter,
+    RankPlace,
+    in_buffer,
+    of_tensor_rank,
+    rank_parameters,
+)
 from megtool.errors import FormatError
 from megtool.model_config import ModelConfig
 from megtool.reshard.megatron.bucket_decoding import Bucket, FlatBuffer, decode_buckets
@@ -208,6 +214,7 @@ def _flat_buffers(
             parameters = filled[buffer.number // dtypes]
             if dtypes > 1:
                 parameters = [p for p in parameters if _has_buffer_dtype(p, buffer.dtype)]
+            parameters = in_buffer(parameters, sum(b.size for b in buffers[buffer]))
             yield FlatBuffer(
                 members=parameters,
                 buckets=buffers[buffer],

@@ -14,6 +14,7 @@ from megtool.checkpoint.containers.pickle_reader import inert_global
 from megtool.checkpoint.rechunk import Rechunking
 from megtool.config import ParallelConfig
 from megtool.convert.rank_parameters import Parameter, RankPlace, of_tensor_rank, rank_parameters
+from megtool.convert.sharding import is_tower
 from megtool.dtypes import DType
 from megtool.errors import LayoutError
 from megtool.model_config import ModelConfig
@@ -67,12 +68,12 @@ def plan_buckets(
     """Buckets of all ranks for a model's weights (under Megatron's names).
 
     `states` are the states to store, by stored name, and their dtypes. Experts that are spread over
-    ranks have their own buffers, in another chain.
+    ranks have their own buffers, in another chain. Towers, which are frozen, have no state.
 
     Raises:
         LayoutError: buckets cannot hold experts at this layout.
     """
-    weights = [t for t in weights if not is_module_buffer(t.name)]
+    weights = [t for t in weights if not (is_module_buffer(t.name) or is_tower(t.name))]
     ranks = rank_parameters(weights, config, parallel)
     has_expert_chain = parallel.ep > 1 and any(
         p.is_expert for parameters in ranks.values() for p in parameters

@@ -72,6 +72,17 @@ def choose_optimizer(
             hint="--optimizer-format none leaves the state out; --to torch_dist "
             f"--optimizer-format {FULLY_RESHARDABLE} holds it as it is",
         )
+    towers = frozenset(side.towers())
+    trained = [n for n in side.canonical if n.rpartition(":")[2] in towers and n not in towers]
+    if by_weights and trained:
+        raise MappingError(
+            "optimizer state in buckets follows the order in which a model registers its "
+            f"parameters, and that of {trained[0].rpartition(':')[2].partition('.')[0]} is not "
+            "known",
+            tensor=trained[0],
+            hint=f"--to torch_dist --optimizer-format {FULLY_RESHARDABLE} holds the state by name; "
+            "--optimizer-format none leaves it out",
+        )
     if to == "megatron":
         return LEGACY
     if to != "torch_dist":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.rechunk import rechunk
 from megtool.config import ParallelConfig
-from megtool.convert.rank_parameters import EMBEDDING, OUTPUT, Parameter, boxes_of_rank
+from megtool.convert.rank_parameters import EMBEDDING, OUTPUT, Parameter, boxes_of_rank, in_buffer
 from megtool.convert.sharding import Glu, rule_of
 from megtool.errors import FormatError, LayoutError
 from megtool.model_config import ModelConfig
@@ -327,6 +327,7 @@ def _flat_buffers(
             )
         members = [p for p in filled[number // dtypes] if dtypes == 1 or p.dtype == dtype]
         first_state = next(iter(states.values()))
+        members = in_buffer(members, sum(t.numel for t in first_state.values()))
         is_coalesced = len(first_state) == 1
         yield FlatBuffer(
             members=members,

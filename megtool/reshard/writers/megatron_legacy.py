@@ -194,14 +194,15 @@ class _RankFileWriter:
         dense = [p for p in self.ranks.get(position, []) if not p.is_expert]
         position = RankPlace(stage, chunk, ep, expert_rank(tp, ep, self.parallel))
         experts = [p for p in self.ranks.get(position, []) if p.is_expert]
-        parameters = [*dense, *experts]
+        parameters = [p for p in (*dense, *experts) if not is_tower(p.key)]
+        towers = [p for p in dense if is_tower(p.key)]
         try:
             order = registered([(_order_key(p), p.expert) for p in parameters], self.settings.order)
         except MappingError:
             if self.states:
                 raise
-            return parameters  # weights are found by name: only buckets need the order
-        return [parameters[i] for i in order]
+            return towers + parameters  # weights are found by name: only buckets need the order
+        return towers + [parameters[i] for i in order]
 
     def _model_tree(
         self,
@@ -287,7 +288,10 @@ class _RankFileWriter:
         )
         spelled = f"torch.{self.settings.param_dtype},torch.{self.settings.grad_dtype}"
         out: dict[Any, Any] = {"buckets_coalesced": True}
-        chunks = [[p for p in listed if not p.key.endswith(".expert_bias")] for listed in members]
+        chunks = [
+            [p for p in listed if not (p.key.endswith(".expert_bias") or is_tower(p.key))]
+            for listed in members
+        ]
         filled = [(chunk, parameters) for chunk, parameters in enumerate(chunks) if parameters]
         for number, (chunk, parameters) in enumerate(
             filled
