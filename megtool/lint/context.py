@@ -152,7 +152,7 @@ def read_context(folder: FolderView) -> LintContext:
         if name.rpartition(".")[2] in names.embeddings:
             if codes.dtype in _CODES:
                 context.embeddings.append(name)
-        elif codes.dtype in (*_CODES, *_FLOATS):
+        elif codes.dtype in (*_CODES, *_FLOATS) and not name.endswith("norm"):  # one row a head
             context.linears.append(_linear(folder, name, codes, tensors))
     context.mismatch = _compare_with_family(context)
     return context

@@ -18,6 +18,23 @@ DIRECT = MODELS["latent"] | {"q_lora_rank": 0}
 CASES = MODELS | {
     "direct queries": DIRECT,
     "gates": dict(attn_output_gate=True, num_experts=0, num_experts_per_token=0),
+    "one norm": dict(
+        norm="layernorm",
+        norm_bias=False,
+        shared_norm=True,
+        parallel_residual=True,
+        qk_norm=True,
+        qk_norm_of="each",
+        num_experts=0,
+        num_experts_per_token=0,
+    ),
+    "no norms before": dict(
+        pre_norms=False,
+        qk_norm=True,
+        qk_norm_of="all",
+        num_experts=0,
+        num_experts_per_token=0,
+    ),
 }
 
 
@@ -64,6 +81,14 @@ def test_gates_of_attention_read_what_queries_do() -> None:
     points = {p.name: p for p in points_and_decoder("gates")[0]}
     last = [m.rpartition(".")[2] for m in points["layers.0.attn.qkv"].modules]
     assert sorted(last) == ["gate", "k", "q", "v"]
+
+
+@pytest.mark.parametrize("name", ["one norm", "no norms before"])
+def test_scales_are_not_folded_into_a_norm_that_feeds_two_or_is_not_there(name: str) -> None:
+    points = {p.name: p for p in points_and_decoder(name)[0]}
+    assert {points[f"layers.0.{x}"].norm for x in ("attn.qkv", "mlp.fc1")} == {""}
+    assert points["head"].norm == "norm"
+    assert not any("norms" in p for p in points)
 
 
 def test_of_a_mixture() -> None:
