@@ -238,8 +238,8 @@ class SharedStoreStage(StoreStage):
             self.is_published = self._find_published()
             self._release_publication()
             return None
-        found = [self._read_record(n) for n in range(self.worker.count)]
-        records = [record for record in found if record is not None]
+        read = map(self._read_record, range(self.worker.count))
+        records = [record for record in read if record is not None]
         if len(records) < self.worker.count:  # another that had stalled has just published
             self.is_published = self._find_published()
             self._release_publication()
