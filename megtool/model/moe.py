@@ -19,6 +19,7 @@ from megtool.kernels.grouped_gemm import grouped_linear, invert, permute, unperm
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ExpertHook
 from megtool.model.linear import ColumnLinear, RowLinear
+from megtool.model.mla import DownLinear
 from megtool.model.mlp import activated
 from megtool.model.param_attributes import mark
 from megtool.model.router import Router
@@ -39,7 +40,8 @@ class MoeMlp(nn.Module):
     """The MLP of a layer whose tokens choose experts; the norm before it belongs to the layer.
 
     Takes and gives x_TH, of which a rank has all rows, or with `sequence_parallel` its own.
-    `layer` is the layer's number; all mixtures of a model are alike.
+    `layer` is the layer's number; all mixtures of a model are alike. With `moe_latent_size` routed
+    experts are given, and return, smaller vectors, of two projections that all ranks have whole.
 
     For who watches: `labels_T` (int64, of this rank's rows) go with the tokens to their experts,
     whose rows then have `labels_R`, -1 where one is filler. With `shows_all` every expert is given
@@ -69,6 +71,18 @@ class MoeMlp(nn.Module):
             config, layer, partial=self.sequence_parallel, dtype=dtype, device=device
         )
         # Two levels, as Megatron's names have them: mlp.experts.experts.linear_fc1.weight.
+        if size := config.moe_latent_size:
+            down, up = (config.hidden_size, size), (size, config.hidden_size)
+            self.fc1_latent_proj, self.fc2_latent_proj = (
+                DownLinear(
+                    *sizes,
+                    groups.tp,
+                    sequence_parallel=sequence_parallel,
+                    dtype=dtype,
+                    device=device,
+                )
+                for sizes in (down, up)
+            )
         experts = Experts(config, groups, dtype=dtype, device=device)
         self.experts = nn.ModuleDict({"experts": experts})
         self.shared_experts = None
@@ -102,6 +116,13 @@ class MoeMlp(nn.Module):
         return out_TH
 
     def _routed(self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor) -> Tensor:
+        if not self.config.moe_latent_size:
+            return self._by_experts(x_TH, experts_TK, probs_TK)
+        latent_TH = self._by_experts(self.fc1_latent_proj(x_TH), experts_TK, probs_TK)
+        out_TH: Tensor = self.fc2_latent_proj(latent_TH)
+        return out_TH
+
+    def _by_experts(self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor) -> Tensor:
         if self.is_in_place:
             return self._in_place(x_TH, experts_TK, probs_TK)
         if self.sequence_parallel or self.groups.tp.size == 1:
@@ -199,7 +220,8 @@ class Experts(nn.Module):
         self.config = config
         num = groups.ep.part(config.num_experts, "num_experts")
         ffn = groups.etp.part(config.moe_ffn_hidden_size, "moe_ffn_hidden_size")
-        hidden, inner, bias = config.hidden_size, ffn * (2 if config.gated else 1), config.mlp_bias
+        hidden = config.moe_latent_size or config.hidden_size
+        inner, bias = ffn * (2 if config.gated else 1), config.mlp_bias
         self.linear_fc1 = ExpertLinear(
             num, hidden, inner, groups.etp, bias=bias, split_dim=1, dtype=dtype, device=device
         )

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
 from megtool.errors import LayoutError
+from megtool.inference.batching import GenerateRequest
+from megtool.inference.forward import Forward
+from megtool.inference.generate import DecodingOptions, generate
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache, PagedCache
 from megtool.model.decoder import Decoder
+from megtool.model.hook_locations import places
+from megtool.model.lora import LoraSettings, adapters_of, add_adapters, merge
 from megtool.model.mamba import check_mamba_heads
 from megtool.model.recompute import recompute
 from megtool.model_config import ModelConfig
+from megtool.train.features.adapter_tensors import canonical_modules
 from tests.support.errors import raises
 from tests.support.models.hybrid_models import SIZES, nemotron_h, ours
+from tests.support.worlds import context_layouts
+from tests.support.worlds.gloo_world import run_world
 
 TOLERANCE = 1e-4
 
@@ -145,6 +154,66 @@ def test_gradients(pair: Pair, again: Any) -> None:
     assert largest(norm, mixer.in_proj.layer_norm_weight.grad) < 1e-4 * max(1, norm.abs().max())
 
 
+def test_steps_of_adamw_are_torchs(pair: Pair) -> None:
+    """The weights of all parameters after three steps of both."""
+    model = copy.deepcopy(pair[0])
+    decoder = ours(model).train()
+    how = {"lr": 1e-2, "weight_decay": 0.1}
+    optimizers = [torch.optim.AdamW(m.parameters(), **how) for m in (model, decoder)]
+    for step in range(3):
+        tokens = text(2, 15, seed=step)
+        logits = model(tokens[:, :-1]).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        total, count = decoder.loss(Batch(tokens_BS=tokens[:, :-1]), tokens[:, 1:])
+        (total / count).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    want = ours(model).state_dict()
+    # Where a gradient is nothing but rounding, a step of Adam goes anywhere.
+    apart = [(want[n] - t).abs().flatten() for n, t in decoder.state_dict().items()]
+    assert (torch.cat(apart) < 1e-5).float().mean() > 0.999
+    assert torch.cat(apart).max() < 1e-3
+
+
+@torch.inference_mode()
+def test_generation_with_slots_is_transformers(pair: Pair) -> None:
+    """All at once, recorded, and more prompts than slots: sequences leave, and others enter."""
+    model, decoder = pair
+    prompts = [text(1, n, seed=n) for n in (5, 2, 9, 3, 7)]
+    want = [
+        model.generate(p, max_new_tokens=8, do_sample=False, use_cache=True, pad_token_id=0)
+        for p in prompts
+    ]
+    wanted = [w[0, p.shape[1] :].tolist() for w, p in zip(want, prompts, strict=True)]
+    requests = [
+        GenerateRequest(number=n, prompt=tuple(p[0].tolist()), max_new_tokens=8)
+        for n, p in enumerate(prompts)
+    ]
+    for slots, graphed in ((5, False), (5, True), (2, False)):
+        options = DecodingOptions(num_slots=slots, graphed=graphed, eos_ids=frozenset())
+        got = generate(Forward(decoder), requests, options, new_detokenizer=Silent)
+        assert [list(c.tokens) for c in got] == wanted, (slots, graphed)
+
+
+class Silent:
+    """A detokenizer of nothing."""
+
+    def push(self, token: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_ranks_have_the_numbers_of_one_process(sequence_parallel: bool) -> None:
+    jobs = [("mamba", kind, {"tp": 2}, sequence_parallel) for kind in ("plain", "documents")]
+    jobs += [("mamba, one group", "padded left", {"pp": 2}, False)] * (not sequence_parallel)
+    for found in run_world(context_layouts.compare_all, 2, jobs):
+        assert {k: v for k, v in found.items() if not v < 1e-5} == {}
+
+
 def config(**more: int) -> ModelConfig:
     facts = {"mamba_num_heads": 12, "mamba_num_groups": 4} | more
     return ModelConfig(
@@ -179,3 +248,32 @@ def test_layouts_that_do_not_go_evenly_are_refused(
         return
     with raises(LayoutError, *words):
         check_mamba_heads(config(**sizes), tp, cp)
+
+
+def test_adapters_and_hooks_are_at_the_projections(pair: Pair) -> None:
+    decoder = ours(pair[0])
+    tokens = Batch(tokens_BS=text(1, 6))
+    want, seen = decoder(tokens), []
+    for point in ("layers.0.mamba.in", "layers.0.mamba.out"):
+        (place,) = places(decoder, point)
+        place.set(lambda x: seen.append(x.shape[1]) or x)
+        decoder(tokens)
+        place.set(None)
+    assert seen == [32, 24]
+    add_adapters([decoder], LoraSettings(rank=2, alpha=4))
+    names = [name for name, _, _ in adapters_of(decoder)]
+    assert {"decoder.layers.0.mixer.in_proj", "decoder.layers.3.mixer.out_proj"} <= set(names)
+    assert not any("conv1d" in name for name in names)
+    assert torch.equal(decoder(tokens), want)
+    for _, _, adapter in adapters_of(decoder):
+        adapter.lora_B.data.normal_()
+    got = decoder(tokens)
+    assert largest(got, want) > 0.01
+    merge([decoder])
+    assert largest(decoder(tokens), got) < TOLERANCE
+    assert canonical_modules("decoder.layers.3.mixer.in_proj", decoder.config) == tuple(
+        f"layers.3.mamba.in_{part}" for part in ("z", "x", "B", "C", "dt")
+    )
+    assert canonical_modules("decoder.layers.3.mixer.out_proj", decoder.config) == (
+        "layers.3.mamba.out",
+    )

@@ -96,7 +96,7 @@ def whole_model(name: str) -> Decoder:
 def rank_part(key: str, tensor: Tensor, config: ModelConfig, groups: ProcessGroups) -> Tensor:
     """What this rank holds of a parameter, by the rules that checkpoints are cut by."""
     is_glu = config.gated and "linear_fc1" in key and "layer_norm" not in key
-    rule = rule_of(key, is_glu)
+    rule = rule_of(key, is_glu, config)
     group = groups.etp if rule.is_expert else groups.tp
     if rule.is_expert:
         tensor = tensor.chunk(groups.ep.size)[groups.ep.rank]
