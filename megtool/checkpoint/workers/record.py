@@ -40,8 +40,8 @@ class WorkerRecord:
     sections that it wrote by path in the checkpoint; None: the file has to be read. `kernel_files`
     are those of which the kernel wrote some bytes. Of a share that was planned alone, `span` are
     its bytes in the order of the target (see `PlanShare`), and `file_bytes` those of tensors in
-    each file. `num_bytes` are bytes of the target by operation. `overflowed` counts by entry of the
-    plan, `fed_overflowed` by stored tensor.
+    each file. `num_bytes` are bytes of the target by operation. `overflowed` and `rounded` count by
+    entry of the plan, `fed_overflowed` by stored tensor.
     """
 
     fingerprint: str
@@ -58,6 +58,7 @@ class WorkerRecord:
     verified: int = 0
     repaired: int = 0
     overflowed: Mapping[int, int] = field(default_factory=dict)
+    rounded: Mapping[int, int] = field(default_factory=dict)
     fed_overflowed: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -130,6 +131,7 @@ def encode_record(record: WorkerRecord) -> bytes:
         "file_bytes": dict(sorted(record.file_bytes.items())),
         "verified": record.verified,
         "repaired": record.repaired,
+        "rounded": {str(n): count for n, count in sorted(record.rounded.items())},
         "overflowed": {str(n): count for n, count in sorted(record.overflowed.items())},
         "fed_overflowed": dict(sorted(record.fed_overflowed.items())),
         "tensors": {
@@ -198,6 +200,7 @@ def _parse(values: Any) -> WorkerRecord:
         file_bytes=_mapping(values["file_bytes"], str, _count),
         num_bytes=_mapping(values["num_bytes"], Op, _count),
         overflowed=_mapping(values["overflowed"], int, _count),
+        rounded=_mapping(values["rounded"], int, _count),
         fed_overflowed=_mapping(values["fed_overflowed"], str, _count),
         tensors=_mapping(values["tensors"], str, _tensor),
         files=_mapping(values["files"], str, _sections),

@@ -126,6 +126,7 @@ def copy_share(
         verified=copy.verified,
         repaired=context.repaired,
         overflowed=dict(context.overflowed),
+        rounded=dict(context.rounded),
         fed_overflowed=dict(context.fed_overflowed),
     )
     stage.sign_off(record, [copy.path(n) for n in numbers], fsync=fsync)
@@ -239,13 +240,15 @@ def _merge_record(
                 stage.digests.forget(path)
             elif sections.crcs:
                 stage.digests.add_sections(path, sections.first, sections.crcs)
-        if record.overflowed and max(record.overflowed) >= len(copy.plan.entries):
-            raise ValueError(f"there is no entry {max(record.overflowed)}")
+        last = max([*record.overflowed, *record.rounded], default=0)
+        if last and last >= len(copy.plan.entries):
+            raise ValueError(f"there is no entry {last}")
     except (ValueError, KeyError) as e:
         raise _not_of_this_plan(record, e) from e
     copy.kernel_files.update(record.kernel_files)
     context.num_bytes.update(record.num_bytes)
     context.overflowed.update(record.overflowed)
+    context.rounded.update(record.rounded)
     context.fed_overflowed.update(record.fed_overflowed)
     context.kernel_bytes += record.kernel_bytes
     context.repaired += record.repaired

@@ -36,6 +36,7 @@ RECORD = WorkerRecord(
     verified=2,
     repaired=1,
     overflowed={3: 4},
+    rounded={5: 6},
     fed_overflowed={"x": 1},
 )
 PATH = Path("worker-1.record")
