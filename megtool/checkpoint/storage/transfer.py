@@ -13,7 +13,12 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.storage.open_objects import FIRST_NUMBER, ReadableObject, open_objects
+from megtool.checkpoint.storage.open_objects import (
+    FIRST_NUMBER,
+    ReadableObject,
+    as_bytes,
+    open_objects,
+)
 from megtool.checkpoint.storage.store import truncated
 from megtool.errors import StorageError
 
@@ -175,7 +180,7 @@ class FileTransfer:
             batch = buffers[start : start + IOV_MAX]
             expected = sum(b.nbytes for b in batch)
             if fd >= FIRST_NUMBER:
-                self.pwrite_all(fd, b"".join(map(memoryview, batch)), offset)
+                self.pwrite_all(fd, b"".join(map(as_bytes, batch)), offset)
                 offset += expected
                 continue
             done = self.call(fd, "write", os.pwritev, fd, batch, offset)
