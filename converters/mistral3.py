@@ -1,4 +1,4 @@
-"""Mistral Small 3.1 and later: a text model of Mistral's (Llama's layout) beside a vision tower."""
+"""Mistral Small 3.1 and later, and Ministral 3: a text model of Mistral's beside a vision tower."""
 
 from megtool.convert import LLAVA_NAMES, LLAVA_TOWERS, Family, Nested
 
@@ -7,7 +7,7 @@ FAMILY = Family(
     architectures=("Mistral3ForConditionalGeneration",),
     model_types=("mistral3",),
     nested=Nested(
-        texts={"mistral": "llama"},
+        texts={"mistral": "llama", "ministral3": "ministral3"},
         names=LLAVA_NAMES,
         towers=LLAVA_TOWERS,
         # What transformers' own configuration of the whole model has where a key is absent.

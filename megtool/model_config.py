@@ -59,10 +59,11 @@ class ModelConfig:
     divides queries and keys by their root mean square after rotation. Layers with rotary embedding
     attend within chunks of `attn_chunk_size` tokens (0: no chunks), and layers without one multiply
     queries at position p by `1 + attn_temperature_scale * log(1 + floor((p + 1) / floor_size))`,
-    where `floor_size` is `attn_temperature_floor`. A group of experts is ranked by the sum of its
-    `router_group_best` best scores (0: Megatron's number, the experts a token gets from each chosen
-    group). `router_scales_input` multiplies what an expert is given by its score, not what it
-    returns. `router_fp32` casts the router and what it is given to float32.
+    where `floor_size` is `attn_temperature_floor`; with `attn_temperature_rotated` layers with
+    rotary embedding multiply them so after it, with p for p + 1. A group of experts is ranked by
+    the sum of its `router_group_best` best scores (0: Megatron's number, the experts a token gets
+    from each chosen group). `router_scales_input` multiplies what an expert is given by its score,
+    not what it returns. `router_fp32` casts the router and what it is given to float32.
 
     Raises:
         MappingError: a value is impossible; the message names the field.
@@ -149,6 +150,7 @@ class ModelConfig:
     attn_chunk_size: int = 0
     attn_temperature_floor: int = 0
     attn_temperature_scale: float = 0.0
+    attn_temperature_rotated: bool = False
     router_group_best: int = 0
     router_scales_input: bool = False
     router_fp32: bool = False
@@ -378,6 +380,7 @@ _FLAGS = (
     "parallel_residual",
     "qk_l2_norm",
     "post_norms",
+    "attn_temperature_rotated",
     "router_scales_input",
     "router_fp32",
 )

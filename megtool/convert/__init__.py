@@ -30,6 +30,7 @@ from megtool.convert.config_keys import (
     Refused,
     Rope,
     RopeInWindows,
+    RopeTemperature,
     Window,
 )
 from megtool.convert.families import Family
@@ -119,6 +120,7 @@ __all__ = [
     "Renamed",
     "Rope",
     "RopeInWindows",
+    "RopeTemperature",
     "Row",
     "Same",
     "Shifted",

@@ -257,6 +257,26 @@ class Rope(Setting):
             }
 
 
+@dataclass(frozen=True, slots=True)
+class RopeTemperature(Setting):
+    """Queries that are scaled by their position, after rotation: a key of the rotary scaling."""
+
+    key: str = "llama_4_scaling_beta"
+    length: str = "original_max_position_embeddings"
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The fields, from the scaling that `Rope` read before."""
+        scaling = into.get("rope_scaling") or {}
+        if scaling.get(self.key):
+            into["attn_temperature_scale"] = float(scaling[self.key])
+            into["attn_temperature_floor"] = scaling.get(self.length) or into["max_positions"]
+        into["attn_temperature_rotated"] = True
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """Nothing: `Rope` writes the scaling."""
+
+
 def num_layers(fields: Mapping[str, Any]) -> int:
     """The number of layers, checked before anything as long as it is made.
 

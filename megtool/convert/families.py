@@ -26,6 +26,7 @@ _FORWARD = (
     "attn_chunk_size",
     "attn_softcap",
     "attn_temperature_floor",
+    "attn_temperature_rotated",
     "attn_temperature_scale",
     "embedding_scale",
     "glu_offset",

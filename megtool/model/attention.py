@@ -234,7 +234,8 @@ class Attention(nn.Module):
             if config.qk_l2_norm:
                 query = rms_norm(query, None, config.norm_eps)
                 key = rms_norm(key, None, config.norm_eps)
-        elif config.attn_temperature_scale:
+        is_scaled = (turn is not None) == config.attn_temperature_rotated
+        if config.attn_temperature_scale and is_scaled:
             query = query * self._temperature(frame.positions_BS, query.dtype)
         if self.cache_tap is not None:
             key, value = self.cache_tap(key, value)
@@ -312,8 +313,9 @@ class Attention(nn.Module):
         )
 
     def _temperature(self, positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
-        """The query multiplier of layers without rotary embedding, [B, S, 1, 1]."""
+        """The query multiplier by position, [B, S, 1, 1]."""
         config = self.config
-        steps = torch.floor((positions_BS.float() + 1) / config.attn_temperature_floor)
+        counted = positions_BS.float() + (not config.attn_temperature_rotated)
+        steps = torch.floor(counted / config.attn_temperature_floor)
         scale = torch.log1p(steps) * config.attn_temperature_scale + 1
         return scale[:, :, None, None].to(dtype)

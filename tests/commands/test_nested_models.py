@@ -87,6 +87,7 @@ def test_state_of_the_text_model_is_resharded(tuned: Path, tmp_path: Path) -> No
     assert not any(n.startswith((state + "vision", state + "multi")) for n in names)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_keeps_towers(gemma: Path, data: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"train_iters": 4, "seq_length": 32, "global_batch_size": 2}
     options |= {"data": [str(data)], "lr": 1e-3, "threads": 1, "fsync": False, "save_interval": 2}

@@ -25,6 +25,9 @@ from tests.support.runs.loading import source_of
 transformers = pytest.importorskip("transformers")
 
 cases = pytest.mark.parametrize("case", CASES, ids=str)
+first_is_fast = pytest.mark.parametrize(
+    "case", [CASES[0], *(pytest.param(c, marks=pytest.mark.slow) for c in CASES[1:])], ids=str
+)
 GEMMA, MISTRAL, _, QWEN, _ = CASES
 TOKENS = torch.arange(28).reshape(2, 14)
 
@@ -54,7 +57,7 @@ def test_weights_come_back_to_the_same_bytes(case: NestedCase, tmp_path: Path) -
     assert verify(tmp_path / "hf", tmp_path / "2_megatron").verdict == "equal"
 
 
-@cases
+@first_is_fast
 def test_names_beside_the_towers_are_megatron_bridges(case: NestedCase, tmp_path: Path) -> None:
     case.build(tmp_path / "hf")
     reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", tp=2, pp=2, fsync=False)
@@ -89,7 +92,7 @@ def test_rank_files_have_the_prefix_too(tmp_path: Path) -> None:
     assert all(n.startswith(begin) for n in model)
 
 
-@cases
+@first_is_fast
 def test_what_other_releases_save_is_read(case: NestedCase, tmp_path: Path) -> None:
     if not case.older:
         pytest.skip("all releases save the same names")
@@ -113,7 +116,20 @@ def test_the_text_model_computes_what_transformers_does(case: NestedCase, tmp_pa
             torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 
-@cases
+def test_the_text_model_of_ministral_3(tmp_path: Path) -> None:
+    """Queries are scaled by their position, here beyond the fourth."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.3}
+    rope |= {"original_max_position_embeddings": 4, "mscale": 1.0, "mscale_all_dim": 1.0}
+    model = MISTRAL.build(
+        tmp_path / "hf", dtype="float32", model_type="ministral3", rope_parameters=rope
+    )
+    with torch.no_grad():
+        want = model(input_ids=TOKENS).logits
+    found = load(source_of(tmp_path / "hf"))(Batch(tokens_BS=TOKENS))
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
+@first_is_fast
 def test_what_is_written_loads_in_transformers(case: NestedCase, tmp_path: Path) -> None:
     kind = type(case.build(tmp_path / "hf"))
     reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)

@@ -52,6 +52,20 @@ CASES = [
     Case("nemotron", UNTIED | {"head_dim": 8}),
     Case("nemotron", TIED | BIASED | {"mlp_bias": True, "head_dim": 8}),
     Case("mistral", {"sliding_window": 32, "head_dim": 8}),
+    Case(
+        "ministral3",
+        UNTIED
+        | {
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
     Case("seed_oss", UNTIED | {"head_dim": 16}),
     Case("seed_oss", TIED | {"head_dim": 8, "attention_out_bias": True, "mlp_bias": True}),
     Case("ernie4_5", TIED | {"head_dim": 16}),

@@ -27,6 +27,14 @@ LLAMA3 = rope(
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
 
+YARN_SCALED = {
+    "factor": 4.0,
+    "original_max_position_embeddings": 4,
+    "llama_4_scaling_beta": 0.3,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
 LONG = {
     "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [2.0, 3.0, 4.0, 5.0],
@@ -102,6 +110,11 @@ CASES = [
     Case("starcoder2", UNTIED | {"use_bias": False, "sliding_window": 5}),
     Case("nemotron", UNTIED | {"head_dim": 8}),
     Case("nemotron", TIED | BIASED | {"mlp_bias": True, "head_dim": 8}),
+    Case(
+        "ministral3",
+        UNTIED | rope("yarn", **YARN_SCALED) | {"head_dim": 8},
+        "scaled",
+    ),
     Case("seed_oss", UNTIED | {"head_dim": 16, "attention_out_bias": True}),
     Case("ernie4_5", TIED | {"head_dim": 8, "use_bias": True}),
     Case("glm4", UNTIED | {"head_dim": 8}),

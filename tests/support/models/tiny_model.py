@@ -51,6 +51,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig"),
     "llama4": ("Llama4ForCausalLM", "Llama4TextConfig"),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config"),
+    "ministral3": ("Ministral3ForCausalLM", "Ministral3Config"),
     "mistral": ("MistralForCausalLM", "MistralConfig"),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig"),
     "nemotron": ("NemotronForCausalLM", "NemotronConfig"),
