@@ -176,6 +176,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         logit_scale=0.7,
         attn_sinks=True,
     ),
+    "norms over all heads": dict(pre_norms=False, post_norms=True, qk_norm=True, qk_norm_of="all"),
+    "one norm for both": dict(
+        norm="layernorm",
+        norm_bias=False,
+        zero_centered_norm=True,
+        shared_norm=True,
+        parallel_residual=True,
+        qk_norm=True,
+        qk_norm_of="each",
+    ),
 }
 
 
@@ -225,7 +235,7 @@ def over_ranks(rank: int, size: int, names: Collection[str]) -> dict[tuple[str, 
 
 slow = pytest.mark.slow
 WORLDS = [
-    (4, ("llama",)),
+    (4, ("llama", "norms over all heads", "one norm for both")),
     pytest.param(2, LAYOUTS, marks=slow),
     pytest.param(4, LAYOUTS, marks=slow),
 ]
