@@ -26,6 +26,7 @@ OPTIONS = {
     "startup.py": ["--rounds", "1"],
     "gpu_speed.py": [],
     "kernel_speed.py": ["--device", "cpu", "--tokens", "16", "--hidden", "32", "--rounds", "1"],
+    "delta_rule_speed.py": ["--tokens", "70", "--rounds", "1"],
     "mamba_speed.py": ["--tokens", "70", "--rounds", "1"],
     "cross_entropy_memory.py": ["--rounds", "1", "--vocab", "16384", "--tokens", "1024"],
     "forward_speed.py": [
@@ -199,6 +200,14 @@ def test_the_recurrence_of_mamba_is_timed(measure: Measure) -> None:
     """That both compute the same is the script's own to see."""
     _, figures = measure("mamba_speed.py")
     assert {f["operation"] for f in figures} == {"recurrence", "convolution"}
+    assert len(figures) == 4
+    assert min(f["ratio"] for f in figures) > 0
+
+
+def test_the_gated_delta_rule_is_timed(measure: Measure) -> None:
+    """That both compute the same is the script's own to see."""
+    _, figures = measure("delta_rule_speed.py")
+    assert {f["kind"] for f in figures} == {"forward", "forward and backward"}
     assert len(figures) == 4
     assert min(f["ratio"] for f in figures) > 0
 

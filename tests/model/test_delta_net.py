@@ -10,14 +10,26 @@ from torch import Tensor
 
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
+from megtool.inference.batching import GenerateRequest
+from megtool.inference.forward import Forward
+from megtool.inference.generate import DecodingOptions, generate
 from megtool.kernels.causal_conv import runs_of
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache, KeySpan, KVCache, PagedCache
+from megtool.model.decoder import Decoder
 from megtool.model.delta_net import GatedDeltaNet
 from megtool.model.forward_context import ForwardContext
+from megtool.model.hook_locations import places
+from megtool.model.lora import LoraSettings, adapters_of, add_adapters, merge
+from megtool.model.recompute import recompute
 from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.train.features.adapter_tensors import canonical_modules
 from megtool.train.memory_estimate import meta_groups
+from tests.support.checkpoints.arrays import carry
+from tests.support.models import moe_models
+from tests.support.worlds import context_layouts
+from tests.support.worlds.gloo_world import run_world
 
 SIZES: dict[str, Any] = dict(
     num_layers=2,
@@ -216,3 +228,124 @@ def test_heads_that_do_not_go_evenly_are_refused_with_sizes_that_do(layout: Any)
     with pytest.raises(LayoutError, match="2 key heads and 4 value heads") as e:
         GatedDeltaNet(CONFIG, 0, meta_groups(ParallelConfig(**layout), 0))
     assert "divides both: 1, 2" in str(e.value)
+
+
+# ---- whole models: Qwen3-Next
+
+
+def random_text(rows: int, length: int, seed: int = 1) -> Tensor:
+    return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def models(**changes: Any) -> tuple[Any, Decoder]:
+    model = moe_models.transformers_model("qwen3_next", **changes)
+    return model, moe_models.ours("qwen3_next", model, carry)
+
+
+def test_five_steps_of_adamw_are_transformers() -> None:
+    model, decoder = models(seed=2)  # with others rounding alone moves losses by 1e-4
+    decoder.train()
+    how: Any = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4}  # what is almost 0 goes nowhere
+    optimizers = []
+    for module in (model, decoder):
+        matrices, vectors = (
+            [p for p in module.parameters() if (p.dim() > 1) is m] for m in (True, False)
+        )
+        plain = {"params": vectors, "weight_decay": 0.0}
+        optimizers.append(torch.optim.AdamW([{"params": matrices}, plain], **how))
+    for step in range(5):
+        tokens = random_text(4, 17, seed=step)
+        logits = model(tokens[:, :-1]).logits
+        want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        want.backward()
+        total, count = decoder.loss(Batch(tokens_BS=tokens[:, :-1]), tokens[:, 1:])
+        (total / count).backward()
+        assert abs((total / count - want).item()) < 1e-5, step
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@torch.inference_mode()
+def test_generation_is_transformers_token_for_token() -> None:
+    """All at once, recorded, and more prompts than slots: sequences leave, and others enter."""
+    model, decoder = models()
+    prompts = [random_text(1, n, seed=n) for n in (5, 2, 9, 70)]
+    requests, wanted = [], []
+    for number, prompt in enumerate(prompts):
+        whole = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        wanted.append(whole[0, prompt.shape[1] :].tolist())
+        ids = tuple(prompt[0].tolist())
+        requests.append(GenerateRequest(number=number, prompt=ids, max_new_tokens=8))
+    for slots, graphed in ((4, False), (4, True), (2, False)):
+        options = DecodingOptions(num_slots=slots, graphed=graphed, eos_ids=frozenset())
+        got = generate(Forward(decoder), requests, options, new_detokenizer=Silent)
+        assert [list(c.tokens) for c in got] == wanted, (slots, graphed)
+
+
+class Silent:
+    """A detokenizer of nothing."""
+
+    def push(self, token: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("layout", [{"cp": 2}, {"tp": 2}], ids=str)
+def test_ranks_have_the_numbers_of_one_process(layout: dict[str, int]) -> None:
+    jobs = [("delta nets", kind, layout, "tp" in layout) for kind in ("plain", "documents")]
+    jobs += [("delta nets", "padded left", layout, False)]
+    for differences in run_world(context_layouts.compare_all, 2, jobs):
+        assert {k: v for k, v in differences.items() if not v < 1e-5} == {}
+
+
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+def test_recomputing_changes_no_gradient(granularity: Any) -> None:
+    _, decoder = models()
+    tokens = random_text(2, 80)
+    decoder.train().loss(Batch(tokens_BS=tokens), tokens)[0].backward()
+    want = {n: p.grad for n, p in decoder.named_parameters()}
+    decoder.zero_grad()
+    recompute(decoder, granularity)
+    decoder.loss(Batch(tokens_BS=tokens), tokens)[0].backward()
+    for name, p in decoder.named_parameters():
+        assert want[name] is None if p.grad is None else torch.equal(p.grad, want[name]), name
+
+
+@torch.no_grad()
+def test_adapters_of_projections_merge_into_them() -> None:
+    _, decoder = models()
+    add_adapters([decoder], LoraSettings(rank=4, alpha=8, roles=("qkv", "proj")))
+    named = {name: adapter for name, _, adapter in adapters_of(decoder)}
+    inner = "decoder.layers.0.self_attention.in_proj"
+    assert canonical_modules(inner, decoder.config) == tuple(
+        f"layers.0.delta.{part}" for part in ("q", "k", "v", "z", "b", "a")
+    )
+    assert "decoder.layers.0.self_attention.out_proj" in named
+    for seed, adapter in enumerate(named.values()):
+        adapter.lora_B.copy_(noise(*adapter.lora_B.shape, seed=seed) * 0.02)
+    batch = Batch(tokens_BS=random_text(2, 20))
+    want = decoder(batch)
+    places(decoder, "layers.0.delta.ba")[0].set(lambda x: x)  # the gates by themselves
+    torch.testing.assert_close(decoder(batch), want, rtol=1e-4, atol=1e-4)
+    places(decoder, "layers.0.delta.ba")[0].set(None)
+    merge([decoder])
+    torch.testing.assert_close(decoder(batch), want, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_gates_have_a_tap_of_their_own() -> None:
+    made = ours(theirs())
+    x = noise(1, 9, 32)
+    want = run(made, x)
+    made.in_proj.tap = lambda x: x * 0
+    assert not torch.equal(run(made, x), want)
+    made.in_proj.tap = None
+    made.gate_tap = lambda x: x * 0
+    without_gates = run(made, x)
+    made.gate_tap = None
+    made.in_proj.weight[-8:] = 0
+    torch.testing.assert_close(run(made, x), without_gates)
+    assert not torch.equal(without_gates, want)

@@ -51,6 +51,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "by length": DENSE | dict(rope_scaling=LONG, max_positions=20),
     "latent": SIZES | moe_layouts.MODELS["latent"],
     "experts": SIZES | moe_layouts.MODELS["shared and gated"],
+    "delta nets": SIZES
+    | dict(
+        layer_kinds=("GE", "*-"),
+        attn_output_gate=True,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=4,
+        linear_value_head_dim=6,
+    ),
     "biased experts": SIZES | moe_layouts.MODELS["biases"],
 }
 MAMBA = DENSE | dict(
