@@ -57,6 +57,7 @@ CASES = [
     Case("mistral", UNTIED | THREE | WINDOW | HEAD, "mistral-3"),
     Case("qwen2", TIED | THREE, "qwen2-3"),
     Case("seed_oss", UNTIED | HEAD, "seed_oss"),
+    next(c for c in dense.CASES if c.family == "ministral3"),
     Case("ernie4_5", TIED | HEAD | {"use_bias": True}, "ernie4_5"),
     Case("glm4", UNTIED | HEAD, "glm4"),
     Case("olmo2", UNTIED, "olmo2"),
