@@ -1,0 +1,67 @@
+"""Finetune of a model with recurrent mixers, packed: exact resume, ranks, and adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megtool import verify
+from megtool.reshard.open_source import open_source
+from megtool.train.run_log import read_log
+from tests.support.models import moe_models, tiny_text
+from tests.support.models.tiny_model import tiny_model
+from tests.support.runs.finetune_runs import curve, tune
+from tests.support.worlds.gloo_world import run_world
+
+pytest.importorskip("transformers")
+
+HOW: dict[str, Any] = {"save_interval": 2, "train_iters": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "model"
+    family, _, keys = moe_models.CASES["nemotron_h"]
+    sizes = {"vocab_size": tiny_text.VOCABULARY, "eos_token_id": tiny_text.END}
+    tiny_model(family, folder, sizes=moe_models.SIZES, **keys | sizes)
+    tiny_text.save_tokenizer(folder)
+    return folder
+
+
+def test_a_run_goes_on_with_the_same_bits(model: Path, data: Path, tmp_path: Path) -> None:
+    out, reference = tmp_path / "out", tmp_path / "reference"
+    tune(model, reference, data, **HOW)
+    assert tune(model, out, data, **HOW, exit_duration_in_mins=1e-9).iteration == 1
+    tune(model, out, data, **HOW)
+    assert curve(out) == curve(reference)
+    assert verify(out, reference).exit_status == 0
+    names = set(open_source(out).catalogue.index)
+    assert "decoder.final_norm.weight" in names
+    assert {"decoder.layers.0.mixer.A_log", "decoder.layers.1.mlp.router.weight"} <= names
+
+
+def on_rank(rank: int, size: int, model: str, out: str, data: str, more: dict[str, Any]) -> None:
+    tune(model, out, data, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"cp": 2, "packing": False}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_ranks_draw_the_curve_of_one(layout, model, data, tmp_path) -> None:
+    how = HOW | {"packing": layout.get("packing", True)}
+    run_world(on_rank, 1, str(model), str(tmp_path / "one"), str(data), how)
+    run_world(on_rank, 2, str(model), str(tmp_path / "two"), str(data), how | layout)
+    one, two = (read_log(tmp_path / name / "log.jsonl") for name in ("one", "two"))
+    changing = {"seconds", "tokens_per_second"}
+    for ours, theirs in zip(two, one, strict=True):
+        for key in ours.keys() - changing:
+            assert ours[key] == pytest.approx(theirs[key], abs=2e-5), key
+
+
+@pytest.mark.slow
+def test_adapters_of_mixers_are_trained_and_merged(model: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    tune(model, out, data, **HOW, lora_rank=2)
+    assert len(curve(out)) == HOW["train_iters"]
+    assert verify(out, model).exit_status != 0
