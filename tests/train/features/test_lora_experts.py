@@ -50,6 +50,7 @@ SLOW: list[tuple[str, tuple[str, ...]]] = [
     ("qwen3_moe", ALL),
     ("deepseek_v2", ALL),
     ("deepseek_v3", ("qkv",)),
+    ("qwen3_next", ("qkv", "proj")),
 ]
 
 
