@@ -92,6 +92,10 @@ for _name in ("deepseek_v2-groups", "gpt_oss"):
 MOE["qwen3_next"] = partial(
     moe_models.transformers_model, "qwen3_next", seed=2, rms_norm_eps=1e-3, **FOUR
 )
+for _name, _seed, _eps in (("nemotron_h", 4, 0.01), ("nemotron_h-latent", 2, 0.1)):
+    MOE[_name] = partial(
+        moe_models.transformers_model, _name, seed=_seed, layer_norm_epsilon=_eps, **FOUR
+    )
 KINDS = {"dense": DENSE, "experts": MOE}
 
 Layout = dict[str, int]
