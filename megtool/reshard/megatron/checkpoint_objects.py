@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue, StoredObject
@@ -26,6 +26,7 @@ from megtool.checkpoint.random_state import (
 from megtool.checkpoint.storage.files import opened
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
+from megtool.convert.hybrid import from_hybrid, to_hybrid
 from megtool.number_formats.delayed_scaling import Columns
 from megtool.reshard.megatron.amax_report import AmaxFinding
 from megtool.reshard.megatron.extra_state_names import (
@@ -75,7 +76,7 @@ def plan_objects(
     """
     out = CarriedObjects()
     catalogue = source.catalogue
-    spelling = StateNaming.of(tensors)
+    spelling, renumber = StateNaming.of(tensors), _renumbering(source, tensors)
     has_state = any(is_optimizer_state(t.name) for t in tensors)
     obstacle = _obstacle_finder(catalogue, parallel, target)
     for name in catalogue.objects:
@@ -87,7 +88,7 @@ def plan_objects(
             idle = is_rerun_object(name) and is_rerun_idle(catalogue)
             out.drop(name, f"{reason}; none was pending" if idle else reason, is_lost=not idle)
         elif is_extra_state(name) and source.is_canonical:
-            _place_state(out, source, name, spelling)
+            _place_state(out, source, name, spelling, renumber)
         else:
             _carry(out, catalogue, name, name)
     if any(is_rng_object(d.name) for d in out.dropped):
@@ -115,10 +116,16 @@ def _place_group(
 
 
 def _place_state(
-    out: CarriedObjects, source: CheckpointSource, name: str, spelling: StateNaming
+    out: CarriedObjects,
+    source: CheckpointSource,
+    name: str,
+    spelling: StateNaming,
+    renumber: Callable[[str], str],
 ) -> None:
     """Carry an extra state under the target's name for it, or drop it."""
     site = parse_site(name)
+    if site is not None:
+        site = replace(site, module=renumber(site.module))
     if site is not None and spelling.has(site):
         _carry(out, source.catalogue, name, spelling.name(site))
     elif is_empty_state(source.catalogue, name):
@@ -127,6 +134,17 @@ def _place_state(
         out.drop(name, "the target lacks its layer or expert")
     else:
         out.drop(name, "an extra state of several modules, which cannot be separated")
+
+
+def _renumbering(
+    source: CheckpointSource, tensors: Sequence[GlobalTensor]
+) -> Callable[[str], str]:
+    """From the source's modules to those of the target's class of models."""
+    is_hybrid = any(t.name.endswith("decoder.final_norm.weight") for t in tensors)
+    config = source.known_config
+    if config is None or is_hybrid == source.view.is_hybrid:
+        return str
+    return to_hybrid(config) if is_hybrid else from_hybrid(config)
 
 
 def _obstacle_finder(

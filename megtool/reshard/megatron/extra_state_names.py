@@ -19,6 +19,7 @@ from megtool.checkpoint.containers.te_extra_state import is_empty
 from megtool.checkpoint.megatron_metadata import read_object
 from megtool.convert.megatron import split_state
 from megtool.convert.nested import MEGATRON_PREFIX
+from megtool.convert.sections import joined
 from megtool.convert.sharding import is_tower
 from megtool.tensors.sharded import GlobalTensor
 
@@ -41,6 +42,11 @@ _SITES = (
     "linear_kv_down_proj",
     "linear_kv_up_proj",
     "eh_proj",
+    "in_proj",  # of Mamba-2 mixers and gated delta nets
+    "out_proj",
+    "out_norm",
+    "fc1_latent_proj",
+    "fc2_latent_proj",
     "linear_proj",
     "linear_fc1",
     "linear_fc2",
@@ -53,7 +59,9 @@ _SITES = (
     "enorm",
     "hnorm",
     "final_layernorm",
+    "final_norm",
 )
+_HYBRID_NORM = "decoder.final_norm.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +167,12 @@ def list_required_states(
     0.15), and the norms of Transformer Engine. Names in `existing` are left out.
     """
     names: dict[str, None] = {}
-    for t in tensors:  # BERT's and T5's, which have a bias; a GPT's is not loaded
+    for t in tensors:  # BERT's and T5's, which have a bias, HybridModel's; not a GPT's
         if f".{t.name}".endswith(".output_layer.bias") and not t.name.startswith("optimizer."):
             names[f"{t.name.removesuffix('.bias')}{SUFFIX}/shard_0_1"] = None
-    for t in tensors:
+        elif f".{t.name}".endswith(f".{_HYBRID_NORM}") and not t.name.startswith("optimizer."):
+            names[f"{t.name.removesuffix(_HYBRID_NORM)}output_layer{SUFFIX}/shard_0_1"] = None
+    for t in joined(tensors):
         if t.name.startswith("optimizer.") or not t.name.endswith(".weight") or is_tower(t.name):
             continue
         module = t.name.removesuffix(".weight")

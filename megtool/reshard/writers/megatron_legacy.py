@@ -62,7 +62,10 @@ from megtool.tensors import buckets
 from megtool.tensors.registration_order import registered
 from megtool.tensors.sharded import GlobalTensor
 
-_LINEAR = tuple(f".linear_{n}{SUFFIX}" for n in ("qkv", "proj", "fc1", "fc2"))
+_LINEAR = tuple(
+    f".{n}{SUFFIX}"
+    for n in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj")
+)
 _FLAT = "distrib_optim"
 
 
