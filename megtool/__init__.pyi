@@ -390,6 +390,7 @@ def reshard(
     te_version: str | None = ...,
     amax_history: int | None = ...,
     replicate: str | Sequence[str] = ...,
+    model_class: Literal["gpt", "hybrid"] | None = ...,
     core_version: str | None = ...,
     bridge: bool = ...,
     dtype: str | None = ...,

@@ -80,7 +80,6 @@ class CopyReport:
             f"largest of float16, became infinite: {listed(shown, 4)}"
         )
 
-
     @property
     def roundings(self) -> str:
         """`rounded` as a sentence; empty if nothing was rounded."""

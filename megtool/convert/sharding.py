@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from megtool.config import ParallelConfig
 from megtool.convert.megatron import split_state
-from megtool.convert.sections import has_parts, section_rows
 from megtool.convert.nested import TOWERS
+from megtool.convert.sections import has_parts, section_rows
 from megtool.errors import LayoutError
 from megtool.model_config import ModelConfig
 from megtool.parallel.mesh import Mesh
