@@ -52,7 +52,10 @@ def write(path: Path, arrays: Arrays, facts: Mapping[str, Any], files: Files | N
     metadata = json.loads(_to_json(metadata))  # normalized as JSON
     text = _to_json({**metadata, "sealed": _seal(entries, metadata)})
     header = encode_header(entries, {_KEY: text}, str(path))
-    pieces = [header, *(a.reshape(-1).view(np.uint8) for a in flat.values() if a.nbytes)]
+    pieces: list[bytes | Array] = [
+        header,
+        *(a.reshape(-1).view(np.uint8) for a in flat.values() if a.nbytes),
+    ]
     if isinstance(path, StorePath):
         _upload(path, pieces, files)
     else:
@@ -77,7 +80,7 @@ def _replace(path: Path, pieces: Sequence[bytes | Array], files: Files) -> None:
 
 def _upload(path: StorePath, pieces: Sequence[bytes | Array], files: Files) -> None:
     buffers = PartBuffers()
-    upload = ObjectUpload(path, sum(memoryview(piece).nbytes for piece in pieces), buffers)
+    upload = ObjectUpload(path, sum(_num_bytes(piece) for piece in pieces), buffers)
     try:
         fd = files.open_write(path)
         try:
@@ -95,11 +98,15 @@ def _upload(path: StorePath, pieces: Sequence[bytes | Array], files: Files) -> N
     files.refresh(path)
 
 
+def _num_bytes(piece: bytes | Array) -> int:
+    return piece.nbytes if isinstance(piece, np.ndarray) else len(piece)
+
+
 def _write_pieces(fd: int, pieces: Sequence[bytes | Array], files: Files) -> None:
     offset = 0
     for piece in pieces:
         files.pwrite_all(fd, piece, offset)
-        offset += memoryview(piece).nbytes
+        offset += _num_bytes(piece)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
