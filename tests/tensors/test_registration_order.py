@@ -96,7 +96,7 @@ def test_all_orders_are_tried_likely_ones_first(implementation: Any, grouped: An
 @pytest.mark.parametrize(
     "key",
     [
-        "decoder.layers.0.mixer.A_log",
+        "decoder.layers.0.mixer.B_log",
         "decoder.layers.x.mlp.linear_fc1.weight",
         "something",
         "mtp.layers.0.what.weight",
@@ -143,3 +143,17 @@ def test_multi_token_prediction_follows_the_decoder() -> None:
     for order in ORDERS:
         places = [order.position(k) for k in keys]
         assert all(a < b for a, b in pairwise(places))
+
+
+def test_where_a_mixers_convolution_is_registered() -> None:
+    """megatron-core 0.19 registers it first, earlier ones after the input projection."""
+    names = (
+        "conv1d.weight",
+        "dt_bias",
+        "in_proj.layer_norm_weight",
+        "in_proj.weight",
+        "norm.weight",
+    )
+    keys = [(f"decoder.layers.0.mixer.{n}", 0) for n in names]
+    orders = {o.conv_first: registered(keys, o) for o in ORDERS if o.fused_norms}
+    assert orders == {True: [0, 1, 2, 3, 4], False: [1, 2, 3, 0, 4]}
