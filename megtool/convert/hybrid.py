@@ -22,7 +22,7 @@ _LAYER = re.compile(r"((?:.*\.)?decoder\.layers\.)(\d+)\.(.+)")
 _MTP = re.compile(
     r"((?:.*\.)?mtp\.layers\.\d+\.)(?:transformer_layer|mtp_model_layer)\.(?:layers\.(\d+)\.)?(.+)"
 )
-_OF_FEED = ("mlp.", "pre_mlp_layernorm.")
+_OF_FEED = re.compile(r"(?:mlp|pre_mlp_layernorm)(?:\.|$)")
 _FINAL = "decoder.final_layernorm.", "decoder.final_norm."
 
 
@@ -134,7 +134,7 @@ def from_hybrid(config: ModelConfig) -> Callable[[str], str]:
                     hint="the configuration belongs to another model",
                 )
             layer, symbol = of_branch[number]
-            if (symbol in _FEEDS) != rest.startswith(_OF_FEED):
+            if (symbol in _FEEDS) != _is_of_feed(rest):
                 raise MappingError(
                     f"layer {number} is of the kind {symbol!r} by the pattern, which has no such "
                     "tensor",
@@ -149,19 +149,28 @@ def from_hybrid(config: ModelConfig) -> Callable[[str], str]:
     return name
 
 
+def _is_of_feed(rest: str) -> bool:
+    """Whether the name of a tensor or module in a layer is one of an MLP or of experts."""
+    return _OF_FEED.match(rest) is not None
+
+
 def _branch(kind: str, rest: str) -> int:
     """The number of the branch of a layer that has a tensor."""
-    is_feed = rest.startswith(_OF_FEED)
+    is_feed = _is_of_feed(rest)
     return next((k for k, s in enumerate(kind) if (s in _FEEDS) == is_feed), 0)
 
 
 def are_hybrid(keys: Collection[str], config: ModelConfig) -> bool:
-    """Whether module keys are HybridModel's, not GPTModel's, in a model that either can hold."""
-    if needs_hybrid(config) or any(k.startswith(_FINAL[1]) for k in keys):
+    """Whether module keys are HybridModel's, not GPTModel's, in a model that either can hold.
+
+    Some releases call the last norm of a GPTModel `final_norm`, too.
+    """
+    if needs_hybrid(config):
         return True
-    if any(k.startswith(_FINAL[0]) for k in keys):
-        return False
     numbered = [m for k in keys if (m := _LAYER.fullmatch(k))]
-    mixing = {int(m[2]) for m in numbered if not m[3].startswith(_OF_FEED)}
-    feeding = {int(m[2]) for m in numbered if m[3].startswith(_OF_FEED)}
-    return bool(numbered) and not mixing & feeding and max(mixing | feeding) >= config.num_layers
+    mixing = {int(m[2]) for m in numbered if not _is_of_feed(m[3])}
+    feeding = {int(m[2]) for m in numbered if _is_of_feed(m[3])}
+    if not numbered or mixing & feeding or any(k.startswith(_FINAL[0]) for k in keys):
+        return False
+    has_hybrid_norm = any(k.startswith(_FINAL[1]) for k in keys)
+    return has_hybrid_norm or max(mixing | feeding) >= config.num_layers

@@ -56,8 +56,8 @@ class LayerKinds(Setting):
                 f"a layer is of the kind {unknown[0]!r}, and the family knows {', '.join(names)}",
                 error_id="unsupported-model",
             )
-        kept = (self.key, self.pattern_key, self.every_key)
-        is_kept = any(config.extra.get(k) is not None for k in kept if k)
+        keys = (self.key, self.pattern_key, self.every_key)
+        is_kept = any(config.extra.get(k) is not None for k in keys if k)
         if is_kept and self._symbols(config.extra, config.num_layers) == symbols:
             return
         into[self.key] = [names[s] for s in symbols]

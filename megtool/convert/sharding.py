@@ -78,8 +78,8 @@ _REPLICATED = re.compile(
     r"|\brotary_pos_emb\.inv_freq$"
     r"|^(?:lm_head\.dense|binary_head|pooler\.dense)\.(?:weight|bias)$"
 )
-# Other parts of models than their text: every rank of the first stage has them whole, whatever their
-# names end with, unless they are made of Megatron's own layers.
+# Other parts of models than their text: every rank of the first stage has them whole, whatever
+# their names end with, unless they are made of Megatron's own layers.
 _TOWER = re.compile(rf"(?:{'|'.join(TOWERS)})\.(?!decoder\.layers\.)")
 _LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(?:(\d+)\.)?(.+)")
 _EXPERT = re.compile(

@@ -354,10 +354,10 @@ def _backward(
         dsums += tl.sum(pulled * seen, 1)
         dc += tl.dot(pulled, begin, input_precision=PRECISION)
         # What tokens add to the state at the end.
-        taken = tl.dot(b, tl.trans(later), input_precision=PRECISION)
+        moved = tl.dot(b, tl.trans(later), input_precision=PRECISION)
         fed = until * dt
-        dx += taken * fed[:, None]
-        dfed = tl.sum(x * taken, 1) * until
+        dx += moved * fed[:, None]
+        dfed = tl.sum(x * moved, 1) * until
         ddt += dfed
         dsums -= dfed * dt
         at_end = tl.sum(dfed * dt, 0) + tl.sum(tl.sum(begin * later, 1), 0) * whole

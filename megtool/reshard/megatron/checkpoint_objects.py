@@ -136,9 +136,7 @@ def _place_state(
         out.drop(name, "an extra state of several modules, which cannot be separated")
 
 
-def _renumbering(
-    source: CheckpointSource, tensors: Sequence[GlobalTensor]
-) -> Callable[[str], str]:
+def _renumbering(source: CheckpointSource, tensors: Sequence[GlobalTensor]) -> Callable[[str], str]:
     """From the source's modules to those of the target's class of models."""
     is_hybrid = any(t.name.endswith("decoder.final_norm.weight") for t in tensors)
     config = source.known_config
