@@ -457,7 +457,7 @@ def _vocabulary(family: Family | None) -> Mapping[str, Weight]:
     return {**VOCABULARY, **family.vocabulary} if family and family.vocabulary else VOCABULARY
 
 
-_HEADS = ("output.weight", "output_layer.weight", "lm_head.weight")
+_HEADS = (".output.weight", ".output_layer.weight", ".lm_head.weight")
 
 
 def _tie(
@@ -475,7 +475,8 @@ def _tie(
     """
     is_unsaid = family is not None and family.nested is not None and TIED not in config.extra
     if dialect == "gguf" or (is_unsaid and not partial):
-        return replace(config, tied_embeddings=not any(k.endswith(_HEADS) for k in keys))
+        has_head = any(f".{k}".endswith(_HEADS) for k in keys)
+        return replace(config, tied_embeddings=not has_head)
     return config
 
 
