@@ -448,9 +448,12 @@ class StagingFolder:
             self._put_old_back(None)
         self._close_journal()
         names = [] if self.files.lstat(self.staging) is None else self.files.names(self.staging)
-        for name in list_run_files(names):
+        run_files = list_run_files(names)
+        for name in run_files:
             self.files.remove(self.staging / name)
         self.files.remove(self.staging / "journal")  # it vouches for the tree
+        if run_files:  # and so do the records of workers, which are to be gone first
+            self.files.fsync_dir(self.staging)
         self.files.remove(self.tree)
         self.files.remove(self.staging / PUBLISHED)
         self._cleared = True

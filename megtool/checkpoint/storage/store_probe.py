@@ -52,6 +52,7 @@ def _find_faults(folder: StorePath) -> list[str]:
     """What a store does not keep, as the rest of a sentence."""
     store, key = folder.store, (folder / f"probe-{secrets.token_hex(8)}").key
     faults: list[str] = []
+    uploads: list[str] = []
     try:
         info = store.put(key, _CONTENT, create=True)
         try:
@@ -73,7 +74,7 @@ def _find_faults(folder: StorePath) -> list[str]:
         if info.size != len(_CONTENT):
             faults.append("states a wrong size of what was written")
         try:
-            faults += _find_upload_faults(store, f"{key}-parts")
+            faults += _find_upload_faults(store, f"{key}-parts", uploads)
         except StorageError as e:
             if not _is_clear(e):
                 if faults:
@@ -81,7 +82,8 @@ def _find_faults(folder: StorePath) -> list[str]:
                 raise
             faults.append(f"does not take objects in parts: {e.message}")
     finally:
-        store.delete([key])
+        if not uploads:  # else the object tells the next run that there is something to remove
+            store.delete([key])
     return faults
 
 
@@ -91,8 +93,10 @@ def _is_clear(error: FormatError | StorageError) -> bool:
     return isinstance(error, kinds) or error.id in _CLEAR_ANSWERS
 
 
-def _find_upload_faults(store: Store, key: str) -> list[str]:
+def _find_upload_faults(store: Store, key: str, uploads: list[str]) -> list[str]:
+    """What a store does not keep of uploads; `uploads` holds the one that is not aborted."""
     upload_id = store.begin_upload(key)
+    uploads.append(upload_id)
     try:
         part = store.upload_part(key, upload_id, 1, _CONTENT)
         listed = list(store.list_parts(key, upload_id))
@@ -103,3 +107,4 @@ def _find_upload_faults(store: Store, key: str) -> list[str]:
         return []
     finally:
         store.abort_upload(key, upload_id)
+        uploads.clear()
