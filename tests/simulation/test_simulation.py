@@ -39,6 +39,8 @@ def test_a_few_hundred_histories(kind: str) -> None:
         ("store-workers", 1391),  # uploads of a publisher that had stalled stayed
         ("store-workers", 102251),  # one published while another read the records
         ("store", 30035),  # a part whose reply was lost was taken for one that was known
+        ("workers", 10424),  # the data of workers was gone, and after a crash their records not
+        ("store", 12400),  # the upload of a probe stayed beside a complete checkpoint
         ("store-workers", 1719),  # fragments of a worker that had stalled stayed
     ],
 )
