@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any
 
 from megtool.errors import MappingError
@@ -228,13 +229,15 @@ class ModelConfig:
     @property
     def mixer_layers(self) -> frozenset[int]:
         """Indices of the layers whose first branch mixes tokens: attention, Mamba-2, delta net."""
-        return self.attn_layers | self.mamba_layers | self.delta_layers
+        return self._layers_with(ATTENTION + MAMBA + DELTA_NET)
 
     @property
     def dense_layers(self) -> frozenset[int]:
         """Indices of the layers that have an MLP."""
         if self.layer_kinds is None:
-            return frozenset(range(self.num_layers)) - self.moe_layers
+            moe_layers = self.moe_layers
+            everywhere = _find_layers(None, self.num_layers, ATTENTION)
+            return everywhere - moe_layers if moe_layers else everywhere
         return self._layers_with(MLP)
 
     @property
@@ -281,10 +284,8 @@ class ModelConfig:
         """Layers of multi-token prediction have experts."""
         return EXPERTS in self.mtp_branches and bool(self.num_experts)
 
-    def _layers_with(self, symbol: str) -> frozenset[int]:
-        if self.layer_kinds is None:
-            return frozenset(range(self.num_layers) if symbol == ATTENTION else ())
-        return frozenset(i for i, kind in enumerate(self.layer_kinds) if symbol in kind)
+    def _layers_with(self, symbols: str) -> frozenset[int]:
+        return _find_layers(self.layer_kinds, self.num_layers, symbols)
 
     @property
     def moe_layers(self) -> frozenset[int]:
@@ -306,6 +307,14 @@ class ModelConfig:
             return False
         listed = isinstance(self.moe_layer_freq, tuple) and bool(self.num_experts)
         return not listed and len(self.moe_layers) in (0, self.num_layers)
+
+
+@lru_cache(maxsize=64)
+def _find_layers(kinds: tuple[str, ...] | None, num_layers: int, symbols: str) -> frozenset[int]:
+    """The layers that have a branch of one of the symbols; without kinds all have attention."""
+    if kinds is None:
+        return frozenset(range(num_layers) if ATTENTION in symbols else ())
+    return frozenset(i for i, kind in enumerate(kinds) if set(kind) & set(symbols))
 
 
 _POSITIVE = (

@@ -16,7 +16,7 @@ from megtool.model_config import MOST_LAYERS, ModelConfig
 
 _PART = re.compile(r"(\d+)(?:-(\d+))?")
 _LAYER = re.compile(r"((?:[^:]+:)?)layers\.(\d+)(\..+)")
-_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 
 
@@ -88,7 +88,7 @@ def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
             hint=f"choose layers of which the last is like layer {last}",
         )
     kinds = tuple(int(i in experts) for i in layers)
-    freq = config.moe_layer_freq
+    freq, of_layer = config.moe_layer_freq, config.layer_kinds
     if isinstance(freq, tuple) or kinds != tuple(int(i % freq == 0) for i in range(n)):
         freq = kinds if config.num_experts else 1
     flags = window_flags(config)
@@ -101,6 +101,7 @@ def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
     return replace(
         config,
         num_layers=n,
+        layer_kinds=tuple(of_layer[i] for i in layers) if of_layer else None,
         moe_layer_freq=freq,
         window_size=config.window_size if is_windowed else 0,
         window_skip_freq=skip if is_windowed else None,

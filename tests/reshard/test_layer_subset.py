@@ -43,7 +43,7 @@ def chosen(before: dict[str, Any], layers: list[int], *, stacked: bool) -> dict[
 
 
 @pytest.mark.parametrize("hop", HOPS, ids=lambda h: str(h["optimizer_format"]))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [n for n in MODELS if n != "mamba"])
 def test_layers_of_a_training_state(
     name: str, hop: dict[str, Any], tmp_path: Path, materialize: Any
 ) -> None:
@@ -68,9 +68,8 @@ def test_layers_of_a_training_state(
     for key, array in wanted.items():
         np.testing.assert_array_equal(found[key], array, err_msg=key)
     args = open_checkpoint(tmp_path / "some").metadata["args"]
-    freq = model.moe_layer_freq
     assert args["num_layers"] == args["encoder_num_layers"] == 3
-    assert args["moe_layer_freq"] == ([0, 1, 1] if isinstance(freq, tuple) else 1)
+    assert args["moe_layer_freq"] == ([0, 1, 1] if model.moe_layers == {1, 3} else 1)
 
 
 def test_layers_of_a_folder_and_what_transformers_makes_of_it(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from megtool.checkpoint.workers import share_copy
 from megtool.checkpoint.workers.record import WorkerRecord
 from megtool.checkpoint.workers.shared_staging import SharedStaging
 from megtool.checkpoint.workers.shared_store_stage import SharedStoreStage
-from megtool.checkpoint.workers.shares import Shares
 from tests.support.simulation.planted_local import Plant
 
 
@@ -37,8 +36,8 @@ def _missing_ignored() -> AbstractContextManager[Any]:
 
 def _unit_left_out() -> AbstractContextManager[Any]:
     """Every share ends one unit early."""
-    original = Shares.of
-    return patch.object(Shares, "of", lambda self, worker: original(self, worker)[:-1])
+    original = share_copy.own_units
+    return patch.object(share_copy, "own_units", lambda *job: original(*job)[:-1])
 
 
 def _signs_off_first() -> AbstractContextManager[Any]:
