@@ -334,7 +334,7 @@ class Window(Setting):
         elif self.first_key:
             flags = tuple(int(i >= stored.get(self.first_key, 0)) for i in range(layers))
         into["window_size"] = size if any(flags) else 0
-        into["window_skip_freq"] = _skip_freq(flags) if into["window_size"] else None
+        into["window_skip_freq"] = skip_freq(flags) if into["window_size"] else None
         return ()
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
@@ -344,11 +344,10 @@ class Window(Setting):
         into[self.key] = config.window_size
         if self.switch:
             into[self.switch] = True
-        freq, layers = config.window_skip_freq, range(config.num_layers)
-        if isinstance(freq, int):
-            freq = tuple(int((i + 1) % freq != 0) for i in layers)
+        freq = config.window_skip_freq
         if freq is not None:
-            into["layer_types"] = [_WINDOWED if f else _FULL for f in freq]
+            flags = skip_flags(freq, config.num_layers)
+            into["layer_types"] = [_WINDOWED if f else _FULL for f in flags]
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,17 +424,22 @@ def _no_windows(values: Mapping[str, Any], layers: range) -> tuple[int, ...] | N
         return tuple(1 for _ in layers)
     if freq is None:
         return None
-    flags = freq if not isinstance(freq, int) else [int((i + 1) % freq != 0) for i in layers]
-    return tuple(1 - int(f) for f in flags)
+    return tuple(1 - int(f) for f in skip_flags(freq, len(layers)))
 
 
-def _skip_freq(flags: tuple[int, ...]) -> int | tuple[int, ...] | None:
+def skip_freq(flags: tuple[int, ...]) -> int | tuple[int, ...] | None:
     """Megatron's word for which layers have a window: None for all, n for all but each n-th."""
     if all(flags):
         return None
     every = flags.index(0) + 1
-    regular = tuple(int((i + 1) % every != 0) for i in range(len(flags)))
-    return every if every > 1 and flags == regular else flags
+    return every if every > 1 and flags == skip_flags(every, len(flags)) else flags
+
+
+def skip_flags(freq: int | tuple[int, ...] | None, layers: int) -> tuple[int, ...]:
+    """A 1 for every layer that has what `skip_freq` says."""
+    if isinstance(freq, tuple):
+        return freq
+    return tuple(int(freq is None or (i + 1) % freq != 0) for i in range(layers))
 
 
 def read_settings(

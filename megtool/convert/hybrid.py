@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
+from megtool.convert.config_keys import skip_flags
 from megtool.errors import MappingError
 from megtool.model_config import ATTENTION, DELTA_NET, EXPERTS, MAMBA, MLP, ModelConfig
 
@@ -86,15 +87,13 @@ def gpt_form(config: ModelConfig) -> ModelConfig:
 def _with_layers(config: ModelConfig, kinds: tuple[str, ...], old: Collection[int]) -> ModelConfig:
     """The configuration of other layers; `old` has the number each had before."""
     skip, without = config.window_skip_freq, config.no_rope_layers
-    layers = config.num_layers
-    if isinstance(skip, int):
-        skip = tuple(int((i + 1) % skip != 0) for i in range(layers))
+    flags = skip_flags(skip, config.num_layers)
     return replace(
         config,
         num_layers=len(kinds),
         layer_kinds=kinds,
         moe_layer_freq=1,
-        window_skip_freq=None if skip is None else tuple(skip[i] for i in old),
+        window_skip_freq=None if skip is None else tuple(flags[i] for i in old),
         no_rope_layers=None if without is None else tuple(without[i] for i in old),
     )
 

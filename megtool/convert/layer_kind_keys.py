@@ -36,7 +36,7 @@ class LayerKinds(Setting):
         if self.counts:
             into["num_layers"] = len(symbols)
         if self.feeds:
-            moe = _moe_flags(into, len(symbols))
+            moe = moe_flags(into, len(symbols))
             symbols = [s + (EXPERTS if m else MLP) for s, m in zip(symbols, moe, strict=True)]
         into["layer_kinds"] = tuple(symbols)
         return ()
@@ -148,9 +148,9 @@ class MtpKind(Setting):
             into[self.key] = [names[s] for s in config.mtp_branches]
 
 
-def _moe_flags(fields: Mapping[str, Any], layers: int) -> list[bool]:
-    """Which layers have experts, by fields that were read."""
-    freq = fields.get("moe_layer_freq", 1)
+def moe_flags(fields: Mapping[str, Any], layers: int) -> list[bool]:
+    """Which layers have experts, by fields or args that were read."""
+    freq = fields.get("moe_layer_freq") or 1
     if not fields.get("num_experts"):
         return [False] * layers
     if isinstance(freq, int):

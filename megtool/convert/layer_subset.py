@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megtool.convert.config_keys import skip_flags
 from megtool.convert.families import Family
 from megtool.convert.moe_config_keys import MoeLayers
 from megtool.convert.nested import TEXT_CONFIG
@@ -94,7 +95,7 @@ def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
     flags = window_flags(config)
     windows = tuple(flags[i] for i in layers)
     skip = config.window_skip_freq
-    if isinstance(skip, tuple) or windows != _flags(skip, n):
+    if isinstance(skip, tuple) or windows != skip_flags(skip, n):
         skip = None if all(windows) else windows
     is_windowed = bool(config.window_size) and any(windows)
     rope = tuple(config.no_rope_layers[i] for i in layers) if config.no_rope_layers else ()
@@ -114,13 +115,7 @@ def window_flags(config: ModelConfig) -> tuple[int, ...]:
     """A 1 for every layer with a window."""
     if not config.window_size:
         return (0,) * config.num_layers
-    return _flags(config.window_skip_freq, config.num_layers)
-
-
-def _flags(freq: int | tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    if isinstance(freq, tuple):
-        return freq
-    return tuple(int(freq is None or (i + 1) % freq != 0) for i in range(num_layers))
+    return skip_flags(config.window_skip_freq, config.num_layers)
 
 
 def _extra(config: ModelConfig, layers: Sequence[int], windows: Sequence[int]) -> dict[str, Any]:

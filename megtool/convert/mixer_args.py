@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megtool.config import ParallelConfig
-from megtool.convert.config_keys import num_layers
+from megtool.convert.config_keys import num_layers, skip_freq
 from megtool.convert.hybrid_pattern import OLD_PATTERN, PATTERN, pattern_of, pattern_text
+from megtool.convert.layer_kind_keys import moe_flags
 from megtool.errors import MappingError
 from megtool.model_config import ATTENTION, DELTA_NET, EXPERTS, MAMBA, MLP, ModelConfig
 
@@ -68,7 +69,7 @@ def mixer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
         symbols = _linear_layers(args)
         if symbols is None:
             return out
-        moe = _moe_flags(args, len(symbols))
+        moe = moe_flags(args, len(symbols))
         out["layer_kinds"] = tuple(
             s + (EXPERTS if m else MLP) for s, m in zip(symbols, moe, strict=True)
         )
@@ -103,15 +104,6 @@ def _linear_layers(args: Mapping[str, Any]) -> list[str] | None:
     return [DELTA_NET if f else ATTENTION for f in freq]
 
 
-def _moe_flags(args: Mapping[str, Any], layers: int) -> list[bool]:
-    if not args.get("num_experts"):
-        return [False] * layers
-    freq = args.get("moe_layer_freq") or 1
-    if isinstance(freq, int):
-        return [i % freq == 0 for i in range(layers)]
-    return [bool(f) for f in freq]
-
-
 def mixer_args(
     config: ModelConfig, parallel: ParallelConfig, known: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -140,10 +132,9 @@ def mixer_args(
         out["moe_layer_freq"] = 1
         return out | {k: None for k in (_VARIANT, _FREQ) if known.get(k)}
     if DELTA_NET in joined:
-        flags = [int(DELTA_NET in kind) for kind in kinds]
-        every = next((i + 1 for i, f in enumerate(flags) if not f), 0)
-        is_regular = every > 1 and flags == [int((i + 1) % every != 0) for i in range(len(flags))]
-        out |= {_VARIANT: _GATED_DELTA_NET, _FREQ: every if is_regular else flags}
+        flags = tuple(int(DELTA_NET in kind) for kind in kinds)
+        freq = skip_freq(flags)
+        out |= {_VARIANT: _GATED_DELTA_NET, _FREQ: freq if isinstance(freq, int) else list(flags)}
         moe = [int(EXPERTS in kind) for kind in kinds]
         out["moe_layer_freq"] = moe if any(moe) and not all(moe) else 1
     return out | {k: None for k in (PATTERN, OLD_PATTERN) if known.get(k)}

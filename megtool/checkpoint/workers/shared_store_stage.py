@@ -16,7 +16,7 @@ from megtool.checkpoint.storage.lease import Lease
 from megtool.checkpoint.storage.object_writer import ObjectWriter
 from megtool.checkpoint.storage.open_objects import open_objects
 from megtool.checkpoint.storage.part_buffers import PartBuffers
-from megtool.checkpoint.storage.store import ConditionError, read_json
+from megtool.checkpoint.storage.store import ConditionError, read_json, read_object
 from megtool.checkpoint.storage.store_index import store_index
 from megtool.checkpoint.storage.store_probe import probe_store
 from megtool.checkpoint.store_check import (
@@ -167,11 +167,8 @@ class SharedStoreStage(StoreStage):
 
     def _read_record(self, index: int) -> WorkerRecord | None:
         path = self._staged_path(worker_file(index, "record"))
-        info = self._store.head(path.key)
-        if info is None:
-            return None
-        data = bytes(self._store.read(path.key, 0, info.size))
-        return parse_record_of(self._manifest, index, data, path)
+        data = read_object(path)
+        return None if data is None else parse_record_of(self._manifest, index, data, path)
 
     # ---- the end of a share
 
@@ -274,10 +271,10 @@ class SharedStoreStage(StoreStage):
             if writer.is_uploaded(part):
                 continue  # by a publication that was interrupted
             path = self._staged_path(name)
-            info = self._store.head(path.key)
-            if info is None:
+            whole = read_object(path)
+            if whole is None:
                 raise self._lost(writer, f"the fragment {name}")
-            head, _, data = bytes(self._store.read(path.key, 0, info.size)).partition(b"\n")
+            head, _, data = whole.partition(b"\n")
             ranges = [(int(a), int(b)) for a, b in json.loads(head)["ranges"]]
             if data and sum(b - a for a, b in ranges) != len(data):
                 raise self._lost(writer, f"bytes of the fragment {name}")

@@ -16,6 +16,7 @@ from megtool.checkpoint.object_upload import ObjectUpload
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.part_buffers import PartBuffers
+from megtool.checkpoint.storage.store import read_object
 from megtool.checkpoint.store_publish import (
     list_keys,
     publishing_order,
@@ -139,10 +140,10 @@ class StoreIteration(StagedIteration):
         for rank in range(self._size):
             if rank != self._rank:
                 mark = self._prefix / f"rank_{rank}.done"
-                info = self._store.head(mark.key)
-                if info is None:
+                data = read_object(mark)
+                if data is None:
                     raise StorageError("the mark of a rank is gone", file=mark)
-                other = parse_sidecar(bytes(self._store.read(mark.key, 0, info.size)), mark)
+                other = parse_sidecar(data, mark)
                 files |= other.files
                 stored |= other.stored_tensors
         whole = Sidecar(names="stored", tool=TOOL, tensors={}, files=files)

@@ -15,15 +15,19 @@ from megtool.checkpoint.storage.store_index import store_index
 
 
 class CountingStore(MemoryStore):
-    """Counts requests and bytes. Each read waits for `latency` seconds."""
+    """Counts requests and bytes. Each read waits for `latency` seconds.
 
-    def __init__(self, url: str, *, latency: float = 0.0) -> None:
+    Reads of several threads also wait, for a second at most, until `awaited` are in flight.
+    """
+
+    def __init__(self, url: str, *, latency: float = 0.0, awaited: int = 0) -> None:
         super().__init__(url)
         self.latency = latency
+        self.awaited = awaited
         self.lists = self.heads = 0
         self.reads: list[tuple[str, int, int]] = []
         self.in_flight = self.most_in_flight = 0
-        self._counts = threading.Lock()
+        self._counts = threading.Condition()
         register_store(self)
 
     def forget(self) -> None:
@@ -63,6 +67,9 @@ class CountingStore(MemoryStore):
             self.reads.append((key, offset, num_bytes))
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
+            self._counts.notify_all()
+            if self.in_flight > 1:
+                self._counts.wait_for(lambda: self.most_in_flight >= self.awaited, timeout=1)
         try:
             time.sleep(self.latency)
             return super().read(key, offset, num_bytes, version=version)
