@@ -139,7 +139,7 @@ def test_headers_are_requested_before_they_are_read(store: CountingStore) -> Non
     paths = [location(f"memory://open/folder/{n}") for n in range(20)]
     for path in paths:
         store.put(path.key, DATA)
-    store.latency = 0.05
+    store.awaited = 9
     Files().prefetch([(path, [(0, 100), (-50, 0)]) for path in paths])
     assert store.most_in_flight > 8
     assert len(store.reads) == 40
