@@ -1,0 +1,229 @@
+"""Multi-token prediction: layers behind the final norm, each for one token further ahead.
+
+Layer m (from 0) combines the state of token i, which layer m - 1 (or the decoder) has made, with
+the embedding of token i + m + 1, and predicts the token after that one. Embedding and output layer
+are the decoder's own. Source: megatron-core 0.16.1, `transformer/multi_token_prediction.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from megtool.model.batch import Batch
+from megtool.model.forward_context import ForwardContext
+from megtool.model.layer import TransformerLayer
+from megtool.model.linear import ColumnLinear
+from megtool.model.norm import NormLayer, NormSpec
+from megtool.model_config import ATTENTION, EXPERTS, MAMBA, MLP, ModelConfig
+from megtool.parallel.collectives import gather_columns, scatter_rows
+from megtool.parallel.context_parallel import own_tokens
+from megtool.parallel.process_groups import ProcessGroups
+
+if TYPE_CHECKING:
+    from megtool.model.decoder import Decoder
+
+LOSS_FACTOR = 0.1
+"""Megatron's `--mtp-loss-scaling-factor`, by default."""
+
+IGNORED = -100
+
+
+def is_hybrid(config: ModelConfig) -> bool:
+    """Whether some layer is not one of Megatron's GPTModel: a mixer alone, an MLP alone, Mamba."""
+    return any(MAMBA in kind or len(kind) != 2 for kind in config.layer_kinds or ())
+
+
+def with_mtp_layers(config: ModelConfig) -> ModelConfig:
+    """The configuration in which layers of multi-token prediction are numbered like the others,
+    on from the last one: one for each, or (HybridModel) one for each of its branches."""
+    depths = config.num_mtp_layers
+    if not depths:
+        return config
+    moe = config.moe_layers
+    kinds = config.layer_kinds or tuple(
+        ATTENTION + (EXPERTS if n in moe else MLP) for n in range(config.num_layers)
+    )
+    kinds += tuple(config.mtp_branches if is_hybrid(config) else [config.mtp_branches]) * depths
+    skip, without = config.window_skip_freq, config.no_rope_layers
+    return replace(
+        config,
+        num_layers=len(kinds),
+        num_mtp_layers=0,
+        layer_kinds=kinds,
+        moe_layer_freq=1,
+        mtp_kind="",
+        window_skip_freq=_longer(skip, len(kinds), skip[-1]) if isinstance(skip, tuple) else skip,
+        no_rope_layers=None if without is None else _longer(without, len(kinds), 0),
+    )
+
+
+def _longer(flags: tuple[int, ...], length: int, last: int) -> tuple[int, ...]:
+    return flags[:length] + (last,) * (length - len(flags))
+
+
+class MtpLayer(nn.Module):
+    """One layer of multi-token prediction, with Megatron's names.
+
+    Takes and gives x_TH, of which a rank has all rows, or with sequence parallelism its own. The
+    layer inside is `transformer_layer`, or in a HybridModel `mtp_model_layer`, one for each branch;
+    `numbers` are theirs in `with_mtp_layers`, which `config` is of.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        numbers: tuple[int, ...],
+        groups: ProcessGroups,
+        *,
+        is_hybrid: bool = False,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel = groups.tp, sequence_parallel
+        self.numbers = numbers
+        hidden = config.hidden_size
+
+        def norm() -> NormLayer:
+            spec = NormSpec.of(config)
+            return NormLayer(spec, hidden, partial=sequence_parallel, dtype=dtype, device=device)
+
+        def layer(number: int) -> TransformerLayer:
+            return TransformerLayer(
+                config,
+                number,
+                groups,
+                sequence_parallel=sequence_parallel,
+                dtype=dtype,
+                device=device,
+            )
+
+        self.enorm, self.hnorm = norm(), norm()
+        self.eh_proj = ColumnLinear(
+            2 * hidden,
+            hidden,
+            groups.tp,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+        if is_hybrid:
+            inner = nn.ModuleDict({str(k): layer(n) for k, n in enumerate(numbers)})
+            self.mtp_model_layer = nn.ModuleDict({"layers": inner})
+        else:
+            self.transformer_layer = layer(*numbers)
+        self.final_layernorm = norm()
+
+    def forward(self, x_TH: Tensor, embedded_TH: Tensor, frame: ForwardContext) -> Tensor:
+        """The states of each token after this layer's final norm.
+
+        `embedded_TH` are the embeddings of the tokens that this layer adds.
+        """
+        x_TH = torch.cat((self.enorm(embedded_TH), self.hnorm(x_TH)), -1)
+        x_TH = gather_columns(self.eh_proj(x_TH), self.tp)
+        if self.sequence_parallel:
+            x_TH = scatter_rows(x_TH, self.tp)
+        for layer in self.inner_layers():
+            x_TH = layer(x_TH, frame)
+        out: Tensor = self.final_layernorm(x_TH)
+        return out
+
+    def inner_layers(self) -> Iterator[TransformerLayer]:
+        """The layers inside, in order."""
+        for module in self.modules():
+            if isinstance(module, TransformerLayer):
+                yield module
+
+
+class MultiTokenPrediction(nn.Module):
+    """All layers of multi-token prediction of a model, and what their training needs.
+
+    `loss_factor` is what their mean loss is multiplied by; with 0 they are not run. `sums` has,
+    for each of them, the sum of the losses of this rank's tokens since `begin`, and their number.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        groups: ProcessGroups,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__()
+        numbered, hybrid = with_mtp_layers(config), is_hybrid(config)
+        each = (numbered.num_layers - config.num_layers) // config.num_mtp_layers
+        layers = {}
+        for m in range(config.num_mtp_layers):
+            first = config.num_layers + m * each
+            layers[str(m)] = MtpLayer(
+                numbered,
+                tuple(range(first, first + each)),
+                groups,
+                is_hybrid=hybrid,
+                sequence_parallel=sequence_parallel,
+                dtype=dtype,
+                device=device,
+            )
+        self.layers = nn.ModuleDict(layers)
+        self.loss_factor = LOSS_FACTOR
+        self.begin()
+
+    def begin(self) -> None:
+        """Reset the sums."""
+        self.sums: list[tuple[Tensor | float, Tensor | float]] = [(0.0, 0)] * len(self.layers)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether there is a loss to be added: of what is frozen there is none."""
+        return self.loss_factor > 0 and any(p.requires_grad for p in self.parameters())
+
+    def layer(self, depth: int) -> MtpLayer:
+        """The layer that predicts `depth + 1` tokens further than the decoder."""
+        return cast(MtpLayer, self.layers[str(depth)])
+
+    def loss(
+        self,
+        decoder: Decoder,
+        x_TH: Tensor,
+        batch: Batch,
+        labels_BS: Tensor,
+        frame: ForwardContext,
+    ) -> Tensor:
+        """What these layers add to the decoder's sum of losses (float32).
+
+        `x_TH` are the states after the final norm. The loss of each depth is the mean over the
+        labels that are left after shifting, as many times as the batch has labels: so it weighs the
+        same in a loss that is divided by labels. The sum over depths is divided by their number,
+        and multiplied by `loss_factor`.
+        """
+        tokens_BS, documents_BS = batch.tokens_BS, batch.documents_BS
+        num_labels = (labels_BS != IGNORED).sum()
+        total = torch.zeros((), device=x_TH.device)
+        for depth in range(len(self.layers)):
+            tokens_BS = shifted(tokens_BS, documents_BS, 0)
+            labels_BS = shifted(labels_BS, documents_BS, IGNORED)
+            embedded_TH = decoder.embed_tokens(tokens_BS, frame)
+            x_TH = self.layer(depth)(x_TH, embedded_TH, frame)
+            loss, count = decoder.loss_of(x_TH, labels_BS)
+            before = self.sums[depth]
+            self.sums[depth] = before[0] + loss.detach(), before[1] + count
+            num_left = (labels_BS != IGNORED).sum().clamp(min=1)
+            total = total + loss * (num_labels / num_left)
+        return total * (self.loss_factor / len(self.layers))
+
+
+def shifted(values_BS: Tensor, documents_BS: Tensor | None, fill: int) -> Tensor:
+    """For each token what the next one of its row and document has; `fill` where none is next."""
+    out_BS = torch.full_like(values_BS, fill)
+    out_BS[:, :-1] = values_BS[:, 1:]
+    if documents_BS is not None:
+        out_BS[:, :-1].masked_fill_(documents_BS[:, 1:] != documents_BS[:, :-1], fill)
+    return out_BS
