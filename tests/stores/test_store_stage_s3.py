@@ -87,6 +87,17 @@ def test_workers_write_one_checkpoint(large: Path, tmp_path: Path, s3_store: S3B
     assert uploads(s3_store) == []
 
 
+@pytest.mark.slow
+def test_parts_are_sent_on_a_slow_connection(
+    large: Path, tmp_path: Path, s3_store: S3Bucket, fault_proxy: FaultProxy
+) -> None:
+    fault_proxy.bandwidth = 512 << 10  # a part of 8 MiB takes 16 seconds
+    reshard(large, s3_store.url("one.safetensors"), to="safetensors")
+    fault_proxy.bandwidth = None
+    reshard(large, tmp_path / "one.safetensors", to="safetensors")
+    assert objects(s3_store, "one.safetensors") == contents(tmp_path / "one.safetensors")
+
+
 def test_the_server_copies_large_tensors(
     large: Path, tmp_path: Path, s3_store: S3Bucket, fault_proxy: FaultProxy
 ) -> None:

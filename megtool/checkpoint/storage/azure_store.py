@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from megtool.checkpoint.storage.store import (
+    SEND_TIMEOUT,
     ConditionError,
     Listing,
     ObjectInfo,
@@ -317,7 +318,7 @@ def _service(url: str) -> Any:
         ) from e
     settings: dict[str, Any] = {
         "retry_total": 7,
-        "connection_timeout": 10,
+        "connection_timeout": SEND_TIMEOUT,
         "read_timeout": 120,
         "max_single_put_size": 256 << 20,
         "max_single_get_size": 1 << 30,

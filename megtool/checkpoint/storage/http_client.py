@@ -9,14 +9,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.checkpoint.storage.store import ConditionError, ObjectMissingError, truncated
+from megtool.checkpoint.storage.store import (
+    SEND_TIMEOUT,
+    ConditionError,
+    ObjectMissingError,
+    truncated,
+)
 from megtool.errors import FormatError, MissingPackageError, StorageError
 
 ATTEMPTS = 8
 """Attempts at a request, about half a minute in all."""
 
-_TIMEOUTS = 10, 60
-"""Seconds to connect, and between two bytes."""
+_TIMEOUTS = SEND_TIMEOUT, 60
+"""Seconds to send, and between two bytes of the reply."""
 
 _CONNECTIONS = 128
 _BUSY = {408, 425, 429, 500, 502, 503, 504}

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megtool.checkpoint.storage.s3_errors import client_error, no_credentials
+from megtool.checkpoint.storage.store import SEND_TIMEOUT
 from megtool.errors import MissingPackageError, StorageError
 
 ATTEMPTS = 8
@@ -108,7 +109,7 @@ def _settings(session: Any, attempts: int, is_anonymous: bool) -> dict[str, Any]
         s3["addressing_style"] = "virtual"
     out: dict[str, Any] = {
         "retries": {"mode": "standard", "total_max_attempts": attempts},
-        "connect_timeout": 10,
+        "connect_timeout": SEND_TIMEOUT,
         "read_timeout": 120,
         "max_pool_connections": _CONNECTIONS,
         "request_checksum_calculation": "when_required",

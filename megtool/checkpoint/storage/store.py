@@ -22,6 +22,12 @@ MAX_PARTS = 10_000
 MAX_PART_BYTES = 5 << 30
 """The most bytes of a part (the limit of S3)."""
 
+SEND_TIMEOUT = 60
+"""Seconds to connect, and to send one body: clients by urllib3 bound both by the same time.
+
+A part of 8 MiB then needs 140 KiB a second.
+"""
+
 
 class ConditionError(StorageError):
     """A conditional request failed: the object exists already, or has another version."""
