@@ -136,9 +136,9 @@ def _export_plain(
     from megtool.export.preflight import check_plan, find_wrong_scales
 
     source, destination = options.source, options.destination
-    if options.to == "compressed-tensors":
+    if options.to in ("compressed-tensors", "fp8-blocks"):
         raise UsageError(
-            f"{source} is not quantized: compressed-tensors would hold only plain weights",
+            f"{source} is not quantized: {options.to} would hold only plain weights",
             hint="megtool quantize does that first; --to hf writes it plain",
         )
     notes: list[str] = []

@@ -28,6 +28,7 @@ from megtool.console import Progress, silent
 from megtool.errors import MappingError, UnknownTensorsError, listed
 from megtool.export.folders.tensor_specs import FolderForm, ModuleTensors
 from megtool.export.folders.write_compressed import CompressedForm, PassthroughForm
+from megtool.export.folders.write_fp8_blocks import Fp8BlocksForm
 from megtool.export.folders.write_modelopt import ModelOptForm
 from megtool.export.preflight import check_engine_rules
 from megtool.export.quantized_module import QuantizedModules
@@ -52,8 +53,8 @@ _RENAMED = "its value is stored under another name"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderOptions:
-    """What the folder is: `to` is its form, `compressed-tensors` or anything else for ModelOpt's;
-    `target` is the engine, or ENGINE@VERSION, that has to load it."""
+    """What the folder is: `to` is its form, `compressed-tensors` or `fp8-blocks`, and anything else
+    is ModelOpt's; `target` is the engine, or ENGINE@VERSION, that has to load it."""
 
     to: str
     target: str | None = None
@@ -70,7 +71,7 @@ def export_folder(
     files: Files | None = None,
     progress: Progress = silent,
 ) -> ExportReport:
-    """Write a quantized Hugging Face folder in ModelOpt's form or that of compressed-tensors.
+    """Write a quantized Hugging Face folder in ModelOpt's form, DeepSeek's or compressed-tensors'.
 
     Codes and scales keep their values: if both forms pack them alike their bytes are copied,
     otherwise they are repacked; nothing is rounded again. A compressed-tensors folder that stays
@@ -105,7 +106,7 @@ def export_folder(
             tensors.tile_reader(values),
         )
         notes += check_engine_rules(planned, options.target)
-    is_named = options.to in ("compressed-tensors", "unified")
+    is_named = options.to in ("compressed-tensors", "fp8-blocks", "unified")
     report = ExportReport(
         source=str(source),
         to=options.to if is_named else f"unified ({options.to})",
@@ -159,6 +160,8 @@ def _check_complete(source: Path, family: str | None) -> None:
 
 def _read(source: Path, to: str) -> tuple[FolderForm, QuantizedModules]:
     """The folder, and the form it is to have."""
+    if to == "fp8-blocks":
+        return Fp8BlocksForm(), read_quantized_modules(source)
     if to != "compressed-tensors":
         return ModelOptForm(), read_quantized_modules(source)
     config = quantization_config(open_as_stored(source).metadata)

@@ -93,7 +93,8 @@ class CompressedScheme:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExcludeList:
     """How an engine, from a version on, matches its list of modules that are not quantized; without
-    `algos` for all of them."""
+    `algos` for all of them. `decoded` are modules (the last part of a name) that it excludes, and
+    whose codes it decodes when it loads them."""
 
     engine: str
     since: str
@@ -102,6 +103,7 @@ class ExcludeList:
     matcher: str
     description: str
     source: str
+    decoded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +128,7 @@ class ModuleNames:
     split_columns: tuple[str, ...]
     embeddings: tuple[str, ...]
     routers: tuple[str, ...]
+    never_quantized: tuple[str, ...]
     unquantized_towers: tuple[str, ...]
 
     def split_dim(self, name: str) -> str | None:

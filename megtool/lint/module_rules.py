@@ -90,7 +90,7 @@ def _check_exclude(context: LintContext, engine: EngineTarget) -> Iterator[Findi
         return
     source, hint = exclusions.row.source, f"this engine matches {exclusions.row.description}"
     for unit, modules in context.units().items():
-        quantized = [m for m in modules if m.algo]
+        quantized = [m for m in modules if m.algo and m.last not in exclusions.row.decoded]
         plain = [m for m in modules if not m.algo]
         try:
             is_excluded = exclusions.excludes(unit)
@@ -114,8 +114,8 @@ def _check_exclude(context: LintContext, engine: EngineTarget) -> Iterator[Findi
 def _needs_codes(context: LintContext, engine: EngineTarget, plain: Sequence[LinearModule]) -> bool:
     """Whether the engine expects codes of a module that no list names."""
     first = plain[0]
-    if context.form != "modelopt" and (first.is_router or first.last == "lm_head"):
-        return False  # engines never quantize these
+    if context.form != "modelopt" and first.last in load_engines().modules.never_quantized:
+        return False
     return bool(expected_algo(context, engine, first))
 
 

@@ -134,6 +134,8 @@ def open_source(
         check_masters(catalogue, side, compare_all=True)
     for warning in catalogue.warnings:
         _LOG.warning("%s", warning)
+    if tensors.select is None:
+        _warn_missing_mtp(config, side)
     return CheckpointSource(
         path=path,
         catalogue=catalogue,
@@ -147,17 +149,36 @@ def open_source(
     )
 
 
-def open_decoder(path: Path, options: SourceOptions = SourceOptions()) -> CheckpointSource:  # noqa: B008
+def _warn_missing_mtp(config: ModelConfig | None, side: CanonicalView) -> None:
+    """Warn if a model lacks all layers of multi-token prediction that its config counts."""
+    counted = config.num_mtp_layers if config else 0
+    if counted and side.config is not None and not side.config.num_mtp_layers:
+        _LOG.warning(
+            "the configuration counts %d layers of multi-token prediction, and no tensor of them "
+            "is stored: the model is taken to have none (transformers drops them when it saves)",
+            counted,
+        )
+
+
+def open_decoder(
+    path: Path,
+    options: SourceOptions = SourceOptions(),  # noqa: B008
+    *,
+    encoders: bool = False,
+) -> CheckpointSource:
     """Open the weights of a decoder that can run, from headers and small files alone.
+
+    Models whose tokens attend both ways are taken where `encoders` is true.
 
     Raises:
         MegtoolError: it cannot be opened, its model is not known, or is no decoder.
     """
-    return require_decoder(open_source(path, options, optimizer=False))
+    return require_decoder(open_source(path, options, optimizer=False), encoders=encoders)
 
 
-def require_decoder(source: CheckpointSource) -> CheckpointSource:
-    """The source itself, if it holds a decoder of a known configuration.
+def require_decoder(source: CheckpointSource, *, encoders: bool = False) -> CheckpointSource:
+    """The source itself, if it holds a decoder (or, with `encoders`, an encoder) of a known
+    configuration.
 
     Raises:
         MappingError: the model is not known, or is no decoder.
@@ -170,7 +191,7 @@ def require_decoder(source: CheckpointSource) -> CheckpointSource:
             file=source.path,
             hint="--family NAME and --like HF_FOLDER say which model it is; " + _ENCODERS,
         )
-    if config.num_token_types or config.position_embedding == "relative":
+    if (config.bidirectional and not encoders) or config.position_embedding == "relative":
         raise MappingError(
             "it is an encoder, which generates no text", file=source.path, hint=_ENCODERS
         )

@@ -281,6 +281,7 @@ EXPORT_FORMATS = {
     "sglang": "unified, as SGLang loads it",
     "trtllm": "unified, as TensorRT-LLM loads it",
     "compressed-tensors": "Hugging Face folder as llm-compressor writes it",
+    "fp8-blocks": "Hugging Face folder in FP8 blocks of 128 x 128, as DeepSeek publishes it",
     "trtllm-legacy": "config.json and rankN.safetensors of TensorRT-LLM up to 1.x",
     "gguf": "one file for llama.cpp",
 }
@@ -335,12 +336,20 @@ class ExportOptions(SourceOptions, EngineOptions, CopyOptions, OutputOptions, Wo
         "The folder (or GGUF file) to write; it appears when complete.", "DST"
     )
     to: Literal[
-        "hf", "unified", "vllm", "sglang", "trtllm", "compressed-tensors", "trtllm-legacy", "gguf"
+        "hf",
+        "unified",
+        "vllm",
+        "sglang",
+        "trtllm",
+        "compressed-tensors",
+        "fp8-blocks",
+        "trtllm-legacy",
+        "gguf",
     ] = option(
         OUTPUT,
         "hf: plain weights; unified, vllm, sglang, trtllm: ModelOpt's codes and scales; "
-        "compressed-tensors: llm-compressor's; trtllm-legacy: TensorRT-LLM up to 1.x; gguf: "
-        "llama.cpp.",
+        "compressed-tensors: llm-compressor's; fp8-blocks: DeepSeek's; trtllm-legacy: "
+        "TensorRT-LLM up to 1.x; gguf: llama.cpp.",
         REQUIRED,
         metavar="FORMAT",
     )

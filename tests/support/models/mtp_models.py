@@ -20,8 +20,7 @@ from tests.support.models import dense_cases, moe_cases
 from tests.support.models.tiny_model import UNTIED, Case
 
 LAYERS = 2
-HIDDEN = 32
-_DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 _BAILING_KEYS = {
     "use_qk_norm": True,
     "use_qkv_bias": False,
@@ -36,7 +35,7 @@ def glm4_moe(folder: Path) -> tuple[Any, str]:
     """A GLM-4.5, and the names of the layer that others are like."""
     case = next(c for c in moe_cases.CASES if c[0] == "glm4_moe")
     model = moe_cases.save(case, folder)
-    _add_layers(folder, "model.layers.3.", "model.layers.{}.", 4, _DEEPSEEK)
+    add_layers(folder, "model.layers.3.", "model.layers.{}.", 4, DEEPSEEK)
     return model, "glm4_moe"
 
 
@@ -75,7 +74,7 @@ def mimo(folder: Path) -> tuple[Any, str]:
     """A Qwen2 with MiMo's layers of multi-token prediction."""
     model = dense_cases.save(Case("qwen2", UNTIED), folder)
     names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-    _add_layers(folder, "model.layers.1.", "model.mtp_layers.{}.", 0, names)
+    add_layers(folder, "model.layers.1.", "model.mtp_layers.{}.", 0, names)
     config = read_config(folder) | {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
     (folder / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
     return model, "mimo"
@@ -93,7 +92,8 @@ def save(name: str, folder: Path) -> tuple[Any, Stored]:
     return model, stored_tensors(folder)
 
 
-def _add_layers(folder: Path, like: str, to: str, first: int, names: tuple[str, ...]) -> None:
+def add_layers(folder: Path, like: str, to: str, first: int, names: tuple[str, ...]) -> None:
+    """Layers of multi-token prediction, named `to`, which are like one of a stored model's."""
     file, generator = folder / "model.safetensors", torch.Generator().manual_seed(1)
 
     def new(*shape: int) -> Tensor:
@@ -106,10 +106,11 @@ def _add_layers(folder: Path, like: str, to: str, first: int, names: tuple[str, 
                 held[name].dtype
             )
     embed_norm, hidden_norm, proj, norm = names
+    hidden = read_config(folder)["hidden_size"]
     for m in range(LAYERS):
         for part in (embed_norm, hidden_norm, norm):
-            held[f"{to.format(first + m)}{part}.weight"] = new(HIDDEN)
-        held[f"{to.format(first + m)}{proj}.weight"] = new(HIDDEN, 2 * HIDDEN)
+            held[f"{to.format(first + m)}{part}.weight"] = new(hidden)
+        held[f"{to.format(first + m)}{proj}.weight"] = new(hidden, 2 * hidden)
     save_file(held, file, metadata={"format": "pt"})
     config = read_config(folder) | {"num_nextn_predict_layers": LAYERS}
     (folder / "config.json").write_text(json.dumps(config))
