@@ -260,6 +260,11 @@ class ModelConfig:
         return ATTENTION in self.mtp_branches
 
     @property
+    def parallel_layers(self) -> frozenset[int]:
+        """Indices of the layers that mix tokens in several branches, side by side."""
+        return _find_parallel(self.layer_kinds)
+
+    @property
     def has_mtp_mamba(self) -> bool:
         """Layers of multi-token prediction have a Mamba-2 mixer."""
         return MAMBA in self.mtp_branches
@@ -352,6 +357,13 @@ _NATURAL = (
     "linear_num_value_heads",
     "linear_key_head_dim",
     "linear_value_head_dim",
+@lru_cache(maxsize=64)
+def _find_parallel(kinds: tuple[str, ...] | None) -> frozenset[int]:
+    """The layers that have more than one branch which mixes tokens."""
+    mixers = {ATTENTION, MAMBA, DELTA_NET}
+    return frozenset(i for i, kind in enumerate(kinds or ()) if len(set(kind) & mixers) > 1)
+
+
     "linear_conv_kernel",
     "attn_chunk_size",
     "attn_temperature_floor",

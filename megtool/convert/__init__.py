@@ -34,7 +34,8 @@ from megtool.convert.config_keys import (
     Window,
 )
 from megtool.convert.families import Family
-from megtool.convert.layer_kind_keys import KindKey, LayerKinds, MtpKind
+from megtool.convert.blocks import BlockConfigs
+from megtool.convert.layer_kind_keys import KindKey, LayerKinds, MambaHeads, MtpKind
 from megtool.convert.mapping import (
     Cat,
     Dropped,
@@ -54,6 +55,7 @@ from megtool.convert.mapping import (
     Vector,
     in_mtp,
 )
+    in_branches,
 from megtool.convert.mixer_rows import hf_mamba
 from megtool.convert.moe_config_keys import (
     Assumed,
@@ -107,6 +109,7 @@ __all__ = [
     "MtpKind",
     "Multiple",
     "Nested",
+    "MambaHeads",
     "NoRope",
     "Noted",
     "Nullable",
@@ -135,3 +138,4 @@ __all__ = [
     "hf_mtp",
     "in_mtp",
 ]
+    "in_branches",

@@ -35,8 +35,26 @@ def kinds_of(config: ModelConfig) -> tuple[str, ...]:
     return tuple(ATTENTION + (EXPERTS if i in moe else MLP) for i in range(config.num_layers))
 
 
+def paired(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """The branches of layers of two, from those of layers of one.
+
+    Raises:
+        MappingError: they are not a mixer and an MLP or experts by turns.
+    """
+    pairs = list(zip(kinds[::2], kinds[1::2], strict=False))
+    if len(kinds) % 2 or any(a not in _MIXERS or b not in _FEEDS for a, b in pairs):
+        raise MappingError(
+            f"the layers {''.join(kinds)[:60]!r} are not a mixer and an MLP by turns",
+            hint="in this family every layer has both",
+            error_id="unsupported-model",
+        )
+    return tuple(a + b for a, b in pairs)
+
+
 def needs_hybrid(config: ModelConfig) -> bool:
-    """Whether GPTModel has no such layers."""
+    """Whether GPTModel has no such layers, and HybridModel may have them."""
+    if config.parallel_layers:
+        return False
     return any(
         MAMBA in kind or len(kind) != 2 or kind[0] not in _MIXERS or kind[1] not in _FEEDS
         for kind in kinds_of(config)
@@ -50,7 +68,7 @@ def hybrid_form(config: ModelConfig) -> ModelConfig:
         MappingError: branches of a layer run side by side, which HybridModel does not have.
     """
     kinds = kinds_of(config)
-    if config.parallel_residual or any(sum(s in _MIXERS for s in kind) > 1 for kind in kinds):
+    if config.parallel_residual or config.parallel_layers:
         raise MappingError(
             "branches of a layer run side by side, and in Megatron's HybridModel one after another",
             hint="leave --model-class out",
@@ -64,12 +82,12 @@ def hybrid_form(config: ModelConfig) -> ModelConfig:
 
 
 def gpt_form(config: ModelConfig) -> ModelConfig:
-    """The configuration with a mixer and an MLP in every layer, itself where that cannot be."""
+    """The configuration with a mixer and an MLP in every layer, itself where GPTModel has none."""
     kinds = config.layer_kinds
     if kinds is None or any(len(kind) != 1 for kind in kinds) or len(kinds) % 2:
         return config
     pairs = list(zip(kinds[::2], kinds[1::2], strict=True))
-    if any(a not in _MIXERS or b not in _FEEDS for a, b in pairs):
+    if any(a not in (ATTENTION, DELTA_NET) or b not in _FEEDS for a, b in pairs):
         return config
     if config.mtp_kind == "".join(pairs[-1]):
         config = replace(config, mtp_kind="")

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megtool.convert.config_keys import Setting, num_layers
+from megtool.convert.hybrid import kinds_of, paired
 from megtool.errors import MappingError
-from megtool.model_config import EXPERTS, MLP, MOST_LAYERS, ModelConfig
+from megtool.model_config import ATTENTION, EXPERTS, MAMBA, MLP, MOST_LAYERS, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +18,13 @@ class LayerKinds(Setting):
 
     `kinds` are the symbols of `ModelConfig.layer_kinds` by what the list calls them, the name that
     is written first. With `feeds`, each layer also has an MLP, or the experts that were read
-    before. Without the list, `pattern_key` has the symbols themselves as text; or every layer but
-    each `every`-th (`every_key`) is of the first kind, and that of the second. With `counts` the
-    list says how many layers there are. The keys are kept verbatim in `extra`.
+    before. Where all of these mix tokens by attention, `layer_kinds` is None; where some have a
+    Mamba-2 mixer, every branch is a layer of its own, as in Megatron's HybridModel, and
+    `count_key` counts pairs (see `mapping.in_branches`). Without the list,
+    `pattern_key` has the symbols themselves as text; or every layer but each `every`-th
+    (`every_key`) is of the first kind, and that of the second. With `by_number` the list has the
+    numbers of the layers of the second kind alone, and no list means none. With `counts` the list
+    says how many layers there are. The keys are kept verbatim in `extra`.
     """
 
     key: str
@@ -29,26 +34,32 @@ class LayerKinds(Setting):
     pattern_key: str | None = None
     every_key: str | None = None
     every: int = 0
+    by_number: bool = False
+    count_key: str = "num_hidden_layers"
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Symbols of every layer; no key counts as understood, so that all are kept."""
         symbols = self._symbols(stored, None if self.counts else num_layers(into))
         if self.counts:
             into["num_layers"] = len(symbols)
+        if self.feeds and set(symbols) == {ATTENTION}:
+            into["layer_kinds"] = None
+            return ()
         if self.feeds:
             moe = moe_flags(into, len(symbols))
             symbols = [s + (EXPERTS if m else MLP) for s, m in zip(symbols, moe, strict=True)]
+            if any(MAMBA in s for s in symbols):
+                symbols = list("".join(symbols))
+                into["num_layers"] = len(symbols)
         into["layer_kinds"] = tuple(symbols)
         return ()
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The list, unless what was kept says the same."""
-        kinds = config.layer_kinds
-        if kinds is None:
-            raise MappingError(
-                "the family has layers of several kinds, and layer_kinds is not known",
-                error_id="unsupported-model",
-            )
+        kinds = kinds_of(config)
+        if self.feeds and all(len(k) == 1 for k in kinds):
+            kinds = paired(kinds)
+            into[self.count_key] = len(kinds)
         symbols = [k.rstrip(MLP + EXPERTS) if self.feeds else k for k in kinds]
         names = {symbol: name for name, symbol in reversed(self.kinds)}
         if unknown := [s for s in symbols if s not in names]:
@@ -58,7 +69,11 @@ class LayerKinds(Setting):
             )
         keys = (self.key, self.pattern_key, self.every_key)
         is_kept = any(config.extra.get(k) is not None for k in keys if k)
-        if is_kept and self._symbols(config.extra, config.num_layers) == symbols:
+        is_kept |= self.by_number and self.key in config.extra
+        if is_kept and self._symbols(config.extra, len(symbols)) == symbols:
+            return
+        if self.by_number:
+            into[self.key] = [i for i, s in enumerate(symbols) if s == self.kinds[1][1]]
             return
         into[self.key] = [names[s] for s in symbols]
         if self.pattern_key and self.pattern_key in config.extra:
@@ -66,6 +81,8 @@ class LayerKinds(Setting):
 
     def _symbols(self, stored: Mapping[str, Any], layers: int | None) -> list[str]:
         listed, by_name = stored.get(self.key), dict(self.kinds)
+        if self.by_number and layers is not None:
+            return self._numbered(listed or (), layers)
         if listed is None and self.pattern_key and stored.get(self.pattern_key) is not None:
             listed, by_name = stored[self.pattern_key], {s: s for _, s in self.kinds}
         if listed is None and self.every and layers is not None:
@@ -88,6 +105,16 @@ class LayerKinds(Setting):
             )
         return [by_name[k] for k in listed]
 
+    def _numbered(self, listed: object, layers: int) -> list[str]:
+        """Symbols of every layer by the numbers of those of the second kind."""
+        if not isinstance(listed, list | tuple) or any(i not in range(layers) for i in listed):
+            raise MappingError(
+                f"{self.key} is {str(listed)[:80]}",
+                hint=f"a list of numbers of layers, of which there are {layers}",
+            )
+        others, second = self.kinds[0][1], self.kinds[1][1]
+        return [second if i in listed else others for i in range(layers)]
+
 
 @dataclass(frozen=True, slots=True)
 class KindKey(Setting):
@@ -103,7 +130,7 @@ class KindKey(Setting):
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """The key's value, or 0."""
-        if not any(self.kind in k for k in into.get("layer_kinds") or ()):
+        if not _has_kind(into, self.kind):
             into[self.field] = 0
             return ()
         into[self.field] = stored.get(self.key, self.default) or 0
@@ -111,8 +138,71 @@ class KindKey(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The field, if a layer is of the kind; 0 as the default, or null."""
-        if any(self.kind in k for k in config.layer_kinds or ()):
+        if any(self.kind in k for k in kinds_of(config)):
             into[self.key] = getattr(config, self.field) or self.default or None
+
+
+@dataclass(frozen=True, slots=True)
+class MambaHeads(Setting):
+    """Number and size of the heads of Mamba-2 mixers, which have `expand` * hidden size channels.
+
+    The size may be `auto`: as many channels as there are, cut evenly. The keys are kept verbatim
+    in `extra`. Without such layers both fields are 0.
+    """
+
+    heads: str = "mamba_n_heads"
+    head_dim: str = "mamba_d_head"
+    expand: str = "mamba_expand"
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """Both fields; no key counts as understood."""
+        into["mamba_num_heads"], into["mamba_head_dim"] = 0, 0
+        if _has_kind(into, MAMBA):
+            into["mamba_num_heads"], into["mamba_head_dim"] = self._sizes(stored, into)
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The keys, unless those that were kept say the same."""
+        if not config.mamba_layers:
+            return
+        heads, size, hidden = (
+            config.mamba_num_heads,
+            config.mamba_head_dim,
+            config.hidden_size,
+        )
+        if self.heads in config.extra:
+            kept = self._sizes(config.extra, {"hidden_size": hidden})
+            if kept == (heads, size):
+                return
+        if heads * size % hidden:
+            raise MappingError(
+                f"mixers have {heads} heads of {size}, which is no multiple of the hidden size "
+                f"{hidden}",
+                hint=f"the family says it by {self.expand!r} alone",
+                error_id="unsupported-model",
+            )
+        into |= {self.heads: heads, self.head_dim: size, self.expand: heads * size // hidden}
+
+    def _sizes(self, stored: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[int, int]:
+        """Number and size of the heads.
+
+        Raises:
+            MappingError: heads do not share out the channels.
+        """
+        heads, expand = stored.get(self.heads, 128), stored.get(self.expand, 2)
+        size = stored.get(self.head_dim, "auto")
+        numbers = (heads, expand) if size == "auto" else (heads, expand, size)
+        channels = 0
+        if all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in numbers):
+            channels = expand * fields["hidden_size"]
+            size = channels // heads if size == "auto" else size
+        if not channels or heads * size != channels:
+            raise MappingError(
+                f"{self.heads} is {heads!r} and {self.head_dim} {size!r}, and {self.expand} "
+                f"{expand!r}",
+                hint=f"heads share out {self.expand} * hidden_size channels evenly",
+            )
+        return heads, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +236,15 @@ class MtpKind(Setting):
         if config.num_mtp_layers and not {self.key, self.pattern_key} & config.extra.keys():
             names = {symbol: name for name, symbol in reversed(self.kinds)}
             into[self.key] = [names[s] for s in config.mtp_branches]
+
+
+def _has_kind(fields: Mapping[str, Any], kind: str) -> bool:
+    """Whether some layer has a branch of this kind, by fields that were read."""
+    kinds = fields.get("layer_kinds")
+    if kinds is None:
+        moe = moe_flags(fields, num_layers(fields))
+        return kind == ATTENTION or (kind == EXPERTS and any(moe)) or (kind == MLP and not all(moe))
+    return any(kind in k for k in kinds)
 
 
 def moe_flags(fields: Mapping[str, Any], layers: int) -> list[bool]:

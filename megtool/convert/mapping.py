@@ -353,16 +353,43 @@ def in_mtp(table: Table, *stored: tuple[str, str]) -> tuple[Row, ...]:
     )
 
 
+def in_branches(*tables: Table) -> Table:
+    """The rows of layers of two branches for a model that may count every branch as a layer.
+
+    Of a model with `layer_kinds`, the stored layer n has the layers 2n and 2n + 1.
+    """
+    return tuple(
+        replace(row, stored=_in_branches(row.stored), also=tuple(_in_branches(n) for n in row.also))
+        if isinstance(row, Row)
+        else row
+        for table in tables
+        for row in table
+    )
+
+
+def _in_branches(stored: str) -> str:
+    return stored.replace("{l}", "{l // (2 if layer_kinds else 1)}")
+
+
 _COMPUTED = re.compile(r"\{([^{}]*\W[^{}]*)\}")
 
 
 def without_computed(row: Row, model: CanonicalModel) -> Iterator[Row]:
-    """The row with expressions in its stored name (`{num_layers+m}`) put in: one for each `m`."""
+    """The row with expressions in its stored name (`{num_layers+m}`) put in: one for each `m`.
+
+    Of layers (`l`) one for each that has all tensors of the row's word.
+    """
     if not (match := _COMPUTED.search(row.stored)):
         yield row
         return
     index = tuple(n for n in DOMAINS if n in names_in(match[1]))
+    whens: list[Expression] = []
+    if "l" in index:
+        whens = [row.when, *(model.vocabulary[n].when for n in word(row.word).names())]
+        row = replace(row, when=True)
     for values in model.each(index):
+        if not all(model.value(when, values) for when in whens):
+            continue
         of: WordLike = row.word
         for n, v in values.items():
             of = Renamed(of, f"{{{n}}}", str(v))

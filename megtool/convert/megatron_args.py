@@ -9,7 +9,7 @@ from megtool.config import ParallelConfig
 from megtool.convert.config_keys import num_layers
 from megtool.convert.expression import evaluate
 from megtool.convert.families import Family
-from megtool.convert.hybrid import gpt_form, needs_hybrid
+from megtool.convert.hybrid import gpt_form
 from megtool.convert.megatron import padded_multiple
 from megtool.convert.mixer_args import mixer_args, mixer_fields
 from megtool.convert.parallel_args import layout_args
@@ -217,7 +217,7 @@ def megatron_limits(config: ModelConfig, family: Family | None = None) -> list[s
         for condition, message in (family.limits if family else ())
         if evaluate(condition, config)
     ]
-    if needs_hybrid(config) and any(len(kind) > 1 for kind in config.layer_kinds or ()):
+    if config.parallel_layers:
         out.append("Megatron has no layer with several mixers side by side")
     if config.parallel_residual:
         out.append("attention and MLP in parallel: Megatron runs the MLP after attention")

@@ -21,7 +21,7 @@ from megtool.convert.dialects import read_side, write_side
 from megtool.convert.families import detect_family, family
 from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
 from megtool.dtypes import dtype
-from megtool.errors import MappingError
+from megtool.errors import LayoutError, MappingError
 from megtool.model_config import ModelConfig
 from megtool.reshard.open_source import open_source
 from megtool.tensors.sharded import GlobalTensor
@@ -392,6 +392,12 @@ def test_plain_bert_is_refused_with_the_reason(tmp_path: Path) -> None:
 def test_values_a_family_does_not_know_are_refused(
     name: str, keys: dict[str, Any], said: str
 ) -> None:
+        ("bamba", {"attn_layer_indices": [2]}, r"attn_layer_indices is \[2\]"),
+        ("bamba", {"attn_layer_indices": "all"}, "attn_layer_indices is all"),
+        ("bamba", {"mamba_n_heads": 7}, "mamba_n_heads is 7"),
+        ("bamba", {"mamba_n_heads": 4, "mamba_d_head": 8}, "mamba_d_head 8"),
+        ("bamba", {"mamba_n_heads": 4, "mamba_expand": "2"}, "mamba_expand '2'"),
+        ("bamba", {"mamba_n_heads": 4, "mamba_proj_bias": True}, "mamba_proj_bias=True"),
     with pytest.raises(MappingError, match=said):
         family(name).read_config(SIZES | keys)
 
@@ -407,6 +413,32 @@ def test_a_family_says_what_it_cannot_write() -> None:
     config = neox.read_config({k: v for k, v in SIZES.items() if k != "num_key_value_heads"})
     values = {f.name: getattr(config, f.name) for f in fields(config)}
     with raises(MappingError, "head_dim", "16"):
+def test_heads_of_mixers_may_be_said_to_share_out_the_channels() -> None:
+    stored = SIZES | {"mamba_n_heads": 8, "mamba_d_head": "auto", "attn_layer_indices": [1]}
+    config = family("bamba").read_config(stored)
+    assert config.layer_kinds == ("M", "-", "*", "-")
+    assert (config.mamba_num_heads, config.mamba_head_dim) == (8, 8)
+    written = family("bamba").write_config(config)
+    assert {k: written[k] for k in stored} == stored
+    written = family("bamba").write_config(replace(config, extra={}))
+    assert written["attn_layer_indices"] == [1]
+    assert (written["mamba_d_head"], written["mamba_expand"]) == (8, 2)
+    with raises(MappingError, "8 heads of 9", "hidden size 32", "mamba_expand"):
+        family("bamba").write_config(replace(config, mamba_head_dim=9))
+    with raises(MappingError, "'MM--' are not a mixer and an MLP by turns"):
+        family("bamba").write_config(replace(config, layer_kinds=tuple("MM--")))
+
+
+def test_one_group_of_mixers_is_not_split(tmp_path: Path) -> None:
+    """Published models have one, so tensor parallelism does not cut their mixers."""
+    save(Case("bamba", UNTIED | {"mamba_n_heads": 8, "mamba_d_state": 8}), tmp_path / "hf")
+    with raises(LayoutError, "tp=2 does not divide mamba_num_groups=1", "sizes that do: 1"):
+        reshard(tmp_path / "hf", tmp_path / "no", to="torch_dist", tp=2)
+    reshard(tmp_path / "hf", tmp_path / "two", to="megatron", pp=2, fsync=False)
+    reshard(tmp_path / "two", tmp_path / "back", to="hf", fsync=False)
+    assert stored(tmp_path / "back") == stored(tmp_path / "hf")
+
+
         neox.write_config(ModelConfig(**(values | {"head_dim": 16})))
     with pytest.raises(MappingError, match="activation is 'silu'"):
         neox.write_config(ModelConfig(**(values | {"activation": "silu"})))

@@ -51,6 +51,7 @@ CASES = [
     Case("gpt2", TIED, "gpt2"),
     Case("gpt_neox", UNTIED, "gpt_neox"),
     Case("granite", TIED | BIASED | MULTIPLIED | {"mlp_bias": True}, "granite"),
+    Case("bamba", UNTIED | dense.MIXED | {"attn_layer_indices": [1]}, "bamba"),
     Case("smollm3", TIED | FOUR, "smollm3"),
     Case("starcoder2", TIED | WINDOW, "starcoder2"),
     Case("nemotron", UNTIED | BIASED | HEAD, "nemotron"),
@@ -65,6 +66,7 @@ CASES = [
     Case("exaone4", UNTIED | FOUR | WINDOW, "exaone4"),
     Case("cohere", TIED | {"use_qk_norm": True, "logit_scale": 0.5}, "cohere"),
     Case("cohere2", TIED | FOUR | WINDOW | {"logit_scale": 0.5}, "cohere2"),
+    next(c for c in dense.CASES if c.family == "nemotron_nas"),
 ]
 DENSE: dict[str, Callable[[], Any]] = {
     case.name: partial(dense.transformers_model, case) for case in CASES
@@ -96,6 +98,12 @@ for _name, _seed, _eps in (("nemotron_h", 4, 0.01), ("nemotron_h-latent", 2, 0.1
     MOE[_name] = partial(
         moe_models.transformers_model, _name, seed=_seed, layer_norm_epsilon=_eps, **FOUR
     )
+MOE["granitemoehybrid"] = partial(
+    moe_models.transformers_model,
+    "granitemoehybrid",
+    **FOUR,
+    layer_types=["linear_attention", "full_attention"] * 2,
+)
 KINDS = {"dense": DENSE, "experts": MOE}
 
 Layout = dict[str, int]

@@ -29,6 +29,8 @@ CASES = [
     Case("qwen2", TIED | WINDOWED | {"max_window_layers": 1, "num_key_value_heads": 4}),
     Case("qwen3", UNTIED | {"head_dim": 16}),
     Case("qwen3", TIED | BIASED | {"head_dim": 8, "rope_parameters": LLAMA3}),
+MIXED = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 4}
+
     Case("gemma", TIED | {"head_dim": 16}),
     Case("gemma", UNTIED | BIASED | {"head_dim": 8, "num_key_value_heads": 1}),
     Case("gemma2", TIED | {"head_dim": 16, "sliding_window": 32, "num_hidden_layers": 4}),
@@ -51,6 +53,8 @@ CASES = [
     Case("starcoder2", UNTIED | {"use_bias": False, "sliding_window": 32}),
     Case("nemotron", UNTIED | {"head_dim": 8}),
     Case("nemotron", TIED | BIASED | {"mlp_bias": True, "head_dim": 8}),
+    Case("bamba", UNTIED | MIXED | {"attn_layer_indices": [0]}),
+    Case("bamba", TIED | BIASED | MIXED | {"mlp_bias": True}),
     Case("mistral", {"sliding_window": 32, "head_dim": 8}),
     Case(
         "ministral3",

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.models.tiny_model import BIASED, TIED, UNTIED, Case
+from tests.support.models.unequal_layers import BLOCKS
 
 transformers = pytest.importorskip("transformers")
 
@@ -62,6 +63,8 @@ BY_KIND = {
     }
 }
 
+MIXED = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+
 CASES = [
     Case("llama", UNTIED),
     Case("llama", TIED | BIASED | {"mlp_bias": True, "head_dim": 12}),
@@ -104,6 +107,7 @@ CASES = [
     Case("gpt_neox", UNTIED | {"rotary_pct": 1.0, "hidden_act": "gelu_fast"}),
     Case("granite", UNTIED),
     Case("granite", TIED | BIASED | MULTIPLIED | {"mlp_bias": True}, "multiplied"),
+    Case("bamba", TIED | MIXED | {"attn_layer_indices": [1], "mlp_bias": True}),
     Case("smollm3", TIED | LAYERS4),
     Case("smollm3", UNTIED | LAYERS4 | WINDOWED | {"no_rope_layers": [0, 1, 1, 0]}),
     Case("starcoder2", TIED),
@@ -125,6 +129,7 @@ CASES = [
     Case("cohere", TIED | {"logit_scale": 0.5}),
     Case("cohere", UNTIED | BIASED | {"use_qk_norm": True, "logit_scale": 1.5}, "per-head"),
     Case("cohere2", TIED | LAYERS4 | {"sliding_window": 5, "logit_scale": 0.5}),
+    Case("nemotron_nas", UNTIED | LAYERS4 | {"block_configs": BLOCKS}, "nemotron_nas"),
 ]
 
 

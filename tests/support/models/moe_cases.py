@@ -92,6 +92,21 @@ HYBRID = {
     "pad_token_id": 0,
 }
 
+MIXED = {
+    "num_hidden_layers": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+}
+GRANITE4 = (
+    EIGHT
+    | MIXED
+    | {
+        "shared_intermediate_size": 40,
+        "layer_types": [MAMBA_LAYER, ATTENTION_LAYER],
+    }
+)
+
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -180,6 +195,18 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("minimax_m2", "MiniMaxM2", EIGHT | {"head_dim": 16, "rotary_dim": 8}),
     ("granitemoe", "GraniteMoe", EIGHT),
     ("granitemoe", "GraniteMoe", EIGHT | {"logits_scaling": 4.0, "attention_bias": True}),
+    ("granitemoehybrid", "GraniteMoeHybrid", GRANITE4),
+    (
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        GRANITE4
+        | {"position_embedding_type": "rope", "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    (
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        GRANITE4 | {"layer_types": [ATTENTION_LAYER] * 2, "logits_scaling": 4.0},
+    ),
 ]
 
 FIRST = {name: (name, model, keys) for name, model, keys in reversed(CASES)}

@@ -180,6 +180,16 @@ CASES |= {
 }
 
 
+CASES["granitemoehybrid"] = (
+    "granitemoehybrid",
+    "GraniteMoeHybrid",
+    CASES["granitemoe"][2]
+    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    | {"shared_intermediate_size": 40, "mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 2}
+    | {"mamba_chunk_size": 8},
+)
+
+
 def fill_routed(model: Any, seed: int = 0) -> None:
     """Norms that scale by about 1; routers far from ties, which rounding might decide."""
     generator = torch.Generator().manual_seed(seed)

@@ -32,6 +32,7 @@ WITHOUT_GROUPS = {"gpt2", "gpt_neox", "bert"}
 CLASSES: dict[str, tuple[str, str]] = {
     "cohere": ("CohereForCausalLM", "CohereConfig"),
     "cohere2": ("Cohere2ForCausalLM", "Cohere2Config"),
+    "bamba": ("BambaForCausalLM", "BambaConfig"),
     "bert": ("MegatronBertForMaskedLM", "MegatronBertConfig"),
     "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepseekV2Config"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config"),
@@ -48,6 +49,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig"),
     "granite": ("GraniteForCausalLM", "GraniteConfig"),
     "granitemoe": ("GraniteMoeForCausalLM", "GraniteMoeConfig"),
+    "granitemoehybrid": ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig"),
     "llama": ("LlamaForCausalLM", "LlamaConfig"),
     "llama4": ("Llama4ForCausalLM", "Llama4TextConfig"),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config"),
