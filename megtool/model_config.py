@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
 from megtool.errors import MappingError
+from megtool.model_checks import (
+    are_flags,
+    check_int,
+    check_numbers,
+    check_rope_scaling,
+    check_sizes,
+)
 
 MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000  # more is no model, but an attack on our memory
 NORMS = ("rmsnorm", "layernorm")
@@ -37,6 +43,10 @@ class ModelConfig:
     layer, and experts or an MLP by `moe_layer_freq`. `mtp_kind` are the branches of each layer of
     multi-token prediction, those of the last layer where it is empty.
 
+    `layer_sizes` has, for sizes that vary from layer to layer (any of `VARYING`), one number for
+    each layer, and a layer may then have no branch at all; the fields themselves are at least as
+    large. `at_layer` is the configuration of one of the layers, whose `layer_sizes` is empty.
+
     Where `moe_latent_size` is not 0, routed experts read and return vectors of that size, between
     two projections that all of them share.
 
@@ -47,15 +57,34 @@ class ModelConfig:
     prediction); each is like the last one. What projects its two inputs to one has columns for the
     embedding first, or, with `mtp_hidden_first`, for the hidden state.
 
-    `pre_norms` is false where nothing is normalized before attention and MLP, `shared_norm` true
+    Where `index_num_heads` is not 0, a token of latent attention attends only to the `index_topk`
+    tokens before it that an indexer ranks highest (DeepSeek Sparse Attention), by heads of
+    `index_head_dim` elements, of which the first `qk_rope_head_dim` turn: in halves, or with
+    `index_interleaved` in pairs. `shared_index_layers` has a 1 for every layer without an indexer,
+    which attends to the tokens that the last one before it has chosen.
+
+    In a `bidirectional` model tokens attend to those behind them as well, and a window reaches as
+    far to either side; it predicts the tokens that were masked. Words have one of
+    `num_token_types`, and learned positions are counted from `position_offset`. `embedding_norm`
+    normalizes embeddings. `masked_head` puts a linear layer, the activation and a norm before the
+    output layer (which `head_dense_bias` and `head_bias` give a bias).
+
+    `pre_norms` is false where nothing is normalized before attention and MLP, `first_attn_norm`
+    where nothing is before the first layer's attention; `shared_norm` is true
     where one norm feeds both (in parallel), and `norm_bias` false where layer norms have a weight
-    alone. `qk_norm_of` says what a norm of queries or keys (`qk_norm`) covers: a `head`, all with
+    alone. `post_norms` normalize what attention and MLP add to the residual, or, with
+    `norms_after_add`, the sum; `final_norm` says that there is a norm after the last layer. `qk_norm_of` says what a norm of queries or keys (`qk_norm`) covers: a `head`, all with
     the same weights; `each` head with weights of its own; `all` heads of a token at once.
 
     What only a forward pass asks for: attention multiplies scores by `softmax_scale` (None: one
     over the square root of a query head's size); a cap c bends scores or logits x to
     `c * tanh(x / c)` (0: no cap); embeddings, the output of every residual branch, and logits are
-    multiplied by their scales; a gated MLP clamps the activated half from above and the other half
+    multiplied by their scales, and so are, where mixers run side by side, what attention is given
+    (`attn_in_scale`) and what both add (`attn_out_scale`, `mamba_out_scale`), in a gated MLP the
+    half that is activated, before that, and the MLP's output (`mlp_gate_scale`, `mlp_out_scale`),
+    and the five parts of a Mamba-2 mixer's projection, z, x, B, C and dt (`mamba_in_scales`). A
+    mixer with `mamba_norm` normalizes its output, after its gate or before (`mamba_norm_first`). A
+    gated MLP clamps the activated half from above and the other half
     on both sides at `activation_limit` (0: not) and adds `glu_offset` to the latter. `qk_l2_norm`
     divides queries and keys by their root mean square after rotation. Layers with rotary embedding
     attend within chunks of `attn_chunk_size` tokens (0: no chunks), and layers without one multiply
@@ -104,6 +133,15 @@ class ModelConfig:
     window_skip_freq: int | tuple[int, ...] | None = None
     no_rope_layers: tuple[int, ...] | None = None
     num_token_types: int = 0
+    bidirectional: bool = False
+    position_offset: int = 0
+    embedding_norm: bool = False
+    first_attn_norm: bool = True
+    final_norm: bool = True
+    norms_after_add: bool = False
+    masked_head: bool = False
+    head_dense_bias: bool = False
+    head_bias: bool = False
     num_experts: int = 0
     num_experts_per_token: int = 0
     moe_ffn_hidden_size: int = 0
@@ -124,15 +162,29 @@ class ModelConfig:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    index_num_heads: int = 0
+    index_head_dim: int = 0
+    index_topk: int = 0
+    index_interleaved: bool = False
+    shared_index_layers: tuple[int, ...] | None = None
     num_mtp_layers: int = 0
     mtp_hidden_first: bool = False
     layer_kinds: tuple[str, ...] | None = None
+    layer_sizes: Mapping[str, tuple[int, ...]] | None = None
     mtp_kind: str = ""
     mamba_num_heads: int = 0
     mamba_head_dim: int = 0
     mamba_state_dim: int = 0
     mamba_num_groups: int = 0
     mamba_conv_kernel: int = 4
+    mamba_norm: bool = True
+    mamba_norm_first: bool = False
+    mamba_in_scales: tuple[float, ...] | None = None
+    mamba_out_scale: float = 1.0
+    attn_in_scale: float = 1.0
+    attn_out_scale: float = 1.0
+    mlp_gate_scale: float = 1.0
+    mlp_out_scale: float = 1.0
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
@@ -159,9 +211,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
-            _check_int(name, getattr(self, name), 1)
+            check_int(name, getattr(self, name), 1)
         for name in _NATURAL:
-            _check_int(name, getattr(self, name), 0)
+            check_int(name, getattr(self, name), 0)
         num_layers = self.num_layers + self.num_mtp_layers
         if num_layers > MOST_LAYERS or num_layers * self.num_experts > MOST_EXPERTS:
             raise MappingError(
@@ -232,6 +284,23 @@ class ModelConfig:
         return self._layers_with(ATTENTION + MAMBA + DELTA_NET)
 
     @property
+    def index_layers(self) -> frozenset[int]:
+        """Indices of the layers with an indexer of the tokens that attention is limited to."""
+        if not self.index_num_heads:
+            return frozenset()
+        shared = self.shared_index_layers or ()
+        return self.attn_layers - {i for i, is_shared in enumerate(shared) if is_shared}
+
+    def index_source(self, layer: int) -> int:
+        """The layer whose indexer chooses the tokens that a layer attends to."""
+        return max(i for i in self.index_layers if i <= layer)
+
+    @property
+    def parallel_layers(self) -> frozenset[int]:
+        """Indices of the layers that mix tokens in several branches, side by side."""
+        return _find_parallel(self.layer_kinds)
+
+    @property
     def dense_layers(self) -> frozenset[int]:
         """Indices of the layers that have an MLP."""
         if self.layer_kinds is None:
@@ -260,9 +329,9 @@ class ModelConfig:
         return ATTENTION in self.mtp_branches
 
     @property
-    def parallel_layers(self) -> frozenset[int]:
-        """Indices of the layers that mix tokens in several branches, side by side."""
-        return _find_parallel(self.layer_kinds)
+    def has_mtp_index(self) -> bool:
+        """Layers of multi-token prediction have an indexer."""
+        return self.has_mtp_attn and bool(self.index_num_heads)
 
     @property
     def has_mtp_mamba(self) -> bool:
@@ -278,6 +347,11 @@ class ModelConfig:
     def has_mtp_mixer(self) -> bool:
         """Layers of multi-token prediction have a branch that mixes tokens."""
         return self.has_mtp_attn or self.has_mtp_mamba or self.has_mtp_delta
+
+    @property
+    def has_mtp_parallel(self) -> bool:
+        """Layers of multi-token prediction mix tokens in several branches, side by side."""
+        return bool(_find_parallel((self.mtp_branches,)))
 
     @property
     def has_mtp_dense(self) -> bool:
@@ -308,10 +382,17 @@ class ModelConfig:
     def is_homogeneous(self) -> bool:
         """Megatron stacks the layers on one axis: they hold the same tensors, and no list says so
         layer by layer (with a list, even of equal entries, Megatron writes one key per layer)."""
-        if self.layer_kinds is not None:
+        if self.layer_kinds is not None or self.layer_sizes is not None or not self.first_attn_norm:
             return False
         listed = isinstance(self.moe_layer_freq, tuple) and bool(self.num_experts)
         return not listed and len(self.moe_layers) in (0, self.num_layers)
+
+    def at_layer(self, layer: int) -> ModelConfig:
+        """The configuration with the sizes of one layer; itself where all have the same."""
+        if not self.layer_sizes:
+            return self
+        sizes: dict[str, Any] = {name: n[layer] for name, n in self.layer_sizes.items()}
+        return replace(self, layer_sizes={}, **sizes)
 
 
 @lru_cache(maxsize=64)
@@ -320,6 +401,13 @@ def _find_layers(kinds: tuple[str, ...] | None, num_layers: int, symbols: str) -
     if kinds is None:
         return frozenset(range(num_layers) if ATTENTION in symbols else ())
     return frozenset(i for i, kind in enumerate(kinds) if set(kind) & set(symbols))
+
+
+@lru_cache(maxsize=64)
+def _find_parallel(kinds: tuple[str, ...] | None) -> frozenset[int]:
+    """The layers that have more than one branch which mixes tokens."""
+    mixers = {ATTENTION, MAMBA, DELTA_NET}
+    return frozenset(i for i, kind in enumerate(kinds or ()) if len(set(kind) & mixers) > 1)
 
 
 _POSITIVE = (
@@ -335,6 +423,7 @@ _POSITIVE = (
 _NATURAL = (
     "window_size",
     "num_token_types",
+    "position_offset",
     "num_experts",
     "num_experts_per_token",
     "moe_ffn_hidden_size",
@@ -347,6 +436,9 @@ _NATURAL = (
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "v_head_dim",
+    "index_num_heads",
+    "index_head_dim",
+    "index_topk",
     "num_mtp_layers",
     "mamba_num_heads",
     "mamba_head_dim",
@@ -357,13 +449,6 @@ _NATURAL = (
     "linear_num_value_heads",
     "linear_key_head_dim",
     "linear_value_head_dim",
-@lru_cache(maxsize=64)
-def _find_parallel(kinds: tuple[str, ...] | None) -> frozenset[int]:
-    """The layers that have more than one branch which mixes tokens."""
-    mixers = {ATTENTION, MAMBA, DELTA_NET}
-    return frozenset(i for i, kind in enumerate(kinds or ()) if len(set(kind) & mixers) > 1)
-
-
     "linear_conv_kernel",
     "attn_chunk_size",
     "attn_temperature_floor",
@@ -393,7 +478,16 @@ _FLAGS = (
     "shared_expert_gate",
     "attn_sinks",
     "rope_interleaved",
+    "index_interleaved",
     "zero_centered_norm",
+    "bidirectional",
+    "embedding_norm",
+    "first_attn_norm",
+    "final_norm",
+    "norms_after_add",
+    "masked_head",
+    "head_dense_bias",
+    "head_bias",
     "norm_bias",
     "pre_norms",
     "shared_norm",
@@ -402,46 +496,12 @@ _FLAGS = (
     "qk_l2_norm",
     "post_norms",
     "attn_temperature_rotated",
+    "mamba_norm",
+    "mamba_norm_first",
     "router_scales_input",
     "router_fp32",
 )
 CONFIG_FIELDS = frozenset(f.name for f in fields(ModelConfig))
-
-
-def _check_int(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise MappingError(f"{name} is {value!r}", hint=f"an integer of at least {least}")
-
-
-_POSITIVE_OR_NONE = ("softmax_scale", "rope_local_base")  # or None
-_NOT_NEGATIVE = ("attn_softcap", "logit_softcap", "activation_limit")
-_FINITE = (
-    "embedding_scale",
-    "residual_scale",
-    "logit_scale",
-    "router_scaling",
-    "glu_offset",
-    "attn_temperature_scale",
-)
-
-
-def check_numbers(config: ModelConfig) -> None:
-    """Refuse scales, caps and limits that no forward pass can use; `config` is a ModelConfig.
-
-    Raises:
-        MappingError: the message names the field.
-    """
-    for name in _POSITIVE_OR_NONE:
-        value = getattr(config, name)
-        if value is not None and not (_is_number(value) and value > 0):
-            raise MappingError(f"{name} is {value!r}", hint="a positive number, or nothing")
-    for name in _NOT_NEGATIVE:
-        value = getattr(config, name)
-        if not (_is_number(value) and value >= 0):
-            raise MappingError(f"{name} is {value!r}", hint="a positive number, or 0 for none")
-    for name in _FINITE:
-        if not _is_number(value := getattr(config, name)):
-            raise MappingError(f"{name} is {value!r}", hint="a finite number")
 
 
 def check_layers(config: ModelConfig) -> None:
@@ -456,11 +516,41 @@ def check_layers(config: ModelConfig) -> None:
     skip, without = config.window_skip_freq, config.no_rope_layers
     flags = f"one 0 or 1 for each of {config.num_layers} layers"
     is_step = isinstance(skip, int) and not isinstance(skip, bool) and skip > 0
-    if skip is not None and not is_step and not _are_flags(skip, counts):
+    if skip is not None and not is_step and not are_flags(skip, counts):
         raise MappingError(f"window_skip_freq is {skip!r}", hint=f"a positive int, or {flags}")
-    if without is not None and not _are_flags(without, counts):
+    if without is not None and not are_flags(without, counts):
         raise MappingError(f"no_rope_layers is {without!r}", hint=flags)
+    check_sizes(config)
+    _check_indexer(config, counts)
     _check_kinds(config)
+
+
+def _check_indexer(config: ModelConfig, counts: tuple[int, ...]) -> None:
+    """Refuse indexers without sizes, and layers that share a choice which nobody has made.
+
+    Raises:
+        MappingError: the message names the field.
+    """
+    shared = config.shared_index_layers
+    if shared is not None and (not _are_flags(shared, counts) or shared[0]):
+        raise MappingError(
+            f"shared_index_layers is {str(shared)[:80]}",
+            hint=f"one 0 or 1 for each of {config.num_layers} layers, and 0 for the first",
+        )
+    if not config.index_num_heads:
+        return
+    for name in ("kv_lora_rank", "q_lora_rank", "index_topk"):
+        if not getattr(config, name):
+            raise MappingError(
+                f"{name} is 0, but there are {config.index_num_heads} heads of an indexer",
+                hint="an indexer reads the compressed queries of latent attention",
+            )
+    if config.index_head_dim < config.qk_rope_head_dim:
+        raise MappingError(
+            f"index_head_dim is {config.index_head_dim}, less than the "
+            f"{config.qk_rope_head_dim} elements that turn",
+            hint="at least qk_rope_head_dim",
+        )
 
 
 def _check_kinds(config: ModelConfig) -> None:
@@ -476,7 +566,10 @@ def _check_kinds(config: ModelConfig) -> None:
         return
     known = " ".join(LAYER_SYMBOLS)
     if len(kinds) != config.num_layers or not all(
-        isinstance(k, str) and k and set(k) <= set(LAYER_SYMBOLS) for k in kinds
+        isinstance(k, str)
+        and (k or config.layer_sizes is not None)
+        and set(k) <= set(LAYER_SYMBOLS)
+        for k in kinds
     ):
         raise MappingError(
             f"layer_kinds is {str(kinds)[:80]}",
@@ -490,47 +583,3 @@ def _check_kinds(config: ModelConfig) -> None:
                 f"{lacking[0]} is 0, but layers of the kind {symbol!r} need it",
                 hint="layer_kinds and the sizes of its layers belong together",
             )
-
-
-def check_rope_scaling(scaling: Mapping[str, Any] | None, rotary_size: int) -> None:
-    """Refuse factors that are no positive numbers, or not one for each of `rotary_size / 2` pairs.
-
-    A factor of None is left to be worked out from the numbers of positions.
-
-    Raises:
-        MappingError: the message names the field and the key in it.
-    """
-    if scaling is None:
-        return
-    if not isinstance(scaling, Mapping):
-        raise MappingError(f"rope_scaling is {scaling!r}", hint="a table of a kind and its numbers")
-    factor = scaling.get("factor")
-    if factor is not None and not (_is_number(factor) and factor > 0):
-        raise MappingError(f"rope_scaling has the factor {factor!r}", hint="a positive number")
-    for name in ("short_factor", "long_factor"):
-        factors = scaling.get(name)
-        if factors is None:
-            continue
-        if not _is_list(factors) or not all(_is_number(f) and f > 0 for f in factors):
-            raise MappingError(
-                f"{name} of rope_scaling is {str(factors)[:80]}", hint="a list of positive numbers"
-            )
-        if len(factors) != rotary_size // 2:
-            raise MappingError(
-                f"{name} of rope_scaling has {len(factors)} numbers",
-                hint=f"{rotary_size // 2}: one for each pair of the {rotary_size} elements of a "
-                "head that turn",
-            )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _are_flags(value: object, counts: tuple[int, ...]) -> bool:
-    """Zeros and ones (or false and true), as many as one of `counts`."""
-    return isinstance(value, Sequence) and len(value) in counts and all(v in (0, 1) for v in value)

@@ -10,7 +10,8 @@ import pytest
 
 FLOORS = (
     {
-        *("child_process", "config", "console", "dtypes", "errors", "model_config", "options"),
+        *("child_process", "config", "console", "dtypes", "errors", "model_checks"),
+        *("model_config", "options"),
         "reports",
         "checkpoint/storage",
     },

@@ -68,7 +68,7 @@ class Binding:
         self.rows = [x for r in table if isinstance(r, Row) for x in without_computed(r, model)]
         self.drops = [r for r in table if isinstance(r, Dropped)]
         self.towers = [r for r in table if isinstance(r, Tower)]
-        self._layouts: dict[int, TensorLayout] = {}
+        self._layouts: dict[tuple[int, int], TensorLayout] = {}
         self._keeps: dict[int, bool] = {}
         self._holds: dict[tuple[int, tuple[int, ...]], bool] = {}
         # By the text between numbers: the rows with that text, and their numbers and indices.
@@ -128,7 +128,7 @@ class Binding:
         for number, index in self._in_order():
             if len(out.placements) == len(canonical):
                 break
-            layout = self._layout(number)
+            layout = self._layout(number, index)
             names = [fill_in(p.name, index) for p in layout.parts]
             if any(n not in canonical or n in out.placements for n in names):
                 continue
@@ -182,10 +182,10 @@ class Binding:
         self, candidates: Sequence[tuple[int, dict[str, int]]], tensor: GlobalTensor
     ) -> tuple[int, dict[str, int]]:
         for number, index in candidates:
-            layout = self._layout(number)
+            layout = self._layout(number, index)
             if _fits(layout, tensor.shape):
                 return number, index
-        want = self._layout(candidates[0][0])
+        want = self._layout(*candidates[0])
         padded = " or more rows" if want.padded is not None else ""
         raise MappingError(
             f"{tensor.name!r} has shape {list(tensor.shape)}, "
@@ -195,7 +195,7 @@ class Binding:
         )
 
     def _place(self, number: int, index: dict[str, int], tensor: GlobalTensor, out: Read) -> None:
-        layout = instantiate(self._layout(number), index)
+        layout = instantiate(self._layout(number, index), index)
         for part in layout.parts:
             self._place_part(_placement(part.name, part, tensor.name), tensor, out)
             out.canonical[part.name] = replace(out.canonical[part.name], shape=part.size)
@@ -223,10 +223,12 @@ class Binding:
                     return tower.name + stored.removeprefix(prefix)
         return None
 
-    def _layout(self, number: int) -> TensorLayout:
-        if number not in self._layouts:
+    def _layout(self, number: int, index: Mapping[str, int]) -> TensorLayout:
+        model = self.model.at(index)
+        key = (number, -1 if model is self.model else index["l"])
+        if key not in self._layouts:
             row = self.rows[number]
-            layout = word(row.word).layout(self.model)
+            layout = word(row.word).layout(model)
             free = {n for p in layout.parts[:1] for n in indices_in(p.name)}
             if missing := free - set(indices_in(row.stored)):
                 raise MappingError(
@@ -234,13 +236,13 @@ class Binding:
                     hint="put it in the stored name, or stack over it",
                     error_id="missing-tensors",
                 )
-            self._layouts[number] = layout
-        return self._layouts[number]
+            self._layouts[key] = layout
+        return self._layouts[key]
 
     def _keeps_dtype(self, number: int) -> bool:
         if number not in self._keeps:
-            parts = self._layout(number).parts
-            self._keeps[number] = any(self.model.keeps_dtype(p.name) for p in parts[:1])
+            names = word(self.rows[number].word).names()
+            self._keeps[number] = any(self.model.keeps_dtype(n) for n in names[:1])
         return self._keeps[number]
 
     def _applies(self, number: int, index: Mapping[str, int]) -> bool:

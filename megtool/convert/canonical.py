@@ -36,6 +36,7 @@ _LOW_RANK_Q = f"q_lora_rank and {_ATTN}"
 _DENSE, _MOE = "l in dense_layers", "l in moe_layers"
 _LAYERNORM = "norm == 'layernorm' and norm_bias"
 _QK_NORM = "({} if qk_norm_of == 'all' else 1) * head_dim"
+_ATTN_NORM = "pre_norms and (first_attn_norm or l > 0)"
 _MLP_NORM = "pre_norms and not shared_norm"
 _FEEDS = "l in dense_layers or l in moe_layers"
 _SHARED = "shared_ffn_hidden_size and l in moe_layers"
@@ -87,7 +88,7 @@ _MIXERS: Mapping[str, Weight] = MappingProxyType(
             f"layers.{{l}}.mamba.{name}": Weight(("mamba_num_heads",), _MAMBA, keeps_dtype=True)
             for name in ("A_log", "D", "dt_bias")
         },
-        "layers.{l}.mamba.norm.weight": Weight((_INNER,), _MAMBA),
+        "layers.{l}.mamba.norm.weight": Weight((_INNER,), f"mamba_norm and {_MAMBA}"),
         "layers.{l}.mamba.out.weight": Weight(("hidden_size", _INNER), _MAMBA),
         **{
             f"layers.{{l}}.delta.{part}.weight": Weight((rows, "hidden_size"), _DELTA)
@@ -117,14 +118,34 @@ _MIXERS: Mapping[str, Weight] = MappingProxyType(
     }
 )
 
+# What ranks the tokens before a token. Published files have the weights of its heads in float32.
+_INDEX_OF = "layers.{l}.attn.index_"
+_INDEXED = "l in index_layers"
+_INDEXER: Mapping[str, Weight] = MappingProxyType(
+    {
+        _INDEX_OF + "q.weight": Weight(
+            ("index_num_heads * index_head_dim", "q_lora_rank"), _INDEXED
+        ),
+        _INDEX_OF + "k.weight": Weight(("index_head_dim", "hidden_size"), _INDEXED),
+        _INDEX_OF + "k_norm.weight": Weight(("index_head_dim",), _INDEXED),
+        _INDEX_OF + "k_norm.bias": Weight(("index_head_dim",), _INDEXED),
+        _INDEX_OF + "heads.weight": Weight(
+            ("index_num_heads", "hidden_size"), _INDEXED, keeps_dtype=True
+        ),
+    }
+)
+
 _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
     {
         "embed.weight": Weight(("vocab_size", "hidden_size")),
         "positions.weight": Weight(
-            ("max_positions", "hidden_size"), "position_embedding == 'learned'"
+            ("max_positions + position_offset", "hidden_size"), "position_embedding == 'learned'"
         ),
-        "layers.{l}.attn_norm.weight": Weight(_HIDDEN, f"pre_norms and {_MIXER}"),
-        "layers.{l}.attn_norm.bias": Weight(_HIDDEN, f"pre_norms and {_LAYERNORM} and {_MIXER}"),
+        "token_types.weight": Weight(("num_token_types", "hidden_size"), "num_token_types"),
+        "embed_norm.weight": Weight(_HIDDEN, "embedding_norm"),
+        "embed_norm.bias": Weight(_HIDDEN, f"embedding_norm and {_LAYERNORM}"),
+        "layers.{l}.attn_norm.weight": Weight(_HIDDEN, f"{_ATTN_NORM} and {_MIXER}"),
+        "layers.{l}.attn_norm.bias": Weight(_HIDDEN, f"{_ATTN_NORM} and {_LAYERNORM} and {_MIXER}"),
         "layers.{l}.attn.q.weight": Weight((_Q, "hidden_size"), f"not q_lora_rank and {_ATTN}"),
         "layers.{l}.attn.k.weight": Weight((_KV, "hidden_size"), _GQA),
         "layers.{l}.attn.v.weight": Weight((_KV, "hidden_size"), _GQA),
@@ -159,6 +180,7 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
             ("hidden_size", "num_heads * (v_head_dim or head_dim)"), _ATTN
         ),
         "layers.{l}.attn.o.bias": Weight(_HIDDEN, _ATTN, flag="attn_out_bias"),
+        **_INDEXER,
         **_MIXERS,
         "layers.{l}.mlp_norm.weight": Weight(_HIDDEN, f"{_MLP_NORM} and ({_FEEDS})"),
         "layers.{l}.mlp_norm.bias": Weight(_HIDDEN, f"{_MLP_NORM} and {_LAYERNORM} and ({_FEEDS})"),
@@ -207,9 +229,14 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
         "layers.{l}.mlp.shared.down.weight": Weight(
             ("hidden_size", "shared_ffn_hidden_size"), _SHARED
         ),
-        "norm.weight": Weight(_HIDDEN),
-        "norm.bias": Weight(_HIDDEN, _LAYERNORM),
+        "norm.weight": Weight(_HIDDEN, "final_norm"),
+        "norm.bias": Weight(_HIDDEN, f"final_norm and {_LAYERNORM}"),
+        "transform.weight": Weight(("hidden_size", "hidden_size"), "masked_head"),
+        "transform.bias": Weight(_HIDDEN, "masked_head", flag="head_dense_bias"),
+        "transform_norm.weight": Weight(_HIDDEN, "masked_head"),
+        "transform_norm.bias": Weight(_HIDDEN, f"masked_head and {_LAYERNORM}"),
         "head.weight": Weight(("vocab_size", "hidden_size"), "not tied_embeddings"),
+        "head.bias": Weight(("vocab_size",), "masked_head", flag="head_bias"),
     }
 )
 
@@ -255,6 +282,17 @@ class CanonicalModel:
     config: ModelConfig
     vocabulary: Mapping[str, Weight] = field(default_factory=lambda: VOCABULARY)
     _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    _layers: dict[int, CanonicalModel] = field(default_factory=dict, repr=False)
+
+    def at(self, index: Mapping[str, int]) -> CanonicalModel:
+        """The vocabulary with the sizes of the layer `l` of an index; itself where none vary."""
+        if not self.config.layer_sizes or "l" not in index:
+            return self
+        layer = index["l"]
+        if layer not in self._layers:
+            config = self.config.at_layer(layer)
+            self._layers[layer] = CanonicalModel(config, self.vocabulary)
+        return self._layers[layer]
 
     def shape(self, pattern: str) -> tuple[int, ...]:
         """Shape of the canonical tensors that follow `pattern`.
@@ -309,5 +347,10 @@ class CanonicalModel:
 
     def names(self, pattern: str) -> list[str]:
         """All canonical tensors of a pattern that this model has, in order."""
+        return [name for name, _ in self.indexed_names(pattern)]
+
+    def indexed_names(self, pattern: str) -> Iterator[tuple[str, dict[str, int]]]:
+        """The tensors of `names`, each with the values of its indices."""
         weight = self.vocabulary[pattern]
-        return [fill_in(pattern, i) for i in self.each(indices_in(pattern), weight.when)]
+        for index in self.each(indices_in(pattern), weight.when):
+            yield fill_in(pattern, index), index

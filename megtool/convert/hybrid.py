@@ -53,7 +53,7 @@ def paired(kinds: tuple[str, ...]) -> tuple[str, ...]:
 
 def needs_hybrid(config: ModelConfig) -> bool:
     """Whether GPTModel has no such layers, and HybridModel may have them."""
-    if config.parallel_layers:
+    if config.parallel_layers or config.layer_sizes is not None:
         return False
     return any(
         MAMBA in kind or len(kind) != 2 or kind[0] not in _MIXERS or kind[1] not in _FEEDS
@@ -68,6 +68,12 @@ def hybrid_form(config: ModelConfig) -> ModelConfig:
         MappingError: branches of a layer run side by side, which HybridModel does not have.
     """
     kinds = kinds_of(config)
+    if config.layer_sizes is not None:
+        raise MappingError(
+            "sizes vary by layer, and in Megatron's HybridModel all layers of a kind are alike",
+            hint="leave --model-class out",
+            error_id="unsupported-model",
+        )
     if config.parallel_residual or config.parallel_layers:
         raise MappingError(
             "branches of a layer run side by side, and in Megatron's HybridModel one after another",
@@ -84,6 +90,8 @@ def hybrid_form(config: ModelConfig) -> ModelConfig:
 def gpt_form(config: ModelConfig) -> ModelConfig:
     """The configuration with a mixer and an MLP in every layer, itself where GPTModel has none."""
     kinds = config.layer_kinds
+    if config.layer_sizes is not None:
+        return config
     if kinds is None or any(len(kind) != 1 for kind in kinds) or len(kinds) % 2:
         return config
     pairs = list(zip(kinds[::2], kinds[1::2], strict=True))
@@ -105,6 +113,7 @@ def gpt_form(config: ModelConfig) -> ModelConfig:
 def _with_layers(config: ModelConfig, kinds: tuple[str, ...], old: Collection[int]) -> ModelConfig:
     """The configuration of other layers; `old` has the number each had before."""
     skip, without = config.window_skip_freq, config.no_rope_layers
+    shared = config.shared_index_layers
     flags = skip_flags(skip, config.num_layers)
     return replace(
         config,
@@ -113,6 +122,7 @@ def _with_layers(config: ModelConfig, kinds: tuple[str, ...], old: Collection[in
         moe_layer_freq=1,
         window_skip_freq=None if skip is None else tuple(flags[i] for i in old),
         no_rope_layers=None if without is None else tuple(without[i] for i in old),
+        shared_index_layers=None if shared is None else tuple(shared[i] for i in old),
     )
 
 

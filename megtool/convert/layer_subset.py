@@ -17,7 +17,14 @@ from megtool.model_config import MOST_LAYERS, ModelConfig
 
 _PART = re.compile(r"(\d+)(?:-(\d+))?")
 _LAYER = re.compile(r"((?:[^:]+:)?)layers\.(\d+)(\..+)")
-_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
+_LISTS = (
+    "block_configs",
+    "layer_types",
+    "layers_block_type",
+    "mlp_layer_types",
+    "indexer_types",
+    "no_rope_layers",
+)
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 
 
@@ -99,14 +106,19 @@ def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
         skip = None if all(windows) else windows
     is_windowed = bool(config.window_size) and any(windows)
     rope = tuple(config.no_rope_layers[i] for i in layers) if config.no_rope_layers else ()
+    shared = tuple(config.shared_index_layers[i] for i in layers) if config.shared_index_layers else ()
     return replace(
         config,
         num_layers=n,
         layer_kinds=tuple(of_layer[i] for i in layers) if of_layer else None,
+        layer_sizes=None
+        if config.layer_sizes is None
+        else {name: tuple(sizes[i] for i in layers) for name, sizes in config.layer_sizes.items()},
         moe_layer_freq=freq,
         window_size=config.window_size if is_windowed else 0,
         window_skip_freq=skip if is_windowed else None,
         no_rope_layers=rope if any(rope) else None,
+        shared_index_layers=shared if any(shared) else None,
         extra=_extra(config, layers, windows),
     )
 
@@ -163,6 +175,7 @@ def edited_config(
         ("moe_layers", sorted(config.moe_layers), sorted(new.moe_layers)),
         ("layers with a window", window_flags(config), window_flags(new)),
         ("no_rope_layers", config.no_rope_layers or (), new.no_rope_layers or ()),
+        ("layers with an indexer", sorted(config.index_layers), sorted(new.index_layers)),
         ("num_experts", config.num_experts, new.num_experts),
         ("vocab_size", config.vocab_size, new.vocab_size),
     ):

@@ -13,13 +13,23 @@ from typing import Any
 
 from megtool.config import ParallelConfig
 from megtool.convert.config_keys import num_layers, skip_freq
-from megtool.convert.hybrid_pattern import OLD_PATTERN, PATTERN, pattern_of, pattern_text
+from megtool.convert.blocks import BLOCKS, block_args, block_fields
+from megtool.convert.hybrid_pattern import (
+    OLD_PATTERN,
+    PATTERN,
+    attention_symbol,
+    pattern_of,
+    pattern_text,
+)
+from megtool.convert.indexer_keys import SPARSE_ATTENTION, indexer_args, indexer_fields
 from megtool.convert.layer_kind_keys import moe_flags
 from megtool.errors import MappingError
 from megtool.model_config import ATTENTION, DELTA_NET, EXPERTS, MAMBA, MLP, ModelConfig
 
 _VARIANT, _GATED_DELTA_NET = "experimental_attention_variant", "gated_delta_net"
 _FREQ = "linear_attention_freq"
+# Megatron-Bridge's share of the layers with Mamba-2 and attention side by side.
+_ALL_PARALLEL = "falconh1_ratio"
 _FEEDS = (MLP, EXPERTS)
 # Fields as Megatron's args call them, and Megatron's defaults.
 _MAMBA_SIZES = (
@@ -43,7 +53,10 @@ def mixer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         MappingError: a pattern that is malformed, or another variant of attention.
     """
-    pattern, out = pattern_of(args), dict[str, Any]()
+    if args.get(BLOCKS):
+        return block_fields(args)
+    pattern, out = pattern_of(args), indexer_fields(args)
+    is_parallel = pattern is None and args.get(_ALL_PARALLEL) == 1
     if args.get("moe_latent_size"):
         out["moe_latent_size"] = int(args["moe_latent_size"])
     if pattern is not None:
@@ -67,14 +80,17 @@ def mixer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
         kinds = set(pattern.symbols + pattern.mtp)
     else:
         symbols = _linear_layers(args)
+        if is_parallel:
+            symbols = [MAMBA + ATTENTION] * num_layers(args)
         if symbols is None:
             return out
         moe = moe_flags(args, len(symbols))
         out["layer_kinds"] = tuple(
             s + (EXPERTS if m else MLP) for s, m in zip(symbols, moe, strict=True)
         )
-        kinds = set(symbols)
+        kinds = set("".join(symbols))
     if MAMBA in kinds:
+        out["mamba_norm"] = args.get("rmsnorm") is not False
         out |= {f: int(args.get(name) or default) for f, name, default in _MAMBA_SIZES}
         if not out["mamba_num_heads"]:  # as Megatron computes it
             out["mamba_num_heads"] = 2 * int(args["hidden_size"]) // out["mamba_head_dim"]
@@ -86,12 +102,12 @@ def mixer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
 def _linear_layers(args: Mapping[str, Any]) -> list[str] | None:
     """The mixer of every layer of a GPT model; None where all are attention."""
     variant = args.get(_VARIANT)
-    if variant is None:
+    if variant in (None, SPARSE_ATTENTION):
         return None
     if variant != _GATED_DELTA_NET:
         raise MappingError(
             f"{_VARIANT} is {variant!r}",
-            hint=f"known: {_GATED_DELTA_NET}",
+            hint=f"known: {_GATED_DELTA_NET}, {SPARSE_ATTENTION}",
             error_id="unsupported-model",
         )
     layers, freq = num_layers(args), args.get(_FREQ)
@@ -112,25 +128,35 @@ def mixer_args(
     `known` are the args that the checkpoint already had; an old name of the pattern in it is kept.
     """
     kinds = config.layer_kinds
-    out: dict[str, Any] = {}
+    if config.layer_sizes is not None:
+        return block_args(config, known)
+    out = indexer_args(config)
     if config.moe_latent_size:
         out["moe_latent_size"] = config.moe_latent_size
     if kinds is None:
-        return out | {k: None for k in (PATTERN, OLD_PATTERN, _VARIANT, _FREQ) if known.get(k)}
+        gone = [k for k in (PATTERN, OLD_PATTERN, _VARIANT, _FREQ) if known.get(k)]
+        return dict.fromkeys(gone) | out
     joined = "".join(kinds)
     if MAMBA in joined:
         out |= {name: getattr(config, f) for f, name, _ in _MAMBA_SIZES}
+        if not config.mamba_norm:
+            out["rmsnorm"] = False
+    if all(kind[:2] == MAMBA + ATTENTION and kind[2:] in _FEEDS for kind in kinds):
+        out[_ALL_PARALLEL] = 1.0
     if DELTA_NET in joined:
         out |= {name: getattr(config, f) for f, name, _ in _DELTA_SIZES}
     if all(len(kind) == 1 for kind in kinds):
         name = OLD_PATTERN if known.get(OLD_PATTERN) and not known.get(PATTERN) else PATTERN
         depths = config.num_mtp_layers
         layout = ParallelConfig() if name == OLD_PATTERN else parallel
-        out[name] = pattern_text(kinds, config.mtp_branches, depths, layout)
+        attention = attention_symbol(config)
+        symbols = [kind.replace(ATTENTION, attention) for kind in kinds]
+        further = config.mtp_branches.replace(ATTENTION, attention)
+        out[name] = pattern_text(symbols, further, depths, layout)
         if known.get("is_hybrid_model") is not None or name == OLD_PATTERN:
             out["is_hybrid_model"] = True
         out["moe_layer_freq"] = 1
-        return out | {k: None for k in (_VARIANT, _FREQ) if known.get(k)}
+        return dict.fromkeys(k for k in (_VARIANT, _FREQ) if known.get(k)) | out
     if DELTA_NET in joined:
         flags = tuple(int(DELTA_NET in kind) for kind in kinds)
         freq = skip_freq(flags)

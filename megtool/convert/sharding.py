@@ -42,17 +42,23 @@ TP_DIMS: tuple[tuple[str, int], ...] = (
     ("linear_fc1.bias", -1),
     ("linear_fc2.weight", -1),
     ("eh_proj.weight", -2),
-    ("mixer.A_log", -1),
-    ("mixer.D", -1),
-    ("mixer.dt_bias", -1),
-    ("mixer.norm.weight", -1),
-    ("mixer.out_proj.weight", -1),
-    ("mixer.in_proj.weight", -2),
-    *((f"mixer.in_proj.weight.{x}", -2) for x in ("z", "x", "B", "C", "dt")),
-    *((f"mixer.conv1d{s}weight", -3) for s in "._"),
-    *((f"mixer.conv1d{s}bias", -1) for s in "._"),
-    *((f"mixer.conv1d.weight.{x}", -3) for x in ("x", "B", "C")),
-    *((f"mixer.conv1d.bias.{x}", -1) for x in ("x", "B", "C")),
+    *(
+        (f"{mixer}.{name}", dim)
+        for mixer in ("mixer", "mamba_mixer")
+        for name, dim in (
+            ("A_log", -1),
+            ("D", -1),
+            ("dt_bias", -1),
+            ("norm.weight", -1),
+            ("out_proj.weight", -1),
+            ("in_proj.weight", -2),
+            *((f"in_proj.weight.{x}", -2) for x in ("z", "x", "B", "C", "dt")),
+            *((f"conv1d{s}weight", -3) for s in "._"),
+            *((f"conv1d{s}bias", -1) for s in "._"),
+            *((f"conv1d.weight.{x}", -3) for x in ("x", "B", "C")),
+            *((f"conv1d.bias.{x}", -1) for x in ("x", "B", "C")),
+        )
+    ),
     ("self_attention.in_proj.weight", -2),
     *(
         (f"self_attention.in_proj.weight.{x}", -2)
@@ -70,6 +76,7 @@ _REPLICATED = re.compile(
     r"(?:^|[._])(?:\w*norm|layer_norm)[._](?:weight|bias)$"
     r"|\blinear_(?:proj|fc2)\.bias$"
     r"|\blinear_(?:q|kv|qkv)_down_proj\.weight$"
+    r"|\bindexer\.linear_(?:wq_b|wk|weights_proj)\.weight$"
     r"|\brouter\.\w+$"
     r"|\bfc[12]_latent_proj\.weight$"
     r"|\bshared_experts\.gate_weight$"
@@ -236,7 +243,16 @@ _MIXER_HEADS = (
 
 
 def _tp_fault(config: ModelConfig, tp: int) -> str | None:
-    """The first size that TP does not divide, if any."""
+    """The first size that TP does not divide, if any, of all layers."""
+    if not config.layer_sizes:
+        return _layer_fault(config, tp)
+    for layer in range(config.num_layers):
+        if fault := _layer_fault(config.at_layer(layer), tp):
+            return f"{fault} of layer {layer}"
+    return None
+
+
+def _layer_fault(config: ModelConfig, tp: int) -> str | None:
     for name, layers in _MIXER_HEADS:
         if getattr(config, layers) and (heads := getattr(config, name)) % tp:
             return f"{name}={heads}"

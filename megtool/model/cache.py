@@ -109,7 +109,7 @@ class EntrySize:
     """The size of one token in one layer: heads (of this rank), and the sizes of key and value.
 
     Latent attention keeps the compressed latent as the key of one head, and the rotated part, which
-    all heads share, as its value.
+    all heads share, as its value; behind it what an indexer ranks the token by.
     """
 
     num_heads: int
@@ -118,13 +118,18 @@ class EntrySize:
 
     @classmethod
     def of(cls, config: ModelConfig, tp: int = 1) -> EntrySize:
-        """A model's, cut over `tp` ranks; ranks that share a head keep a copy each."""
+        """A layer's, cut over `tp` ranks; ranks that share a head keep a copy each."""
         if config.kv_lora_rank:
-            return cls(
-                num_heads=1, key_size=config.kv_lora_rank, value_size=config.qk_rope_head_dim
-            )
+            index = config.index_head_dim if config.index_num_heads else 0
+            value_size = config.qk_rope_head_dim + index
+            return cls(num_heads=1, key_size=config.kv_lora_rank, value_size=value_size)
         heads = max(1, config.num_kv_heads // tp)
         return cls(num_heads=heads, key_size=config.head_dim, value_size=config.head_dim)
+
+
+def entry_sizes(config: ModelConfig, layers: Iterable[int], tp: int = 1) -> dict[int, EntrySize]:
+    """The sizes of those of the layers that have attention."""
+    return {n: EntrySize.of(config.at_layer(n), tp) for n in layers if n in config.attn_layers}
 
 
 class ContiguousCache(KVCache):
@@ -149,17 +154,14 @@ class ContiguousCache(KVCache):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        size = EntrySize.of(config, tp)
         numbers = tuple(range(config.num_layers) if layers is None else layers)
-        shape = (num_rows, size.num_heads, max_tokens)
-        self.keys = {
-            n: torch.zeros(*shape, size.key_size, dtype=dtype, device=device)
-            for n in numbers
-            if n in config.attn_layers
-        }
-        self.values = {
-            n: torch.zeros(*shape, size.value_size, dtype=dtype, device=device) for n in self.keys
-        }
+        sizes = entry_sizes(config, numbers, tp)
+
+        def room(heads: int, size: int) -> Tensor:
+            return torch.zeros(num_rows, heads, max_tokens, size, dtype=dtype, device=device)
+
+        self.keys = {n: room(s.num_heads, s.key_size) for n, s in sizes.items()}
+        self.values = {n: room(s.num_heads, s.value_size) for n, s in sizes.items()}
         mixers = Mixers.of(config, numbers, tp)
         self.states = RecurrentStates(mixers, num_rows, dtype=dtype, device=device)
         self.num_rows, self.max_tokens, self.graphable = num_rows, max_tokens, graphable
@@ -279,17 +281,15 @@ class PagedCache(KVCache):
     ) -> None:
         if num_blocks < 2 or block_size < 1:
             raise UsageError(f"a cache cannot have {num_blocks} blocks of {block_size} slots")
-        size = EntrySize.of(config, tp)
         numbers = tuple(range(config.num_layers) if layers is None else layers)
-        shape = (num_blocks * block_size, size.num_heads)
-        self.keys = {
-            n: torch.zeros(*shape, size.key_size, dtype=dtype, device=device)
-            for n in numbers
-            if n in config.attn_layers
-        }
-        self.values = {
-            n: torch.zeros(*shape, size.value_size, dtype=dtype, device=device) for n in self.keys
-        }
+        sizes = entry_sizes(config, numbers, tp)
+
+        def room(heads: int, size: int) -> Tensor:
+            slots = num_blocks * block_size
+            return torch.zeros(slots, heads, size, dtype=dtype, device=device)
+
+        self.keys = {n: room(s.num_heads, s.key_size) for n, s in sizes.items()}
+        self.values = {n: room(s.num_heads, s.value_size) for n, s in sizes.items()}
         rows = num_blocks - 1 if num_sequences is None else num_sequences
         mixers = Mixers.of(config, numbers, tp)
         self.states = RecurrentStates(mixers, rows, dtype=dtype, device=device)
@@ -406,6 +406,16 @@ class PagedCache(KVCache):
         keys.index_copy_(0, self._write_T, key_BKSD.transpose(1, 2).flatten(0, 1))
         values.index_copy_(0, self._write_T, value_BKSD.transpose(1, 2).flatten(0, 1))
         return keys[self._read_BL].transpose(1, 2), values[self._read_BL].transpose(1, 2)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget a sequence's tokens from `length` on; its blocks stay its own.
+
+        Raises:
+            UsageError: there are recurrent mixers, whose states hold all tokens that were read.
+        """
+        if self.states.tensors:
+            raise UsageError("states of recurrent mixers cannot go back")
+        self.lengths[sequence] = min(length, self.lengths[sequence])
 
     def advance(self) -> None:
         """Every chosen sequence is longer by its real tokens."""

@@ -53,11 +53,15 @@ _POINT = re.compile(r"layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(fc1|down)")
 
 
+_INDEXER = "self_attention.core_attention.indexer"
 _WITHIN = {
     "attn.qkv": "self_attention.linear_qkv",
     "attn.o": "self_attention.linear_proj",
     "attn.q_up": "self_attention.linear_q_up_proj",
     "attn.kv_up": "self_attention.linear_kv_up_proj",
+    "attn.index_q": f"{_INDEXER}.linear_wq_b",
+    "attn.index_k": f"{_INDEXER}.linear_wk",
+    "attn.index_heads": f"{_INDEXER}.linear_weights_proj",
     "delta.qkvz": "self_attention.in_proj",
     "delta.ba": "self_attention",
     "delta.o": "self_attention.out_proj",
@@ -103,7 +107,8 @@ def places(decoder: Decoder, point: str) -> tuple[HookLocation, ...]:
             attention = layer.get_submodule("self_attention")
             if config.kv_lora_rank:
                 return (HookLocation(module=attention, attribute="cache_tap"),)
-            repeats = max(1, tp.size // config.num_kv_heads)
+            heads = config.at_layer(int(match[1])).num_kv_heads
+            repeats = max(1, tp.size // heads)
             cut = HookLocation(
                 module=attention, attribute="cache_tap", columns=tp, parts=2, repeats=repeats
             )
@@ -119,7 +124,10 @@ def places(decoder: Decoder, point: str) -> tuple[HookLocation, ...]:
             return (_expert(decoder, layer, int(expert[1]), expert[2]),)
         if name == "mlp.shared.router":  # reads what the shared experts read
             return places(decoder, point.removesuffix("router") + "fc1")
-        module = layer.get_submodule(_WITHIN[name])
+        within = _WITHIN[name]
+        if int(match[1]) in config.parallel_layers:
+            within = within.replace("mixer.", "mamba_mixer.")
+        module = layer.get_submodule(within)
     except (AttributeError, KeyError):
         raise MappingError(f"layer {match[1]} of this model has no {name!r}") from None
     is_cut = name in _CUT_COLUMNS
@@ -127,7 +135,7 @@ def places(decoder: Decoder, point: str) -> tuple[HookLocation, ...]:
         HookLocation(
             module=module,
             attribute="gate_tap" if name == "delta.ba" else "tap",
-            rows=ALONE if is_cut else rows,
+            rows=ALONE if is_cut or name.startswith("attn.index_") else rows,
             columns=tp if is_cut else ALONE,
         ),
     )

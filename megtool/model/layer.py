@@ -27,14 +27,15 @@ class TransformerLayer(nn.Module):
     """A layer, under its number in the entire model, with the branches that `layer_kinds` names.
 
     Tokens are mixed by attention or a gated delta net (`self_attention`) or a Mamba-2 mixer
-    (`mixer`), or not at all; `mlp` is an MLP, experts, or None.
+    (`mixer`), or not at all; `mlp` is an MLP, experts, or None. Attention may have a Mamba-2 mixer
+    beside it (`mamba_mixer`): both are given the output of `norm`, and their sum is added.
 
     The norms before attention and MLP are part of their first projections (`layer_norm_weight`),
     except before latent attention (`input_layernorm`) and experts (`pre_mlp_layernorm`). That
     before the MLP is computed together with the addition to the residual before it, unless dropout
     is. Where one norm feeds both branches it is that of attention. Norms after attention and MLP,
     where a model has those, are `post_layernorm` of their last projections, and come before
-    dropout.
+    dropout; with `norms_after_add` they come after the addition to the residual.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class TransformerLayer(nn.Module):
         device: torch.device | str = "meta",
     ) -> None:
         super().__init__()
+        config = config.at_layer(layer)
         self.config, self.layer = config, layer
         norm, hidden = NormSpec.of(config), config.hidden_size
 
@@ -73,7 +75,13 @@ class TransformerLayer(nn.Module):
             self.self_attention = build(LatentAttention if is_latent else Attention)
         elif layer in config.delta_layers:
             self.self_attention = build(GatedDeltaNet)
-        self.mixer = build(MambaMixer) if layer in config.mamba_layers else None
+        self.mixer: nn.Module | None = None
+        self.mamba_mixer: nn.Module | None = None
+        self.norm: NormLayer | None = None
+        if layer in config.parallel_layers:
+            self.norm, self.mamba_mixer = norm_layer(), build(MambaMixer)
+        elif layer in config.mamba_layers:
+            self.mixer = build(MambaMixer)
         self.is_moe = layer in config.moe_layers
         if self.is_moe and (config.shared_norm or not config.pre_norms):
             raise MappingError(
@@ -87,7 +95,8 @@ class TransformerLayer(nn.Module):
         elif layer in config.dense_layers:
             self.mlp = build(Mlp)
         self._post_norms: tuple[NormLayer, NormLayer] | None = None
-        if config.post_norms and self.self_attention is not None and self.mlp is not None:
+        has_post_norms = config.post_norms or config.norms_after_add
+        if has_post_norms and self.self_attention is not None and self.mlp is not None:
             self._post_norms = after_attention, after_mlp = norm_layer(), norm_layer()
             last = self.self_attention.get_submodule("linear_proj")
             last.add_module("post_layernorm", after_attention)
@@ -96,7 +105,13 @@ class TransformerLayer(nn.Module):
     def forward(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """The residual behind the layer."""
         first, second = (None, None) if frame.draws is None else frame.draws.branches(self.layer)
+        if self.config.norms_after_add and self._post_norms is not None:
+            x_TH = self._post_norms[0](self._add(x_TH, self.attend(x_TH, frame), first))
+            y_TH: Tensor = self._post_norms[1](self._add(x_TH, self.feed(x_TH, frame), second))
+            return y_TH
         norm = self.mlp_norm
+        if norm is None and self.self_attention is None and self.mixer is None:
+            return x_TH
         if norm is None:
             return self._add(x_TH, self.attend(x_TH, frame), first)
         if self.self_attention is None and self.mixer is None:
@@ -135,12 +150,22 @@ class TransformerLayer(nn.Module):
         return [p for name, p in norm_parameters if self.is_moe or name.startswith("layer_norm_")]
 
     def attend(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
-        """The output of attention or mixer that is added to the residual."""
+        """The output of attention or mixer, or of both, that is added to the residual."""
+        if self.norm is not None:
+            return self._attend_and_mix(self.norm(x_TH), frame)
         if self.input_layernorm is not None:
             x_TH = self.input_layernorm(x_TH)
         mixer = self.mixer if self.self_attention is None else self.self_attention
         y_TH: Tensor = cast(nn.Module, mixer)(x_TH, frame)
-        return y_TH if self._post_norms is None else self._post_norms[0](y_TH)
+        return y_TH if self._branch_norms is None else self._branch_norms[0](y_TH)
+
+    def _attend_and_mix(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
+        """The sum of attention and mixer, of rows after the norm of both."""
+        config = self.config
+        attention, mixer = cast(nn.Module, self.self_attention), cast(nn.Module, self.mamba_mixer)
+        mixed_TH = mixer(x_TH, frame) * config.mamba_out_scale
+        attended_TH: Tensor = attention(x_TH * config.attn_in_scale, frame)
+        return mixed_TH + attended_TH * config.attn_out_scale
 
     def feed(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """The output of the MLP or the experts that is added to the residual, computed after
@@ -148,7 +173,12 @@ class TransformerLayer(nn.Module):
         """
         mlp = cast(nn.Module, self.mlp)
         y_TH: Tensor = mlp(x_TH, frame) if self.is_moe else mlp(x_TH)
-        return y_TH if self._post_norms is None else self._post_norms[1](y_TH)
+        return y_TH if self._branch_norms is None else self._branch_norms[1](y_TH)
+
+    @property
+    def _branch_norms(self) -> tuple[NormLayer, NormLayer] | None:
+        """The norms of what attention and MLP add, where they are not those of the sums."""
+        return None if self.config.norms_after_add else self._post_norms
 
     def _add(self, residual_TH: Tensor, branch_TH: Tensor, chance: DropoutSpec | None) -> Tensor:
         scale = self.config.residual_scale
@@ -162,8 +192,10 @@ def check_branches(config: ModelConfig, layer: int) -> None:
     """Refuse a layer whose branches cannot be run.
 
     Raises:
-        MappingError: several mixers in one layer.
+        MappingError: several mixers in one layer, which are not attention and Mamba-2.
     """
+    if layer not in config.parallel_layers:
+        return
     mixers = [
         name
         for name, layers in (
@@ -173,7 +205,8 @@ def check_branches(config: ModelConfig, layer: int) -> None:
         )
         if layer in layers
     ]
-    if len(mixers) > 1:
+    odd = config.kv_lora_rank or not config.pre_norms or config.parallel_residual
+    if layer in config.delta_layers or odd:
         raise MappingError(
             f"layer {layer} has {' and '.join(mixers)} side by side",
             hint="such a model is converted, but not run",

@@ -34,7 +34,12 @@ IGNORED = -100
 
 
 def is_hybrid(config: ModelConfig) -> bool:
-    """Whether some layer is not one of Megatron's GPTModel: a mixer alone, an MLP alone, Mamba."""
+    """Whether some layer is not one of Megatron's GPTModel: a mixer alone, an MLP alone, Mamba.
+
+    Where sizes vary by layer, GPTModel has layers without one of their branches.
+    """
+    if config.layer_sizes is not None:
+        return False
     return any(MAMBA in kind or len(kind) != 2 for kind in config.layer_kinds or ())
 
 
@@ -50,6 +55,7 @@ def with_mtp_layers(config: ModelConfig) -> ModelConfig:
     )
     kinds += tuple(config.mtp_branches if is_hybrid(config) else [config.mtp_branches]) * depths
     skip, without = config.window_skip_freq, config.no_rope_layers
+    shared = config.shared_index_layers
     return replace(
         config,
         num_layers=len(kinds),
@@ -59,6 +65,7 @@ def with_mtp_layers(config: ModelConfig) -> ModelConfig:
         mtp_kind="",
         window_skip_freq=_longer(skip, len(kinds), skip[-1]) if isinstance(skip, tuple) else skip,
         no_rope_layers=None if without is None else _longer(without, len(kinds), 0),
+        shared_index_layers=None if shared is None else _longer(shared, len(kinds), 0),
     )
 
 

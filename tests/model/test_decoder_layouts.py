@@ -25,6 +25,7 @@ from megtool.inference.load import load
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.models import dense_decoders as dense
 from tests.support.models import moe_models
+from tests.support.models.dense_cases import LOCAL, PADDED, WITH_BIASES
 from tests.support.models.dense_decoders import LLAMA3, MULTIPLIED, WINDOWED
 from tests.support.models.tiny_model import BIASED, TIED, UNTIED, Case
 from tests.support.runs.loading import source_of
@@ -32,7 +33,7 @@ from tests.support.worlds import family_layouts
 from tests.support.worlds.family_layouts import Answer, Job
 
 THEIRS, OURS = 1e-4, 1e-5
-NO_DECODERS = {"bert": "an encoder: only decoders have a forward pass"}
+NO_FORWARD = {"bert": "Megatron's names of an encoder, which have no forward pass"}
 AS_OTHERS = {  # transformers has no class: tests/converters/test_moe.py computes them
     "bailing_moe_v2": "glm4_moe",
     "mimo": "qwen2",
@@ -40,6 +41,11 @@ AS_OTHERS = {  # transformers has no class: tests/converters/test_moe.py compute
 FOUR = {"num_hidden_layers": 4}
 THREE = {"num_hidden_layers": 3}
 HEAD, WINDOW = {"head_dim": 8}, {"sliding_window": 5}
+ENCODERS = [
+    Case("roberta", TIED | PADDED | {"max_position_embeddings": 66}, "roberta"),
+    Case("modernbert", TIED | LOCAL | FOUR, "modernbert"),
+    Case("modernbert", UNTIED | BIASED | WITH_BIASES | LOCAL, "modernbert-biases"),
+]
 CASES = [
     Case("llama", TIED | BIASED | FOUR | LLAMA3 | {"mlp_bias": True, "head_dim": 12}, "llama"),
     Case("qwen2", UNTIED | WINDOWED | {"max_window_layers": 1}, "qwen2"),
@@ -52,6 +58,7 @@ CASES = [
     Case("gpt_neox", UNTIED, "gpt_neox"),
     Case("granite", TIED | BIASED | MULTIPLIED | {"mlp_bias": True}, "granite"),
     Case("bamba", UNTIED | dense.MIXED | {"attn_layer_indices": [1]}, "bamba"),
+    Case("falcon_h1", UNTIED | BIASED | dense.MUP, "falcon_h1"),
     Case("smollm3", TIED | FOUR, "smollm3"),
     Case("starcoder2", TIED | WINDOW, "starcoder2"),
     Case("nemotron", UNTIED | BIASED | HEAD, "nemotron"),
@@ -67,6 +74,7 @@ CASES = [
     Case("cohere", TIED | {"use_qk_norm": True, "logit_scale": 0.5}, "cohere"),
     Case("cohere2", TIED | FOUR | WINDOW | {"logit_scale": 0.5}, "cohere2"),
     next(c for c in dense.CASES if c.family == "nemotron_nas"),
+    *ENCODERS,
 ]
 DENSE: dict[str, Callable[[], Any]] = {
     case.name: partial(dense.transformers_model, case) for case in CASES
@@ -135,14 +143,15 @@ def layouts(kind: str, size: int) -> Iterator[tuple[str, Layout]]:
 def test_every_decoder_family_is_here() -> None:
     covered = {case.family for case in CASES} | {moe_models.CASES[name][0] for name in MOE}
     covered |= {f.name for f in families() if f.nested}  # whose text models are of other families
-    assert covered | set(NO_DECODERS) | set(AS_OTHERS) == set(family_names())
+    assert covered | set(NO_FORWARD) | set(AS_OTHERS) == set(family_names())
 
 
 def reference(model: Any, folder: Path) -> None:
     """Save a model, and one process' answer once it is transformers' own."""
     model.save_pretrained(folder / "hf")
     tokens, labels = family_layouts.tokens_and_labels()
-    logits = model(tokens).logits
+    first = 2 if model.config.model_type == "roberta" else 0
+    logits = model(tokens, position_ids=torch.arange(tokens.shape[1])[None] + first).logits
     loss = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1).float(), labels.flatten(), reduction="sum"
     )
@@ -155,7 +164,7 @@ def reference(model: Any, folder: Path) -> None:
     assert apart < THEIRS, folder.name
     if not model.config.__dict__.get("attn_temperature_tuning"):  # it counts padding as positions
         real = family_layouts.valid()
-        places = (real.cumsum(1) - 1).clamp_min(0)
+        places = (real.cumsum(1) - 1).clamp_min(0) + first
         with torch.no_grad():
             padded = model(tokens, attention_mask=real.long(), position_ids=places).logits
         apart = dense.largest(padded * real[:, :, None], ours.decoded)

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from megtool import reshard
+from tests.support.models.tiny_model import class_of
+from tests.support.models.unequal_layers import BLOCKS
 from tests.support.paths import PEERS
 
 transformers = pytest.importorskip("transformers")
@@ -56,6 +58,8 @@ MODELS = [
         SIZES | {"use_parallel_residual": False, "tie_word_embeddings": False},
     ),
     ("Starcoder2ForCausalLM", "Starcoder2", SIZES | GQA),
+    ("DeciLMForCausalLM", "DeciLM", SIZES | UNTIED | {"block_configs": BLOCKS[::3]}),
+    ("DeciLMForCausalLM", "DeciLM", SIZES | {"num_hidden_layers": 4, "block_configs": BLOCKS}),
     ("MegatronBertForMaskedLM", "MegatronBert", SIZES),
     ("MegatronBertForPreTraining", "MegatronBert", SIZES),
 ]
@@ -66,7 +70,7 @@ def test_megatron_core_computes_the_same(
     model: str, config: str, keys: dict[str, Any], tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    ours = getattr(transformers, model)(getattr(transformers, f"{config}Config")(**keys))
+    ours = class_of(model)(class_of(f"{config}Config")(**keys))
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.normal_(0.1, 0.4)

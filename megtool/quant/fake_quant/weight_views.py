@@ -141,10 +141,10 @@ def canonical_side(config: ModelConfig, layers: Collection[str]) -> CanonicalVie
     model = CanonicalModel(config, VOCABULARY)
     kind = named("float32")
     canonical = {
-        name: GlobalTensor(name=name, shape=tuple(model.shape(pattern)), dtype=kind)
+        name: GlobalTensor(name=name, shape=model.at(index).shape(pattern), dtype=kind)
         for pattern, entry in VOCABULARY.items()
         if entry.flag is None or model.value(entry.flag)
-        for name in model.names(pattern)
+        for name, index in model.indexed_names(pattern)
         if _layer(name) in layers
     }
     return CanonicalView(

@@ -67,6 +67,8 @@ CASES = [
     ("gpt2", "fp8"),
     ("qwen3_next", "fp8"),
     ("qwen3_next", "nvfp4"),
+    ("nemotron_nas", "fp8"),
+    ("nemotron_nas", "w4a8_awq"),
 ]
 
 
@@ -204,6 +206,7 @@ USED = [
     ("gpt_oss", "mxfp4_experts"),
     ("llama4", "fp8_per_channel"),
     ("qwen3_next", "fp8"),
+    ("nemotron_nas", "fp8"),
 ]
 
 

@@ -9,9 +9,14 @@ import pytest
 import torch
 
 from tests.support.models.tiny_model import BIASED, TIED, UNTIED, Case
+from tests.support.models.unequal_layers import BLOCKS, block
 
 transformers = pytest.importorskip("transformers")
 
+
+PADDED = {"pad_token_id": 1}
+LOCAL = PADDED | {"cls_token_id": 0, "sep_token_id": 0, "local_attention": 6}
+WITH_BIASES = {"norm_bias": True, "mlp_bias": True, "classifier_bias": True}
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 16}
 
@@ -24,13 +29,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
+MIXED = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 4}
+
 CASES = [
     Case("qwen2", UNTIED),
     Case("qwen2", TIED | WINDOWED | {"max_window_layers": 1, "num_key_value_heads": 4}),
     Case("qwen3", UNTIED | {"head_dim": 16}),
     Case("qwen3", TIED | BIASED | {"head_dim": 8, "rope_parameters": LLAMA3}),
-MIXED = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 4}
-
     Case("gemma", TIED | {"head_dim": 16}),
     Case("gemma", UNTIED | BIASED | {"head_dim": 8, "num_key_value_heads": 1}),
     Case("gemma2", TIED | {"head_dim": 16, "sliding_window": 32, "num_hidden_layers": 4}),
@@ -48,13 +53,15 @@ MIXED = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 4}
     Case("bert", TIED, model_class="MegatronBertForPreTraining"),
     Case("granite", UNTIED | {"embedding_multiplier": 12.0}),
     Case("granite", TIED | BIASED | {"mlp_bias": True}),
+    Case("bamba", UNTIED | MIXED | {"attn_layer_indices": [0]}),
+    Case("bamba", TIED | BIASED | MIXED | {"mlp_bias": True}),
+    Case("falcon_h1", UNTIED | MIXED | {"mamba_d_ssm": 48}),
+    Case("falcon_h1", TIED | BIASED | MIXED | {"mamba_d_ssm": 64, "mamba_rms_norm": True}),
     Case("smollm3", TIED | {"num_hidden_layers": 4}),
     Case("starcoder2", TIED),
     Case("starcoder2", UNTIED | {"use_bias": False, "sliding_window": 32}),
     Case("nemotron", UNTIED | {"head_dim": 8}),
     Case("nemotron", TIED | BIASED | {"mlp_bias": True, "head_dim": 8}),
-    Case("bamba", UNTIED | MIXED | {"attn_layer_indices": [0]}),
-    Case("bamba", TIED | BIASED | MIXED | {"mlp_bias": True}),
     Case("mistral", {"sliding_window": 32, "head_dim": 8}),
     Case(
         "ministral3",
@@ -86,6 +93,12 @@ MIXED = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 4}
     Case("cohere", UNTIED | BIASED | {"use_qk_norm": True, "logit_scale": 0.5}),
     Case("cohere2", TIED | {"num_hidden_layers": 4, "sliding_window": 16}),
     Case("cohere2", UNTIED | BIASED | {"layer_types": ["full_attention"] * 2}),
+    Case("roberta", TIED | PADDED),
+    Case("roberta", UNTIED | PADDED | {"type_vocab_size": 1}),
+    Case("modernbert", TIED | LOCAL),
+    Case("modernbert", UNTIED | BIASED | WITH_BIASES | LOCAL),
+    Case("nemotron_nas", UNTIED | {"num_hidden_layers": 4, "block_configs": BLOCKS}),
+    Case("nemotron_nas", TIED | {"block_configs": [block(4, 1.0), block(None, None)]}),
 ]
 
 

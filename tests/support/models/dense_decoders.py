@@ -65,6 +65,20 @@ BY_KIND = {
 
 MIXED = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 
+MUP = MIXED | {
+    "mamba_d_ssm": 64,
+    "mamba_rms_norm": True,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 0.6,
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.4,
+    "ssm_multipliers": [0.9, 1.2, 0.7, 1.4, 1.1],
+    "mlp_multipliers": [0.8, 1.5],
+}
+
 CASES = [
     Case("llama", UNTIED),
     Case("llama", TIED | BIASED | {"mlp_bias": True, "head_dim": 12}),
@@ -108,6 +122,9 @@ CASES = [
     Case("granite", UNTIED),
     Case("granite", TIED | BIASED | MULTIPLIED | {"mlp_bias": True}, "multiplied"),
     Case("bamba", TIED | MIXED | {"attn_layer_indices": [1], "mlp_bias": True}),
+    Case("falcon_h1", UNTIED | MUP | {"mamba_d_ssm": 48, "mamba_rms_norm": False}),
+    Case("falcon_h1", TIED | BIASED | MUP | {"mlp_bias": True}),
+    Case("falcon_h1", UNTIED | MUP | {"mamba_norm_before_gate": False}, "gate-first"),
     Case("smollm3", TIED | LAYERS4),
     Case("smollm3", UNTIED | LAYERS4 | WINDOWED | {"no_rope_layers": [0, 1, 1, 0]}),
     Case("starcoder2", TIED),

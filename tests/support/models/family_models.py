@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.support.models import tiny_text
 from tests.support.models.tiny_model import tiny_model
+from tests.support.models.unequal_layers import block
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 128,
@@ -51,6 +52,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
+    },
+    "nemotron_nas": {
+        "head_dim": 64,
+        "num_hidden_layers": 4,
+        "block_configs": [block(2, 3.0), block(None, 1.0), block(1, None), block(1, 6.0)],
     },
     "phi3": {"num_key_value_heads": 1, "intermediate_size": 256},
     "gpt2": {},

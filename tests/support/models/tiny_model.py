@@ -26,7 +26,7 @@ GPT2_NAMES = {
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }
-WITHOUT_GROUPS = {"gpt2", "gpt_neox", "bert"}
+WITHOUT_GROUPS = {"gpt2", "gpt_neox", "bert", "roberta", "modernbert"}
 """Families whose attention has as many heads of keys and values as of queries."""
 
 CLASSES: dict[str, tuple[str, str]] = {
@@ -39,6 +39,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "ernie4_5": ("Ernie4_5ForCausalLM", "Ernie4_5Config"),
     "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeConfig"),
     "exaone4": ("Exaone4ForCausalLM", "Exaone4Config"),
+    "falcon_h1": ("FalconH1ForCausalLM", "FalconH1Config"),
     "gemma": ("GemmaForCausalLM", "GemmaConfig"),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config"),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig"),
@@ -56,8 +57,10 @@ CLASSES: dict[str, tuple[str, str]] = {
     "ministral3": ("Ministral3ForCausalLM", "Ministral3Config"),
     "mistral": ("MistralForCausalLM", "MistralConfig"),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig"),
+    "modernbert": ("ModernBertForMaskedLM", "ModernBertConfig"),
     "nemotron": ("NemotronForCausalLM", "NemotronConfig"),
     "nemotron_h": ("NemotronHForCausalLM", "NemotronHConfig"),
+    "nemotron_nas": ("DeciLMForCausalLM", "DeciLMConfig"),
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config"),
     "olmo3": ("Olmo3ForCausalLM", "Olmo3Config"),
     "olmoe": ("OlmoeForCausalLM", "OlmoeConfig"),
@@ -67,6 +70,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config"),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig"),
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig"),
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig"),
     "seed_oss": ("SeedOssForCausalLM", "SeedOssConfig"),
     "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config"),
     "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config"),
@@ -87,11 +91,18 @@ def sizes_of(family: str, sizes: Mapping[str, Any] = SIZES) -> dict[str, Any]:
     return {GPT2_NAMES.get(k, k): v for k, v in named.items()} if family == "gpt2" else named
 
 
-def tiny_config(family: str, *, sizes: Mapping[str, Any] = SIZES, **keys: Any) -> Any:
-    """A transformers configuration; `keys` replace or add to the sizes, and are passed as given."""
+def class_of(name: str) -> Any:
+    """transformers' class of this name, or ours of a model that it has no class for."""
     import transformers
 
-    return getattr(transformers, CLASSES[family][1])(**(sizes_of(family, sizes) | keys))
+    from tests.support.models import unequal_layers
+
+    return getattr(unequal_layers, name, None) or getattr(transformers, name)
+
+
+def tiny_config(family: str, *, sizes: Mapping[str, Any] = SIZES, **keys: Any) -> Any:
+    """A transformers configuration; `keys` replace or add to the sizes, and are passed as given."""
+    return class_of(CLASSES[family][1])(**(sizes_of(family, sizes) | keys))
 
 
 def tiny_model(
@@ -122,7 +133,7 @@ def tiny_model(
 
     config = tiny_config(family, sizes=sizes, **keys)
     torch.manual_seed(seed)
-    model = getattr(transformers, model_class or CLASSES[family][0])(config)
+    model = class_of(model_class or CLASSES[family][0])(config)
     model.to(getattr(torch, dtype))
     if fill is not None:
         with torch.no_grad():

@@ -68,7 +68,16 @@ def transformer_config(args: Any) -> Any:
     activation = tanh_gelu if args.openai_gelu else F.gelu
     if args.squared_relu:
         activation = squared_relu
-    return TransformerConfig(
+    kind, blocks = TransformerConfig, {}
+    if getattr(args, "heterogeneous_layers_config_path", None) is not None:
+        from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+            HeterogeneousTransformerConfig,
+        )
+
+        kind, name = HeterogeneousTransformerConfig, "heterogeneous_layers_config_encoded_json"
+        blocks = {name: getattr(args, name)}
+    return kind(
+        **blocks,
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
@@ -98,10 +107,18 @@ def transformer_config(args: Any) -> Any:
 def gpt(args: Any, config: Any) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+        get_gpt_heterogeneous_layer_spec,
+    )
 
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=args.qk_layernorm, normalization=args.normalization
+    )
+    if getattr(args, "heterogeneous_layers_config_path", None) is not None:
+        spec = get_gpt_heterogeneous_layer_spec(config, use_te=False)
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization),
+        spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
