@@ -28,7 +28,11 @@ from megtool.train.run_log import RunLog
 from megtool.train.run_plan import RunPlan, freeze, make_lr_schedule, make_optimizer, plan_run
 from tests.support.errors import raises
 from tests.support.models import tiny_text
-from tests.support.runs.numbered_data import LENGTH, Numbers
+from tests.support.models.dense_cases import LOCAL, PADDED
+from tests.support.models.dense_decoders import fill_spread
+from tests.support.models.tiny_model import TIED, UNTIED, Case
+from tests.support.models.unequal_layers import BLOCKS
+from tests.support.runs.numbered_data import LENGTH, MaskedNumbers, Numbers
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(model: Path, dtype: str = "float32") -> list[Decoder]:
     torch.set_num_threads(1)
-    stored = open_decoder(model)
+    stored = open_decoder(model, encoders=True)
     return load_for_training(stored, ProcessGroups.alone(), dtype=dtype, threads=1)
 
 
@@ -68,6 +72,47 @@ def run(job: TrainJob) -> TrainOutcome:
 def losses(job: TrainJob) -> list[float]:
     run(job)
     return [loss for _, loss in job.log.losses()]
+
+
+CONSTANT: dict[str, Any] = {
+    "train_iters": 5,
+    "clip_grad": 0.0,
+    "weight_decay": 0.1,
+    "lr_decay_style": "constant",
+}
+OF_TRANSFORMERS = [
+    Case("llama", UNTIED, "llama"),
+    Case("nemotron_nas", UNTIED | {"num_hidden_layers": 4, "block_configs": BLOCKS}, "blocks"),
+    Case("roberta", TIED | PADDED | {"max_position_embeddings": 18}, "roberta"),
+    Case("modernbert", TIED | LOCAL | {"num_hidden_layers": 4}, "modernbert"),
+]
+
+
+@pytest.mark.parametrize("case", OF_TRANSFORMERS, ids=str)
+def test_a_run_of_a_family_is_that_of_transformers_and_adamw(case: Case, tmp_path: Path) -> None:
+    theirs = case.build(tmp_path / "model", attn_implementation="eager", fill=fill_spread).train()
+    mine, data = job(tmp_path / "model", folder=tmp_path / "logs", **CONSTANT), Numbers()
+    positions = torch.arange(LENGTH)[None]
+    if mine.stages[0].config.bidirectional:
+        data = MaskedNumbers()
+        positions = positions + mine.stages[0].config.position_offset
+    found = losses(replace(mine, dataset=data))
+    plain = [p for p in theirs.parameters() if p.dim() == 1]
+    decay = [p for p in theirs.parameters() if p.dim() > 1]
+    adam = torch.optim.AdamW(
+        [{"params": decay}, {"params": plain, "weight_decay": 0.0}], lr=1e-3, weight_decay=0.1
+    )
+    expected = []
+    for step in range(5):
+        batch, labels = collate_rows(data.rows(4 * step, 4), torch.device("cpu"))
+        logits = theirs(batch.tokens_BS, position_ids=positions).logits.float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        adam.zero_grad()
+        loss.backward()
+        expected.append(loss.item())
+        adam.step()
+    assert expected[-1] != pytest.approx(expected[0], rel=1e-2)
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.5])
