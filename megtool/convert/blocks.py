@@ -41,9 +41,9 @@ class BlockConfigs(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The list, unless what was kept says the same."""
-        kept = config.extra.get(self.key)
-        if kept is not None and _read_blocks(
-            kept, config.num_layers, config.num_heads, config.hidden_size
+        known = config.extra.get(self.key)
+        if known is not None and _read_blocks(
+            known, config.num_layers, config.num_heads, config.hidden_size
         ) == _said(config):
             return
         into[self.key] = _blocks(config, by_factor=True)
@@ -99,10 +99,8 @@ def _read_blocks(blocks: object, layers: int, heads: object, hidden: object) -> 
     """The fields of `_said`."""
     if not isinstance(blocks, Sequence) or isinstance(blocks, str) or len(blocks) != layers:
         raise MappingError(f"{_LIST} is {str(blocks)[:80]}", hint=f"{layers} blocks")
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in (heads, hidden)):
+    if not (isinstance(heads, int) and isinstance(hidden, int) and heads > 0 and hidden > 0):
         raise MappingError(f"there are {heads!r} heads, and a hidden size of {hidden!r}")
-    assert isinstance(heads, int)
-    assert isinstance(hidden, int)
     kinds, kv_heads, widths = [], [], []
     for layer, block in enumerate(blocks[:MOST_LAYERS]):
         attention, ffn = _halves(block, layer)
@@ -124,14 +122,12 @@ def _read_blocks(blocks: object, layers: int, heads: object, hidden: object) -> 
 def _halves(block: object, layer: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """A block's attention and MLP, each empty where the layer has none."""
     table = block if isinstance(block, Mapping) else {}
-    halves = [table.get("attention"), table.get("ffn") or table.get("mlp")]
-    if not all(isinstance(h, Mapping) and h for h in halves):
-        raise MappingError(
-            f"block {layer} of {_LIST} is {str(block)[:80]}", hint="'attention' and 'ffn', each"
-        )
-    found = []
-    for half in halves:
-        assert isinstance(half, Mapping)
+    halves: list[Mapping[str, Any]] = []
+    for half in (table.get("attention"), table.get("ffn") or table.get("mlp")):
+        if not isinstance(half, Mapping) or not half:
+            raise MappingError(
+                f"block {layer} of {_LIST} is {str(block)[:80]}", hint="'attention' and 'ffn', each"
+            )
         kinds = [k for k in ("replace_with_linear", "sparsify", "unshifted_sink") if half.get(k)]
         kinds += [k for k in ("moe", "mamba", "llama4") if half.get(k)]
         if half.get("window_length"):
@@ -142,8 +138,8 @@ def _halves(block: object, layer: int) -> tuple[Mapping[str, Any], Mapping[str, 
                 hint="known are blocks with attention, an MLP, or without one of them",
                 error_id="unsupported-model",
             )
-        found.append({} if half.get("no_op") else half)
-    return found[0], found[1]
+        halves.append({} if half.get("no_op") else half)
+    return halves[0], halves[1]
 
 
 def _kv_heads(attention: Mapping[str, Any], heads: int, layer: int) -> int:
