@@ -61,7 +61,8 @@ class Weights:
     """The tensors of one rank by the names of its modules, of which any set can be loaded.
 
     `parallel` and `seat` say which rank it is. The vocabulary is padded with zeros to a multiple of
-    `vocab_multiple` rows on each of the tensor ranks.
+    `vocab_multiple` rows on each of the tensor ranks. Layers of multi-token prediction are among
+    them where the caller `keeps_mtp`.
 
     Raises:
         LayoutError: the layout does not divide the model; the hint says which sizes do.
@@ -77,11 +78,12 @@ class Weights:
         vocab_multiple: int = 1,
         threads: int | None = None,
         memory_bytes: int = BUFFER_BYTES,
+        keeps_mtp: bool = False,
         progress: Progress = silent,
     ) -> None:
         self.parallel, seat = parallel or ParallelConfig(), seat or RankCoordinates()
         self.catalogue = source.catalogue
-        self.config, self._side = decoder_of(source)
+        self.config, self._side = decoder_of(source, keeps_mtp=keeps_mtp)
         self._target = self._written(vocab_multiple)
         ranks = rank_parameters(self._target.tensors, self.config, self.parallel)
         self.tensors: Mapping[str, LocalTensor] = local_tensors(
@@ -191,11 +193,13 @@ def group_of(name: str) -> str:
     return parts[0] if parts[0] != "decoder" else ".".join(parts[:2])
 
 
-def decoder_of(source: CheckpointSource) -> tuple[ModelConfig, CanonicalView]:
+def decoder_of(
+    source: CheckpointSource, *, keeps_mtp: bool = False
+) -> tuple[ModelConfig, CanonicalView]:
     """The model of a checkpoint that is a whole decoder, and the side of its weights alone.
 
-    Optimizer state is left out, and so are layers that predict further tokens (said once) and other
-    parts than the text model.
+    Optimizer state is left out, and so are other parts than the text model and, unless the caller
+    `keeps_mtp`, layers that predict further tokens (said once).
 
     Raises:
         MappingError: no configuration, no decoder, or some of its tensors are missing.
@@ -215,7 +219,8 @@ def decoder_of(source: CheckpointSource) -> tuple[ModelConfig, CanonicalView]:
             error_id="no-model-config",
         )
     weights = {n: t for n, t in side.canonical.items() if ":" not in n}
-    if further := [n for n in weights if n.startswith("mtp.")]:
+    further = [n for n in weights if n.startswith("mtp.")]
+    if further and not keeps_mtp:
         _LOG.info(
             "%d tensors of %d layers of multi-token prediction are skipped: "
             "a forward pass does not need them",
@@ -225,7 +230,8 @@ def decoder_of(source: CheckpointSource) -> tuple[ModelConfig, CanonicalView]:
         weights = {n: t for n, t in weights.items() if not n.startswith("mtp.")}
     towers = frozenset(side.towers())
     weights = {n: t for n, t in weights.items() if n not in towers}
-    config = replace(config, num_mtp_layers=0)
+    if not (further and keeps_mtp):
+        config = replace(config, num_mtp_layers=0)
     family = side.family
     known = {**VOCABULARY, **(family.vocabulary if family else {})}
     absent, flags = missing(weights, CanonicalModel(config, known))
@@ -250,10 +256,11 @@ def decoder_of(source: CheckpointSource) -> tuple[ModelConfig, CanonicalView]:
 
 def _no_decoder(catalogue: Catalogue, name: str, what: str) -> MappingError:
     return MappingError(
-        f"the checkpoint is {what}, and only decoders are run",
+        f"the checkpoint is {what}, and only models of one stack of `decoder.layers` are run",
         file=catalogue.root,
         tensor=name,
-        hint="BERT and T5 can be converted and inspected; choose a decoder's checkpoint to run",
+        hint="Megatron's BERT and T5 can be converted and inspected; RoBERTa, ModernBERT and "
+        "decoders are run",
         error_id="unsupported-model",
     )
 

@@ -20,9 +20,10 @@ from megtool.model.hooks import ActivationHook
 from megtool.model.layer import TransformerLayer
 from megtool.model.linear import ColumnLinear, VocabEmbedding, vocab_logits
 from megtool.model.masks import masks_of
+from megtool.model.mtp import MultiTokenPrediction, is_hybrid, with_mtp_layers
 from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.rotary import Rotary
-from megtool.model_config import MAMBA, ModelConfig
+from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
 from megtool.parallel.context_parallel import chunk_size, own_tokens, whole_tokens
 from megtool.parallel.process_groups import ProcessGroups
@@ -37,12 +38,20 @@ KEPT_LOGITS_BYTES = 1 << 27
 class Stage:
     """The part of a model on one rank, or in one virtual chunk of it.
 
-    The stage with the head of a model with tied embeddings holds the embedding for it.
+    The stage with the head of a model with tied embeddings, or with layers of multi-token
+    prediction, holds the embedding for it. The final norm is where the last layer is: `norm` says
+    where that is not the stage with the head.
     """
 
     layers: tuple[int, ...]
     embedding: bool = True
     head: bool = True
+    norm: bool | None = None
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether the final norm is here."""
+        return self.head if self.norm is None else self.norm
 
 
 def rows_of_rank(tokens: int, tp: int, cp: int = 1) -> int:
@@ -78,7 +87,8 @@ def check_kind(config: ModelConfig) -> None:
     """Refuse options that only encoders have.
 
     Raises:
-        MappingError: relative positions, or types of tokens.
+        MappingError: relative positions, types of tokens, or learned positions with multi-token
+            prediction.
     """
     hint = "a Decoder runs decoder-only models; other models are only converted"
     if config.position_embedding == "relative":
@@ -86,6 +96,12 @@ def check_kind(config: ModelConfig) -> None:
     if config.num_token_types:
         raise MappingError(
             f"num_token_types is {config.num_token_types}, which encoders have", hint=hint
+        )
+    if config.num_mtp_layers and config.position_embedding == "learned":
+        raise MappingError(
+            "the model has learned positions and layers of multi-token prediction",
+            hint="Megatron has these layers with rotary or without positions; leave them out: "
+            "megtool reshard SRC DST --exclude GLOB",
         )
 
 
@@ -142,11 +158,6 @@ class Block(nn.Module):
         return cast("NormLayer | None", getattr(self, self.norm_name))
 
 
-def is_hybrid(config: ModelConfig) -> bool:
-    """Whether some layer is not one of Megatron's GPTModel: a mixer alone, an MLP alone, Mamba."""
-    return any(MAMBA in kind or len(kind) != 2 for kind in config.layer_kinds or ())
-
-
 class Decoder(nn.Module):
     """A decoder-only transformer, built from its configuration.
 
@@ -180,14 +191,16 @@ class Decoder(nn.Module):
         self.sequence_parallel = sequence_parallel and groups.tp.size > 1
         multiple = vocab_multiple * groups.tp.size
         self.padded_vocab = -(-config.vocab_size // multiple) * multiple
-        self.rotary = Rotary(config, dtype=dtype)
+        self._numbered = with_mtp_layers(config)
+        self.rotary = Rotary(self._numbered, dtype=dtype)
         self.head_tap: ActivationHook | None = None
         self.dropout = Dropout()  # in training mode, of passes without a cache
         self.before_head: Callable[[], None] | None = None  # who loads on demand is asked first
         # Rounded to the model's dtype, as released models were trained.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.embedding = None
-        if stage.embedding or (stage.head and config.tied_embeddings):
+        has_mtp = stage.head and config.num_mtp_layers > 0
+        if stage.embedding or has_mtp or (stage.head and config.tied_embeddings):
             self.embedding = Embedding(
                 config,
                 groups,
@@ -215,7 +228,16 @@ class Decoder(nn.Module):
             dtype=dtype,
             device=device,
         )
-        self.decoder = Block(layers, norm if stage.head else None, is_hybrid=is_hybrid(config))
+        self.decoder = Block(layers, norm if stage.has_norm else None, is_hybrid=is_hybrid(config))
+        self.mtp: MultiTokenPrediction | None = None
+        if has_mtp:
+            self.mtp = MultiTokenPrediction(
+                config,
+                groups,
+                sequence_parallel=self.sequence_parallel,
+                dtype=dtype,
+                device=device,
+            )
         self.output_layer = None
         if stage.head and not config.tied_embeddings:
             self.output_layer = ColumnLinear(
@@ -255,6 +277,15 @@ class Decoder(nn.Module):
         """
         return self.loss_of(self.hidden(batch), labels_BS)
 
+    def mtp_loss(
+        self, x_TH: Tensor, batch: Batch, labels_BS: Tensor, frame: ForwardContext
+    ) -> Tensor | None:
+        """What layers of multi-token prediction add to the loss, from the states of `hidden` and
+        the context of their pass; None if there are none, or they are not trained."""
+        if self.mtp is None or not self.mtp.is_trained:
+            return None
+        return self.mtp.loss(self, x_TH, batch, labels_BS, frame)
+
     def loss_of(self, x_TH: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         """The output of `loss`, from the states of `hidden`."""
         config, tp, weight_VH = self.config, self.groups.tp, self.output_weight_for(x_TH)
@@ -292,6 +323,23 @@ class Decoder(nn.Module):
             cache.advance()
         return x_TH
 
+    def mtp_hidden(self, depth: int, x_TH: Tensor, batch: Batch, cache: KVCache) -> Tensor:
+        """The states after a layer of multi-token prediction, which `cache` is for, x_TH.
+
+        `x_TH` are those of its input, and the batch has the tokens that it adds to them.
+
+        Raises:
+            UsageError: this stage has no such layers.
+        """
+        if self.mtp is None:
+            raise UsageError("this stage has no layers of multi-token prediction")
+        frame = self.frame(batch, cache)
+        layer = self.mtp.layer(depth)
+        out: Tensor = layer(x_TH, self.embed_tokens(batch.tokens_BS, frame), frame)
+        self.rotary.forget()
+        cache.advance()
+        return out
+
     def frame(self, batch: Batch, cache: KVCache | None = None) -> ForwardContext:
         """The context that all layers of a pass over the batch share; allocates the cache's slots
         for it.
@@ -319,7 +367,7 @@ class Decoder(nn.Module):
             num_tokens=tokens,
             positions_BS=own_tokens(span.positions_BS, cp),
             rotary=self.rotary,
-            masks=masks_of(self.config, span, batch.documents_BS, cp),
+            masks=masks_of(self._numbered, span, batch.documents_BS, cp),
             cache=cache,
             cp=cp,
             last_B=span.positions_BS.amax(1) if cp.size > 1 else None,
@@ -339,9 +387,19 @@ class Decoder(nn.Module):
             raise UsageError(
                 "this stage has no embedding", hint="pass it the previous stage's output"
             )
-        tokens_BS = own_tokens(batch.tokens_BS, self.groups.cp)
+        return self.embed_tokens(batch.tokens_BS, frame)
+
+    def embed_tokens(self, tokens_BS: Tensor, frame: ForwardContext) -> Tensor:
+        """As `embed`, of other tokens at the places of a pass, and also where a copy is.
+
+        Raises:
+            UsageError: this stage has neither.
+        """
+        if self.embedding is None:
+            raise UsageError("this stage has no embedding, and no copy of it")
+        tokens_BS = own_tokens(tokens_BS, self.groups.cp)
         x_TH: Tensor = self.embedding.word_embeddings(tokens_BS.flatten())
-        if not batch.tokens_BS.is_meta:
+        if not tokens_BS.is_meta:
             _require_values(self.embedding.word_embeddings.weight)
         if self.embedding_scale != 1:
             x_TH = x_TH * self.embedding_scale

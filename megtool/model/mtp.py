@@ -21,7 +21,6 @@ from megtool.model.linear import ColumnLinear
 from megtool.model.norm import NormLayer, NormSpec
 from megtool.model_config import ATTENTION, EXPERTS, MAMBA, MLP, ModelConfig
 from megtool.parallel.collectives import gather_columns, scatter_rows
-from megtool.parallel.context_parallel import own_tokens
 from megtool.parallel.process_groups import ProcessGroups
 
 if TYPE_CHECKING:

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
 from megtool.model.batch import Batch
 from megtool.model.cache import KVCache
 from megtool.model.decoder import Decoder, Stage, rows_of_rank
+from megtool.model.forward_context import ForwardContext
 from megtool.model.param_attributes import mark
 from megtool.model_config import ModelConfig
 from megtool.parallel.context_parallel import chunk_size, own_tokens
@@ -27,19 +29,45 @@ def build_stages(config: ModelConfig, groups: ProcessGroups, **options: Any) -> 
     """The virtual chunks of this rank's stage, split as Megatron splits them; `how` is Decoder's.
 
     Raises:
-        LayoutError: the layers do not go over the stages; the hint holds splits that do.
+        LayoutError: the layers do not go over the stages; the hint holds splits that do. Or layers
+            of multi-token prediction are apart from the output layer.
     """
     split, stage = Pipeline.of(groups.parallel), groups.pp.rank
+    check_mtp_stage(config, groups.parallel)
+    norm = split.norm(config.num_layers, has_mtp=config.num_mtp_layers > 0)
     decoders = []
     for chunk in range(split.vpp):
         part = Stage(
             layers=tuple(split.layers_of(config.num_layers, stage, chunk)),
             embedding=(stage, chunk) == split.embedding,
             head=(stage, chunk) == split.loss,
+            norm=(stage, chunk) == norm,
         )
         decoders.append(Decoder(config, groups, stage=part, **options))
     mark_tied(decoders)
     return decoders
+
+
+def check_mtp_stage(config: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuse layouts that part layers of multi-token prediction from the output layer they share.
+
+    Raises:
+        LayoutError: the model has such layers, and they are on another stage; or an explicit layout
+            has another number of them.
+    """
+    split = Pipeline.of(parallel)
+    if split.layout is not None and split.num_mtp != config.num_mtp_layers:
+        raise LayoutError(
+            f"pipeline_layout has {split.num_mtp} layers of multi-token prediction (m), and the "
+            f"model {config.num_mtp_layers}",
+            hint="one m for each of them, all before the L",
+        )
+    if config.num_mtp_layers and split.mtp != split.loss:
+        raise LayoutError(
+            f"pipeline_layout {split.layout!r} has the layers of multi-token prediction (m) on "
+            "another stage than the loss (L)",
+            hint="write them together: mL",
+        )
 
 
 def mark_tied(stages: Stages) -> None:
@@ -48,7 +76,8 @@ def mark_tied(stages: Stages) -> None:
     """
     for decoder in _chunks(stages):
         words = decoder.embedding.word_embeddings.weight if decoder.embedding else None
-        if words is not None and decoder.config.tied_embeddings and decoder.groups.ends.size > 1:
+        is_copied = decoder.config.tied_embeddings or decoder.config.num_mtp_layers > 0
+        if words is not None and is_copied and decoder.groups.ends.size > 1:
             mark(words, split_dim=0, tied=True, copy=not decoder.stage.embedding)
 
 
@@ -137,7 +166,8 @@ class PipelineSchedule:
     Gradients add up in the parameters; nothing is divided, and nothing is summed over ranks:
     `finish_gradients` comes after the last step, for each of the stages. `objective` stands for the
     decoder's own loss, and `scale` is applied to each microbatch's before its backward pass, and
-    not to what `step` returns.
+    not to what `step` returns. Layers of multi-token prediction that are trained add to the
+    gradients, and not to what `step` returns.
 
     Raises:
         LayoutError: the schedule cannot run so many microbatches; the hint says how many it can.
@@ -222,6 +252,8 @@ class PipelineSchedule:
         else:
             loss = self.objective(head, x_TH, labels_BS)
         self._losses.append(loss.detach())
+        if (further := self._links[-1].further_loss(x_TH, labels_BS)) is not None:
+            loss = loss + further
         return loss if self.scale is None else self.scale(loss)
 
     def _build(self, shape: tuple[int, int]) -> Any:
@@ -255,17 +287,30 @@ class PipelineSchedule:
 
 
 class _Link(nn.Module):
-    """A chunk as torch's schedules call it: the rows before it, and the batch field by field."""
+    """A chunk as torch's schedules call it: the rows before it, and the batch field by field.
+
+    The loss of a pass on the last stage follows at once, and finds its batch and context here.
+    """
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
         self.decoder = decoder
+        self._last_pass: tuple[Batch, ForwardContext] | None = None
 
     def forward(self, *rows: Tensor, **facts: Tensor) -> Tensor:
         batch = Batch(**facts)
         frame = self.decoder.frame(batch)
+        if self.decoder.mtp is not None:
+            self._last_pass = batch, frame
         x_TH = rows[0] if rows else self.decoder.embed(batch, frame)
         return self.decoder.finish(self.decoder.run(x_TH, frame))
+
+    def further_loss(self, x_TH: Tensor, labels_BS: Tensor) -> Tensor | None:
+        """`Decoder.mtp_loss` of the last pass."""
+        if self._last_pass is None:
+            return None
+        (batch, frame), self._last_pass = self._last_pass, None
+        return self.decoder.mtp_loss(x_TH, batch, labels_BS, frame)
 
 
 def microbatches(batch: Batch, number: int) -> list[Batch]:

@@ -17,6 +17,7 @@ from megtool.errors import UsageError
 from megtool.kernels.dispatch import Implementation, requested_implementation, use
 from megtool.kernels.te_linear import Contexts, contexts_again
 from megtool.model.decoder import Decoder
+from megtool.model.layer import TransformerLayer
 from megtool.model.lora import Adapter
 
 Granularity = Literal["full", "selective"]
@@ -43,7 +44,8 @@ _KEPT = frozenset(
 def recompute(
     stages: Decoder | Sequence[Decoder], granularity: Granularity, num_layers: int | None = None
 ) -> int:
-    """Compute the first `num_layers` layers of each stage (default: all) again when going back.
+    """Compute the first `num_layers` layers of each stage (default: all, those of multi-token
+    prediction as well) again when going back.
 
     "full" keeps a layer's input alone; "selective" also what its matrix products and attention
     gave, so that only norms, rotations and activations are computed twice. Values and gradients
@@ -60,6 +62,8 @@ def recompute(
     chosen: list[nn.Module] = []
     for decoder in [stages] if isinstance(stages, Decoder) else stages:
         chosen += [decoder.decoder.layers[str(n)] for n in decoder.stage.layers[:num_layers]]
+        if decoder.mtp is not None and num_layers is None:
+            chosen += [m for m in decoder.mtp.modules() if isinstance(m, TransformerLayer)]
     for layer in chosen:
         layer.forward = _Again(layer, layer.forward, granularity)
     return len(chosen)

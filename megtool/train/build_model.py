@@ -27,6 +27,7 @@ def load_for_training(
     threads: int | None = None,
     memory_bytes: int = BUFFER_BYTES,
     vocab_multiple: int | None = None,
+    keeps_mtp: bool = True,
     progress: Progress = silent,
 ) -> list[Decoder]:
     """Load this rank's virtual chunks in training mode; every rank calls it.
@@ -34,7 +35,8 @@ def load_for_training(
     Weights become `dtype`, by default the dtype of most stored weights (bfloat16 if that is
     quantized), on the device of `groups`. Parameters require gradients. `source` is any
     checkpoint that megtool reads, at any layout; the layout is that of `groups`. The vocabulary is
-    padded as the checkpoint's is, or to a multiple of `vocab_multiple * tp`.
+    padded as the checkpoint's is, or to a multiple of `vocab_multiple * tp`. Layers of multi-token
+    prediction are loaded if the caller `keeps_mtp`.
 
     Raises:
         MappingError: the checkpoint is not a whole decoder, or has other tensors than the model.
@@ -51,6 +53,7 @@ def load_for_training(
         vocab_multiple=multiple,
         threads=threads,
         memory_bytes=memory_bytes,
+        keeps_mtp=keeps_mtp,
         progress=progress,
     )
     kind = weights.usual_dtype if dtype is None else named(str(dtype).removeprefix("torch."))

@@ -11,9 +11,10 @@ from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.options.field import LAYOUT, flag, layout_size, option
 from megtool.options.groups import INPUT, RUNNING, SourceOptions, TokenizerOptions
+from megtool.train.loss_options import FurtherLossOptions
 from megtool.train.optimizer_options import OptimizerOptions
 
-TRAINING, EXPERTS = "Training", "Mixture of experts"
+TRAINING = "Training"
 PRECISION, MEMORY = "Precision", "Memory and overlap"
 CHECKPOINTS, EVALUATION = "Checkpoints", "Evaluation and logs"
 LORA, QAT = "LoRA", "Quantization-aware training and distillation"
@@ -29,7 +30,7 @@ DTYPE_FLAGS = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(OptimizerOptions, SourceOptions, TokenizerOptions):
+class TrainConfig(OptimizerOptions, FurtherLossOptions, SourceOptions, TokenizerOptions):
     """The options of a training run. Steps are optimizer steps; a sample is a row of `seq_length`.
 
     None stands for the default, which each option's help describes. The command line, YAML files
@@ -123,30 +124,6 @@ class TrainConfig(OptimizerOptions, SourceOptions, TokenizerOptions):
     exit_signal_handler: bool = option(TRAINING, "On SIGTERM save, and stop.", False)
     exit_duration_in_mins: float | None = option(
         TRAINING, "Save and stop after so many minutes.", metavar="X"
-    )
-    # ---- Mixture of experts
-    moe_aux_loss_coeff: float = option(
-        EXPERTS, "Coefficient of the load balancing loss.", 0.0, metavar="X", minimum=0
-    )
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] | None = option(
-        EXPERTS, "Balance over a micro batch, or within each of its rows; default: aux_loss."
-    )
-    moe_z_loss_coeff: float = option(
-        EXPERTS,
-        "Coefficient of the z-loss, which keeps router logits small.",
-        0.0,
-        metavar="X",
-        minimum=0,
-    )
-    moe_router_bias_update_rate: float = option(
-        EXPERTS,
-        "Update rate of the routers' expert bias, towards experts with less load.",
-        0.0,
-        metavar="X",
-        minimum=0,
-    )
-    moe_losses_from_checkpoint: bool = option(
-        EXPERTS, "Take coefficients that are not given from the checkpoint.", False
     )
     # ---- Precision
     bf16: bool | None = option(PRECISION, "Train in bfloat16; default on a GPU.")

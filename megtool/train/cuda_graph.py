@@ -107,7 +107,8 @@ def check_graphs(settings: TrainConfig, config: ModelConfig) -> None:
     """Check that the passes of the model on the device can be graphs.
 
     Raises:
-        UsageError: the model has experts, or the device is not a GPU.
+        UsageError: the model has experts, or layers of multi-token prediction that are trained, or
+            the device is not a GPU.
     """
     if settings.cuda_graph_impl == "none":
         return
@@ -116,6 +117,12 @@ def check_graphs(settings: TrainConfig, config: ModelConfig) -> None:
             "--cuda-graph-impl local of a model with experts: routers decide the shapes of their "
             "products, and a graph has fixed shapes",
             hint="without --cuda-graph-impl",
+        )
+    if config.num_mtp_layers and settings.mtp_loss_scaling_factor:
+        raise UsageError(
+            "--cuda-graph-impl local of a model whose layers of multi-token prediction are "
+            "trained: the sums of their losses are kept outside of the graph",
+            hint="--mtp-loss-scaling-factor 0 leaves these layers as they are",
         )
     if not torch.cuda.is_available() or (settings.device or "cuda").startswith("cpu"):
         raise UsageError(

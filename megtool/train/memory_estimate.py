@@ -48,7 +48,7 @@ def estimate_rank_memory(
         LayoutError: the layout does not divide the model; the hint says which sizes do.
         MappingError: it is not a decoder.
     """
-    config, _ = decoder_of(source)
+    config, _ = decoder_of(source, keeps_mtp=True)
     kind: torch.dtype = getattr(torch, dtype)
     estimates = []
     for stage in range(layout.pp):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from megtool.config import ParallelConfig
 from megtool.convert.sharding import check_layout
-from megtool.errors import MappingError, UsageError
+from megtool.errors import UsageError
 from megtool.inference.runtime import usual_device
 from megtool.kernels import transformer_engine
 from megtool.model.pipeline import build_stages
@@ -26,47 +24,18 @@ def check_run(source: CheckpointSource, settings: TrainConfig) -> None:
     """Check what headers alone can tell.
 
     Raises:
-        MappingError: the checkpoint has layers of multi-token prediction.
         LayoutError: the layout does not divide the model.
         UsageError: CUDA graphs do not allow an option, or a pattern matches no parameter.
         MissingPackageError: Transformer Engine is needed, and not installed.
         MegtoolError: a feature does not fit; see `TrainingFeature.check`.
     """
     config = source.config
-    _check_mtp(source)
     check_layout(config, settings.layout)
     check_graphs(settings, config)
     if settings.kernels == "te":
         transformer_engine.require((settings.device or usual_device()).partition(":")[0])
     check_features(settings, source)
     _check_patterns(settings, config)
-
-
-def _check_mtp(source: CheckpointSource) -> None:
-    """Refuse layers of multi-token prediction: they are not trained, and would not be saved.
-
-    Raises:
-        MappingError: the checkpoint has some.
-    """
-    placements = source.view.placements
-    stored = [p.stored for name, p in placements.items() if name.startswith("mtp.")]
-    if stored:
-        layers = source.config.num_mtp_layers
-        raise MappingError(
-            f"training multi-token prediction is not supported, and the checkpoint has {layers} "
-            f"such layer{'s' * (layers != 1)}",
-            file=source.path,
-            tensor=stored[0],
-            hint="leave them out first: megtool reshard SRC DST --exclude GLOB, where GLOB matches "
-            f"the tensors of these layers, such as {_layer_glob(stored[0])!r}",
-            error_id="unsupported-model",
-        )
-
-
-def _layer_glob(stored: str) -> str:
-    """A glob of all stored tensors of one layer."""
-    match = re.match(r"(.*layers\.\d+\.|.*\bmtp\.)", stored)
-    return f"{match[1]}*" if match else stored
 
 
 def _check_patterns(settings: TrainConfig, config: ModelConfig) -> None:
@@ -80,7 +49,7 @@ def _check_patterns(settings: TrainConfig, config: ModelConfig) -> None:
         rules += [(flag(name), text.rpartition("=")[0]) for text in getattr(settings, name)]
     if not rules:
         return
-    stages = build_stages(replace(config, num_mtp_layers=0), ProcessGroups.alone("meta"))
+    stages = build_stages(config, ProcessGroups.alone("meta"))
     add_feature_parameters(settings, stages)
     names = [name for stage in stages for name, _ in stage.named_parameters()]
     for option, glob in rules:

@@ -1,4 +1,4 @@
-"""What a run needs of its checkpoint: no tokenizer for tokens, and no multi-token prediction."""
+"""What a run needs of its checkpoint: no tokenizer for tokens."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megtool import finetune, reshard, tokenize
-from megtool.errors import MappingError, MegtoolError
-from megtool.inference import load
-from megtool.reshard.open_source import open_decoder
-from megtool.train.config import TrainConfig
-from megtool.train.preflight import check_run
+from megtool import tokenize
+from megtool.errors import MegtoolError
 from tests.support.models import tiny_text
 from tests.support.runs.finetune_runs import save_lines, tune
 
@@ -44,43 +40,3 @@ def test_tokens_need_no_tokenizer(model: Path, tmp_path: Path) -> None:
         tune(bare, tmp_path / "c", lines)
     with pytest.raises(MegtoolError, match="tokenizer"):
         tune(bare, tmp_path / "d", data, eval_data=str(lines))
-
-
-def test_multi_token_prediction_is_refused_before_any_work(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("transformers")
-    from tests.support.models import moe_cases
-
-    (tmp_path / "mtp").mkdir()
-    moe_cases.with_mtp(tmp_path / "mtp")
-    reshard(tmp_path / "mtp", tmp_path / "megatron", to="torch_dist")
-    lines = save_lines(tmp_path)
-
-    def never(*_: object, **__: object) -> None:
-        raise AssertionError("weights are loaded")
-
-    monkeypatch.setattr(load, "load", never)
-    monkeypatch.setattr("megtool.train.datasets.open_dataset", never)
-    for source, prefix in [("mtp", "model.layers.4."), ("megatron", "mtp.layers.0.")]:
-        for dry_run in (True, False):
-            with pytest.raises(MappingError, match="2 such layers") as caught:
-                finetune(
-                    tmp_path / source,
-                    tmp_path / "out",
-                    data=[str(lines)],
-                    tokenizer=model,
-                    dry_run=dry_run,
-                )
-            assert "--exclude" in (caught.value.hint or "")
-            assert caught.value.tensor
-            assert caught.value.tensor.startswith(prefix)
-            assert prefix in (caught.value.hint or "")
-        assert not (tmp_path / "out").exists()
-    reshard(
-        tmp_path / "mtp",
-        tmp_path / "plain",
-        to="hf",
-        exclude=["model.layers.4.*", "model.layers.5.*"],
-    )
-    check_run(open_decoder(tmp_path / "plain"), TrainConfig(data=(str(lines),)))

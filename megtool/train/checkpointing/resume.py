@@ -176,6 +176,7 @@ class _OptimizerStateReader:
                 vocab_multiple=vocab_divisor(source.catalogue),
                 threads=threads,
                 memory_bytes=memory_bytes,
+                keeps_mtp=True,
                 progress=progress,
             )
             weights.become(dict.fromkeys(weights.tensors, dtype("float32")))

@@ -49,6 +49,7 @@ _CURVE_OPTIONS = (
     "exp_avg_dtype",
     "store_param_remainders",
     "grad_reduce_in_bf16",
+    "mtp_loss_scaling_factor",
     "moe_aux_loss_coeff",
     "moe_router_load_balancing_type",
     "moe_z_loss_coeff",

@@ -381,6 +381,7 @@ def _load_teacher(
         threads=settings.threads,
         vocab_multiple=student.padded_vocab // groups.tp.size,
         progress=progress,
+        keeps_mtp=layout.pipeline_layout is not None,  # which counts these layers
     )
 
 

@@ -111,8 +111,9 @@ class MoeLoadBalancingFeature(TrainingFeature):
         self.groups = stages[0].groups
         self._routers: list[tuple[Router, Balance]] = []
         for decoder in stages:
-            for module in decoder.modules():
-                if isinstance(module, Router):
+            idle = decoder.mtp is not None and not decoder.mtp.is_trained
+            for name, module in decoder.named_modules():
+                if isinstance(module, Router) and not (idle and name.startswith("mtp.")):
                     module.balance = Balance(
                         settings,
                         decoder.config,

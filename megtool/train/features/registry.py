@@ -23,6 +23,7 @@ from megtool.train.features.dropout import DropoutFeature
 from megtool.train.features.fp8 import Fp8Feature
 from megtool.train.features.lora import LoraFeature
 from megtool.train.features.moe_load_balancing import MoeLoadBalancingFeature
+from megtool.train.features.mtp import MtpFeature
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
 from megtool.train.features.qat import QatFeature
 
@@ -34,6 +35,7 @@ FEATURES: tuple[type[TrainingFeature], ...] = (
     LoraFeature,
     QatFeature,
     DistillationFeature,
+    MtpFeature,
     MoeLoadBalancingFeature,
     DropoutFeature,
 )

@@ -1,0 +1,49 @@
+"""Options of losses beside that on the data: experts' load, and tokens further ahead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megtool.options.field import Options, option
+
+EXPERTS, MTP = "Mixture of experts", "Multi-token prediction"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FurtherLossOptions(Options):
+    """Losses of routers and of layers of multi-token prediction, with Megatron's names.
+
+    0 is no loss. Layers of multi-token prediction whose loss weighs nothing are not trained.
+    """
+
+    moe_aux_loss_coeff: float = option(
+        EXPERTS, "Coefficient of the load balancing loss.", 0.0, metavar="X", minimum=0
+    )
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] | None = option(
+        EXPERTS, "Balance over a micro batch, or within each of its rows; default: aux_loss."
+    )
+    moe_z_loss_coeff: float = option(
+        EXPERTS,
+        "Coefficient of the z-loss, which keeps router logits small.",
+        0.0,
+        metavar="X",
+        minimum=0,
+    )
+    moe_router_bias_update_rate: float = option(
+        EXPERTS,
+        "Update rate of the routers' expert bias, towards experts with less load.",
+        0.0,
+        metavar="X",
+        minimum=0,
+    )
+    moe_losses_from_checkpoint: bool = option(
+        EXPERTS, "Take coefficients that are not given from the checkpoint.", False
+    )
+    mtp_loss_scaling_factor: float = option(
+        MTP,
+        "Weight of the loss of multi-token prediction layers; 0 leaves them as they are.",
+        0.1,
+        metavar="X",
+        minimum=0,
+    )
