@@ -117,6 +117,27 @@ class LayerKinds(Setting):
 
 
 @dataclass(frozen=True, slots=True)
+class EveryLayer(Setting):
+    """All layers have the same branches, which no key says."""
+
+    kind: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The symbols, for every layer."""
+        into["layer_kinds"] = (self.kind,) * num_layers(into)
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """Nothing, but refuse other layers."""
+        if odd := set(kinds_of(config)) - {self.kind}:
+            raise MappingError(
+                f"a layer is of the kind {min(odd)!r}",
+                hint=f"in this family all layers are of the kind {self.kind!r}",
+                error_id="unsupported-model",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class KindKey(Setting):
     """A key that means something where a layer is of `kind`; elsewhere the field is 0.
 
@@ -146,13 +167,15 @@ class KindKey(Setting):
 class MambaHeads(Setting):
     """Number and size of the heads of Mamba-2 mixers, which have `expand` * hidden size channels.
 
-    The size may be `auto`: as many channels as there are, cut evenly. The keys are kept verbatim
-    in `extra`. Without such layers both fields are 0.
+    The size may be `auto`: as many channels as there are, cut evenly. Where the family has the key
+    `inner`, that says the number of channels, unless it is null. The keys are kept verbatim in
+    `extra`. Without such layers both fields are 0.
     """
 
     heads: str = "mamba_n_heads"
     head_dim: str = "mamba_d_head"
     expand: str = "mamba_expand"
+    inner: str | None = None
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Both fields; no key counts as understood."""
@@ -174,6 +197,9 @@ class MambaHeads(Setting):
             kept = self._sizes(config.extra, {"hidden_size": hidden})
             if kept == (heads, size):
                 return
+        if self.inner:
+            into |= {self.heads: heads, self.head_dim: size, self.inner: heads * size}
+            return
         if heads * size % hidden:
             raise MappingError(
                 f"mixers have {heads} heads of {size}, which is no multiple of the hidden size "
@@ -189,18 +215,23 @@ class MambaHeads(Setting):
         Raises:
             MappingError: heads do not share out the channels.
         """
-        heads, expand = stored.get(self.heads, 128), stored.get(self.expand, 2)
-        size = stored.get(self.head_dim, "auto")
-        numbers = (heads, expand) if size == "auto" else (heads, expand, size)
+        heads, size = stored.get(self.heads, 128), stored.get(self.head_dim, "auto")
+        expand, inner = stored.get(self.expand, 2), None
+        if self.inner:
+            inner = stored.get(self.inner)
+        numbers = [heads, expand if inner is None else inner]
+        if size != "auto":
+            numbers.append(size)
         channels = 0
         if all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in numbers):
-            channels = expand * fields["hidden_size"]
+            channels = inner or expand * fields["hidden_size"]
             size = channels // heads if size == "auto" else size
         if not channels or heads * size != channels:
             raise MappingError(
-                f"{self.heads} is {heads!r} and {self.head_dim} {size!r}, and {self.expand} "
-                f"{expand!r}",
-                hint=f"heads share out {self.expand} * hidden_size channels evenly",
+                f"{self.heads} is {heads!r} and {self.head_dim} {size!r}, and "
+                + (f"{self.expand} {expand!r}" if inner is None else f"{self.inner} {inner!r}"),
+                hint=f"heads share out {self.inner or self.expand + ' * hidden_size'} channels "
+                "evenly",
             )
         return heads, size
 
@@ -236,6 +267,69 @@ class MtpKind(Setting):
         if config.num_mtp_layers and not {self.key, self.pattern_key} & config.extra.keys():
             names = {symbol: name for name, symbol in reversed(self.kinds)}
             into[self.key] = [names[s] for s in config.mtp_branches]
+
+
+@dataclass(frozen=True, slots=True)
+class NotedList(Setting):
+    """Fields that are the numbers of a list, in order; the key is preserved verbatim in `extra`.
+
+    Absence, or null, leaves their defaults.
+    """
+
+    key: str
+    fields: tuple[str, ...]
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The numbers; no key counts as understood."""
+        values = read_numbers(stored, self.key, len(self.fields))
+        into |= dict(zip(self.fields, values or (), strict=False))
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The numbers, unless the key was kept or all are 1."""
+        values = [getattr(config, name) for name in self.fields]
+        if self.key not in config.extra and values != [1.0] * len(values):
+            into[self.key] = values
+
+
+@dataclass(frozen=True, slots=True)
+class MambaScales(Setting):
+    """Multipliers of the five parts of a mixer's projection (`key`) and of its input (`common`).
+
+    The keys are preserved verbatim in `extra`.
+    """
+
+    key: str
+    common: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """Their products, or None where all are 1."""
+        (common,) = read_numbers({self.common: [stored.get(self.common, 1.0)]}, self.common, 1)
+        values = [v * common for v in read_numbers(stored, self.key, 5) or [1.0] * 5]
+        into["mamba_in_scales"] = None if values == [1.0] * 5 else tuple(values)
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The five, unless a key was kept."""
+        if config.mamba_in_scales is not None and not {self.key, self.common} & config.extra.keys():
+            into[self.key] = list(config.mamba_in_scales)
+
+
+def read_numbers(stored: Mapping[str, Any], key: str, count: int) -> list[float]:
+    """The numbers of a list; none where it is absent or null.
+
+    Raises:
+        MappingError: it is no list of so many numbers.
+    """
+    listed = stored.get(key)
+    if listed is None:
+        return []
+    is_list = isinstance(listed, list | tuple) and len(listed) == count
+    if not is_list or not all(
+        isinstance(v, int | float) and not isinstance(v, bool) for v in listed
+    ):
+        raise MappingError(f"{key} is {str(listed)[:80]}", hint=f"{count} numbers")
+    return [float(v) for v in listed]
 
 
 def _has_kind(fields: Mapping[str, Any], kind: str) -> bool:

@@ -30,13 +30,13 @@ _DECODER: Table = (
         _A + "linear_qkv.layer_norm_weight",
         "layers.{l}.attn_norm.weight",
         also=(_L + "input_layernorm.weight",),
-        when=_NOT_MLA,
+        when=f"{_NOT_MLA} and not l in parallel_layers",
     ),
     Row(
         _A + "linear_qkv.layer_norm_bias",
         "layers.{l}.attn_norm.bias",
         also=(_L + "input_layernorm.bias",),
-        when=_NOT_MLA,
+        when=f"{_NOT_MLA} and not l in parallel_layers",
     ),
     Row(
         _A + "linear_qkv.weight",
@@ -136,6 +136,7 @@ _DECODER: Table = (
     ),
     *megatron_moe.WRITTEN,
     *megatron_mixers.WRITTEN,
+    Row("decoder.final_norm.weight", "norm.weight", when="parallel_layers"),
     Row("decoder.final_layernorm.weight", "norm.weight", also=("decoder.final_norm.weight",)),
     Row("decoder.final_layernorm.bias", "norm.bias", also=("decoder.final_norm.bias",)),
     Row("output_layer.weight", Padded("head.weight"), when="not tied_embeddings"),

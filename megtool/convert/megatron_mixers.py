@@ -3,7 +3,8 @@
 Projections and convolutions hold several parts, of which tensor parallelism cuts each for itself.
 In a checkpoint with global shapes (`torch_dist`) every part is a tensor of its own (`PARTS`); a
 module, and so whatever is stored by rank, has them one after the other (`WHOLE`). `READ` are
-spellings that are accepted but never written. Sources: megatron-core 0.19.2,
+spellings that are accepted but never written. Mixers beside attention, under one norm, are called
+as in Megatron-Bridge's layer of Falcon-H1. Sources: megatron-core 0.19.2,
 ssm/{mamba_mixer,gated_delta_net/common}.py and models/hybrid/hybrid_block.py.
 """
 
@@ -16,7 +17,12 @@ from megtool.convert.mapping import Cat, Row, Shifted, Table
 
 _L = "decoder.layers.{l}."
 _X, _A = _L + "mixer.", _L + "self_attention."
-_MAMBA, _DELTA = "l in mamba_layers", "l in delta_layers"
+_BESIDE = _L + "mamba_mixer."
+_MAMBA = "l in mamba_layers and not l in parallel_layers"
+_PARALLEL = "l in mamba_layers and l in parallel_layers"
+_DELTA = "l in delta_layers"
+_NAMED = ((_X, _MAMBA), (_BESIDE, _PARALLEL))
+_NORM_PARTS = ("weight", "bias")
 _OUR_MAMBA, _OUR_DELTA = "layers.{l}.mamba.", "layers.{l}.delta."
 
 _IN = tuple((part, f"in_{part}") for part in ("z", "x", "B", "C", "dt"))
@@ -39,9 +45,15 @@ _DELTA_ROWS = (("query", _KEYS), ("key", _KEYS), ("value", _VALUES))
 
 SECTIONS: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
     {
-        "mixer.in_proj.weight": (("z", _INNER), *_CONV_ROWS, ("dt", "mamba_num_heads")),
-        "mixer.conv1d.weight": _CONV_ROWS,
-        "mixer.conv1d.bias": _CONV_ROWS,
+        **{
+            f"{mixer}.{name}": rows
+            for mixer in ("mixer", "mamba_mixer")
+            for name, rows in (
+                ("in_proj.weight", (("z", _INNER), *_CONV_ROWS, ("dt", "mamba_num_heads"))),
+                ("conv1d.weight", _CONV_ROWS),
+                ("conv1d.bias", _CONV_ROWS),
+            )
+        },
         "self_attention.in_proj.weight": (
             *_DELTA_ROWS,
             ("z", _VALUES),
@@ -71,9 +83,13 @@ def _fused(
 
 
 _SEVERAL = (
-    _fused(_X + "in_proj.weight", _OUR_MAMBA, _IN, "weight", _MAMBA),
     *(
-        _fused(f"{_X}conv1d.{kind}", _OUR_MAMBA, _CONV, kind, _MAMBA, f"{_X}conv1d_{kind}")
+        _fused(stored + "in_proj.weight", _OUR_MAMBA, _IN, "weight", when)
+        for stored, when in _NAMED
+    ),
+    *(
+        _fused(f"{stored}conv1d.{kind}", _OUR_MAMBA, _CONV, kind, when, f"{stored}conv1d_{kind}")
+        for stored, when in _NAMED
         for kind in ("weight", "bias")
     ),
     _fused(_A + "in_proj.weight", _OUR_DELTA, _DELTA_IN, "weight", _DELTA),
@@ -92,14 +108,19 @@ WRITTEN: Table = (
             also=(_L + norm + kind,),
             when=when,
         )
-        for kind in ("weight", "bias")
+        for kind in _NORM_PARTS
         for stored, norm, when in ((_X, "norm.", _MAMBA), (_A, "input_layernorm.", _DELTA))
     ),
+    *(Row(_L + f"norm.{x}", f"layers.{{l}}.attn_norm.{x}", when=_PARALLEL) for x in _NORM_PARTS),
     *(
-        Row(_X + name, _OUR_MAMBA + name, when=_MAMBA)
+        Row(stored + name, _OUR_MAMBA + name, when=when)
+        for stored, when in _NAMED
         for name in ("A_log", "D", "dt_bias", "norm.weight")
     ),
-    Row(_X + "out_proj.weight", _OUR_MAMBA + "out.weight", when=_MAMBA),
+    *(
+        Row(stored + "out_proj.weight", _OUR_MAMBA + "out.weight", when=when)
+        for stored, when in _NAMED
+    ),
     *(Row(_A + name, _OUR_DELTA + name, when=_DELTA) for name in ("A_log", "dt_bias")),
     Row(
         _A + "out_norm.weight",

@@ -15,7 +15,7 @@ _PART = re.compile(
     rf"(.*\.(?:{'|'.join(map(re.escape, SECTIONS))}))\.({'|'.join(sorted(_PART_NAMES))})"
 )
 _WHOLE = re.compile(rf"(?:.*\.)?({'|'.join(map(re.escape, SECTIONS))})")
-_IN_MEMORY = re.compile(r"\bmixer\.conv1d_(weight|bias)$")
+_IN_MEMORY = re.compile(r"\b((?:mamba_)?mixer)\.conv1d_(weight|bias)$")
 
 
 def split_part(name: str) -> tuple[str, str] | None:
@@ -31,7 +31,7 @@ def has_parts(name: str) -> bool:
 
 def on_disk(name: str) -> str:
     """The name in a checkpoint of a convolution that megatron-core 0.19 renamed in memory."""
-    return _IN_MEMORY.sub(r"mixer.conv1d.\1", name)
+    return _IN_MEMORY.sub(r"\1.conv1d.\2", name)
 
 
 def section_rows(name: str, config: ModelConfig) -> tuple[int, ...]:

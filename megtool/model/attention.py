@@ -190,7 +190,7 @@ class Attention(nn.Module):
             1 / math.sqrt(config.head_dim) if config.softmax_scale is None else config.softmax_scale
         )
         self.has_rotation = has_rotation(config, layer)
-        d, h, norm = config.head_dim, config.hidden_size, NormSpec.before_branches(config)
+        d, h, norm = config.head_dim, config.hidden_size, NormSpec.before_attention(config, layer)
         gates = config.num_heads * config.attn_output_gate
         self.linear_qkv = ColumnLinear(
             h,

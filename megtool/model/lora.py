@@ -40,8 +40,14 @@ ROLES = {
         *(f"self_attention.linear_{name}" for name in ("qkv", *_LATENT)),
         "self_attention.in_proj",
         "mixer.in_proj",
+        "mamba_mixer.in_proj",
     ),
-    "proj": ("self_attention.linear_proj", "self_attention.out_proj", "mixer.out_proj"),
+    "proj": (
+        "self_attention.linear_proj",
+        "self_attention.out_proj",
+        "mixer.out_proj",
+        "mamba_mixer.out_proj",
+    ),
     "fc1": tuple(f"{mlp}.linear_fc1" for mlp in _MLPS),
     "fc2": tuple(f"{mlp}.linear_fc2" for mlp in _MLPS),
 }

@@ -20,7 +20,10 @@ from megtool.parallel.process_groups import ProcessGroups
 
 
 class GatedNorm(nn.Module):
-    """`w * rms_norm(y * silu(z))`, of each of this rank's groups of channels for itself."""
+    """`w * rms_norm(y * silu(z))`, of each of this rank's groups of channels for itself.
+
+    With `norm_first` it is `w * rms_norm(y) * silu(z)`.
+    """
 
     def __init__(
         self,
@@ -28,25 +31,28 @@ class GatedNorm(nn.Module):
         num_groups: int,
         eps: float,
         *,
+        norm_first: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "meta",
     ) -> None:
         super().__init__()
-        self.num_groups, self.eps = num_groups, eps
+        self.num_groups, self.eps, self.norm_first = num_groups, eps, norm_first
         weight = torch.ones(num_channels, dtype=dtype, device=device)
         self.weight = mark(nn.Parameter(weight), split_dim=0)
 
     def forward(self, y_TC: Tensor, z_TC: Tensor) -> Tensor:
         """Computed in fp32, in y's dtype."""
         kind = torch.promote_types(y_TC.dtype, torch.float32)
-        gated_TC = y_TC.to(kind) * F.silu(z_TC.to(kind))
+        gate_TC, gated_TC = F.silu(z_TC.to(kind)), y_TC.to(kind)
+        if not self.norm_first:
+            gated_TC = gated_TC * gate_TC
         grouped = gated_TC.view(gated_TC.shape[0], self.num_groups, -1)
-        normal = rms_norm(grouped, None, self.eps).flatten(1)
-        return (normal * self.weight.to(kind)).to(y_TC.dtype)
+        normal_TC = rms_norm(grouped, None, self.eps).flatten(1) * self.weight.to(kind)
+        return (normal_TC * gate_TC if self.norm_first else normal_TC).to(y_TC.dtype)
 
 
 class MambaMixer(nn.Module):
-    """The Mamba-2 mixer of one layer; its norm is part of `in_proj`.
+    """The Mamba-2 mixer of one layer; its norm is part of `in_proj`, or the layer's own.
 
     Parameters have Megatron's names: `dt_bias`, `A_log` and `D` [heads], `in_proj`, whose rows are
     [z, x, B, C, dt], `conv1d` of x, B and C, `norm` before `out_proj`. Tensor parallelism cuts each
@@ -88,7 +94,7 @@ class MambaMixer(nn.Module):
             config.hidden_size,
             sum(self.parts) * tp,
             groups.tp,
-            norm=NormSpec.of(config),
+            norm=NormSpec.before_mixer(config, layer),
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=device,
@@ -97,7 +103,16 @@ class MambaMixer(nn.Module):
         self.conv1d = ShortConv(
             inner + 2 * state, config.mamba_conv_kernel, bias=True, dtype=dtype, device=device
         )
-        self.norm = GatedNorm(inner, self.num_groups, config.norm_eps, dtype=dtype, device=device)
+        self.norm: GatedNorm | None = None
+        if config.mamba_norm:
+            self.norm = GatedNorm(
+                inner,
+                self.num_groups,
+                config.norm_eps,
+                norm_first=config.mamba_norm_first,
+                dtype=dtype,
+                device=device,
+            )
         self.out_proj = RowLinear(
             inner * tp,
             config.hidden_size,
@@ -110,16 +125,27 @@ class MambaMixer(nn.Module):
     def forward(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """The output that is added to the residual x_TH (before its scale), in x_TH's rows."""
         b, s, inner = frame.num_rows, frame.num_tokens, self.parts[0]
-        z_BSC, given_BSC = self.in_proj(x_TH).view(b, s, -1).tensor_split([inner], 2)
+        projected_TC = self._scaled(self.in_proj(x_TH))
+        z_BSC, given_BSC = projected_TC.view(b, s, -1).tensor_split([inner], 2)
         if frame.cp.size == 1:
             y_BSC = self._mix(given_BSC, frame)
         else:
             columns = self._columns_by_rank(frame.cp.size).to(given_BSC.device)
             own_BSC = share_columns(given_BSC.index_select(2, columns), frame.cp)
             y_BSC = share_tokens(self._mix(own_BSC, frame), frame.cp)
-        normal_TC = self.norm(y_BSC.reshape(b * s, inner), z_BSC.reshape(b * s, inner))
-        out: Tensor = self.out_proj(normal_TC)
+        y_TC, z_TC = y_BSC.reshape(b * s, inner), z_BSC.reshape(b * s, inner)
+        gated_TC = y_TC * F.silu(z_TC) if self.norm is None else self.norm(y_TC, z_TC)
+        out: Tensor = self.out_proj(gated_TC)
         return out
+
+    def _scaled(self, projected_TC: Tensor) -> Tensor:
+        """The five parts of the projection times their scales."""
+        scales = self.config.mamba_in_scales
+        if scales is None:
+            return projected_TC
+        parts = torch.split(projected_TC, list(self.parts), 1)
+        scaled = [part_TC * scale for part_TC, scale in zip(parts, scales, strict=True)]
+        return torch.cat(scaled, 1)
 
     def _mix(self, given_BSC: Tensor, frame: ForwardContext) -> Tensor:
         """The output of some heads, [B, S, heads * D], over whole rows: all of this rank's, or with

@@ -17,6 +17,9 @@ def activated(x_TF: Tensor, config: ModelConfig) -> Tensor:
     kind = config.activation
     if not config.gated:
         return activate(x_TF, kind)
+    if config.mlp_gate_scale != 1:
+        gate_TF, up_TF = x_TF.chunk(2, -1)
+        x_TF = torch.cat((gate_TF * config.mlp_gate_scale, up_TF), -1)
     return gated(x_TF, kind, limit=config.activation_limit, offset=config.glu_offset)
 
 
@@ -64,4 +67,4 @@ class Mlp(nn.Module):
         """
         inner = activated(self.linear_fc1(x_TH, is_normal=True), self.config)
         out: Tensor = self.linear_fc2(inner)
-        return out
+        return out if self.config.mlp_out_scale == 1 else out * self.config.mlp_out_scale

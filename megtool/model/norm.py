@@ -41,6 +41,18 @@ class NormSpec:
         """The norm before attention and MLP, if the model has any there."""
         return cls.of(config) if config.pre_norms else None
 
+    @classmethod
+    def before_attention(cls, config: ModelConfig, layer: int) -> NormSpec | None:
+        """The norm before a layer's attention, if it has any there and feeds nothing else."""
+        if layer in config.parallel_layers:
+            return None
+        return cls.before_branches(config) if layer or config.first_attn_norm else None
+
+    @classmethod
+    def before_mixer(cls, config: ModelConfig, layer: int) -> NormSpec | None:
+        """The norm before a layer's recurrent mixer, if it feeds nothing else."""
+        return None if layer in config.parallel_layers else cls.of(config)
+
     @property
     def has_bias(self) -> bool:
         """Layer norms may have a bias, root mean square norms have none."""

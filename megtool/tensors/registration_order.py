@@ -26,9 +26,15 @@ _NORM = (
 )
 _ATTENTION = (
     "self_attention.core_attention.softmax_offset",
+    "self_attention.core_attention.indexer.linear_wq_b.weight",
+    "self_attention.core_attention.indexer.linear_wk.weight",
+    "self_attention.core_attention.indexer.k_norm.weight",
+    "self_attention.core_attention.indexer.k_norm.bias",
+    "self_attention.core_attention.indexer.linear_weights_proj.weight",
     "self_attention.linear_proj.weight",
     "self_attention.linear_proj.bias",
     "self_attention.linear_proj.post_layernorm.weight",
+    "self_attention.linear_proj.post_layernorm.bias",
 )
 _QKV = (
     "self_attention.linear_qkv.weight",
@@ -78,6 +84,7 @@ _MLP = (
     "mlp.linear_fc2.weight",
     "mlp.linear_fc2.bias",
     "mlp.linear_fc2.post_layernorm.weight",
+    "mlp.linear_fc2.post_layernorm.bias",
     "mlp.router.weight",
     "mlp.router.bias",
     "mlp.fc1_latent_proj.weight",
@@ -95,6 +102,8 @@ _SECTIONS = (
     "embedding.word_embeddings.weight",
     "embedding.position_embeddings.weight",
     "embedding.tokentype_embeddings.weight",
+    "embedding.norm.weight",
+    "embedding.norm.bias",
     "encoder.layers",
     "encoder.final_layernorm.weight",
     "encoder.final_layernorm.bias",
@@ -188,8 +197,19 @@ _MIXERS = {
     True: (*_CONV, *_MAMBA_STATE, *_MAMBA_IN, *_MAMBA_OUT),
     False: (*_MAMBA_STATE, *_MAMBA_IN, *_CONV, *_MAMBA_OUT),
 }
+# A mixer beside attention is registered before it, behind the norm of both.
+_BESIDE = {
+    conv: tuple(f"mamba_{n}" for n in names if n.startswith("mixer."))
+    for conv, names in _MIXERS.items()
+}
 _LAYERS = {
-    (fused, conv): (*(_FUSED if fused else _LOCAL), *_DELTA_NET, *_MIXERS[conv], *_MLP)
+    (fused, conv): (
+        *_BESIDE[conv],
+        *(_FUSED if fused else _LOCAL),
+        *_DELTA_NET,
+        *_MIXERS[conv],
+        *_MLP,
+    )
     for fused in (True, False)
     for conv in (True, False)
 }

@@ -368,6 +368,9 @@ def test_plain_bert_is_refused_with_the_reason(tmp_path: Path) -> None:
         reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist")
 
 
+FALCON = {"mamba_n_heads": 4, "mamba_d_ssm": 64, "mamba_d_state": 8}
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "said"),
     [
@@ -398,6 +401,11 @@ def test_plain_bert_is_refused_with_the_reason(tmp_path: Path) -> None:
         ("bamba", {"mamba_n_heads": 4, "mamba_d_head": 8}, "mamba_d_head 8"),
         ("bamba", {"mamba_n_heads": 4, "mamba_expand": "2"}, "mamba_expand '2'"),
         ("bamba", {"mamba_n_heads": 4, "mamba_proj_bias": True}, "mamba_proj_bias=True"),
+        ("falcon_h1", {"mamba_n_heads": 5, "mamba_d_ssm": 64}, "mamba_n_heads is 5"),
+        ("falcon_h1", FALCON | {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers is"),
+        ("falcon_h1", FALCON | {"mlp_multipliers": ["a", 1]}, r"mlp_multipliers is \['a', 1\]"),
+        ("falcon_h1", FALCON | {"ssm_in_multiplier": "x"}, "ssm_in_multiplier is"),
+        ("falcon_h1", FALCON | {"projectors_bias": True}, "projectors_bias=True"),
     ],
 )
 def test_values_a_family_does_not_know_are_refused(
@@ -427,6 +435,31 @@ def test_heads_of_mixers_may_be_said_to_share_out_the_channels() -> None:
         family("bamba").write_config(replace(config, mamba_head_dim=9))
     with raises(MappingError, "'MM--' are not a mixer and an MLP by turns"):
         family("bamba").write_config(replace(config, layer_kinds=tuple("MM--")))
+
+
+def test_multipliers_are_read_and_written() -> None:
+    stored = (
+        SIZES
+        | FALCON
+        | {
+            "ssm_multipliers": [2.0, 1.0, 1.0, 1.0, 4.0],
+            "ssm_in_multiplier": 0.5,
+            "mlp_multipliers": [0.25, 3.0],
+            "key_multiplier": 2.0,
+        }
+    )
+    config = family("falcon_h1").read_config(stored)
+    assert config.layer_kinds == ("M*-", "M*-")
+    assert config.mamba_in_scales == (1.0, 0.5, 0.5, 0.5, 2.0)
+    assert (config.mlp_gate_scale, config.mlp_out_scale) == (0.25, 3.0)
+    assert config.softmax_scale == pytest.approx(2 * config.head_dim**-0.5)
+    written = family("falcon_h1").write_config(config)
+    assert {k: written[k] for k in stored} == stored
+    written = family("falcon_h1").write_config(replace(config, extra={}, softmax_scale=None))
+    assert written["ssm_multipliers"] == [1.0, 0.5, 0.5, 0.5, 2.0]
+    assert (written["mlp_multipliers"], written["mamba_d_ssm"]) == ([0.25, 3.0], 64)
+    with raises(MappingError, "a layer is of the kind 'M-'", "'M*-'"):
+        family("falcon_h1").write_config(replace(config, layer_kinds=("M*-", "M-")))
 
 
 def test_one_group_of_mixers_is_not_split(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
-from megtool.errors import LayoutError
+from megtool.errors import LayoutError, MappingError
 from megtool.inference.batching import GenerateRequest
 from megtool.inference.forward import Forward
 from megtool.inference.generate import DecodingOptions, generate
@@ -209,9 +210,54 @@ class Silent:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_ranks_have_the_numbers_of_one_process(sequence_parallel: bool) -> None:
     jobs = [("mamba", kind, {"tp": 2}, sequence_parallel) for kind in ("plain", "documents")]
+    jobs += [("mamba beside attention", "plain", {"tp": 2}, sequence_parallel)]
     jobs += [("mamba, one group", "padded left", {"pp": 2}, False)] * (not sequence_parallel)
     for found in run_world(context_layouts.compare_all, 2, jobs):
         assert {k: v for k, v in found.items() if not v < 1e-5} == {}
+
+
+def beside(**more: Any) -> ModelConfig:
+    facts: dict[str, Any] = {"layer_kinds": ("M*-",), "ffn_hidden_size": 48}
+    return dataclasses.replace(config(mamba_num_groups=2), **facts | more)
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"mamba_in_scales": (1.0, 2.0)}, ["mamba_in_scales is (1.0, 2.0)", "z, x, B, C and dt"]),
+        ({"mlp_out_scale": float("inf")}, ["mlp_out_scale is inf"]),
+        ({"mamba_norm": 1}, ["mamba_norm is 1"]),
+        ({"pre_norms": False}, ["attention and Mamba-2 side by side"]),
+    ],
+)
+def test_mixers_side_by_side_that_cannot_be_run_are_refused(
+    facts: dict[str, Any], words: list[str]
+) -> None:
+    with raises(MappingError, *words):
+        Decoder(beside(**facts))
+
+
+def test_hooks_and_adapters_of_mixers_beside_attention() -> None:
+    decoder = Decoder(beside(), device="cpu", vocab_multiple=1)
+    with torch.no_grad():
+        for p in decoder.parameters():
+            p.normal_(std=0.3)
+    seen: dict[str, int] = {}
+    for point in ("layers.0.mamba.in", "layers.0.mamba.out", "layers.0.attn.qkv"):
+        (place,) = places(decoder, point)
+        place.set(lambda x, point=point: seen.update({point: x.shape[1]}) or x)
+    tokens = Batch(tokens_BS=text(1, 6))
+    want = decoder(tokens)
+    assert list(seen.values()) == [32, 48, 32]
+    add_adapters([decoder], LoraSettings(rank=2, alpha=4))
+    names = [name for name, _, _ in adapters_of(decoder)]
+    assert {"decoder.layers.0.mamba_mixer.in_proj", "decoder.layers.0.mamba_mixer.out_proj"} <= set(
+        names
+    )
+    assert torch.equal(decoder(tokens), want)
+    assert canonical_modules("decoder.layers.0.mamba_mixer.out_proj", decoder.config) == (
+        "layers.0.mamba.out",
+    )
 
 
 def config(**more: int) -> ModelConfig:

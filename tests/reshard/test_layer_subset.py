@@ -43,7 +43,14 @@ def chosen(before: dict[str, Any], layers: list[int], *, stacked: bool) -> dict[
 
 
 @pytest.mark.parametrize("hop", HOPS, ids=lambda h: str(h["optimizer_format"]))
-@pytest.mark.parametrize("name", [n for n in MODELS if n != "mamba"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow) if "mamba" in n else n
+        for n in MODELS
+        if n != "mamba"
+    ],
+)
 def test_layers_of_a_training_state(
     name: str, hop: dict[str, Any], tmp_path: Path, materialize: Any
 ) -> None:

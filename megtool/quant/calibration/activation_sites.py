@@ -139,6 +139,8 @@ def _foldable_norm(name: str, module: ModuleInfo, config: ModelConfig) -> str:
     if module.layer is None:
         return "norm" if module.name == "head" else ""
     layer = f"layers.{module.layer}"
+    if module.layer in config.parallel_layers and last in ("in", "qkv"):
+        return ""
     if name == f"{layer}.mamba.in":
         return f"{layer}.attn_norm"
     if parent == f"{layer}.attn":

@@ -140,7 +140,7 @@ def _renumbering(source: CheckpointSource, tensors: Sequence[GlobalTensor]) -> C
     """From the source's modules to those of the target's class of models."""
     is_hybrid = any(t.name.endswith("decoder.final_norm.weight") for t in tensors)
     config = source.known_config
-    if config is None or is_hybrid == source.view.is_hybrid:
+    if config is None or config.parallel_layers or is_hybrid == source.view.is_hybrid:
         return str
     return to_hybrid(config) if is_hybrid else from_hybrid(config)
 

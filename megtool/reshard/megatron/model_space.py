@@ -141,6 +141,8 @@ def _decode(
 
 def _is_hybrid(catalogue: Catalogue, config: ModelConfig) -> bool:
     """Whether layers are numbered as HybridModel's are."""
+    if config.parallel_layers:
+        return False
     if needs_hybrid(config) or pattern_of(saved_args(catalogue)) is not None:
         return True
     return any(".final_norm." in t.name for t in catalogue.tensors)

@@ -77,8 +77,8 @@ def read_rank_files(
         objects=catalogue.objects | rank_objects,
         metadata=with_merge(catalogue.metadata, merged),
     )
-    if conv_names := [t.name for t in catalogue.tensors if ".mixer.conv1d" in t.name]:
-        catalogue.metadata["conv_first"] = ".mixer.conv1d_" in conv_names[0]
+    if conv_names := [t.name for t in catalogue.tensors if "mixer.conv1d" in t.name]:
+        catalogue.metadata["conv_first"] = "mixer.conv1d_" in conv_names[0]
     collected = BoxRunCollector()
     for tensors in chunks.values():
         for rank_tensor in tensors:

@@ -192,7 +192,7 @@ def canonical_modules(name: str, config: ModelConfig) -> tuple[str, ...]:
         return tuple(attn + m for m in ("q", *gate, "k", "v"))
     if last == "linear_proj":
         return (attn + "o",)
-    if within == "mixer":
+    if within in ("mixer", "mamba_mixer"):
         return tuple(f"layers.{number}.mamba.{m}" for m in _MAMBA[last])
     if last in _DELTA_NET:
         return tuple(delta + m for m in _DELTA_NET[last])

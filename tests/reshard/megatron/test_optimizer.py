@@ -64,7 +64,10 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in ("mamba", "delta net") else n for n in MODELS],
+    [
+        pytest.param(n, marks=pytest.mark.slow) if "mamba" in n or n == "delta net" else n
+        for n in MODELS
+    ],
 )
 @settings(
     max_examples=6,

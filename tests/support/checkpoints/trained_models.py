@@ -54,6 +54,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_latent_size": 8,
         "position_embedding": "none",
     },
+    "mamba beside attention": {
+        "layer_kinds": ("M*-",) * 4,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "mamba_state_dim": 4,
+        "mamba_num_groups": 2,
+    },
     "delta net": {
         "layer_kinds": ("G-", "GE", "*-", "GE"),
         "linear_num_key_heads": 2,

@@ -50,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     "by length": DENSE | dict(rope_scaling=LONG, max_positions=20),
     "latent": SIZES | moe_layouts.MODELS["latent"],
+    "sparse": SIZES | moe_layouts.MODELS["sparse"],
     "experts": SIZES | moe_layouts.MODELS["shared and gated"],
     "delta nets": SIZES
     | dict(
@@ -71,6 +72,17 @@ MAMBA = DENSE | dict(
 )
 MODELS |= {
     "mamba": MAMBA,
+    "mamba beside attention": MAMBA
+    | dict(
+        layer_kinds=("M*-", "M*-"),
+        mamba_norm_first=True,
+        mamba_in_scales=(0.9, 1.2, 0.7, 1.4, 1.1),
+        mamba_out_scale=0.7,
+        attn_in_scale=0.8,
+        attn_out_scale=1.3,
+        mlp_gate_scale=1.2,
+        mlp_out_scale=0.6,
+    ),
     "mamba, one group": MAMBA | dict(mamba_num_groups=1, layer_kinds=("M", "-"), gated=False),
 }
 BATCHES = ("plain", "documents", "padded left", "padded right")
