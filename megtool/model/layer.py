@@ -163,9 +163,9 @@ class TransformerLayer(nn.Module):
         """The sum of attention and mixer, of rows after the norm of both."""
         config = self.config
         attention, mixer = cast(nn.Module, self.self_attention), cast(nn.Module, self.mamba_mixer)
-        mixed_TH = mixer(x_TH, frame) * config.mamba_out_scale
+        mixed_TH: Tensor = mixer(x_TH, frame)
         attended_TH: Tensor = attention(x_TH * config.attn_in_scale, frame)
-        return mixed_TH + attended_TH * config.attn_out_scale
+        return mixed_TH * config.mamba_out_scale + attended_TH * config.attn_out_scale
 
     def feed(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """The output of the MLP or the experts that is added to the residual, computed after
