@@ -1,13 +1,13 @@
 """BERT as Megatron trains it (`megatron_bert`): norms before attention and MLP, not after."""
 
 from megtool.convert import (
+    MEGATRON_MASKED_MODEL,
     Derived,
     Dropped,
     Family,
     Key,
     OneOf,
     Only,
-    Padded,
     Qkv,
     Refused,
     Row,
@@ -25,15 +25,13 @@ FAMILY = Family(
         "qkv_bias": True,
         "attn_out_bias": True,
         "mlp_bias": True,
+        "bidirectional": True,
+        "masked_head": True,
+        "head_dense_bias": True,
+        "head_bias": True,
     },
     # `architectures` is the config.json's own: two heads exist in the pre-training model alone.
     vocabulary={
-        "token_types.weight": Weight(("num_token_types", "hidden_size"), "num_token_types"),
-        "transform.weight": Weight(("hidden_size", "hidden_size")),
-        "transform.bias": Weight(("hidden_size",)),
-        "transform_norm.weight": Weight(("hidden_size",)),
-        "transform_norm.bias": Weight(("hidden_size",)),
-        "head.bias": Weight(("vocab_size",)),
         "pooler.weight": Weight(
             ("hidden_size", "hidden_size"), "'MegatronBertForPreTraining' in architectures"
         ),
@@ -118,7 +116,7 @@ FAMILY = Family(
         Dropped("bert.embeddings.position_ids", "a count"),
     ),
     megatron=(
-        Row("embedding.tokentype_embeddings.weight", "token_types.weight"),
+        *MEGATRON_MASKED_MODEL,
         Row(
             "encoder.layers.{l}.self_attention.linear_qkv.layer_norm_weight",
             "layers.{l}.attn_norm.weight",
@@ -155,11 +153,6 @@ FAMILY = Family(
         Row("encoder.layers.{l}.mlp.linear_fc2.bias", "layers.{l}.mlp.down.bias"),
         Row("encoder.final_layernorm.weight", "norm.weight"),
         Row("encoder.final_layernorm.bias", "norm.bias"),
-        Row("lm_head.dense.weight", "transform.weight"),
-        Row("lm_head.dense.bias", "transform.bias"),
-        Row("lm_head.layer_norm.weight", "transform_norm.weight"),
-        Row("lm_head.layer_norm.bias", "transform_norm.bias"),
-        Row("output_layer.bias", Padded("head.bias")),
         Row("pooler.dense.weight", "pooler.weight"),
         Row("pooler.dense.bias", "pooler.bias"),
         Row("binary_head.weight", "next_sentence.weight"),

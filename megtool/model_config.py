@@ -47,6 +47,10 @@ class ModelConfig:
     each layer, and a layer may then have no branch at all; the fields themselves are at least as
     large. `at_layer` is the configuration of one of the layers, whose `layer_sizes` is empty.
 
+    `tied_values` has a 1 for every layer whose values are its keys, before their norm and rotation.
+    `value_norm` divides values by their root mean square, and `layer_scalar` says that the output
+    of every layer is multiplied by a number of its own, which is not trained.
+
     Where `moe_latent_size` is not 0, routed experts read and return vectors of that size, between
     two projections that all of them share.
 
@@ -70,11 +74,12 @@ class ModelConfig:
     output layer (which `head_dense_bias` and `head_bias` give a bias).
 
     `pre_norms` is false where nothing is normalized before attention and MLP, `first_attn_norm`
-    where nothing is before the first layer's attention; `shared_norm` is true
-    where one norm feeds both (in parallel), and `norm_bias` false where layer norms have a weight
-    alone. `post_norms` normalize what attention and MLP add to the residual, or, with
-    `norms_after_add`, the sum; `final_norm` says that there is a norm after the last layer. `qk_norm_of` says what a norm of queries or keys (`qk_norm`) covers: a `head`, all with
-    the same weights; `each` head with weights of its own; `all` heads of a token at once.
+    where nothing is before the first layer's attention; `shared_norm` is true where one norm feeds
+    both (in parallel), and `norm_bias` false where layer norms have a weight alone. `post_norms`
+    normalize what attention and MLP add to the residual; with `norms_after_add` such norms are of
+    the sum. `final_norm` says that there is a norm after the last layer. `qk_norm_of` says what a
+    norm of queries or keys (`qk_norm`) covers: a `head`, all with the same weights; `each` head
+    with weights of its own; `all` heads of a token at once.
 
     What only a forward pass asks for: attention multiplies scores by `softmax_scale` (None: one
     over the square root of a query head's size); a cap c bends scores or logits x to
@@ -157,6 +162,9 @@ class ModelConfig:
     router_expert_bias: bool = False
     shared_expert_gate: bool = False
     attn_sinks: bool = False
+    tied_values: tuple[int, ...] | None = None
+    value_norm: bool = False
+    layer_scalar: bool = False
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
@@ -308,6 +316,11 @@ class ModelConfig:
             everywhere = _find_layers(None, self.num_layers, ATTENTION)
             return everywhere - moe_layers if moe_layers else everywhere
         return self._layers_with(MLP)
+
+    @property
+    def tied_value_layers(self) -> frozenset[int]:
+        """Indices of the layers whose values are their keys."""
+        return frozenset(i for i, is_tied in enumerate(self.tied_values or ()) if is_tied)
 
     @property
     def mtp_branches(self) -> str:
@@ -477,6 +490,8 @@ _FLAGS = (
     "router_expert_bias",
     "shared_expert_gate",
     "attn_sinks",
+    "value_norm",
+    "layer_scalar",
     "rope_interleaved",
     "index_interleaved",
     "zero_centered_norm",
@@ -520,6 +535,8 @@ def check_layers(config: ModelConfig) -> None:
         raise MappingError(f"window_skip_freq is {skip!r}", hint=f"a positive int, or {flags}")
     if without is not None and not are_flags(without, counts):
         raise MappingError(f"no_rope_layers is {without!r}", hint=flags)
+    if config.tied_values is not None and not are_flags(config.tied_values, counts):
+        raise MappingError(f"tied_values is {config.tied_values!r}", hint=flags)
     check_sizes(config)
     _check_indexer(config, counts)
     _check_kinds(config)
@@ -532,7 +549,7 @@ def _check_indexer(config: ModelConfig, counts: tuple[int, ...]) -> None:
         MappingError: the message names the field.
     """
     shared = config.shared_index_layers
-    if shared is not None and (not _are_flags(shared, counts) or shared[0]):
+    if shared is not None and (not are_flags(shared, counts) or shared[0]):
         raise MappingError(
             f"shared_index_layers is {str(shared)[:80]}",
             hint=f"one 0 or 1 for each of {config.num_layers} layers, and 0 for the first",

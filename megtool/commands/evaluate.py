@@ -18,7 +18,7 @@ from megtool.commands.options.models import EvaluateOptions
 from megtool.console import Progress, silent
 from megtool.convert.sharding import check_layout
 from megtool.errors import UsageError
-from megtool.inference.evaluation_texts import read_token_documents
+from megtool.inference.evaluation_texts import mask_documents, read_token_documents
 from megtool.inference.runtime import LESS_MEMORY, load_forward, on_ranks
 from megtool.options.effects import check_effects
 from megtool.options.groups import SourceOptions
@@ -44,8 +44,9 @@ def evaluate(
     model's chat template) and of prompts with completions only what the assistant says counts,
     unless `all_turns`. A window of `window` tokens (the model's positions, at most 2048; tasks may
     use all positions) begins every `stride` tokens (a window); each token counts once, in the first
-    window that predicts it. `against` is a second model, in any format, that is run on the same
-    windows and compared token by token.
+    window that predicts it. Of an encoder the tokens that count are those masked (15 of 100).
+    `against` is a second model, in any format, that is run on the same windows and compared token
+    by token.
 
     Raises:
         UsageError: an option has no effect, or no such value.
@@ -55,7 +56,7 @@ def evaluate(
     data = options.data
     if data is None and options.tasks is None:
         raise UsageError("there is nothing to evaluate on", hint="--data FILE, or --tasks NAMES")
-    source = open_decoder(options.source, options)
+    source = open_decoder(options.source, options, encoders=True)
     tokenizer = source.tokenizer(options.tokenizer)
     reference = (
         None if options.against is None else _open_reference(options.against, options, source)
@@ -72,6 +73,13 @@ def evaluate(
             all_turns=options.all_turns,
             max_tokens=options.max_tokens,
         )
+    if source.config.bidirectional:
+        if options.tasks is not None:
+            raise UsageError(
+                "tasks ask for the text behind a prompt, and the model is an encoder",
+                hint="--data FILE scores how well it predicts masked tokens",
+            )
+        texts = mask_documents(texts, tokenizer, source.config.vocab_size)
     if options.dry_run:
         check_layout(source.config, options.layout)
         return _plan(source, str(data or options.tasks), texts, sizes)
@@ -196,7 +204,14 @@ def _open_reference(
     path: Path, options: EvaluateOptions, source: CheckpointSource
 ) -> CheckpointSource:
     """Open the second model; --family and --like apply to it too, where it needs them."""
-    reference = open_decoder(path, SourceOptions(family=options.family, like=options.like))
+    like = SourceOptions(family=options.family, like=options.like)
+    reference = open_decoder(path, like, encoders=source.config.bidirectional)
+    if reference.config.bidirectional != source.config.bidirectional:
+        raise UsageError(
+            f"of {source.path} and {path}, one predicts masked tokens, and the other predicts the "
+            "next tokens",
+            hint="models are compared by the same predictions",
+        )
     sizes = source.config.vocab_size, reference.config.vocab_size
     if sizes[0] != sizes[1]:
         raise UsageError(

@@ -59,7 +59,9 @@ def finetune(
     settings, folder = options.train_config(), options.destination
     if not settings.data:
         raise UsageError("there is nothing to train on", hint="--data FILE")
-    source, _ = screen_source(open_decoder(options.source, settings), drop=options.drop_objects)
+    source, _ = screen_source(
+        open_decoder(options.source, settings, encoders=True), drop=options.drop_objects
+    )
     check_folders(options.source, folder)
     checkpoint = find_checkpoint(folder, settings)
     check_run(source, settings)

@@ -1,5 +1,6 @@
 """Conversion between dialects: the mapping language and its interpreter."""
 
+from megtool.convert.blocks import BlockConfigs
 from megtool.convert.canonical import Weight
 from megtool.convert.common_rows import (
     GGUF_DECODER,
@@ -37,7 +38,7 @@ from megtool.convert.config_keys import (
     Window,
 )
 from megtool.convert.families import Family
-from megtool.convert.blocks import BlockConfigs
+from megtool.convert.global_heads import GlobalHeads
 from megtool.convert.indexer_keys import IndexerTypes
 from megtool.convert.layer_kind_keys import (
     EveryLayer,
@@ -113,10 +114,11 @@ __all__ = [
     "EitherKey",
     "EveryLayer",
     "Family",
+    "GlobalHeads",
     "Grouped",
     "Implied",
-    "Interleaved",
     "IndexerTypes",
+    "Interleaved",
     "Inverted",
     "Key",
     "KindKey",

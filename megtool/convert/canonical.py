@@ -32,6 +32,7 @@ _Q = "num_heads * (qk_nope_head_dim + qk_rope_head_dim or head_dim)"
 _KV, _D = "num_kv_heads * head_dim", "head_dim"
 _ATTN, _MIXER = "l in attn_layers", "l in mixer_layers"
 _MLA, _GQA = f"kv_lora_rank and {_ATTN}", f"not kv_lora_rank and {_ATTN}"
+_VALUE = f"l not in tied_value_layers and {_GQA}"
 _LOW_RANK_Q = f"q_lora_rank and {_ATTN}"
 _DENSE, _MOE = "l in dense_layers", "l in moe_layers"
 _LAYERNORM = "norm == 'layernorm' and norm_bias"
@@ -148,10 +149,10 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
         "layers.{l}.attn_norm.bias": Weight(_HIDDEN, f"{_ATTN_NORM} and {_LAYERNORM} and {_MIXER}"),
         "layers.{l}.attn.q.weight": Weight((_Q, "hidden_size"), f"not q_lora_rank and {_ATTN}"),
         "layers.{l}.attn.k.weight": Weight((_KV, "hidden_size"), _GQA),
-        "layers.{l}.attn.v.weight": Weight((_KV, "hidden_size"), _GQA),
+        "layers.{l}.attn.v.weight": Weight((_KV, "hidden_size"), _VALUE),
         "layers.{l}.attn.q.bias": Weight((_Q,), _GQA, flag="qkv_bias"),
         "layers.{l}.attn.k.bias": Weight((_KV,), _GQA, flag="qkv_bias"),
-        "layers.{l}.attn.v.bias": Weight((_KV,), _GQA, flag="qkv_bias"),
+        "layers.{l}.attn.v.bias": Weight((_KV,), _VALUE, flag="qkv_bias"),
         "layers.{l}.attn.gate.weight": Weight((_Q, "hidden_size"), f"attn_output_gate and {_ATTN}"),
         "layers.{l}.attn.q_norm.weight": Weight(
             (_QK_NORM.format("num_heads"),), f"qk_norm_of != 'each' and {_GQA}", flag="qk_norm"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from megtool.convert.canonical import Weight
-from megtool.convert.mapping import Cat, Dropped, Row, Stacked, Table, Vector, in_mtp
+from megtool.convert.mapping import Cat, Dropped, Padded, Row, Stacked, Table, Vector, in_mtp
 
 _STORED, _OURS = "model.layers.{l}.", "layers.{l}."
 
@@ -45,20 +45,28 @@ HF_POST_NORMS: Table = (
 )
 POST_NORM_WEIGHTS = MappingProxyType(
     {
-        _OURS + "attn_post_norm.weight": Weight(("hidden_size",)),
-        _OURS + "mlp_post_norm.weight": Weight(("hidden_size",)),
+        f"{_OURS}{branch}_post_norm.{part}": Weight(("hidden_size",), when)
+        for part, when in (("weight", True), ("bias", "norm == 'layernorm' and norm_bias"))
+        for branch in ("attn", "mlp")
     }
 )
 # As Megatron-Bridge calls them; Megatron itself has no norm there.
-MEGATRON_POST_NORMS: Table = (
-    Row(
-        "decoder.layers.{l}.self_attention.linear_proj.post_layernorm.weight",
-        _OURS + "attn_post_norm.weight",
-    ),
-    Row(
-        "decoder.layers.{l}.mlp.linear_fc2.post_layernorm.weight",
-        _OURS + "mlp_post_norm.weight",
-    ),
+MEGATRON_POST_NORMS: Table = tuple(
+    Row(f"decoder.layers.{{l}}.{last}.post_layernorm.{part}", f"{_OURS}{branch}_post_norm.{part}")
+    for part in ("weight", "bias")
+    for branch, last in (("attn", "self_attention.linear_proj"), ("mlp", "mlp.linear_fc2"))
+)
+
+# Megatron's BERT has these, but for the norm of embeddings; word types follow positions.
+MEGATRON_MASKED_MODEL: Table = (
+    Row("embedding.tokentype_embeddings.weight", "token_types.weight"),
+    Row("embedding.norm.weight", "embed_norm.weight"),
+    Row("embedding.norm.bias", "embed_norm.bias"),
+    Row("lm_head.dense.weight", "transform.weight"),
+    Row("lm_head.dense.bias", "transform.bias"),
+    Row("lm_head.layer_norm.weight", "transform_norm.weight"),
+    Row("lm_head.layer_norm.bias", "transform_norm.bias"),
+    Row("output_layer.bias", Padded("head.bias")),
 )
 
 HF_ATTENTION: Table = tuple(
@@ -149,6 +157,18 @@ HF_LATENT_ATTENTION: Table = (
     Row(_STORED + "self_attn.kv_a_layernorm.weight", _OURS + "attn.kv_down_norm.weight"),
     Row(_STORED + "self_attn.kv_b_proj.weight", _OURS + "attn.kv_up.weight"),
     Row(_STORED + "self_attn.o_proj.weight", _OURS + "attn.o.weight"),
+)
+
+# DeepSeek Sparse Attention.
+HF_INDEXER: Table = tuple(
+    Row(f"{_STORED}self_attn.indexer.{stored}", f"{_OURS}attn.index_{name}")
+    for stored, name in (
+        ("wq_b.weight", "q.weight"),
+        ("wk.weight", "k.weight"),
+        ("k_norm.weight", "k_norm.weight"),
+        ("k_norm.bias", "k_norm.bias"),
+        ("weights_proj.weight", "heads.weight"),
+    )
 )
 
 

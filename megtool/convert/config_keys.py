@@ -63,6 +63,26 @@ class Key(Setting):
 
 
 @dataclass(frozen=True, slots=True)
+class Larger(Setting):
+    """A stored key that is a field and `by`, another field: positions, with those never used."""
+
+    key: str
+    field: str
+    by: str
+    default: int
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The key's value, or its default, less the other field, which is read before it."""
+        value = stored.get(self.key)
+        into[self.field] = (self.default if value is None else value) - into[self.by]
+        return (self.key,)
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The sum of both."""
+        into[self.key] = getattr(config, self.field) + getattr(config, self.by)
+
+
+@dataclass(frozen=True, slots=True)
 class Default:
     """A default computed from fields read before, such as `hidden_size // num_heads`."""
 
@@ -207,7 +227,9 @@ class Rope(Setting):
             new = new["full_attention"]
         scaling = dict(new if new is not None else stored.get("rope_scaling") or {})
         base = scaling.pop("rope_theta", None) or stored.get(self.key) or self.base
-        percent = scaling.pop("partial_rotary_factor", None)
+        percent = None
+        if scaling.get("rope_type") != "proportional":  # whose heads turn as wholes, in part by 0
+            percent = scaling.pop("partial_rotary_factor", None)
         if self.percent_key:
             percent = stored.get(self.percent_key) if percent is None else percent
             if percent is None and self.size_key and stored.get(self.size_key):
@@ -297,8 +319,10 @@ class Window(Setting):
     """Sliding windows: how many tokens a layer attends to, and which layers have one.
 
     Which layers, `layer_types` says; without it every layer but each `every`-th, or (where the
-    family has `first_key`) those from a number on. `switch` is a key that has to be true. The keys
-    are kept verbatim in `extra`, since releases of transformers disagree on which are written.
+    family has `first_key`) those from a number on. `switch` is a key that has to be true. With
+    `both_sides` the key counts the tokens of both, and layer 0 is the first that attends to all.
+    The keys are kept verbatim in `extra`, since releases of transformers disagree on which are
+    written.
     """
 
     key: str = "sliding_window"
@@ -307,12 +331,15 @@ class Window(Setting):
     every_key: str | None = None
     switch: str | None = None
     first_key: str | None = None
+    both_sides: bool = False
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Size and pattern; no key counts as understood, so that all are kept."""
         size = stored.get(self.key, self.default) or 0
         if self.switch and not stored.get(self.switch):
             size = 0
+        if size and self.both_sides:
+            size = size // 2 + 1
         layers = num_layers(into)
         kinds, every = stored.get("layer_types"), self.every
         if self.every_key:
@@ -330,7 +357,7 @@ class Window(Setting):
                 )
             flags = tuple(int(k == _WINDOWED) for k in kinds)
         elif every:
-            flags = tuple(int((i + 1) % every != 0) for i in range(layers))
+            flags = tuple(int((i + (not self.both_sides)) % every != 0) for i in range(layers))
         elif self.first_key:
             flags = tuple(int(i >= stored.get(self.first_key, 0)) for i in range(layers))
         into["window_size"] = size if any(flags) else 0
@@ -341,7 +368,7 @@ class Window(Setting):
         """The keys, unless they were kept."""
         if not config.window_size or self.key in config.extra:
             return
-        into[self.key] = config.window_size
+        into[self.key] = 2 * (config.window_size - 1) if self.both_sides else config.window_size
         if self.switch:
             into[self.switch] = True
         freq = config.window_skip_freq

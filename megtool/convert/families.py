@@ -30,22 +30,31 @@ _FORWARD = (
     "attn_temperature_floor",
     "attn_temperature_rotated",
     "attn_temperature_scale",
+    "bidirectional",
+    "embedding_norm",
     "embedding_scale",
+    "layer_scalar",
+    "final_norm",
+    "first_attn_norm",
     "glu_offset",
+    "head_bias",
+    "head_dense_bias",
     "logit_scale",
     "logit_softcap",
-    "mtp_hidden_first",
-    "norm_bias",
-    "parallel_residual",
-    "post_norms",
-    "pre_norms",
-    "qk_l2_norm",
     "masked_head",
     "mamba_in_scales",
     "mamba_norm_first",
     "mamba_out_scale",
     "mlp_gate_scale",
     "mlp_out_scale",
+    "mtp_hidden_first",
+    "norm_bias",
+    "norms_after_add",
+    "parallel_residual",
+    "position_offset",
+    "post_norms",
+    "pre_norms",
+    "qk_l2_norm",
     "qk_norm_of",
     "residual_scale",
     "router_fp32",
@@ -53,6 +62,8 @@ _FORWARD = (
     "router_scales_input",
     "shared_norm",
     "softmax_scale",
+    "tied_values",
+    "value_norm",
 )
 """Fields that Megatron's args do not have."""
 
@@ -110,7 +121,8 @@ class Family:
     @property
     def towers(self) -> tuple[Tower, ...]:
         """The parts of the model that are not text."""
-        return self.nested.towers if self.nested else ()
+        rows = self.nested.towers if self.nested else self.hf
+        return tuple(row for row in rows if isinstance(row, Tower))
 
     @property
     def settings(self) -> tuple[Setting, ...]:

@@ -6,7 +6,17 @@ import re
 from collections.abc import Iterable
 
 from megtool.convert import megatron_mixers, megatron_moe
-from megtool.convert.mapping import Cat, Dropped, Padded, Qkv, Row, Stacked, Table, stack_layers
+from megtool.convert.mapping import (
+    Cat,
+    Dropped,
+    Grouped,
+    Padded,
+    Qkv,
+    Row,
+    Stacked,
+    Table,
+    stack_layers,
+)
 from megtool.convert.megatron_moe import mtp_rows
 
 _L = "decoder.layers.{l}."
@@ -41,7 +51,12 @@ _DECODER: Table = (
     Row(
         _A + "linear_qkv.weight",
         Qkv(_ATTN + "q.weight", _ATTN + "k.weight", _ATTN + "v.weight"),
-        when=f"not attn_output_gate and {_NOT_MLA}",
+        when=f"not attn_output_gate and l not in tied_value_layers and {_NOT_MLA}",
+    ),
+    Row(
+        _A + "linear_qkv.weight",
+        Grouped(_ATTN + "q.weight", _ATTN + "k.weight", by="num_kv_heads"),
+        when=f"l in tied_value_layers and {_NOT_MLA}",
     ),
     Row(
         _A + "linear_qkv.weight",
@@ -56,7 +71,12 @@ _DECODER: Table = (
     Row(
         _A + "linear_qkv.bias",
         Qkv(_ATTN + "q.bias", _ATTN + "k.bias", _ATTN + "v.bias"),
-        when=f"not attn_output_gate and {_NOT_MLA}",
+        when=f"not attn_output_gate and l not in tied_value_layers and {_NOT_MLA}",
+    ),
+    Row(
+        _A + "linear_qkv.bias",
+        Grouped(_ATTN + "q.bias", _ATTN + "k.bias", by="num_kv_heads"),
+        when=f"l in tied_value_layers and {_NOT_MLA}",
     ),
     *(
         Row(f"{_A}{x}_layernorm.weight", f"{_ATTN}{x}_norm{s}.weight", when=f"{_NOT_MLA} and {c}")
@@ -214,7 +234,10 @@ def split_optimizer(name: str) -> tuple[str, str, str]:
 def is_megatron(names: Iterable[str]) -> bool:
     """Some of the names are Megatron's."""
     return any(
-        split_state(n)[2].startswith(("decoder.", "embedding.word_embeddings.")) for n in names
+        split_state(n)[2].startswith(
+            ("decoder.layers.", "decoder.final_", "embedding.word_embeddings.")
+        )
+        for n in names
     )
 
 

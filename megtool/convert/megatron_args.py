@@ -10,6 +10,7 @@ from megtool.convert.config_keys import num_layers
 from megtool.convert.expression import evaluate
 from megtool.convert.families import Family
 from megtool.convert.hybrid import gpt_form
+from megtool.convert.indexer_keys import has_steps
 from megtool.convert.megatron import padded_multiple
 from megtool.convert.mixer_args import mixer_args, mixer_fields
 from megtool.convert.parallel_args import layout_args
@@ -157,7 +158,7 @@ def args_from_config(
         "apply_query_key_layer_scaling": False,
         "qk_layernorm": config.qk_norm,
         "attention_output_gate": config.attn_output_gate,
-        "window_size": (config.window_size - 1, 0) if config.window_size else None,
+        "window_size": _sides(config) if config.window_size else None,
         "window_attn_skip_freq": list(config.window_skip_freq)
         if isinstance(config.window_skip_freq, tuple)
         else config.window_skip_freq,
@@ -218,7 +219,9 @@ def megatron_limits(config: ModelConfig, family: Family | None = None) -> list[s
         if evaluate(condition, config)
     ]
     if config.parallel_layers:
-        out.append("Megatron has no layer with several mixers side by side")
+        out.append("Megatron-core has no layer with several mixers side by side")
+    if not has_steps(config):
+        out.append("Megatron gives an indexer to every n-th layer, and this model to others")
     if config.parallel_residual:
         out.append("attention and MLP in parallel: Megatron runs the MLP after attention")
     if config.gated and config.activation in ("gelu", *_TANH_GELUS):
@@ -295,6 +298,12 @@ def _window(args: Mapping[str, Any]) -> dict[str, Any]:
         "window_size": left + 1,
         "window_skip_freq": tuple(freq) if isinstance(freq, list | tuple) else freq,
     }
+
+
+def _sides(config: ModelConfig) -> tuple[int, int]:
+    """How many tokens before and behind its own one attends to, within a window."""
+    side = config.window_size - 1
+    return side, side if config.bidirectional else 0
 
 
 def _no_rope(args: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megtool.console import Progress, silent
 from megtool.data.blend import Blend, Chain
+from megtool.data.masking import Masking
 from megtool.data.packing import IGNORED, PackedRows
 from megtool.data.sample_index import Mode, Overflow, SampleIndex, cut
 from megtool.data.token_cache import Documents, Encoding, IndexedStore, is_indexed, store_tokens
@@ -53,6 +54,7 @@ class RowOptions:
         mode: see `sample_index.cut`. None: "packed", and "whole" for conversations and answers.
         overflow: what happens to documents that are longer than a row.
         shares: the share of samples from each source (None: by size).
+        masking: which tokens are to be predicted, of themselves; None: all, of those before them.
     """
 
     length: int
@@ -60,6 +62,7 @@ class RowOptions:
     mode: Mode | None = None
     overflow: Overflow = "split"
     shares: Sequence[float] | None = None
+    masking: Masking | None = None
 
 
 class TokenDataset:
@@ -81,19 +84,28 @@ class TokenDataset:
         overflow: Overflow = "split",
         pad_id: int = 0,
         source: str = "",
+        masking: Masking | None = None,
     ) -> None:
         if length < 1:
             raise UsageError(f"rows cannot have {length} tokens", hint="--seq-length 1 or more")
         self._documents, self.length, self._seed = documents, length, seed
-        self._pad_id, self._source = pad_id, source
+        self._pad_id, self._source, self._masking = pad_id, source, masking
+        self._ahead = int(masking is None)  # how far behind a token its label is
+        if masking is not None and documents.is_partly_learned:
+            raise UsageError(
+                f"{source!r} has conversations or answers, and the model predicts masked tokens",
+                hint="it learns from plain texts: --field NAME, or --all-turns for all of them",
+            )
         number = len(documents.lengths)
         order = np.arange(number) if seed is None else _shuffled(number, seed, "documents")
         self._cut = _with_labels(
-            documents, cut(documents.lengths, order, length, mode=mode, overflow=overflow)
+            documents,
+            cut(documents.lengths + (1 - self._ahead), order, length, mode=mode, overflow=overflow),
         )
         self._part = range(self._cut.num_rows)
         self._shuffled: tuple[int, Int] | None = None
-        self._facts = (length, seed, mode, overflow, pad_id)
+        masked = () if masking is None else (masking,)
+        self._facts = (length, seed, mode, overflow, pad_id, *masked)
         if not self._cut.num_rows:
             raise FormatError(
                 f"there is nothing to train on in {number} documents",
@@ -149,18 +161,22 @@ class TokenDataset:
         for piece in range(int(c.first[row]), int(c.first[row + 1])):
             document, begin, end = int(c.document[piece]), int(c.begin[piece]), int(c.end[piece])
             columns = slice(offset, offset + end - begin)
-            ids = self._documents.tokens(document, begin, end + 1)
-            tokens[columns], labels[columns] = ids[:-1], ids[1:]
+            ids = self._documents.tokens(document, begin, end + self._ahead)
+            tokens[columns], labels[columns] = ids[: end - begin], ids[self._ahead :]
             learned = self._documents.learned(document, begin + 1, end + 1)
             if learned is not None:
                 labels[columns][~learned] = IGNORED
             positions[columns], documents[columns] = np.arange(end - begin), document
             offset = columns.stop
+        if self._masking is not None:
+            inputs, chosen = self._masking.masked(tokens[:offset], sample)
+            tokens[:offset], labels[:offset] = inputs, chosen
         return PackedRows(
             tokens_BS=tokens[None],
             labels_BS=labels[None],
             positions_BS=positions[None],
             documents_BS=documents[None],
+            both_ways=self._masking is not None,
         )
 
     def _order(self, epoch: int) -> Int:
@@ -328,6 +344,7 @@ def open_dataset(
             overflow=options.overflow,
             pad_id=0 if tokenizer is None else tokenizer.pad_id or 0,
             source=str(source),
+            masking=options.masking,
         )
         for store, source in zip(stores, sources, strict=True)
     ]
@@ -375,4 +392,5 @@ def _stacked(rows: Sequence[PackedRows]) -> PackedRows:
         labels_BS=all_of("labels_BS"),
         positions_BS=all_of("positions_BS"),
         documents_BS=all_of("documents_BS"),
+        both_ways=rows[0].both_ways,
     )

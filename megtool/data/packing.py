@@ -31,13 +31,15 @@ class PackedRows:
 
     `positions_BS` start at 0 with every document and every row. `documents_BS` counts documents
     from 0 through the whole run, and is -1 where a row is filled up; tokens attend to equal
-    documents alone.
+    documents alone. With `both_ways` tokens attend to those behind them as well, and labels are
+    those of the tokens themselves.
     """
 
     tokens_BS: Int
     labels_BS: Int
     positions_BS: Int
     documents_BS: Int
+    both_ways: bool = False
 
     @property
     def valid_BS(self) -> NDArray[np.bool_]:

@@ -61,6 +61,8 @@ class Tokenizer:
         self.bos_id: int | None = full.bos_token_id
         self.eos_id: int | None = full.eos_token_id
         self.pad_id: int | None = full.pad_token_id
+        self.mask_id: int | None = getattr(full, "mask_token_id", None)
+        self.special_ids: tuple[int, ...] = tuple(getattr(full, "all_special_ids", ()))
         eos_ids = () if self.eos_id is None else (self.eos_id,)
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys((*stop_ids, *eos_ids)))
 

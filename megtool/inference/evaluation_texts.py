@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,31 @@ def read_token_documents(
         if left is not None and (left := left - len(ids)) <= 0:
             break
     return documents_read
+
+
+def mask_documents(
+    documents: Sequence[TokenDocument], tokenizer: Tokenizer, vocab_size: int
+) -> list[TokenDocument]:
+    """Texts with some tokens masked, for a model that predicts those; always the same ones.
+
+    Raises:
+        UsageError: the tokenizer has no mask token, or texts say themselves what counts.
+    """
+    import numpy as np
+
+    from megtool.data.masking import Masking
+    from megtool.inference.windows import TokenDocument
+
+    masking, out = Masking.of(tokenizer, vocab_size), []
+    for number, document in enumerate(documents):
+        if document.counted is not None:
+            raise UsageError(
+                "the data has conversations or answers, and the model predicts masked tokens",
+                hint="plain texts can be evaluated: --field NAME, or --all-turns for all turns",
+            )
+        inputs, labels = masking.masked(np.asarray(document.tokens, np.int64), number)
+        out.append(TokenDocument(tokens=inputs.tolist(), labels=labels.tolist()))
+    return out
 
 
 def _read_indexed(

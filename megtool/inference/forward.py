@@ -10,12 +10,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megtool.errors import UsageError
 from megtool.inference.layer_streaming import find_streamer
 from megtool.kernels.token_statistics import token_log_probs
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache, KVCache, PagedCache
 from megtool.model.decoder import Decoder, check_no_context
 from megtool.model.moe import MoeMlp
+from megtool.model.mtp import with_mtp_layers
 from megtool.model.pipeline import hidden_of_stages
 from megtool.model_config import ModelConfig
 from megtool.parallel.context_parallel import whole_tokens
@@ -95,8 +97,7 @@ class Forward:
         """Log-probability (fp32, nats) of the label of each row of `hidden`, and whether it is the
         likeliest token; no rank ever holds the logits of all rows."""
         return token_log_probs(
-            x_TH,
-            self.decoder.output_weight_for(x_TH),
+            *self.decoder.head_factors(x_TH),
             labels_T,
             vocab_size=self.config.vocab_size,
             softcap=self.config.logit_softcap,
@@ -149,6 +150,29 @@ class Forward:
             block_size=block_size,
             num_sequences=num_sequences,
             layers=self.decoder.stage.layers,
+            tp=self.groups.tp.size,
+            dtype=self.decoder.dtype,
+            device=self.device,
+        )
+
+    def mtp_cache(
+        self, depth: int, *, num_blocks: int, block_size: int, num_sequences: int
+    ) -> PagedCache:
+        """As `blocks_cache`, for a layer of multi-token prediction, on a rank that has it.
+
+        Raises:
+            LayoutError: there is context parallelism.
+            UsageError: the layer is not here.
+        """
+        check_no_context(self.groups)
+        if self.decoder.mtp is None:
+            raise UsageError("this stage has no layers of multi-token prediction")
+        return PagedCache(
+            with_mtp_layers(self.config),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_sequences=num_sequences,
+            layers=self.decoder.mtp.layer(depth).numbers,
             tp=self.groups.tp.size,
             dtype=self.decoder.dtype,
             device=self.device,

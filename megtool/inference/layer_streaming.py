@@ -59,7 +59,7 @@ class LayerStreamer:
         self._decoder, self._weights = decoder, weights
         self._device = torch.device(device)
         self.units = units_of(weights.tensors)
-        tied = decoder.output_layer is None and decoder.stage.head
+        tied = decoder.config.tied_embeddings and decoder.stage.head
         if tied:  # the head multiplies by the embedding
             self.units[_END] = [*self.units[_END], EMBEDDING]
             if not decoder.stage.embedding:
@@ -86,8 +86,10 @@ class LayerStreamer:
             ask(decoder.embedding.word_embeddings, _START)
         for number in decoder.stage.layers:
             ask(decoder.decoder.layers[str(number)], f"decoder.layers.{number}")
-        if decoder.decoder.norm is not None:
-            ask(decoder.decoder.norm, _END)
+        if decoder.stage.head:
+            for module in (decoder.decoder.norm, decoder.lm_head):
+                if module is not None:
+                    ask(module, _END)
             decoder.before_head = lambda: self.enter(_END)
 
     def enter(self, unit: str) -> None:

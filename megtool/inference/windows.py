@@ -17,10 +17,26 @@ _PAD = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDocument:
-    """A text as tokens. Of tokens where `counted` is false no prediction counts (None: all do)."""
+    """A text as tokens. Of tokens where `counted` is false no prediction counts (None: all do).
+
+    `labels` are what a model that sees tokens behind each as well has to predict in its place, or
+    `IGNORED`; without them each token predicts the next.
+    """
 
     tokens: Sequence[int]
     counted: Sequence[bool] | None = None
+    labels: Sequence[int] | None = None
+
+    @property
+    def num_pairs(self) -> int:
+        """Tokens that go in and have something to predict."""
+        return max(len(self.tokens) - (self.labels is None), 0)
+
+    def label(self, place: int) -> int:
+        """What the token before `place` is to predict, or `IGNORED`."""
+        if self.labels is not None:
+            return self.labels[place - 1]
+        return self.tokens[place] if self.counted is None or self.counted[place] else IGNORED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +105,7 @@ def batches(
     waiting: list[tuple[TokenWindow, TokenDocument]] = []
     for number, document in enumerate(documents):
         for token_window in windows(
-            len(document.tokens), window=window, stride=stride, document=number
+            document.num_pairs + 1, window=window, stride=stride, document=number
         ):
             waiting.append((token_window, document))
             if len(waiting) == batch_size:
@@ -102,7 +118,10 @@ def batches(
 def num_counted(documents: Iterable[TokenDocument]) -> int:
     """How many predictions count over all documents."""
     return sum(
-        max(len(d.tokens) - 1, 0) if d.counted is None else sum(d.counted[1:]) for d in documents
+        d.num_pairs
+        if d.counted is None and d.labels is None
+        else sum(d.label(place) != IGNORED for place in range(1, d.num_pairs + 1))
+        for d in documents
     )
 
 
@@ -119,10 +138,9 @@ def _rows(
         size = w.stop - w.start
         tokens_BS[row, :size] = torch.tensor(document.tokens[w.start : w.stop])
         valid_BS[row, :size] = True
-        counted = document.counted
         for position in range(w.first, w.stop + 1):
-            if counted is None or counted[position]:
-                labels_BS[row, position - w.start - 1] = document.tokens[position]
+            if (label := document.label(position)) != IGNORED:
+                labels_BS[row, position - w.start - 1] = label
                 places.append((w.document, position))
     ragged = not bool(valid_BS.all())
     batch = Batch(tokens_BS=tokens_BS.to(device), valid_BS=valid_BS.to(device) if ragged else None)

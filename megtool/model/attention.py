@@ -40,9 +40,10 @@ def attend_all(
     scale: float,
     softcap: float = 0.0,
     sinks_N: Tensor | None = None,
+    stretches: list[tuple[int, Mask]] | None = None,
 ) -> Tensor:
-    """`attend` for all queries that this rank has, under the masks of a layer."""
-    stretches = frame.stretches(layer)
+    """`attend` for all queries that this rank has, under the masks of a layer or given ones."""
+    stretches = frame.stretches(layer) if stretches is None else stretches
     chances: Sequence[DropoutSpec | None] = [None] * len(stretches)
     if frame.draws is not None:
         chances = [frame.draws.attention(layer, n) for n in range(len(stretches))]
@@ -190,11 +191,12 @@ class Attention(nn.Module):
             1 / math.sqrt(config.head_dim) if config.softmax_scale is None else config.softmax_scale
         )
         self.has_rotation = has_rotation(config, layer)
+        self.has_tied_values = layer in config.tied_value_layers
         d, h, norm = config.head_dim, config.hidden_size, NormSpec.before_attention(config, layer)
         gates = config.num_heads * config.attn_output_gate
         self.linear_qkv = ColumnLinear(
             h,
-            (config.num_heads + gates + 2 * config.num_kv_heads) * d,
+            (config.num_heads + gates + (2 - self.has_tied_values) * config.num_kv_heads) * d,
             groups.tp,
             bias=config.qkv_bias,
             norm=norm,
@@ -203,7 +205,7 @@ class Attention(nn.Module):
             device=device,
         )
         each = config.num_heads // config.num_kv_heads
-        kinds = (each, self.gate_heads, 1, 1)  # as in `_project`
+        kinds = (each, self.gate_heads, 1, 1 - self.has_tied_values)  # as in `_project`
         mark_parts(self.linear_qkv.weight, tuple(n * d for n in kinds if n))
         if config.qk_norm:
             self.q_layernorm = self._head_norm(config.num_heads, dtype=dtype, device=device)
@@ -228,6 +230,8 @@ class Attention(nn.Module):
         query, gate, key, value = self._project(x_TH, b, s)
         if config.qk_norm:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if config.value_norm:
+            value = rms_norm(value, None, config.norm_eps)
         if (turn := frame.rotation(self.layer)) is not None:
             query = rotate(query, *turn, interleaved=config.rope_interleaved)
             key = rotate(key, *turn, interleaved=config.rope_interleaved)
@@ -296,7 +300,7 @@ class Attention(nn.Module):
             rows = copy_to(gather_columns(rows, self.tp), self.tp)
             rows = rows.view(b * s, config.num_kv_heads, -1)[:, self.tp.rank // share]
         heads = self.num_heads // self.num_kv_heads * share
-        sizes = (heads, self.gate_heads, 1, 1)
+        sizes = (heads, self.gate_heads, 1, 1 - self.has_tied_values)
         x = rows.view(b, s, self.num_kv_heads, sum(sizes), d)
         query, gate, key, value = x.split(sizes, 3)
         if share > 1:
@@ -309,7 +313,7 @@ class Attention(nn.Module):
             query.reshape(b, s, self.num_heads, d),
             gate.reshape(b, s, self.num_heads, d) if self.gate_heads else None,
             key.squeeze(3),
-            value.squeeze(3),
+            (key if self.has_tied_values else value).squeeze(3),
         )
 
     def _temperature(self, positions_BS: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,24 +7,28 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.kernels.causal_conv import runs_of
 from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from megtool.model.batch import Batch, check_ids, check_positions
 from megtool.model.cache import KeySpan, KVCache
 from megtool.model.dropout import Draws, Dropout
+from megtool.model.ends import Embedding, MaskedHead, VocabBias
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ActivationHook
+from megtool.model.indexer import check_sources
 from megtool.model.layer import TransformerLayer
-from megtool.model.linear import ColumnLinear, VocabEmbedding, vocab_logits
+from megtool.model.linear import ColumnLinear, vocab_logits
 from megtool.model.masks import masks_of
 from megtool.model.mtp import MultiTokenPrediction, is_hybrid, with_mtp_layers
 from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.rotary import Rotary
 from megtool.model_config import ModelConfig
-from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
+from megtool.parallel.collectives import copy_to, gather_rows
 from megtool.parallel.context_parallel import chunk_size, own_tokens, whole_tokens
 from megtool.parallel.process_groups import ProcessGroups
 
@@ -83,19 +87,37 @@ def check_no_context(groups: ProcessGroups) -> None:
         )
 
 
-def check_kind(config: ModelConfig) -> None:
-    """Refuse options that only encoders have.
+def check_direction(
+    config: ModelConfig, parallel: ParallelConfig, *, has_cache: bool = False
+) -> None:
+    """Refuse what only models have whose tokens attend to no others than those before them.
 
     Raises:
-        MappingError: relative positions, types of tokens, or learned positions with multi-token
-            prediction.
+        LayoutError: there is context parallelism.
+        UsageError: there is a cache.
     """
-    hint = "a Decoder runs decoder-only models; other models are only converted"
+    if config.bidirectional and parallel.cp > 1:
+        raise LayoutError(
+            f"cp is {parallel.cp}, but tokens of an encoder attend to those behind them as well",
+            hint="--tp and --pp split it; context parallelism is for decoders",
+        )
+    if config.bidirectional and has_cache:
+        raise UsageError(
+            "an encoder generates no text, and has no cache of keys and values",
+            hint="it predicts masked tokens: `megtool evaluate` scores them",
+        )
+
+
+def check_kind(config: ModelConfig) -> None:
+    """Refuse options that no model of one stack of layers has.
+
+    Raises:
+        MappingError: relative positions, or learned ones with multi-token prediction.
+    """
     if config.position_embedding == "relative":
-        raise MappingError("position_embedding is 'relative', which encoders have", hint=hint)
-    if config.num_token_types:
         raise MappingError(
-            f"num_token_types is {config.num_token_types}, which encoders have", hint=hint
+            "position_embedding is 'relative', which models of an encoder and a decoder have",
+            hint="a Decoder runs models of one stack of layers; others are only converted",
         )
     if config.num_mtp_layers and config.position_embedding == "learned":
         raise MappingError(
@@ -103,38 +125,6 @@ def check_kind(config: ModelConfig) -> None:
             hint="Megatron has these layers with rotary or without positions; leave them out: "
             "megtool reshard SRC DST --exclude GLOB",
         )
-
-
-class Embedding(nn.Module):
-    """Words, and the positions that are learned."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        groups: ProcessGroups,
-        padded_vocab: int,
-        *,
-        positions: bool,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__()
-        hidden = config.hidden_size
-        learned = config.position_embedding == "learned"
-        self.word_embeddings = VocabEmbedding(
-            padded_vocab,
-            hidden,
-            groups.tp,
-            # Learned positions are added to all rows before they are scattered.
-            sequence_parallel=sequence_parallel and not learned,
-            dtype=dtype,
-            device=device,
-        )
-        if positions and learned:
-            self.position_embeddings = nn.Embedding(
-                config.max_positions, hidden, dtype=dtype, device=device
-            )
 
 
 class Block(nn.Module):
@@ -159,7 +149,10 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer, built from its configuration.
+    """A transformer of one stack of layers, built from its configuration.
+
+    In a `bidirectional` one tokens attend to all others, and its logits are those of the tokens
+    themselves, which may be masked.
 
     Parameters have Megatron's names, one key per layer, and this rank's shapes. On the device
     `meta`, the default, they hold nothing until a loader puts tensors in. Between blocks, tokens
@@ -169,7 +162,7 @@ class Decoder(nn.Module):
 
     Raises:
         LayoutError: sizes do not go evenly over the ranks.
-        MappingError: the configuration asks for something unknown, or is an encoder's.
+        MappingError: the configuration asks for something unknown, or for two stacks of layers.
     """
 
     def __init__(
@@ -185,6 +178,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         check_kind(config)
+        check_sources(config, range(config.num_layers) if stage is None else stage.layers)
         groups = ProcessGroups.alone() if groups is None else groups
         stage = Stage(layers=tuple(range(config.num_layers))) if stage is None else stage
         self.config, self.groups, self.stage, self.dtype = config, groups, stage, dtype
@@ -228,7 +222,13 @@ class Decoder(nn.Module):
             dtype=dtype,
             device=device,
         )
-        self.decoder = Block(layers, norm if stage.has_norm else None, is_hybrid=is_hybrid(config))
+        has_norm = stage.has_norm and config.final_norm
+        self.decoder = Block(layers, norm if has_norm else None, is_hybrid=is_hybrid(config))
+        self.lm_head: MaskedHead | None = None
+        if stage.head and config.masked_head:
+            self.lm_head = MaskedHead(
+                config, partial=self.sequence_parallel, dtype=dtype, device=device
+            )
         self.mtp: MultiTokenPrediction | None = None
         if has_mtp:
             self.mtp = MultiTokenPrediction(
@@ -238,11 +238,18 @@ class Decoder(nn.Module):
                 dtype=dtype,
                 device=device,
             )
-        self.output_layer = None
+        self.output_layer: ColumnLinear | VocabBias | None = None
         if stage.head and not config.tied_embeddings:
             self.output_layer = ColumnLinear(
-                config.hidden_size, self.padded_vocab, groups.tp, dtype=dtype, device=device
+                config.hidden_size,
+                self.padded_vocab,
+                groups.tp,
+                bias=config.head_bias,
+                dtype=dtype,
+                device=device,
             )
+        elif stage.head and config.head_bias:
+            self.output_layer = VocabBias(self.padded_vocab, groups.tp, dtype=dtype, device=device)
 
     def forward(
         self, batch: Batch, cache: KVCache | None = None, *, last_only: bool = False
@@ -288,7 +295,8 @@ class Decoder(nn.Module):
 
     def loss_of(self, x_TH: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         """The output of `loss`, from the states of `hidden`."""
-        config, tp, weight_VH = self.config, self.groups.tp, self.output_weight_for(x_TH)
+        config, tp = self.config, self.groups.tp
+        x_TH, weight_VH = self.head_factors(x_TH)
         labels_T = own_tokens(labels_BS, self.groups.cp).flatten()
         if labels_T.numel() * weight_VH.shape[0] * weight_VH.element_size() <= KEPT_LOGITS_BYTES:
             logits_TV = vocab_logits(
@@ -348,9 +356,11 @@ class Decoder(nn.Module):
             UsageError: tokens on the CPU that are not in the vocabulary, or at places that no
                 embedding was learned for.
             LayoutError: sequence or context parallelism does not divide the tokens, or there is a
-                cache, which no context parallelism fills.
+                cache, which no context parallelism fills; or the model is bidirectional, with
+                either.
         """
         (rows, tokens), cp = batch.shape, self.groups.cp
+        check_direction(self.config, self.groups.parallel, has_cache=cache is not None)
         check_ids(batch.tokens_BS, self.config.vocab_size)
         if cp.size > 1:
             tokens = 2 * chunk_size(tokens, cp.size)
@@ -398,16 +408,9 @@ class Decoder(nn.Module):
         if self.embedding is None:
             raise UsageError("this stage has no embedding, and no copy of it")
         tokens_BS = own_tokens(tokens_BS, self.groups.cp)
-        x_TH: Tensor = self.embedding.word_embeddings(tokens_BS.flatten())
+        x_TH: Tensor = self.embedding(tokens_BS, frame.positions_BS, self.embedding_scale)
         if not tokens_BS.is_meta:
             _require_values(self.embedding.word_embeddings.weight)
-        if self.embedding_scale != 1:
-            x_TH = x_TH * self.embedding_scale
-        if self.config.position_embedding == "learned":
-            places = self.embedding.position_embeddings(frame.positions_BS)
-            x_TH = (x_TH.view(*tokens_BS.shape, -1) + places).flatten(0, 1)
-            if self.sequence_parallel:
-                x_TH = scatter_rows(x_TH, self.groups.tp)
         return x_TH if frame.draws is None else frame.draws.embedded(x_TH)
 
     def run(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
@@ -417,11 +420,15 @@ class Decoder(nn.Module):
         return x_TH
 
     def finish(self, x_TH: Tensor) -> Tensor:
-        """The final norm, if this stage has it; `head_tap` receives its output."""
-        norm = self.decoder.norm
-        if norm is None:
+        """The final norm and what comes between it and the output layer, if this stage has them;
+        `head_tap` receives the output.
+        """
+        if self.decoder.norm is not None:
+            x_TH = self.decoder.norm(x_TH)
+        if not self.stage.head:
             return x_TH
-        x_TH = norm(x_TH)
+        if self.lm_head is not None:
+            x_TH = self.lm_head(x_TH)
         return x_TH if self.head_tap is None else self.head_tap(x_TH)
 
     def logits(self, x_TH: Tensor) -> Tensor:
@@ -431,25 +438,33 @@ class Decoder(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         """This rank's rows of the output layer, or of the embedding where they are tied."""
-        holder: ColumnLinear | VocabEmbedding | None = self.output_layer
-        if holder is None:
+        holder: nn.Module | None = self.output_layer
+        if holder is None or isinstance(holder, VocabBias):
             if self.embedding is None or not self.stage.head:
                 raise UsageError("this stage has no output layer")
             holder = self.embedding.word_embeddings
         if self.before_head is not None:
             self.before_head()
-        return holder.weight
+        return cast(Tensor, holder.weight)
 
-    def output_weight_for(self, x_TH: Tensor) -> Tensor:
-        """`output_weight`, to be multiplied by rows.
+    def head_factors(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows and this rank's weight, whose product the logits are.
+
+        They are the rows of `hidden` and `output_weight`; a bias is one more column, the rows of
+        which are ones (and further columns are zeros, since kernels want multiples of eight).
 
         Raises:
             UsageError: nothing is loaded, and the rows are no shapes alone.
         """
-        weight_VH = self.output_weight
+        weight_VH, bias_V = self.output_weight, getattr(self.output_layer, "bias", None)
         if not x_TH.is_meta:
             _require_values(weight_VH)
-        return weight_VH
+        if bias_V is None:
+            return x_TH, weight_VH
+        ones = F.pad(x_TH.new_ones(*x_TH.shape[:-1], 1), (0, 7))
+        return torch.cat((x_TH, ones), -1), torch.cat(
+            (weight_VH, F.pad(bias_V[:, None], (0, 7))), 1
+        )
 
     def _gathered(self, x_TH: Tensor) -> Tensor:
         """All rows."""
@@ -458,8 +473,7 @@ class Decoder(nn.Module):
     def _logits(self, x_TH: Tensor, *, sequence_parallel: bool) -> Tensor:
         config = self.config
         logits_TV = vocab_logits(
-            x_TH,
-            self.output_weight_for(x_TH),
+            *self.head_factors(x_TH),
             self.groups.tp,
             vocab_size=config.vocab_size,
             sequence_parallel=sequence_parallel,

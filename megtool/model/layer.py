@@ -19,6 +19,7 @@ from megtool.model.mla import LatentAttention
 from megtool.model.mlp import Mlp
 from megtool.model.moe import MoeMlp
 from megtool.model.norm import NormLayer, NormSpec
+from megtool.model.param_attributes import mark
 from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
 
@@ -94,6 +95,10 @@ class TransformerLayer(nn.Module):
             self.mlp = build(MoeMlp)
         elif layer in config.dense_layers:
             self.mlp = build(Mlp)
+        self.layer_scalar: nn.Parameter | None = None
+        if config.layer_scalar:
+            one = torch.ones(1, dtype=dtype, device=device)
+            self.layer_scalar = mark(nn.Parameter(one, requires_grad=False))
         self._post_norms: tuple[NormLayer, NormLayer] | None = None
         has_post_norms = config.post_norms or config.norms_after_add
         if has_post_norms and self.self_attention is not None and self.mlp is not None:
@@ -104,6 +109,11 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """The residual behind the layer."""
+        y_TH = self.sum_branches(x_TH, frame)
+        return y_TH if self.layer_scalar is None else y_TH * self.layer_scalar
+
+    def sum_branches(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
+        """The residual with what the branches add to it."""
         first, second = (None, None) if frame.draws is None else frame.draws.branches(self.layer)
         if self.config.norms_after_add and self._post_norms is not None:
             x_TH = self._post_norms[0](self._add(x_TH, self.attend(x_TH, frame), first))

@@ -103,7 +103,7 @@ class Masks:
         num_queries = span.queries_BS.shape[1]
         plain = not window and not chunk and span.valid_BL is None and self.documents_BS is None
         if plain and span.start is not None:
-            if num_queries == 1:
+            if num_queries == 1 or self.config.bidirectional:
                 return Mask()
             if span.start == 0 and num_queries == span.num_keys:
                 return Mask(is_causal=True)
@@ -112,6 +112,8 @@ class Masks:
         query = span.queries_BS[:, :, None]
         key = torch.arange(span.num_keys, device=query.device)
         allowed = key <= query
+        if self.config.bidirectional:
+            allowed = torch.ones_like(allowed)
         if window:
             allowed = allowed & self._near(window)
         if chunk:
@@ -128,10 +130,13 @@ class Masks:
 
     def _near(self, window: int) -> Tensor:
         """Keys less than `window` tokens before a query, or behind it, [B, S, L]: padding between
-        them does not count."""
+        them does not count. In a bidirectional model those behind are as near."""
         span, query_BS = self.span, self.span.queries_BS
         key_BL = torch.arange(span.num_keys, device=query_BS.device)[None]
         if span.valid_BL is not None:
             key_BL = span.valid_BL.cumsum(1)
             query_BS = key_BL.gather(1, query_BS.expand(key_BL.shape[0], -1))
-        return key_BL[:, None] > query_BS[:, :, None] - window
+        near = key_BL[:, None] > query_BS[:, :, None] - window
+        if self.config.bidirectional:
+            near = near & (key_BL[:, None] < query_BS[:, :, None] + window)
+        return near

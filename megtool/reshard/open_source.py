@@ -50,7 +50,10 @@ _LIKE = "--like FOLDER takes it from the config.json of a Hugging Face folder"
 
 NameFilter = Callable[[str], bool]
 
-_ENCODERS = "only decoders run; `megtool reshard` and `verify` take any model"
+_ENCODERS = (
+    "only decoders do; `megtool evaluate` and `finetune` take encoders, and `megtool reshard` and "
+    "`verify` any model"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,8 @@ def collate_rows(rows: PackedRows, device: torch.device) -> tuple[Batch, Tensor]
     """Rows as a batch, and their labels [B, S].
 
     If no row holds two texts, the batch has no documents: padding comes after all other tokens, so
-    a causal mask is enough. Router losses exclude padding.
+    a causal mask is enough. Where tokens attend both ways, padding is another document. Router
+    losses exclude padding.
     """
 
     def to_device(array: NDArray[Any]) -> Tensor:
@@ -36,7 +37,8 @@ def collate_rows(rows: PackedRows, device: torch.device) -> tuple[Batch, Tensor]
             return tensor.pin_memory().to(device, non_blocking=True)
         return tensor.to(device)
 
-    has_documents = bool(((rows.documents_BS != rows.documents_BS[:, :1]) & rows.valid_BS).any())
+    differ_BS = rows.documents_BS != rows.documents_BS[:, :1]
+    has_documents = bool((differ_BS & (rows.valid_BS | rows.both_ways)).any())
     batch = Batch(
         tokens_BS=to_device(rows.tokens_BS),
         positions_BS=to_device(rows.positions_BS) if has_documents else None,
@@ -59,4 +61,5 @@ def pad_rows(rows: PackedRows, count: int) -> PackedRows:
         labels_BS=labels,
         positions_BS=rows.positions_BS[indices],
         documents_BS=rows.documents_BS[indices],
+        both_ways=rows.both_ways,
     )

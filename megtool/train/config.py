@@ -69,6 +69,13 @@ class TrainConfig(OptimizerOptions, FurtherLossOptions, SourceOptions, Tokenizer
     all_turns: bool = option(
         INPUT, "Train on the users' turns as well, not only on the assistant's.", False
     )
+    mask_prob: float = option(
+        INPUT,
+        "Share of the tokens that an encoder (RoBERTa, ModernBERT) learns to predict.",
+        0.15,
+        metavar="X",
+        minimum=0,
+    )
     data_cache_path: Path | None = option(
         INPUT, "Where to cache tokenized data; default: in DST.", metavar="FOLDER"
     )

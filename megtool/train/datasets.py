@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megtool.console import Progress, silent
 from megtool.data.dataset import BlendedDataset, RowOptions, TokenDataset, open_dataset
+from megtool.data.masking import Masking
 from megtool.data.token_cache import Encoding, is_indexed
 from megtool.errors import MegtoolError
 from megtool.parallel.process_groups import ALONE, Group
@@ -72,6 +73,11 @@ def open_datasets(
         mode=None if settings.packing else "padded",
         overflow=settings.overflow,
         shares=settings.blend_shares,
+        masking=Masking.of(
+            tokenizer, config.vocab_size, share=settings.mask_prob, seed=settings.seed
+        )
+        if config.bidirectional
+        else None,
     )
     train = open_texts(settings.data, tokenizer, rows)
     evaluation: TokenDataset | BlendedDataset | None = None

@@ -9,6 +9,7 @@ from megtool.convert.sharding import check_layout
 from megtool.errors import UsageError
 from megtool.inference.runtime import usual_device
 from megtool.kernels import transformer_engine
+from megtool.model.decoder import check_direction
 from megtool.model.pipeline import build_stages
 from megtool.model_config import ModelConfig
 from megtool.options.field import flag
@@ -31,6 +32,7 @@ def check_run(source: CheckpointSource, settings: TrainConfig) -> None:
     """
     config = source.config
     check_layout(config, settings.layout)
+    check_direction(config, settings.layout)
     check_graphs(settings, config)
     if settings.kernels == "te":
         transformer_engine.require((settings.device or usual_device()).partition(":")[0])

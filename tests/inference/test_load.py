@@ -74,7 +74,9 @@ def test_it_computes_what_transformers_does(
 @pytest.mark.gpu
 @pytest.mark.parametrize("stream_layers", [False, True], ids=["whole", "on demand"])
 def test_on_a_gpu(stream_layers: bool, folder: Path, expected: Tensor) -> None:
-    decoder = load(source_of(folder), device="cuda", stream_layers=stream_layers)
+    decoder = load(
+        source_of(folder), groups=ProcessGroups.alone("cuda"), stream_layers=stream_layers
+    )
     with torch.no_grad():
         found = decoder(Batch(tokens_BS=TOKENS.cuda())).cpu()
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
@@ -253,7 +255,9 @@ def test_a_layout_that_does_not_divide_the_model(folder: Path) -> None:
 def test_what_is_no_decoder(folder: Path, tmp_path: Path) -> None:
     case = next(c for c in dense_cases.CASES if "Bert" in c.model)
     dense_cases.save(case, tmp_path / "bert")
-    refused(source_of(tmp_path / "bert"), MappingError, "is an encoder, and only decoders")
+    refused(
+        source_of(tmp_path / "bert"), MappingError, "is an encoder, and only models of one stack"
+    )
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())

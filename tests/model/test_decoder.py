@@ -14,7 +14,7 @@ from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.model import decoder as module
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
-from megtool.model.decoder import Decoder, Stage, rows_of_rank
+from megtool.model.decoder import Decoder, Stage, check_direction, rows_of_rank
 from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.tensors.sharded import GlobalTensor
@@ -169,16 +169,40 @@ def test_positions_that_were_not_learned_are_refused() -> None:
     assert make_decoder(ModelConfig(**SIZES))(Batch(tokens_BS=tokens)).shape == (1, 33, 101)
 
 
-@pytest.mark.parametrize(
-    ("facts", "said"),
-    [
-        ({"position_embedding": "relative"}, "position_embedding is 'relative'"),
-        ({"num_token_types": 2}, "num_token_types is 2"),
-    ],
-)
-def test_encoders_are_refused(facts: dict[str, Any], said: str) -> None:
-    with pytest.raises(MappingError, match=said):
-        Decoder(ModelConfig(**SIZES, **facts))
+def test_what_no_single_stack_of_layers_has_is_refused() -> None:
+    with pytest.raises(MappingError, match="position_embedding is 'relative'"):
+        Decoder(ModelConfig(**SIZES, position_embedding="relative"))
+
+
+def test_an_encoder_has_no_cache_and_no_context_parallelism() -> None:
+    config = ModelConfig(**SIZES, bidirectional=True)
+    decoder, tokens = make_decoder(config), random_batch(1, 8)
+    with raises(UsageError, "generates no text", hint="megtool evaluate"):
+        decoder(Batch(tokens_BS=tokens), ContiguousCache(config, num_rows=1, max_tokens=8))
+    with raises(LayoutError, "cp is 2", hint="--tp and --pp"):
+        check_direction(config, ParallelConfig(cp=2))
+    check_direction(ModelConfig(**SIZES), ParallelConfig(cp=2), has_cache=True)
+
+
+def test_tokens_of_an_encoder_see_those_behind_them() -> None:
+    """All of them, or those within a window, but neither padding nor other texts."""
+    tokens, places = random_batch(1, 12), torch.arange(12)
+    for window in (0, 3):
+        decoder = make_decoder(ModelConfig(**SIZES, bidirectional=True, window_size=window))
+        layers = decoder.config.num_layers
+        with torch.no_grad():
+            want = decoder(Batch(tokens_BS=tokens))
+            for changed in (0, 5, 11):
+                other = tokens.clone()
+                other[0, changed] = (other[0, changed] + 1) % 101
+                differs = (decoder(Batch(tokens_BS=other)) != want).any(-1)[0]
+                near = (places - changed).abs() <= layers * (window - 1 if window else 12)
+                assert torch.equal(differs, near), (window, changed)
+            cut = decoder(Batch(tokens_BS=tokens[:, :7]))
+            valid = decoder(Batch(tokens_BS=tokens, valid_BS=places[None] < 7))[:, :7]
+            texts = decoder(Batch(tokens_BS=tokens, documents_BS=(places[None] >= 7).long()))
+        assert torch.allclose(valid, cut, atol=1e-5)
+        assert torch.allclose(texts[:, :7], cut, atol=1e-5)
 
 
 def test_sequence_parallelism_says_what_it_shares_out() -> None:

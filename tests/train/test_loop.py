@@ -80,10 +80,11 @@ CONSTANT: dict[str, Any] = {
     "weight_decay": 0.1,
     "lr_decay_style": "constant",
 }
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 OF_TRANSFORMERS = [
     Case("llama", UNTIED, "llama"),
     Case("nemotron_nas", UNTIED | {"num_hidden_layers": 4, "block_configs": BLOCKS}, "blocks"),
-    Case("roberta", TIED | PADDED | {"max_position_embeddings": 18}, "roberta"),
+    Case("roberta", TIED | PADDED | NO_DROPOUT | {"max_position_embeddings": 18}, "roberta"),
     Case("modernbert", TIED | LOCAL | {"num_hidden_layers": 4}, "modernbert"),
 ]
 

@@ -64,6 +64,8 @@ _SHAPE_KEYS = (
     "shared_ffn_hidden_size",
     "q_lora_rank",
     "kv_lora_rank",
+    "index_num_heads",
+    "index_head_dim",
     "tied_embeddings",
     "norm",
     "gated",
@@ -171,7 +173,7 @@ def check_loaded(source: CheckpointSource, loaded: CheckpointSource, train_iters
         UsageError: all steps are done.
     """
     path = loaded.path
-    expected, actual = asdict(source.config), asdict(require_decoder(loaded).config)
+    expected, actual = asdict(source.config), asdict(require_decoder(loaded, encoders=True).config)
     for name in _SHAPE_KEYS:
         is_unknown = name.endswith("ffn_hidden_size") and not (expected[name] and actual[name])
         if expected[name] != actual[name] and not is_unknown:
@@ -236,7 +238,7 @@ def open_checkpoint(path: Path, settings: TrainConfig) -> CheckpointSource:
         MegtoolError: it cannot be opened, or is not a decoder.
     """
     options = SourceOptions(family=settings.family, like=settings.like)
-    return require_decoder(open_source(path, options))
+    return require_decoder(open_source(path, options), encoders=True)
 
 
 def load_train_state(

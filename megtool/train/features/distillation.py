@@ -353,7 +353,8 @@ class DistillationFeature(TrainingFeature):
         tp = head.groups.tp
         x_TH = gather_rows(x_TH, tp) if head.sequence_parallel else copy_to(x_TH, tp)
         counted_N = (labels_T != -100).nonzero().squeeze(1)
-        student, teacher = _logits_head(head, x_TH), _logits_head(self.teacher, teacher_x_TH)
+        x_TH, student = _logits_head(head, x_TH)
+        teacher_x_TH, teacher = _logits_head(self.teacher, teacher_x_TH)
         local = head.padded_vocab // tp.size
         num_columns = min(max(head.config.vocab_size - tp.rank * local, 0), local)
         return kl_divergence(
@@ -380,17 +381,16 @@ def _load_teacher(
         dtype=student.dtype,
         threads=settings.threads,
         vocab_multiple=student.padded_vocab // groups.tp.size,
-        progress=progress,
         keeps_mtp=layout.pipeline_layout is not None,  # which counts these layers
+        progress=progress,
     )
 
 
-def _logits_head(decoder: Decoder, x_TH: Tensor) -> LogitsHead:
+def _logits_head(decoder: Decoder, x_TH: Tensor) -> tuple[Tensor, LogitsHead]:
     config = decoder.config
-    return LogitsHead(
-        weight_VH=decoder.output_weight_for(x_TH),
-        softcap=config.logit_softcap,
-        scale=config.logit_scale,
+    x_TH, weight_VH = decoder.head_factors(x_TH)
+    return x_TH, LogitsHead(
+        weight_VH=weight_VH, softcap=config.logit_softcap, scale=config.logit_scale
     )
 
 

@@ -31,6 +31,19 @@ LLAMA3 = {
 
 MIXED = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 4}
 
+FULL = ["full_attention"]
+
+GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 5,
+    "final_logit_softcapping": 30.0,
+}
+
 CASES = [
     Case("qwen2", UNTIED),
     Case("qwen2", TIED | WINDOWED | {"max_window_layers": 1, "num_key_value_heads": 4}),
@@ -99,6 +112,11 @@ CASES = [
     Case("modernbert", UNTIED | BIASED | WITH_BIASES | LOCAL),
     Case("nemotron_nas", UNTIED | {"num_hidden_layers": 4, "block_configs": BLOCKS}),
     Case("nemotron_nas", TIED | {"block_configs": [block(4, 1.0), block(None, None)]}),
+    Case("gemma4", TIED | GEMMA4 | {"num_hidden_layers": 4}),
+    Case(
+        "gemma4",
+        UNTIED | BIASED | GEMMA4 | {"attention_k_eq_v": False, "layer_types": FULL * 2},
+    ),
 ]
 
 

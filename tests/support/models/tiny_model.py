@@ -36,6 +36,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "bert": ("MegatronBertForMaskedLM", "MegatronBertConfig"),
     "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepseekV2Config"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config"),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config"),
     "ernie4_5": ("Ernie4_5ForCausalLM", "Ernie4_5Config"),
     "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeConfig"),
     "exaone4": ("Exaone4ForCausalLM", "Exaone4Config"),
@@ -43,8 +44,11 @@ CLASSES: dict[str, tuple[str, str]] = {
     "gemma": ("GemmaForCausalLM", "GemmaConfig"),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config"),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig"),
+    "gemma4": ("Gemma4ForCausalLM", "Gemma4TextConfig"),
     "glm4": ("Glm4ForCausalLM", "Glm4Config"),
     "glm4_moe": ("Glm4MoeForCausalLM", "Glm4MoeConfig"),
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig"),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig"),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config"),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig"),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig"),
@@ -129,7 +133,6 @@ def tiny_model(
         keys: Other keys of the configuration.
     """
     import torch
-    import transformers
 
     config = tiny_config(family, sizes=sizes, **keys)
     torch.manual_seed(seed)

@@ -37,15 +37,16 @@ def save_wide(folder: Path, num_layers: int) -> Path:
     )
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Write tokenizer files: 256 bytes, then `<s>` and `</s>`, and a few words."""
+def save_tokenizer(folder: Path, *, has_mask: bool = False) -> None:
+    """Write tokenizer files: 256 bytes, then `<s>` and `</s>` (and `<mask>`), and a few words."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(t, special=True) for t in ("<s>", "</s>")])
+    special = ("<s>", "</s>", "<mask>") if has_mask else ("<s>", "</s>")
+    made.add_special_tokens([AddedToken(t, special=True) for t in special])
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     config = {
@@ -54,5 +55,5 @@ def save_tokenizer(folder: Path) -> None:
         "eos_token": "</s>",
         "chat_template": TEMPLATE,
         "clean_up_tokenization_spaces": False,
-    }
+    } | ({"mask_token": "<mask>"} if has_mask else {})
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

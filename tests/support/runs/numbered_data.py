@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from megtool.data.masking import Masking
 from megtool.data.packing import PackedRows
 
 LENGTH, VOCABULARY = 16, 262
+
+
+MASKING = Masking(mask_id=60, vocab_size=100, share=0.4)
 
 
 class Numbers:
@@ -30,3 +36,15 @@ class Numbers:
 
     def _row(self, n: int) -> np.ndarray:
         return np.random.default_rng(n).integers(0, 50, LENGTH + 1)
+
+
+class MaskedNumbers(Numbers):
+    """The same rows, of which some tokens are masked and to be predicted; none is number 1, that of
+    padding."""
+
+    def rows(self, first: int, count: int) -> PackedRows:
+        rows = super().rows(first, count)
+        pairs = [MASKING.masked(row, first + n) for n, row in enumerate(rows.tokens_BS)]
+        tokens, labels = (np.stack(x) for x in zip(*pairs, strict=True))
+        tokens = np.where(tokens == 1, 2, tokens)
+        return replace(rows, tokens_BS=tokens, labels_BS=labels, both_ways=True)

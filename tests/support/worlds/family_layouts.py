@@ -50,7 +50,8 @@ class Answer:
     """What a model says of `tokens_and_labels`: loss (a sum), and gradients by name.
 
     `decoded` are logits of the same rows padded on the left, through a cache: a prompt, then one
-    token and another. Those of padding are 0; None where sequence parallelism has no cache.
+    token and another, or, of an encoder, in one pass without a cache. Those of padding are 0; None
+    where sequence parallelism has no cache.
     """
 
     logits: Tensor
@@ -80,6 +81,11 @@ def decode_logits(decoder: Decoder, groups: ProcessGroups) -> Tensor:
     tokens, real = (
         t.chunk(groups.dp.size)[groups.dp.rank] for t in (tokens_and_labels()[0], valid())
     )
+    if decoder.config.bidirectional:
+        batch = Batch(tokens_BS=tokens, valid_BS=real)
+        logits = forward_stages(decoder, batch, everywhere=True)
+        assert logits is not None
+        return logits * real[:, :, None]
     cache = ContiguousCache(
         decoder.config,
         num_rows=len(tokens),
@@ -139,7 +145,7 @@ def differences(job: Job, groups: ProcessGroups) -> Differences:
             continue
         if "word_embeddings" in name or "output_layer" in name:  # each rank's padding is a part
             rows = decoder.padded_vocab - whole.shape[0]
-            whole = functional.pad(whole, (0, 0, 0, rows))
+            whole = functional.pad(whole, (0, 0, 0, rows) if whole.dim() > 1 else (0, rows))
         mine = rank_part(name, whole, decoder.config, groups)
         own = got.gradients[name]
         assert own.shape == mine.shape, name
