@@ -347,6 +347,11 @@ class ModelConfig:
         return self.has_mtp_attn and bool(self.index_num_heads)
 
     @property
+    def has_mtp_tied_value(self) -> bool:
+        """Layers of multi-token prediction have attention whose values are its keys."""
+        return self.has_mtp_attn and self.num_layers - 1 in self.tied_value_layers
+
+    @property
     def has_mtp_mamba(self) -> bool:
         """Layers of multi-token prediction have a Mamba-2 mixer."""
         return MAMBA in self.mtp_branches
