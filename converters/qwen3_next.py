@@ -1,14 +1,15 @@
 """Qwen3-Next: gated delta nets in three of four layers, gated attention, experts beside one."""
 
 from megtool.convert import (
+    HF_DELTA_NET,
     HF_EXPERTS,
+    HF_GATED_ATTENTION,
     HF_GATED_MLP,
     HF_MODEL,
     HF_NORMS,
     HF_QK_NORMS,
     HF_SHARED_EXPERT,
     Assumed,
-    Cat,
     Default,
     EitherKey,
     Family,
@@ -18,33 +19,25 @@ from megtool.convert import (
     LayerKinds,
     MoeLayers,
     Only,
-    Renamed,
     Rope,
     Row,
-    in_mtp,
+    hf_outer_mtp,
 )
 
-_STORED, _OURS = "model.layers.{l}.", "layers.{l}."
-_DELTA = _OURS + "delta."
+_DELTA = "layers.{l}.delta."
 
 _LAYERS = (
     *HF_NORMS,
-    Row(
-        _STORED + "self_attn.q_proj.weight",
-        Grouped(_OURS + "attn.q.weight", _OURS + "attn.gate.weight", by="num_heads"),
-    ),
-    Row(_STORED + "self_attn.k_proj.weight", _OURS + "attn.k.weight"),
-    Row(_STORED + "self_attn.v_proj.weight", _OURS + "attn.v.weight"),
-    Row(_STORED + "self_attn.o_proj.weight", _OURS + "attn.o.weight"),
+    *HF_GATED_ATTENTION,
     *HF_QK_NORMS,
     *HF_GATED_MLP,
     *HF_EXPERTS,
     *HF_SHARED_EXPERT,
 )
 
-_MIXERS = (
+_INPUTS = (
     Row(
-        _STORED + "linear_attn.in_proj_qkvz.weight",
+        "model.layers.{l}.linear_attn.in_proj_qkvz.weight",
         Grouped(
             _DELTA + "q.weight",
             _DELTA + "k.weight",
@@ -55,19 +48,10 @@ _MIXERS = (
         when="l in delta_layers",
     ),
     Row(
-        _STORED + "linear_attn.in_proj_ba.weight",
+        "model.layers.{l}.linear_attn.in_proj_ba.weight",
         Grouped(_DELTA + "b.weight", _DELTA + "a.weight", by="linear_num_key_heads"),
         when="l in delta_layers",
     ),
-    Row(
-        _STORED + "linear_attn.conv1d.weight",
-        Cat(_DELTA + "conv_q.weight", _DELTA + "conv_k.weight", _DELTA + "conv_v.weight"),
-        when="l in delta_layers",
-    ),
-    Row(_STORED + "linear_attn.A_log", _DELTA + "A_log"),
-    Row(_STORED + "linear_attn.dt_bias", _DELTA + "dt_bias"),
-    Row(_STORED + "linear_attn.norm.weight", _DELTA + "norm.weight"),
-    Row(_STORED + "linear_attn.out_proj.weight", _DELTA + "o.weight"),
 )
 
 FAMILY = Family(
@@ -118,14 +102,5 @@ FAMILY = Family(
         Assumed("num_mtp_layers", "1"),
         Rope(10000.0, percent_key="partial_rotary_factor", percent=0.25),
     ),
-    hf=(
-        *HF_MODEL,
-        *_LAYERS,
-        *_MIXERS,
-        Row("mtp.pre_fc_norm_embedding.weight", Renamed("mtp.{m}.embed_norm.weight", "{m}", "0")),
-        Row("mtp.pre_fc_norm_hidden.weight", Renamed("mtp.{m}.hidden_norm.weight", "{m}", "0")),
-        Row("mtp.fc.weight", Renamed("mtp.{m}.proj.weight", "{m}", "0")),
-        Row("mtp.norm.weight", Renamed("mtp.{m}.norm.weight", "{m}", "0")),
-        *in_mtp(_LAYERS, (_STORED, "mtp.layers.{m}.")),
-    ),
+    hf=(*HF_MODEL, *_LAYERS, *_INPUTS, *HF_DELTA_NET, *hf_outer_mtp(_LAYERS)),
 )

@@ -21,7 +21,9 @@ from megtool.convert.common_rows import (
     MEGATRON_MASKED_MODEL,
     MEGATRON_POST_NORMS,
     POST_NORM_WEIGHTS,
+    also_named,
     hf_mtp,
+    hf_outer_mtp,
 )
 from megtool.convert.config_keys import (
     Default,
@@ -69,7 +71,12 @@ from megtool.convert.mapping import (
     in_branches,
     in_mtp,
 )
-from megtool.convert.mixer_rows import hf_mamba
+from megtool.convert.mixer_rows import (
+    HF_DELTA_NET,
+    HF_DELTA_NET_INPUTS,
+    HF_GATED_ATTENTION,
+    hf_mamba,
+)
 from megtool.convert.moe_config_keys import (
     Assumed,
     EitherKey,
@@ -89,8 +96,11 @@ __all__ = [
     "GGUF_EXPERTS",
     "GGUF_SHARED_EXPERT",
     "HF_ATTENTION",
+    "HF_DELTA_NET",
+    "HF_DELTA_NET_INPUTS",
     "HF_EXPERTS",
     "HF_EXPERT_BIAS",
+    "HF_GATED_ATTENTION",
     "HF_GATED_MLP",
     "HF_INDEXER",
     "HF_LATENT_ATTENTION",
@@ -156,8 +166,10 @@ __all__ = [
     "Vector",
     "Weight",
     "Window",
+    "also_named",
     "hf_mamba",
     "hf_mtp",
+    "hf_outer_mtp",
     "in_branches",
     "in_mtp",
 ]

@@ -9,10 +9,21 @@ written, which every release loads.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 
 from megtool.convert.canonical import Weight
-from megtool.convert.mapping import Cat, Dropped, Padded, Row, Stacked, Table, Vector, in_mtp
+from megtool.convert.mapping import (
+    Cat,
+    Dropped,
+    Padded,
+    Renamed,
+    Row,
+    Stacked,
+    Table,
+    Vector,
+    in_mtp,
+)
 
 _STORED, _OURS = "model.layers.{l}.", "layers.{l}."
 
@@ -225,3 +236,30 @@ def hf_mtp(
             "model.layers.*.shared_head.head.weight", "a copy of the head", copy_of="head.weight"
         ),
     )
+
+
+def hf_outer_mtp(*tables: Table) -> Table:
+    """The rows of layers also for one layer of multi-token prediction beside the model, `mtp.`."""
+    return (
+        *(
+            Row(f"mtp.{stored}.weight", Renamed(f"mtp.{{m}}.{ours}.weight", "{m}", "0"))
+            for stored, ours in (
+                ("pre_fc_norm_embedding", "embed_norm"),
+                ("pre_fc_norm_hidden", "hidden_norm"),
+                ("fc", "proj"),
+                ("norm", "norm"),
+            )
+        ),
+        *(row for table in tables for row in in_mtp(table, (_STORED, "mtp.layers.{m}."))),
+    )
+
+
+def also_named(table: Table, old: str, new: str) -> Table:
+    """The table, which also reads names that begin with `new` where it has `old`."""
+
+    def both(row: Row) -> Row:
+        names = (row.stored, *row.also)
+        begun = tuple(new + n.removeprefix(old) for n in names if n.startswith(old))
+        return replace(row, also=(*row.also, *begun))
+
+    return tuple(both(row) if isinstance(row, Row) else row for row in table)

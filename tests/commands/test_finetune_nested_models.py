@@ -22,7 +22,7 @@ from tests.support.models import tiny_text
 from tests.support.models.nested_cases import CASES, NestedCase
 from tests.support.quant.quantize_sizes import SMALL
 
-GEMMA, MISTRAL, LLAMA, _, QWEN = CASES
+GEMMA, MISTRAL, LLAMA, _, QWEN, DELTA, *_ = CASES
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -100,6 +100,17 @@ def test_a_run_that_is_resumed_keeps_towers(gemma: Path, data: Path, tmp_path: P
 QUANTIZED = [
     (GEMMA, "fp8", ["language_model.lm_head", "multi_modal_projector*", "vision_tower*"], "vllm"),
     (QWEN, "int4_awq", ["lm_head", "model.visual*"], "trtllm"),
+    (
+        DELTA,
+        "fp8",
+        ["lm_head", "model.visual*"]
+        + [
+            f"model.language_model.layers.{i}.linear_attn.in_proj_{x}"
+            for i in range(3)
+            for x in "ab"
+        ],
+        "vllm",
+    ),
 ]
 
 

@@ -35,6 +35,7 @@ from tests.support.checkpoints.trained import config, write
 from tests.support.checkpoints.trained_models import MODELS
 from tests.support.errors import raises
 from tests.support.folders import stored_tensors as stored
+from tests.support.models import mtp_models
 from tests.support.models.moe_cases import CASES, FIRST, case_config, save
 
 BASE: dict[str, Any] = {
@@ -378,6 +379,65 @@ def test_a_hybrid_comes_back_from_every_format(case: Any, tmp_path: Path) -> Non
         reshard(tmp_path / "hf", at, fsync=False, verify=True, **step)
         reshard(at, tmp_path / f"back{number}", to="hf", fsync=False, like=tmp_path / "hf")
         assert stored(tmp_path / f"back{number}") == before, step
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_next",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("glm4_moe", "qwen3_5_text", "qwen3_5_moe")
+        ),
+    ],
+)
+def test_layers_of_multi_token_prediction_change_class(name: str, tmp_path: Path) -> None:
+    _, before = mtp_models.save(name, tmp_path / "hf")
+    steps: list[dict[str, Any]] = [
+        {"to": "torch_dist", "tp": 2, "pp": 2, "model_class": "hybrid"},
+        {"to": "megatron", "tp": 2, "pp": 2},
+        {"to": "megatron", "pp": 1, "model_class": "gpt"},
+        {"to": "torch_dist", "tp": 2, "model_class": "hybrid"},
+        {"to": "dcp"},
+        {"to": "torch_dist", "pp": 2, "model_class": "gpt"},
+    ]
+    at = tmp_path / "hf"
+    for number, step in enumerate(steps):
+        reshard(at, tmp_path / f"{number}", fsync=False, strict=True, **step)
+        at = tmp_path / f"{number}"
+        names = {n for t in open_source(at).catalogue.tensors if "mtp." in (n := t.name)}
+        inner = "mtp_model_layer.layers.1." if step.get("model_class") == "hybrid" else "_layer.mlp"
+        if "model_class" in step:
+            assert any(inner in n for n in names), step
+    reshard(at, tmp_path / "back", to="hf", fsync=False)
+    assert stored(tmp_path / "back") == before
+
+
+@pytest.mark.slow
+def test_layers_of_multi_token_prediction_of_a_hybrid_travel(tmp_path: Path) -> None:
+    """Each is several layers of Hugging Face's."""
+    _, before = mtp_models.save("nemotron_h", tmp_path / "hf")
+    at = tmp_path / "hf"
+    steps: list[dict[str, Any]] = [
+        {"to": "torch_dist", "tp": 2, "pp": 2, "ep": 2},
+        {"to": "megatron", "tp": 2, "pp": 4, "ep": 1},
+        {"to": "zarr", "tp": 1, "pp": 1},
+        {"to": "dcp"},
+        {"to": "torch_dist", "pp": 2, "ep": 4},
+        {"to": "megatron", "pp": 1, "ep": 2},
+    ]
+    for number, step in enumerate(steps):
+        reshard(at, tmp_path / f"{number}", fsync=False, strict=True, verify=True, **step)
+        at = tmp_path / f"{number}"
+    assert "hybrid_layer_pattern" in args_of(tmp_path / "4")
+    assert args_of(tmp_path / "4")["hybrid_layer_pattern"].endswith("/*E/*E")
+    reshard(at, tmp_path / "back", to="hf", fsync=False)
+    assert stored(tmp_path / "back") == before
+
+
+def args_of(folder: Path) -> dict[str, Any]:
+    args: dict[str, Any] = open_source(folder).catalogue.metadata["args"]
+    return args
 
 
 CLASS_HOPS: list[dict[str, Any]] = [

@@ -138,7 +138,7 @@ def test_what_a_foreign_checkpoint_becomes_loads_in_transformers(name: str, tmp_
     assert torch.equal(ours, want)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_5_moe_text", "deepseek_v3"])
 def test_fused_experts_are_read_and_written_one_by_one(name: str, tmp_path: Path) -> None:
     case = FIRST[name]
     save(case, tmp_path / "hf")
@@ -199,7 +199,7 @@ def test_published_families_with_multi_token_prediction(
     twin, before = mtp_models.save(name, tmp_path / "hf")
     opened = open_source(tmp_path / "hf")
     assert opened.view.dropped == []
-    layout = {"tp": 2, "pp": 2} | ({} if name == "mimo" else {"ep": 2})
+    layout = {"tp": 2, "pp": 2} | ({} if name in ("mimo", "qwen3_5_text") else {"ep": 2})
     reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False, **layout)
     for file in (tmp_path / "meg" / "release" / "hf").iterdir():
         file.unlink()
@@ -222,13 +222,33 @@ def test_published_families_with_multi_token_prediction(
     ]
     side = read_side(tensors, family=family(name), config=opened.view.config)
     megatron = carry(side, arrays, write_side(side, dialect="megatron", per_layer=True))
-    (stored_name,) = (
-        n for n in arrays if n.endswith((".5.eh_proj.weight", ".1.input_proj.weight"))
-    )
-    proj = arrays[stored_name]
+    proj = arrays[mtp_models.PROJECTIONS[name]]
     if name == "mimo":
         proj = np.concatenate(np.split(proj, 2, axis=1)[::-1], axis=1)
-    assert (megatron["mtp.layers.1.eh_proj.weight"] == proj).all()
+    assert opened.view.config is not None
+    last = opened.view.config.num_mtp_layers - 1
+    assert (megatron[f"mtp.layers.{last}.eh_proj.weight"] == proj).all()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe", "nemotron_h"])
+def test_a_missing_tensor_of_multi_token_prediction_is_named(name: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    mtp_models.save(name, tmp_path)
+    file, lost = tmp_path / "model.safetensors", mtp_models.PROJECTIONS[name]
+    held = load_file(file)
+    del held[lost]
+    save_file(held, file, metadata={"format": "pt"})
+    with raises(MappingError, "1 tensors are missing", "proj.weight", id="missing-tensors"):
+        open_source(tmp_path)
+
+
+def test_more_layers_than_a_family_has_are_refused(tmp_path: Path) -> None:
+    """Their parts beside the layers are the same tensors; Megatron has some for each."""
+    mtp_models.save("qwen3_5_text", tmp_path / "hf")
+    change_config(tmp_path / "hf", mtp_num_hidden_layers=2)
+    with raises(MappingError, "mtp_num_hidden_layers=2", "knows 0, 1"):
+        reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
 
 
 def without_layers(folder: Path, out: Path, *numbers: int, to: str = "hf") -> dict[str, Any]:

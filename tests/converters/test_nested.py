@@ -28,7 +28,7 @@ cases = pytest.mark.parametrize("case", CASES, ids=str)
 first_is_fast = pytest.mark.parametrize(
     "case", [CASES[0], *(pytest.param(c, marks=pytest.mark.slow) for c in CASES[1:])], ids=str
 )
-GEMMA, MISTRAL, _, QWEN, _ = CASES
+GEMMA, MISTRAL, _, QWEN = CASES[:4]
 TOKENS = torch.arange(28).reshape(2, 14)
 
 
@@ -135,6 +135,22 @@ def test_what_is_written_loads_in_transformers(case: NestedCase, tmp_path: Path)
     reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
     reshard(tmp_path / "meg", tmp_path / "back", to="hf", fsync=False)
     _, info = kind.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+def test_a_text_model_that_transformers_took_out_of_a_larger_one(tmp_path: Path) -> None:
+    """Its configuration is that of a text model alone, and its names are those of the larger."""
+    next(c for c in CASES if c.family == "qwen3_5").build(tmp_path / "hf")
+    model = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path / "hf")
+    model.save_pretrained(tmp_path / "text")
+    before = stored(tmp_path / "text")
+    assert all(n.startswith(("model.language_model.", "lm_head.")) for n in before)
+    report = reshard(tmp_path / "text", tmp_path / "meg", to="torch_dist", tp=2, fsync=False)
+    assert report.family == "qwen3_5_text"
+    reshard(tmp_path / "meg", tmp_path / "back", to="hf", fsync=False)
+    after = stored(tmp_path / "back")
+    assert after == {n.replace("language_model.", ""): t for n, t in before.items()}
+    _, info = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 

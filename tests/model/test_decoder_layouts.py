@@ -50,6 +50,7 @@ CASES = [
     Case("llama", TIED | BIASED | FOUR | LLAMA3 | {"mlp_bias": True, "head_dim": 12}, "llama"),
     Case("qwen2", UNTIED | WINDOWED | {"max_window_layers": 1}, "qwen2"),
     Case("qwen3", TIED | {"head_dim": 16}, "qwen3"),
+    Case("qwen3_5_text", TIED | FOUR | dense.DELTA | {"rms_norm_eps": 1e-3}, "qwen3_5_text"),
     Case("gemma", TIED | {"head_dim": 16, "num_key_value_heads": 1}, "gemma"),
     Case("gemma2", TIED | FOUR | WINDOW | HEAD, "gemma2"),
     Case("gemma3", TIED | WINDOW | HEAD | {"num_hidden_layers": 6}, "gemma3"),
@@ -107,9 +108,8 @@ MOE["mixtral"] = partial(moe_models.transformers_model, "mixtral", **FOUR | TIED
 for _name in ("deepseek_v2-groups", "gpt_oss"):
     MOE[_name] = partial(moe_models.transformers_model, _name, seed=1, **FOUR)
 # A norm of outputs that are almost 0 makes much of rounding.
-MOE["qwen3_next"] = partial(
-    moe_models.transformers_model, "qwen3_next", seed=2, rms_norm_eps=1e-3, **FOUR
-)
+for _name in ("qwen3_next", "qwen3_5_moe_text"):
+    MOE[_name] = partial(moe_models.transformers_model, _name, seed=2, rms_norm_eps=1e-3, **FOUR)
 for _name, _seed, _eps in (("nemotron_h", 4, 0.01), ("nemotron_h-latent", 2, 0.1)):
     MOE[_name] = partial(
         moe_models.transformers_model, _name, seed=_seed, layer_norm_epsilon=_eps, **FOUR

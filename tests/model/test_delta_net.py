@@ -237,13 +237,14 @@ def random_text(rows: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def models(**changes: Any) -> tuple[Any, Decoder]:
-    model = moe_models.transformers_model("qwen3_next", **changes)
-    return model, moe_models.ours("qwen3_next", model, carry)
+def models(name: str = "qwen3_next", **changes: Any) -> tuple[Any, Decoder]:
+    model = moe_models.transformers_model(name, **changes)
+    return model, moe_models.ours(name, model, carry)
 
 
-def test_five_steps_of_adamw_are_transformers() -> None:
-    model, decoder = models(seed=2)  # with others rounding alone moves losses by 1e-4
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe_text"])
+def test_five_steps_of_adamw_are_transformers(name: str) -> None:
+    model, decoder = models(name, seed=2)  # with others rounding alone moves losses by 1e-4
     decoder.train()
     how: Any = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4}  # what is almost 0 goes nowhere
     optimizers = []

@@ -69,6 +69,9 @@ CASES = [
     ("qwen3_next", "nvfp4"),
     ("nemotron_nas", "fp8"),
     ("nemotron_nas", "w4a8_awq"),
+    ("qwen3_5_text", "nvfp4"),
+    *(pytest.param("qwen3_5_text", r, marks=pytest.mark.slow) for r in ("fp8", "fp8_per_channel")),
+    *(pytest.param("qwen3_5_moe_text", r, marks=pytest.mark.slow) for r in ("fp8", "nvfp4")),
 ]
 
 
@@ -207,6 +210,8 @@ USED = [
     ("llama4", "fp8_per_channel"),
     ("qwen3_next", "fp8"),
     ("nemotron_nas", "fp8"),
+    ("qwen3_5_text", "fp8"),
+    pytest.param("qwen3_5_moe_text", "fp8", marks=pytest.mark.slow),
 ]
 
 

@@ -44,11 +44,25 @@ GEMMA4 = {
     "final_logit_softcapping": 30.0,
 }
 
+DELTA = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
 CASES = [
     Case("qwen2", UNTIED),
     Case("qwen2", TIED | WINDOWED | {"max_window_layers": 1, "num_key_value_heads": 4}),
     Case("qwen3", UNTIED | {"head_dim": 16}),
     Case("qwen3", TIED | BIASED | {"head_dim": 8, "rope_parameters": LLAMA3}),
+    Case("qwen3_5_text", UNTIED | DELTA),
+    Case(
+        "qwen3_5_text",
+        TIED | DELTA | {"layer_types": ["full_attention", *["linear_attention"] * 3]},
+    ),
     Case("gemma", TIED | {"head_dim": 16}),
     Case("gemma", UNTIED | BIASED | {"head_dim": 8, "num_key_value_heads": 1}),
     Case("gemma2", TIED | {"head_dim": 16, "sliding_window": 32, "num_hidden_layers": 4}),
@@ -121,9 +135,10 @@ CASES = [
 
 
 def fill_uniform(model: Any) -> None:
-    """Every parameter between 0 and 1."""
-    for parameter in model.parameters():
-        parameter.copy_(torch.rand(parameter.shape))
+    """Every parameter between 0 and 1; the norms that Megatron stores less 1 near 1."""
+    for name, parameter in model.named_parameters():
+        values = torch.rand(parameter.shape)
+        parameter.copy_(values / 4 + 0.75 if name.endswith("linear_attn.norm.weight") else values)
 
 
 def save(case: Case, folder: Path) -> Any:

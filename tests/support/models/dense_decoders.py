@@ -79,6 +79,15 @@ MUP = MIXED | {
     "mlp_multipliers": [0.8, 1.5],
 }
 
+DELTA = {
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+
 CASES = [
     Case("llama", UNTIED),
     Case("llama", TIED | BIASED | {"mlp_bias": True, "head_dim": 12}),
@@ -96,6 +105,7 @@ CASES = [
     Case("qwen2", TIED | WINDOWED | {"max_window_layers": 1, "num_key_value_heads": 4}),
     Case("qwen3", UNTIED | {"head_dim": 16}),
     Case("qwen3", TIED | BIASED | WINDOWED | {"head_dim": 8, "max_window_layers": 0}),
+    Case("qwen3_5_text", TIED | DELTA, "delta"),
     Case("gemma", TIED | {"head_dim": 16}),
     Case(
         "gemma", UNTIED | BIASED | {"head_dim": 8, "num_key_value_heads": 1, "hidden_act": "gelu"}

@@ -23,6 +23,19 @@ _COMMON: dict[str, Any] = {
 _GROUPED = {"num_key_value_heads": 1, "head_dim": 64}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+_ONE_FOR_ALL = {
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"intermediate_size": 256},
     "gpt_oss": _GROUPED
@@ -41,18 +54,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
     },
     "qwen3_next": _GROUPED
-    | {
-        "intermediate_size": 128,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "full_attention_interval": 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-    },
+    | _DELTA
+    | _ONE_FOR_ALL
+    | {"intermediate_size": 128, "full_attention_interval": 2},
+    "qwen3_5_text": _GROUPED | _DELTA | {"intermediate_size": 128, "full_attention_interval": 2},
+    "qwen3_5_moe_text": _GROUPED | _DELTA | _ONE_FOR_ALL | {"full_attention_interval": 2},
     "nemotron_nas": {
         "head_dim": 64,
         "num_hidden_layers": 4,

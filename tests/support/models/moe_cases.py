@@ -164,6 +164,11 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
             "mlp_only_layers": [1],
         },
     ),
+    (
+        "qwen3_5_moe_text",
+        "Qwen3_5Moe",
+        {k: v for k, v in DELTA.items() if k != "intermediate_size"},
+    ),
     ("nemotron_h", "NemotronH", HYBRID),
     (
         "nemotron_h",

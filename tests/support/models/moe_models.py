@@ -73,6 +73,8 @@ DELTA = QWEN | {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
+DELTA_ALONE = {k: v for k, v in DELTA.items() if k not in ("intermediate_size", "norm_topk_prob")}
+DELTA_ALONE["rms_norm_eps"] = 1e-3  # a norm of what is almost 0 makes much of rounding
 HYBRID = {
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
     "head_dim": 8,
@@ -161,6 +163,7 @@ CASES |= {
     "glm4_moe": ("glm4_moe", "Glm4Moe", GLM | GROUPS | {"use_qk_norm": True}),
     "ernie4_5_moe": ("ernie4_5_moe", "Ernie4_5_Moe", ERNIE),
     "qwen3_next": ("qwen3_next", "Qwen3Next", DELTA | {"mlp_only_layers": [0]}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", "Qwen3_5Moe", DELTA_ALONE),
     "nemotron_h": ("nemotron_h", "NemotronH", HYBRID),
     "nemotron_h-latent": (
         "nemotron_h",
@@ -193,7 +196,7 @@ CASES["granitemoehybrid"] = (
 def fill_routed(model: Any, seed: int = 0) -> None:
     """Norms that scale by about 1; routers far from ties, which rounding might decide."""
     generator = torch.Generator().manual_seed(seed)
-    is_centered = model.config.model_type in ("qwen3_next",)
+    is_centered = model.config.model_type in ("qwen3_next", "qwen3_5_moe_text")
     for key, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator)
         is_norm = "norm" in key and tensor.ndim == 1

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.folders import Stored, read_config, stored_tensors
-from tests.support.models import dense_cases, moe_cases
+from tests.support.models import dense_cases, moe_cases, nested_cases
 from tests.support.models.tiny_model import UNTIED, Case
 
 LAYERS = 2
@@ -80,10 +80,57 @@ def mimo(folder: Path) -> tuple[Any, str]:
     return model, "mimo"
 
 
+def qwen3_next(folder: Path) -> tuple[Any, str]:
+    """A Qwen3-Next, whose layer lies beside the model, and of which no key says so."""
+    model = moe_cases.save(moe_cases.FIRST["qwen3_next"], folder)
+    _add_outer_layer(folder, "model.layers.3.")
+    return model, "qwen3_next"
+
+
+def qwen3_5_text(folder: Path) -> tuple[Any, str]:
+    """A text model of Qwen3.5."""
+    case = next(c for c in dense_cases.CASES if c.model_type == "qwen3_5_text")
+    model = dense_cases.save(case, folder)
+    _add_outer_layer(folder, "model.layers.3.")
+    moe_cases.change_config(folder, mtp_num_hidden_layers=1)
+    return model, "qwen3_5_text"
+
+
+def qwen3_5_moe(folder: Path) -> tuple[Any, str]:
+    """A Qwen3.5 with experts as it ships, with a vision tower."""
+    case = next(c for c in nested_cases.CASES if c.family == "qwen3_5_moe")
+    built = case.build(folder)
+    model = type(built).from_pretrained(folder, dtype="float32")  # rotary frequencies, too
+    _add_outer_layer(folder, "model.language_model.layers.3.")
+    nested_cases.edit_config(folder, lambda c: c["text_config"].update(mtp_num_hidden_layers=1))
+    return model, "qwen3_5_moe"
+
+
+def nemotron_h(folder: Path) -> tuple[Any, str]:
+    """A Nemotron-H: each of its two further layers is an attention layer and one of experts."""
+    model = moe_cases.save(moe_cases.FIRST["nemotron_h"], folder)
+    add_layers(folder, "backbone.layers.2.", "mtp.layers.{}.", 0, ("enorm", "hnorm", "eh_proj"), 2)
+    add_layers(folder, "backbone.layers.1.", "mtp.layers.{}.", 1, ("final_layernorm",), 2)
+    return model, "nemotron_h"
+
+
 FAMILIES: dict[str, Callable[[Path], tuple[Any, str]]] = {
-    f.__name__: f for f in (glm4_moe, bailing_moe_v2, mimo)
+    f.__name__: f
+    for f in (
+        *(glm4_moe, bailing_moe_v2, mimo),
+        *(qwen3_next, qwen3_5_text, qwen3_5_moe, nemotron_h),
+    )
 }
 """Each saves a model to a folder, and returns its twin and the family's name."""
+
+PROJECTIONS = {
+    "glm4_moe": "model.layers.5.eh_proj.weight",
+    "bailing_moe_v2": "model.layers.5.eh_proj.weight",
+    "mimo": "model.mtp_layers.1.input_proj.weight",
+    "nemotron_h": "mtp.layers.2.eh_proj.weight",
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe"), "mtp.fc.weight"),
+}
+"""The projection of both inputs of the last further layer, as it is stored."""
 
 
 def save(name: str, folder: Path) -> tuple[Any, Stored]:
@@ -92,9 +139,11 @@ def save(name: str, folder: Path) -> tuple[Any, Stored]:
     return model, stored_tensors(folder)
 
 
-def add_layers(folder: Path, like: str, to: str, first: int, names: tuple[str, ...]) -> None:
-    """Layers of multi-token prediction, named `to`, which are like one of a stored model's."""
-    file, generator = folder / "model.safetensors", torch.Generator().manual_seed(1)
+def add_layers(
+    folder: Path, like: str, to: str, first: int, names: tuple[str, ...], step: int = 1
+) -> None:
+    """Further layers, named `to`, like one of a stored model; `names`: norms, and what projects."""
+    file, generator = folder / "model.safetensors", torch.Generator().manual_seed(1 + first % step)
 
     def new(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).bfloat16()
@@ -102,15 +151,29 @@ def add_layers(folder: Path, like: str, to: str, first: int, names: tuple[str, .
     held = load_file(file)
     for name in [n for n in held if n.startswith(like)]:
         for m in range(LAYERS):
-            held[name.replace(like, to.format(first + m))] = new(*held[name].shape).to(
+            held[name.replace(like, to.format(first + m * step))] = new(*held[name].shape).to(
                 held[name].dtype
             )
-    embed_norm, hidden_norm, proj, norm = names
     hidden = read_config(folder)["hidden_size"]
     for m in range(LAYERS):
-        for part in (embed_norm, hidden_norm, norm):
-            held[f"{to.format(first + m)}{part}.weight"] = new(hidden)
-        held[f"{to.format(first + m)}{proj}.weight"] = new(hidden, 2 * hidden)
+        for part in names:
+            shape = (hidden, 2 * hidden) if "proj" in part else (hidden,)
+            held[f"{to.format(first + m * step)}{part}.weight"] = new(*shape)
     save_file(held, file, metadata={"format": "pt"})
     config = read_config(folder) | {"num_nextn_predict_layers": LAYERS}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def _add_outer_layer(folder: Path, like: str) -> None:
+    """Qwen's layer: its parts are beside the model."""
+    file, generator = folder / "model.safetensors", torch.Generator().manual_seed(1)
+    held = load_file(file)
+    hidden = held[f"{like}input_layernorm.weight"].shape[0]
+    shapes = {n.replace(like, "mtp.layers.0."): t.shape for n, t in held.items() if like in n}
+    shapes |= {
+        f"mtp.{part}.weight": torch.Size([hidden])
+        for part in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    }
+    shapes["mtp.fc.weight"] = torch.Size([hidden, 2 * hidden])
+    held |= {n: torch.randn(s, generator=generator).bfloat16() for n, s in shapes.items()}
+    save_file(held, file, metadata={"format": "pt"})

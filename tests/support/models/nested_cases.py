@@ -34,6 +34,16 @@ QWEN_VISION = {
     "patch_size": 4,
 }
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
+DELTA = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+    "rope_parameters": MROPE | {"mrope_interleaved": True, "partial_rotary_factor": 0.5},
+}
 
 
 @dataclass(frozen=True)
@@ -63,8 +73,10 @@ class NestedCase:
         model = getattr(transformers, f"{self.model}ForConditionalGeneration")(config)
         model.to(getattr(torch, dtype))
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
+            for name, parameter in model.named_parameters():
+                if name.endswith("linear_attn.norm.weight"):  # Megatron stores it less 1
+                    parameter.copy_(torch.rand(parameter.shape) / 4 + 0.75)
+                elif parameter.dim() > 1:
                     parameter.copy_(torch.randn(parameter.shape) * 0.1)
                 else:
                     parameter.copy_(torch.rand(parameter.shape))
@@ -133,6 +145,15 @@ CASES = [
         "Qwen3VL",
         {"head_dim": 8, "rope_parameters": MROPE | {"mrope_interleaved": True}},
         QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    NestedCase("qwen3_5", "Qwen3_5", DELTA, QWEN_VISION | {"num_position_embeddings": 16}),
+    NestedCase(
+        "qwen3_5_moe",
+        "Qwen3_5Moe",
+        DELTA
+        | {"intermediate_size": "absent", "moe_intermediate_size": 24, "num_experts": 4}
+        | {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 16},
+        QWEN_VISION | {"num_position_embeddings": 16},
     ),
 ]
 

@@ -73,6 +73,8 @@ CLASSES: dict[str, tuple[str, str]] = {
     "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig"),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config"),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig"),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig"),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig"),
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig"),
     "roberta": ("RobertaForMaskedLM", "RobertaConfig"),
     "seed_oss": ("SeedOssForCausalLM", "SeedOssConfig"),
