@@ -29,7 +29,7 @@ from megtool.train.run_plan import RunPlan, freeze, make_lr_schedule, make_optim
 from tests.support.errors import raises
 from tests.support.models import tiny_text
 from tests.support.models.dense_cases import LOCAL, PADDED
-from tests.support.models.dense_decoders import fill_spread
+from tests.support.models.dense_decoders import CASES, MIXED, MUP, fill_spread
 from tests.support.models.tiny_model import TIED, UNTIED, Case
 from tests.support.models.unequal_layers import BLOCKS
 from tests.support.runs.numbered_data import LENGTH, MaskedNumbers, Numbers
@@ -81,9 +81,18 @@ CONSTANT: dict[str, Any] = {
     "lr_decay_style": "constant",
 }
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DENSE_GRANITE = {
+    "num_local_experts": 0,
+    "shared_intermediate_size": 40,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 OF_TRANSFORMERS = [
     Case("llama", UNTIED, "llama"),
     Case("nemotron_nas", UNTIED | {"num_hidden_layers": 4, "block_configs": BLOCKS}, "blocks"),
+    next(c for c in CASES if c.family == "gemma4"),
+    Case("bamba", TIED | MIXED | {"attn_layer_indices": [1]}, "bamba"),
+    Case("granitemoehybrid", UNTIED | MIXED | DENSE_GRANITE, "granite 4"),
+    Case("falcon_h1", UNTIED | MUP, "falcon_h1"),
     Case("roberta", TIED | PADDED | NO_DROPOUT | {"max_position_embeddings": 18}, "roberta"),
     Case("modernbert", TIED | LOCAL | {"num_hidden_layers": 4}, "modernbert"),
 ]

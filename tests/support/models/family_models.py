@@ -22,6 +22,7 @@ _COMMON: dict[str, Any] = {
 }
 _GROUPED = {"num_key_value_heads": 1, "head_dim": 64}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_MIXED = {"mamba_n_heads": 4, "mamba_d_state": 32}
 
 _DELTA = {
     "linear_num_key_heads": 2,
@@ -68,6 +69,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "cohere": _GROUPED | {"intermediate_size": 256, "use_qk_norm": True},
     "olmo2": _GROUPED | {"intermediate_size": 256},
+    "olmo3": _GROUPED | {"intermediate_size": 256, "sliding_window": 16},
+    "cohere2": _GROUPED | {"intermediate_size": 256, "sliding_window": 16},
+    "seed_oss": _GROUPED | {"intermediate_size": 256, "attention_bias": True},
+    "ernie4_5": _GROUPED | {"intermediate_size": 256, "use_bias": True},
+    "nemotron_h": _GROUPED
+    | {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
+        "n_routed_experts": 4,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+        "pad_token_id": 0,
+    },
+    "granitemoehybrid": _MIXED
+    | {
+        "num_key_value_heads": 1,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 128,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "bamba": _MIXED
+    | {"num_key_value_heads": 1, "intermediate_size": 256, "attn_layer_indices": [1]},
+    "falcon_h1": _MIXED
+    | {"num_key_value_heads": 1, "intermediate_size": 256, "mamba_d_ssm": 128},
 }
 
 
