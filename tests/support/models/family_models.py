@@ -95,8 +95,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "bamba": _MIXED
     | {"num_key_value_heads": 1, "intermediate_size": 256, "attn_layer_indices": [1]},
-    "falcon_h1": _MIXED
-    | {"num_key_value_heads": 1, "intermediate_size": 256, "mamba_d_ssm": 128},
+    "falcon_h1": _MIXED | {"num_key_value_heads": 1, "intermediate_size": 256, "mamba_d_ssm": 128},
 }
 
 
