@@ -66,6 +66,7 @@ def generate(
     from megtool.inference.batching import GenerateRequest
     from megtool.inference.generate import check_requests
     from megtool.inference.sampling import Sampling
+    from megtool.inference.speculative import check_speculative
     from megtool.inference.stop_strings import Stops
 
     check_effects(options)
@@ -87,6 +88,8 @@ def generate(
             limit = max(1, min(_NEW_TOKENS, positions - len(tokens)))
         requests.append(GenerateRequest(number=number, prompt=tokens, max_new_tokens=limit))
     check_requests(requests, source.config)
+    if options.speculative == "mtp":
+        check_speculative(source.config, stream_layers=options.stream_layers)
     Stops(options.stop)  # refuses empty stop strings
     num_slots = min(len(requests), options.batch_size or _MAX_BATCH)
     if options.dry_run:
@@ -138,7 +141,8 @@ def _run(
     on_answer, progress = callbacks.on_answer, callbacks.progress
     start = time.monotonic()
     with on_ranks(options, less=_LESS_MEMORY) as groups:
-        forward = load_forward(source, options, groups, progress)
+        drafts = options.speculative == "mtp"
+        forward = load_forward(source, options, groups, progress, keeps_mtp=drafts)
         loaded = time.monotonic()
         is_first = groups.rank == 0
         meter = Meter()
@@ -155,6 +159,7 @@ def _run(
                 eos_ids=frozenset(tokenizer.eos_ids),
                 stop=options.stop,
                 num_slots=num_slots,
+                speculative=drafts,
                 graphed=groups.device.type == "cuda" and not options.stream_layers,
             ),
             new_detokenizer=tokenizer.stream,
@@ -190,6 +195,8 @@ def _run(
         prompt_tokens_per_second=_rate(meter.prompt_tokens, meter.prompt_seconds),
         tokens_per_second=_rate(meter.step_tokens, meter.step_seconds),
         num_graphed=meter.num_graphed,
+        num_drafted=meter.num_drafted,
+        num_accepted=meter.num_accepted,
         is_shown=not is_first or on_text is not None or on_answer is not None,
         is_list=options.prompts is not None,
     )

@@ -44,7 +44,8 @@ class GenerateReport(Report):
 
     Prompts are read at `prompt_tokens_per_second`, texts written at `tokens_per_second`, all of a
     batch together. `is_shown`: the answers were printed as they came, and are
-    not printed again; `is_list`: they are printed as lines of JSON.
+    not printed again; `is_list`: they are printed as lines of JSON. Of `num_drafted` tokens that
+    speculative decoding verified, `num_accepted` were the model's own.
     """
 
     path: str
@@ -60,6 +61,8 @@ class GenerateReport(Report):
     prompt_tokens_per_second: float
     tokens_per_second: float
     num_graphed: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     is_list: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -87,10 +90,15 @@ class GenerateReport(Report):
     def summary(self) -> str:
         """What it took, in one line."""
         texts = several(len(self.answers), "text")
+        drafts = ""
+        if self.num_drafted:
+            share = self.num_accepted / self.num_drafted
+            drafts = f"; {share:.1%} of {self.num_drafted:,} drafted tokens accepted"
         return (
             f"{texts}: {self.num_tokens:,} tokens in {self.seconds:.1f} s "
             f"({self.tokens_per_second:.1f} tokens/s; prompts of {self.num_prompt_tokens:,} tokens "
-            f"at {self.prompt_tokens_per_second:.1f} tokens/s; loaded in {self.load_seconds:.1f} s)"
+            f"at {self.prompt_tokens_per_second:.1f} tokens/s; loaded in {self.load_seconds:.1f} s"
+            f"{drafts})"
         )
 
 

@@ -14,6 +14,7 @@ from megtool.inference.batching import BatchScheduler, GenerateRequest, InOrder,
 from megtool.inference.forward import Forward
 from megtool.inference.sampling import NO_NUMBER, Sampling, choose
 from megtool.inference.slots import BlockSlots, RowSlots, Slots
+from megtool.inference.speculative import SpeculativeSlots
 from megtool.inference.stop_strings import Stops
 from megtool.model.batch import check_ids
 from megtool.model_config import ModelConfig
@@ -39,7 +40,8 @@ class DecodingOptions:
     """How tokens are chosen, what ends a text, and how many texts are generated at once.
 
     A text ends at a token of `eos_ids` or before a `stop` string. With `graphed`, steps are
-    replayed as CUDA graphs where that is possible.
+    replayed as CUDA graphs where that is possible. With `speculative`, layers of multi-token
+    prediction draft tokens, and a step verifies several.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -47,6 +49,7 @@ class DecodingOptions:
     stop: Sequence[str] = ()
     num_slots: int = 16
     graphed: bool = True
+    speculative: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,8 @@ class Completion:
 class Meter:
     """What the work took so far: seconds and tokens of reading prompts, and of writing texts.
 
-    The first token of every text comes with the reading of its prompt, the others with steps.
+    The first token of every text comes with the reading of its prompt, the others with steps. Of
+    drafted tokens, those count that a step has verified.
     """
 
     prompt_tokens: int = 0
@@ -74,6 +78,8 @@ class Meter:
     step_seconds: float = 0.0
     num_steps: int = 0
     num_graphed: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 def check_requests(requests: Sequence[GenerateRequest], config: ModelConfig) -> None:
@@ -124,7 +130,7 @@ def generate(
 
     Raises:
         UsageError: a prompt is empty, too long for the model or another tokenizer's, or a stop
-            string is empty.
+            string is empty; or the model cannot draft (`check_speculative`).
         CheckpointError: the logits of a prompt contain a NaN.
     """
     meter = Meter() if meter is None else meter
@@ -133,11 +139,7 @@ def generate(
     if not requests:
         return
     num_slots = options.num_slots
-    slots: Slots = (
-        RowSlots(forward, requests, graphed=options.graphed)
-        if len(requests) <= num_slots
-        else BlockSlots(forward, requests, num_slots=num_slots)
-    )
+    slots = _make_slots(forward, requests, options)
     schedule = BatchScheduler(
         requests,
         num_slots=min(num_slots, len(requests)),
@@ -153,50 +155,105 @@ def generate(
             number = running.request.number
             writers[number] = _Writer(running, options, new_detokenizer(), on_text)
         rows = entered or list(schedule.running.values())
-        logits_BV = slots.prefill(rows) if entered else slots.step(rows)
-        tokens = _choose_tokens(
-            forward, logits_BV, options.sampling, [writers[r.request.number] for r in rows]
-        )
+        generators = [writers[r.request.number].generator for r in rows]
+        new_tokens = (slots.prefill if entered else slots.step)(rows, generators)
         took = time.monotonic() - began
         if entered:
             meter.prompt_tokens += sum(len(r.request.prompt) for r in rows)
             meter.prompt_seconds += took
         else:
             meter.step_seconds += took
-            meter.step_tokens += len(rows)
             meter.num_steps += 1
-        meter.new_tokens += len(rows)
-        for running, token in zip(rows, tokens, strict=True):
-            number = running.request.number
-            if token == NO_NUMBER:
-                raise CheckpointError(
-                    f"the logits after {running.length} tokens of prompt {number} contain a NaN",
-                    **forward.where_is_nan(),
-                )
-            done = writers[number].add(token)
+        for running, tokens in zip(rows, new_tokens, strict=True):
+            number, before = running.request.number, len(running.tokens)
+            done = _add_tokens(forward, writers[number], running, tokens)
+            meter.new_tokens += len(running.tokens) - before
+            meter.step_tokens += 0 if entered else len(running.tokens) - before
             if done is not None:
                 slots.leave(running)
                 schedule.leave(running)
                 del writers[number]
                 yield from ready.add(number, done)
     meter.num_graphed += slots.num_graphed
+    if isinstance(slots, SpeculativeSlots):
+        meter.num_drafted += slots.num_drafted
+        meter.num_accepted += slots.num_accepted
 
 
-def _choose_tokens(
-    forward: Forward,
-    logits_BV: torch.Tensor | None,
-    sampling: Sampling,
-    writers: Sequence[_Writer],
-) -> list[int]:
-    """The next token of each row, chosen by one rank and sent to the others.
+def _make_slots(
+    forward: Forward, requests: Sequence[GenerateRequest], options: DecodingOptions
+) -> OneByOne | SpeculativeSlots:
+    num_slots = options.num_slots
+    if options.speculative:
+        return SpeculativeSlots(forward, requests, num_slots=num_slots, sampling=options.sampling)
+    slots: Slots = (
+        RowSlots(forward, requests, graphed=options.graphed)
+        if len(requests) <= num_slots
+        else BlockSlots(forward, requests, num_slots=num_slots)
+    )
+    return OneByOne(forward, slots, options.sampling)
+
+
+def _add_tokens(
+    forward: Forward, writer: _Writer, running: Running, tokens: Sequence[int]
+) -> Completion | None:
+    """Take in the next tokens of a text; the completion, if it ends with one of them.
+
+    Raises:
+        CheckpointError: the logits of a token contained a NaN.
+    """
+    for token in tokens:
+        if token == NO_NUMBER:
+            number = running.request.number
+            raise CheckpointError(
+                f"the logits after {running.length} tokens of prompt {number} contain a NaN",
+                **forward.where_is_nan(),
+            )
+        done = writer.add(token)
+        if done is not None:
+            return done
+    return None
+
+
+class OneByOne:
+    """Slots whose sequences grow by one token in a step, chosen by one rank for all of them.
 
     Every rank draws, so that generators stay in step; only the chooser's draw counts.
     """
-    tokens_B = None
-    if logits_BV is not None:
-        tokens_B = choose(logits_BV, sampling, [w.generator for w in writers])
-    tokens: list[int] = forward.agree(tokens_B, len(writers)).tolist()
-    return tokens
+
+    def __init__(self, forward: Forward, slots: Slots, sampling: Sampling) -> None:
+        self._forward, self._slots, self._sampling = forward, slots, sampling
+        self.num_pages, self.page_size = slots.num_pages, slots.page_size
+        self.most_prefill_tokens = slots.most_prefill_tokens
+
+    @property
+    def num_graphed(self) -> int:
+        """Steps that were replays of a graph."""
+        return self._slots.num_graphed
+
+    def prefill(
+        self, rows: Sequence[Running], generators: Sequence[torch.Generator]
+    ) -> list[list[int]]:
+        """Read the prompts of rows that have just entered; the first token of each."""
+        return self._choose(self._slots.prefill(rows), generators)
+
+    def step(
+        self, rows: Sequence[Running], generators: Sequence[torch.Generator]
+    ) -> list[list[int]]:
+        """Read the newest token of every running row; the next of each."""
+        return self._choose(self._slots.step(rows), generators)
+
+    def leave(self, running: Running) -> None:
+        """A row is finished."""
+        self._slots.leave(running)
+
+    def _choose(
+        self, logits_BV: torch.Tensor | None, generators: Sequence[torch.Generator]
+    ) -> list[list[int]]:
+        tokens_B = None
+        if logits_BV is not None:
+            tokens_B = choose(logits_BV, self._sampling, generators)
+        return [[token] for token in self._forward.agree(tokens_B, len(generators)).tolist()]
 
 
 class _Writer:

@@ -36,18 +36,18 @@ def load(
     *,
     groups: ProcessGroups | None = None,
     dtype: DType | torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
     stream_layers: bool = False,
     sequence_parallel: bool = False,
+    keeps_mtp: bool = False,
     threads: int | None = None,
     progress: Progress = silent,
 ) -> Decoder:
     """The decoder of a checkpoint with this rank's weights in it, for inference.
 
     Weights become `dtype`; by default the type that most of them are stored in (bfloat16 if that is
-    quantized). `device` is where they go, that of `groups` by default. With `stream_layers` a layer
+    quantized). They go to the device of `groups` (default: the CPU). With `stream_layers` a layer
     is in memory only while it is needed, and the next one while it is read: a model larger than
-    memory still runs.
+    memory still runs. Layers of multi-token prediction are loaded if the caller `keeps_mtp`.
 
     Raises:
         MappingError: the checkpoint is no whole decoder, or has other tensors than the model.
@@ -55,8 +55,8 @@ def load(
         OutOfMemoryError: the weights do not fit into memory; the hint says what would.
         CheckpointError: they cannot be read.
     """
-    groups = ProcessGroups.alone(device or "cpu") if groups is None else groups
-    target_device = torch.device(device) if device is not None else groups.device
+    groups = ProcessGroups.alone() if groups is None else groups
+    target_device = groups.device
     parallel = groups.parallel
     if parallel.vpp > 1:
         raise LayoutError(
@@ -70,6 +70,7 @@ def load(
             stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank
         ),
         vocab_multiple=VOCAB_MULTIPLE,
+        keeps_mtp=keeps_mtp,
         threads=threads,
         progress=progress,
     )

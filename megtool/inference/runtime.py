@@ -87,9 +87,16 @@ def on_ranks(
 
 
 def load_forward(
-    source: CheckpointSource, manner: RuntimeOptions, groups: ProcessGroups, progress: Progress
+    source: CheckpointSource,
+    manner: RuntimeOptions,
+    groups: ProcessGroups,
+    progress: Progress,
+    *,
+    keeps_mtp: bool = False,
 ) -> Forward:
     """The model on this rank, its weights loaded (or ready to be, `stream_layers`).
+
+    Layers of multi-token prediction are loaded if the caller `keeps_mtp`.
 
     Raises:
         LayoutError: the layout does not divide the model.
@@ -102,8 +109,8 @@ def load_forward(
         source,
         groups=groups,
         dtype=manner.dtype or ("float32" if groups.device.type == "cpu" else None),
-        device=groups.device,
         stream_layers=manner.stream_layers,
+        keeps_mtp=keeps_mtp,
         threads=manner.threads,
         progress=progress,
     )

@@ -83,6 +83,23 @@ def choose(
     return torch.where(logits_BV.isnan().any(-1), NO_NUMBER, tokens_B)
 
 
+def probabilities(logits_BV: Tensor, sampling: Sampling) -> Tensor:
+    """The probabilities that tokens are drawn with, fp32 [B, V], by their ids."""
+    probs_BK, ids_BK = filter_logits(logits_BV, sampling)
+    probs_BK = probs_BK / probs_BK.sum(-1, keepdim=True)
+    out_BV = torch.zeros(logits_BV.shape, dtype=probs_BK.dtype, device=logits_BV.device)
+    return out_BV.scatter_(-1, ids_BK, probs_BK)
+
+
+def draw(weights_V: Tensor, generator: torch.Generator) -> int:
+    """A token, with probabilities in proportion to `weights_V` [V]; one number is drawn."""
+    sums_V = weights_V.cumsum(-1)
+    target = torch.rand(1, generator=generator).to(sums_V.device) * sums_V[-1]
+    place = int(torch.searchsorted(sums_V, target, right=True))
+    last = int(weights_V.nonzero()[-1])  # rounding never draws what has no weight
+    return min(place, last)
+
+
 def filter_logits(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Probabilities from which a token is drawn, largest first, and the token ids in that order.
 

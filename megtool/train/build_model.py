@@ -11,7 +11,7 @@ from megtool.dtypes import DType
 from megtool.dtypes import dtype as named
 from megtool.inference.layer_streaming import units_of
 from megtool.inference.load import check_memory, check_names, computable, fill
-from megtool.inference.rank_weights import BUFFER_BYTES, Weights
+from megtool.inference.rank_weights import Weights
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import build_stages
 from megtool.parallel.process_groups import ProcessGroups
@@ -25,7 +25,6 @@ def load_for_training(
     dtype: DType | torch.dtype | str | None = None,
     sequence_parallel: bool = False,
     threads: int | None = None,
-    memory_bytes: int = BUFFER_BYTES,
     vocab_multiple: int | None = None,
     keeps_mtp: bool = True,
     progress: Progress = silent,
@@ -52,7 +51,6 @@ def load_for_training(
         seat=rank_coordinates(groups),
         vocab_multiple=multiple,
         threads=threads,
-        memory_bytes=memory_bytes,
         keeps_mtp=keeps_mtp,
         progress=progress,
     )

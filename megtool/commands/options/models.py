@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from megtool.commands.options.checkpoints import SOURCE
 from megtool.options.effects import requires
@@ -80,6 +80,12 @@ class GenerateOptions(SourceOptions, TokenizerOptions, RuntimeOptions, DryRunOpt
     top_k: int | None = option(TEXT, "Sample from this many most likely tokens.", metavar="N")
     seed: int = option(TEXT, "Same seed, same answer.", 0, metavar="N")
     stop: tuple[str, ...] = option(TEXT, "End before this string; repeatable.", (), metavar="TEXT")
+    speculative: Literal["none", "mtp"] = option(
+        RUNNING,
+        "mtp: the model's multi-token prediction layers draft tokens, and each step verifies them; "
+        "the text is the same (sampled: its distribution).",
+        "none",
+    )
     batch_size: int | None = option(RUNNING, _BATCH_SIZE, metavar="N", minimum=1)
 
 

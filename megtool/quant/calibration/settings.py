@@ -45,7 +45,6 @@ class CalibrationRuntime:
             source,
             groups=groups,
             dtype=self.dtype,
-            device=groups.device,
             stream_layers=stream_layers and not self.resident,
             threads=self.threads,
         )

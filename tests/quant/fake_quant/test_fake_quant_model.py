@@ -269,7 +269,8 @@ def test_nothing_is_left_behind_by_a_failure(llama: Path) -> None:
 def test_on_a_gpu(model: str, request: pytest.FixtureRequest) -> None:
     source, modules, points = open_model_source(request.getfixturevalue(model))
     settlement = make_qparams(modules, points, lambda name: "NVFP4", smooth=True, cache="FP8")
-    here, there = load(source, dtype="float32"), load(source, dtype="float32", device="cuda")
+    here = load(source, dtype="float32")
+    there = load(source, dtype="float32", groups=ProcessGroups.alone("cuda"))
     with (
         FakeQuantModel(here, points, settlement, weights=True),
         FakeQuantModel(there, points, settlement, weights=True),
