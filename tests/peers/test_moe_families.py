@@ -12,7 +12,12 @@ import pytest
 import torch
 
 from megtool import reshard
+from megtool.model.batch import Batch
+from megtool.model.pipeline import PipelineSchedule
+from megtool.reshard.open_source import open_source
+from megtool.train.build_model import load_for_training
 from tests.support.models.moe_cases import DEEPSEEK, EIGHT, QWEN, YARN, Case, case_config, with_mtp
+from tests.support.models.mtp_reference import save_tunable
 from tests.support.paths import PEERS
 
 transformers = pytest.importorskip("transformers")
@@ -100,3 +105,33 @@ def test_megatron_core_loads_layers_of_multi_token_prediction(tmp_path: Path) ->
         for name, parts in pairs.items():
             want = np.concatenate([theirs(at + p) for p in parts])
             assert (held[name] == want).all(), name
+
+
+def test_megatron_core_has_the_losses_of_multi_token_prediction(tmp_path: Path) -> None:
+    """Each depth's loss, and the gradients of the whole model; no row of the vocabulary is padding,
+    which megatron-core counts in."""
+    save_tunable(tmp_path / "hf", vocab_size=128)
+    reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
+    tokens = torch.arange(24).view(2, 12) * 7 % 101
+    np.save(tmp_path / "tokens.npy", tokens.numpy())
+    compute(tmp_path)
+    theirs = np.load(tmp_path / "logits.npy.loss.npz")
+    (decoder,) = load_for_training(open_source(tmp_path / "meg"), dtype="float32", threads=1)
+    counted = torch.arange(24).view(2, 12) % 5 != 3
+    labels = tokens.roll(-1, 1).masked_fill(~counted, -100)
+    schedule = PipelineSchedule(decoder, num_microbatches=1)
+    total, count = schedule.step(Batch(tokens_BS=tokens), labels)
+    assert float(total / count) == pytest.approx(float(theirs["loss"]), abs=1e-5)
+    assert decoder.mtp is not None
+    further = [float(loss / num) for loss, num in decoder.mtp.sums]
+    assert further == pytest.approx(theirs["further"].tolist(), abs=1e-5)
+    compared = 0
+    for name, parameter in decoder.named_parameters():
+        for ours in (name, name.replace(".linear_kv_up_proj.layer_norm_", ".kv_layernorm.")):
+            if f"grad {ours}" in theirs and parameter.grad is not None:
+                grad = theirs[f"grad {ours}"]
+                np.testing.assert_allclose(
+                    parameter.grad.numpy() / int(count), grad, atol=1e-5, rtol=1e-3, err_msg=name
+                )
+                compared += 1
+    assert compared > 40

@@ -93,11 +93,28 @@ def main() -> None:
     where = torch.arange(tokens.shape[1])[None].expand_as(tokens)
     size = tokens.shape[1]
     mask = torch.triu(torch.ones(1, 1, size, size, dtype=torch.bool), diagonal=1)
-    if not args.mtp_num_layers:  # with these layers megatron-core computes a loss alone
+    if args.mtp_num_layers:  # with these layers megatron-core computes a loss alone
+        np.savez(f"{logits_file}.loss.npz", **losses(model, tokens, where, mask))
+    else:
         with torch.no_grad():
             np.save(logits_file, model(tokens, where, mask).float().numpy())
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def losses(model: Any, tokens: Any, where: Any, mask: Any) -> dict[str, Any]:
+    """The mean loss of all but every fifth token, those of further layers, and all gradients."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    model.train()
+    labels = tokens.roll(-1, 1)
+    counted = (torch.arange(tokens.numel()) % 5 != 3).float().view(tokens.shape)
+    each = model(tokens, where, mask, labels=labels, loss_mask=counted)
+    loss = (each * counted).sum() / counted.sum()
+    loss.backward()
+    out = {f"grad {n}": p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
+    further = MTPLossLoggingHelper.tracker["values"].detach().numpy()
+    return out | {"loss": loss.detach().numpy(), "further": further}
 
 
 def named_as_te(state: dict[str, Any], is_latent: bool) -> dict[str, Any]:
