@@ -1,6 +1,7 @@
 """Command R: one layer norm without a bias feeds attention and MLP, which are in parallel."""
 
 from megtool.convert import (
+    GGUF_DECODER,
     HF_ATTENTION,
     HF_GATED_MLP,
     HF_MODEL,
@@ -17,6 +18,7 @@ FAMILY = Family(
     name="cohere",
     architectures=("CohereForCausalLM",),
     model_types=("cohere",),
+    gguf_architectures=("command-r",),
     traits={
         "norm": "layernorm",
         "norm_bias": False,
@@ -52,6 +54,7 @@ FAMILY = Family(
         Row("model.layers.{l}.self_attn.k_norm.weight", "layers.{l}.attn.k_norms.weight"),
         *HF_GATED_MLP,
     ),
+    gguf=GGUF_DECODER,
     limits=(
         (True, "Megatron's layer norms have a bias, and none feeds attention and MLP at once"),
         (True, "Megatron has no multiplier of logits"),

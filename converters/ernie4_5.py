@@ -1,6 +1,7 @@
 """ERNIE 4.5, dense: Llama's layout, heads turned pair by pair, a bias everywhere or nowhere."""
 
 from megtool.convert import (
+    GGUF_DECODER,
     HF_ATTENTION,
     HF_GATED_MLP,
     HF_MODEL,
@@ -16,6 +17,7 @@ FAMILY = Family(
     name="ernie4_5",
     architectures=("Ernie4_5ForCausalLM",),
     model_types=("ernie4_5",),
+    gguf_architectures=("ernie4_5",),
     traits={"norm": "rmsnorm", "gated": True, "rope_interleaved": True},
     config=(
         Key("num_hidden_layers", "num_layers"),
@@ -35,4 +37,5 @@ FAMILY = Family(
         Rope(500000.0),
     ),
     hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP),
+    gguf=GGUF_DECODER,
 )

@@ -1,6 +1,7 @@
 """OLMo 2: norms after attention and MLP alone, and one over all queries and one over all keys."""
 
 from megtool.convert import (
+    GGUF_DECODER,
     HF_ATTENTION,
     HF_GATED_MLP,
     HF_MODEL,
@@ -13,12 +14,14 @@ from megtool.convert import (
     Key,
     OneOf,
     Rope,
+    Row,
 )
 
 FAMILY = Family(
     name="olmo2",
     architectures=("Olmo2ForCausalLM",),
     model_types=("olmo2",),
+    gguf_architectures=("olmo2",),
     traits={
         "norm": "rmsnorm",
         "gated": True,
@@ -44,6 +47,11 @@ FAMILY = Family(
         Rope(10000.0),
     ),
     hf=(*HF_MODEL, *HF_POST_NORMS, *HF_ATTENTION, *HF_QK_NORMS, *HF_GATED_MLP),
+    gguf=(
+        *GGUF_DECODER,
+        Row("blk.{l}.post_attention_norm.weight", "layers.{l}.attn_post_norm.weight"),
+        Row("blk.{l}.post_ffw_norm.weight", "layers.{l}.mlp_post_norm.weight"),
+    ),
     vocabulary=POST_NORM_WEIGHTS,
     megatron=MEGATRON_POST_NORMS,
     limits=(

@@ -1,6 +1,7 @@
 """Seed-OSS: Llama's layout with biases on queries, keys and values, and on the output if asked."""
 
 from megtool.convert import (
+    GGUF_DECODER,
     HF_ATTENTION,
     HF_GATED_MLP,
     HF_MODEL,
@@ -10,12 +11,14 @@ from megtool.convert import (
     Key,
     OneOf,
     Rope,
+    Row,
 )
 
 FAMILY = Family(
     name="seed_oss",
     architectures=("SeedOssForCausalLM",),
     model_types=("seed_oss",),
+    gguf_architectures=("seed_oss",),
     traits={"norm": "rmsnorm", "gated": True},
     config=(
         Key("num_hidden_layers", "num_layers"),
@@ -35,4 +38,8 @@ FAMILY = Family(
         Rope(10000.0),
     ),
     hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP),
+    gguf=(
+        Row("blk.{l}.post_attention_norm.weight", "layers.{l}.mlp_norm.weight"),
+        *GGUF_DECODER,
+    ),
 )

@@ -74,6 +74,8 @@ def config_from_gguf(
         "tied_embeddings": bool(tensors) and "output.weight" not in shapes,
         "rope_scaling": _scaling(metadata, f"{arch}.rope.scaling."),
     }
+    if f"{arch}.logit_scale" in metadata:
+        values["logit_scale"] = _shortest(get("logit_scale"))
     if names := factors_read(metadata, tensors):
         values["rope_scaling"] = _by_factors(names, factors or {}, values, get)
     if experts := int(get("expert_count", 0)):

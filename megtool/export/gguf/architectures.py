@@ -54,14 +54,16 @@ class Architecture:
     """One of llama.cpp's architectures.
 
     `name` is `general.architecture`; `table` names its tensors. `norms_plus_one`: norms are stored
-    as 1 + w. `limits` are conditions under which it computes something else than the model, each
-    with what that is; under `oddities` the difference is one that its own converter accepts.
-    `factors` is the rope scaling whose factors it reads from tensors ("" for none).
+    as 1 + w; `scales_logits`: logits have a multiplier. `limits` are conditions under which it
+    computes something else than the model, each with what that is; under `oddities` the difference
+    is one that its own converter accepts. `factors` is the rope scaling whose factors it reads from
+    tensors ("" for none).
     """
 
     name: str
     table: Table
     norms_plus_one: bool = False
+    scales_logits: bool = False
     has_window: bool = False
     factors: str = ""
     limits: tuple[Limit, ...] = ()
@@ -126,8 +128,9 @@ _SWITCHES: tuple[Limit, ...] = (
     (lambda c: c.attn_sinks, "attention sinks"),
     (lambda c: c.attn_output_gate, "a gate on the output of attention"),
     (lambda c: c.num_mtp_layers > 0, "layers of multi-token prediction"),
-    (lambda c: c.logit_scale != 1 or c.residual_scale != 1, "scaled logits or residuals"),
+    (lambda c: c.residual_scale != 1, "scaled residuals"),
 )
+_SCALED_LOGITS: Limit = (lambda c: c.logit_scale != 1, "scaled logits")
 
 
 def _gemma(name: str, table: Table, *limits: Limit, has_window: bool = False) -> Architecture:
@@ -140,11 +143,35 @@ def _gemma(name: str, table: Table, *limits: Limit, has_window: bool = False) ->
     )
 
 
+_OTHER_HEADS: Limit = (
+    lambda c: c.num_heads * c.head_dim != c.hidden_size,
+    "llama.cpp has heads of hidden_size / num_heads elements",
+)
+_TIED: Limit = (lambda c: c.tied_embeddings, "llama.cpp has an output matrix beside the embedding")
+_UNTIED: Limit = (
+    lambda c: not c.tied_embeddings,
+    "llama.cpp has no output matrix beside the embedding",
+)
+_BIASED: Limit = (
+    lambda c: c.qkv_bias or c.attn_out_bias or c.mlp_bias,
+    "llama.cpp has no biases",
+)
+_BIASED_OUTPUTS: Limit = (
+    lambda c: c.attn_out_bias or c.mlp_bias,
+    "llama.cpp has biases of queries, keys and values alone",
+)
+_NORMED_HEADS: Limit = (
+    lambda c: c.qk_norm or c.num_layers >= 64,
+    "llama.cpp normalizes queries and keys in models of 64 layers and more",
+)
+
+
 def _of_table(
     name: str,
     *limits: Limit,
     factors: str = "",
     has_window: bool = False,
+    scales_logits: bool = False,
     oddities: tuple[Limit, ...] = (),
 ) -> Callable[[Family], Architecture]:
     """With the names that the family's own table has for reading."""
@@ -153,6 +180,7 @@ def _of_table(
         table=family.gguf,
         factors=factors,
         has_window=has_window,
+        scales_logits=scales_logits,
         limits=limits,
         oddities=oddities,
     )
@@ -168,6 +196,12 @@ _ARCHITECTURES: Mapping[str, Callable[[Family], Architecture]] = {
     "qwen3": _of_table("qwen3", oddities=(_IGNORES_WINDOW,)),
     "qwen3_moe": _of_table("qwen3moe", _PARTLY_MOE, _UNNORMALIZED, oddities=(_IGNORES_WINDOW,)),
     "phi3": _of_table("phi3", factors="longrope", has_window=True),
+    "olmo2": _of_table("olmo2", _BIASED, _TIED, _OTHER_HEADS),
+    "seed_oss": _of_table("seed_oss", _BIASED_OUTPUTS),
+    "ernie4_5": _of_table("ernie4_5", _BIASED_OUTPUTS),
+    "cohere": _of_table(
+        "command-r", _BIASED, _UNTIED, _OTHER_HEADS, _NORMED_HEADS, scales_logits=True
+    ),
     "gemma": lambda _: _gemma("gemma", _GEMMA),
     "gemma2": lambda _: _gemma(
         "gemma2",
@@ -210,7 +244,8 @@ def find_architecture(family: Family, config: ModelConfig) -> Architecture:
                 hint="--to hf writes it as it is",
                 error_id="unsupported-by-engine",
             )
-    for applies, words in _SWITCHES:
+    scaled = () if architecture.scales_logits else (_SCALED_LOGITS,)
+    for applies, words in (*_SWITCHES, *scaled):
         if applies(config):
             raise MappingError(
                 f"the model has {words}, and llama.cpp's {architecture.name!r} has none",

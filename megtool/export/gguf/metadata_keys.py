@@ -23,6 +23,10 @@ from megtool.model_config import ModelConfig
 from megtool.number_formats.gguf import package
 
 _QUANTIZATION_VERSION = 2
+_EPSILONS = {
+    "rmsnorm": "attention.layer_norm_rms_epsilon",
+    "layernorm": "attention.layer_norm_epsilon",
+}
 
 
 def build_model_keys(
@@ -49,8 +53,10 @@ def build_model_keys(
         "attention.head_count_kv": config.num_kv_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
+        _EPSILONS[config.norm]: float(config.norm_eps),
     }
+    if architecture.scales_logits:
+        keys["logit_scale"] = float(config.logit_scale)
     if architecture.has_window:
         keys["attention.sliding_window"] = config.window_size
     if config.attn_softcap:

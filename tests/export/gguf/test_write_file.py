@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from megtool.errors import (
     MissingPackageError,
     UsageError,
 )
+from megtool.reshard.open_source import open_source
 from tests.support.errors import raises
 from tests.support.models import gguf_models
 from tests.support.runs.exports import export_gguf
@@ -28,6 +30,8 @@ gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
 
 UNKNOWN_TO_TRANSFORMERS = ("llama-biases", "mixtral", "gemma")
+TOKENIZERS_UNKNOWN = ("olmo2", "seed_oss", "ernie4_5", "cohere")
+UNKNOWN_TO_TRANSFORMERS += TOKENIZERS_UNKNOWN
 """Its reader takes these for Llama without biases or experts, or knows no such architecture."""
 
 _ARCHITECTURES = {
@@ -35,6 +39,7 @@ _ARCHITECTURES = {
     "qwen3-moe": "qwen3moe",
     "mistral": "llama",
     "mixtral": "llama",
+    "cohere": "command-r",
 }
 
 
@@ -61,7 +66,7 @@ def _stored(folder: Path) -> dict[str, np.ndarray]:
 
 
 _SLOW = ("llama-tied", "mistral", "qwen2", "gemma3", "qwen2-moe", "bf16", "q4_1", "q5_0", "q5_1")
-_SLOW += ("tq1_0", "tq2_0")
+_SLOW += ("tq1_0", "tq2_0", "seed_oss", "cohere")
 
 
 def _cases(*names: str) -> list[Any]:
@@ -91,8 +96,13 @@ def test_every_architecture(name: str, tmp_path: Path) -> None:
     want = _logits(source)
     if name not in UNKNOWN_TO_TRANSFORMERS:
         assert torch.equal(_logits(tmp_path, gguf_file=path.name), want)
+    if name in TOKENIZERS_UNKNOWN:  # what the file alone says of the model
+        said, original = (open_source(p).view.config for p in (path, source))
+        assert said is not None
+        assert dataclasses.replace(said, extra={}) == dataclasses.replace(original, extra={})
     if not name.startswith("gemma"):
-        reshard(path, tmp_path / "back", to="hf")
+        like = source if name in TOKENIZERS_UNKNOWN else None
+        reshard(path, tmp_path / "back", to="hf", like=like)
         assert torch.equal(_logits(tmp_path / "back"), want)
         return
     norm = held["blk.0.attn_norm.weight"].data
@@ -280,6 +290,16 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         source = gguf_models.save(tmp_path / cap, "gemma2", **{cap: None})
         refused(MappingError, "caps scores at 50 and logits at 30", "--to hf")
+    for name, words, more in (
+        ("olmo2", "no biases", {"attention_bias": True}),
+        ("olmo2", "output matrix beside", {"tie_word_embeddings": True}),
+        ("seed_oss", "queries, keys and values alone", {"attention_out_bias": True}),
+        ("ernie4_5", "queries, keys and values alone", {"use_bias": True}),
+        ("cohere", "no output matrix", {"tie_word_embeddings": False}),
+        ("cohere", "normalizes queries and keys", {"use_qk_norm": True}),
+    ):
+        source = gguf_models.save(tmp_path / f"{name}{len(more)}{words[:4]}", name, **more)
+        refused(MappingError, words, "--to hf")
     yarn = {"rope_type": "yarn", "factor": 4.0, "truncate": False}
     yarn |= {"rope_theta": 1e4, "original_max_position_embeddings": 16}
     source = gguf_models.save(tmp_path / "yarn", "llama", rope_parameters=yarn)
