@@ -283,7 +283,8 @@ def _plan(
 ) -> GeneratePlan:
     c = source.config
     positions = sorted((r.num_positions for r in requests), reverse=True)[:num_slots]
-    latent_size = c.kv_lora_rank + c.qk_rope_head_dim if c.kv_lora_rank else 0
+    index_size = c.index_head_dim if c.index_num_heads else 0
+    latent_size = c.kv_lora_rank + c.qk_rope_head_dim + index_size if c.kv_lora_rank else 0
     entry_bytes = (latent_size or 2 * c.num_kv_heads * c.head_dim) * 2 * c.num_layers
     axes = [f"{a}={n}" for a in ("tp", "pp", "ep") if (n := getattr(layout, a)) > 1]
     return GeneratePlan(

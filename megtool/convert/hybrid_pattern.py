@@ -13,17 +13,15 @@ from typing import Any
 
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MappingError
-from megtool.model_config import LAYER_SYMBOLS, MOST_LAYERS
+from megtool.model_config import ATTENTION, LAYER_SYMBOLS, MOST_LAYERS, ModelConfig
 from megtool.parallel.pipeline_split import Pipeline, compact
 
 PATTERN = "hybrid_layer_pattern"
 OLD_PATTERN = "hybrid_override_pattern"
 _OLD_MTP = "mtp_hybrid_override_pattern"
-_OTHER_SYMBOLS = {
-    "D": "latent attention with a sparse indexer",
-    "+": "latent attention",
-    "K": "Kimi delta attention",
-}
+LATENT, SPARSE = "+", "D"
+"""Latent attention without and with an indexer; `ModelConfig` has `*` for every attention."""
+_OTHER_SYMBOLS = {"K": "Kimi delta attention"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +59,14 @@ def parse_pattern(text: str) -> HybridPattern:
     Raises:
         MappingError: unknown symbols, MTP layers that differ, or too many layers.
     """
+    stored = text
+    text = text.replace(LATENT, ATTENTION).replace(SPARSE, ATTENTION)
+    if text != stored and ATTENTION in stored:
+        raise MappingError(
+            f"the layer pattern {stored[:60]!r} has {ATTENTION} beside {LATENT} or {SPARSE}",
+            hint=f"attention is latent ({LATENT}, {SPARSE}) in all layers of a model, or in none",
+            error_id="unsupported-model",
+        )
     main, *mtp = text.split("/")
     for part in (main.replace("|", ""), *mtp):
         unknown = next((s for s in part if s not in LAYER_SYMBOLS), None)
@@ -114,6 +120,13 @@ def pattern_of(args: Mapping[str, Any]) -> HybridPattern | None:
             hint="the args belong to another model",
         )
     return pattern
+
+
+def attention_symbol(config: ModelConfig) -> str:
+    """What a pattern calls attention."""
+    if not config.kv_lora_rank:
+        return ATTENTION
+    return SPARSE if config.index_num_heads else LATENT
 
 
 def pattern_text(symbols: Sequence[str], mtp: str, depths: int, parallel: ParallelConfig) -> str:

@@ -18,8 +18,25 @@ _EXPERT, _SHARED = _MLP + "experts.{e}.", _MLP + "shared."
 _DENSE, _MOE = "l in dense_layers", "l in moe_layers"
 _MLA = "kv_lora_rank and l in attn_layers"
 
-# The norms of the low-rank queries, keys and values are part of Transformer Engine's up-projections
-# and modules of their own in local layers.
+_INDEXED = "l in index_layers"
+INDEXER = ".core_attention.indexer."
+"""What the names of an indexer's tensors have in them."""
+
+
+def _latent_norm(linear: str, norm: str, ours: str, when: str) -> tuple[Row, Row]:
+    """The norm of low-rank queries, or of keys and values.
+
+    It is part of Transformer Engine's up-projection, and a module of its own in local layers, and
+    where an indexer reads what it returns.
+    """
+    fused, own = f"{_A}{linear}.layer_norm_weight", f"{_A}{norm}.weight"
+    name = f"{_ATTN}{ours}.weight"
+    return (
+        Row(fused, name, also=(own,), when=f"{when} and not index_num_heads"),
+        Row(own, name, also=(fused,), when=f"{when} and index_num_heads"),
+    )
+
+
 WRITTEN: Table = (
     Row(
         _L + "input_layernorm.weight",
@@ -30,22 +47,22 @@ WRITTEN: Table = (
     Row(_L + "input_layernorm.bias", "layers.{l}.attn_norm.bias", when=_MLA),
     Row(_A + "linear_q_proj.weight", _ATTN + "q.weight", when=f"{_MLA} and not q_lora_rank"),
     Row(_A + "linear_q_down_proj.weight", _ATTN + "q_down.weight", when="q_lora_rank"),
-    Row(
-        _A + "linear_q_up_proj.layer_norm_weight",
-        _ATTN + "q_down_norm.weight",
-        also=(_A + "q_layernorm.weight",),
-        when="q_lora_rank",
-    ),
+    *_latent_norm("linear_q_up_proj", "q_layernorm", "q_down_norm", "q_lora_rank"),
     Row(_A + "linear_q_up_proj.weight", _ATTN + "q_up.weight", when="q_lora_rank"),
     Row(_A + "linear_kv_down_proj.weight", _ATTN + "kv_down.weight", when=_MLA),
-    Row(
-        _A + "linear_kv_up_proj.layer_norm_weight",
-        _ATTN + "kv_down_norm.weight",
-        also=(_A + "kv_layernorm.weight",),
-        when=_MLA,
-    ),
+    *_latent_norm("linear_kv_up_proj", "kv_layernorm", "kv_down_norm", _MLA),
     Row(_A + "linear_kv_up_proj.weight", _ATTN + "kv_up.weight", when=_MLA),
     Row(_A + "core_attention.softmax_offset", _ATTN + "sinks"),
+    *(
+        Row(f"{_A}core_attention.indexer.{stored}", f"{_ATTN}index_{name}", when=_INDEXED)
+        for stored, name in (
+            ("linear_wq_b.weight", "q.weight"),
+            ("linear_wk.weight", "k.weight"),
+            ("k_norm.weight", "k_norm.weight"),
+            ("k_norm.bias", "k_norm.bias"),
+            ("linear_weights_proj.weight", "heads.weight"),
+        )
+    ),
     Row(_M + "router.bias", _MLP + "router.bias", when=_MOE),
     Row(_M + "fc1_latent_proj.weight", _MLP + "latent_in.weight", when=_MOE),
     Row(_M + "fc2_latent_proj.weight", _MLP + "latent_out.weight", when=_MOE),

@@ -234,25 +234,32 @@ class MoeSpan(Setting):
         into |= {self.first: first, self.last: last, self.step: step}
 
 
+_TYPES = ("dense", "sparse")
+
+
 @dataclass(frozen=True, slots=True)
 class MoeLayers(Setting):
     """Which layers are mixtures of experts, in all notations that configurations use.
 
     `step` names a key n: every n-th layer, beginning with the n-th. `first` names a key that
-    counts dense layers before all others. `dense` and `moe` name lists of layers; a list of the
-    mixtures overrules the rest. What is written is one list, or the count.
+    counts dense layers before all others, `num_dense` where it is absent. `dense` and `moe` name
+    lists of layers; a list of the mixtures overrules the rest. What is written is one list, or the
+    count. `types` names a list with `dense` or `sparse` for every layer, which overrules all of
+    them, and is preserved verbatim.
     """
 
     step: str | None = None
     first: str | None = None
     dense: str | None = None
     moe: str | None = None
+    types: str | None = None
+    num_dense: int = 0
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """`moe_layer_freq`: 1 where every layer is a mixture, else a 0 or 1 for each layer."""
         layers = range(into["num_layers"])
         step = self._int(self.step, stored, 1)
-        first = self._int(self.first, stored, 0)
+        first = self._int(self.first, stored, self.num_dense, least=0)
         dense, listed = self._list(self.dense, stored) or (), self._list(self.moe, stored)
         for i in (*dense, *(listed or ())):
             if i not in layers:
@@ -262,13 +269,31 @@ class MoeLayers(Setting):
                 )
         if listed is None:
             listed = [i for i in layers if not (i + 1) % step and i >= first and i not in dense]
+        types = self._list(self.types, stored)
+        if types is not None:
+            if len(types) != len(layers) or not set(map(str, types)) <= set(_TYPES):
+                raise MappingError(
+                    f"{self.types} is {str(types)[:80]}", hint="dense or sparse for each layer"
+                )
+            listed = [i for i in layers if types[i] == _TYPES[1]]
         flags = tuple(int(i in listed) for i in layers)
         into["moe_layer_freq"] = 1 if all(flags) else flags
+        if types is not None:
+            return ()
         return tuple(k for k in (self.step, self.first, self.dense, self.moe) if k)
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """A list of layers, or how many dense ones come first."""
         layers, moe = range(config.num_layers), config.moe_layers
+        if self.types:
+            types = [_TYPES[i in moe] for i in layers]
+            is_counted = self.first and moe == set(layers[min(moe, default=len(layers)) :])
+            if config.extra.get(self.types) == types:
+                return
+            if self.types in config.extra or not is_counted:
+                into[self.types] = types
+            if not is_counted:
+                return
         if self.step:
             into[self.step] = 1
         if self.moe:
@@ -285,11 +310,11 @@ class MoeLayers(Setting):
             into[self.first] = first
 
     @staticmethod
-    def _int(key: str | None, stored: Mapping[str, Any], default: int) -> int:
+    def _int(key: str | None, stored: Mapping[str, Any], default: int, *, least: int = 1) -> int:
         value = stored.get(key) if key else None
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < default:
-            raise MappingError(f"{key} is {value!r}", hint=f"an integer of at least {default}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise MappingError(f"{key} is {value!r}", hint=f"an integer of at least {least}")
         return value
 
     @staticmethod

@@ -29,6 +29,7 @@ class ForwardContext:
     all this is of this rank's tokens, two stretches of every row, each with masks of its own, and
     `last_B` are the largest positions of whole rows. Recurrent mixers ask for `real_BS`, false for
     padding, and `runs_BS`, the number of a token's document in its row; both are of whole rows.
+    `chosen` are, by layer with an indexer, the `stretches` with masks of the tokens it has chosen.
     """
 
     num_rows: int
@@ -44,6 +45,7 @@ class ForwardContext:
     draws: Draws | None = None
     real_BS: Tensor | None = None
     runs_BS: Tensor | None = None
+    chosen: dict[int, list[tuple[int, Mask]]] = field(default_factory=dict)
     _turns: dict[int, Rotation | None] = field(default_factory=dict)
 
     def rotation(self, layer: int) -> Rotation | None:

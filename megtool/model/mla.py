@@ -17,14 +17,18 @@ from megtool.kernels.rotary import rotate
 from megtool.model.attention import attend_all
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ActivationHook, KVCacheHook
+from megtool.model.indexer import Indexer, SparseAttention
 from megtool.model.linear import ColumnLinear, RowLinear
-from megtool.model.norm import NormSpec
+from megtool.model.masks import Mask
+from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.param_attributes import mark
 from megtool.model.rotary import Rotation
 from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
 from megtool.parallel.context_parallel import gather_tokens
 from megtool.parallel.process_groups import ALONE, Group, ProcessGroups
+
+Stretches = list[tuple[int, Mask]]
 
 
 class LatentAttention(nn.Module):
@@ -38,6 +42,10 @@ class LatentAttention(nn.Module):
     A cache keeps the latent after its norm, as the key of one head, and the part that turns, after
     turning, as its value: `kv_lora_rank + qk_rope_head_dim` numbers a token on every rank. These,
     `[B, S, 1, ...]`, are what `cache_tap` is handed, cache or none.
+
+    In models with indexers (`megtool.model.indexer`) the norms of compressed queries and of latents
+    are modules of their own, and attention is limited to the tokens that the layer's indexer
+    chooses, or that of a layer before it; keys of the indexer are kept behind the part that turns.
 
     Raises:
         LayoutError: the heads do not go evenly over the ranks.
@@ -67,6 +75,18 @@ class LatentAttention(nn.Module):
         self.scale = softmax_scale(config)
         hidden, nope, rope = config.hidden_size, config.qk_nope_head_dim, config.qk_rope_head_dim
         norm = NormSpec.of(config) if config.qk_norm else None
+        self.q_layernorm: NormLayer | None = None
+        self.kv_layernorm: NormLayer | None = None
+        self.core_attention: SparseAttention | None = None
+        if layer in config.index_layers:
+            self.core_attention = SparseAttention(Indexer(config, dtype=dtype, device=device))
+        if config.index_num_heads and norm is not None:
+            partial = self.sequence_parallel
+            self.q_layernorm, self.kv_layernorm = (
+                NormLayer(norm, size, partial=partial, dtype=dtype, device=device)
+                for size in (config.q_lora_rank, config.kv_lora_rank)
+            )
+            norm = None
 
         def up(size: int, heads_size: int, norm: NormSpec | None) -> ColumnLinear:
             return ColumnLinear(
@@ -105,7 +125,8 @@ class LatentAttention(nn.Module):
         """What attention adds to the residual x_TH (before its scale), in x_TH's rows."""
         config, b, s = self.config, frame.num_rows, frame.num_tokens
         turn = _pairs(frame.rotation(self.layer), config)
-        query = self._queries(x_TH).view(b, s, self.num_heads, -1)
+        query, query_TC = self._queries(x_TH)
+        query = query.view(b, s, self.num_heads, -1)
         nope, rope = torch.split(query, [config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
         latent, shared = torch.split(
             self.linear_kv_down_proj(x_TH), [config.kv_lora_rank, config.qk_rope_head_dim], -1
@@ -116,17 +137,30 @@ class LatentAttention(nn.Module):
         if turn is not None:
             rope = rotate(rope, *turn, interleaved=True)
             shared = rotate(shared, *turn, interleaved=True)
-        latent = self.linear_kv_up_proj.normalize(latent)
+        normalize = self.kv_layernorm or self.linear_kv_up_proj.normalize
+        latent = normalize(latent)
         if self.cache_tap is not None:
             latent, shared = self._tapped(latent, shared, self.cache_tap)
+        index_keys = self._index_keys(x_TH, frame)
         if frame.cache is None:
             keys_values = self.linear_kv_up_proj.project(latent).view(b, s, self.num_heads, -1)
             keys_values, shared = gather_tokens((keys_values, shared), frame.cp)
-            out = self._attend(nope, rope, keys_values, shared, frame)
+            if index_keys is not None:
+                (index_keys,) = gather_tokens((index_keys,), frame.cp)
+            stretches = self._choose(x_TH, query_TC, index_keys, frame)
+            out = self._attend(nope, rope, keys_values, shared, frame, stretches)
         else:
             latent = of_all(latent, self.tp).view(b, s, 1, -1)
-            past = frame.cache.append(self.layer, latent.transpose(1, 2), shared.transpose(1, 2))
-            out = self._attend_cached(nope, rope, *past, frame)
+            if config.index_num_heads:
+                nothing = shared.new_zeros(b, s, 1, config.index_head_dim)
+                shared = torch.cat((shared, nothing if index_keys is None else index_keys), -1)
+            latent, shared = frame.cache.append(
+                self.layer, latent.transpose(1, 2), shared.transpose(1, 2)
+            )
+            size = config.qk_rope_head_dim
+            past_keys = shared[..., size:].transpose(1, 2)
+            stretches = self._choose(x_TH, query_TC, past_keys, frame)
+            out = self._attend_cached(nope, rope, latent, shared[..., :size], frame, stretches)
         result: Tensor = self.linear_proj(out.reshape(b * s, -1))
         return result
 
@@ -139,12 +173,50 @@ class LatentAttention(nn.Module):
         rows = latent.reshape(rows.shape)
         return scatter_rows(rows, self.tp) if self.sequence_parallel else rows, shared
 
-    def _queries(self, x_TH: Tensor) -> Tensor:
-        if self.config.q_lora_rank:
-            out: Tensor = self.linear_q_up_proj(self.linear_q_down_proj(x_TH))
-        else:
-            out = self.linear_q_proj(x_TH)
-        return out
+    def _queries(self, x_TH: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Queries of this rank's heads, and what they are made of, in x_TH's rows."""
+        if not self.config.q_lora_rank:
+            return self.linear_q_proj(x_TH), None
+        normalize = self.q_layernorm or self.linear_q_up_proj.normalize
+        compressed_TC = normalize(self.linear_q_down_proj(x_TH))
+        return self.linear_q_up_proj.project(compressed_TC), compressed_TC
+
+    def _index_keys(self, x_TH: Tensor, frame: ForwardContext) -> Tensor | None:
+        """What this layer's indexer ranks the tokens of this rank by, [B, S, 1, E]."""
+        if self.core_attention is None:
+            return None
+        x_BSH = self._whole(x_TH, frame)
+        keys: Tensor = self.core_attention.indexer.keys(x_BSH, frame.rotation(self.layer))
+        return keys
+
+    def _choose(
+        self,
+        x_TH: Tensor,
+        query_TC: Tensor | None,
+        keys_BL1E: Tensor | None,
+        frame: ForwardContext,
+    ) -> Stretches | None:
+        """The stretches of tokens that attention is limited to; None where it is not."""
+        config = self.config
+        if self.core_attention is None or query_TC is None or keys_BL1E is None:
+            return frame.chosen[config.index_source(self.layer)] if config.index_num_heads else None
+        chosen: Stretches = self.core_attention.indexer.choose(
+            self._whole(x_TH, frame),
+            self._whole(query_TC, frame),
+            keys_BL1E.squeeze(2),
+            frame.rotation(self.layer),
+            frame,
+            self.layer,
+        )
+        if config.shared_index_layers:
+            frame.chosen[self.layer] = chosen
+        return chosen
+
+    def _whole(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
+        """All rows of what a rank has the rows of a part of, [B, S, H], without gradient."""
+        x_TH = x_TH.detach()
+        rows = gather_rows(x_TH, self.tp) if self.sequence_parallel else x_TH
+        return rows.view(frame.num_rows, frame.num_tokens, -1)
 
     def _attend(
         self,
@@ -153,6 +225,7 @@ class LatentAttention(nn.Module):
         keys_values_BLND: Tensor,
         shared_BL1R: Tensor,
         frame: ForwardContext,
+        stretches: Stretches | None = None,
     ) -> Tensor:
         """Attention over per-head keys and values computed from the latents: [B, S, N, D]."""
         config = self.config
@@ -168,6 +241,7 @@ class LatentAttention(nn.Module):
             self.layer,
             scale=self.scale,
             softcap=config.attn_softcap,
+            stretches=stretches,
         )
 
     def _attend_cached(
@@ -177,6 +251,7 @@ class LatentAttention(nn.Module):
         latent_B1LC: Tensor,
         shared_B1LR: Tensor,
         frame: ForwardContext,
+        stretches: Stretches | None = None,
     ) -> Tensor:
         """Attention over all cached latents: for few queries, in the latent space.
 
@@ -198,7 +273,7 @@ class LatentAttention(nn.Module):
             keys_values = F.linear(latent_BLC, weight_OC)
             keys_values = keys_values.view(*keys_values.shape[:2], self.num_heads, -1)
             shared = shared_B1LR.transpose(1, 2)
-            return self._attend(nope_BSND, rope_BSNR, keys_values, shared, frame)
+            return self._attend(nope_BSND, rope_BSNR, keys_values, shared, frame, stretches)
         within = torch.einsum("bsnd,ndc->bnsc", nope_BSND, key_NDC)
         out_BSNC = attend_all(
             torch.cat((within, rope_BSNR.transpose(1, 2)), -1),
@@ -208,6 +283,7 @@ class LatentAttention(nn.Module):
             self.layer,
             scale=self.scale,
             softcap=config.attn_softcap,
+            stretches=stretches,
         )
         return torch.einsum("bsnc,ndc->bsnd", out_BSNC, value_NDC)
 

@@ -36,7 +36,7 @@ KV_AMAX_OF_UNIT_SCALE: Mapping[str, float] = {"FP8": 448.0, "NVFP4": 448.0 * 6.0
 
 FOLD_NOTE = "smoothing scales are used only where the preceding norm can absorb them (`fold: true`)"
 
-_ATTN_NORM_READERS = ("q", "k", "v", "gate", "q_down", "kv_down")
+_ATTN_NORM_READERS = ("q", "k", "v", "gate", "q_down", "kv_down", "index_k", "index_heads")
 
 
 def solve_qparams(

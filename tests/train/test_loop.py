@@ -27,7 +27,7 @@ from megtool.train.loop import TrainJob, TrainOutcome, TrainState, patience_exha
 from megtool.train.run_log import RunLog
 from megtool.train.run_plan import RunPlan, freeze, make_lr_schedule, make_optimizer, plan_run
 from tests.support.errors import raises
-from tests.support.models import tiny_text
+from tests.support.models import moe_models, tiny_text
 from tests.support.models.dense_cases import LOCAL, PADDED
 from tests.support.models.dense_decoders import CASES, MIXED, MUP, fill_spread
 from tests.support.models.tiny_model import TIED, UNTIED, Case
@@ -86,6 +86,7 @@ DENSE_GRANITE = {
     "shared_intermediate_size": 40,
     "layer_types": ["linear_attention", "full_attention"],
 }
+SPARSE = UNTIED | moe_models.SIZES | moe_models.CASES["deepseek_v32"][2]
 OF_TRANSFORMERS = [
     Case("llama", UNTIED, "llama"),
     Case("nemotron_nas", UNTIED | {"num_hidden_layers": 4, "block_configs": BLOCKS}, "blocks"),
@@ -94,6 +95,8 @@ OF_TRANSFORMERS = [
     Case("granitemoehybrid", UNTIED | MIXED | DENSE_GRANITE, "granite 4"),
     Case("falcon_h1", UNTIED | MUP, "falcon_h1"),
     Case("roberta", TIED | PADDED | NO_DROPOUT | {"max_position_embeddings": 18}, "roberta"),
+    # The indexer has no gradient, and stays as it is.
+    Case("deepseek_v32", SPARSE, "deepseek_v32"),
     Case("modernbert", TIED | LOCAL | {"num_hidden_layers": 4}, "modernbert"),
 ]
 

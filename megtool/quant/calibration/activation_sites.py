@@ -49,7 +49,7 @@ def list_activation_sites(
     return tuple(_make_site(name, fed, config) for name, fed in groups.items())
 
 
-ATTN_NORM_READERS = ("q", "k", "v", "gate", "q_down", "kv_down")
+ATTN_NORM_READERS = ("q", "k", "v", "gate", "q_down", "kv_down", "index_k", "index_heads")
 
 
 def map_norm_readers(
@@ -146,8 +146,11 @@ def _foldable_norm(name: str, module: ModuleInfo, config: ModelConfig) -> str:
     if parent == f"{layer}.attn":
         if last in ("qkv", "down"):
             feeds_this_alone = config.pre_norms and not config.shared_norm
+            feeds_this_alone = feeds_this_alone and not config.index_num_heads
             return f"{layer}.attn_norm" if feeds_this_alone else ""
         inner = {"q_up": "q_down_norm", "kv_up": "kv_down_norm"}
+        if config.index_num_heads:
+            del inner["q_up"]  # the indexer reads it, too
         return f"{parent}.{inner[last]}" if last in inner and config.qk_norm else ""
     # The norm of an MoE layer also feeds the router and all experts; that of a gated delta net its
     # gates.

@@ -45,6 +45,8 @@ _BY_LAST = {
     "up": "fc1",
     "down": "fc2",
     "router": "router",
+    # What chooses the tokens that attention is limited to, as a router chooses experts.
+    **dict.fromkeys(("index_q", "index_k", "index_heads"), "router"),
     "head": "lm_head",
 }
 _EMBEDDINGS = ("embed", "positions", "token_types")
@@ -169,6 +171,7 @@ _ORDER = [
     "q_up",
     "kv_down",
     "kv_up",
+    *("index_q", "index_k", "index_k_norm", "index_heads"),
     "o",
     "mlp_norm",
     "mlp",

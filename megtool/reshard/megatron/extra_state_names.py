@@ -41,6 +41,10 @@ _SITES = (
     "linear_q_up_proj",
     "linear_kv_down_proj",
     "linear_kv_up_proj",
+    "linear_wq_b",  # of an indexer
+    "linear_wk",
+    "linear_weights_proj",
+    "k_norm",
     "eh_proj",
     "in_proj",  # of Mamba-2 mixers and gated delta nets
     "out_proj",

@@ -49,6 +49,10 @@ DEEPSEEK = {
     "topk_group": 1,
 }
 
+LITE = {k: v for k, v in DEEPSEEK.items() if k != "first_k_dense_replace"}
+
+SPARSE = DEEPSEEK | {"index_n_heads": 4, "index_head_dim": 8, "index_topk": 6}
+
 GLM = {k: v for k, v in DEEPSEEK.items() if k not in ("q_lora_rank", "kv_lora_rank")} | {
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -190,6 +194,19 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("glm4_moe", "Glm4Moe", GLM | {"use_qk_norm": True}),
     ("glm4_moe", "Glm4Moe", GLM | {"attention_bias": True, "tie_word_embeddings": True}),
+    ("glm4_moe_lite", "Glm4MoeLite", LITE),
+    ("deepseek_v32", "DeepseekV32", SPARSE),
+    (
+        "deepseek_v32",
+        "DeepseekV32",
+        SPARSE | {"rope_parameters": YARN, "mlp_layer_types": ["sparse"] * 4},
+    ),
+    ("glm_moe_dsa", "GlmMoeDsa", SPARSE),
+    (
+        "glm_moe_dsa",
+        "GlmMoeDsa",
+        SPARSE | {"indexer_types": ["full", "shared", "shared", "full"], "n_group": 1},
+    ),
     ("ernie4_5_moe", "Ernie4_5_Moe", ERNIE),
     (
         "ernie4_5_moe",

@@ -49,6 +49,7 @@ DEEPSEEK = {
     "v_head_dim": 6,
     "first_k_dense_replace": 1,
 }
+LITE = {k: v for k, v in DEEPSEEK.items() if k != "first_k_dense_replace"}
 GLM = {k: v for k, v in DEEPSEEK.items() if k not in ("q_lora_rank", "kv_lora_rank")} | {
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -182,6 +183,17 @@ CASES |= {
     ),
 }
 
+
+SPARSE = DEEPSEEK | {"index_n_heads": 8, "index_head_dim": 8, "index_topk": 4}
+CASES |= {
+    "deepseek_v32": ("deepseek_v32", "DeepseekV32", SPARSE | {"n_group": 4, "topk_group": 2}),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        "GlmMoeDsa",
+        SPARSE | {"indexer_types": ["full", "shared", "full"], "n_group": 1, "topk_group": 1},
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLite", LITE | {"n_group": 1, "topk_group": 1}),
+}
 
 CASES["granitemoehybrid"] = (
     "granitemoehybrid",

@@ -39,6 +39,14 @@ def glm4_moe(folder: Path) -> tuple[Any, str]:
     return model, "glm4_moe"
 
 
+def deepseek_v32(folder: Path) -> tuple[Any, str]:
+    """A DeepSeek-V3.2, whose further layers have indexers, too."""
+    case = next(c for c in moe_cases.CASES if c[0] == "deepseek_v32")
+    model = moe_cases.save(case, folder)
+    add_layers(folder, "model.layers.3.", "model.layers.{}.", 4, DEEPSEEK)
+    return model, "deepseek_v32"
+
+
 def bailing_moe_v2(folder: Path) -> tuple[Any, str]:
     """The same GLM-4.5 as a Ling 2.0."""
     model, _ = glm4_moe(folder)
@@ -117,7 +125,7 @@ def nemotron_h(folder: Path) -> tuple[Any, str]:
 FAMILIES: dict[str, Callable[[Path], tuple[Any, str]]] = {
     f.__name__: f
     for f in (
-        *(glm4_moe, bailing_moe_v2, mimo),
+        *(glm4_moe, deepseek_v32, bailing_moe_v2, mimo),
         *(qwen3_next, qwen3_5_text, qwen3_5_moe, nemotron_h),
     )
 }

@@ -77,6 +77,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+MODELS["sparse"] = MODELS["latent"] | dict(
+    index_num_heads=8, index_head_dim=6, index_topk=3, shared_index_layers=(0, 1)
+)
+
+
 def config_of(name: str) -> ModelConfig:
     return ModelConfig(**SIZES | MODELS[name])
 
