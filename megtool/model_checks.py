@@ -96,6 +96,34 @@ def check_sizes(config: ModelConfig) -> None:
             raise MappingError(f"a layer has {name}={max(numbers)}, and the model says less")
 
 
+def check_indexer(config: ModelConfig, counts: tuple[int, ...]) -> None:
+    """Refuse indexers without sizes, and layers that share a choice which nobody has made.
+
+    Raises:
+        MappingError: the message names the field.
+    """
+    shared = config.shared_index_layers
+    if shared is not None and (not are_flags(shared, counts) or shared[0]):
+        raise MappingError(
+            f"shared_index_layers is {str(shared)[:80]}",
+            hint=f"one 0 or 1 for each of {config.num_layers} layers, and 0 for the first",
+        )
+    if not config.index_num_heads:
+        return
+    for name in ("kv_lora_rank", "q_lora_rank", "index_topk"):
+        if not getattr(config, name):
+            raise MappingError(
+                f"{name} is 0, but there are {config.index_num_heads} heads of an indexer",
+                hint="an indexer reads the compressed queries of latent attention",
+            )
+    if config.index_head_dim < config.qk_rope_head_dim:
+        raise MappingError(
+            f"index_head_dim is {config.index_head_dim}, less than the "
+            f"{config.qk_rope_head_dim} elements that turn",
+            hint="at least qk_rope_head_dim",
+        )
+
+
 def check_rope_scaling(scaling: Mapping[str, Any] | None, rotary_size: int) -> None:
     """Refuse factors that are no positive numbers, or not one for each of `rotary_size / 2` pairs.
 
