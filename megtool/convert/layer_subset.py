@@ -106,7 +106,9 @@ def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
         skip = None if all(windows) else windows
     is_windowed = bool(config.window_size) and any(windows)
     rope = tuple(config.no_rope_layers[i] for i in layers) if config.no_rope_layers else ()
-    shared = tuple(config.shared_index_layers[i] for i in layers) if config.shared_index_layers else ()
+    shared = (
+        tuple(config.shared_index_layers[i] for i in layers) if config.shared_index_layers else ()
+    )
     return replace(
         config,
         num_layers=n,

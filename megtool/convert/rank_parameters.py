@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megtool.config import ParallelConfig
 from megtool.convert.megatron import split_state
+from megtool.convert.megatron_moe import INDEXER
 from megtool.convert.sections import joined
 from megtool.convert.sharding import (
     Glu,
@@ -173,11 +174,11 @@ def of_tensor_rank(
 def in_buffer(parameters: Sequence[Parameter], num_elements: int) -> list[Parameter]:
     """Those of a rank's parameters that a flat buffer of so many elements has.
 
-    Parts of a model that are not text have no place in it where they were frozen.
+    Parts of a model that are not text, and indexers, have no place in it where they were frozen.
     """
     if sum(p.numel for p in parameters) <= num_elements:
         return list(parameters)
-    return [p for p in parameters if not is_tower(p.key)]
+    return [p for p in parameters if not (is_tower(p.key) or INDEXER in p.key)]
 
 
 def _check_size(t: GlobalTensor, rule: ShardingRule, config: ModelConfig) -> None:
