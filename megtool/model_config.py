@@ -74,6 +74,10 @@ class ModelConfig:
     normalizes embeddings. `masked_head` puts a linear layer, the activation and a norm before the
     output layer (which `head_dense_bias` and `head_bias` give a bias).
 
+    With `num_decoder_layers` the layers are an encoder's, and as many of a decoder attend to its
+    output. Relative positions have `relative_num_buckets` biases for each head; tokens that are
+    `relative_max_distance` or more apart share the last.
+
     `pre_norms` is false where nothing is normalized before attention and MLP, `first_attn_norm`
     where nothing is before the first layer's attention; `shared_norm` is true where one norm feeds
     both (in parallel), and `norm_bias` false where layer norms have a weight alone. `post_norms`
@@ -148,6 +152,9 @@ class ModelConfig:
     masked_head: bool = False
     head_dense_bias: bool = False
     head_bias: bool = False
+    num_decoder_layers: int = 0
+    relative_num_buckets: int = 0
+    relative_max_distance: int = 0
     num_experts: int = 0
     num_experts_per_token: int = 0
     moe_ffn_hidden_size: int = 0
@@ -223,7 +230,7 @@ class ModelConfig:
             check_int(name, getattr(self, name), 1)
         for name in _NATURAL:
             check_int(name, getattr(self, name), 0)
-        num_layers = self.num_layers + self.num_mtp_layers
+        num_layers = self.num_layers + self.num_mtp_layers + self.num_decoder_layers
         if num_layers > MOST_LAYERS or num_layers * self.num_experts > MOST_EXPERTS:
             raise MappingError(
                 f"num_layers is {self.num_layers}, num_experts {self.num_experts}",
@@ -443,6 +450,9 @@ _NATURAL = (
     "window_size",
     "num_token_types",
     "position_offset",
+    "num_decoder_layers",
+    "relative_num_buckets",
+    "relative_max_distance",
     "num_experts",
     "num_experts_per_token",
     "moe_ffn_hidden_size",

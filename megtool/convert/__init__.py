@@ -28,6 +28,7 @@ from megtool.convert.common_rows import (
 from megtool.convert.config_keys import (
     Default,
     Derived,
+    FeedForward,
     Key,
     Larger,
     NoRope,
@@ -124,6 +125,7 @@ __all__ = [
     "EitherKey",
     "EveryLayer",
     "Family",
+    "FeedForward",
     "GlobalHeads",
     "Grouped",
     "Implied",

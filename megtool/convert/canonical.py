@@ -261,7 +261,9 @@ VOCABULARY: Mapping[str, Weight] = MappingProxyType(
     }
 )
 
-DOMAINS = MappingProxyType({"l": "num_layers", "e": "num_experts", "m": "num_mtp_layers"})
+DOMAINS = MappingProxyType(
+    {"l": "num_layers", "e": "num_experts", "m": "num_mtp_layers", "d": "num_decoder_layers"}
+)
 
 
 def indices_in(pattern: str) -> tuple[str, ...]:
@@ -317,7 +319,7 @@ class CanonicalModel:
         return value
 
     def size(self, index: str) -> int:
-        """How many values the index `l`, `e` or `m` takes."""
+        """How many values the index `l`, `e`, `m` or `d` takes."""
         if index not in DOMAINS:
             raise MappingError(
                 f"the index {index!r} is unknown", hint=f"known: {', '.join(DOMAINS)}"

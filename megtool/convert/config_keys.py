@@ -83,6 +83,39 @@ class Larger(Setting):
 
 
 @dataclass(frozen=True, slots=True)
+class FeedForward(Setting):
+    """A stored key that names the activation of the MLP, after `gated-` where it is gated.
+
+    `gated-gelu` is the approximation by tanh, as transformers reads it.
+    """
+
+    key: str
+    default: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """Both fields."""
+        value = stored.get(self.key)
+        first, dash, second = str(self.default if value is None else value).partition("-")
+        kind = second if dash else first
+        if kind not in ("relu", "gelu", "gelu_new", "silu") or (dash and first != "gated"):
+            raise MappingError(
+                f"the configuration says {self.key}={value!r}, "
+                "but the family knows relu, gelu, gelu_new and silu, each also after 'gated-'",
+                error_id="unsupported-model",
+            )
+        into["gated"] = bool(dash)
+        into["activation"] = "gelu_new" if dash and kind == "gelu" else kind
+        return (self.key,)
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """Both fields in one."""
+        kind = config.activation
+        if config.gated:
+            kind = "gated-" + ("gelu" if kind == "gelu_new" else kind)
+        into[self.key] = kind
+
+
+@dataclass(frozen=True, slots=True)
 class Default:
     """A default computed from fields read before, such as `hidden_size // num_heads`."""
 
@@ -199,7 +232,8 @@ class Rope(Setting):
     `base` is the default of `key`; `percent_key` is the older name of the part of a head that
     turns, `size_key` that of its number of elements; `local_key` is the name of the base for layers
     with a window, in families that have them. The older form is written, which old and new readers
-    understand; for the base of layers with a window without a `local_key` (`by_kind`), both.
+    understand; for the base of layers with a window without a `local_key` (`by_kind`), both, or
+    the newer alone where the family has no `old` one.
     """
 
     base: float = 10000.0
@@ -210,6 +244,7 @@ class Rope(Setting):
     local_base: float = 10000.0
     size_key: str | None = None
     by_kind: bool = False
+    old: bool = True
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Base, part and scaling of either form; a scaling of type `default` is none."""
@@ -253,9 +288,11 @@ class Rope(Setting):
         return tuple(k for k in (*keys, self.size_key) if k)
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
-        """The older form."""
-        into[self.key] = config.rope_base
-        into["rope_scaling"] = None if config.rope_scaling is None else dict(config.rope_scaling)
+        """The older form, the newer one, or both."""
+        if self.old:
+            into[self.key] = config.rope_base
+            scaling = config.rope_scaling
+            into["rope_scaling"] = None if scaling is None else dict(scaling)
         if self.percent_key and self.size_key:
             if config.rotary_percent != 1:  # absent, heads turn as wholes
                 into[self.percent_key] = config.rotary_percent

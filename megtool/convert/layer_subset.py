@@ -10,6 +10,7 @@ from typing import Any
 
 from megtool.convert.config_keys import skip_flags
 from megtool.convert.families import Family
+from megtool.convert.hybrid import kinds_of
 from megtool.convert.moe_config_keys import MoeLayers
 from megtool.convert.nested import TEXT_CONFIG
 from megtool.errors import MappingError, UsageError
@@ -90,7 +91,9 @@ def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
     """
     experts, n = config.moe_layers, len(layers)
     last = config.num_layers - 1
-    if config.num_mtp_layers and (layers[-1] in experts) != (last in experts):
+    like_last = config.num_mtp_layers and not config.mtp_kind
+    all_kinds = kinds_of(config)
+    if like_last and all_kinds[layers[-1]] != all_kinds[last]:
         raise MappingError(
             f"multi-token prediction is like layer {last}, and layer {layers[-1]} is not",
             hint=f"choose layers of which the last is like layer {last}",
@@ -113,6 +116,7 @@ def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
         config,
         num_layers=n,
         layer_kinds=tuple(of_layer[i] for i in layers) if of_layer else None,
+        tied_values=tuple(config.tied_values[i] for i in layers) if config.tied_values else None,
         layer_sizes=None
         if config.layer_sizes is None
         else {name: tuple(sizes[i] for i in layers) for name, sizes in config.layer_sizes.items()},
@@ -175,6 +179,7 @@ def edited_config(
     for name, a, b in (
         ("num_layers", config.num_layers, new.num_layers),
         ("moe_layers", sorted(config.moe_layers), sorted(new.moe_layers)),
+        ("layer_kinds", config.layer_kinds, new.layer_kinds),
         ("layers with a window", window_flags(config), window_flags(new)),
         ("no_rope_layers", config.no_rope_layers or (), new.no_rope_layers or ()),
         ("layers with an indexer", sorted(config.index_layers), sorted(new.index_layers)),

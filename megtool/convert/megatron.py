@@ -235,7 +235,12 @@ def is_megatron(names: Iterable[str]) -> bool:
     """Some of the names are Megatron's."""
     return any(
         split_state(n)[2].startswith(
-            ("decoder.layers.", "decoder.final_", "embedding.word_embeddings.")
+            (
+                "decoder.layers.",
+                "decoder.final_layernorm.",
+                "decoder.final_norm.",
+                "embedding.word_embeddings.",
+            )
         )
         for n in names
     )

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megtool.config import ParallelConfig
-from megtool.convert.config_keys import num_layers, skip_freq
 from megtool.convert.blocks import BLOCKS, block_args, block_fields
+from megtool.convert.config_keys import num_layers, skip_freq
+from megtool.convert.global_heads import GLOBAL_SIZE, global_args, global_fields
 from megtool.convert.hybrid_pattern import (
     OLD_PATTERN,
     PATTERN,
@@ -55,6 +56,8 @@ def mixer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
     """
     if args.get(BLOCKS):
         return block_fields(args)
+    if args.get(GLOBAL_SIZE):
+        return global_fields(args)
     pattern, out = pattern_of(args), indexer_fields(args)
     is_parallel = pattern is None and args.get(_ALL_PARALLEL) == 1
     if args.get("moe_latent_size"):
@@ -129,7 +132,7 @@ def mixer_args(
     """
     kinds = config.layer_kinds
     if config.layer_sizes is not None:
-        return block_args(config, known)
+        return global_args(config) if kinds is None else block_args(config, known)
     out = indexer_args(config)
     if config.moe_latent_size:
         out["moe_latent_size"] = config.moe_latent_size

@@ -78,6 +78,7 @@ _REPLICATED = re.compile(
     r"|\blinear_(?:q|kv|qkv)_down_proj\.weight$"
     r"|\bindexer\.linear_(?:wq_b|wk|weights_proj)\.weight$"
     r"|\brouter\.\w+$"
+    r"|\blayer_scalar$"
     r"|\bfc[12]_latent_proj\.weight$"
     r"|\bshared_experts\.gate_weight$"
     r"|\b(?:position|tokentype)_embeddings\.weight$"
@@ -219,6 +220,11 @@ def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
         LayoutError: naming the axis, what it does not divide, and the sizes that work.
     """
     tp = parallel.tp
+    if config.num_decoder_layers and parallel.pp > 1:
+        raise LayoutError(
+            f"pp={parallel.pp}: an encoder and a decoder (T5) do not share stages",
+            hint="--tp splits such a model",
+        )
     fits = [n for n in divisors(config.num_heads) if not _tp_fault(config, n)]
     if fault := _tp_fault(config, tp):
         raise _indivisible("tp", tp, fault, fits)

@@ -110,7 +110,7 @@ class TransformerLayer(nn.Module):
     def forward(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """The residual behind the layer."""
         y_TH = self.sum_branches(x_TH, frame)
-        return y_TH if self.layer_scalar is None else y_TH * self.layer_scalar
+        return y_TH if self.layer_scalar is None else y_TH * self.layer_scalar.detach()
 
     def sum_branches(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """The residual with what the branches add to it."""

@@ -78,6 +78,7 @@ class Rotary:
         self.scaling = dict(config.rope_scaling or {})
         self.kind = str(self.scaling.get("rope_type", self.scaling.get("type", "default")))
         self._known: dict[tuple[Any, ...], Frequencies] = {}
+        self._of_size: dict[int, Rotary] = {}
         self._last_rotations: tuple[Tensor | None, dict[bool, Rotation]] = (None, {})
         if config.position_embedding == "rope":
             self.frequencies(self.original_length, is_local=False)
@@ -98,6 +99,11 @@ class Rotary:
         """
         if not has_rotation(self.config, layer):
             return None
+        if self.config.layer_sizes and "head_dim" in self.config.layer_sizes:
+            config = self.config.at_layer(layer)
+            if config.head_dim not in self._of_size:
+                self._of_size[config.head_dim] = Rotary(config, dtype=self.dtype)
+            return self._of_size[config.head_dim].of(layer, positions_BS, last_B)
         is_local = self.config.rope_local_base is not None and has_window(self.config, layer)
         if self._last_rotations[0] is not positions_BS:
             self._last_rotations = (positions_BS, {})
@@ -109,6 +115,8 @@ class Rotary:
     def forget(self) -> None:
         """Discard the last rotations."""
         self._last_rotations = (None, {})
+        for rotary in self._of_size.values():
+            rotary.forget()
 
     def rotation(
         self, positions_BS: Tensor, *, is_local: bool = False, last_B: Tensor | None = None
@@ -191,6 +199,14 @@ def _linear(rotary: Rotary, base: float, length: int) -> Frequencies:
     return Frequencies(1 / _powers(base, rotary.size) / rotary.scaling["factor"], 1.0)
 
 
+def _proportional(rotary: Rotary, base: float, length: int) -> Frequencies:
+    """The first part of the pairs turns as in a whole head, and the others stand still."""
+    s, half = rotary.scaling, rotary.size // 2
+    turning = int(s.get("partial_rotary_factor", 1.0) * rotary.size // 2)
+    freq = 1 / _powers(base, rotary.size) / s.get("factor", 1.0)
+    return Frequencies(torch.where(torch.arange(half) < turning, freq, 0.0), 1.0)
+
+
 def _dynamic(rotary: Rotary, base: float, length: int) -> Frequencies:
     return Frequencies(_ntk(rotary, base, torch.tensor(length)), 1.0)
 
@@ -264,6 +280,7 @@ def _longrope(rotary: Rotary, base: float, length: int) -> Frequencies:
 _KINDS: Mapping[str, Callable[[Rotary, float, int], Frequencies]] = {
     "default": _default,
     "linear": _linear,
+    "proportional": _proportional,
     "dynamic": _dynamic,
     "yarn": _yarn,
     "longrope": _longrope,

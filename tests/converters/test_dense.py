@@ -28,7 +28,7 @@ from megtool.tensors.sharded import GlobalTensor
 from tests.support.errors import raises
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored
-from tests.support.models.dense_cases import CASES, WINDOWED, save
+from tests.support.models.dense_cases import CASES, GEMMA4, WINDOWED, save
 from tests.support.models.tiny_model import SIZES, TIED, UNTIED, Case, sizes_of
 
 transformers = pytest.importorskip("transformers")
@@ -101,6 +101,8 @@ def test_any_size_and_layout_comes_back(
     side = read_side(held, family=found, config=config)
     for unused, _ in side.dropped:
         arrays.pop(unused)
+    assert side.config is not None
+    per_layer = per_layer or not side.config.is_homogeneous
     there = write_side(
         side, dialect="megatron", parallel=ParallelConfig(tp=tp), per_layer=per_layer
     )
@@ -504,3 +506,47 @@ def test_args_alone_are_enough_for_another_layout(case: Case, tmp_path: Path) ->
         reshard(tmp_path / "two", tmp_path / "back", to="hf", fsync=False)
     reshard(tmp_path / "two", tmp_path / "back", to="hf", like=tmp_path / "hf", fsync=False)
     assert stored(tmp_path / "back") == stored(tmp_path / "hf")
+
+
+GEMMA4_STORED = SIZES | GEMMA4 | {"num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2"),
+        ({"enable_moe_block": True}, "enable_moe_block=True"),
+        ({"use_bidirectional_attention": "all"}, "it is an encoder"),
+        ({"per_layer_config": {"7": {"head_dim": 8}}}, "a layer '7'"),
+        ({"per_layer_config": {"1": {"hidden_size": 8}}}, "says 'hidden_size' of a layer"),
+        ({"per_layer_config": [16]}, "tables by layer"),
+        ({"global_head_dim": -1}, "the heads of a layer are"),
+    ],
+)
+def test_gemma4_of_other_sizes_is_refused(keys: dict[str, Any], said: str) -> None:
+    with raises(MappingError, said):
+        family("gemma4").read_config(GEMMA4_STORED | keys)
+
+
+def test_heads_of_layers_without_a_window() -> None:
+    """As published files say them, as transformers 5 does, and as args do."""
+    found = family("gemma4")
+    config = found.read_config(GEMMA4_STORED)
+    assert config.layer_sizes == {"head_dim": (8, 16, 8, 16), "num_kv_heads": (2, 1, 2, 1)}
+    assert config.tied_values == (0, 1, 0, 1)
+    listed = {"per_layer_config": {n: {"head_dim": 16, "num_key_value_heads": 1} for n in "13"}}
+    plain = {k: v for k, v in GEMMA4_STORED.items() if "global" not in k}
+    assert found.read_config(plain | listed).layer_sizes == config.layer_sizes
+    said = config_from_args(args_from_config(config))
+    assert said.layer_sizes == config.layer_sizes
+    assert said.tied_values == config.tied_values
+    written = found.write_config(replace(config, extra={}))
+    assert written["per_layer_config"] == listed["per_layer_config"]
+    assert found.read_config(written).layer_sizes == config.layer_sizes
+    with raises(MappingError, "which layers have heads of which size"):
+        found.write_config(replace(config, layer_sizes=None))
+    with raises(MappingError, "values are keys in every layer without a window"):
+        found.write_config(replace(config, tied_values=(1, 1, 1, 1)))
+    uneven = {"head_dim": (8, 16, 8, 8), "num_kv_heads": (2, 1, 2, 1)}
+    assert "global_head_dim" not in args_from_config(replace(config, layer_sizes=uneven))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.models.dense_cases import FULL, GEMMA4
 from tests.support.models.tiny_model import BIASED, TIED, UNTIED, Case
 from tests.support.models.unequal_layers import BLOCKS
 
@@ -157,6 +158,8 @@ CASES = [
     Case("cohere", UNTIED | BIASED | {"use_qk_norm": True, "logit_scale": 1.5}, "per-head"),
     Case("cohere2", TIED | LAYERS4 | {"sliding_window": 5, "logit_scale": 0.5}),
     Case("nemotron_nas", UNTIED | LAYERS4 | {"block_configs": BLOCKS}, "nemotron_nas"),
+    Case("gemma4", TIED | GEMMA4 | LAYERS4, "gemma4"),
+    Case("gemma4", UNTIED | BIASED | GEMMA4 | {"attention_k_eq_v": False, "layer_types": FULL * 2}),
 ]
 
 

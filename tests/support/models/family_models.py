@@ -60,6 +60,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"intermediate_size": 128, "full_attention_interval": 2},
     "qwen3_5_text": _GROUPED | _DELTA | {"intermediate_size": 128, "full_attention_interval": 2},
     "qwen3_5_moe_text": _GROUPED | _DELTA | _ONE_FOR_ALL | {"full_attention_interval": 2},
+    "gemma4": {
+        "intermediate_size": 256,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "global_head_dim": 128,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 16,
+    },
     "nemotron_nas": {
         "head_dim": 64,
         "num_hidden_layers": 4,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.models.dense_cases import GEMMA4
 from tests.support.models.tiny_model import SIZES
 
 transformers = pytest.importorskip("transformers")
@@ -154,6 +155,13 @@ CASES = [
         | {"intermediate_size": "absent", "moe_intermediate_size": 24, "num_experts": 4}
         | {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 16},
         QWEN_VISION | {"num_position_embeddings": 16},
+    ),
+    NestedCase(
+        "gemma4_multimodal",
+        "Gemma4",
+        GEMMA4 | {"layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0},
+        VISION | {"num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 16},
+        {"audio_config": None},
     ),
 ]
 

@@ -26,7 +26,7 @@ GPT2_NAMES = {
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }
-WITHOUT_GROUPS = {"gpt2", "gpt_neox", "bert", "roberta", "modernbert"}
+WITHOUT_GROUPS = {"gpt2", "gpt_neox", "bert", "roberta", "modernbert", "t5"}
 """Families whose attention has as many heads of keys and values as of queries."""
 
 CLASSES: dict[str, tuple[str, str]] = {
@@ -79,6 +79,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "roberta": ("RobertaForMaskedLM", "RobertaConfig"),
     "seed_oss": ("SeedOssForCausalLM", "SeedOssConfig"),
     "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config"),
+    "t5": ("T5ForConditionalGeneration", "T5Config"),
     "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config"),
 }
 """transformers' model and configuration class of each family."""
