@@ -27,6 +27,7 @@ from megtool.inference.runtime import on_ranks
 from megtool.options.groups import RuntimeOptions
 from tests.support.errors import raises
 from tests.support.models import tiny_llama, tiny_text
+from tests.support.models.mtp_reference import save_tunable
 from tests.support.worlds.torchrun import torchrun
 
 
@@ -253,3 +254,30 @@ def test_a_real_model_writes_what_it_writes_in_transformers(tmp_path: Path) -> N
             )
             assert isinstance(report, GenerateReport)
             assert [a.text for a in report.answers] == expected, (source, rows)
+
+
+def test_drafts_change_how_fast_a_text_comes_and_not_the_text(
+    folder: Path, tmp_path: Path
+) -> None:
+    save_tunable(tmp_path / "mtp", depths=1)
+    reshard(tmp_path / "mtp", tmp_path / "megatron", to="torch_dist", tp=2)
+    plain = texts(tmp_path / "mtp", prompt=PROMPTS)
+    for source in (tmp_path / "mtp", tmp_path / "megatron"):
+        report = generate(
+            source,
+            device="cpu",
+            max_new_tokens=12,
+            prompt=PROMPTS,
+            speculative="mtp",
+            tokenizer=tmp_path / "mtp",
+        )
+        assert isinstance(report, GenerateReport)
+        assert [a.text for a in report.answers] == plain
+        assert 0 <= report.num_accepted <= report.num_drafted
+        assert report.num_drafted > 10
+        assert f"% of {report.num_drafted} drafted tokens accepted" in report.summary()
+        assert report.to_json()["num_drafted"] == report.num_drafted
+    with pytest.raises(UsageError, match="no layers of multi-token prediction"):
+        texts(folder, prompt=PROMPTS, speculative="mtp")
+    with pytest.raises(UsageError, match="--stream-layers"):
+        texts(tmp_path / "mtp", prompt=PROMPTS, speculative="mtp", stream_layers=True)
