@@ -8,7 +8,7 @@ HybridModel numbers each branch as a layer of its own, in the same order. `hybri
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from megtool.convert.config_keys import skip_flags
@@ -174,6 +174,13 @@ def from_hybrid(config: ModelConfig) -> Callable[[str], str]:
         return text.replace(_FINAL[1], _FINAL[0])
 
     return name
+
+
+def layers_of_branches(config: ModelConfig, layers: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """The numbers that HybridModel has for the branches of some layers, and for how many in all."""
+    kinds = kinds_of(config)
+    first = [sum(map(len, kinds[:i])) for i in range(len(kinds) + 1)]
+    return tuple(n for i in layers for n in range(first[i], first[i + 1])), first[-1]
 
 
 def _is_of_feed(rest: str) -> bool:

@@ -13,6 +13,7 @@ from megtool.checkpoint.containers.pickle_reader import Inert
 from megtool.checkpoint.containers.pickle_writer import make_namespace
 from megtool.checkpoint.formats.auxiliary_files import MODELOPT_FOLDER
 from megtool.checkpoint.storage.files import read_file
+from megtool.convert.hybrid import layers_of_branches
 from megtool.convert.layer_subset import edited_config, of_layers, parse_layers, renumbered
 from megtool.convert.megatron_args import args_from_config
 from megtool.errors import MappingError
@@ -55,7 +56,10 @@ def select_layers(source: CheckpointSource, text: str) -> CheckpointSource:
     removed = {p.stored for p in side.placements.values()}
     removed -= {side.placements[old].stored for old in first_name}
     catalogue = source.catalogue.select(lambda name: name not in removed)
-    catalogue.objects = _renumber_objects(source.catalogue.objects, layers, model.config.num_layers)
+    numbers, num_layers = layers, model.config.num_layers
+    if side.is_hybrid:
+        numbers, num_layers = layers_of_branches(model.config, layers)
+    catalogue.objects = _renumber_objects(source.catalogue.objects, numbers, num_layers)
     if len(layers) != model.config.num_layers or list(layers) != sorted(set(layers)):
         _set_modelopt_aside(catalogue)
     changed = _changed_args(model.config, config)

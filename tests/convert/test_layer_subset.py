@@ -109,6 +109,20 @@ def test_names_follow_in_every_state(layers: tuple[int, ...]) -> None:
         }
 
 
+def test_what_is_like_the_last_layer_has_its_mixer() -> None:
+    old = family("qwen3_5_text").read_config(
+        stored("llama") | {"mtp_num_hidden_layers": 1, "full_attention_interval": 3}
+    )
+    chosen_layers = of_layers(old, (1, 2))
+    assert chosen_layers.layer_kinds == ("G-", "*-")
+    known = family("qwen3_5_text")
+    before = known.write_config(old)
+    after = edited_config(before, known, old, chosen_layers)
+    assert after["layer_types"] == ["linear_attention", "full_attention"]
+    with pytest.raises(MappingError, match="multi-token prediction is like layer 5"):
+        of_layers(old, (2, 3))
+
+
 def test_what_is_like_the_last_layer_stays_so() -> None:
     known = family("deepseek_v3")
     old = known.read_config(

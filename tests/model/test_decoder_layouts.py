@@ -97,6 +97,7 @@ MOE: dict[str, Callable[[], Any]] = {
         "ernie4_5_moe",
         "minimax_m2",
         "granitemoe",
+        "mistral4",
         "glm4_moe_lite",
         "deepseek_v32",
     )

@@ -45,11 +45,7 @@ def chosen(before: dict[str, Any], layers: list[int], *, stacked: bool) -> dict[
 @pytest.mark.parametrize("hop", HOPS, ids=lambda h: str(h["optimizer_format"]))
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=pytest.mark.slow) if "mamba" in n else n
-        for n in MODELS
-        if n != "mamba"
-    ],
+    [pytest.param(n, marks=pytest.mark.slow) if "mamba" in n else n for n in MODELS],
 )
 def test_layers_of_a_training_state(
     name: str, hop: dict[str, Any], tmp_path: Path, materialize: Any
@@ -77,6 +73,27 @@ def test_layers_of_a_training_state(
     args = open_checkpoint(tmp_path / "some").metadata["args"]
     assert args["num_layers"] == args["encoder_num_layers"] == 3
     assert args["moe_layer_freq"] == ([0, 1, 1] if model.moe_layers - {2} == {1, 3} else 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["some experts", pytest.param("delta net", marks=pytest.mark.slow)]
+)
+def test_layers_of_a_model_that_numbers_branches(
+    name: str, tmp_path: Path, materialize: Any
+) -> None:
+    """They are named as in the model of two branches each, and so are objects of theirs."""
+    write(tmp_path / "gpt", config(**MODELS[name]), ParallelConfig(), materialize)
+    reshard(tmp_path / "gpt", tmp_path / "hybrid", tp=2, model_class="hybrid", strict=True)
+    for number, (source, options) in enumerate(
+        (("gpt", {"layers": "3,0-1"}), ("0", {"tp": 2, "model_class": "hybrid"}))
+    ):
+        reshard(tmp_path / source, tmp_path / f"{number}", strict=True, **options)
+    reshard(tmp_path / "hybrid", tmp_path / "some", layers="3,0-1", strict=True)
+    assert verify(tmp_path / "0", tmp_path / "some").verdict == "equal"
+    want, found = (open_checkpoint(tmp_path / folder) for folder in ("1", "some"))
+    assert found.objects.keys() == want.objects.keys()
+    for key in ("num_layers", "hybrid_layer_pattern", "moe_layer_freq"):
+        assert found.metadata["args"][key] == want.metadata["args"][key], key
 
 
 def test_layers_of_a_folder_and_what_transformers_makes_of_it(tmp_path: Path) -> None:

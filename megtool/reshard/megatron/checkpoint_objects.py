@@ -138,11 +138,16 @@ def _place_state(
 
 def _renumbering(source: CheckpointSource, tensors: Sequence[GlobalTensor]) -> Callable[[str], str]:
     """From the source's modules to those of the target's class of models."""
-    is_hybrid = any(t.name.endswith("decoder.final_norm.weight") for t in tensors)
+    is_hybrid = _are_hybrid(tensors)
     config = source.known_config
     if config is None or config.parallel_layers or is_hybrid == source.view.is_hybrid:
         return str
-    return to_hybrid(config) if is_hybrid else from_hybrid(config)
+    rename = to_hybrid(config) if is_hybrid else from_hybrid(config)
+    return lambda module: rename(f"{module}.").removesuffix(".")
+
+
+def _are_hybrid(tensors: Sequence[GlobalTensor]) -> bool:
+    return any(t.name.endswith("decoder.final_norm.weight") for t in tensors)
 
 
 def _obstacle_finder(
@@ -208,9 +213,14 @@ def encode_objects(
         n: encode_stored_object(catalogue, o) for n, o in carried.objects.items()
     }
     has_states = catalogue.format == "torch_dist" and any(map(is_extra_state, catalogue.objects))
-    if megatron and not has_states:
-        out |= dict.fromkeys(list_required_states(tensors, out), empty_state)
-    return out
+    if not megatron:
+        return out
+    required = list_required_states(tensors, out)
+    if has_states and _are_hybrid(tensors) and not source.view.is_hybrid:
+        required = {n: None for n in required if "output_layer." in n}  # GPTModel saves none
+    elif has_states:
+        required = {}
+    return out | dict.fromkeys(required, empty_state)
 
 
 def encode_stored_object(catalogue: Catalogue, stored: StoredObject) -> bytes:
