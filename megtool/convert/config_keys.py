@@ -271,7 +271,7 @@ class Rope(Setting):
                 percent = stored[self.size_key] / into["head_dim"]
             percent = self.percent if percent is None else percent
             into["rotary_percent"] = float(percent)
-        elif percent not in (None, 1.0):
+        elif percent not in (None, 1.0, _latent_part(into)):
             raise MappingError(
                 f"the family turns whole heads, not {percent!r} of one",
                 error_id="unsupported-model",
@@ -293,6 +293,11 @@ class Rope(Setting):
             into[self.key] = config.rope_base
             scaling = config.rope_scaling
             into["rope_scaling"] = None if scaling is None else dict(scaling)
+        elif not self.by_kind:
+            into["rope_parameters"] = {
+                **(config.rope_scaling or {"rope_type": "default"}),
+                "rope_theta": config.rope_base,
+            }
         if self.percent_key and self.size_key:
             if config.rotary_percent != 1:  # absent, heads turn as wholes
                 into[self.percent_key] = config.rotary_percent
@@ -314,6 +319,14 @@ class Rope(Setting):
                 | {"rope_theta": config.rope_base},
                 "sliding_attention": {"rope_type": "default", "rope_theta": local},
             }
+
+
+def _latent_part(fields: Mapping[str, Any]) -> float | None:
+    """The part of a head that turns in latent attention; None without it."""
+    if not fields.get("kv_lora_rank"):
+        return None
+    turning, still = fields["qk_rope_head_dim"], fields["qk_nope_head_dim"]
+    return float(turning / (turning + still))
 
 
 @dataclass(frozen=True, slots=True)

@@ -401,7 +401,7 @@ def without_computed(row: Row, model: CanonicalModel) -> Iterator[Row]:
 
 
 def stack_layers(table: Table) -> tuple[Row | Dropped | Tower, ...]:
-    """The table with `{l}.` gone from stored names and all layers on a leading axis instead.
+    """The table with `{l}.` and `{d}.` gone from stored names and all layers on a leading axis.
 
     Layers have to be alike: a condition that holds for some layers only makes the row impossible.
     """
@@ -409,12 +409,14 @@ def stack_layers(table: Table) -> tuple[Row | Dropped | Tower, ...]:
 
 
 def _stacked(row: Row) -> Row:
-    if "{l}." not in row.stored:
+    index = next((n for n in "ld" if f"{{{n}}}." in row.stored), None)
+    if index is None:
         return row
+    mark = f"{{{index}}}."
     return Row(
-        stored=row.stored.replace("{l}.", ""),
-        word=Stacked(row.word, "l"),
-        also=tuple(a.replace("{l}.", "") for a in row.also),
+        stored=row.stored.replace(mark, ""),
+        word=Stacked(row.word, index),
+        also=tuple(a.replace(mark, "") for a in row.also),
         when=row.when,
     )
 

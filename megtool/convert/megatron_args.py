@@ -126,6 +126,7 @@ def args_from_config(
     model: dict[str, Any] = {
         "num_layers": config.num_layers,
         "encoder_num_layers": config.num_layers,
+        **_encoder_decoder_args(config),
         "hidden_size": config.hidden_size,
         "ffn_hidden_size": config.ffn_hidden_size,
         "num_attention_heads": config.num_heads,
@@ -297,6 +298,17 @@ def _window(args: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "window_size": left + 1,
         "window_skip_freq": tuple(freq) if isinstance(freq, list | tuple) else freq,
+    }
+
+
+def _encoder_decoder_args(config: ModelConfig) -> dict[str, Any]:
+    """Args of T5's that no other model has."""
+    if not config.num_decoder_layers:
+        return {}
+    return {
+        "decoder_num_layers": config.num_decoder_layers,
+        "relative_attention_num_buckets": config.relative_num_buckets,
+        "relative_attention_max_distance": config.relative_max_distance,
     }
 
 

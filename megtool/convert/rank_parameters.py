@@ -103,8 +103,8 @@ class Homes:
         An embedding has a copy where the output layer shares it, or where multi-token prediction
         needs it (then the copy serves both).
         """
-        if self.parallel.pp == 1 and key.startswith("encoder."):
-            return [(0, 0, "")]  # an encoder may have more layers than its decoder
+        if self.parallel.pp == 1 and key.startswith(("encoder.", "decoder.layers.")):
+            return [(0, 0, "")]  # an encoder may have more layers than its decoder, or fewer
         if layer >= 0:
             return [(int(self.stages.of_layer[layer]), self.chunks[layer], "")]
         stage = self.stages.of_place[rule.place]
@@ -188,10 +188,10 @@ def _check_size(t: GlobalTensor, rule: ShardingRule, config: ModelConfig) -> Non
         LayoutError: it does not.
     """
     layers = t.shape[0] if rule.has_layer_axis else rule.layer + 1
-    if layers > config.num_layers:
-        raise LayoutError(
-            f"there is a layer {layers - 1}, but num_layers={config.num_layers}", tensor=t.name
-        )
+    is_second = config.num_decoder_layers and t.name.startswith("decoder.")
+    field = "num_decoder_layers" if is_second else "num_layers"
+    if layers > (num_layers := getattr(config, field)):
+        raise LayoutError(f"there is a layer {layers - 1}, but {field}={num_layers}", tensor=t.name)
     if not rule.is_expert:
         return
     experts = t.shape[rule.has_layer_axis] if rule.has_expert_axis else rule.expert + 1

@@ -195,9 +195,10 @@ def require_decoder(source: CheckpointSource, *, encoders: bool = False) -> Chec
             hint="--family NAME and --like HF_FOLDER say which model it is; " + _ENCODERS,
         )
     if (config.bidirectional and not encoders) or config.position_embedding == "relative":
-        raise MappingError(
-            "it is an encoder, which generates no text", file=source.path, hint=_ENCODERS
-        )
+        what = "an encoder and a decoder, which are not run"
+        if config.bidirectional:
+            what = "an encoder, which generates no text"
+        raise MappingError(f"it is {what}", file=source.path, hint=_ENCODERS)
     if towers := source.view.towers():
         parts = dict.fromkeys(name.partition(".")[0] for name in towers)
         _LOG.warning(
@@ -261,7 +262,8 @@ def _choose_dialect(
     dialect = detect_dialect(names)
     if model is None or (model.family is None and dialect != "megatron"):
         return "identity"
-    if dialect == "megatron" and is_encoder_decoder(names):
+    has_decoder = model.config is not None and bool(model.config.num_decoder_layers)
+    if dialect == "megatron" and is_encoder_decoder(names) and not has_decoder:
         return "identity"  # carried under Megatron's own names
     if for_format == catalogue.format == "dcp" and _is_compound(names, catalogue):
         return "identity"  # the program that saved it loads all of it by these names

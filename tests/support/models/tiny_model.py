@@ -60,6 +60,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "minimax_m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config"),
     "ministral3": ("Ministral3ForCausalLM", "Ministral3Config"),
     "mistral": ("MistralForCausalLM", "MistralConfig"),
+    "mistral4": ("Mistral4ForCausalLM", "Mistral4Config"),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig"),
     "modernbert": ("ModernBertForMaskedLM", "ModernBertConfig"),
     "nemotron": ("NemotronForCausalLM", "NemotronConfig"),

@@ -1,0 +1,163 @@
+"""T5 against transformers' own models: an encoder, and a decoder that attends to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megtool import generate, reshard, verify
+from megtool.checkpoint.formats import open_checkpoint
+from megtool.convert.dialects import read_side, write_side
+from megtool.convert.families import family
+from megtool.convert.megatron_args import args_from_config, megatron_limits
+from megtool.dtypes import dtype
+from megtool.errors import LayoutError, MappingError
+from megtool.reshard.open_source import open_source
+from megtool.tensors.sharded import GlobalTensor
+from tests.support.errors import raises
+from tests.support.folders import read_config
+from tests.support.folders import stored_tensors as stored
+from tests.support.models.dense_cases import fill_uniform
+from tests.support.models.tiny_model import tiny_model
+
+pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 101,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+}
+FLAN = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+KEYS_OF_CROSS = "decoder.block.0.layer.1.EncDecAttention.k.weight"
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "flan, more layers in the decoder": FLAN | {"num_decoder_layers": 3},
+    "more layers in the encoder": {"num_layers": 3, "num_decoder_layers": 1},
+}
+
+
+def save(folder: Path, **keys: Any) -> Path:
+    tiny_model("t5", folder, sizes=SIZES, dtype="bfloat16", fill=fill_uniform, **keys)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("t5") / "hf", **CASES["flan, more layers in the decoder"])
+
+
+@pytest.mark.parametrize("keys", CASES.values(), ids=list(CASES))
+def test_weights_come_back_to_the_same_bytes(keys: dict[str, Any], tmp_path: Path) -> None:
+    """Stacked and cut, as rank files, one key per layer, and under the first names again."""
+    source = save(tmp_path / "hf", **keys)
+    found = open_source(source)
+    assert found.model is not None
+    assert found.model.family is not None
+    assert found.model.family.name == "t5"
+    assert {p.stored for p in found.view.placements.values()} == set(stored(source))
+    at = source
+    layouts: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("torch_dist", {"tp": 2}),
+        ("megatron", {"tp": 4}),
+        ("dcp", {}),
+        ("megatron", {"tp": 1}),
+        ("hf", {}),
+        ("torch_dist", {"tp": 4}),
+        ("hf", {}),
+    )
+    for number, (to, layout) in enumerate(layouts):
+        report = reshard(at, tmp_path / f"{number}", to=to, fsync=False, **layout)
+        assert [d for d in report.dropped if d.is_lost] == []
+        at = tmp_path / f"{number}"
+        assert verify(source, at).verdict == "equal"
+        if to == "hf":
+            assert stored(at) == stored(source)
+            assert read_config(at) == read_config(source)
+
+
+def test_names_and_cuts_are_those_of_megatrons_t5(flan: Path, tmp_path: Path) -> None:
+    reshard(flan, tmp_path / "two", to="torch_dist", tp=2, fsync=False)
+    held = open_checkpoint(tmp_path / "two")
+    shapes = {t.name: t.shape for t in held.tensors}
+    pieces = {
+        t.name: held.shards.boxes.shape[held.shards.of(i)] for i, t in enumerate(held.tensors)
+    }
+    assert shapes["encoder.layers.self_attention.linear_qkv.weight"] == (2, 96, 32)
+    assert shapes["decoder.layers.cross_attention.linear_kv.weight"] == (3, 64, 32)
+    assert pieces["decoder.layers.cross_attention.linear_kv.weight"][0].tolist() == [1, 32, 32]
+    assert pieces["decoder.layers.cross_attention.linear_q.weight"][0].tolist() == [1, 16, 32]
+    assert pieces["decoder.layers.mlp.linear_fc1.weight"][0].tolist() == [1, 24, 32]
+    bias = "{}_relative_pos_emb.relative_attention_bias.weight"
+    for part in ("encoder", "decoder"):
+        assert shapes[bias.format(part)] == (8, 4)
+        assert pieces[bias.format(part)].tolist() == [[8, 4, 1]]
+
+
+def test_args_say_both_numbers_of_layers(flan: Path) -> None:
+    config = open_source(flan).view.config
+    assert config is not None
+    args = args_from_config(config)
+    assert (args["encoder_num_layers"], args["decoder_num_layers"]) == (2, 3)
+    assert args["position_embedding_type"] == "relative"
+    assert args["relative_attention_num_buckets"] == 8
+    said = " ".join(megatron_limits(config, family("t5")))
+    assert "the root of a head's size" in said
+    assert "--dist-ckpt-strictness" in said
+
+
+def test_a_bias_of_megatrons_logits_is_kept_but_for_hugging_face(flan: Path) -> None:
+    """Megatron has it under two names."""
+    config = open_source(flan).view.config
+    assert config is not None
+    there = write_side(open_source(flan).view, dialect="megatron", per_layer=False).tensors
+    bias = GlobalTensor(name="output_layer.bias", shape=(128,), dtype=dtype("bfloat16"))
+    both = [*there, bias, replace(bias, name="lm_head.output_layer.bias")]
+    side = read_side(both, family=family("t5"), config=config)
+    assert side.config is not None
+    assert side.config.head_bias
+    assert side.canonical["head.bias"].shape == (101,)
+    again = write_side(side, dialect="megatron", per_layer=True).tensors
+    assert "output_layer.bias" in {t.name for t in again}
+    with raises(MappingError, "head.bias"):
+        write_side(side, dialect="hf")
+
+
+@pytest.mark.parametrize(
+    ("said", "gated", "activation"),
+    [
+        ("relu", False, "relu"),
+        ("gated-gelu", True, "gelu_new"),
+        ("gated-silu", True, "silu"),
+        ("gelu", False, "gelu"),
+    ],
+)
+def test_one_key_names_the_activation_and_the_gate(said: str, gated: bool, activation: str) -> None:
+    config = family("t5").read_config(SIZES | {"feed_forward_proj": said})
+    assert (config.gated, config.activation) == (gated, activation)
+    assert family("t5").write_config(config)["feed_forward_proj"] == said
+
+
+def test_what_cannot_be_is_refused(flan: Path, tmp_path: Path) -> None:
+    for said in ("tanh", "gated-tanh", "half-gelu"):
+        with raises(MappingError, f"feed_forward_proj={said!r}", "'gated-'"):
+            family("t5").read_config(SIZES | {"feed_forward_proj": said})
+    with raises(MappingError, "num_layers is 2", hint="at most 10,000 layers"):
+        family("t5").read_config(SIZES | {"num_decoder_layers": 10**9})
+    with raises(LayoutError, "an encoder and a decoder (T5) do not share stages", hint="--tp"):
+        reshard(flan, tmp_path / "out", to="torch_dist", pp=2)
+    with raises(LayoutError, "tp=3"):
+        reshard(flan, tmp_path / "out", to="torch_dist", tp=3)
+    with raises(MappingError, "an encoder and a decoder, which are not run"):
+        generate(flan, prompt=["Once"])
+    config = open_source(flan).view.config
+    with raises(MappingError, "1 tensors are missing", "decoder.0.cross.k.weight"):
+        some = [t for t in open_source(flan).catalogue.tensors if t.name != KEYS_OF_CROSS]
+        read_side(some, family=family("t5"), config=config)
