@@ -318,7 +318,7 @@ class MoeLayers(Setting):
         return value
 
     @staticmethod
-    def _list(key: str | None, stored: Mapping[str, Any]) -> list[int] | None:
+    def _list(key: str | None, stored: Mapping[str, Any]) -> list[Any] | None:
         value = stored.get(key) if key else None
         if value is not None and not isinstance(value, list | tuple):
             raise MappingError(f"{key} is {value!r}", hint="a list of layers")

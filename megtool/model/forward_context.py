@@ -29,7 +29,8 @@ class ForwardContext:
     all this is of this rank's tokens, two stretches of every row, each with masks of its own, and
     `last_B` are the largest positions of whole rows. Recurrent mixers ask for `real_BS`, false for
     padding, and `runs_BS`, the number of a token's document in its row; both are of whole rows.
-    `chosen` are, by layer with an indexer, the `stretches` with masks of the tokens it has chosen.
+    `chosen` are the `stretches` of layers of sparse attention, with masks of the tokens that an
+    indexer has chosen: while such a layer runs, or for as long as others share the choice.
     """
 
     num_rows: int
@@ -57,4 +58,6 @@ class ForwardContext:
     def stretches(self, layer: int) -> list[tuple[int, Mask]]:
         """For each stretch of this rank's queries, all equally long: the number of keys up to its
         end, and which of these a layer's queries may attend to."""
+        if layer in self.chosen:
+            return self.chosen[layer]
         return [(masks.span.num_keys, masks.of(layer)) for masks in self.masks]

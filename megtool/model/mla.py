@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from megtool.errors import LayoutError
 from megtool.kernels.rotary import rotate
-from megtool.model.attention import attend_all
+from megtool.model.attention import attend_all, query_scale
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ActivationHook, KVCacheHook
 from megtool.model.indexer import Indexer, SparseAttention
 from megtool.model.linear import ColumnLinear, RowLinear
-from megtool.model.masks import Mask
 from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.param_attributes import mark
 from megtool.model.rotary import Rotation
@@ -27,8 +26,6 @@ from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
 from megtool.parallel.context_parallel import gather_tokens
 from megtool.parallel.process_groups import ALONE, Group, ProcessGroups
-
-Stretches = list[tuple[int, Mask]]
 
 
 class LatentAttention(nn.Module):
@@ -137,6 +134,9 @@ class LatentAttention(nn.Module):
         if turn is not None:
             rope = rotate(rope, *turn, interleaved=True)
             shared = rotate(shared, *turn, interleaved=True)
+        if config.attn_temperature_scale:
+            scale = query_scale(config, frame.positions_BS, query.dtype)
+            nope, rope = nope * scale, rope * scale
         normalize = self.kv_layernorm or self.linear_kv_up_proj.normalize
         latent = normalize(latent)
         if self.cache_tap is not None:
@@ -147,8 +147,8 @@ class LatentAttention(nn.Module):
             keys_values, shared = gather_tokens((keys_values, shared), frame.cp)
             if index_keys is not None:
                 (index_keys,) = gather_tokens((index_keys,), frame.cp)
-            stretches = self._choose(x_TH, query_TC, index_keys, frame)
-            out = self._attend(nope, rope, keys_values, shared, frame, stretches)
+            self._choose(x_TH, query_TC, index_keys, frame)
+            out = self._attend(nope, rope, keys_values, shared, frame)
         else:
             latent = of_all(latent, self.tp).view(b, s, 1, -1)
             if config.index_num_heads:
@@ -159,8 +159,10 @@ class LatentAttention(nn.Module):
             )
             size = config.qk_rope_head_dim
             past_keys = shared[..., size:].transpose(1, 2)
-            stretches = self._choose(x_TH, query_TC, past_keys, frame)
-            out = self._attend_cached(nope, rope, latent, shared[..., :size], frame, stretches)
+            self._choose(x_TH, query_TC, past_keys, frame)
+            out = self._attend_cached(nope, rope, latent, shared[..., :size], frame)
+        if not config.shared_index_layers:
+            frame.chosen.pop(self.layer, None)
         result: Tensor = self.linear_proj(out.reshape(b * s, -1))
         return result
 
@@ -195,12 +197,15 @@ class LatentAttention(nn.Module):
         query_TC: Tensor | None,
         keys_BL1E: Tensor | None,
         frame: ForwardContext,
-    ) -> Stretches | None:
-        """The stretches of tokens that attention is limited to; None where it is not."""
+    ) -> None:
+        """Limit this layer's attention to the tokens that its indexer, or a shared one, chooses."""
         config = self.config
+        if not config.index_num_heads:
+            return
         if self.core_attention is None or query_TC is None or keys_BL1E is None:
-            return frame.chosen[config.index_source(self.layer)] if config.index_num_heads else None
-        chosen: Stretches = self.core_attention.indexer.choose(
+            frame.chosen[self.layer] = frame.chosen[config.index_source(self.layer)]
+            return
+        frame.chosen[self.layer] = self.core_attention.indexer.choose(
             self._whole(x_TH, frame),
             self._whole(query_TC, frame),
             keys_BL1E.squeeze(2),
@@ -208,9 +213,6 @@ class LatentAttention(nn.Module):
             frame,
             self.layer,
         )
-        if config.shared_index_layers:
-            frame.chosen[self.layer] = chosen
-        return chosen
 
     def _whole(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """All rows of what a rank has the rows of a part of, [B, S, H], without gradient."""
@@ -225,7 +227,6 @@ class LatentAttention(nn.Module):
         keys_values_BLND: Tensor,
         shared_BL1R: Tensor,
         frame: ForwardContext,
-        stretches: Stretches | None = None,
     ) -> Tensor:
         """Attention over per-head keys and values computed from the latents: [B, S, N, D]."""
         config = self.config
@@ -241,7 +242,6 @@ class LatentAttention(nn.Module):
             self.layer,
             scale=self.scale,
             softcap=config.attn_softcap,
-            stretches=stretches,
         )
 
     def _attend_cached(
@@ -251,7 +251,6 @@ class LatentAttention(nn.Module):
         latent_B1LC: Tensor,
         shared_B1LR: Tensor,
         frame: ForwardContext,
-        stretches: Stretches | None = None,
     ) -> Tensor:
         """Attention over all cached latents: for few queries, in the latent space.
 
@@ -273,7 +272,7 @@ class LatentAttention(nn.Module):
             keys_values = F.linear(latent_BLC, weight_OC)
             keys_values = keys_values.view(*keys_values.shape[:2], self.num_heads, -1)
             shared = shared_B1LR.transpose(1, 2)
-            return self._attend(nope_BSND, rope_BSNR, keys_values, shared, frame, stretches)
+            return self._attend(nope_BSND, rope_BSNR, keys_values, shared, frame)
         within = torch.einsum("bsnd,ndc->bnsc", nope_BSND, key_NDC)
         out_BSNC = attend_all(
             torch.cat((within, rope_BSNR.transpose(1, 2)), -1),
@@ -283,7 +282,6 @@ class LatentAttention(nn.Module):
             self.layer,
             scale=self.scale,
             softcap=config.attn_softcap,
-            stretches=stretches,
         )
         return torch.einsum("bsnc,ndc->bsnd", out_BSNC, value_NDC)
 
