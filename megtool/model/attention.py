@@ -40,10 +40,9 @@ def attend_all(
     scale: float,
     softcap: float = 0.0,
     sinks_N: Tensor | None = None,
-    stretches: list[tuple[int, Mask]] | None = None,
 ) -> Tensor:
-    """`attend` for all queries that this rank has, under the masks of a layer or given ones."""
-    stretches = frame.stretches(layer) if stretches is None else stretches
+    """`attend` for all queries that this rank has, under the masks of a layer."""
+    stretches = frame.stretches(layer)
     chances: Sequence[DropoutSpec | None] = [None] * len(stretches)
     if frame.draws is not None:
         chances = [frame.draws.attention(layer, n) for n in range(len(stretches))]
