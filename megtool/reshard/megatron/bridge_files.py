@@ -11,6 +11,7 @@ from typing import Any
 from megtool.checkpoint.containers.pickle_reader import Inert, PersistentRef, inert_global
 from megtool.checkpoint.containers.zip_writer import encode_object
 from megtool.config import ParallelConfig
+from megtool.convert.hybrid_pattern import PATTERN, parse_pattern, pattern_text
 from megtool.convert.megatron_args import args_from_config
 from megtool.convert.parallel_args import layout_args
 from megtool.model_config import ModelConfig
@@ -18,6 +19,7 @@ from megtool.reshard.megatron.nemo_config import BRIDGE_FILE
 
 _PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
 _LATENT_PROVIDER = "megatron.bridge.models.mla_provider.MLAModelProvider"
+_HYBRID_PROVIDER = "megatron.bridge.models.hybrid.hybrid_provider.HybridModelProvider"
 _ACTIVATIONS = {
     "silu": "torch.nn.functional.silu",
     "gelu": "torch.nn.functional.gelu",
@@ -70,6 +72,19 @@ _SHARED_FIELDS = (
     "moe_router_enable_expert_bias",
     "moe_shared_expert_gate",
     "mtp_num_layers",
+    "moe_latent_size",
+    PATTERN,
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "mamba_state_dim",
+    "mamba_num_groups",
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
@@ -135,6 +150,8 @@ def edit_layout(data: bytes, parallel: ParallelConfig) -> bytes:
         return new
 
     inner = _SIZE.sub(put, model[0])
+    if changed:
+        inner = _CUT_PATTERN.sub(lambda m: m[1] + _scalar(_recut(m[2], parallel)), inner)
     text = text[: model.start()] + inner + text[model.end() :]
     if changed and (section := _section("checkpoint").search(text)):
         new_section = re.sub(r"(?m)^(\s+save_rng: *)true *$", r"\1false", section[0])
@@ -170,6 +187,15 @@ _SIZE = re.compile(
 )
 
 
+_CUT_PATTERN = re.compile(rf"(?m)^( +{PATTERN}: *)['\"]?([^'\"\n]*\|[^'\"\n]*)['\"]?$")
+
+
+def _recut(text: str, parallel: ParallelConfig) -> str:
+    """A layer pattern with the chunks of a layout."""
+    pattern = parse_pattern(text)
+    return pattern_text(pattern.symbols, pattern.mtp, pattern.depths, parallel)
+
+
 def make_run_config(
     config: ModelConfig,
     parallel: ParallelConfig,
@@ -185,7 +211,7 @@ def make_run_config(
     args = args_from_config(config, parallel, dtype=dtype, divisible_by=divisible_by)
     names = [n for n in _SHARED_FIELDS if config.num_experts or n not in _EXPERT_FIELDS]
     model: dict[str, Any] = {
-        "_target_": _LATENT_PROVIDER if config.kv_lora_rank else _PROVIDER,
+        "_target_": _provider(config, args),
         **{name: args[name] for name in names if args.get(name) is not None},
         "num_moe_experts": config.num_experts or None,
         "activation_func": _target_entry(_ACTIVATIONS.get(config.activation, _TANH_GELU)),
@@ -209,6 +235,13 @@ def make_run_config(
         lines.append(f"{section}:")
         lines += [f"  {name}: {_scalar(value)}" for name, value in sorted(fields.items())]
     return ("\n".join(lines) + "\n").encode()
+
+
+def _provider(config: ModelConfig, args: Mapping[str, Any]) -> str:
+    """The dataclass of Megatron-Bridge that builds the model."""
+    if args.get(PATTERN):
+        return _HYBRID_PROVIDER
+    return _LATENT_PROVIDER if config.kv_lora_rank else _PROVIDER
 
 
 def make_train_state(step: int) -> bytes:

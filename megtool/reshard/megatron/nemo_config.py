@@ -14,6 +14,7 @@ from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.storage.files import read_file
+from megtool.convert.hybrid_pattern import OLD_PATTERN, PATTERN
 from megtool.convert.megatron import split_state
 from megtool.convert.rank_parameters import EMBEDDING
 from megtool.errors import FormatError
@@ -42,6 +43,8 @@ _DEFAULTS: dict[str, Any] = {
     "position_embedding_type": "learned_absolute",
     "normalization": "LayerNorm",
 }
+_HYBRID_DEFAULTS = {"position_embedding_type": "none", "normalization": "RMSNorm"}
+_HYBRID_KEYS = (PATTERN, OLD_PATTERN)
 
 
 def read_foreign_args(catalogue: Catalogue) -> dict[str, Any] | None:
@@ -67,7 +70,8 @@ def args_from_section(section: Mapping[str, Any]) -> dict[str, Any]:
     """The args of a model from a dataclass's fields, with those of an inner `transformer`."""
     inner = section.get("transformer")
     fields = {**(inner if isinstance(inner, dict) else {}), **section}
-    out = dict(_DEFAULTS)
+    is_hybrid = _target_name(section).startswith("Hybrid") or any(map(fields.get, _HYBRID_KEYS))
+    out = _DEFAULTS | (_HYBRID_DEFAULTS if is_hybrid else {})
     for name, value in fields.items():
         if isinstance(value, bool | int | float | str | list | tuple):
             out[_RENAMED.get(name, name)] = value
@@ -79,7 +83,7 @@ def args_from_section(section: Mapping[str, Any]) -> dict[str, Any]:
     if activation in ("openai_gelu", "squared_relu") or (activation and is_gated):
         out[activation] = True
     out["untie_embeddings_and_output_weights"] = not fields.get(
-        "share_embeddings_and_output_weights", True
+        "share_embeddings_and_output_weights", not is_hybrid
     )
     if "seq_length" in out:
         out.setdefault("max_position_embeddings", out["seq_length"])

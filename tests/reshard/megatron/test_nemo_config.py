@@ -27,6 +27,7 @@ from megtool.reshard.megatron.nemo_config import args_from_section, read_yaml
 from megtool.reshard.open_source import open_source
 from tests.support.checkpoints.old_formats import Materialize, as_fragments, rename_tensors
 from tests.support.checkpoints.trained import config, write
+from tests.support.checkpoints.trained_models import MODELS as TRAINED
 from tests.support.errors import raises
 
 yaml = pytest.importorskip("yaml")
@@ -174,6 +175,9 @@ MODELS: list[dict[str, Any]] = [
     },
     {"gated": False, "activation": "relu2", "position_embedding": "learned"},
     {"activation": "gelu_pytorch_tanh", "qk_norm": True, "zero_centered_norm": True},
+    TRAINED["delta net"] | {"moe_layer_freq": (0, 1, 0, 1)},
+    TRAINED["mamba"] | {"gated": False, "activation": "relu2"},
+    TRAINED["mamba"] | {"num_mtp_layers": 2, "mtp_kind": "*E"},
 ]
 
 
@@ -187,14 +191,17 @@ def test_run_config_says_the_model(model: dict[str, Any]) -> None:
     assert said["checkpoint"]["save_rng"] is False
     moved = yaml.safe_load(edit_layout(text, ParallelConfig(tp=4)))
     sizes = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 1}
-    assert moved["model"] == said["model"] | sizes | {"expert_tensor_parallel_size": 4}
+    cut = said["model"].get("hybrid_layer_pattern")
+    pattern = {"hybrid_layer_pattern": cut.replace("|", "")} if cut else {}
+    assert moved["model"] == said["model"] | sizes | {"expert_tensor_parallel_size": 4} | pattern
 
 
 def test_run_config_is_made_of_fields_that_exist() -> None:
     transformer_config = pytest.importorskip("megatron.core.transformer.transformer_config")
     fields = {f.name for f in dataclasses.fields(transformer_config.MLATransformerConfig)}
-    # Of Bridge's GPTModelProvider itself.
+    # Of Bridge's GPTModelProvider and HybridModelProvider themselves.
     fields |= {
+        "hybrid_layer_pattern",
         "make_vocab_size_divisible_by",
         "position_embedding_type",
         "rope_scaling",
@@ -219,6 +226,41 @@ def test_run_config_is_made_of_fields_that_exist() -> None:
     for model in [*MODELS, latent]:
         said = yaml.safe_load(make_run_config(config(**model), ParallelConfig()))["model"]
         assert not said.keys() - fields
+
+
+def test_run_config_of_a_hybrid_names_its_provider() -> None:
+    """What a provider leaves out is what its dataclass has."""
+    want = config(**TRAINED["mamba"] | {"num_mtp_layers": 1, "mtp_kind": "*E"})
+    text = make_run_config(want, ParallelConfig(pp=2))
+    said = yaml.safe_load(text)["model"]
+    assert said["_target_"].endswith(".hybrid.hybrid_provider.HybridModelProvider")
+    assert said["hybrid_layer_pattern"] == "ME|*-/*E"
+    moved = yaml.safe_load(edit_layout(text, ParallelConfig(tp=2)))["model"]
+    assert moved["hybrid_layer_pattern"] == "ME*-/*E"
+    for name in ("position_embedding_type", "normalization", "share_embeddings_and_output_weights"):
+        said.pop(name)
+    assert config_from_args(args_from_section(said)) == want
+    older = {k: v for k, v in said.items() if k not in ("hybrid_layer_pattern", "_target_")}
+    older |= {"hybrid_override_pattern": "ME*-", "mtp_hybrid_override_pattern": "*E"}
+    assert config_from_args(args_from_section(older)) == want
+
+
+def test_a_bridge_checkpoint_of_a_hybrid_is_opened(
+    tmp_path: Path, materialize: Materialize
+) -> None:
+    model = config(**TRAINED["mamba"])
+    write(tmp_path / "new", model, ParallelConfig(tp=2), materialize)
+    folder = tmp_path / "new" / "iter_0000007"
+    for name, data in make_bridge_files(model, ParallelConfig(tp=2), divisible_by=8).items():
+        (folder / name).write_bytes(data)
+    common = torch.load(folder / "common.pt", weights_only=False)
+    del common["args"]
+    torch.save(common, folder / "common.pt")
+    assert open_source(tmp_path / "new").config == model
+    reshard(tmp_path / "new", tmp_path / "out", tp=1, pp=2, fsync=False)
+    said = yaml.safe_load((tmp_path / "out" / "iter_0000007" / "run_config.yaml").read_text())
+    assert said["model"]["pipeline_model_parallel_size"] == 2
+    assert verify(tmp_path / "new", tmp_path / "out").exit_status == 0
 
 
 def test_train_state_is_what_bridge_loads() -> None:
