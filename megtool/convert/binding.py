@@ -22,6 +22,7 @@ from megtool.convert.mapping import (
 from megtool.convert.tensor_layout import LayoutPart, TensorLayout
 from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
@@ -44,6 +45,17 @@ class Read:
     copies: dict[str, str] = field(default_factory=dict)
     padding: dict[str, int] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)
+
+
+def _other_count(index: str, config: ModelConfig) -> str:
+    """A hint about a stored tensor whose index is beyond what the configuration counts."""
+    hint = "the configuration belongs to another model"
+    if index in ("l", "m") and config.num_mtp_layers:
+        hint += (
+            ", or the tensors are of more layers of multi-token prediction than the "
+            f"{config.num_mtp_layers} it counts: correct that number, or --exclude GLOB"
+        )
+    return hint
 
 
 @dataclass(slots=True)
@@ -168,7 +180,7 @@ class Binding:
                     beyond = MappingError(
                         f"{name!r} is {n}={v}, but {DOMAINS[n]} is {self.model.size(n)}",
                         tensor=name,
-                        hint="the configuration belongs to another model",
+                        hint=_other_count(n, self.model.config),
                     )
                     break
             else:

@@ -117,7 +117,7 @@ def read_side(
         raise MappingError(
             f"{len(absent)} tensors are missing: {summarize(absent)}",
             tensor=absent[0],
-            hint="the checkpoint is incomplete, or its configuration belongs to another model",
+            hint=_say_absent(absent, config),
             error_id="missing-tensors",
         )
     if not partial:
@@ -149,6 +149,17 @@ def _numbered_as(
     """HybridModel's tensors by names with the numbers of the configuration's layers."""
     name = from_hybrid(config)
     return {s: {name(key): t for key, t in of_state.items()} for s, of_state in by_state.items()}
+
+
+def _say_absent(absent: Sequence[str], config: ModelConfig) -> str:
+    """A hint about canonical tensors that are missing."""
+    if all(name.startswith("mtp.") for name in absent):
+        return (
+            f"the configuration counts {config.num_mtp_layers} layers of multi-token prediction: "
+            "either it is another number, or the checkpoint is incomplete; --exclude GLOB leaves "
+            "such a layer out as a whole"
+        )
+    return "the checkpoint is incomplete, or its configuration belongs to another model"
 
 
 _QUANTIZED = (".weight_scale", ".weight_packed", ".qweight", "_blocks", "_scales")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.reshard.open_source import open_source
 from megtool.train.run_log import read_log
+from tests.support.folders import read_config
 from tests.support.models.mtp_reference import save_tunable
 from tests.support.runs.finetune_runs import curve, tune
 from tests.support.worlds.gloo_world import run_world
@@ -175,4 +178,24 @@ def test_a_tensor_that_is_missing_is_named(
     save_file(held, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(MappingError, match=r"1 tensors are missing: 'mtp\.1\.") as caught:
         finetune(broken, tmp_path / "out", data=[str(data)], seq_length=32)
-    assert caught.value.hint
+    assert "counts 2 layers of multi-token prediction" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("to", ["hf", "torch_dist"])
+@pytest.mark.parametrize(
+    ("count", "problem", "hint"),
+    [
+        (1, r"'model\.layers\.3\..* is l=3, but", "multi-token prediction than the 1 it counts"),
+        (3, r"tensors are missing: 'mtp\.2\.", "counts 3 layers of multi-token prediction"),
+    ],
+)
+def test_another_number_of_layers_than_the_configuration_s(
+    count: int, problem: str, hint: str, to: str, model: Path, tmp_path: Path
+) -> None:
+    wrong = tmp_path / "wrong"
+    shutil.copytree(model, wrong)
+    config = read_config(wrong) | {"num_nextn_predict_layers": count}
+    (wrong / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MappingError, match=problem) as caught:
+        reshard(wrong, tmp_path / "out", to=to, fsync=False)
+    assert hint in (caught.value.hint or "")
