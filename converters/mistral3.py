@@ -7,7 +7,7 @@ FAMILY = Family(
     architectures=("Mistral3ForConditionalGeneration",),
     model_types=("mistral3",),
     nested=Nested(
-        texts={"mistral": "llama", "ministral3": "ministral3"},
+        texts={"mistral": "llama", "ministral3": "ministral3", "mistral4": "mistral4"},
         names=LLAVA_NAMES,
         towers=LLAVA_TOWERS,
         # What transformers' own configuration of the whole model has where a key is absent.

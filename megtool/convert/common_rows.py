@@ -97,6 +97,16 @@ HF_GATED_MLP: Table = tuple(
     for name in ("gate", "up", "down")
 )
 
+# The MLP of Bamba and Falcon-H1, and the norm before it.
+HF_FEED_FORWARD: Table = (
+    Row(_STORED + "pre_ff_layernorm.weight", _OURS + "mlp_norm.weight"),
+    *(
+        Row(f"{_STORED}feed_forward.{name}_proj.{part}", f"{_OURS}mlp.{name}.{part}")
+        for part in ("weight", "bias")
+        for name in ("gate", "up", "down")
+    ),
+)
+
 # Queries and keys as transformers has them: files of architectures that llama.cpp rotates in
 # halves. (`llama` files hold rotary pairs side by side: see converters/llama.py.)
 GGUF_DECODER: Table = (
@@ -126,6 +136,22 @@ _EXPERT, _SHARED = _OURS + "mlp.experts.{e}.", _OURS + "mlp.shared."
 
 HF_EXPERT_BIAS: Table = (
     Row(_STORED + "mlp.gate.e_score_correction_bias", _OURS + "mlp.router.expert_bias"),
+)
+
+# The same two, written first by families whose files have them so; codes are stored one by one.
+HF_STACKED_EXPERTS: Table = (
+    Row(
+        _STORED + "mlp.experts.gate_up_proj",
+        Stacked(Cat(_EXPERT + "gate.weight", _EXPERT + "up.weight"), "e"),
+        when="l in moe_layers",
+        plain=True,
+    ),
+    Row(
+        _STORED + "mlp.experts.down_proj",
+        Stacked(_EXPERT + "down.weight", "e"),
+        when="l in moe_layers",
+        plain=True,
+    ),
 )
 
 HF_EXPERTS: Table = (

@@ -141,6 +141,14 @@ def _for_each_head(query: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in states)
 
 
+def query_scale(config: ModelConfig, positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
+    """The multiplier of queries by position, [B, S, 1, 1]."""
+    counted = positions_BS.float() + (not config.attn_temperature_rotated)
+    steps = torch.floor(counted / config.attn_temperature_floor)
+    scale = torch.log1p(steps) * config.attn_temperature_scale + 1
+    return scale[:, :, None, None].to(dtype)
+
+
 class CoreAttention(nn.Module):
     """The parameters of attention besides its projections: a sink per head (`softmax_offset`)."""
 
@@ -239,7 +247,7 @@ class Attention(nn.Module):
                 key = rms_norm(key, None, config.norm_eps)
         is_scaled = (turn is not None) == config.attn_temperature_rotated
         if config.attn_temperature_scale and is_scaled:
-            query = query * self._temperature(frame.positions_BS, query.dtype)
+            query = query * query_scale(config, frame.positions_BS, query.dtype)
         if self.cache_tap is not None:
             key, value = self.cache_tap(key, value)
         key, value = gather_tokens((key, value), frame.cp)
@@ -314,11 +322,3 @@ class Attention(nn.Module):
             key.squeeze(3),
             (key if self.has_tied_values else value).squeeze(3),
         )
-
-    def _temperature(self, positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
-        """The query multiplier by position, [B, S, 1, 1]."""
-        config = self.config
-        counted = positions_BS.float() + (not config.attn_temperature_rotated)
-        steps = torch.floor(counted / config.attn_temperature_floor)
-        scale = torch.log1p(steps) * config.attn_temperature_scale + 1
-        return scale[:, :, None, None].to(dtype)

@@ -99,6 +99,8 @@ def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> Non
     unsaid = {"router_group_best", "attn_chunk_size"}
     unsaid |= {"attn_temperature_floor", "attn_temperature_scale"}
     unsaid |= {"embedding_scale", "residual_scale", "softmax_scale", "logit_scale"}
+    if config.attn_temperature_rotated and config.attn_temperature_scale:
+        unsaid.add("rope_scaling")  # which has that scale among its keys
     assert differ <= {"extra", "router_bias"} | told | unsaid
     side = read_side(meg.catalogue.tensors, config=said, dialect="megatron")
     assert side.canonical == meg.view.canonical
@@ -450,6 +452,8 @@ def test_which_layers_are_mixtures(name: str, keys: dict[str, Any], want: Any) -
         ("qwen3_moe", {"num_experts": None}, "lacks 'num_experts'"),
         ("deepseek_v2", {"v_head_dim": 0}, "kv_lora_rank is 16"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("mistral4", {"n_group": 2}, "n_group=2"),
+        ("mistral4", {"norm_topk_prob": False}, "norm_topk_prob=False"),
         ("deepseek_v3", {"q_lora_rank": -1}, "q_lora_rank is -1"),
         ("ernie4_5_moe", {"moe_layer_interval": 0}, "by steps of 0"),
         ("ernie4_5_moe", {"moe_layer_start_index": [1, 2]}, r"in layers \[1, 2\]"),

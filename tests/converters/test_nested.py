@@ -19,6 +19,7 @@ from megtool.reshard.open_source import open_source
 from tests.support.errors import raises
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored
+from tests.support.models.moe_cases import MISTRAL4
 from tests.support.models.nested_cases import CASES, NestedCase, edit_config, rename
 from tests.support.runs.loading import source_of
 
@@ -126,6 +127,19 @@ def test_the_text_model_of_ministral_3(tmp_path: Path) -> None:
     with torch.no_grad():
         want = model(input_ids=TOKENS).logits
     found = load(source_of(tmp_path / "hf"))(Batch(tokens_BS=TOKENS))
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
+def test_the_text_model_of_mistral_4(tmp_path: Path) -> None:
+    """Latent attention and experts, beside the tower of Mistral 3."""
+    sizes = MISTRAL4 | {"model_type": "mistral4", "head_dim": "absent"}
+    model = MISTRAL.build(tmp_path / "hf", dtype="float32", **sizes)
+    reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", tp=2, pp=2, fsync=False)
+    reshard(tmp_path / "meg", tmp_path / "back", to="hf", fsync=False)
+    assert stored(tmp_path / "back") == stored(tmp_path / "hf")
+    with torch.no_grad():
+        want = model(input_ids=TOKENS).logits
+    found = load(source_of(tmp_path / "meg"))(Batch(tokens_BS=TOKENS))
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 

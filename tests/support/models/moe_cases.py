@@ -122,6 +122,22 @@ YARN = {
     "mscale_all_dim": 0.707,
 }
 
+MISTRAL4 = DEEPSEEK | {
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 4,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3,
+    },
+}
+
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("mixtral", "Mixtral", EIGHT),
     ("mixtral", "Mixtral", EIGHT | {"tie_word_embeddings": True, "sliding_window": 16}),
@@ -229,6 +245,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         "GraniteMoeHybrid",
         GRANITE4 | {"layer_types": [ATTENTION_LAYER] * 2, "logits_scaling": 4.0},
     ),
+    ("mistral4", "Mistral4", MISTRAL4),
+    ("mistral4", "Mistral4", MISTRAL4 | {"q_lora_rank": None, "first_k_dense_replace": 0}),
 ]
 
 FIRST = {name: (name, model, keys) for name, model, keys in reversed(CASES)}

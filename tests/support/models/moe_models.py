@@ -16,6 +16,7 @@ from megtool.dtypes import dtype
 from megtool.model.decoder import Decoder
 from megtool.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
+from tests.support.models.moe_cases import MISTRAL4
 from tests.support.models.tiny_model import tiny_model
 
 Array = np.ndarray[Any, Any]
@@ -49,6 +50,7 @@ DEEPSEEK = {
     "v_head_dim": 6,
     "first_k_dense_replace": 1,
 }
+MISTRAL4_KEYS = {k: MISTRAL4[k] for k in ("n_group", "topk_group", "rope_parameters")}
 LITE = {k: v for k, v in DEEPSEEK.items() if k != "first_k_dense_replace"}
 GLM = {k: v for k, v in DEEPSEEK.items() if k not in ("q_lora_rank", "kv_lora_rank")} | {
     "num_key_value_heads": 2,
@@ -127,6 +129,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         DEEPSEEK | GROUPS | {"rope_parameters": YARN, "topk_method": "group_limited_greedy"},
     ),
     "deepseek_v3": ("deepseek_v3", "DeepseekV3", DEEPSEEK | GROUPS),
+    "mistral4": ("mistral4", "Mistral4", DEEPSEEK | MISTRAL4_KEYS),
     "deepseek_v3-yarn": (
         "deepseek_v3",
         "DeepseekV3",
