@@ -2,6 +2,7 @@
 
 from megtool.convert import (
     HF_ATTENTION,
+    HF_FEED_FORWARD,
     Default,
     Dropped,
     Family,
@@ -23,12 +24,7 @@ _LAYERS = (
     Row(_STORED + "input_layernorm.weight", _OURS + "attn_norm.weight"),
     *HF_ATTENTION,
     *hf_mamba(_STORED + "mamba."),
-    Row(_STORED + "pre_ff_layernorm.weight", _OURS + "mlp_norm.weight"),
-    *(
-        Row(f"{_STORED}feed_forward.{name}_proj.{part}", f"{_OURS}mlp.{name}.{part}")
-        for part in ("weight", "bias")
-        for name in ("gate", "up", "down")
-    ),
+    *HF_FEED_FORWARD,
 )
 
 FAMILY = Family(

@@ -2,6 +2,7 @@
 
 from megtool.convert import (
     HF_ATTENTION,
+    HF_FEED_FORWARD,
     Default,
     Dropped,
     EveryLayer,
@@ -67,12 +68,7 @@ FAMILY = Family(
         Row(_STORED + "input_layernorm.weight", _OURS + "attn_norm.weight"),
         *HF_ATTENTION,
         *hf_mamba(_STORED + "mamba."),
-        Row(_STORED + "pre_ff_layernorm.weight", _OURS + "mlp_norm.weight"),
-        *(
-            Row(f"{_STORED}feed_forward.{name}_proj.{part}", f"{_OURS}mlp.{name}.{part}")
-            for part in ("weight", "bias")
-            for name in ("gate", "up", "down")
-        ),
+        *HF_FEED_FORWARD,
         Row("model.final_layernorm.weight", "norm.weight"),
         Row("lm_head.weight", "head.weight", when="not tied_embeddings"),
         Dropped(

@@ -193,10 +193,9 @@ class MambaHeads(Setting):
             config.mamba_head_dim,
             config.hidden_size,
         )
-        if self.heads in config.extra:
-            kept = self._sizes(config.extra, {"hidden_size": hidden})
-            if kept == (heads, size):
-                return
+        stored, sizes = config.extra, (heads, size)
+        if self.heads in stored and self._sizes(stored, {"hidden_size": hidden}) == sizes:
+            return
         if self.inner:
             into |= {self.heads: heads, self.head_dim: size, self.inner: heads * size}
             return
