@@ -35,6 +35,7 @@ transformers = pytest.importorskip("transformers")
 
 
 cases = pytest.mark.parametrize("case", CASES, ids=str)
+FALCON = {"mamba_n_heads": 4, "mamba_d_ssm": 64, "mamba_d_state": 8}
 
 
 @cases
@@ -370,9 +371,6 @@ def test_plain_bert_is_refused_with_the_reason(tmp_path: Path) -> None:
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "hf")
     with pytest.raises(MappingError, match="post-LN"):
         reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist")
-
-
-FALCON = {"mamba_n_heads": 4, "mamba_d_ssm": 64, "mamba_d_state": 8}
 
 
 @pytest.mark.parametrize(
