@@ -124,6 +124,15 @@ class Weights:
         self._kinds = {**self._kinds, **kinds}
         self._plans.clear()
 
+    def read_unshifted(self) -> None:
+        """Load values as they are stored from now on: moments of weights that are stored shifted
+        are not."""
+        placements = {n: replace(p, shift=0.0) for n, p in self._target.placements.items()}
+        self._target = replace(self._target, placements=placements)
+        places = {n: replace(p, shift=0.0) for n, p in self._side.placements.items()}
+        self._side = replace(self._side, placements=places)
+        self._plans.clear()
+
     def kind(self, name: str) -> DType:
         """What type a tensor is loaded as."""
         return self._kinds.get(name) or self._kinds[self.tensors[name].key]

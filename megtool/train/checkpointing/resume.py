@@ -180,6 +180,8 @@ class _OptimizerStateReader:
                 progress=progress,
             )
             weights.become(dict.fromkeys(weights.tensors, dtype("float32")))
+            if state != MAIN:
+                weights.read_unshifted()
             self._weights[state] = weights
             self._lacking[state] = weights.made_of(tensors.keys() - names_with_state)
             self._units[state] = units_of(weights.tensors)

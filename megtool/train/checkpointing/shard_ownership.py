@@ -166,7 +166,9 @@ class LayoutOwnership:
         self, tensors: Sequence[GlobalTensor], config: ModelConfig, parallel: ParallelConfig
     ) -> None:
         self._ranks = rank_parameters(tensors, config, parallel)
-        self._parts = {t.name: t.shape[0] for t in tensors if split_part(t.name)}
+        self._parts = {  # parameters of a nested text model have names of their own
+            t.name.removeprefix(MEGATRON_PREFIX): t.shape[0] for t in tensors if split_part(t.name)
+        }
         self._num_chunks = parallel.vpp
         self._by_coordinates: dict[RankCoordinates, list[OwnedParameter]] = {}
 

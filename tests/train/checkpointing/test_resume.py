@@ -14,7 +14,7 @@ from megtool.config import ParallelConfig
 from megtool.errors import MappingError
 from tests.support.checkpoints.trained import config, write
 from tests.support.errors import raises
-from tests.support.models import tiny_llama
+from tests.support.models import mtp_models, tiny_llama
 from tests.support.runs.train_runs import ROWS, Trained
 from tests.support.worlds.gloo_world import run_world
 
@@ -178,3 +178,30 @@ def test_a_checkpoint_without_state_says_so(tmp_path: Path) -> None:
     found = run.resume()
     assert not found.has_optimizer
     assert found.iteration == 0
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_next",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("glm4_moe", "mimo", "qwen3_5_moe", "nemotron_h", "deepseek_v32")
+        ),
+    ],
+)
+def test_all_state_of_models_with_further_layers_comes_back(family: str, tmp_path: Path) -> None:
+    """Bit for bit: moments too of weights that are stored shifted, or as several tensors, or
+    nested in a larger model."""
+    pytest.importorskip("transformers")
+    mtp_models.save(family, tmp_path / "hf")
+    run = Trained(tmp_path / "hf", plain=True)
+    run.step()
+    with run.saver(tmp_path / "out") as saver:
+        run.save(saver, 1)
+    again = Trained(tmp_path / "out", plain=True)
+    again.resume()
+    before, after = run.state(), again.state()
+    assert before.keys() == after.keys()
+    assert any("exp_avg_sq:mtp." in name for name in before)
+    assert [n for n in before if not torch.equal(before[n], after[n])] == []
