@@ -9,7 +9,6 @@ from megtool.convert import (
     OneOf,
     Only,
     Qkv,
-    Refused,
     Row,
     Weight,
 )
@@ -17,7 +16,7 @@ from megtool.convert import (
 FAMILY = Family(
     name="bert",
     architectures=("MegatronBertForMaskedLM", "MegatronBertForPreTraining"),
-    model_types=("megatron-bert", "megatron_bert", "bert"),
+    model_types=("megatron-bert", "megatron_bert"),
     traits={
         "norm": "layernorm",
         "position_embedding": "learned",
@@ -42,11 +41,6 @@ FAMILY = Family(
         "next_sentence.bias": Weight((2,), "'MegatronBertForPreTraining' in architectures"),
     },
     config=(
-        Refused(
-            "model_type",
-            "bert",
-            "plain BERT has its norms after attention and MLP (post-LN), and Megatron before",
-        ),
         Key("num_hidden_layers", "num_layers"),
         Key("hidden_size", "hidden_size"),
         Key("intermediate_size", "ffn_hidden_size"),

@@ -178,8 +178,8 @@ FAMILY = Family(
     limits=(
         (
             True,
-            "Megatron's T5 divides attention scores by the root of a head's size, and does not "
-            "scale the states that logits are made of",
+            "Megatron's T5 divides attention scores by the root of a head's size, unless its "
+            "softmax_scale is 1, and does not scale the states that logits are made of",
         ),
         (
             True,

@@ -35,7 +35,6 @@ transformers = pytest.importorskip("transformers")
 
 
 cases = pytest.mark.parametrize("case", CASES, ids=str)
-FALCON = {"mamba_n_heads": 4, "mamba_d_ssm": 64, "mamba_d_state": 8}
 
 
 @cases
@@ -50,6 +49,7 @@ def test_weights_come_back_to_the_same_bytes(case: Case, tmp_path: Path) -> None
         assert (case.model, unused) in (
             ("MegatronBertForMaskedLM", "cls.predictions.bias"),
             ("RobertaForMaskedLM", "lm_head.bias"),
+            ("BertForMaskedLM", "cls.predictions.bias"),
         )
         before.pop(unused)
     assert {p.stored for p in opened.view.placements.values()} == set(before)
@@ -366,11 +366,24 @@ def test_gemma_files_are_refused_by_name() -> None:
         read_side(some, dialect="gguf", family=found, config=found.read_config(SIZES))
 
 
-def test_plain_bert_is_refused_with_the_reason(tmp_path: Path) -> None:
-    config = transformers.BertConfig(**{k: v for k, v in SIZES.items() if "key_value" not in k})
-    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "hf")
-    with pytest.raises(MappingError, match="post-LN"):
-        reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist")
+def test_older_names_of_berts_norms_are_read(tmp_path: Path) -> None:
+    """Files of the first releases call a norm's weight and bias gamma and beta."""
+    from safetensors.torch import load_file, save_file
+
+    save(Case("bert_post_norm", TIED, model_class="BertForPreTraining"), tmp_path / "hf")
+    want, file = stored(tmp_path / "hf"), tmp_path / "hf" / "model.safetensors"
+    new = (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
+    held = load_file(file)
+    for now, before in new:
+        held = {n.replace(now, before): t for n, t in held.items()}
+    save_file(held, file)
+    reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", tp=2, fsync=False)
+    reshard(tmp_path / "meg", tmp_path / "back", to="hf", fsync=False)
+    assert stored(tmp_path / "back") == want
+    assert "cls.seq_relationship.weight" in want
+
+
+FALCON = {"mamba_n_heads": 4, "mamba_d_ssm": 64, "mamba_d_state": 8}
 
 
 @pytest.mark.parametrize(

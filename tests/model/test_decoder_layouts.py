@@ -45,6 +45,7 @@ FOUR = {"num_hidden_layers": 4}
 THREE = {"num_hidden_layers": 3}
 HEAD, WINDOW = {"head_dim": 8}, {"sliding_window": 5}
 ENCODERS = [
+    Case("bert_post_norm", UNTIED, "bert_post_norm"),
     Case("roberta", TIED | PADDED | {"max_position_embeddings": 66}, "roberta"),
     Case("modernbert", TIED | LOCAL | FOUR, "modernbert"),
     Case("modernbert", UNTIED | BIASED | WITH_BIASES | LOCAL, "modernbert-biases"),
@@ -78,7 +79,7 @@ CASES = [
     Case("cohere", TIED | {"use_qk_norm": True, "logit_scale": 0.5}, "cohere"),
     Case("cohere2", TIED | FOUR | WINDOW | {"logit_scale": 0.5}, "cohere2"),
     next(c for c in dense.CASES if c.family == "nemotron_nas"),
-    next(c for c in dense.CASES if c.family == "gemma4"),
+    *(c for c in dense.CASES if c.name in ("gemma4", "arcee", "helium")),
     *ENCODERS,
 ]
 DENSE: dict[str, Callable[[], Any]] = {

@@ -120,6 +120,8 @@ CASES = [
     Case("cohere", UNTIED | BIASED | {"use_qk_norm": True, "logit_scale": 0.5}),
     Case("cohere2", TIED | {"num_hidden_layers": 4, "sliding_window": 16}),
     Case("cohere2", UNTIED | BIASED | {"layer_types": ["full_attention"] * 2}),
+    Case("bert_post_norm", TIED, model_class="BertForPreTraining"),
+    Case("bert_post_norm", UNTIED),
     Case("roberta", TIED | PADDED),
     Case("roberta", UNTIED | PADDED | {"type_vocab_size": 1}),
     Case("modernbert", TIED | LOCAL),
@@ -131,6 +133,8 @@ CASES = [
         "gemma4",
         UNTIED | BIASED | GEMMA4 | {"attention_k_eq_v": False, "layer_types": FULL * 2},
     ),
+    Case("arcee", UNTIED | BIASED | {"mlp_bias": True}, "arcee"),
+    Case("helium", TIED | {"head_dim": 8}, "helium"),
 ]
 
 

@@ -26,14 +26,16 @@ GPT2_NAMES = {
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }
-WITHOUT_GROUPS = {"gpt2", "gpt_neox", "bert", "roberta", "modernbert", "t5"}
+WITHOUT_GROUPS = {"gpt2", "gpt_neox", "bert", "roberta", "modernbert", "t5", "bert_post_norm"}
 """Families whose attention has as many heads of keys and values as of queries."""
 
 CLASSES: dict[str, tuple[str, str]] = {
     "cohere": ("CohereForCausalLM", "CohereConfig"),
     "cohere2": ("Cohere2ForCausalLM", "Cohere2Config"),
     "bamba": ("BambaForCausalLM", "BambaConfig"),
+    "arcee": ("ArceeForCausalLM", "ArceeConfig"),
     "bert": ("MegatronBertForMaskedLM", "MegatronBertConfig"),
+    "bert_post_norm": ("BertForMaskedLM", "BertConfig"),
     "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepseekV2Config"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config"),
     "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config"),
@@ -55,6 +57,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "granite": ("GraniteForCausalLM", "GraniteConfig"),
     "granitemoe": ("GraniteMoeForCausalLM", "GraniteMoeConfig"),
     "granitemoehybrid": ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig"),
+    "helium": ("HeliumForCausalLM", "HeliumConfig"),
     "llama": ("LlamaForCausalLM", "LlamaConfig"),
     "llama4": ("Llama4ForCausalLM", "Llama4TextConfig"),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config"),
