@@ -114,8 +114,10 @@ MOE["mixtral"] = partial(moe_models.transformers_model, "mixtral", **FOUR | TIED
 for _name in ("deepseek_v2-groups", "gpt_oss"):
     MOE[_name] = partial(moe_models.transformers_model, _name, seed=1, **FOUR)
 # A norm of outputs that are almost 0 makes much of rounding.
-for _name, _seed in (("qwen3_next", 2), ("qwen3_5_moe_text", 3)):
-    MOE[_name] = partial(moe_models.transformers_model, _name, seed=_seed, rms_norm_eps=1e-3, **FOUR)
+for _name, _seed, _eps in (("qwen3_next", 2, 1e-3), ("qwen3_5_moe_text", 1, 0.1)):
+    MOE[_name] = partial(
+        moe_models.transformers_model, _name, seed=_seed, rms_norm_eps=_eps, **FOUR
+    )
 for _name, _seed, _eps in (("nemotron_h", 4, 0.01), ("nemotron_h-latent", 2, 0.1)):
     MOE[_name] = partial(
         moe_models.transformers_model, _name, seed=_seed, layer_norm_epsilon=_eps, **FOUR
