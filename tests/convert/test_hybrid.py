@@ -93,7 +93,7 @@ def test_a_pattern_has_layers_chunks_and_further_layers() -> None:
     ("text", "why"),
     [
         ("M-K", "symbol 'K' (Kimi delta attention)"),
-        ("MD", "symbol 'D' (latent attention with a sparse indexer)"),
+        ("MDX", "symbol 'X'"),
         ("M[*-]", r"symbol '['"),
         ("M-/*E/*-", "MTP layers that are empty or differ"),
         ("M-/", "MTP layers that are empty or differ"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.models import moe_cases
 from tests.support.models.dense_cases import GEMMA4
 from tests.support.models.tiny_model import SIZES
 
@@ -82,7 +83,16 @@ class NestedCase:
                 else:
                     parameter.copy_(torch.rand(parameter.shape))
         model.save_pretrained(folder)
+        if self.family == "kimi_k25":  # of some names, transformers 5.23 saves others
+            _rename(folder, "language_model.model.blocks.", "language_model.model.layers.")
+            _rename(folder, "model.mm_projector.", "mm_projector.")
         return model.eval()
+
+
+def _rename(folder: Path, old: str, new: str) -> None:
+    file = folder / "model.safetensors"
+    held = {n.replace(old, new): t for n, t in load_file(file).items()}
+    save_file(held, file, metadata={"format": "pt"})
 
 
 LLAVA_OLDER = (
@@ -132,6 +142,22 @@ CASES = [
             "projector_output_dim": 32,
             "pixel_shuffle_ratio": 0.5,
         },
+    ),
+    NestedCase(
+        "kimi_k25",
+        "Kimi_K25",
+        moe_cases.DEEPSEEK
+        | {"model_type": "deepseek_v3", "num_experts_per_tok": 2, "num_hidden_layers": 2},
+        {
+            "patch_size": 4,
+            "pos_emb_height": 2,
+            "pos_emb_width": 2,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+        },
+        {"tie_word_embeddings": False, "projection_hidden_size": 32},
     ),
     NestedCase(
         "qwen2_5_vl",
