@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megtool import verify
+from megtool import reshard, verify
 from megtool.reshard.open_source import open_source
 from megtool.train.run_log import read_log
 from tests.support.models import moe_models, tiny_text
@@ -40,6 +40,22 @@ def test_a_run_goes_on_with_the_same_bits(model: Path, data: Path, tmp_path: Pat
     names = set(open_source(out).catalogue.index)
     assert "decoder.final_norm.weight" in names
     assert {"decoder.layers.0.mixer.A_log", "decoder.layers.1.mlp.router.weight"} <= names
+
+
+@pytest.mark.slow
+def test_state_in_buckets_goes_on_with_the_same_bits(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    """As Megatron saves it by default; a reshard of it holds the same, too."""
+    out, reference = tmp_path / "out", tmp_path / "reference"
+    how = HOW | {"dist_ckpt_optim_format": "dp_reshardable"}
+    tune(model, reference, data, **HOW)
+    assert tune(model, out, data, **how, exit_duration_in_mins=1e-9).iteration == 1
+    tune(model, out, data, **how)
+    assert curve(out) == curve(reference)
+    assert verify(out, reference).verdict == "equal"
+    reshard(out, tmp_path / "ranks", to="megatron", tp=2, pp=2, fsync=False)
+    assert verify(reference, tmp_path / "ranks").verdict == "equal"
 
 
 def on_rank(rank: int, size: int, model: str, out: str, data: str, more: dict[str, Any]) -> None:

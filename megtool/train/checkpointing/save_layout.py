@@ -94,7 +94,11 @@ def plan_save_layout(
     if optimizer_format == DP_RESHARDABLE and any(r.ranges for r in reports):
         buckets = _plan_buckets(template, reports)
         rows += _bucket_rows(
-            buckets, assign_writers(reports, ownership, every_place=True), reports, len(tensors)
+            buckets,
+            assign_writers(reports, ownership, every_place=True),
+            reports,
+            ownership,
+            len(tensors),
         )
         tensors += buckets.tensors
     else:
@@ -204,6 +208,7 @@ def _bucket_rows(
     buckets: BucketLayout,
     assigned: Sequence[WriteAssignment],
     reports: Sequence[RankOwnership],
+    ownership: LayoutOwnership,
     first: int,
 ) -> list[_Row]:
     """Rows of state in buckets: one for every range of a bucket that a rank owns."""
@@ -216,17 +221,21 @@ def _bucket_rows(
         p, seat = slot.parameter, reports[slot.rank].coordinates
         place = (seat.stage, seat.ep, seat.etp) if p.is_expert else (seat.stage, 0, seat.tp)
         for state, number in slot.tensors.items():
-            assignments = by_parameter.get((state, p.key, p.boxes, place))
-            if assignments is None:
-                raise UsageError(
-                    f"{DP_RESHARDABLE} stores the same states of every parameter, and this one has "
-                    f"no {state!r}: it is frozen, or updated by another rule",
-                    tensor=p.key,
-                    hint=f"--dist-ckpt-optim-format {FULLY_RESHARDABLE} saves the existing state",
+            start = slot.start
+            for part in ownership.in_parts(p):
+                assignments = by_parameter.get((state, part.key, part.boxes, place))
+                if assignments is None:
+                    raise UsageError(
+                        f"{DP_RESHARDABLE} stores the same states of every parameter, and this one "
+                        f"has no {state!r}: it is frozen, or updated by another rule",
+                        tensor=p.key,
+                        hint=f"--dist-ckpt-optim-format {FULLY_RESHARDABLE} saves the existing "
+                        "state",
+                    )
+                by_tensor.setdefault(number, []).extend(
+                    (start + a.start, start + a.stop, a) for a in assignments
                 )
-            by_tensor.setdefault(number, []).extend(
-                (slot.start + a.start, slot.start + a.stop, a) for a in assignments
-            )
+                start += part.numel
     rows: list[_Row] = []
     for number, runs in sorted(by_tensor.items()):
         runs.sort(key=lambda run: run[0])

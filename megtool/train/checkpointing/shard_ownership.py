@@ -188,12 +188,12 @@ class LayoutOwnership:
                     if p.is_expert == is_expert:
                         offset = ends.get(p.key, 0)
                         ends[p.key] = offset + p.numel
-                        for part in self._in_parts(p):
+                        for part in self.in_parts(p):
                             coordinates_of = (place.stage, place.ep, place.tp)
                             yield OwnedParameter(part, p.key, offset, coordinates_of)
                             offset += part.numel
 
-    def _in_parts(self, p: Parameter) -> Iterator[Parameter]:
+    def in_parts(self, p: Parameter) -> Iterator[Parameter]:
         """A parameter as the stored tensors that it consists of."""
         names = part_names(p.key)
         if not names or names[0] not in self._parts:
