@@ -8,6 +8,7 @@ Objects are only created, and the objects that make a checkpoint complete come l
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from megtool.checkpoint.storage.location import StorePath
@@ -201,6 +202,18 @@ def list_keys(path: StorePath) -> list[str]:
     return sorted(keys, key=lambda key: key.rpartition("/")[2] not in MARKERS)
 
 
+def is_there(path: StorePath, data: bytes | memoryview) -> bool:
+    """Whether an object has these bytes.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    info, size = path.store.head(path.key), memoryview(data).nbytes
+    if info is None or info.size != size:
+        return False
+    return not size or path.store.read(path.key, 0, size) == data
+
+
 def remove_objects(path: StorePath, *, check: Callable[[], None] | None = None) -> int:
     """Remove an object and everything below its name; returns how many there were.
 
@@ -217,6 +230,16 @@ def remove_objects(path: StorePath, *, check: Callable[[], None] | None = None) 
     return len(keys)
 
 
+def delete_keys(store: Store, keys: Sequence[str]) -> None:
+    """Remove objects, however many.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    for start in range(0, len(keys), _BATCH):
+        store.delete(keys[start : start + _BATCH])
+
+
 def remove_notes(staging: StorePath, *, trace: str = "") -> None:
     """Remove what a run has left beside a destination, except for its lock and a `trace`.
 
@@ -225,9 +248,7 @@ def remove_notes(staging: StorePath, *, trace: str = "") -> None:
     """
     last = [(staging / PUBLISHING).key, (staging / LEASE).key]
     remaining = {*last, (staging / trace).key}
-    keys = [key for key in list_keys(staging) if key not in remaining]
-    for start in range(0, len(keys), _BATCH):
-        staging.store.delete(keys[start : start + _BATCH])
+    delete_keys(staging.store, [key for key in list_keys(staging) if key not in remaining])
     staging.store.delete(last[:1])
 
 
@@ -242,10 +263,7 @@ def put_once(path: StorePath, data: bytes | memoryview) -> ObjectInfo:
     try:
         return store.put(path.key, data, create=True)
     except ConditionError as e:
-        info = store.head(path.key)
-        size = memoryview(data).nbytes
-        is_alike = info is not None and info.size == size
-        if info is not None and is_alike and (not size or store.read(path.key, 0, size) == data):
+        if is_there(path, data) and (info := store.head(path.key)) is not None:
             return info
         raise _conflict(path) from e
 
@@ -264,10 +282,8 @@ def complete_once(
         return store.complete_upload(path.key, upload_id, parts, create=is_safe)
     except (ConditionError, ObjectMissingError) as e:
         info = store.head(path.key)
-        if info is not None and info.size == sum(part.size for part in parts):
-            _, dash, count = info.version.strip('"').rpartition("-")
-            if not dash or not count.isdecimal() or int(count) == len(parts):
-                return info
+        if info is not None and _is_made_of(path, upload_id, parts, info):
+            return info
         if isinstance(e, ObjectMissingError):
             raise StorageError(
                 "the upload of this object was aborted by another program",
@@ -275,6 +291,32 @@ def complete_once(
                 hint="run the command again: it uploads the object anew",
             ) from e
         raise _conflict(path) from e
+
+
+def _is_made_of(
+    path: StorePath, upload_id: str, parts: Sequence[UploadedPart], info: ObjectInfo
+) -> bool:
+    """Whether an object is what an upload has become, whose reply was lost.
+
+    Where the tags of parts are digests, as S3 has them, an upload that can still be listed has
+    become nothing, and a version that is a digest ends in the number of parts.
+    """
+    if info.size != sum(part.size for part in parts):
+        return False
+    if not all(_is_md5(part.tag) for part in parts):
+        return True
+    tag = re.fullmatch(r"[0-9a-f]{32}(?:-(\d+))?", info.version.strip('"'))
+    if tag is not None and tag[1] != str(len(parts)):
+        return False
+    try:
+        path.store.list_parts(path.key, upload_id)
+    except ObjectMissingError:
+        return True
+    return False
+
+
+def _is_md5(tag: str) -> bool:
+    return re.fullmatch(r'"?[0-9a-f]{32}"?', tag) is not None
 
 
 def _conflict(path: StorePath) -> DestinationError:

@@ -40,6 +40,8 @@ from megtool.checkpoint.store_publish import (
     RUN,
     Publication,
     complete_once,
+    delete_keys,
+    is_there,
     publishing_order,
     put_once,
     remove_notes,
@@ -567,8 +569,11 @@ class StoreStage:
         self._committed = True  # nothing is left to keep
 
     def _discard(self) -> None:
-        if self._publication.state == "writing":
-            remove_objects(self.destination)
+        if self._publication.state == "writing":  # and nothing that another program has put there
+            small = {self.path(name): data for name, data in self._small.items()}
+            keys = [path.key for path, data in small.items() if is_there(path, data)]
+            keys += [w.path.key for w in self._writers if w.completed is not None]
+            delete_keys(self._store, keys)
         self._abort_uploads()
         self._remove_notes()
         self._publication.forget()

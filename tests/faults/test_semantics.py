@@ -78,7 +78,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=35, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=models, way=st.lists(layouts, min_size=1, max_size=3))
 def test_any_way_there_and_back_changes_nothing(
     workshop: Any, drawn: dict[str, Any], way: list[dict[str, Any]]

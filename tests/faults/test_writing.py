@@ -67,7 +67,7 @@ def make(root: Path, options: dict[str, Any]) -> Job:
 @pytest.mark.parametrize(
     ("fault", "every"),
     [
-        *[(fault, 1 if fault in (errno.ENOSPC, "torn") else 5) for fault in FAULTS],
+        *[(fault, 4 if fault in (errno.ENOSPC, "torn") else 7) for fault in FAULTS],
         *[pytest.param(fault, 1, marks=pytest.mark.slow) for fault in FAULTS],
     ],
 )
@@ -77,11 +77,18 @@ def test_one_fault_at_every_call(  # W1, W2
     strike(make(tmp_path, SCENARIOS["to torch_dist"]), fault, old=False, every=every)
 
 
-@pytest.mark.parametrize("fault", [errno.ENOSPC, "kill", "torn"])
+@pytest.mark.parametrize(
+    ("fault", "every"),
+    [
+        (errno.ENOSPC, 7),
+        ("kill", 7),
+        ("torn", 5),
+        pytest.param("torn", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_the_old_checkpoint_is_valid_until_the_new_one_is(
-    tmp_path: Path, fault: int | str
+    tmp_path: Path, fault: int | str, every: int
 ) -> None:  # W5
-    every = 1 if fault == "torn" else 5
     strike(make(tmp_path, SCENARIOS["to torch_dist"]), fault, old=True, every=every)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megtool import reshard, verify
+from megtool import clean, reshard, verify
 from megtool.checkpoint.storage import part_layout
 from megtool.checkpoint.storage.connect import register_store
 from megtool.checkpoint.storage.location import StorePath
@@ -329,6 +329,26 @@ def test_a_source_that_is_replaced_while_the_store_copies(
     ):
         reshard(f"{URL}/source", f"{URL}/run", to="dcp", like=source)
     assert not store.objects("run")
+
+
+def test_what_another_program_puts_meanwhile_is_neither_taken_nor_removed(
+    source: Path, store: CountedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete, foreign = store.complete_upload, dict[str, bytes]()
+
+    def complete_late(key: str, *arguments: Any, **conditions: Any) -> Any:
+        size = sum(part.size for part in arguments[1])
+        foreign[key] = b"x" * size
+        store.put(key, foreign[key])
+        return complete(key, *arguments, **conditions)
+
+    monkeypatch.setattr(store, "complete_upload", complete_late)
+    with raises(DestinationError, "another program has written this object meanwhile"):
+        reshard(source, f"{URL}/out", threads=1, **FORMATS["hf"])
+    (key,) = foreign
+    assert store.objects()[key] == foreign[key]
+    monkeypatch.undo()
+    assert clean(f"{URL}/out", yes=True).removed
 
 
 def test_two_runs_exclude_each_other(source: Path, store: CountedStore) -> None:

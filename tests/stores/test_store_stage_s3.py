@@ -17,7 +17,7 @@ from tests.support.stores.fault_proxy import FaultProxy
 from tests.support.stores.s3_bucket import S3Bucket
 from tests.support.stores.s3_servers import S3Server
 
-pytest.importorskip("megtool.checkpoint.storage.s3_store")
+S3Store = pytest.importorskip("megtool.checkpoint.storage.s3_store").S3Store
 
 FORMATS: dict[str, dict[str, Any]] = {
     "torch_dist": {"to": "torch_dist", "tp": 2, "pp": 2},
@@ -85,6 +85,25 @@ def test_workers_write_one_checkpoint(large: Path, tmp_path: Path, s3_store: S3B
     assert states == ["waiting", "waiting", "published"]
     assert objects(s3_store, "out") == contents(tmp_path / "out")
     assert uploads(s3_store) == []
+
+
+def test_what_another_program_puts_meanwhile_is_not_taken(
+    large: Path, s3_store: S3Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = dict[str, bytes]()
+    complete = S3Store.complete_upload
+
+    def complete_late(store: S3Store, key: str, *arguments: Any, **conditions: Any) -> Any:
+        if not foreign and ".megtool" not in key:
+            foreign[key] = b"x" * sum(part.size for part in arguments[1])
+            store.put(key, foreign[key])
+        return complete(store, key, *arguments, **conditions)
+
+    monkeypatch.setattr(S3Store, "complete_upload", complete_late)
+    with raises(DestinationError, "another program has written this object meanwhile"):
+        reshard(large, s3_store.url("one.safetensors"), to="safetensors")
+    assert foreign
+    assert objects(s3_store, "one.safetensors") == {"": foreign["one.safetensors"]}
 
 
 @pytest.mark.slow

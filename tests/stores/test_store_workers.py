@@ -124,6 +124,22 @@ def test_a_part_that_is_lost_is_noticed(source: Path, store: CountedStore) -> No
     assert left_over(store) == []
 
 
+def test_overwriting_repairs_what_was_damaged_since(source: Path, store: CountedStore) -> None:
+    options: dict[str, Any] = {"to": "torch_dist", "tp": 2, "overwrite": True}
+    for n in range(2):
+        reshard(source, f"{URL}/out", worker=f"{n}/2", **options)
+    expected = at(store, "out")
+    late = reshard(source, f"{URL}/out", worker="0/2", **options)
+    assert late.worker.state == "complete"
+    store.delete(["out/release/__0_0.distcp"])
+    store_index().forget(StorePath(URL))
+    states = [
+        reshard(source, f"{URL}/out", worker=f"{n}/2", **options).worker.state for n in range(2)
+    ]
+    assert states == ["waiting", "published"]
+    assert at(store, "out") == expected
+
+
 def test_another_plan_does_not_join(source: Path, store: CountedStore) -> None:
     reshard(source, f"{URL}/out", worker="0/2", to="dcp")
     before = store.objects()

@@ -26,8 +26,8 @@ _LIVE: set[str] = set()
 class Lease:
     """Holds the object at `path` until `release`.
 
-    The holder of a lease that was left behind is looked for on this host by its process, and on
-    another one by the time of the last renewal, by the store's clock.
+    The holder of a lease that was left behind is looked for by its process, on this host and in
+    this container, and elsewhere by the time of the last renewal, by the store's clock.
 
     Raises:
         DestinationError: another run holds it.
@@ -50,6 +50,7 @@ class Lease:
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
                 "boot": _boot_id(),
+                "processes": _process_namespace(),
                 "renewed": time.time(),
             }
         ).encode()
@@ -153,8 +154,12 @@ def describe_holder(holder: dict[str, Any]) -> str:
 
 
 def is_alive(path: StorePath, info: ObjectInfo, holder: dict[str, Any]) -> bool:
-    """Whether the holder of a lease still runs, as far as this host can tell."""
-    if holder.get("host") == socket.gethostname() and holder.get("boot") == _boot_id():
+    """Whether the holder of a lease still runs.
+
+    Its process is looked for if this one sees it: on the same host, and in the same container.
+    """
+    here = socket.gethostname(), _boot_id(), _process_namespace()
+    if (holder.get("host"), holder.get("boot"), holder.get("processes")) == here:
         pid = holder.get("pid")
         if pid == os.getpid():
             return holder.get("token") in _LIVE
@@ -182,6 +187,14 @@ def _age_s(path: StorePath, info: ObjectInfo) -> float:
     finally:
         store.delete([key])
     return ((now.modified_ns if now else time.time_ns()) - info.modified_ns) / 10**9
+
+
+def _process_namespace() -> str:
+    """What says among which processes an ID is unique: containers of a host differ."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "unknown"
 
 
 def _boot_id() -> str:

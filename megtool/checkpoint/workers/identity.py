@@ -81,21 +81,14 @@ def find_worker(environment: Environment) -> WorkerIdentity | None:
     """The identity that the innermost launcher gives, or None.
 
     Tasks of a job array and pods of an indexed job often do different things, so they count only
-    if they are named: `--worker slurm-array`, or `MEGTOOL_WORKERS` for Kubernetes.
+    if they are named: `--worker slurm-array`, or `MEGTOOL_WORKERS` for Kubernetes. Launchers number
+    processes in their own ways: torchrun's ranks need not be those of the Slurm tasks around it.
 
     Raises:
-        UsageError: two launchers name different workers of the same number, or one is incomplete.
+        UsageError: what the launcher says is incomplete.
     """
-    identities = [
-        identity for name in _AUTOMATIC if (identity := LAUNCHERS[name](environment)) is not None
-    ]
-    for other in identities[1:]:
-        if other.count == identities[0].count and other.index != identities[0].index:
-            raise UsageError(
-                f"{identities[0]} by {identities[0].origin}, but {other.index} by {other.origin}",
-                hint=f"--worker I/N decides; {_WHOLE}",
-            )
-    return identities[0] if identities else None
+    identities = (LAUNCHERS[name](environment) for name in _AUTOMATIC)
+    return next((identity for identity in identities if identity is not None), None)
 
 
 def _torchrun(environment: Environment) -> WorkerIdentity | None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
-from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+import threading
+from collections import defaultdict, deque
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from megtool.checkpoint.file_digests import FileDigests
 from megtool.checkpoint.storage.lease import Lease
+from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.object_writer import ObjectWriter
 from megtool.checkpoint.storage.open_objects import open_objects
 from megtool.checkpoint.storage.part_buffers import PartBuffers
+from megtool.checkpoint.storage.read_pool import read_pool
 from megtool.checkpoint.storage.store import ConditionError, read_json, read_object
 from megtool.checkpoint.storage.store_index import store_index
 from megtool.checkpoint.storage.store_probe import probe_store
@@ -43,6 +48,9 @@ from megtool.errors import DestinationError, FormatError, MegtoolError
 
 FRAGMENTS = "fragments"
 
+_AHEAD_BYTES = 64 << 20
+"""About the most bytes of fragments that are read at a time."""
+
 
 class SharedStoreStage(StoreStage):
     """The stage of one worker of several: see `SharedStage`.
@@ -67,6 +75,7 @@ class SharedStoreStage(StoreStage):
         self._publish_lease: Lease | None = None
         self._fragments: dict[int, list[tuple[int, str]]] = defaultdict(list)
         self._places: set[tuple[int, int]] = set()
+        self._reader = _FragmentReader(self.staging, ())
 
     @property
     def _is_publisher(self) -> bool:
@@ -109,7 +118,17 @@ class SharedStoreStage(StoreStage):
             return False
         publication = Publication(self.destination)
         publication.read()
-        return publication.state in ("", "complete")
+        if publication.state not in ("", "complete"):
+            return False
+        return not self._overwrite or values.get("objects") == self._describe_objects()
+
+    def _describe_objects(self) -> str:
+        """What tells whether the destination is as it was published, by what the store lists."""
+        infos = list(self._store.list(self.destination.key, recursive=True).objects)
+        if (info := self._store.head(self.destination.key)) is not None:
+            infos.append(info)
+        lines = sorted(f"{info.key} {info.size} {info.version}" for info in infos)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def _remove_left_overs(self) -> None:
         """Remove what a publisher has left that was stopped after its commit."""
@@ -246,6 +265,8 @@ class SharedStoreStage(StoreStage):
         self._publication.read()
         for index in range(self.worker.count):
             self._read_parts(index)
+        names = [name for _, of in sorted(self._fragments.items()) for _, name in of]
+        self._reader = _FragmentReader(self.staging, names)
         self.digests = FileDigests()
         self.files.recorder = self.digests
         return records
@@ -270,8 +291,8 @@ class SharedStoreStage(StoreStage):
         for part, name in self._fragments.get(number, ()):
             if writer.is_uploaded(part):
                 continue  # by a publication that was interrupted
-            path = self._staged_path(name)
-            whole = read_object(path)
+            first, last = writer.layout.bounds(part)
+            whole = self._reader.read(name, most=max(1, _AHEAD_BYTES // (last - first)))
             if whole is None:
                 raise self._lost(writer, f"the fragment {name}")
             head, _, data = whole.partition(b"\n")
@@ -315,7 +336,8 @@ class SharedStoreStage(StoreStage):
         self.is_published = True
 
     def _leave_trace(self) -> None:
-        data = json.dumps({"identity": self._identity()}).encode()
+        values = {"identity": self._identity(), "objects": self._describe_objects()}
+        data = json.dumps(values).encode()
         self._store.put(self._staged_path(PUBLISHED).key, data)
         self._trace = PUBLISHED
 
@@ -358,3 +380,32 @@ class SharedStoreStage(StoreStage):
         lease, self._publish_lease = self._publish_lease, None
         if lease is not None:
             lease.release()
+
+
+class _FragmentReader:
+    """Reads fragments, several at a time, in the order in which they are needed."""
+
+    def __init__(self, staging: StorePath, names: Iterable[str]) -> None:
+        self._staging = staging
+        self._next = deque(names)
+        self._ahead: dict[str, bytes | None] = {}
+        self._mutex = threading.Lock()
+
+    def read(self, name: str, *, most: int) -> bytes | None:
+        """A fragment, or None if the store has none; with it at most `most` are read.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        with self._mutex:
+            if name not in self._ahead:
+                while self._next and self._next.popleft() != name:
+                    pass  # uploaded by a publication that was interrupted
+                names = [name] + [
+                    self._next.popleft() for _ in range(min(most - 1, len(self._next)))
+                ]
+                read_pool().run([partial(self._fetch, name) for name in names])
+            return self._ahead.pop(name)
+
+    def _fetch(self, name: str) -> None:
+        self._ahead[name] = read_object(self._staging / name)

@@ -88,3 +88,20 @@ def test_one_that_was_taken_is_not_renewed(path: StorePath) -> None:
         lease.renew()
     assert store.objects() == {path.key: b'{"token": "other"}'}
     lease.release()
+
+
+def test_a_holder_in_another_container_is_not_looked_for_here(
+    path: StorePath,
+) -> None:
+    store = CountedStore()
+    register_store(store)
+    lease = Lease(path)
+    holder = json.loads(store.objects()[path.key])
+    own = holder["processes"]
+    holder |= {"processes": "pid:[1]", "pid": 2**22 + 1, "token": "another"}
+    lease.release()
+    store.put(path.key, json.dumps(holder).encode())
+    with raises(DestinationError, "is writing this destination"):
+        Lease(path)
+    store.put(path.key, json.dumps(holder | {"processes": own}).encode())
+    Lease(path).release()

@@ -77,13 +77,12 @@ def test_the_innermost_launcher_decides() -> None:
     assert place(find_worker(STEP | TORCHRUN)) == (5, 8)
     assert place(find_worker(STEP | OPEN_MPI)) == (0, 3)
     assert place(find_worker(STEP | {"PMI_RANK": "2", "PMI_SIZE": "4"})) == (2, 4)
+    assert place(find_worker(STEP | {"RANK": "1", "WORLD_SIZE": "4"})) == (1, 4)
 
 
 @pytest.mark.parametrize(
     "environment",
     [
-        STEP | {"RANK": "1", "WORLD_SIZE": "4"},
-        OPEN_MPI | MPICH,
         {"RANK": "1"},
         {"WORLD_SIZE": "2"},
         {"RANK": "two", "WORLD_SIZE": "4"},

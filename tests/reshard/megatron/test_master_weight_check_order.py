@@ -67,8 +67,8 @@ def test_every_order_is_found_whatever_the_args_say(
         mislead(out, args)
         found = open_source(out).catalogue.metadata["registration_order"]
         assert replace(found, conv_first=order.conv_first) == order, args  # there is no mixer
-        report = verify(tmp_path / "in", out)
-        assert report.exit_status == 0, list(report.lines())
+    report = verify(tmp_path / "in", out)
+    assert report.exit_status == 0, list(report.lines())
 
 
 @pytest.mark.parametrize("optimizer", FORMATS)
