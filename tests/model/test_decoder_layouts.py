@@ -99,6 +99,7 @@ MOE: dict[str, Callable[[], Any]] = {
         "minimax_m2",
         "granitemoe",
         "mistral4",
+        "dots1",
         "glm4_moe_lite",
         "deepseek_v32",
     )

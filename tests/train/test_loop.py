@@ -30,7 +30,7 @@ from tests.support.errors import raises
 from tests.support.models import moe_models, tiny_text
 from tests.support.models.dense_cases import LOCAL, PADDED
 from tests.support.models.dense_decoders import CASES, MIXED, MUP, fill_spread
-from tests.support.models.moe_cases import MISTRAL4
+from tests.support.models.moe_cases import GLM, MISTRAL4
 from tests.support.models.tiny_model import TIED, UNTIED, Case
 from tests.support.models.unequal_layers import BLOCKS
 from tests.support.runs.numbered_data import LENGTH, MaskedNumbers, Numbers
@@ -93,6 +93,14 @@ OF_TRANSFORMERS = [
     Case("nemotron_nas", UNTIED | {"num_hidden_layers": 4, "block_configs": BLOCKS}, "blocks"),
     next(c for c in CASES if c.family == "gemma4"),
     Case("mistral4", MISTRAL4 | {"intermediate_size": 40}, "mistral4"),
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in (
+            Case("arcee", UNTIED, "arcee"),
+            Case("helium", UNTIED | {"head_dim": 8}, "helium"),
+            Case("dots1", GLM | {"norm_topk_prob": True, "num_experts_per_tok": 2}, "dots1"),
+        )
+    ),
     Case("bamba", TIED | MIXED | {"attn_layer_indices": [1]}, "bamba"),
     Case("granitemoehybrid", UNTIED | MIXED | DENSE_GRANITE, "granite 4"),
     Case("falcon_h1", UNTIED | MUP, "falcon_h1"),

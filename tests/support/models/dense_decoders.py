@@ -160,6 +160,8 @@ CASES = [
     Case("nemotron_nas", UNTIED | LAYERS4 | {"block_configs": BLOCKS}, "nemotron_nas"),
     Case("gemma4", TIED | GEMMA4 | LAYERS4, "gemma4"),
     Case("gemma4", UNTIED | BIASED | GEMMA4 | {"attention_k_eq_v": False, "layer_types": FULL * 2}),
+    Case("arcee", UNTIED | BIASED | {"mlp_bias": True}, "arcee"),
+    Case("helium", TIED | {"head_dim": 8}, "helium"),
 ]
 
 

@@ -247,6 +247,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("mistral4", "Mistral4", MISTRAL4),
     ("mistral4", "Mistral4", MISTRAL4 | {"q_lora_rank": None, "first_k_dense_replace": 0}),
+    ("dots1", "Dots1", GLM | {"norm_topk_prob": True}),
 ]
 
 FIRST = {name: (name, model, keys) for name, model, keys in reversed(CASES)}

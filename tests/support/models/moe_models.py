@@ -164,6 +164,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 CASES |= {
     "olmoe": ("olmoe", "Olmoe", {"intermediate_size": 24, "num_experts": 8}),
+    "dots1": (
+        "dots1",
+        "Dots1",
+        GLM | GROUPS | {"norm_topk_prob": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
     "glm4_moe": ("glm4_moe", "Glm4Moe", GLM | GROUPS | {"use_qk_norm": True}),
     "ernie4_5_moe": ("ernie4_5_moe", "Ernie4_5_Moe", ERNIE),
     "qwen3_next": ("qwen3_next", "Qwen3Next", DELTA | {"mlp_only_layers": [0]}),
