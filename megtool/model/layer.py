@@ -97,8 +97,8 @@ class TransformerLayer(nn.Module):
             self.mlp = build(Mlp)
         self.layer_scalar: nn.Parameter | None = None
         if config.layer_scalar:
-            one = torch.ones(1, dtype=dtype, device=device)
-            self.layer_scalar = mark(nn.Parameter(one, requires_grad=False))
+            ones = torch.ones(1, dtype=dtype, device=device)
+            self.layer_scalar = mark(nn.Parameter(ones, requires_grad=False))
         self._post_norms: tuple[NormLayer, NormLayer] | None = None
         has_post_norms = config.post_norms or config.norms_after_add
         if has_post_norms and self.self_attention is not None and self.mlp is not None:
