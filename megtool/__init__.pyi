@@ -94,7 +94,15 @@ def export(
     source: str | Path,
     destination: str | Path,
     to: Literal[
-        "hf", "unified", "vllm", "sglang", "trtllm", "compressed-tensors", "fp8-blocks", "trtllm-legacy", "gguf"
+        "hf",
+        "unified",
+        "vllm",
+        "sglang",
+        "trtllm",
+        "compressed-tensors",
+        "fp8-blocks",
+        "trtllm-legacy",
+        "gguf",
     ],
     *,
     tp: int | None = ...,

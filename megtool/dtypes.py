@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -75,8 +76,16 @@ def dtype(name: str) -> DType:
     return _BY_NAME[key]
 
 
-def from_storage(name: str) -> DType:
-    """The element type of torch's legacy storage class `name`, for example `HalfStorage`."""
+def from_storage(name: str, file: str | Path | None = None) -> DType:
+    """The element type of torch's legacy storage class `name`, for example `HalfStorage`.
+
+    Raises:
+        FormatError: torch has no such class; the message names `file`.
+    """
     if name not in _BY_STORAGE:
-        raise FormatError(f"the torch storage {name!r} is unknown")
+        raise FormatError(
+            f"the torch storage {name!r} is unknown",
+            file=file,
+            hint="the file is damaged: take another copy",
+        )
     return _BY_STORAGE[name]

@@ -24,7 +24,7 @@ from megtool.checkpoint.store_publish import (
     remove_objects,
     staging_prefix,
 )
-from megtool.checkpoint.workers.manifest import SCAN_PREFIX, list_run_files
+from megtool.checkpoint.workers.manifest import PUBLISHED, SCAN_PREFIX, list_run_files
 from megtool.console import several
 from megtool.errors import DestinationError
 
@@ -224,6 +224,7 @@ def _describe_prefix(staging: StorePath, destination: StorePath, uploads: list[U
     publication = Publication(destination)
     publication.read()
     words = [several(len(objects), "object")]
+    published_note = staging / PUBLISHED  # for workers that are late
     num_bytes = sum(info.size for info in objects)
     if uploads:
         words.append(several(len(uploads), "upload") + " under way")
@@ -233,7 +234,7 @@ def _describe_prefix(staging: StorePath, destination: StorePath, uploads: list[U
         published = store.list(destination.key, recursive=True).objects
         words.append(f"an incomplete publication of {several(len(published), 'object')}")
         num_bytes += sum(info.size for info in published)
-    elif publication.state == "complete":
+    elif publication.state == "complete" or [i.key for i in objects] == [published_note.key]:
         words.append("of a complete checkpoint, which stays")
     return LeftOver(
         destination=destination,

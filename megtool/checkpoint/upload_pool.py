@@ -29,6 +29,11 @@ class UploadPool:
         self._is_closed = False
         self._changed = threading.Condition()
 
+    @property
+    def is_parallel(self) -> bool:
+        """Whether threads of its own upload."""
+        return self._most_threads > 0
+
     def run(self, num_bytes: int, job: Callable[[], None]) -> None:
         """Run a job that has so many bytes in memory, at some time before `settle` returns.
 

@@ -175,11 +175,10 @@ def _parameter_lines(entry: OptionField, default: str) -> list[str]:
     head, _, choices = text.partition("[")
     if len(line) <= 100 or head != "Literal":
         return [line]
-    return [
-        f"    {entry.name}: Literal[",
-        f"        {choices.removesuffix(']')}",
-        f"    ]{default},",
-    ]
+    lines = [f"        {choices.removesuffix(']')}"]
+    if len(lines[0]) > 100:
+        lines = [f"        {choice}," for choice in choices.removesuffix("]").split(", ")]
+    return [f"    {entry.name}: Literal[", *lines, f"    ]{default},"]
 
 
 @dataclass(frozen=True)

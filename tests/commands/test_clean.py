@@ -173,6 +173,15 @@ def test_a_live_run_in_a_store_is_left_alone(source: Path, store: CountedStore) 
     assert len(clean(URL, yes=True).removed) == 1
 
 
+def test_the_note_of_workers_is_told_from_an_interrupted_run(
+    source: Path, store: CountedStore
+) -> None:
+    for n in range(2):
+        reshard(source, f"{URL}/out", to="dcp", worker=f"{n}/2")
+    (row,) = clean(URL).left_overs
+    assert row.contents == "1 object, of a complete checkpoint, which stays"
+
+
 def test_uploads_of_other_programs_are_listed_only(store: CountedStore) -> None:
     store.begin_upload("run/theirs.bin")
     report = clean(f"{URL}/run", yes=True)

@@ -256,9 +256,7 @@ def test_a_real_model_writes_what_it_writes_in_transformers(tmp_path: Path) -> N
             assert [a.text for a in report.answers] == expected, (source, rows)
 
 
-def test_drafts_change_how_fast_a_text_comes_and_not_the_text(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_drafts_change_how_fast_a_text_comes_and_not_the_text(folder: Path, tmp_path: Path) -> None:
     save_tunable(tmp_path / "mtp", depths=1)
     reshard(tmp_path / "mtp", tmp_path / "megatron", to="torch_dist", tp=2)
     plain = texts(tmp_path / "mtp", prompt=PROMPTS)

@@ -110,7 +110,7 @@ def _persistent_id(node: Any) -> Any:
 
 
 def _parse_dtype(name: str, file: str | Path) -> DType:
-    kind = from_storage(name)
+    kind = from_storage(name, file)
     if not kind.is_float:
         raise FormatError(f"a tensor in an extra state is of {kind.name}", file=file)
     return kind

@@ -81,7 +81,7 @@ def _read_elements(data: bytes, offset: int, storage: str, file: str | Path) -> 
     """The elements of a stream whose pickles end at `offset`: a count, then their bytes."""
     offset += 8
     count = int.from_bytes(data[offset - 8 : offset], "little")
-    if len(data) != offset + count * from_storage(storage).itemsize:
+    if len(data) != offset + count * from_storage(storage, file).itemsize:
         raise FormatError(
             f"a storage in an extra state claims {count} elements in {max(len(data) - offset, 0)} "
             "bytes",

@@ -99,7 +99,7 @@ def parse_storage_view(node: Any, *, file: str | Path) -> StorageView | None:
         else:
             kind = dtype("uint8")
     else:
-        kind = from_storage(pid[1].qualname)
+        kind = from_storage(pid[1].qualname, file)
         stored_size = kind.itemsize
     return StorageView(
         storage=pid[2],

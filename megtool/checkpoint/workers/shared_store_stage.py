@@ -292,7 +292,8 @@ class SharedStoreStage(StoreStage):
             if writer.is_uploaded(part):
                 continue  # by a publication that was interrupted
             first, last = writer.layout.bounds(part)
-            whole = self._reader.read(name, most=max(1, _AHEAD_BYTES // (last - first)))
+            most = _AHEAD_BYTES // (last - first) if self._transfers.is_parallel else 1
+            whole = self._reader.read(name, most=max(1, most))
             if whole is None:
                 raise self._lost(writer, f"the fragment {name}")
             head, _, data = whole.partition(b"\n")
