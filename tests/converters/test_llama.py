@@ -125,7 +125,7 @@ def check_megatron(
 def test_tables_name_tensors_once(found: Any) -> None:
     for table in (found.hf, found.gguf):
         rows = [row for row in table if getattr(row, "stored", "")]
-        names = [(row.stored, getattr(row, "when", True)) for row in rows]
+        names = [(r.stored, getattr(r, "when", True), getattr(r, "plain", False)) for r in rows]
         assert len(set(names)) == len(names)
 
 

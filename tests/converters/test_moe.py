@@ -121,7 +121,8 @@ def test_a_configuration_is_written_as_transformers_reads_it(case: Case) -> None
     assert found.read_config(written) == config
 
 
-@pytest.mark.parametrize("name", FIRST)
+# Megatron's args do not hold how Mistral 4 scales queries by position, and it does not run without.
+@pytest.mark.parametrize("name", [name for name in FIRST if name != "mistral4"])
 def test_what_a_foreign_checkpoint_becomes_loads_in_transformers(name: str, tmp_path: Path) -> None:
     """Without any file of Hugging Face's: the configuration comes from Megatron's args alone."""
     case = FIRST[name]

@@ -29,7 +29,10 @@ cases = pytest.mark.parametrize("case", CASES, ids=str)
 first_is_fast = pytest.mark.parametrize(
     "case", [CASES[0], *(pytest.param(c, marks=pytest.mark.slow) for c in CASES[1:])], ids=str
 )
-GEMMA, MISTRAL, _, QWEN = CASES[:4]
+GEMMA, MISTRAL, QWEN = (
+    next(case for case in CASES if case.family == family)
+    for family in ("gemma3_multimodal", "mistral3", "qwen2_5_vl")
+)
 TOKENS = torch.arange(28).reshape(2, 14)
 
 

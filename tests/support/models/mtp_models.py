@@ -133,6 +133,7 @@ FAMILIES: dict[str, Callable[[Path], tuple[Any, str]]] = {
 
 PROJECTIONS = {
     "glm4_moe": "model.layers.5.eh_proj.weight",
+    "deepseek_v32": "model.layers.4.eh_proj.weight",
     "bailing_moe_v2": "model.layers.5.eh_proj.weight",
     "mimo": "model.mtp_layers.1.input_proj.weight",
     "nemotron_h": "mtp.layers.2.eh_proj.weight",
