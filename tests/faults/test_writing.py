@@ -96,13 +96,13 @@ def test_the_old_checkpoint_is_valid_until_the_new_one_is(
 @pytest.mark.parametrize("fault", [errno.EIO, "short", "kill", "torn"])
 @pytest.mark.parametrize("scenario", list(SCENARIOS)[1:])
 def test_faults_in_other_jobs(tmp_path: Path, scenario: str, fault: int | str, old: bool) -> None:
-    every = 2 if scenario == "one file" else 11
+    every = 5 if scenario == "one file" else 23
     strike(make(tmp_path, SCENARIOS[scenario]), fault, old=old, every=every)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_stays_full_or_broken(tmp_path: Path, code: int) -> None:
-    strike(make(tmp_path, SCENARIOS["to torch_dist"]), code, old=False, every=3, lasting=True)
+    strike(make(tmp_path, SCENARIOS["to torch_dist"]), code, old=False, every=7, lasting=True)
 
 
 @pytest.mark.usefixtures("small_units")

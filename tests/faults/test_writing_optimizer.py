@@ -56,14 +56,14 @@ def test_a_fault_at_calls_all_along(
     tmp_path: Path, materialize: Any, scenario: str, fault: int | str
 ) -> None:
     job = make(tmp_path, scenario, materialize)
-    strike(job, fault, old=False, every=67)
+    strike(job, fault, old=False, every=131)
 
 
 @pytest.mark.parametrize("scenario", ["to buckets", "to ranks"])
 def test_the_old_state_is_valid_until_the_new_one_is(
     tmp_path: Path, materialize: Any, scenario: str
 ) -> None:
-    strike(make(tmp_path, scenario, materialize), "kill", old=True, every=41)
+    strike(make(tmp_path, scenario, materialize), "kill", old=True, every=83)
 
 
 @pytest.mark.slow

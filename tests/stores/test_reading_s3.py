@@ -67,6 +67,7 @@ def test_a_model_is_run_and_calibrated_from_a_bucket(
     assert (tmp_path / "tokens.idx").is_file()
 
 
+@pytest.mark.slow
 def test_ranks_read_a_bucket(local: Path, s3_store: S3Bucket, tmp_path: Path) -> None:
     url = s3_store.upload(local / "torch_dist", "run")
     data = s3_store.upload(local / "text.jsonl", "text.jsonl")

@@ -129,7 +129,7 @@ def test_the_server_copies_large_tensors(
     assert verify(s3_store.url("out"), tmp_path / "local").exit_status == 0
 
 
-@pytest.mark.parametrize("name", ["nanio", "rclone"])
+@pytest.mark.parametrize("name", ["nanio", pytest.param("rclone", marks=pytest.mark.slow)])
 def test_servers_that_are_no_place_for_a_checkpoint(
     source: Path,
     request: pytest.FixtureRequest,

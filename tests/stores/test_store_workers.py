@@ -95,7 +95,7 @@ def test_workers_that_are_killed_go_on(tmp_path: Path, source: Path, store: Coun
     for n in range(3):
         reshard(source, f"{URL}/whole", worker=f"{n}/3", **options)
     total = store.num_calls
-    for number in range(1, total, 13):
+    for number in range(1, total, 29):
         store = fresh()
         store.dies_at = number
         for n in range(3):

@@ -21,7 +21,9 @@ def bucket(request: pytest.FixtureRequest, use_s3: Callable[[S3Server], S3Bucket
     return use_s3(request.getfixturevalue(request.param))
 
 
-@pytest.mark.parametrize("bucket", ["nanio", "rclone"], indirect=True)
+@pytest.mark.parametrize(
+    "bucket", ["nanio", pytest.param("rclone", marks=pytest.mark.slow)], indirect=True
+)
 def test_a_store_that_ignores_conditions_is_no_destination(
     checkpoints: dict[str, Path], bucket: S3Bucket
 ) -> None:

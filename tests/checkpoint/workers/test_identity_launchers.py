@@ -71,13 +71,13 @@ def test_slurm_starts_each_task_with_its_own_index(tmp_path: Path, hf: Path) -> 
     assert json.loads(batch.stdout)["worker"] is None
 
 
-def test_an_option_and_a_contradiction(tmp_path: Path, hf: Path) -> None:
-    command = [sys.executable, "-m", "megtool", "reshard", str(hf), str(tmp_path / "out"), *TO]
-    wrong = {"RANK": "1", "WORLD_SIZE": "4", "PMI_RANK": "2", "PMI_SIZE": "4"}
-    run = launch(command, **wrong)
-    assert run.returncode == 2
-    assert "--worker I/N decides" in run.stderr
-    assert launch([*command, "--worker", "0/1"], **wrong).returncode == 0
+def test_the_innermost_launcher_decides_and_an_option_before_it(tmp_path: Path, hf: Path) -> None:
+    command = [sys.executable, "-m", "megtool", "reshard", str(hf)]
+    both = {"RANK": "1", "WORLD_SIZE": "4", "PMI_RANK": "2", "PMI_SIZE": "4"}
+    run = launch([*command, str(tmp_path / "shared"), *TO, "--json"], **both)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["worker"]["missing"] == [0, 2, 3]
+    assert launch([*command, str(tmp_path / "out"), *TO, "--worker", "0/1"], **both).returncode == 0
     assert (tmp_path / "out").is_dir()
 
 
