@@ -112,8 +112,7 @@ def _describe_folder(files: Files, staging: Path, destination: Path) -> LeftOver
     paths = files.tree(staging)[0]
     sizes = [s.st_size for path in paths if (s := files.lstat(path)) is not None]
     words = [several(len(paths), "file")]
-    if scan := _SCAN.fullmatch(staging.name):
-        words.append(f"of workers of `{scan[1]}`")
+    words += _scan_words(staging)
     if "workers" in names:
         words.append("of several workers")
     is_removable = True
@@ -132,6 +131,11 @@ def _describe_folder(files: Files, staging: Path, destination: Path) -> LeftOver
         num_bytes=sum(sizes),
         is_removable=is_removable,
     )
+
+
+def _scan_words(folder: Path) -> list[str]:
+    scan = _SCAN.fullmatch(folder.name)
+    return [f"of workers of `{scan[1]}`"] if scan else []
 
 
 def _remove_folder(files: Files, staging: Path) -> None:
@@ -188,6 +192,9 @@ def _find_in_store(location: StorePath) -> Iterator[LeftOver]:
     known: set[str] = set()
     for prefix in prefixes:
         staging = root / prefix
+        if _SCAN.fullmatch(staging.name):
+            yield _describe_records(staging)
+            continue
         match = _STAGING.fullmatch(staging.name)
         destination = staging.parent / (match[1] if match else "")
         own = [u for u in uploads if _is_of(u, staging, destination)]
@@ -204,10 +211,10 @@ def _find_in_store(location: StorePath) -> Iterator[LeftOver]:
 
 
 def _prefix_of(key: str) -> str:
-    """The staging prefix that a key is in; empty if it is in none."""
+    """The staging prefix, or that of records, which a key is in; empty if it is in none."""
     parts = key.split("/")
     for number, part in enumerate(parts[:-1]):
-        if _STAGING.fullmatch(part):
+        if _STAGING.fullmatch(part) or _SCAN.fullmatch(part):
             return "/".join(parts[: number + 1])
     return ""
 
@@ -215,6 +222,17 @@ def _prefix_of(key: str) -> str:
 def _is_of(upload: Upload, staging: StorePath, destination: StorePath) -> bool:
     return upload.key == destination.key or upload.key.startswith(
         (f"{destination.key}/", f"{staging.key}/")
+    )
+
+
+def _describe_records(prefix: StorePath) -> LeftOver:
+    objects = prefix.store.list(prefix.key, recursive=True).objects
+    return LeftOver(
+        destination=prefix,
+        staging=prefix,
+        contents=", ".join([several(len(objects), "object"), *_scan_words(prefix)]),
+        holder=find_live_run(prefix),
+        num_bytes=sum(info.size for info in objects),
     )
 
 
@@ -248,9 +266,7 @@ def _describe_prefix(staging: StorePath, destination: StorePath, uploads: list[U
 def _remove_prefix(staging: StorePath) -> None:
     """Remove a staging prefix under its own lock, and what of a checkpoint is not complete."""
     match = _STAGING.fullmatch(staging.name)
-    if match is None:
-        raise ValueError(f"{staging} is no staging prefix")
-    destination = staging.parent / match[1]
+    destination = staging.parent / match[1] if match else staging
     if holder := find_live_run(staging):
         raise DestinationError(
             f"{holder} is writing this destination",
@@ -258,10 +274,13 @@ def _remove_prefix(staging: StorePath) -> None:
             hint="wait until it has ended",
             error_id="destination-locked",
         )
+    store = staging.store
+    if match is None:
+        store.delete(list_keys(staging))
+        return
     lock = staging / LEASE
     lease = Lease(lock)
     try:
-        store = staging.store
         publication = Publication(destination)
         publication.read()
         if publication.state in ("removing", "writing"):

@@ -7,13 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.workers.identity import parse_worker
 from megtool.checkpoint.workers.record import WorkerStatus
 from megtool.checkpoint.workers.scan_records import scan_folder, share_scan
 from megtool.checkpoint.workers.shared_scan import SharedScan
 from megtool.console import format_bytes
-from megtool.errors import UsageError
 from megtool.options.groups import WorkerScanOptions
 from megtool.reports import Report, Row
 
@@ -45,7 +43,8 @@ class ShareReport(Report):
         yield "worker", _describe(self.worker)
         if self.worker.num_bytes:
             yield "share", format_bytes(self.worker.num_bytes)
-        yield "records", self.folder
+        is_waiting = self.worker.state == "waiting"
+        yield "records", self.folder + (", which all workers have to see" if is_waiting else "")
 
 
 def _describe(worker: WorkerStatus) -> str:
@@ -65,17 +64,12 @@ def run_shared(
     """The report of `scan`; of several workers only the last one has it, and the others a share's.
 
     Raises:
-        UsageError: `--worker` names no worker, or `--worker-dir` no folder.
+        UsageError: `--worker` names no worker.
         DestinationError: the folder for records cannot be written.
     """
     worker = parse_worker(options.worker)
     if worker is None:
         return scan(None)
-    if isinstance(options.worker_dir, StorePath):
-        raise UsageError(
-            f"--worker-dir is {options.worker_dir}, which is in a store",
-            hint="a folder of a file system that all workers see",
-        )
     key = {k: v for k, v in asdict(options).items() if k not in _UNRELATED}
     parent = options.worker_dir or Path.cwd()
     folder = scan_folder(parent, verb, (worker.count, repr(key)), locations)

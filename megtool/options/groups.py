@@ -128,8 +128,8 @@ class WorkerScanOptions(Options):
     )
     worker_dir: Path | None = option(
         RUNNING,
-        "A folder that all workers see, for their records until the last one has read them; "
-        "default: the current one.",
+        "A folder, or a prefix of a store (s3://bucket/scratch), that all workers see, for their "
+        "records until the last one has read them; default: the current folder.",
         metavar="FOLDER",
     )
 

@@ -1,4 +1,4 @@
-"""The folder in which workers leave the results of their shares of a scan."""
+"""Records in which workers leave the results of their shares of a scan for the last of them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from typing import Any, TypeVar
 
 from megtool.checkpoint.digest import crc32c
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.lock import LockFile
 from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.checkpoint.workers.manifest import (
     PUBLISH_LOCK,
     SCAN_PREFIX,
-    find_worker_files,
-    list_run_files,
+    find_missing_workers,
     worker_file,
 )
-from megtool.checkpoint.workers.record import MAX_RECORD_BYTES, WorkerStatus
+from megtool.checkpoint.workers.record import WorkerStatus
+from megtool.checkpoint.workers.record_folder import RecordFolder, open_records
 from megtool.checkpoint.workers.shared_scan import SharedScan
 from megtool.checkpoint.workers.shared_staging import describe_state
 from megtool.console import after_report
-from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
+from megtool.errors import DestinationError, FormatError, MegtoolError
 
 Result = TypeVar("Result")
 
@@ -40,29 +39,24 @@ def share_scan(
 ) -> tuple[WorkerStatus, Result | None]:
     """Do a worker's share of a scan; the last worker gets the result, which is that of all.
 
-    `folder` is seen by all workers. It is removed when the report is printed (see `after_report`).
+    `folder`, or the prefix of a store, is seen by all workers. It is removed when the report is
+    printed (see `after_report`).
 
     Raises:
         DestinationError: the folder cannot be written, or this worker runs already.
         FormatError: the record of a worker is damaged.
     """
-    files = files or Files()
-    lock = LockFile(
-        files,
-        folder / worker_file(worker.index, "lock"),
-        lambda: _make_folder(files, folder),
-    )
+    records = open_records(folder, files or Files())
+    lock = records.lock(worker_file(worker.index, "lock"), create=True)
     try:
-        record = folder / worker_file(worker.index, "record")
         own = SharedScan(worker)
-        if files.lstat(record) is None:
+        if not records.has(worker_file(worker.index, "record")):
             scan(own)
-            data = _encode(own.results)
-            files.replace_file(record, data, worker_file(worker.index, "new"), fsync=True)
+            records.write(worker.index, _encode(own.results))
         status = WorkerStatus(
             index=worker.index, count=worker.count, state="publishing", num_bytes=own.num_bytes
         )
-        missing = _find_missing(files, folder, worker)
+        missing = _find_missing(records, worker)
         if missing:
             state = WorkerStatus(
                 index=worker.index,
@@ -73,56 +67,43 @@ def share_scan(
                 origin=worker.origin,
             )
             return state, None
-        ending, result = _merge(worker, folder, scan, files, status)
+        ending, result = _merge(worker, folder, scan, records, status)
     finally:
         lock.release()
     if ending.state == "published":
-        after_report(partial(_remove_records, files, folder))
+        after_report(partial(_remove_records, records))
     return ending, result
 
 
-def _make_folder(files: Files, folder: Path) -> None:
-    try:
-        files.make_own_folder(folder, is_private=True)
-    except StorageError as e:
-        raise DestinationError(
-            f"no folder for the records of workers: {e.message}",
-            file=folder,
-            hint="--worker-dir names a folder that all workers see and may write to",
-            error_id="destination-not-writable",
-        ) from e
-
-
-def _find_missing(files: Files, folder: Path, worker: WorkerIdentity) -> tuple[int, ...]:
+def _find_missing(records: RecordFolder, worker: WorkerIdentity) -> tuple[int, ...]:
     """The workers without a record; none if another one has merged them and removed the folder."""
-    if files.lstat(folder / worker_file(worker.index, "record")) is None:
+    if not records.has(worker_file(worker.index, "record")):
         return ()
-    done = {index for index, _ in find_worker_files(files.names(folder), "record")}
-    return tuple(n for n in range(worker.count) if n not in done)
+    return tuple(find_missing_workers(records.names(), worker.count))
 
 
 def _merge(
     worker: WorkerIdentity,
     folder: Path,
     scan: Callable[[SharedScan], Result],
-    files: Files,
+    records: RecordFolder,
     status: WorkerStatus,
 ) -> tuple[WorkerStatus, Result | None]:
     """Scan with the results of all workers, unless another one does or has done it."""
     try:
-        lock = LockFile(files, folder / PUBLISH_LOCK, lambda: None)
+        lock = records.lock(PUBLISH_LOCK)
     except DestinationError:
         return status, None
     try:
-        if files.lstat(folder / worker_file(worker.index, "record")) is None:
+        if not records.has(worker_file(worker.index, "record")):
             return status, None
         results: dict[str, dict[str, Any]] = {}
         for index in range(worker.count):
-            path = folder / worker_file(index, "record")
-            data = files.read_whole(path, at_most=MAX_RECORD_BYTES, is_own=True)
+            name = worker_file(index, "record")
+            data = records.read(name)
             if data is None:  # merged by another host, whose locks are not seen here
                 return status, None
-            for label, values in _parse(data, path).items():
+            for label, values in _parse(data, folder / name).items():
                 results.setdefault(label, {}).update(values)
         result = scan(SharedScan(worker, results))
         published = WorkerStatus(
@@ -133,17 +114,15 @@ def _merge(
         lock.release()
 
 
-def _remove_records(files: Files, folder: Path) -> None:
-    if files.lstat(folder) is None:
+def _remove_records(records: RecordFolder) -> None:
+    if not records.names():
         return
     try:
-        lock = LockFile(files, folder / PUBLISH_LOCK, lambda: None)
+        lock = records.lock(PUBLISH_LOCK)
     except DestinationError:  # a worker that was started again merges them once more
         return
     try:
-        for name in list_run_files(files.names(folder)):
-            files.remove(folder / name)
-        files.remove_empty(folder)
+        records.remove()
     finally:
         lock.release()
 

@@ -15,7 +15,8 @@ import megtool
 from megtool.checkpoint import file_digests, parallel_scan
 from megtool.checkpoint.storage.connect import register_store
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import location
+from megtool.checkpoint.storage.lease import Lease
+from megtool.checkpoint.storage.location import StorePath, location
 from megtool.checkpoint.storage.lock import LockFile
 from megtool.checkpoint.storage.memory_store import MemoryStore
 from megtool.checkpoint.storage.store_index import store_index
@@ -181,6 +182,68 @@ def test_records_lie_where_they_are_told(tmp_path: Path, hf: Path) -> None:
     (hf / "config.json").touch()
     megtool.verify(hf, hf, worker="0/2", worker_dir=tmp_path / "work")
     assert len(list((tmp_path / "work").iterdir())) == 3
+
+
+@pytest.fixture
+def scratch() -> StorePath:
+    """A prefix of a store for records; what is there is looked up in the store itself."""
+    register_store(MemoryStore("memory://scratch"))
+    found = location("memory://scratch/runs")
+    assert isinstance(found, StorePath)
+    return found
+
+
+def keys(folder: StorePath) -> list[str]:
+    return [info.key for info in folder.store.list(folder.key, recursive=True).objects]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_records_lie_in_a_store(hf: Path, scratch: StorePath, count: int) -> None:
+    alone = megtool.verify(hf, hf)
+    assert same(share(megtool.verify, count, hf, hf, worker_dir=scratch)) == same(alone)
+    assert keys(scratch) == []
+    first, again = (
+        megtool.inspect(hf, stats=True, worker="0/2", worker_dir=scratch) for _ in range(2)
+    )
+    assert first.worker.num_bytes
+    assert not again.worker.num_bytes
+    assert [key.rpartition("/")[2] for key in keys(scratch)] == ["worker-0.record"]
+    last = megtool.inspect(hf, stats=True, worker="1/2", worker_dir=scratch)
+    assert last.tensors == megtool.inspect(hf, stats=True).tensors
+    assert keys(scratch) == []
+    assert os.listdir() == []
+
+
+def test_a_worker_runs_once_in_a_store(hf: Path, scratch: StorePath) -> None:
+    megtool.verify(hf, hf, worker="0/2", worker_dir=scratch)
+    folder = scratch / keys(scratch)[0].split("/")[-2]
+    held = Lease(folder / "worker-1.lock")
+    try:
+        with raises(DestinationError, id="destination-locked"):
+            megtool.verify(hf, hf, worker="1/2", worker_dir=scratch)
+        (row,) = megtool.clean(scratch, yes=True).left_overs
+        assert row.contents == "2 objects, of workers of `verify`"
+        assert row.holder
+        assert len(keys(scratch)) == 2
+    finally:
+        held.release()
+    megtool.clean(scratch, yes=True)
+    assert keys(scratch) == []
+
+
+def test_a_damaged_record_in_a_store_is_named(hf: Path, scratch: StorePath) -> None:
+    megtool.inspect(hf, stats=True, worker="0/2", worker_dir=scratch)
+    (key,) = keys(scratch)
+    scratch.store.put(key, b"{}")
+    with raises(FormatError, file=f"memory://scratch/{key}"):
+        megtool.inspect(hf, stats=True, worker="1/2", worker_dir=scratch)
+
+
+def test_a_store_that_is_only_read_has_no_records(hf: Path) -> None:
+    with raises(DestinationError, id="destination-not-writable") as caught:
+        megtool.verify(hf, worker="0/2", worker_dir="https://example.invalid/records")
+    assert "only read" in caught.value.message
+    assert "--worker-dir" in str(caught.value.hint)
 
 
 def test_a_worker_that_is_started_again_does_not_read_again(hf: Path) -> None:
