@@ -31,6 +31,109 @@ _FINITE = (
 )
 
 
+_POSITIVE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "max_positions",
+)
+_NATURAL = (
+    "window_size",
+    "num_token_types",
+    "position_offset",
+    "num_decoder_layers",
+    "relative_num_buckets",
+    "relative_max_distance",
+    "num_experts",
+    "num_experts_per_token",
+    "moe_ffn_hidden_size",
+    "shared_ffn_hidden_size",
+    "moe_latent_size",
+    "router_num_groups",
+    "router_topk_groups",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "index_num_heads",
+    "index_head_dim",
+    "index_topk",
+    "num_mtp_layers",
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "mamba_state_dim",
+    "mamba_num_groups",
+    "mamba_conv_kernel",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel",
+    "attn_chunk_size",
+    "attn_temperature_floor",
+    "router_group_best",
+)
+_FLAGS = (
+    "tied_embeddings",
+    "gated",
+    "qkv_bias",
+    "attn_out_bias",
+    "mlp_bias",
+    "qk_norm",
+    "attn_output_gate",
+    "router_pre_softmax",
+    "router_bias",
+    "router_expert_bias",
+    "shared_expert_gate",
+    "attn_sinks",
+    "value_norm",
+    "layer_scalar",
+    "rope_interleaved",
+    "index_interleaved",
+    "zero_centered_norm",
+    "bidirectional",
+    "embedding_norm",
+    "first_attn_norm",
+    "final_norm",
+    "norms_after_add",
+    "masked_head",
+    "head_dense_bias",
+    "head_bias",
+    "norm_bias",
+    "pre_norms",
+    "shared_norm",
+    "mtp_hidden_first",
+    "parallel_residual",
+    "qk_l2_norm",
+    "post_norms",
+    "attn_temperature_rotated",
+    "mamba_norm",
+    "mamba_norm_first",
+    "router_scales_input",
+    "router_fp32",
+)
+
+
+def check_fields(config: ModelConfig) -> None:
+    """Refuse numbers that are none, or too small, and flags that are no bools.
+
+    Raises:
+        MappingError: the message names the field.
+    """
+    for name in _POSITIVE:
+        check_int(name, getattr(config, name), 1)
+    for name in _NATURAL:
+        check_int(name, getattr(config, name), 0)
+    for name in _FLAGS:
+        if not isinstance(getattr(config, name), bool):
+            raise MappingError(f"{name} is {getattr(config, name)!r}", hint="true or false")
+
+
 def check_int(name: str, value: object, least: int) -> None:
     """Refuse what is no integer, or a smaller one.
 
@@ -166,3 +269,57 @@ def _is_list(value: object) -> bool:
 def are_flags(value: object, counts: tuple[int, ...]) -> bool:
     """Zeros and ones (or false and true), as many as one of `counts`."""
     return isinstance(value, Sequence) and len(value) in counts and all(v in (0, 1) for v in value)
+
+
+def check_layers(config: ModelConfig) -> None:
+    """Refuse lists that are not one flag for each layer, and layers counted in steps of none.
+
+    Layers of multi-token prediction may have flags, too.
+
+    Raises:
+        MappingError: the message names the field.
+    """
+    counts = (config.num_layers, config.num_layers + config.num_mtp_layers)
+    skip, without = config.window_skip_freq, config.no_rope_layers
+    flags = f"one 0 or 1 for each of {config.num_layers} layers"
+    is_step = isinstance(skip, int) and not isinstance(skip, bool) and skip > 0
+    if skip is not None and not is_step and not are_flags(skip, counts):
+        raise MappingError(f"window_skip_freq is {skip!r}", hint=f"a positive int, or {flags}")
+    if without is not None and not are_flags(without, counts):
+        raise MappingError(f"no_rope_layers is {without!r}", hint=flags)
+    if config.tied_values is not None and not are_flags(config.tied_values, counts):
+        raise MappingError(f"tied_values is {config.tied_values!r}", hint=flags)
+    check_sizes(config)
+    check_indexer(config, counts)
+
+
+def check_kinds(
+    config: ModelConfig, symbols: Sequence[str], sizes_of: Mapping[str, Sequence[str]]
+) -> None:
+    """Refuse kinds of layers that are unknown, not one for each, or lack their sizes.
+
+    Raises:
+        MappingError: the message names the field.
+    """
+    kinds, mtp = config.layer_kinds, config.mtp_kind
+    if not isinstance(mtp, str) or set(mtp) - set(symbols) or len(mtp) > 2:
+        raise MappingError(f"mtp_kind is {mtp!r:.40}", hint="a mixer, an MLP or experts, or both")
+    if kinds is None:
+        return
+    known = " ".join(symbols)
+    if len(kinds) != config.num_layers or not all(
+        isinstance(k, str) and (k or config.layer_sizes is not None) and set(k) <= set(symbols)
+        for k in kinds
+    ):
+        raise MappingError(
+            f"layer_kinds is {str(kinds)[:80]}",
+            hint=f"the branches of each of {config.num_layers} layers, of {known}",
+        )
+    joined = "".join(kinds)
+    for symbol, names in sizes_of.items():
+        lacking = [n for n in names if not getattr(config, n)]
+        if symbol in joined and lacking:
+            raise MappingError(
+                f"{lacking[0]} is 0, but layers of the kind {symbol!r} need it",
+                hint="layer_kinds and the sizes of its layers belong together",
+            )

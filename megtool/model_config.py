@@ -9,12 +9,11 @@ from typing import Any
 
 from megtool.errors import MappingError
 from megtool.model_checks import (
-    are_flags,
-    check_indexer,
-    check_int,
+    check_fields,
+    check_kinds,
+    check_layers,
     check_numbers,
     check_rope_scaling,
-    check_sizes,
 )
 
 MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000  # more is no model, but an attack on our memory
@@ -23,6 +22,16 @@ POSITIONS = ("rope", "learned", "relative", "none")
 QK_NORMS = ("head", "each", "all")
 ATTENTION, MAMBA, DELTA_NET, MLP, EXPERTS = LAYER_SYMBOLS = ("*", "M", "G", "-", "E")
 """Branches of a layer, as Megatron's HybridModel calls them."""
+_SIZES_OF = {
+    MAMBA: ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),
+    DELTA_NET: (
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+    ),
+    EXPERTS: ("num_experts",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,19 +235,13 @@ class ModelConfig:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            check_int(name, getattr(self, name), 1)
-        for name in _NATURAL:
-            check_int(name, getattr(self, name), 0)
+        check_fields(self)
         num_layers = self.num_layers + self.num_mtp_layers + self.num_decoder_layers
         if num_layers > MOST_LAYERS or num_layers * self.num_experts > MOST_EXPERTS:
             raise MappingError(
                 f"num_layers is {self.num_layers}, num_experts {self.num_experts}",
                 hint=f"at most {MOST_LAYERS:,} layers, with {MOST_EXPERTS:,} experts in all",
             )
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise MappingError(f"{name} is {getattr(self, name)!r}", hint="true or false")
         for name in ("norm_eps", "rope_base", "rotary_percent"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -267,6 +270,7 @@ class ModelConfig:
             )
         check_numbers(self)
         check_layers(self)
+        check_kinds(self, LAYER_SYMBOLS, _SIZES_OF)
         turning = self.qk_rope_head_dim if self.kv_lora_rank else self.head_dim
         share = 1.0 if self.kv_lora_rank else self.rotary_percent
         check_rope_scaling(self.rope_scaling, int(turning * share))
@@ -436,155 +440,4 @@ def _find_parallel(kinds: tuple[str, ...] | None) -> frozenset[int]:
     return frozenset(i for i, kind in enumerate(kinds or ()) if len(set(kind) & mixers) > 1)
 
 
-_POSITIVE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "vocab_size",
-    "max_positions",
-)
-_NATURAL = (
-    "window_size",
-    "num_token_types",
-    "position_offset",
-    "num_decoder_layers",
-    "relative_num_buckets",
-    "relative_max_distance",
-    "num_experts",
-    "num_experts_per_token",
-    "moe_ffn_hidden_size",
-    "shared_ffn_hidden_size",
-    "moe_latent_size",
-    "router_num_groups",
-    "router_topk_groups",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "index_num_heads",
-    "index_head_dim",
-    "index_topk",
-    "num_mtp_layers",
-    "mamba_num_heads",
-    "mamba_head_dim",
-    "mamba_state_dim",
-    "mamba_num_groups",
-    "mamba_conv_kernel",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_conv_kernel",
-    "attn_chunk_size",
-    "attn_temperature_floor",
-    "router_group_best",
-)
-_SIZES_OF = {
-    MAMBA: ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),
-    DELTA_NET: (
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-    ),
-    EXPERTS: ("num_experts",),
-}
-_FLAGS = (
-    "tied_embeddings",
-    "gated",
-    "qkv_bias",
-    "attn_out_bias",
-    "mlp_bias",
-    "qk_norm",
-    "attn_output_gate",
-    "router_pre_softmax",
-    "router_bias",
-    "router_expert_bias",
-    "shared_expert_gate",
-    "attn_sinks",
-    "value_norm",
-    "layer_scalar",
-    "rope_interleaved",
-    "index_interleaved",
-    "zero_centered_norm",
-    "bidirectional",
-    "embedding_norm",
-    "first_attn_norm",
-    "final_norm",
-    "norms_after_add",
-    "masked_head",
-    "head_dense_bias",
-    "head_bias",
-    "norm_bias",
-    "pre_norms",
-    "shared_norm",
-    "mtp_hidden_first",
-    "parallel_residual",
-    "qk_l2_norm",
-    "post_norms",
-    "attn_temperature_rotated",
-    "mamba_norm",
-    "mamba_norm_first",
-    "router_scales_input",
-    "router_fp32",
-)
 CONFIG_FIELDS = frozenset(f.name for f in fields(ModelConfig))
-
-
-def check_layers(config: ModelConfig) -> None:
-    """Refuse lists that are not one flag for each layer, and layers counted in steps of none.
-
-    Layers of multi-token prediction may have flags, too.
-
-    Raises:
-        MappingError: the message names the field.
-    """
-    counts = (config.num_layers, config.num_layers + config.num_mtp_layers)
-    skip, without = config.window_skip_freq, config.no_rope_layers
-    flags = f"one 0 or 1 for each of {config.num_layers} layers"
-    is_step = isinstance(skip, int) and not isinstance(skip, bool) and skip > 0
-    if skip is not None and not is_step and not are_flags(skip, counts):
-        raise MappingError(f"window_skip_freq is {skip!r}", hint=f"a positive int, or {flags}")
-    if without is not None and not are_flags(without, counts):
-        raise MappingError(f"no_rope_layers is {without!r}", hint=flags)
-    if config.tied_values is not None and not are_flags(config.tied_values, counts):
-        raise MappingError(f"tied_values is {config.tied_values!r}", hint=flags)
-    check_sizes(config)
-    check_indexer(config, counts)
-    _check_kinds(config)
-
-
-def _check_kinds(config: ModelConfig) -> None:
-    """Refuse kinds of layers that are unknown, not one for each, or lack their sizes.
-
-    Raises:
-        MappingError: the message names the field.
-    """
-    kinds, mtp = config.layer_kinds, config.mtp_kind
-    if not isinstance(mtp, str) or set(mtp) - set(LAYER_SYMBOLS) or len(mtp) > 2:
-        raise MappingError(f"mtp_kind is {mtp!r:.40}", hint="a mixer, an MLP or experts, or both")
-    if kinds is None:
-        return
-    known = " ".join(LAYER_SYMBOLS)
-    if len(kinds) != config.num_layers or not all(
-        isinstance(k, str)
-        and (k or config.layer_sizes is not None)
-        and set(k) <= set(LAYER_SYMBOLS)
-        for k in kinds
-    ):
-        raise MappingError(
-            f"layer_kinds is {str(kinds)[:80]}",
-            hint=f"the branches of each of {config.num_layers} layers, of {known}",
-        )
-    joined = "".join(kinds)
-    for symbol, names in _SIZES_OF.items():
-        lacking = [n for n in names if not getattr(config, n)]
-        if symbol in joined and lacking:
-            raise MappingError(
-                f"{lacking[0]} is 0, but layers of the kind {symbol!r} need it",
-                hint="layer_kinds and the sizes of its layers belong together",
-            )
