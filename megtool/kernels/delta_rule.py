@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megtool.kernels.dispatch import Kernel
+from megtool.kernels import delta_rule_triton
+from megtool.kernels.dispatch import Chosen, Kernel
 
 CHUNK = 64  # tokens
 _EPS = 1e-6  # of the norms of queries and keys
@@ -40,7 +41,10 @@ def gated_delta_rule(
     `causal_conv.runs_of` numbers them). A token with beta and decay of 0 leaves the state as it is.
     Computed in float32, or in float64 of values in that.
     """
-    run = _DELTA_RULE.on(value_BSNP.device)
+    cannot: tuple[Chosen, ...] = ()
+    if not delta_rule_triton.fits(key_BSKD, value_BSNP):
+        cannot = ("triton",)
+    run = _DELTA_RULE.on(value_BSNP.device, without=cannot)
     return run(query_BSKD, key_BSKD, value_BSNP, decay_BSN, beta_BSN, state_BNDP, runs_BS)
 
 
@@ -244,4 +248,4 @@ def _shared(x: Tensor, heads: int) -> Tensor:
     return x if heads == 1 else x.view(len(x), -1, heads, *x.shape[2:]).sum(2)
 
 
-_DELTA_RULE = Kernel("gated_delta_rule", _delta_rule)
+_DELTA_RULE = Kernel("gated_delta_rule", _delta_rule, triton=delta_rule_triton.gated_delta_rule)

@@ -23,6 +23,8 @@ from megtool.errors import MissingPackageError
 LONGEST_ROW = 65536
 _TILE = 4096
 
+_SHARED = "megtool.kernels.chunked_triton"  # functions for kernels of other files
+
 _lock = threading.RLock()
 
 
@@ -62,7 +64,7 @@ def require(device_kind: str) -> None:
 
 
 def compiled(body: Callable[..., Any]) -> Any:
-    """Triton's form of `body`, and of the functions of its file that it calls; made once."""
+    """Triton's form of `body`, and of the functions of kernels' files that it calls; made once."""
     with _lock:
         kernel = _COMPILED.get(body)
         if kernel is None:
@@ -76,7 +78,10 @@ def compiled(body: Callable[..., Any]) -> Any:
             names["Any"] = triton.language.tensor
             for name in function.__code__.co_names:
                 value = names.get(name)
-                if isinstance(value, FunctionType) and value.__module__ == body.__module__:
+                if isinstance(value, FunctionType) and value.__module__ in (
+                    body.__module__,
+                    _SHARED,
+                ):
                     names[name] = compiled(value)
             kernel = _COMPILED[body] = triton.jit(body)
         return kernel

@@ -7,28 +7,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megtool.kernels.chunked_triton import (
+    CHUNK,
+    chunk_decays,
+    load_column,
+    load_rows,
+    num_cuts,
+    store_column,
+    store_rows,
+)
 from megtool.kernels.launch import cdiv, launch, power
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-_CHUNK = 32
-_MOST_STATE = 64 * 128  # elements of a state, of which a program keeps several in fast memory
-
 
 def fits(x_BSND: Tensor, b_BSGZ: Tensor) -> bool:
     """Whether a program can keep a state, and multiplies in fp32."""
-    return _cuts(x_BSND.shape[3], b_BSGZ.shape[3]) > 0 and x_BSND.dtype != torch.float64
-
-
-def _cuts(head_size: int, state_size: int) -> int:
-    """The least number of equal parts of a head whose states are small enough; 0 if there is none.
-
-    The elements of a head have nothing to do with each other.
-    """
-    most = _MOST_STATE // max(16, power(state_size))
-    sizes = (n for n in range(1, head_size + 1) if not head_size % n)
-    return next((n for n in sizes if max(16, power(head_size // n)) <= most), 0)
+    return num_cuts(x_BSND.shape[3], b_BSGZ.shape[3]) > 0 and x_BSND.dtype != torch.float64
 
 
 def ssd_scan(
@@ -43,7 +39,7 @@ def ssd_scan(
 ) -> tuple[Tensor, Tensor]:
     """See `ssd.ssd_scan`."""
     rows, tokens, heads, size = x_BSND.shape
-    cuts, state_size = _cuts(size, b_BSGZ.shape[3]), b_BSGZ.shape[3]
+    cuts, state_size = num_cuts(size, b_BSGZ.shape[3]), b_BSGZ.shape[3]
     parts = (heads * cuts, size // cuts)
     y, last = _scan(
         x_BSND.reshape(rows, tokens, *parts),
@@ -76,7 +72,7 @@ class _Scan(torch.autograd.Function):
         y = torch.empty_like(x)
         numbers = {"dtype": torch.float32, "device": x.device}
         last = torch.empty(rows, heads, size, state_size, **numbers)
-        chunks = cdiv(tokens, _CHUNK)
+        chunks = cdiv(tokens, CHUNK)
         begins = torch.empty(rows, heads, chunks, size, state_size, **numbers)
         launch(
             _forward,
@@ -145,87 +141,12 @@ def _extents(x: Tensor, b: Tensor) -> tuple[int, ...]:
 
 def _sizes(x: Tensor, b: Tensor) -> dict[str, Any]:
     return {
-        "CHUNK": _CHUNK,
+        "CHUNK": CHUNK,
         "BLOCK_D": max(16, power(x.shape[3])),
         "BLOCK_Z": max(16, power(b.shape[3])),
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "num_warps": 8,
     }
-
-
-def _decays(
-    dt_ptr: Any,
-    runs_ptr: Any,
-    a: Any,
-    row: Any,
-    head: Any,
-    start: Any,
-    num_tokens: Any,
-    num_heads: Any,
-    RUNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> Any:
-    """dt of a chunk's tokens, and what is left of a state between tokens, from the begin of the
-    chunk to each token, and from each token to the end; and from begin to end."""
-    place = tl.arange(0, CHUNK)
-    token = start + place
-    live = token < num_tokens
-    dt = tl.load(dt_ptr + (row * num_tokens + token) * num_heads + head, mask=live, other=0.0)
-    dt = dt.to(tl.float32)
-    sums = tl.cumsum(dt * a, 0)
-    total = tl.sum(dt * a, 0)
-    later = place[:, None] < place[None, :]
-    inner = tl.exp(tl.where(later, float("-inf"), sums[:, None] - sums[None, :]))
-    since = tl.exp(sums)
-    until = tl.exp(total - sums)
-    whole = tl.exp(total)
-    if RUNS:
-        last = tl.minimum(start + CHUNK, num_tokens) - 1
-        at_end = tl.load(runs_ptr + row * num_tokens + last)
-        before = tl.load(runs_ptr + row * num_tokens + tl.maximum(start - 1, 0))
-        own = tl.load(runs_ptr + row * num_tokens + tl.minimum(token, num_tokens - 1))
-        inner = tl.where(own[:, None] == own[None, :], inner, 0.0)
-        since = tl.where(own == before, since, 0.0)
-        until = tl.where(own == at_end, until, 0.0)
-        whole = tl.where(at_end == before, whole, 0.0)
-    return dt, inner, since, until, whole
-
-
-def _rows(
-    ptr: Any,
-    row: Any,
-    part: Any,
-    start: Any,
-    num_tokens: Any,
-    num_parts: Any,
-    size: Any,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> Any:
-    """The elements of one head or group, for the tokens of a chunk, in fp32."""
-    token, col = start + tl.arange(0, CHUNK), tl.arange(0, BLOCK)
-    offsets = ((row * num_tokens + token) * num_parts + part)[:, None] * size + col[None, :]
-    inside = (token < num_tokens)[:, None] & (col < size)[None, :]
-    return tl.load(ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-
-
-def _put_rows(
-    ptr: Any,
-    values: Any,
-    row: Any,
-    part: Any,
-    start: Any,
-    num_tokens: Any,
-    num_parts: Any,
-    size: Any,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """The way back of `_rows`."""
-    token, col = start + tl.arange(0, CHUNK), tl.arange(0, BLOCK)
-    offsets = ((row * num_tokens + token) * num_parts + part)[:, None] * size + col[None, :]
-    inside = (token < num_tokens)[:, None] & (col < size)[None, :]
-    tl.store(ptr + offsets, values.to(ptr.dtype.element_ty), mask=inside)
 
 
 def _forward(
@@ -267,18 +188,19 @@ def _forward(
         state = tl.load(state_ptr + program * elements + places, mask=inside, other=0.0)
     num_chunks = (num_tokens + CHUNK - 1) // CHUNK
     for start in range(0, num_tokens, CHUNK):
-        dt, inner, since, until, whole = _decays(
-            dt_ptr, runs_ptr, a, row, head, start, num_tokens, num_heads, RUNS, CHUNK
+        dt = load_column(dt_ptr, row, head, start, num_tokens, num_heads, CHUNK)
+        inner, since, until, whole = chunk_decays(
+            dt * a, runs_ptr, row, start, num_tokens, RUNS, CHUNK
         )
-        x = _rows(x_ptr, row, head, start, num_tokens, num_heads, head_size, CHUNK, BLOCK_D)
-        b = _rows(b_ptr, row, group, start, num_tokens, num_groups, state_size, CHUNK, BLOCK_Z)
-        c = _rows(c_ptr, row, group, start, num_tokens, num_groups, state_size, CHUNK, BLOCK_Z)
+        x = load_rows(x_ptr, row, head, start, num_tokens, num_heads, head_size, CHUNK, BLOCK_D)
+        b = load_rows(b_ptr, row, group, start, num_tokens, num_groups, state_size, CHUNK, BLOCK_Z)
+        c = load_rows(c_ptr, row, group, start, num_tokens, num_groups, state_size, CHUNK, BLOCK_Z)
         chunk = program * num_chunks + start // CHUNK
         tl.store(begins_ptr + chunk * elements + places, state, mask=inside)
         weights = tl.dot(c, tl.trans(b), input_precision=PRECISION) * inner * dt[None, :]
         y = tl.dot(weights, x, input_precision=PRECISION) + d * x
         y += tl.dot(c, tl.trans(state), input_precision=PRECISION) * since[:, None]
-        _put_rows(y_ptr, y, row, head, start, num_tokens, num_heads, head_size, CHUNK, BLOCK_D)
+        store_rows(y_ptr, y, row, head, start, num_tokens, num_heads, head_size, CHUNK, BLOCK_D)
         fed = x * (until * dt)[:, None]
         state = state * whole + tl.dot(tl.trans(fed), b, input_precision=PRECISION)
     tl.store(last_ptr + program * elements + places, state, mask=inside)
@@ -328,13 +250,16 @@ def _backward(
     num_chunks = (num_tokens + CHUNK - 1) // CHUNK
     for number in range(num_chunks):
         start = (num_chunks - 1 - number) * CHUNK
-        dt, inner, since, until, whole = _decays(
-            dt_ptr, runs_ptr, a, row, head, start, num_tokens, num_heads, RUNS, CHUNK
+        dt = load_column(dt_ptr, row, head, start, num_tokens, num_heads, CHUNK)
+        inner, since, until, whole = chunk_decays(
+            dt * a, runs_ptr, row, start, num_tokens, RUNS, CHUNK
         )
-        x = _rows(x_ptr, row, head, start, num_tokens, num_heads, head_size, CHUNK, BLOCK_D)
-        b = _rows(b_ptr, row, group, start, num_tokens, num_groups, state_size, CHUNK, BLOCK_Z)
-        c = _rows(c_ptr, row, group, start, num_tokens, num_groups, state_size, CHUNK, BLOCK_Z)
-        grad = _rows(grad_ptr, row, head, start, num_tokens, num_heads, head_size, CHUNK, BLOCK_D)
+        x = load_rows(x_ptr, row, head, start, num_tokens, num_heads, head_size, CHUNK, BLOCK_D)
+        b = load_rows(b_ptr, row, group, start, num_tokens, num_groups, state_size, CHUNK, BLOCK_Z)
+        c = load_rows(c_ptr, row, group, start, num_tokens, num_groups, state_size, CHUNK, BLOCK_Z)
+        grad = load_rows(
+            grad_ptr, row, head, start, num_tokens, num_heads, head_size, CHUNK, BLOCK_D
+        )
         chunk = program * num_chunks + start // CHUNK
         begin = tl.load(begins_ptr + chunk * elements + places, mask=inside, other=0.0)
         dd += tl.sum(grad * x, 1)
@@ -368,11 +293,9 @@ def _backward(
         dlogs = tl.sum(dsums, 0) - tl.cumsum(dsums, 0) + dsums
         ddt += dlogs * a
         da += dlogs * dt
-        _put_rows(dx_ptr, dx, row, head, start, num_tokens, num_heads, head_size, CHUNK, BLOCK_D)
-        _put_rows(db_ptr, db, row, head, start, num_tokens, num_heads, state_size, CHUNK, BLOCK_Z)
-        _put_rows(dc_ptr, dc, row, head, start, num_tokens, num_heads, state_size, CHUNK, BLOCK_Z)
-        token = start + place
-        targets = (row * num_tokens + token) * num_heads + head
-        tl.store(ddt_ptr + targets, ddt, mask=token < num_tokens)
+        store_rows(dx_ptr, dx, row, head, start, num_tokens, num_heads, head_size, CHUNK, BLOCK_D)
+        store_rows(db_ptr, db, row, head, start, num_tokens, num_heads, state_size, CHUNK, BLOCK_Z)
+        store_rows(dc_ptr, dc, row, head, start, num_tokens, num_heads, state_size, CHUNK, BLOCK_Z)
+        store_column(ddt_ptr, ddt, row, head, start, num_tokens, num_heads, CHUNK)
     tl.store(da_ptr + program, tl.sum(da, 0))
     tl.store(dd_ptr + program, tl.sum(dd, 0))

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megtool.kernels import delta_rule
+from megtool.kernels import chunked_triton, delta_rule, delta_rule_triton
 from megtool.kernels.causal_conv import runs_of
 from megtool.kernels.delta_rule import gated_delta_rule, gated_delta_step
+from megtool.kernels.dispatch import Implementation, use
 
 F64 = torch.float64
 
@@ -186,3 +187,83 @@ def test_nothing_to_differentiate_but_the_state() -> None:
     (grad,) = torch.autograd.grad(last.sum(), state)
     _, want = recurrence(*given, state)
     torch.testing.assert_close(grad, torch.autograd.grad(want.sum(), state)[0])
+
+
+def by_both(
+    given: tuple[Tensor, ...], device: str, runs_BS: Tensor | None = None
+) -> list[list[Tensor]]:
+    """Output, last state and all gradients: by Triton, and by the reference in fp64."""
+    ways: tuple[tuple[Implementation, torch.dtype], ...] = (
+        ("triton", given[2].dtype),
+        ("torch", F64),
+    )
+    results = []
+    for name, wide in ways:
+        leaves = [
+            x.to(device, wide if x.dtype == given[2].dtype else x.dtype).requires_grad_()
+            for x in given
+        ]
+        with use(name):
+            outs = gated_delta_rule(
+                *leaves[:5], state_BNDP=leaves[5], runs_BS=None if runs_BS is None else runs_BS
+            )
+        pulls = [
+            torch.randn(x.shape, generator=torch.Generator().manual_seed(7)).to(given[2].dtype)
+            for x in outs
+        ]
+        pulled = [p.to(x) for p, x in zip(pulls, outs, strict=True)]
+        grads = torch.autograd.grad(outs, leaves, pulled)
+        assert [g.dtype for g in grads] == [x.dtype for x in leaves]
+        results.append([x.detach().cpu() for x in (*outs, *grads)])
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_triton_is_the_reference(
+    tokens: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = (6, 5)
+    if tokens > 1 and dtype == torch.float32:
+        sizes = (6, 40)
+        monkeypatch.setattr(chunked_triton, "_MOST_STATE", 16 * 16)
+        assert chunked_triton.num_cuts(40, 6) == 4
+    given = inputs(tokens, rows=1, sizes=sizes, dtype=dtype)
+    given = (*given[:3], *(x.float() for x in given[3:]))
+    found, wanted = by_both(given, device)
+    assert found[0].dtype == dtype
+    assert found[1].dtype == torch.float32
+    ulp = 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    for got, want in zip(found, wanted, strict=True):
+        scale = float(want.abs().max())
+        torch.testing.assert_close(got.double(), want.double(), rtol=ulp, atol=ulp * max(1, scale))
+
+
+def test_triton_begins_every_run_with_zeros(device: str) -> None:
+    """A run that ends with a chunk, one of a single token, and several in a chunk."""
+    sizes = [32, 5, 1, 30]
+    documents = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))
+    given = inputs(sum(sizes), rows=1, heads=(1, 2), dtype=torch.float32)
+    for got, want in zip(*by_both(given, device, runs_of(documents[None]).to(device)), strict=True):
+        torch.testing.assert_close(got.double(), want.double(), rtol=1e-4, atol=1e-4)
+
+
+def test_triton_without_a_state_and_with_equal_keys(device: str) -> None:
+    """Systems whose powers would overflow are inverted row by row."""
+    query, key, value, decay, _, state = inputs(64, rows=1, heads=(1, 1), dtype=torch.float32)
+    given = [query, key[:, :1].expand_as(key), value, decay * 0, torch.ones_like(decay)]
+    with use("triton"):
+        out, _ = gated_delta_rule(*(x.to(device) for x in given))
+    want, _ = recurrence(*(x.double() for x in given), torch.zeros_like(state).double())
+    torch.testing.assert_close(out.double().cpu(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_what_triton_cannot_do_is_left_to_the_reference(device: str) -> None:
+    given = [x.to(device) for x in inputs(5)[:5]]
+    assert not delta_rule_triton.fits(given[1], given[2])  # float64
+    with use("triton"):
+        out, _ = gated_delta_rule(*given)
+    assert torch.equal(out, gated_delta_rule(*given)[0])
+    wide = torch.empty(1, 1, 1, 1024)
+    assert not delta_rule_triton.fits(wide, wide[..., :64])
+    assert delta_rule_triton.fits(wide[..., :128], wide[..., :128])

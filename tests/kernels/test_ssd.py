@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megtool.kernels import ssd_triton
+from megtool.kernels import chunked_triton
 from megtool.kernels.causal_conv import runs_of
 from megtool.kernels.dispatch import use
 from megtool.kernels.ssd import ScanInputs, ssd_scan, ssd_step
@@ -140,8 +140,8 @@ def test_triton_is_the_reference(
 ) -> None:
     if tokens > 1 and dtype == torch.float32:
         monkeypatch.setitem(SIZES, "size", 40)
-        monkeypatch.setattr(ssd_triton, "_MOST_STATE", 16 * 16)
-        assert ssd_triton._cuts(40, 6) == 4
+        monkeypatch.setattr(chunked_triton, "_MOST_STATE", 16 * 16)
+        assert chunked_triton.num_cuts(40, 6) == 4
     given = inputs(tokens, dtype, device)
     results: list[list[Any]] = []
     for name, wide in (("triton", dtype), ("torch", torch.float64)):
@@ -165,4 +165,4 @@ def test_triton_is_the_reference(
     [(64, 128, 1), (80, 128, 2), (128, 128, 2), (64, 256, 2), (97, 128, 97), (64, 1024, 0)],
 )
 def test_heads_are_cut_so_that_states_are_small(head_size: int, state_size: int, cuts: int) -> None:
-    assert ssd_triton._cuts(head_size, state_size) == cuts
+    assert chunked_triton.num_cuts(head_size, state_size) == cuts

@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from megtool.kernels import (
     causal_conv_triton,
+    delta_rule_triton,
     fp8_triton,
     grouped_gemm_triton,
     launch,
@@ -84,3 +85,19 @@ for x in ("*bf16", "*fp32"):
     )
     grads = f"{x} {x} *fp32 *fp32 *fp32 *fp32 *fp32"
     build(ssd_triton._backward, f"{given} *i64 *fp32 {grads} {sizes}", RUNS=True, **scan)
+    rule: dict[str, Any] = {"CHUNK": 32, "BLOCK_D": 128, "BLOCK_P": 64, "PRECISION": precision}
+    given, sizes = f"{x} {x} {x} *fp32 *fp32", "i32 i32 i32 i32 i32 fp32"
+    build(
+        delta_rule_triton._forward,
+        f"{given} *fp32 *i64 {x} *fp32 *fp32 *fp32 {sizes}",
+        STATE=True,
+        RUNS=True,
+        **rule,
+    )
+    grads = f"{x} *fp32 *fp32 *fp32 {x} *fp32 *fp32 *fp32"
+    build(
+        delta_rule_triton._backward,
+        f"{given} *i64 *fp32 *fp32 {grads} {sizes}",
+        RUNS=True,
+        **rule,
+    )
