@@ -356,7 +356,7 @@ def write_side(
             out.fills.append(
                 Padding(placement=replace(p, canonical=f"padding of {name}", stored=name))
             )
-    if dialect == "megatron" and options.own_layers:
+    if dialect == "megatron" and options.own_layers and not is_hybrid:
         out = _for_own_layers(out)
     if is_hybrid:
         out, config = _renamed(out, to_hybrid(config)), hybrid_form(config)
@@ -421,9 +421,7 @@ def _homeless(
 
 
 def _for_own_layers(side: TargetView) -> TargetView:
-    """The names of megatron-core's local layers, which use one name for every norm before an
-    MLP.
-    """
+    """The names of GPTModel's local layers, which use one name for every norm before an MLP."""
 
     def name(text: str) -> str:
         return text.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")

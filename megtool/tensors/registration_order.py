@@ -56,11 +56,12 @@ _LATENT = (
     "self_attention.q_layernorm.weight",
     "self_attention.kv_layernorm.weight",
 )
-_DELTA_NET = (
-    "self_attention.dt_bias",
-    "self_attention.A_log",
+_DELTA_STATE = ("self_attention.dt_bias", "self_attention.A_log")
+_DELTA_NORM = (
     "self_attention.in_proj.layer_norm_weight",
     "self_attention.in_proj.layer_norm_bias",
+)
+_DELTA_NET = (
     "self_attention.in_proj.weight",
     "self_attention.conv1d.weight",
     "self_attention.out_norm.weight",
@@ -68,12 +69,8 @@ _DELTA_NET = (
 )
 _CONV = ("mixer.conv1d.weight", "mixer.conv1d.bias")
 _MAMBA_STATE = ("mixer.dt_bias", "mixer.A_log", "mixer.D")
-_MAMBA_IN = (
-    "mixer.in_proj.layer_norm_weight",
-    "mixer.in_proj.layer_norm_bias",
-    "mixer.in_proj.weight",
-)
-_MAMBA_OUT = ("mixer.norm.weight", "mixer.out_proj.weight", "norm.weight", "norm.bias")
+_MAMBA_NORM = ("mixer.in_proj.layer_norm_weight", "mixer.in_proj.layer_norm_bias")
+_MAMBA_OUT = ("mixer.norm.weight", "mixer.out_proj.weight")
 _MLP = (
     "pre_mlp_layernorm.weight",
     "pre_mlp_layernorm.bias",
@@ -193,26 +190,31 @@ class Order:
 
 _FUSED = (*(n for n in _NORM if "input" in n), *_ATTENTION, *_NORM[:2], *_QKV, *_LATENT)
 _LOCAL = (*_NORM, *_ATTENTION, *_QKV, *_LATENT)
-_MIXERS = {
-    True: (*_CONV, *_MAMBA_STATE, *_MAMBA_IN, *_MAMBA_OUT),
-    False: (*_MAMBA_STATE, *_MAMBA_IN, *_CONV, *_MAMBA_OUT),
-}
-# A mixer beside attention is registered before it, behind the norm of both.
-_BESIDE = {
-    conv: tuple(f"mamba_{n}" for n in names if n.startswith("mixer."))
-    for conv, names in _MIXERS.items()
-}
-_LAYERS = {
-    (fused, conv): (
-        *_BESIDE[conv],
-        *(_FUSED if fused else _LOCAL),
-        *_DELTA_NET,
-        *_MIXERS[conv],
-        *_MLP,
-    )
-    for fused in (True, False)
-    for conv in (True, False)
-}
+
+
+def _mamba(fused: bool, conv_first: bool) -> tuple[str, ...]:
+    """A Mamba-2 mixer; the norm of Megatron's own layers is registered behind it."""
+    projection = (*(_MAMBA_NORM if fused else ()), "mixer.in_proj.weight")
+    first = (_CONV, _MAMBA_STATE, projection) if conv_first else (_MAMBA_STATE, projection, _CONV)
+    own = ("norm.weight", "norm.bias", *(() if fused else _MAMBA_NORM))
+    return (*(name for part in first for name in part), *_MAMBA_OUT, *own)
+
+
+def _delta_net(fused: bool) -> tuple[str, ...]:
+    """A gated delta net; the norm of Megatron's own layers is registered before it."""
+    first = (*_DELTA_STATE, *_DELTA_NORM) if fused else (*_DELTA_NORM, *_DELTA_STATE)
+    return (*first, *_DELTA_NET)
+
+
+def _layer(fused: bool, conv_first: bool) -> tuple[str, ...]:
+    """Everything in a layer but experts. A mixer beside attention is registered before it, behind
+    the norm of both."""
+    mamba = _mamba(fused, conv_first)
+    beside = (f"mamba_{n}" for n in mamba if n.startswith("mixer."))
+    return (*beside, *(_FUSED if fused else _LOCAL), *_delta_net(fused), *mamba, *_MLP)
+
+
+_LAYERS = {(fused, conv): _layer(fused, conv) for fused in (True, False) for conv in (True, False)}
 
 ORDERS = tuple(
     Order(fused_norms=fused, grouped_experts=grouped, conv_first=conv)

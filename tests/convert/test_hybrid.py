@@ -10,6 +10,7 @@ import torch
 
 from megtool import reshard, verify
 from megtool.config import ParallelConfig
+from megtool.convert.canonical_view import CanonicalView
 from megtool.convert.dialects import DialectOptions, read_side, write_side
 from megtool.convert.families import family
 from megtool.convert.hybrid import (
@@ -31,7 +32,7 @@ from megtool.errors import LayoutError, MappingError
 from megtool.model_config import ModelConfig
 from megtool.reshard.open_source import open_source
 from megtool.tensors.sharded import GlobalTensor
-from tests.support.checkpoints.trained import config, write
+from tests.support.checkpoints.trained import canonical_tensors, config, write
 from tests.support.checkpoints.trained_models import MODELS
 from tests.support.errors import raises
 from tests.support.folders import stored_tensors as stored
@@ -300,6 +301,26 @@ def test_other_spellings_are_read(spelling: str) -> None:
 def test_a_model_that_only_hybrid_can_hold_is_not_written_as_gpt() -> None:
     with raises(MappingError, match="GPTModel has attention and an MLP in every layer"):
         write_side(hybrid_side(), dialect="megatron", options=DialectOptions(model_class="gpt"))
+
+
+@pytest.mark.parametrize("model_class", ["gpt", "hybrid"])
+def test_the_norm_before_experts_in_megatrons_own_layers(model_class: str) -> None:
+    """GPTModel's local layers call it as before an MLP; HybridModel's as Transformer Engine's."""
+    model = config(**MODELS["some experts"])
+    tensors = [
+        GlobalTensor(name=n, shape=s, dtype=FLOAT) for n, s in canonical_tensors(model).items()
+    ]
+    side = CanonicalView(
+        dialect="hf",
+        tensors=tuple(tensors),
+        placements={},
+        canonical={t.name: t for t in tensors},
+        states={},
+        config=model,
+    )
+    options = DialectOptions(own_layers=True, model_class=model_class)
+    names = {t.name for t in write_side(side, dialect="megatron", options=options).tensors}
+    assert any("pre_mlp_layernorm" in n for n in names) == (model_class == "hybrid")
 
 
 # ---- whole checkpoints

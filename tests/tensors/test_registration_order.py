@@ -157,3 +157,15 @@ def test_where_a_mixers_convolution_is_registered() -> None:
     keys = [(f"decoder.layers.0.mixer.{n}", 0) for n in names]
     orders = {o.conv_first: registered(keys, o) for o in ORDERS if o.fused_norms}
     assert orders == {True: [0, 1, 2, 3, 4], False: [1, 2, 3, 0, 4]}
+
+
+def test_where_the_norm_before_a_mixer_is_registered() -> None:
+    """Megatron's own layers have it as a module: behind a Mamba-2 mixer, before a delta net."""
+    mixer, delta = "decoder.layers.0.mixer.", "decoder.layers.1.self_attention."
+    mamba = [mixer + n for n in ("in_proj.layer_norm_weight", "in_proj.weight", "out_proj.weight")]
+    net = [delta + n for n in ("in_proj.layer_norm_weight", "dt_bias", "in_proj.weight")]
+    for order in ORDERS:
+        found = registered([(key, 0) for key in mamba], order)
+        assert found == ([0, 1, 2] if order.fused_norms else [1, 2, 0])
+        found = registered([(key, 0) for key in net], order)
+        assert found == ([1, 0, 2] if order.fused_norms else [0, 1, 2])

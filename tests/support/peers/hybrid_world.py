@@ -2,8 +2,7 @@
 
     python hybrid_world.py ACTION FOLDER [options as JSON]
 
-Like megatron_world.py, with another release of megatron-core on PYTHONPATH. The kernels of Mamba-2
-and of gated delta nets are stubs: parameters and sharded state dicts need none.
+Like megatron_world.py, with another release of megatron-core on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import json
 import os
 import socket
 import sys
-import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from hybrid_layers import Norm, stack_spec, stub_kernels
 from megatron_world import ITERATION, fill
 
 VOCAB = 64
@@ -45,6 +44,31 @@ SIZES: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
     "layernorm_zero_centered_gamma": True,
+}
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 24,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 16,
+}
+BEYOND_GPT = (
+    "layernorm_zero_centered_gamma",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_intermediate_size",
+)
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "rope_type": "rope",
+    "dsa_indexer_n_heads": 4,
+    "dsa_indexer_head_dim": 8,
+    "dsa_indexer_topk": 8,
 }
 
 
@@ -84,181 +108,123 @@ def work(
     dist.destroy_process_group()
 
 
-def stub_kernels() -> None:
-    """Modules that megatron-core wants to import, whose functions only a forward pass calls."""
-
-    class RMSNorm(nn.Module):
-        def __init__(
-            self,
-            size: int,
-            eps: float = 1e-5,
-            group_size: int = 0,
-            norm_before_gate: bool = False,
-            device: Any = None,
-            dtype: Any = None,
-        ) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
-
-    def unused(*args: Any, **keywords: Any) -> None:
-        raise NotImplementedError
-
-    names: dict[str, dict[str, Any]] = {
-        "einops": {"rearrange": unused, "repeat": unused},
-        "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": RMSNorm},
-        "mamba_ssm.ops.triton.ssd_combined": {
-            "mamba_chunk_scan_combined": unused,
-            "mamba_split_conv1d_scan_combined": unused,
-        },
-        "fla.modules.l2norm": {"l2norm": unused},
-        "fla.modules.convolution": {"causal_conv1d": unused},
-        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": unused},
-    }
-    for name, members in names.items():
-        parts = name.split(".")
-        for end in range(1, len(parts) + 1):
-            module = sys.modules.setdefault(
-                ".".join(parts[:end]), types.ModuleType(".".join(parts[:end]))
-            )
-            module.__path__ = []  # type: ignore[attr-defined]
-        for key, value in members.items():
-            setattr(module, key, value)
-
-
 def build(options: dict[str, Any]) -> Any:
     """A small HybridModel of Megatron's own layers."""
-    from functools import partial
-
     from megatron.core import parallel_state
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.hybrid import hybrid_block
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, random
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.transformer.transformer_layer import (
-        TransformerLayer,
-        TransformerLayerSubmodules,
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
     )
-
-    class Norm(nn.Module):
-        """A norm's weight; torch's own norms are not centred around zero."""
-
-        def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
 
     hybrid_block.TENorm = Norm
     random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
-    bda = get_bias_dropout_add
-    spec = ModuleSpec(
-        module=HybridStack,
-        submodules=HybridStackSubmodules(
-            mamba_layer=ModuleSpec(
-                module=MambaLayer,
-                submodules=MambaLayerSubmodules(
-                    norm=Norm,
-                    mixer=ModuleSpec(
-                        module=MambaMixer,
-                        submodules=MambaMixerSubmodules(
-                            in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
-                        ),
-                    ),
-                    mamba_bda=bda,
-                    sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
-                ),
-            ),
-            gdn_layer=ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=Norm,
-                    self_attention=ModuleSpec(
-                        module=GatedDeltaNet,
-                        submodules=GatedDeltaNetSubmodules(
-                            in_proj=ColumnParallelLinear, out_norm=Norm, out_proj=RowParallelLinear
-                        ),
-                    ),
-                    self_attn_bda=bda,
-                    sharded_state_dict_keys_map={
-                        "input_layernorm.": "self_attention.in_proj.layer_norm_"
-                    },
-                ),
-            ),
-            attention_layer=ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=Norm,
-                    self_attention=ModuleSpec(
-                        module=SelfAttention,
-                        params={"attn_mask_type": AttnMaskType.causal},
-                        submodules=SelfAttentionSubmodules(
-                            linear_qkv=ColumnParallelLinear,
-                            core_attention=DotProductAttention,
-                            linear_proj=RowParallelLinear,
-                        ),
-                    ),
-                    self_attn_bda=bda,
-                    sharded_state_dict_keys_map={
-                        "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
-                    },
-                ),
-            ),
-            mlp_layer=ModuleSpec(
-                module=MLPLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=Norm,
-                    mlp=partial(
-                        MLP.as_mlp_submodule,
-                        submodules=MLPSubmodules(
-                            linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
-                        ),
-                    ),
-                    mlp_bda=bda,
-                    sharded_state_dict_keys_map={
-                        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"
-                    },
-                ),
-            ),
-        ),
-    )
     pattern = options["pattern"]
-    config = TransformerConfig(
-        num_layers=len(pattern.replace("|", "")),
+    num_layers, num_mtp = lengths(pattern)
+    kind = getattr(torch, options.get("dtype", "float32"))
+    more = sizes(options)
+    if "G" in pattern:
+        more |= {
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": [1] * num_layers,
+        }
+    config = (MLATransformerConfig if is_latent(pattern) else TransformerConfig)(
+        num_layers=num_layers,
+        mtp_num_layers=num_mtp or None,
         tensor_model_parallel_size=options["tp"],
         pipeline_model_parallel_size=options["pp"],
+        expert_model_parallel_size=options.get("ep", 1),
         use_cpu_initialization=True,
         add_bias_linear=False,
         gated_linear_unit=True,
+        activation_func=nn.functional.silu,
         normalization="RMSNorm",
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
+        params_dtype=kind,
+        pipeline_dtype=kind,
+        bf16=kind is torch.bfloat16,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         bias_dropout_fusion=False,
-        experimental_attention_variant="gated_delta_net" if "G" in pattern else None,
-        linear_attention_freq=[1] * len(pattern.replace("|", "")) if "G" in pattern else None,
-        **SIZES,
+        **more,
     )
-    return HybridModel(
+    model = HybridModel(
         config,
-        spec,
+        stack_spec(),
         vocab_size=VOCAB,
         max_sequence_length=16,
         hybrid_layer_pattern=pattern,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=options.get("tied", False),
+    )
+    return model.to(kind)
+
+
+def lengths(pattern: str) -> tuple[int, int]:
+    """The number of layers of a pattern, and of those of multi-token prediction."""
+    main, *further = pattern.split("/")
+    return len(main.replace("|", "")), len(further)
+
+
+def sizes(options: dict[str, Any]) -> dict[str, Any]:
+    """The sizes of a model; one that is `plain` has no more than megatron_world.py's GPTModel."""
+    pattern = options["pattern"]
+    out = dict(SIZES)
+    if "E" in pattern:
+        out |= EXPERTS
+    if is_latent(pattern):
+        out |= LATENT
+    if options.get("plain"):
+        out = {k: v for k, v in out.items() if k not in BEYOND_GPT}
+    return out
+
+
+def is_latent(pattern: str) -> bool:
+    """Some layer has latent attention."""
+    return not {"D", "+"}.isdisjoint(pattern)
+
+
+def arguments(options: dict[str, Any]) -> argparse.Namespace:
+    """Args as Megatron's training loop saves them."""
+    pattern = options["pattern"]
+    num_layers, num_mtp = lengths(pattern)
+    more = sizes(options)
+    kind = getattr(torch, options.get("dtype", "float32"))
+    return argparse.Namespace(
+        **more,
+        num_experts=more.get("num_moe_experts"),
+        num_layers=num_layers,
+        mtp_num_layers=num_mtp or None,
+        hybrid_layer_pattern=pattern,
+        tensor_model_parallel_size=options["tp"],
+        pipeline_model_parallel_size=options["pp"],
+        expert_model_parallel_size=options.get("ep", 1),
+        expert_tensor_parallel_size=options["tp"],
+        group_query_attention=True,
+        multi_latent_attention=is_latent(pattern),
+        add_bias_linear=False,
+        swiglu=True,
+        normalization="RMSNorm",
+        untie_embeddings_and_output_weights=not options.get("tied", False),
+        padded_vocab_size=VOCAB,
+        vocab_size=VOCAB,
+        make_vocab_size_divisible_by=8,
+        position_embedding_type="none",
+        max_position_embeddings=16,
+        transformer_impl="local",
+        moe_grouped_gemm=False,
+        bf16=kind is torch.bfloat16,
+        params_dtype=kind,
+        data_parallel_size=options.get("dp", 1),
+        world_size=options["tp"] * options["pp"] * options.get("dp", 1),
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=options.get("overlap", False),
+        ddp_bucket_size=options.get("bucket_size"),
+        accumulate_allreduce_grads_in_fp32=options.get("grads_in_fp32", False),
     )
 
 
@@ -273,25 +239,7 @@ def save(rank: int, folder: str, model: Any, options: dict[str, Any]) -> None:
     dist.barrier()
     state = {"model": model.sharded_state_dict()}
     fill(state)
-    args = argparse.Namespace(
-        **SIZES,
-        num_layers=len(options["pattern"].replace("|", "")),
-        hybrid_layer_pattern=options["pattern"],
-        tensor_model_parallel_size=options["tp"],
-        pipeline_model_parallel_size=options["pp"],
-        group_query_attention=True,
-        add_bias_linear=False,
-        swiglu=True,
-        normalization="RMSNorm",
-        untie_embeddings_and_output_weights=True,
-        padded_vocab_size=VOCAB,
-        make_vocab_size_divisible_by=8,
-        position_embedding_type="none",
-        max_position_embeddings=16,
-        transformer_impl="local",
-        params_dtype=torch.float32,
-    )
-    common = {"iteration": ITERATION, "args": args, "checkpoint_version": 3.0}
+    common = {"iteration": ITERATION, "args": arguments(options), "checkpoint_version": 3.0}
     dist_checkpointing.save({**state, **common}, str(into), content_metadata={})
 
 

@@ -18,13 +18,15 @@ SCRIPT = PEERS / "trained_world.py"
 ITERATION = "iter_0000007"
 
 
-def run_world(action: str, **options: Any) -> str:
+def run_world(action: str, *, core: Path | None = None, **options: Any) -> str:
+    """Run an action, of the megatron-core in the folder `core` or of the one that is installed."""
+    elsewhere = {"PYTHONPATH": str(core)} if core else {}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), action, json.dumps(options)],
         capture_output=True,
         text=True,
         timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | elsewhere,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -3,7 +3,8 @@
     python trained_world.py ACTION OPTIONS-AS-JSON
 
 `train` saves one training state in several formats; `load` loads one of them under a layout and
-saves what it got as `fully_reshardable`, to be compared with what was trained.
+saves what it got as `fully_reshardable`, to be compared with what was trained. With a `pattern` the
+model is a HybridModel (of megatron-core 0.19, on PYTHONPATH), otherwise a GPTModel.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import hybrid_world
 import megatron_world
 import torch
 import torch.distributed as dist
@@ -106,6 +108,8 @@ def work(rank: int, action: str, port: int, options: dict[str, Any]) -> None:
         "LOCAL_RANK": str(rank),
     }
     pretend_cuda()
+    if "pattern" in options:
+        hybrid_world.stub_kernels()
     dist.init_process_group("gloo", rank=rank, world_size=world)
     from megatron.core import parallel_state
 
@@ -117,11 +121,21 @@ def work(rank: int, action: str, port: int, options: dict[str, Any]) -> None:
         expert_model_parallel_size=layout.get("ep", 1),
         expert_tensor_parallel_size=layout.get("etp"),
     )
-    chunks = build(layout, {**options, "dtype": "bfloat16"})
+    if "pattern" in options:
+        chunks = [hybrid_world.build(hybrid_options(options))]
+    else:
+        chunks = build(layout, {**options, "dtype": "bfloat16"})
     wrapped, optimizer = with_optimizer(chunks, options)
     ACTIONS[action](rank, chunks, wrapped, optimizer, options)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def hybrid_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of a HybridModel with an optimizer."""
+    layout = {"tp": 1, "pp": 1, "ep": 1, **options["layout"]}
+    dp = options.get("world", 2) // (layout["tp"] * layout["pp"])
+    return {**options, **layout, "dp": dp, "dtype": "bfloat16"}
 
 
 def with_optimizer(chunks: list[Any], options: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -189,6 +203,8 @@ def step(wrapped: list[Any], optimizer: Any, times: int = 2) -> None:
 
 def arguments(options: dict[str, Any]) -> argparse.Namespace:
     """Args as Megatron's training loop saves them."""
+    if "pattern" in options:
+        return hybrid_world.arguments(hybrid_options(options))
     layout, experts = options["layout"], options.get("experts")
     tp, pp, ep = layout.get("tp", 1), layout.get("pp", 1), layout.get("ep", 1)
     return argparse.Namespace(
