@@ -11,6 +11,9 @@ from megtool.errors import MappingError
 if TYPE_CHECKING:
     from megtool.model_config import ModelConfig
 
+OVERLAP_RATIO = 4
+"""Of layers whose compressed keys overlap, and are chosen by an indexer."""
+
 VARYING = ("num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
 """Fields that `layer_sizes` may have."""
 
@@ -63,6 +66,11 @@ _NATURAL = (
     "index_num_heads",
     "index_head_dim",
     "index_topk",
+    "out_groups",
+    "out_lora_rank",
+    "hyper_streams",
+    "hyper_iterations",
+    "num_hash_layers",
     "num_mtp_layers",
     "mamba_num_heads",
     "mamba_head_dim",
@@ -213,17 +221,72 @@ def check_indexer(config: ModelConfig, counts: tuple[int, ...]) -> None:
         )
     if not config.index_num_heads:
         return
-    for name in ("kv_lora_rank", "q_lora_rank", "index_topk"):
+    needed = ("q_lora_rank", "index_topk")
+    for name in needed if config.is_compressed else ("kv_lora_rank", *needed):
         if not getattr(config, name):
             raise MappingError(
                 f"{name} is 0, but there are {config.index_num_heads} heads of an indexer",
                 hint="an indexer reads the compressed queries of latent attention",
             )
-    if config.index_head_dim < config.qk_rope_head_dim:
+    turning = config.qk_rope_head_dim
+    if config.is_compressed:
+        turning = int(config.head_dim * config.rotary_percent)
+    if config.index_head_dim < turning:
         raise MappingError(
-            f"index_head_dim is {config.index_head_dim}, less than the "
-            f"{config.qk_rope_head_dim} elements that turn",
+            f"index_head_dim is {config.index_head_dim}, less than the {turning} elements "
+            "that turn",
             hint="at least qk_rope_head_dim",
+        )
+
+
+def check_compressed(config: ModelConfig) -> None:
+    """Refuse compressed keys, residuals side by side, and tables of experts that cannot be.
+
+    Raises:
+        MappingError: the message names the field.
+    """
+    if not _is_number(config.hyper_eps) or config.hyper_eps < 0:
+        raise MappingError(f"hyper_eps is {config.hyper_eps!r}", hint="a small positive number")
+    if config.num_hash_layers > (config.num_layers if config.num_experts else 0):
+        raise MappingError(
+            f"num_hash_layers is {config.num_hash_layers}, of {config.num_layers} layers",
+            hint="a table of experts is for layers with experts",
+        )
+    if config.hyper_streams and not config.hyper_iterations:
+        raise MappingError("hyper_iterations is 0", hint="a positive integer")
+    ratios = config.compress_ratios
+    if ratios is None:
+        return
+    if not _is_list(ratios) or len(ratios) != config.num_layers:
+        raise MappingError(
+            f"compress_ratios is {str(ratios)[:80]}",
+            hint=f"one number for each of {config.num_layers} layers",
+        )
+    for ratio in ratios:
+        check_int("compress_ratios of a layer", ratio, 0)
+    if len(heavy := sorted({r for r in ratios if r not in (0, OVERLAP_RATIO)})) > 1:
+        raise MappingError(
+            f"compress_ratios has {heavy}",
+            hint=f"0, {OVERLAP_RATIO}, and one other number",
+            error_id="unsupported-model",
+        )
+    for name in ("q_lora_rank", "out_groups", "out_lora_rank", "window_size"):
+        if not getattr(config, name):
+            raise MappingError(f"{name} is 0, but there are compress_ratios", hint="more than 0")
+    if OVERLAP_RATIO in ratios and not config.index_num_heads:
+        raise MappingError(
+            f"index_num_heads is 0, but layers compress every {OVERLAP_RATIO} tokens",
+            hint="such layers choose by an indexer among what they attend to",
+        )
+    if config.num_kv_heads != 1 or config.num_heads % config.out_groups:
+        raise MappingError(
+            f"num_kv_heads is {config.num_kv_heads}, out_groups {config.out_groups} of "
+            f"{config.num_heads} heads",
+            hint="one head of keys and values, and equal groups",
+        )
+    if not _is_number(config.compress_rope_base) or config.compress_rope_base <= 0:
+        raise MappingError(
+            f"compress_rope_base is {config.compress_rope_base!r}", hint="a positive number"
         )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from megtool.errors import MappingError
 from megtool.model_checks import (
+    OVERLAP_RATIO,
+    check_compressed,
     check_fields,
     check_kinds,
     check_layers,
@@ -76,6 +78,19 @@ class ModelConfig:
     `index_head_dim` elements, of which the first `qk_rope_head_dim` turn: in halves, or with
     `index_interleaved` in pairs. `shared_index_layers` has a 1 for every layer without an indexer,
     which attends to the tokens that the last one before it has chosen.
+
+    In a model with `compress_ratios`, one for each layer, keys and values are one head, and the
+    same vector, which queries made of `q_lora_rank` numbers attend to within the window. In a layer
+    with a ratio r other than 0 they also attend to what every r tokens before are compressed to,
+    with r = `OVERLAP_RATIO` out of twice as many tokens and limited to `index_topk` by an indexer;
+    such layers turn by `compress_rope_base` and the rotary scaling, the others by `rope_base`
+    alone. The output is projected in `out_groups` groups of heads to `out_lora_rank` numbers each.
+    Layers of multi-token prediction compress nothing.
+
+    `hyper_streams` is the number of residuals side by side (0: one, as everywhere else), which
+    every branch reads and adds to by weights that depend on them; `hyper_iterations` steps make
+    the weights among residuals doubly stochastic, with `hyper_eps`. In the first `num_hash_layers`
+    layers a table says which experts a token goes to, whatever it attends to.
 
     In a `bidirectional` model tokens attend to those behind them as well, and a window reaches as
     far to either side; it predicts the tokens that were masked. Words have one of
@@ -192,6 +207,14 @@ class ModelConfig:
     index_topk: int = 0
     index_interleaved: bool = False
     shared_index_layers: tuple[int, ...] | None = None
+    compress_ratios: tuple[int, ...] | None = None
+    compress_rope_base: float = 160000.0
+    out_groups: int = 0
+    out_lora_rank: int = 0
+    hyper_streams: int = 0
+    hyper_iterations: int = 20
+    hyper_eps: float = 1e-6
+    num_hash_layers: int = 0
     num_mtp_layers: int = 0
     mtp_hidden_first: bool = False
     layer_kinds: tuple[str, ...] | None = None
@@ -270,6 +293,7 @@ class ModelConfig:
             )
         check_numbers(self)
         check_layers(self)
+        check_compressed(self)
         check_kinds(self, LAYER_SYMBOLS, _SIZES_OF)
         turning = self.qk_rope_head_dim if self.kv_lora_rank else self.head_dim
         share = 1.0 if self.kv_lora_rank else self.rotary_percent
@@ -308,8 +332,31 @@ class ModelConfig:
         """Indices of the layers with an indexer of the tokens that attention is limited to."""
         if not self.index_num_heads:
             return frozenset()
+        if self.compress_ratios is not None:
+            return frozenset(i for i, r in enumerate(self.compress_ratios) if r == OVERLAP_RATIO)
         shared = self.shared_index_layers or ()
         return self.attn_layers - {i for i, is_shared in enumerate(shared) if is_shared}
+
+    @property
+    def is_compressed(self) -> bool:
+        """Keys and values are one head, and some layers also attend to compressed ones."""
+        return self.compress_ratios is not None
+
+    @property
+    def heavy_layers(self) -> frozenset[int]:
+        """Indices of the layers that compress keys without overlap, and attend to all of them."""
+        ratios = self.compress_ratios or ()
+        return frozenset(i for i, r in enumerate(ratios) if r not in (0, OVERLAP_RATIO))
+
+    @property
+    def heavy_ratio(self) -> int:
+        """How many tokens make one key in such layers; 0 if there are none."""
+        return max((self.compress_ratios or (0,))[i] for i in (self.heavy_layers or (0,)))
+
+    @property
+    def hash_layers(self) -> frozenset[int]:
+        """Indices of the layers in which a table chooses the experts."""
+        return frozenset(range(self.num_hash_layers))
 
     def index_source(self, layer: int) -> int:
         """The layer whose indexer chooses the tokens that a layer attends to."""
@@ -356,7 +403,17 @@ class ModelConfig:
     @property
     def has_mtp_index(self) -> bool:
         """Layers of multi-token prediction have an indexer."""
-        return self.has_mtp_attn and bool(self.index_num_heads)
+        return self.has_mtp_attn and bool(self.index_num_heads) and not self.is_compressed
+
+    @property
+    def has_mtp_heavy(self) -> bool:
+        """Layers of multi-token prediction compress keys."""
+        return False
+
+    @property
+    def has_mtp_hash(self) -> bool:
+        """A table chooses the experts of layers of multi-token prediction."""
+        return False
 
     @property
     def has_mtp_tied_value(self) -> bool:
@@ -413,6 +470,8 @@ class ModelConfig:
         """Megatron stacks the layers on one axis: they hold the same tensors, and no list says so
         layer by layer (with a list, even of equal entries, Megatron writes one key per layer)."""
         if self.layer_kinds is not None or self.layer_sizes is not None or not self.first_attn_norm:
+            return False
+        if self.is_compressed or self.num_hash_layers:
             return False
         listed = isinstance(self.moe_layer_freq, tuple) and bool(self.num_experts)
         return not listed and len(self.moe_layers) in (0, self.num_layers)

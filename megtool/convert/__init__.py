@@ -27,6 +27,7 @@ from megtool.convert.common_rows import (
     hf_mtp,
     hf_outer_mtp,
 )
+from megtool.convert.compressed_keys import CompressRatios, CompressRope, HashLayers
 from megtool.convert.config_keys import (
     Default,
     Derived,
@@ -92,6 +93,7 @@ from megtool.convert.moe_config_keys import (
     Nullable,
     Unless,
 )
+from megtool.convert.native_rows import HF_DEEPSEEK_V4
 from megtool.convert.nested import LLAVA_NAMES, LLAVA_TOWERS, Nested
 
 __all__ = [
@@ -99,6 +101,7 @@ __all__ = [
     "GGUF_EXPERTS",
     "GGUF_SHARED_EXPERT",
     "HF_ATTENTION",
+    "HF_DEEPSEEK_V4",
     "HF_DELTA_NET",
     "HF_DELTA_NET_INPUTS",
     "HF_EXPERTS",
@@ -123,6 +126,8 @@ __all__ = [
     "Assumed",
     "BlockConfigs",
     "Cat",
+    "CompressRatios",
+    "CompressRope",
     "Default",
     "Derived",
     "Dropped",
@@ -132,6 +137,7 @@ __all__ = [
     "FeedForward",
     "GlobalHeads",
     "Grouped",
+    "HashLayers",
     "Implied",
     "IndexerTypes",
     "Interleaved",

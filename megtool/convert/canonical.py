@@ -31,7 +31,8 @@ _HIDDEN = ("hidden_size",)
 _Q = "num_heads * (qk_nope_head_dim + qk_rope_head_dim or head_dim)"
 _KV, _D = "num_kv_heads * head_dim", "head_dim"
 _ATTN, _MIXER = "l in attn_layers", "l in mixer_layers"
-_MLA, _GQA = f"kv_lora_rank and {_ATTN}", f"not kv_lora_rank and {_ATTN}"
+_MLA = f"kv_lora_rank and {_ATTN}"
+_GQA = f"not kv_lora_rank and not is_compressed and {_ATTN}"
 _VALUE = f"l not in tied_value_layers and {_GQA}"
 _LOW_RANK_Q = f"q_lora_rank and {_ATTN}"
 _DENSE, _MOE = "l in dense_layers", "l in moe_layers"
@@ -46,6 +47,8 @@ _MAMBA, _DELTA = "l in mamba_layers", "l in delta_layers"
 _INNER, _STATE = "mamba_num_heads * mamba_head_dim", "mamba_num_groups * mamba_state_dim"
 _KEYS = "linear_num_key_heads * linear_key_head_dim"
 _VALUES = "linear_num_value_heads * linear_value_head_dim"
+
+_TWO_PROJECTIONS = "mtp_hidden_first or hyper_streams"
 
 _LAYER, _MTP = "layers.{l}.", "mtp.{m}."
 _INDEX = re.compile(r"\{(\w+)\}")
@@ -122,20 +125,81 @@ _MIXERS: Mapping[str, Weight] = MappingProxyType(
 # What ranks the tokens before a token. Published files have the weights of its heads in float32.
 _INDEX_OF = "layers.{l}.attn.index_"
 _INDEXED = "l in index_layers"
+_KEYED = f"not is_compressed and {_INDEXED}"
 _INDEXER: Mapping[str, Weight] = MappingProxyType(
     {
         _INDEX_OF + "q.weight": Weight(
             ("index_num_heads * index_head_dim", "q_lora_rank"), _INDEXED
         ),
-        _INDEX_OF + "k.weight": Weight(("index_head_dim", "hidden_size"), _INDEXED),
-        _INDEX_OF + "k_norm.weight": Weight(("index_head_dim",), _INDEXED),
-        _INDEX_OF + "k_norm.bias": Weight(("index_head_dim",), _INDEXED),
+        _INDEX_OF + "k.weight": Weight(("index_head_dim", "hidden_size"), _KEYED),
+        _INDEX_OF + "k_norm.weight": Weight(("index_head_dim",), _KEYED),
+        _INDEX_OF + "k_norm.bias": Weight(("index_head_dim",), _KEYED),
         _INDEX_OF + "heads.weight": Weight(
             ("index_num_heads", "hidden_size"), _INDEXED, keeps_dtype=True
         ),
     }
 )
 
+# DeepSeek-V4: one head of keys that are values too, compressed keys, an output projection in
+# groups, residuals side by side. Published files have all but matrices in float32.
+_COMPRESSED, _HEAVY = f"is_compressed and {_ATTN}", "l in heavy_layers"
+_STREAMS = "hyper_streams"
+_MIXED = "(2 + hyper_streams) * hyper_streams"
+
+
+_HYPER_HEAD: tuple[tuple[str, tuple[Expression, ...]], ...] = (
+    ("weight", ("hyper_streams", "hyper_streams * hidden_size")),
+    ("bias", ("hyper_streams",)),
+    ("scale", (1,)),
+)
+
+_HYPER: tuple[tuple[str, tuple[Expression, ...]], ...] = (
+    ("weight", (_MIXED, "hyper_streams * hidden_size")),
+    ("bias", (_MIXED,)),
+    ("scale_pre", (1,)),
+    ("scale_post", (1,)),
+    ("scale_res", (1,)),
+)
+
+
+def _compressor(begin: str, size: str, ratio: str, when: str) -> dict[str, Weight]:
+    """What makes one key, or one series of two, of every `ratio` tokens."""
+    return {
+        f"{begin}kv.weight": Weight((size, "hidden_size"), when),
+        f"{begin}gate.weight": Weight((size, "hidden_size"), when),
+        f"{begin}bias": Weight((ratio, size), when, keeps_dtype=True),
+    }
+
+
+_COMPRESSION: Mapping[str, Weight] = MappingProxyType(
+    {
+        "layers.{l}.attn.kv.weight": Weight((_D, "hidden_size"), _COMPRESSED),
+        "layers.{l}.attn.kv_norm.weight": Weight((_D,), _COMPRESSED),
+        "layers.{l}.attn.o_down.weight": Weight(
+            ("out_groups * out_lora_rank", "num_heads * head_dim // out_groups"), _COMPRESSED
+        ),
+        **_compressor("layers.{l}.attn.heavy_", _D, "heavy_ratio", _HEAVY),
+        "layers.{l}.attn.heavy_norm.weight": Weight((_D,), _HEAVY),
+        **_compressor(
+            "layers.{l}.attn.overlap_", f"2 * {_D}", "4", f"is_compressed and {_INDEXED}"
+        ),
+        "layers.{l}.attn.overlap_norm.weight": Weight((_D,), f"is_compressed and {_INDEXED}"),
+        **_compressor(
+            _INDEX_OF + "overlap_", "2 * index_head_dim", "4", f"is_compressed and {_INDEXED}"
+        ),
+        _INDEX_OF + "overlap_norm.weight": Weight(
+            ("index_head_dim",), f"is_compressed and {_INDEXED}"
+        ),
+        **{
+            f"layers.{{l}}.{branch}_hyper.{part}": Weight(shape, _STREAMS, keeps_dtype=True)
+            for branch in ("attn", "mlp")
+            for part, shape in _HYPER
+        },
+        "layers.{l}.mlp.router.experts_of_tokens": Weight(
+            ("vocab_size", "num_experts_per_token"), "l in hash_layers", keeps_dtype=True
+        ),
+    }
+)
 _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
     {
         "embed.weight": Weight(("vocab_size", "hidden_size")),
@@ -178,10 +242,12 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
         ),
         "layers.{l}.attn.sinks": Weight(("num_heads",), _ATTN, flag="attn_sinks"),
         "layers.{l}.attn.o.weight": Weight(
-            ("hidden_size", "num_heads * (v_head_dim or head_dim)"), _ATTN
+            ("hidden_size", "out_groups * out_lora_rank or num_heads * (v_head_dim or head_dim)"),
+            _ATTN,
         ),
         "layers.{l}.attn.o.bias": Weight(_HIDDEN, _ATTN, flag="attn_out_bias"),
         **_INDEXER,
+        **_COMPRESSION,
         **_MIXERS,
         "layers.{l}.mlp_norm.weight": Weight(_HIDDEN, f"{_MLP_NORM} and ({_FEEDS})"),
         "layers.{l}.mlp_norm.bias": Weight(_HIDDEN, f"{_MLP_NORM} and {_LAYERNORM} and ({_FEEDS})"),
@@ -198,7 +264,10 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
         "layers.{l}.mlp.router.weight": Weight(("num_experts", "hidden_size"), _MOE),
         "layers.{l}.mlp.router.bias": Weight(("num_experts",), _MOE, flag="router_bias"),
         "layers.{l}.mlp.router.expert_bias": Weight(
-            ("num_experts",), _MOE, flag="router_expert_bias", keeps_dtype=True
+            ("num_experts",),
+            f"not l in hash_layers and {_MOE}",
+            flag="router_expert_bias",
+            keeps_dtype=True,
         ),
         "layers.{l}.mlp.latent_in.weight": Weight(
             ("moe_latent_size", "hidden_size"), f"moe_latent_size and {_MOE}"
@@ -230,6 +299,7 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
         "layers.{l}.mlp.shared.down.weight": Weight(
             ("hidden_size", "shared_ffn_hidden_size"), _SHARED
         ),
+        **{f"hyper_head.{x}": Weight(s, _STREAMS, keeps_dtype=True) for x, s in _HYPER_HEAD},
         "norm.weight": Weight(_HIDDEN, "final_norm"),
         "norm.bias": Weight(_HIDDEN, f"final_norm and {_LAYERNORM}"),
         "transform.weight": Weight(("hidden_size", "hidden_size"), "masked_head"),
@@ -253,9 +323,15 @@ VOCABULARY: Mapping[str, Weight] = MappingProxyType(
         "mtp.{m}.embed_norm.bias": Weight(_HIDDEN, _LAYERNORM),
         "mtp.{m}.hidden_norm.weight": Weight(_HIDDEN),
         "mtp.{m}.hidden_norm.bias": Weight(_HIDDEN, _LAYERNORM),
-        "mtp.{m}.proj.weight": Weight(("hidden_size", "2 * hidden_size"), "not mtp_hidden_first"),
-        "mtp.{m}.embed_proj.weight": Weight(("hidden_size", "hidden_size"), "mtp_hidden_first"),
-        "mtp.{m}.hidden_proj.weight": Weight(("hidden_size", "hidden_size"), "mtp_hidden_first"),
+        "mtp.{m}.proj.weight": Weight(
+            ("hidden_size", "2 * hidden_size"), "not mtp_hidden_first and not hyper_streams"
+        ),
+        "mtp.{m}.embed_proj.weight": Weight(("hidden_size", "hidden_size"), _TWO_PROJECTIONS),
+        "mtp.{m}.hidden_proj.weight": Weight(("hidden_size", "hidden_size"), _TWO_PROJECTIONS),
+        **{
+            f"mtp.{{m}}.hyper_head.{x}": Weight(s, _STREAMS, keeps_dtype=True)
+            for x, s in _HYPER_HEAD
+        },
         "mtp.{m}.norm.weight": Weight(_HIDDEN),
         "mtp.{m}.norm.bias": Weight(_HIDDEN, _LAYERNORM),
     }

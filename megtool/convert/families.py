@@ -37,6 +37,7 @@ _FORWARD = (
     "final_norm",
     "first_attn_norm",
     "glu_offset",
+    "hyper_eps",
     "head_bias",
     "head_dense_bias",
     "logit_scale",

@@ -80,6 +80,13 @@ def hybrid_form(config: ModelConfig) -> ModelConfig:
             hint="leave --model-class out",
             error_id="unsupported-model",
         )
+    if config.is_compressed or config.hyper_streams:
+        raise MappingError(
+            "layers have compressed keys, or residuals side by side, and Megatron's HybridModel "
+            "has neither",
+            hint="leave --model-class out",
+            error_id="unsupported-model",
+        )
     if config.layer_kinds is not None and all(len(kind) == 1 for kind in kinds):
         return config
     of_branch = [i for i, kind in enumerate(kinds) for _ in kind]

@@ -20,6 +20,7 @@ _PART = re.compile(r"(\d+)(?:-(\d+))?")
 _LAYER = re.compile(r"((?:[^:]+:)?)layers\.(\d+)(\..+)")
 _LISTS = (
     "block_configs",
+    "compress_ratios",
     "layer_types",
     "layers_block_type",
     "mlp_layer_types",
@@ -109,6 +110,13 @@ def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
         skip = None if all(windows) else windows
     is_windowed = bool(config.window_size) and any(windows)
     rope = tuple(config.no_rope_layers[i] for i in layers) if config.no_rope_layers else ()
+    ratios, hashed = config.compress_ratios, [i in config.hash_layers for i in layers]
+    if hashed != sorted(hashed, reverse=True):
+        raise MappingError(
+            f"of these layers {hashed.index(False)} comes before layers in which a table chooses "
+            "the experts",
+            hint="such layers are the first ones",
+        )
     shared = (
         tuple(config.shared_index_layers[i] for i in layers) if config.shared_index_layers else ()
     )
@@ -121,6 +129,8 @@ def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
         if config.layer_sizes is None
         else {name: tuple(sizes[i] for i in layers) for name, sizes in config.layer_sizes.items()},
         moe_layer_freq=freq,
+        compress_ratios=None if ratios is None else tuple(ratios[i] for i in layers),
+        num_hash_layers=sum(hashed),
         window_size=config.window_size if is_windowed else 0,
         window_skip_freq=skip if is_windowed else None,
         no_rope_layers=rope if any(rope) else None,
@@ -180,6 +190,8 @@ def edited_config(
         ("num_layers", config.num_layers, new.num_layers),
         ("moe_layers", sorted(config.moe_layers), sorted(new.moe_layers)),
         ("layer_kinds", config.layer_kinds, new.layer_kinds),
+        ("compress_ratios", config.compress_ratios, new.compress_ratios),
+        ("num_hash_layers", config.num_hash_layers, new.num_hash_layers),
         ("layers with a window", window_flags(config), window_flags(new)),
         ("no_rope_layers", config.no_rope_layers or (), new.no_rope_layers or ()),
         ("layers with an indexer", sorted(config.index_layers), sorted(new.index_layers)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from megtool.convert import megatron_mixers, megatron_moe
+from megtool.convert import megatron_compressed, megatron_mixers, megatron_moe
 from megtool.convert.mapping import (
     Cat,
     Dropped,
@@ -25,7 +25,7 @@ _M = _L + "mlp."
 _ATTN, _MLP = "layers.{l}.attn.", "layers.{l}.mlp."
 _EXPERT, _SHARED = _MLP + "experts.{e}.", _MLP + "shared."
 _DENSE, _MOE = "l in dense_layers", "l in moe_layers"
-_NOT_MLA = "not kv_lora_rank and l in attn_layers"
+_NOT_MLA = "not kv_lora_rank and not is_compressed and l in attn_layers"
 
 # Megatron's two layer implementations name the norms differently; fused Transformer Engine names
 # are written, and a mixture of experts has its norm outside the MLP.
@@ -155,6 +155,7 @@ _DECODER: Table = (
         when=f"shared_ffn_hidden_size and {_MOE}",
     ),
     *megatron_moe.WRITTEN,
+    *megatron_compressed.WRITTEN,
     *megatron_mixers.WRITTEN,
     Row("decoder.final_norm.weight", "norm.weight", when="parallel_layers"),
     Row("decoder.final_layernorm.weight", "norm.weight", also=("decoder.final_norm.weight",)),

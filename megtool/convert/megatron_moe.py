@@ -9,6 +9,7 @@ moe/{router,experts,shared_experts}.py and fsdp_dtensor_checkpoint.py of Megatro
 
 from __future__ import annotations
 
+from megtool.convert import megatron_compressed
 from megtool.convert.mapping import Cat, Row, Stacked, Table, in_mtp
 
 _L = "decoder.layers.{l}."
@@ -16,7 +17,8 @@ _A, _M = _L + "self_attention.", _L + "mlp."
 _ATTN, _MLP = "layers.{l}.attn.", "layers.{l}.mlp."
 _EXPERT, _SHARED = _MLP + "experts.{e}.", _MLP + "shared."
 _DENSE, _MOE = "l in dense_layers", "l in moe_layers"
-_MLA = "kv_lora_rank and l in attn_layers"
+_ATTENTION = "l in attn_layers"
+_MLA = f"kv_lora_rank and {_ATTENTION}"
 
 _INDEXED = "l in index_layers"
 INDEXER = ".core_attention.indexer."
@@ -42,7 +44,7 @@ WRITTEN: Table = (
         _L + "input_layernorm.weight",
         "layers.{l}.attn_norm.weight",
         also=(_A + "linear_qkv_down_proj.layer_norm_weight",),
-        when=_MLA,
+        when=f"(kv_lora_rank or is_compressed) and {_ATTENTION}",
     ),
     Row(_L + "input_layernorm.bias", "layers.{l}.attn_norm.bias", when=_MLA),
     Row(_A + "linear_q_proj.weight", _ATTN + "q.weight", when=f"{_MLA} and not q_lora_rank"),
@@ -52,7 +54,7 @@ WRITTEN: Table = (
     Row(_A + "linear_kv_down_proj.weight", _ATTN + "kv_down.weight", when=_MLA),
     *_latent_norm("linear_kv_up_proj", "kv_layernorm", "kv_down_norm", _MLA),
     Row(_A + "linear_kv_up_proj.weight", _ATTN + "kv_up.weight", when=_MLA),
-    Row(_A + "core_attention.softmax_offset", _ATTN + "sinks"),
+    Row(_A + "core_attention.softmax_offset", _ATTN + "sinks", when="not is_compressed"),
     *(
         Row(f"{_A}core_attention.indexer.{stored}", f"{_ATTN}index_{name}", when=_INDEXED)
         for stored, name in (
@@ -128,7 +130,7 @@ READ: Table = (
     Row(
         _A + "linear_qkv_down_proj.weight",
         Cat(_ATTN + "q_down.weight", _ATTN + "kv_down.weight"),
-        when="q_lora_rank",
+        when="q_lora_rank and kv_lora_rank",
     ),
 )
 
@@ -145,12 +147,17 @@ def mtp_rows(layers: Table) -> tuple[Row, ...]:
         Row("mtp.layers.{m}.enorm.bias", "mtp.{m}.embed_norm.bias"),
         Row("mtp.layers.{m}.hnorm.weight", "mtp.{m}.hidden_norm.weight"),
         Row("mtp.layers.{m}.hnorm.bias", "mtp.{m}.hidden_norm.bias"),
-        Row("mtp.layers.{m}.eh_proj.weight", "mtp.{m}.proj.weight", when="not mtp_hidden_first"),
+        Row(
+            "mtp.layers.{m}.eh_proj.weight",
+            "mtp.{m}.proj.weight",
+            when="not mtp_hidden_first and not hyper_streams",
+        ),
         Row(
             "mtp.layers.{m}.eh_proj.weight",
             Cat("mtp.{m}.embed_proj.weight", "mtp.{m}.hidden_proj.weight", dim=1),
-            when="mtp_hidden_first",
+            when="mtp_hidden_first and not hyper_streams",
         ),
+        *megatron_compressed.MTP,
         *in_mtp(layers, *((_L, name) for name in inner)),
         Row("mtp.layers.{m}.final_layernorm.weight", "mtp.{m}.norm.weight"),
         Row("mtp.layers.{m}.final_layernorm.bias", "mtp.{m}.norm.bias"),

@@ -13,6 +13,11 @@ from typing import Any
 
 from megtool.config import ParallelConfig
 from megtool.convert.blocks import BLOCKS, block_args, block_fields
+from megtool.convert.compressed_keys import (
+    COMPRESSED_ATTENTION,
+    compressed_args,
+    compressed_fields,
+)
 from megtool.convert.config_keys import num_layers, skip_freq
 from megtool.convert.global_heads import GLOBAL_SIZE, global_args, global_fields
 from megtool.convert.hybrid_pattern import (
@@ -58,7 +63,7 @@ def mixer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
         return block_fields(args)
     if args.get(GLOBAL_SIZE):
         return global_fields(args)
-    pattern, out = pattern_of(args), indexer_fields(args)
+    pattern, out = pattern_of(args), indexer_fields(args) | compressed_fields(args)
     is_parallel = pattern is None and args.get(_ALL_PARALLEL) == 1
     if args.get("moe_latent_size"):
         out["moe_latent_size"] = int(args["moe_latent_size"])
@@ -105,12 +110,12 @@ def mixer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
 def _linear_layers(args: Mapping[str, Any]) -> list[str] | None:
     """The mixer of every layer of a GPT model; None where all are attention."""
     variant = args.get(_VARIANT)
-    if variant in (None, SPARSE_ATTENTION):
+    if variant in (None, SPARSE_ATTENTION, COMPRESSED_ATTENTION):
         return None
     if variant != _GATED_DELTA_NET:
         raise MappingError(
             f"{_VARIANT} is {variant!r}",
-            hint=f"known: {_GATED_DELTA_NET}, {SPARSE_ATTENTION}",
+            hint=f"known: {_GATED_DELTA_NET}, {SPARSE_ATTENTION}, {COMPRESSED_ATTENTION}",
             error_id="unsupported-model",
         )
     layers, freq = num_layers(args), args.get(_FREQ)
@@ -133,7 +138,7 @@ def mixer_args(
     kinds = config.layer_kinds
     if config.layer_sizes is not None:
         return global_args(config) if kinds is None else block_args(config, known)
-    out = indexer_args(config)
+    out = indexer_args(config) | compressed_args(config)
     if config.moe_latent_size:
         out["moe_latent_size"] = config.moe_latent_size
     if kinds is None:

@@ -37,11 +37,15 @@ TP_DIMS: tuple[tuple[str, int], ...] = (
     ("cross_attention.linear_kv.weight", -2),
     ("cross_attention.linear_kv.bias", -1),
     ("core_attention.softmax_offset", -1),
+    ("core_attention.attn_sink", -1),
+    ("linear_o_group_proj", -2),
     ("linear_proj.weight", -1),
     ("linear_fc1.weight", -2),
     ("linear_fc1.bias", -1),
     ("linear_fc2.weight", -1),
     ("eh_proj.weight", -2),
+    ("e_proj.weight", -2),
+    ("h_proj.weight", -2),
     *(
         (f"{mixer}.{name}", dim)
         for mixer in ("mixer", "mamba_mixer")
@@ -78,6 +82,10 @@ _REPLICATED = re.compile(
     r"|\blinear_(?:q|kv|qkv)_down_proj\.weight$"
     r"|\bindexer\.linear_(?:wq_b|wk|weights_proj)\.weight$"
     r"|\brouter\.\w+$"
+    r"|\blinear_kv_proj\.weight$"
+    r"|\bcompressor\.(?:linear_wkv\.weight|linear_wgate\.weight|ape)$"
+    r"|\b(?:self_attention|mlp)_hyper_connection\.(?:mapping_proj\.weight|bias|alpha_\w+)$"
+    r"|\bhc_head_(?:fn|base|scale)$"
     r"|\blayer_scalar$"
     r"|\bfc[12]_latent_proj\.weight$"
     r"|\bshared_experts\.gate_weight$"
@@ -101,6 +109,7 @@ _MTP = re.compile(r"mtp\.layers\.(\d+)\.")
 # which place of the pipeline that is. The heads are BERT's.
 _PLACES = (
     ("decoder.final_", "norm"),
+    ("decoder.hc_head_", "norm"),
     ("encoder.final_", "last"),
     ("output_layer.", "last"),
     ("lm_head.", "last"),
@@ -264,7 +273,10 @@ def _layer_fault(config: ModelConfig, tp: int) -> str | None:
             return f"{name}={heads}"
     if config.num_heads % tp:
         return f"num_heads={config.num_heads}"
-    latent = bool(config.kv_lora_rank)  # every head has its own rows of keys and values
+    if config.is_compressed and config.out_groups % tp:
+        return f"out_groups={config.out_groups}"
+    # Every head has its own rows of keys and values, or there is one head on all ranks.
+    latent = bool(config.kv_lora_rank) or config.is_compressed
     if not latent and config.num_kv_heads % tp and tp % config.num_kv_heads:
         return f"num_kv_heads={config.num_kv_heads} (nor is it a multiple of them)"
     rows = (config.num_heads * (1 + config.attn_output_gate) + 2 * config.num_kv_heads) * (

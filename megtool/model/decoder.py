@@ -112,12 +112,18 @@ def check_kind(config: ModelConfig) -> None:
     """Refuse options that no model of one stack of layers has.
 
     Raises:
-        MappingError: relative positions, or learned ones with multi-token prediction.
+        MappingError: relative positions, compressed keys, or learned positions with multi-token
+            prediction.
     """
     if config.position_embedding == "relative":
         raise MappingError(
             "position_embedding is 'relative', which models of an encoder and a decoder have",
             hint="a Decoder runs models of one stack of layers; others are only converted",
+        )
+    if config.is_compressed or config.hyper_streams:
+        raise MappingError(
+            "the model has compressed keys and residuals side by side (DeepSeek-V4)",
+            hint="such a model is converted, but not run",
         )
     if config.num_mtp_layers and config.position_embedding == "learned":
         raise MappingError(

@@ -220,6 +220,8 @@ def _without_quantization(files: dict[str, bytes]) -> dict[str, bytes]:
     for section in (value, text):
         for key in QUANT_KEYS:
             num_removed += isinstance(section, dict) and section.pop(key, None) is not None
+        if num_removed and isinstance(section, dict):
+            section.pop("expert_dtype", None)  # DeepSeek-V4's experts are in FP4
     if num_removed:
         if not {"dtype", "torch_dtype"} & {*value, *(text or ())}:
             value["dtype"] = "bfloat16"

@@ -19,6 +19,7 @@ from megtool.checkpoint.catalogue import Catalogue, Extents, IgnoredTensor, Stor
 from megtool.checkpoint.formats.header_reader import short_repr
 from megtool.checkpoint.formats.quantized_parts import (
     AS_STORED_HINT,
+    FP8_SCALES,
     PackedWeight,
     PartFinder,
     QuantGranularity,
@@ -132,13 +133,13 @@ _FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 def _float8(stored: PartFinder, t: GlobalTensor) -> PackedWeight | None:
-    """`fp8`, `fbgemm_fp8`: FP8 weights with scales `NAME_scale_inv` or `NAME_scale`, and FP4 codes
-    in int8, as transformers reads them."""
+    """`fp8`, `fbgemm_fp8`: FP8 weights with scales `NAME_scale_inv` or `NAME_scale`, or `scale`
+    beside the weight, and FP4 codes in int8, as transformers reads them."""
     if _SCALES.search(t.name) or not t.shape:
         return None
     if t.dtype.name in _FP8:
         return find_one_byte_codes(stored, t, "fp8")
-    if t.dtype.name in ("int8", "uint8") and stored.find(t.name, "_scale_inv", "_scale"):
+    if t.dtype.name in ("int8", "uint8") and stored.find(t.name, *FP8_SCALES):
         return find_byte_codes(stored, t, t.name)
     return None
 
@@ -245,7 +246,8 @@ def _locate_parts(catalogue: Catalogue, f: PackedWeight) -> list[StoredPart]:
 
 def _check_not_orphan(catalogue: Catalogue, t: GlobalTensor) -> None:
     """Refuse a scale without its weight: nothing can be decoded."""
-    if _ORPHANS.search(t.name):
+    is_sibling = t.name.endswith(".scale") and t.dtype.name == "float8_e8m0fnu"
+    if is_sibling or _ORPHANS.search(t.name):
         raise FormatError(
             "belongs to a quantized weight that is missing",
             file=catalogue.path(int(catalogue.extents.file[catalogue.index[t.name]])),

@@ -18,6 +18,8 @@ Shape = tuple[int, ...]
 AS_STORED_HINT = (
     "name one .safetensors file instead of the folder to have its tensors as they are stored"
 )
+FP8_SCALES = ("_scale_inv", "_scale", "scale")
+"""How names of scales end with the method `fp8`; the last is DeepSeek-V4's, of a sibling."""
 _MX_BLOCK = 32
 _NV_BLOCK = 16
 
@@ -35,7 +37,7 @@ class QuantGranularity:
     blocks: tuple[tuple[int, int], ...]
     is_stated: bool
     bits: tuple[int, ...]
-    scale_suffixes: tuple[str, str] = ("_scale", "_scale_inv")
+    scale_suffixes: tuple[str, ...] = ("_scale", "_scale_inv")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantGranularity:
@@ -65,9 +67,7 @@ class QuantGranularity:
             blocks=tuple(dict.fromkeys([*blocks, (128, 128)])),
             is_stated=bool(groups or blocks),
             bits=tuple(dict.fromkeys(bits)),
-            scale_suffixes=("_scale_inv", "_scale")
-            if method == "fp8"
-            else ("_scale", "_scale_inv"),
+            scale_suffixes=FP8_SCALES if method == "fp8" else ("_scale", "_scale_inv"),
         )
 
 

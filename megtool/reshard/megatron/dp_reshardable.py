@@ -176,7 +176,7 @@ def _is_parameter(t: GlobalTensor) -> bool:
 
 def is_module_buffer(name: str) -> bool:
     """Whether a name is that of a module's buffer, which has no optimizer state."""
-    return name.endswith((".expert_bias", ".inv_freq", ".local_tokens_per_expert"))
+    return name.endswith((".expert_bias", ".tid2eid", ".inv_freq", ".local_tokens_per_expert"))
 
 
 def _flat_buffers(

@@ -31,7 +31,7 @@ _WEIGHT = re.compile(r"([^/]+)/model_optim_rng/model(\d*)/(.+)")
 _FLAT = re.compile(
     r"([^/]+)/distrib_optim/(?:(\d+)/)?(\d+)/torch\.(\w+),torch\.(\w+)/(?:(\w+)|([^/]+)/(\d+))"
 )
-_BUFFERS = (".expert_bias", ".inv_freq", ".local_tokens_per_expert")
+_BUFFERS = (".expert_bias", ".tid2eid", ".inv_freq", ".local_tokens_per_expert")
 
 
 @dataclass(frozen=True, slots=True)

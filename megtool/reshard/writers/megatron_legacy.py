@@ -67,6 +67,7 @@ _LINEAR = tuple(
     for n in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj")
 )
 _FLAT = "distrib_optim"
+_BUFFERS = (".expert_bias", ".tid2eid")
 
 
 def plan_megatron_legacy_layout(
@@ -292,7 +293,7 @@ class _RankFileWriter:
         spelled = f"torch.{self.settings.param_dtype},torch.{self.settings.grad_dtype}"
         out: dict[Any, Any] = {"buckets_coalesced": True}
         chunks = [
-            [p for p in listed if not (p.key.endswith(".expert_bias") or is_tower(p.key))]
+            [p for p in listed if not (p.key.endswith(_BUFFERS) or is_tower(p.key))]
             for listed in members
         ]
         filled = [(chunk, parameters) for chunk, parameters in enumerate(chunks) if parameters]

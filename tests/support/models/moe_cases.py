@@ -138,6 +138,28 @@ MISTRAL4 = DEEPSEEK | {
     },
 }
 
+V4 = {
+    "num_key_value_heads": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.25,
+    "q_lora_rank": 12,
+    "o_groups": 2,
+    "o_lora_rank": 6,
+    "sliding_window": 5,
+    "layer_types": [
+        *("sliding_attention", "compressed_sparse_attention"),
+        *("heavily_compressed_attention", "compressed_sparse_attention"),
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_topk": 3,
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    "hc_mult": 2,
+}
+
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("mixtral", "Mixtral", EIGHT),
     ("mixtral", "Mixtral", EIGHT | {"tie_word_embeddings": True, "sliding_window": 16}),
@@ -248,6 +270,19 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("mistral4", "Mistral4", MISTRAL4),
     ("mistral4", "Mistral4", MISTRAL4 | {"q_lora_rank": None, "first_k_dense_replace": 0}),
     ("dots1", "Dots1", GLM | {"norm_topk_prob": True}),
+    ("deepseek_v4", "DeepseekV4", V4),
+    (
+        "deepseek_v4",
+        "DeepseekV4",
+        V4
+        | {
+            "layer_types": ["compressed_sparse_attention", "sliding_attention"] * 2,
+            "compress_rates": None,
+            "mlp_layer_types": ["moe"] * 4,
+            "rope_parameters": {k: v for k, v in YARN.items() if "mscale" not in k},
+            "num_nextn_predict_layers": 0,
+        },
+    ),
 ]
 
 FIRST = {name: (name, model, keys) for name, model, keys in reversed(CASES)}
@@ -263,6 +298,10 @@ def case_config(case: Case) -> Any:
 def fill_shifted(model: Any) -> None:
     """Every tensor around 0.2; the norms that Megatron stores less 1 around 1."""
     for name, tensor in model.state_dict().items():
+        if not tensor.is_floating_point():  # a table of the experts of each token
+            chosen = torch.rand(tensor.shape[0], model.config.n_routed_experts).argsort(1)
+            tensor.copy_(chosen[:, : tensor.shape[1]])
+            continue
         around = 1.0 if name.endswith("linear_attn.norm.weight") else 0.2
         tensor.copy_(torch.randn(tensor.shape) * 0.1 + around)
 
@@ -271,7 +310,27 @@ def save(case: Case, folder: Path, **how: Any) -> Any:
     """A random model saved by transformers, with random norms and biases too."""
     model = tiny_model(case[0], sizes=SIZES, dtype="bfloat16", fill=fill_shifted, **case[2])
     model.save_pretrained(folder, **how)
+    if case[0] == "deepseek_v4" and not how:
+        publish(folder)
     return model
+
+
+def publish(folder: Path) -> None:
+    """A DeepSeek-V4 that transformers has saved under the names that DeepSeek publishes."""
+    from safetensors.torch import load_file, save_file
+
+    names = {
+        "model.": "",
+        "embed_tokens.": "embed.",
+        "hc_head.hc_": "hc_head_",
+        ".attn.norm.": ".attn.kv_norm.",
+    }
+    published = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        published[name] = tensor
+    save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def change_config(folder: Path, **keys: Any) -> None:

@@ -186,3 +186,75 @@ def _add_outer_layer(folder: Path, like: str) -> None:
     shapes["mtp.fc.weight"] = torch.Size([hidden, 2 * hidden])
     held |= {n: torch.randn(s, generator=generator).bfloat16() for n, s in shapes.items()}
     save_file(held, file, metadata={"format": "pt"})
+
+
+def save_deepseek_v4(folder: Path) -> Stored:
+    """A DeepSeek-V4 as published: in float32 what is no matrix, and a layer of multi-token
+    prediction of two projections, with copies of both ends. Returns what is stored."""
+    moe_cases.save(moe_cases.FIRST["deepseek_v4"], folder)
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    held = load_file(folder / "model.safetensors")
+    for name in [n for n in held if n.startswith("layers.0.") and not n.endswith("tid2eid")]:
+        held[name.replace("layers.0.", "mtp.0.")] = draw(*held[name].shape).bfloat16()
+    held["mtp.0.ffn.gate.bias"] = draw(4)
+    for part in ("e_proj", "h_proj"):
+        held[f"mtp.0.{part}.weight"] = draw(32, 32).bfloat16()
+    for part in ("enorm", "hnorm", "norm"):
+        held[f"mtp.0.{part}.weight"] = draw(32).bfloat16()
+    for part in ("fn", "base", "scale"):
+        name = f"hc_head_{part}"
+        held[f"mtp.0.{name}"] = draw(*held[name].shape)
+    held["mtp.0.emb.tok_emb.weight"] = held["embed.weight"].clone()
+    held["mtp.0.head.weight"] = held["head.weight"].clone()
+    for name, tensor in held.items():
+        if name.endswith((".ape", ".attn_sink", ".gate.bias")) or "hc_" in name:
+            held[name] = tensor.float()
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    return stored_tensors(folder)
+
+
+def save_deepseek_v4_quantized(folder: Path) -> Stored:
+    """A DeepSeek-V4 as it ships: experts in MXFP4, other linear layers in FP8 by blocks of 128 with
+    powers of two as scales. Returns what is stored once it is decoded, by transformers for FP4."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    name, model, keys = moe_cases.FIRST["deepseek_v4"]
+    sizes = {"hidden_size": 160, "moe_intermediate_size": 64, "num_hidden_layers": 2}
+    kinds = ("layer_types", "mlp_layer_types")
+    keys = keys | sizes | {k: keys[k][:2] for k in kinds} | {"num_nextn_predict_layers": 0}
+    moe_cases.save((name, model, keys), folder)
+    generator = torch.Generator().manual_seed(2)
+    decoder, held, want = Fp8Dequantize(None), {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        rows, columns = (tensor.shape[0], tensor.shape[-1])
+        is_fp4 = ".experts." in name
+        is_fp8 = tensor.ndim == 2 and any(
+            x in name for x in (".attn.w", ".shared_experts.", ".indexer.wq_b.")
+        )
+        held[name] = want[name] = tensor
+        if not is_fp4 and not is_fp8:
+            continue
+        grid = (rows, columns // 32) if is_fp4 else (-(-rows // 128), -(-columns // 128))
+        powers = torch.randint(118, 130, grid, generator=generator).to(torch.uint8)
+        scale = powers.view(torch.float8_e8m0fnu)
+        if is_fp4:
+            codes = torch.randint(0, 256, (rows, columns // 2), generator=generator)
+            held[name] = codes.to(torch.uint8).view(torch.int8)
+            want[name] = decoder._dequantize_one(held[name], scale, torch.bfloat16)
+        else:
+            drawn = torch.randn((rows, columns), generator=generator) * 30
+            held[name] = drawn.to(torch.float8_e4m3fn)
+            blocks = scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+            want[name] = (held[name].float() * blocks[:rows, :columns]).bfloat16()
+        held[name.replace(".weight", ".scale")] = scale
+    file = folder / "model.safetensors"
+    save_file(want, file, metadata={"format": "pt"})
+    decoded = stored_tensors(folder)
+    save_file(held, file, metadata={"format": "pt"})
+    blocks = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    moe_cases.change_config(folder, quantization_config=blocks, expert_dtype="fp4")
+    return decoded

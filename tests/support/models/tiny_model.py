@@ -39,6 +39,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepseekV2Config"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config"),
     "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config"),
+    "deepseek_v4": ("DeepseekV4ForCausalLM", "DeepseekV4Config"),
     "dots1": ("Dots1ForCausalLM", "Dots1Config"),
     "ernie4_5": ("Ernie4_5ForCausalLM", "Ernie4_5Config"),
     "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeConfig"),
