@@ -14,6 +14,7 @@ from megtool.convert import (
     Only,
     Rope,
     Row,
+    StepLimit,
     hf_mamba,
     in_branches,
 )
@@ -57,6 +58,7 @@ FAMILY = Family(
         KindKey("mamba_d_state", "mamba_state_dim", "M", 256),
         KindKey("mamba_n_groups", "mamba_num_groups", "M", 1),
         Key("mamba_d_conv", "mamba_conv_kernel", 4),
+        StepLimit(),
         Only("mamba_conv_bias", True),
         Only("mamba_proj_bias", False),
         Rope(10000.0, percent_key="partial_rotary_factor", percent=0.5),
@@ -73,4 +75,5 @@ FAMILY = Family(
             copy_of="embed.weight",
         ),
     ),
+    limits=(("mamba_step_limit", "Megatron does not limit the steps (dt) of Mamba-2"),),
 )

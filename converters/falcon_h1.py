@@ -16,6 +16,7 @@ from megtool.convert import (
     Only,
     Rope,
     Row,
+    StepLimit,
     hf_mamba,
 )
 
@@ -46,6 +47,7 @@ FAMILY = Family(
         Key("mamba_d_state", "mamba_state_dim", 256),
         Key("mamba_n_groups", "mamba_num_groups", 1),
         Key("mamba_d_conv", "mamba_conv_kernel", 4),
+        StepLimit(),
         Key("mamba_rms_norm", "mamba_norm", False),
         Noted("mamba_norm_before_gate", "mamba_norm_first", True),
         Only("mamba_conv_bias", True),
@@ -84,5 +86,6 @@ FAMILY = Family(
             "names are those of Megatron-Bridge's layer, with one norm (`norm`) before Mamba-2 and "
             "attention instead of a copy in the projection of each",
         ),
+        ("mamba_step_limit", "Megatron does not limit the steps (dt) of Mamba-2"),
     ),
 )

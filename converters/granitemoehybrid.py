@@ -18,6 +18,7 @@ from megtool.convert import (
     Rope,
     Row,
     Stacked,
+    StepLimit,
     hf_mamba,
     in_branches,
 )
@@ -94,6 +95,7 @@ FAMILY = Family(
         KindKey("mamba_d_state", "mamba_state_dim", "M", 256),
         KindKey("mamba_n_groups", "mamba_num_groups", "M", 1),
         Key("mamba_d_conv", "mamba_conv_kernel", 4),
+        StepLimit(),
         Only("mamba_conv_bias", True),
         Only("mamba_proj_bias", False),
         Only("hidden_act", "silu"),
@@ -114,5 +116,8 @@ FAMILY = Family(
         *HF_MODEL,
         *in_branches(HF_NORMS, HF_ATTENTION, hf_mamba(_STORED + "mamba."), _FEEDING),
     ),
-    limits=((True, "Megatron has no multipliers of embeddings, attention, residuals, logits"),),
+    limits=(
+        (True, "Megatron has no multipliers of embeddings, attention, residuals, logits"),
+        ("mamba_step_limit", "Megatron does not limit the steps (dt) of Mamba-2"),
+    ),
 )

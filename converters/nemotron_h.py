@@ -11,6 +11,7 @@ from megtool.convert import (
     OneOf,
     Only,
     Row,
+    StepLimit,
     hf_mamba,
     in_mtp,
 )
@@ -90,6 +91,7 @@ FAMILY = Family(
         KindKey("ssm_state_size", "mamba_state_dim", "M", 128),
         KindKey("n_groups", "mamba_num_groups", "M", 8),
         KindKey("conv_kernel", "mamba_conv_kernel", "M", 4),
+        StepLimit(),
         Only("use_conv_bias", True),
         Only("use_bias", False),
         Only("mamba_proj_bias", False),
@@ -125,4 +127,5 @@ FAMILY = Family(
         *in_mtp(_FEEDING, (_STORED, _LAST)),
         Row(_LAST + "final_layernorm.weight", "mtp.{m}.norm.weight"),
     ),
+    limits=(("mamba_step_limit", "Megatron does not limit the steps (dt) of Mamba-2"),),
 )

@@ -174,6 +174,11 @@ def check_numbers(config: ModelConfig) -> None:
         raise MappingError(
             f"mamba_in_scales is {str(parts)[:80]}", hint="a finite number for z, x, B, C and dt"
         )
+    limit = config.mamba_step_limit
+    if limit is not None and not (len(limit) == 2 and 0 <= limit[0] < limit[1]):
+        raise MappingError(
+            f"mamba_step_limit is {str(limit)[:80]}", hint="the least step and a larger one"
+        )
 
 
 def check_sizes(config: ModelConfig) -> None:

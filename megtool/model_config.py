@@ -117,14 +117,15 @@ class ModelConfig:
     (`attn_in_scale`) and what both add (`attn_out_scale`, `mamba_out_scale`), in a gated MLP the
     half that is activated, before that, and the MLP's output (`mlp_gate_scale`, `mlp_out_scale`),
     and the five parts of a Mamba-2 mixer's projection, z, x, B, C and dt (`mamba_in_scales`). A
-    mixer with `mamba_norm` normalizes its output, after its gate or before (`mamba_norm_first`). A
-    gated MLP clamps the activated half from above and the other half
-    on both sides at `activation_limit` (0: not) and adds `glu_offset` to the latter. `qk_l2_norm`
-    divides queries and keys by their root mean square after rotation. Layers with rotary embedding
-    attend within chunks of `attn_chunk_size` tokens (0: no chunks), and layers without one multiply
-    queries at position p by `1 + attn_temperature_scale * log(1 + floor((p + 1) / floor_size))`,
-    where `floor_size` is `attn_temperature_floor`; with `attn_temperature_rotated` layers with
-    rotary embedding multiply them so after it, with p for p + 1. A group of experts is ranked by
+    mixer with `mamba_norm` normalizes its output, after its gate or before (`mamba_norm_first`);
+    its steps lie within `mamba_step_limit`. A gated MLP clamps the activated half from above and
+    the other half on both sides at `activation_limit` (0: not) and adds `glu_offset` to the latter.
+    `qk_l2_norm` divides queries and keys by their root mean square after rotation. Layers with
+    rotary embedding attend within chunks of `attn_chunk_size` tokens (0: no chunks), and layers
+    without one multiply queries at position p by
+    `1 + attn_temperature_scale * log(1 + floor((p + 1) / floor_size))`, where `floor_size` is
+    `attn_temperature_floor`; with `attn_temperature_rotated` layers with rotary embedding multiply
+    them so after it, with p for p + 1. A group of experts is ranked by
     the sum of its `router_group_best` best scores (0: Megatron's number, the experts a token gets
     from each chosen group). `router_scales_input` multiplies what an expert is given by its score,
     not what it returns. `router_fp32` casts the router and what it is given to float32.
@@ -228,6 +229,7 @@ class ModelConfig:
     mamba_norm: bool = True
     mamba_norm_first: bool = False
     mamba_in_scales: tuple[float, ...] | None = None
+    mamba_step_limit: tuple[float, float] | None = None
     mamba_out_scale: float = 1.0
     attn_in_scale: float = 1.0
     attn_out_scale: float = 1.0

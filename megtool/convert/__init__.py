@@ -54,6 +54,7 @@ from megtool.convert.layer_kind_keys import (
     MambaScales,
     MtpKind,
     NotedList,
+    StepLimit,
 )
 from megtool.convert.mapping import (
     Cat,
@@ -172,6 +173,7 @@ __all__ = [
     "Same",
     "Shifted",
     "Stacked",
+    "StepLimit",
     "Tower",
     "Transposed",
     "Unless",

@@ -46,6 +46,7 @@ _FORWARD = (
     "mamba_in_scales",
     "mamba_norm_first",
     "mamba_out_scale",
+    "mamba_step_limit",
     "mlp_gate_scale",
     "mlp_out_scale",
     "mtp_hidden_first",

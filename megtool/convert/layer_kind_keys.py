@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -312,6 +313,32 @@ class MambaScales(Setting):
         """The five, unless a key was kept."""
         if config.mamba_in_scales is not None and not {self.key, self.common} & config.extra.keys():
             into[self.key] = list(config.mamba_in_scales)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimit(Setting):
+    """The smallest and the largest step (dt) of Mamba-2; the key is preserved verbatim in `extra`.
+
+    Infinity is a number, or an object with its name, as transformers 5 writes it.
+    """
+
+    key: str = "time_step_limit"
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """Both, or None where they limit nothing."""
+        listed = stored.get(self.key)
+        if isinstance(listed, list | tuple):
+            infinity = {"__float__": "Infinity"}
+            listed = [math.inf if v == infinity else v for v in listed]
+        values = tuple(read_numbers({self.key: listed}, self.key, 2))
+        into["mamba_step_limit"] = values if values and values != (0.0, math.inf) else None
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """Both, unless the key was kept."""
+        if config.mamba_step_limit is not None and self.key not in config.extra:
+            least, most = config.mamba_step_limit
+            into[self.key] = [least, {"__float__": "Infinity"} if most == math.inf else most]
 
 
 def read_numbers(stored: Mapping[str, Any], key: str, count: int) -> list[float]:

@@ -60,7 +60,10 @@ class MambaMixer(nn.Module):
     exchanged for heads: a rank runs its share of the heads over whole rows, and ranks that share a
     group have a copy of its B and C each.
 
-    Steps (dt) are not clamped, as in Megatron and unlike transformers' Nemotron-H.
+    Steps (dt) are clamped to the configuration's `mamba_step_limit`, those of single tokens with a
+    cache too; transformers and mamba_ssm clamp those of longer texts alone. transformers 5.23 has
+    Nemotron-H's limit from another key (`time_step_min`, 0.001), unlike the code that its models
+    ship with, and Megatron, which has no limit.
 
     Raises:
         LayoutError: heads and groups do not go evenly over the ranks.
@@ -165,6 +168,8 @@ class MambaMixer(nn.Module):
         x, b, c = mixed_BSC.split((inner, state_size, state_size), 2)
         kind = torch.promote_types(mixed_BSC.dtype, torch.float32)
         dt_BSN = F.softplus(dt_BSN.to(kind) + self.dt_bias[share].to(kind))
+        if config.mamba_step_limit is not None:
+            dt_BSN = dt_BSN.clamp(*config.mamba_step_limit)
         if frame.real_BS is not None:  # padding leaves the state as it is
             dt_BSN = dt_BSN * frame.real_BS[:, :, None]
         inputs = ScanInputs(

@@ -477,6 +477,27 @@ def test_multipliers_are_read_and_written() -> None:
         family("falcon_h1").write_config(replace(config, layer_kinds=("M*-", "M-")))
 
 
+@pytest.mark.parametrize("name", ["bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"])
+def test_limits_of_mamba_steps(name: str) -> None:
+    """Infinity as Python's json and as transformers 5 write it."""
+    tiny = {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 64, "intermediate_size": 8}
+    tiny |= {"num_attention_heads": 4, "mamba_n_heads": 2, "mamba_d_head": 64, "mamba_d_ssm": 128}
+    tiny |= {"attn_layer_indices": [], "layer_types": ["mamba"], "layers_block_type": ["mamba"]}
+    infinities: list[Any] = [float("inf"), {"__float__": "Infinity"}]
+    for most, want in [(x, x) for x in infinities] + [(0.5, 0.5)]:
+        stored = tiny | {"time_step_limit": [0.25, most]}
+        config = family(name).read_config(stored)
+        assert config.mamba_step_limit == (0.25, 0.5 if want == 0.5 else float("inf"))
+        assert family(name).write_config(config)["time_step_limit"] == [0.25, most]
+        written = family(name).write_config(replace(config, extra={}))["time_step_limit"]
+        assert written == [0.25, 0.5 if want == 0.5 else infinities[1]]
+    for none in ([0.0, float("inf")], None):
+        config = family(name).read_config(tiny | {"time_step_limit": none})
+        assert config.mamba_step_limit is None
+    with raises(MappingError, "time_step_limit is"):
+        family(name).read_config(tiny | {"time_step_limit": [1]})
+
+
 def test_one_group_of_mixers_is_not_split(tmp_path: Path) -> None:
     """Published models have one, so tensor parallelism does not cut their mixers."""
     save(Case("bamba", UNTIED | {"mamba_n_heads": 8, "mamba_d_state": 8}), tmp_path / "hf")

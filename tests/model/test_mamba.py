@@ -58,6 +58,28 @@ def test_logits(pair: Pair, length: int) -> None:
     assert largest(want, got) < TOLERANCE
 
 
+def test_steps_have_limits(pair: Pair) -> None:
+    """Those of single tokens with a cache too, which transformers does not limit."""
+    limit, tokens = (0.6, 0.8), text(2, 14)
+    model, unlimited = copy.deepcopy(pair[0]), pair[1]
+    for layer in model.model.layers:
+        if hasattr(layer.mixer, "time_step_limit"):
+            layer.mixer.time_step_limit = limit
+    decoder = Decoder(
+        dataclasses.replace(unlimited.config, mamba_step_limit=limit),
+        device="cpu",
+        vocab_multiple=1,
+    )
+    decoder.load_state_dict(unlimited.state_dict())
+    want = model(tokens).logits
+    assert largest(want, decoder(Batch(tokens_BS=tokens))) < TOLERANCE
+    assert largest(want, unlimited(Batch(tokens_BS=tokens))) > 100 * TOLERANCE
+    cache = ContiguousCache(decoder.config, num_rows=2, max_tokens=14)
+    with torch.no_grad():
+        got = [decoder(Batch(tokens_BS=part), cache) for part in tokens.split((11, 1, 1, 1), 1)]
+    assert largest(want, torch.cat(got, 1)) < TOLERANCE
+
+
 def test_padding_on_the_left(pair: Pair) -> None:
     model, decoder = pair
     tokens = text(3, 14)
@@ -227,6 +249,7 @@ def beside(**more: Any) -> ModelConfig:
         ({"mamba_in_scales": (1.0, 2.0)}, ["mamba_in_scales is (1.0, 2.0)", "z, x, B, C and dt"]),
         ({"mlp_out_scale": float("inf")}, ["mlp_out_scale is inf"]),
         ({"mamba_norm": 1}, ["mamba_norm is 1"]),
+        ({"mamba_step_limit": (0.5, 0.1)}, ["mamba_step_limit is (0.5, 0.1)", "a larger one"]),
         ({"pre_norms": False}, ["attention and Mamba-2 side by side"]),
     ],
 )
