@@ -56,6 +56,7 @@ _NATURAL = (
     "moe_ffn_hidden_size",
     "shared_ffn_hidden_size",
     "moe_latent_size",
+    "layer_input_size",
     "router_num_groups",
     "router_topk_groups",
     "q_lora_rank",
@@ -101,6 +102,8 @@ _FLAGS = (
     "attn_sinks",
     "value_norm",
     "layer_scalar",
+    "expert_norms",
+    "router_norm",
     "rope_interleaved",
     "index_interleaved",
     "zero_centered_norm",
@@ -244,6 +247,29 @@ def check_indexer(config: ModelConfig, counts: tuple[int, ...]) -> None:
         )
 
 
+def check_shared_kv(config: ModelConfig, counts: tuple[int, ...]) -> None:
+    """Refuse layers that share keys and values which no earlier layer has.
+
+    Raises:
+        MappingError: the message names the field.
+    """
+    shared = config.shared_kv
+    if shared is None:
+        return
+    if not are_flags(shared, counts) or shared[0]:
+        raise MappingError(
+            f"shared_kv is {str(shared)[:80]}",
+            hint=f"one 0 or 1 for each of {config.num_layers} layers, and 0 for the first",
+        )
+    if any(shared) and (config.kv_lora_rank or config.num_mtp_layers or config.attn_output_gate):
+        raise MappingError(
+            "layers share keys and values in a model with latent or gated attention, or with "
+            "multi-token prediction",
+            hint="such a model has none of these",
+            error_id="unsupported-model",
+        )
+
+
 def check_compressed(config: ModelConfig) -> None:
     """Refuse compressed keys, residuals side by side, and tables of experts that cannot be.
 
@@ -357,6 +383,7 @@ def check_layers(config: ModelConfig) -> None:
         raise MappingError(f"no_rope_layers is {without!r}", hint=flags)
     if config.tied_values is not None and not are_flags(config.tied_values, counts):
         raise MappingError(f"tied_values is {config.tied_values!r}", hint=flags)
+    check_shared_kv(config, counts)
     check_sizes(config)
     check_indexer(config, counts)
 

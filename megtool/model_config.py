@@ -63,8 +63,16 @@ class ModelConfig:
     `value_norm` divides values by their root mean square, and `layer_scalar` says that the output
     of every layer is multiplied by a number of its own, which is not trained.
 
+    `shared_kv` has a 1 for every layer without keys and values of its own: it attends to those of
+    the last layer before it that has some and the same window. With `layer_input_size` every layer
+    adds what it makes of a vector of that size, which it gets for each token from a second
+    embedding and the first residual.
+
     Where `moe_latent_size` is not 0, routed experts read and return vectors of that size, between
-    two projections that all of them share.
+    two projections that all of them share. With `expert_norms` the shared experts have norms of
+    their own before and after them, and so have the routed ones. With `router_norm` the router
+    reads the residual, divided by its root mean square and times a weight, and multiplies the share
+    of each expert by a number of its own.
 
     Attention is latent where `kv_lora_rank` is not 0: a query head then has `qk_nope_head_dim +
     qk_rope_head_dim` elements, and a rank of 0 for queries means that they are projected directly.
@@ -186,6 +194,8 @@ class ModelConfig:
     shared_ffn_hidden_size: int = 0
     moe_layer_freq: int | tuple[int, ...] = 1
     moe_latent_size: int = 0
+    expert_norms: bool = False
+    router_norm: bool = False
     router_score: str = "softmax"
     router_pre_softmax: bool = False
     router_scaling: float = 1.0
@@ -198,6 +208,8 @@ class ModelConfig:
     tied_values: tuple[int, ...] | None = None
     value_norm: bool = False
     layer_scalar: bool = False
+    shared_kv: tuple[int, ...] | None = None
+    layer_input_size: int = 0
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
@@ -384,6 +396,17 @@ class ModelConfig:
         return frozenset(i for i, is_tied in enumerate(self.tied_values or ()) if is_tied)
 
     @property
+    def shared_kv_layers(self) -> frozenset[int]:
+        """Indices of the layers that attend to keys and values of an earlier one."""
+        return frozenset(i for i, is_shared in enumerate(self.shared_kv or ()) if is_shared)
+
+    @property
+    def has_side_inputs(self) -> bool:
+        """Layers read what earlier parts of a pass have left beside the residual: keys and values
+        of another layer, or vectors from an embedding of their own."""
+        return bool(self.shared_kv_layers or self.layer_input_size)
+
+    @property
     def mtp_branches(self) -> str:
         """The branches of a layer of multi-token prediction, as in `layer_kinds`."""
         if self.mtp_kind:
@@ -421,6 +444,11 @@ class ModelConfig:
     def has_mtp_tied_value(self) -> bool:
         """Layers of multi-token prediction have attention whose values are its keys."""
         return self.has_mtp_attn and self.num_layers - 1 in self.tied_value_layers
+
+    @property
+    def has_mtp_shared_kv(self) -> bool:
+        """Layers of multi-token prediction attend to keys and values of another layer."""
+        return self.has_mtp_attn and self.num_layers - 1 in self.shared_kv_layers
 
     @property
     def has_mtp_mamba(self) -> bool:
@@ -473,7 +501,7 @@ class ModelConfig:
         layer by layer (with a list, even of equal entries, Megatron writes one key per layer)."""
         if self.layer_kinds is not None or self.layer_sizes is not None or not self.first_attn_norm:
             return False
-        if self.is_compressed or self.num_hash_layers:
+        if self.shared_kv_layers or self.is_compressed or self.num_hash_layers:
             return False
         listed = isinstance(self.moe_layer_freq, tuple) and bool(self.num_experts)
         return not listed and len(self.moe_layers) in (0, self.num_layers)

@@ -44,6 +44,7 @@ from megtool.convert.config_keys import (
     Window,
 )
 from megtool.convert.families import Family
+from megtool.convert.gemma_rows import HF_EXPERTS_BESIDE_MLP, HF_SHARED_KV_ATTENTION
 from megtool.convert.global_heads import GlobalHeads
 from megtool.convert.indexer_keys import IndexerTypes
 from megtool.convert.layer_kind_keys import (
@@ -96,6 +97,7 @@ from megtool.convert.moe_config_keys import (
 )
 from megtool.convert.native_rows import HF_DEEPSEEK_V4
 from megtool.convert.nested import LLAVA_NAMES, LLAVA_TOWERS, Nested
+from megtool.convert.shared_keys import LayerInputs, SharedKeys
 
 __all__ = [
     "GGUF_DECODER",
@@ -106,6 +108,7 @@ __all__ = [
     "HF_DELTA_NET",
     "HF_DELTA_NET_INPUTS",
     "HF_EXPERTS",
+    "HF_EXPERTS_BESIDE_MLP",
     "HF_EXPERT_BIAS",
     "HF_FEED_FORWARD",
     "HF_GATED_ATTENTION",
@@ -118,6 +121,7 @@ __all__ = [
     "HF_QK_NORMS",
     "HF_SHARED_EXPERT",
     "HF_SHARED_EXPERTS",
+    "HF_SHARED_KV_ATTENTION",
     "HF_STACKED_EXPERTS",
     "LLAVA_NAMES",
     "LLAVA_TOWERS",
@@ -146,6 +150,7 @@ __all__ = [
     "Key",
     "KindKey",
     "Larger",
+    "LayerInputs",
     "LayerKinds",
     "MambaHeads",
     "MambaScales",
@@ -171,6 +176,7 @@ __all__ = [
     "RopeTemperature",
     "Row",
     "Same",
+    "SharedKeys",
     "Shifted",
     "Stacked",
     "StepLimit",

@@ -33,7 +33,8 @@ _KV, _D = "num_kv_heads * head_dim", "head_dim"
 _ATTN, _MIXER = "l in attn_layers", "l in mixer_layers"
 _MLA = f"kv_lora_rank and {_ATTN}"
 _GQA = f"not kv_lora_rank and not is_compressed and {_ATTN}"
-_VALUE = f"l not in tied_value_layers and {_GQA}"
+_KEY = f"l not in shared_kv_layers and {_GQA}"
+_VALUE = f"l not in tied_value_layers and {_KEY}"
 _LOW_RANK_Q = f"q_lora_rank and {_ATTN}"
 _DENSE, _MOE = "l in dense_layers", "l in moe_layers"
 _LAYERNORM = "norm == 'layernorm' and norm_bias"
@@ -212,23 +213,23 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
         "layers.{l}.attn_norm.weight": Weight(_HIDDEN, f"{_ATTN_NORM} and {_MIXER}"),
         "layers.{l}.attn_norm.bias": Weight(_HIDDEN, f"{_ATTN_NORM} and {_LAYERNORM} and {_MIXER}"),
         "layers.{l}.attn.q.weight": Weight((_Q, "hidden_size"), f"not q_lora_rank and {_ATTN}"),
-        "layers.{l}.attn.k.weight": Weight((_KV, "hidden_size"), _GQA),
+        "layers.{l}.attn.k.weight": Weight((_KV, "hidden_size"), _KEY),
         "layers.{l}.attn.v.weight": Weight((_KV, "hidden_size"), _VALUE),
         "layers.{l}.attn.q.bias": Weight((_Q,), _GQA, flag="qkv_bias"),
-        "layers.{l}.attn.k.bias": Weight((_KV,), _GQA, flag="qkv_bias"),
+        "layers.{l}.attn.k.bias": Weight((_KV,), _KEY, flag="qkv_bias"),
         "layers.{l}.attn.v.bias": Weight((_KV,), _VALUE, flag="qkv_bias"),
         "layers.{l}.attn.gate.weight": Weight((_Q, "hidden_size"), f"attn_output_gate and {_ATTN}"),
         "layers.{l}.attn.q_norm.weight": Weight(
             (_QK_NORM.format("num_heads"),), f"qk_norm_of != 'each' and {_GQA}", flag="qk_norm"
         ),
         "layers.{l}.attn.k_norm.weight": Weight(
-            (_QK_NORM.format("num_kv_heads"),), f"qk_norm_of != 'each' and {_GQA}", flag="qk_norm"
+            (_QK_NORM.format("num_kv_heads"),), f"qk_norm_of != 'each' and {_KEY}", flag="qk_norm"
         ),
         "layers.{l}.attn.q_norms.weight": Weight(
             ("num_heads", _D), f"qk_norm_of == 'each' and {_GQA}", flag="qk_norm"
         ),
         "layers.{l}.attn.k_norms.weight": Weight(
-            ("num_kv_heads", _D), f"qk_norm_of == 'each' and {_GQA}", flag="qk_norm"
+            ("num_kv_heads", _D), f"qk_norm_of == 'each' and {_KEY}", flag="qk_norm"
         ),
         "layers.{l}.attn.q_down.weight": Weight(("q_lora_rank", "hidden_size"), _LOW_RANK_Q),
         "layers.{l}.attn.q_down_norm.weight": Weight(("q_lora_rank",), _LOW_RANK_Q, flag="qk_norm"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megtool.convert.config_keys import Setting, num_layers, skip_flags
+from megtool.convert.shared_keys import WIDTH, shared_args, shared_fields
 from megtool.errors import MappingError
 from megtool.model_config import ModelConfig
 
@@ -43,7 +44,8 @@ class GlobalHeads(Setting):
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The sizes of layers with a window and of the others, unless `extra` says the same."""
         full = _full_layers(_window(config), config.num_layers)
-        if config.layer_sizes is None or set(config.layer_sizes) != {n for _, n in _FIELDS}:
+        names = {name for _, name in _FIELDS}
+        if config.layer_sizes is None or not names <= config.layer_sizes.keys():
             raise MappingError(
                 "it is not known which layers have heads of which size",
                 hint="--like a folder with the model's config.json",
@@ -58,7 +60,8 @@ class GlobalHeads(Setting):
         into[_TIED] = any(config.tied_values or ())
         tied = {_TIED: into[_TIED]}
         is_said = all(key in config.extra for key, _ in _FIELDS)
-        if is_said and self._sizes({**config.extra, **tied}, full) == config.layer_sizes:
+        sizes = {name: config.layer_sizes[name] for name in names}
+        if is_said and self._sizes({**config.extra, **tied}, full) == sizes:
             return
         of = config.at_layer(full.index(0) if 0 in full else 0)
         into |= {key: getattr(of, name) for key, name in _FIELDS}
@@ -109,10 +112,10 @@ def global_args(config: ModelConfig) -> dict[str, Any]:
     None where sizes do not go by which layers have a window.
     """
     full = _full_layers(_window(config), config.num_layers)
-    sizes = config.layer_sizes or {}
     of = {
         name: [{n for n, f in zip(numbers, full, strict=True) if f == kind} for kind in (0, 1)]
-        for name, numbers in sizes.items()
+        for name, numbers in (config.layer_sizes or {}).items()
+        if name != WIDTH
     }
     if set(of) != {n for _, n in _FIELDS} or any(
         len(k) > 1 for kinds in of.values() for k in kinds
@@ -128,13 +131,14 @@ def global_args(config: ModelConfig) -> dict[str, Any]:
         _SIZE: whole[0],
         _HEADS: whole[1],
         _TIED: any(config.tied_values or ()),
+        **shared_args(config),
     }
 
 
 def global_fields(args: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of ModelConfig from the args of `global_args`."""
     layers, freq = num_layers(args), args.get("window_attn_skip_freq")
-    fields = {
+    fields: dict[str, Any] = {
         "window_size": bool(args.get("window_size")),
         "window_skip_freq": tuple(freq) if isinstance(freq, list) else freq,
     }
@@ -145,7 +149,8 @@ def global_fields(args: Mapping[str, Any]) -> dict[str, Any]:
         for (_, name), pair in zip(_FIELDS, pairs, strict=True)
     }
     largest = {name: max(numbers) for name, numbers in sizes.items()}
-    return {"layer_sizes": sizes, "tied_values": full if args.get(_TIED) else None} | largest
+    out = {"tied_values": full if args.get(_TIED) else None} | largest
+    return out | shared_fields(args, fields | {"num_layers": layers, "layer_sizes": sizes})
 
 
 def _window(config: ModelConfig) -> dict[str, Any]:

@@ -90,6 +90,19 @@ def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
         MappingError: the layers that predict further tokens are like the last one, which would be
             another.
     """
+    if config.layer_input_size:
+        raise MappingError(
+            "layers get vectors from one embedding of all layers, which is not cut",
+            hint="--layers is for models without embeddings per layer",
+            error_id="unsupported-model",
+        )
+    lent = config.shared_kv_layers & set(layers)
+    if lent and tuple(layers) != tuple(range(config.num_layers)):
+        raise MappingError(
+            f"layer {min(lent)} attends to keys and values of an earlier layer",
+            hint="choose layers with keys and values of their own",
+            error_id="unsupported-model",
+        )
     experts, n = config.moe_layers, len(layers)
     last = config.num_layers - 1
     like_last = config.num_mtp_layers and not config.mtp_kind
@@ -125,6 +138,7 @@ def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
         num_layers=n,
         layer_kinds=tuple(of_layer[i] for i in layers) if of_layer else None,
         tied_values=tuple(config.tied_values[i] for i in layers) if config.tied_values else None,
+        shared_kv=config.shared_kv if lent else None,
         layer_sizes=None
         if config.layer_sizes is None
         else {name: tuple(sizes[i] for i in layers) for name, sizes in config.layer_sizes.items()},
@@ -195,6 +209,7 @@ def edited_config(
         ("layers with a window", window_flags(config), window_flags(new)),
         ("no_rope_layers", config.no_rope_layers or (), new.no_rope_layers or ()),
         ("layers with an indexer", sorted(config.index_layers), sorted(new.index_layers)),
+        ("layers that share keys", config.shared_kv_layers, new.shared_kv_layers),
         ("num_experts", config.num_experts, new.num_experts),
         ("vocab_size", config.vocab_size, new.vocab_size),
     ):

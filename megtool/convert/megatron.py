@@ -26,6 +26,7 @@ _ATTN, _MLP = "layers.{l}.attn.", "layers.{l}.mlp."
 _EXPERT, _SHARED = _MLP + "experts.{e}.", _MLP + "shared."
 _DENSE, _MOE = "l in dense_layers", "l in moe_layers"
 _NOT_MLA = "not kv_lora_rank and not is_compressed and l in attn_layers"
+_OWN_KV = f"l not in shared_kv_layers and {_NOT_MLA}"
 
 # Megatron's two layer implementations name the norms differently; fused Transformer Engine names
 # are written, and a mixture of experts has its norm outside the MLP.
@@ -51,12 +52,12 @@ _DECODER: Table = (
     Row(
         _A + "linear_qkv.weight",
         Qkv(_ATTN + "q.weight", _ATTN + "k.weight", _ATTN + "v.weight"),
-        when=f"not attn_output_gate and l not in tied_value_layers and {_NOT_MLA}",
+        when=f"not attn_output_gate and l not in tied_value_layers and {_OWN_KV}",
     ),
     Row(
         _A + "linear_qkv.weight",
         Grouped(_ATTN + "q.weight", _ATTN + "k.weight", by="num_kv_heads"),
-        when=f"l in tied_value_layers and {_NOT_MLA}",
+        when=f"l in tied_value_layers and {_OWN_KV}",
     ),
     Row(
         _A + "linear_qkv.weight",
@@ -66,17 +67,21 @@ _DECODER: Table = (
             _ATTN + "v.weight",
             gate=_ATTN + "gate.weight",
         ),
-        when=f"attn_output_gate and {_NOT_MLA}",
+        when=f"attn_output_gate and {_OWN_KV}",
     ),
     Row(
         _A + "linear_qkv.bias",
         Qkv(_ATTN + "q.bias", _ATTN + "k.bias", _ATTN + "v.bias"),
-        when=f"not attn_output_gate and l not in tied_value_layers and {_NOT_MLA}",
+        when=f"not attn_output_gate and l not in tied_value_layers and {_OWN_KV}",
     ),
     Row(
         _A + "linear_qkv.bias",
         Grouped(_ATTN + "q.bias", _ATTN + "k.bias", by="num_kv_heads"),
-        when=f"l in tied_value_layers and {_NOT_MLA}",
+        when=f"l in tied_value_layers and {_OWN_KV}",
+    ),
+    *(
+        Row(f"{_A}linear_qkv.{part}", f"{_ATTN}q.{part}", when="l in shared_kv_layers")
+        for part in ("weight", "bias")
     ),
     *(
         Row(f"{_A}{x}_layernorm.weight", f"{_ATTN}{x}_norm{s}.weight", when=f"{_NOT_MLA} and {c}")
@@ -203,7 +208,9 @@ _WRAPPERS = re.compile(
     r"(?=decoder\.|embedding\.|output_l|mtp\.))?"
 )
 _LAYER_KEY = re.compile(r"(?:decoder|encoder)\.layers\.\d+\.")
-_VOCABULARY = re.compile(r"(?:^|\.)(?:word_embeddings\.weight|output_layer\.(?:weight|bias))$")
+_VOCABULARY = re.compile(
+    r"(?:^|\.)(?:(?:word|layer)_embeddings\.weight|output_layer\.(?:weight|bias))$"
+)
 
 
 def split_state(name: str) -> tuple[str, str, str]:

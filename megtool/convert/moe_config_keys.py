@@ -82,7 +82,7 @@ class Unless(Setting):
     key: str
     field: str
     switch: str
-    value: str
+    value: str | bool
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """The key's value, or 0 where it is switched off."""
@@ -141,14 +141,18 @@ class Assumed(Setting):
 
 @dataclass(frozen=True, slots=True)
 class Implied(Setting):
-    """A key implied by fields: preserved verbatim if it was read, computed if not."""
+    """A key implied by fields: preserved verbatim if it was read, computed if not.
+
+    One that is not kept `verbatim`, since another setting reads it, is always computed.
+    """
 
     key: str
     expression: str
+    verbatim: bool = True
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
-        """Nothing; the key goes to `extra`."""
-        return ()
+        """Nothing; the key goes to `extra`, if it is kept."""
+        return () if self.verbatim else (self.key,)
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The expression over the fields, unless the key was kept."""

@@ -30,6 +30,7 @@ TOWERS = (
     "visual",
     "audio_tower",
     "embed_vision",
+    "vision_embedder",
     "embed_audio",
 )
 """The modules that families call their other parts than the text model."""

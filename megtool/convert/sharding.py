@@ -25,6 +25,7 @@ from megtool.tensors.sharded import GlobalTensor, Shards, widest
 # axes do not matter. A name ends with one of these; all others are replicated.
 TP_DIMS: tuple[tuple[str, int], ...] = (
     ("word_embeddings.weight", -2),
+    ("layer_embeddings.weight", -2),
     ("output_layer.weight", -2),
     ("output_layer.bias", -1),
     ("linear_qkv.weight", -2),
@@ -87,6 +88,7 @@ _REPLICATED = re.compile(
     r"|\b(?:self_attention|mlp)_hyper_connection\.(?:mapping_proj\.weight|bias|alpha_\w+)$"
     r"|\bhc_head_(?:fn|base|scale)$"
     r"|\blayer_scalar$"
+    r"|\b(?:layer_proj|input_gate|input_proj)\.weight$"
     r"|\bfc[12]_latent_proj\.weight$"
     r"|\bshared_experts\.gate_weight$"
     r"|\b(?:position|tokentype)_embeddings\.weight$"

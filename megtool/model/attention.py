@@ -23,7 +23,8 @@ from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.masks import Mask
 from megtool.model.norm import HeadsNorm, NormLayer, NormSpec
 from megtool.model.param_attributes import mark, mark_parts
-from megtool.model.rotary import has_rotation
+from megtool.model.rotary import Rotation, has_rotation
+from megtool.model.shared_kv import kv_source, kv_sources
 from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import copy_to, gather_columns
 from megtool.parallel.context_parallel import gather_tokens
@@ -164,7 +165,8 @@ class Attention(nn.Module):
     A rank has N = num_heads / tp query heads and K = num_kv_heads / tp key and value heads. With
     more ranks than key and value heads, Megatron still cuts the fused rows evenly: ranks then
     gather the rows' outputs and pick theirs, and several hold the same key and value head (K = 1).
-    `cache_tap` is handed keys and values `[B, S, K, D]` before they are used or cached. With
+    `cache_tap` is handed keys and values `[B, S, K, D]` before they are used or cached. A layer
+    may attend to those of another layer (`kv_layer`); `linear_qkv` then has queries alone. With
     context parallelism S is this rank's tokens, and their queries attend to those of all ranks.
 
     Raises:
@@ -199,11 +201,13 @@ class Attention(nn.Module):
         )
         self.has_rotation = has_rotation(config, layer)
         self.has_tied_values = layer in config.tied_value_layers
+        self.kv_layer = kv_source(config, layer)
+        self.has_own_kv, self.lends_kv = self.kv_layer == layer, layer in kv_sources(config)
         d, h, norm = config.head_dim, config.hidden_size, NormSpec.before_attention(config, layer)
         gates = config.num_heads * config.attn_output_gate
         self.linear_qkv = ColumnLinear(
             h,
-            (config.num_heads + gates + (2 - self.has_tied_values) * config.num_kv_heads) * d,
+            (config.num_heads + gates + sum(self.kv_parts) * config.num_kv_heads) * d,
             groups.tp,
             bias=config.qkv_bias,
             norm=norm,
@@ -212,10 +216,11 @@ class Attention(nn.Module):
             device=device,
         )
         each = config.num_heads // config.num_kv_heads
-        kinds = (each, self.gate_heads, 1, 1 - self.has_tied_values)  # as in `_project`
+        kinds = (each, self.gate_heads, *self.kv_parts)  # as in `_project`
         mark_parts(self.linear_qkv.weight, tuple(n * d for n in kinds if n))
         if config.qk_norm:
             self.q_layernorm = self._head_norm(config.num_heads, dtype=dtype, device=device)
+        if config.qk_norm and self.has_own_kv:
             self.k_layernorm = self._head_norm(config.num_kv_heads, dtype=dtype, device=device)
         if config.attn_sinks:
             self.core_attention = CoreAttention(self.num_heads, dtype=dtype, device=device)
@@ -234,28 +239,19 @@ class Attention(nn.Module):
         rows.
         """
         config, b, s = self.config, frame.num_rows, frame.num_tokens
+        turn = frame.rotation(self.layer)
         query, gate, key, value = self._project(x_TH, b, s)
-        if config.qk_norm:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
-        if config.value_norm:
-            value = rms_norm(value, None, config.norm_eps)
-        if (turn := frame.rotation(self.layer)) is not None:
-            query = rotate(query, *turn, interleaved=config.rope_interleaved)
-            key = rotate(key, *turn, interleaved=config.rope_interleaved)
-            if config.qk_l2_norm:
-                query = rms_norm(query, None, config.norm_eps)
-                key = rms_norm(key, None, config.norm_eps)
+        query = self._turned(self.q_layernorm(query) if config.qk_norm else query, turn)
         is_scaled = (turn is not None) == config.attn_temperature_rotated
         if config.attn_temperature_scale and is_scaled:
             query = query * query_scale(config, frame.positions_BS, query.dtype)
-        if self.cache_tap is not None:
-            key, value = self.cache_tap(key, value)
-        key, value = gather_tokens((key, value), frame.cp)
-        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-        if frame.cache is not None:
-            key, value = frame.cache.append(self.layer, key, value)
+        if self.has_own_kv:
+            key = self._turned(self.k_layernorm(key) if config.qk_norm else key, turn)
+            key, value = self._kept(key, value, frame)
+        else:
+            key, value = frame.shared_kv[self.kv_layer]
         out_BSND = attend_all(
-            query,
+            query.transpose(1, 2),
             key,
             value,
             frame,
@@ -268,6 +264,36 @@ class Attention(nn.Module):
             out_BSND = out_BSND * torch.sigmoid(gate)
         out: Tensor = self.linear_proj(out_BSND.reshape(b * s, -1))
         return out
+
+    def _turned(self, x_BSND: Tensor, turn: Rotation | None) -> Tensor:
+        """Queries or keys after rotation."""
+        if turn is None:
+            return x_BSND
+        x_BSND = rotate(x_BSND, *turn, interleaved=self.config.rope_interleaved)
+        return rms_norm(x_BSND, None, self.config.norm_eps) if self.config.qk_l2_norm else x_BSND
+
+    def _kept(
+        self, key_BSKD: Tensor, value_BSKD: Tensor, frame: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values that queries may attend to, [B, K, L, D]: those of all ranks, and of the
+        cache, to which new ones are added.
+        """
+        if self.config.value_norm:
+            value_BSKD = rms_norm(value_BSKD, None, self.config.norm_eps)
+        if self.cache_tap is not None:
+            key_BSKD, value_BSKD = self.cache_tap(key_BSKD, value_BSKD)
+        key_BSKD, value_BSKD = gather_tokens((key_BSKD, value_BSKD), frame.cp)
+        key, value = key_BSKD.transpose(1, 2), value_BSKD.transpose(1, 2)
+        if frame.cache is not None:
+            key, value = frame.cache.append(self.layer, key, value)
+        if self.lends_kv:
+            frame.shared_kv[self.layer] = key, value
+        return key, value
+
+    @property
+    def kv_parts(self) -> tuple[int, ...]:
+        """How many heads of keys, and of values, the fused rows have for each group."""
+        return (int(self.has_own_kv), int(self.has_own_kv and not self.has_tied_values))
 
     def _head_norm(
         self, heads: int, *, dtype: torch.dtype, device: torch.device | str
@@ -298,7 +324,9 @@ class Attention(nn.Module):
     def _project(
         self, x_TH: Tensor, b: int, s: int
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Queries, gates, keys and values, [B, S, heads, D]."""
+        """Queries, gates, keys and values, [B, S, heads, D]; no heads of keys and values where
+        those of another layer are used.
+        """
         config, d = self.config, self.config.head_dim
         rows = self.linear_qkv(x_TH)
         share = self.tp.size // config.num_kv_heads if self.tp.size > config.num_kv_heads else 1
@@ -307,7 +335,7 @@ class Attention(nn.Module):
             rows = copy_to(gather_columns(rows, self.tp), self.tp)
             rows = rows.view(b * s, config.num_kv_heads, -1)[:, self.tp.rank // share]
         heads = self.num_heads // self.num_kv_heads * share
-        sizes = (heads, self.gate_heads, 1, 1 - self.has_tied_values)
+        sizes = (heads, self.gate_heads, *self.kv_parts)
         x = rows.view(b, s, self.num_kv_heads, sum(sizes), d)
         query, gate, key, value = x.split(sizes, 3)
         if share > 1:
@@ -319,6 +347,6 @@ class Attention(nn.Module):
         return (
             query.reshape(b, s, self.num_heads, d),
             gate.reshape(b, s, self.num_heads, d) if self.gate_heads else None,
-            key.squeeze(3),
-            (key if self.has_tied_values else value).squeeze(3),
+            key.flatten(2, 3),
+            (key if self.has_tied_values else value).flatten(2, 3),
         )

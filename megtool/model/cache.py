@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -128,8 +129,9 @@ class EntrySize:
 
 
 def entry_sizes(config: ModelConfig, layers: Iterable[int], tp: int = 1) -> dict[int, EntrySize]:
-    """The sizes of those of the layers that have attention."""
-    return {n: EntrySize.of(config.at_layer(n), tp) for n in layers if n in config.attn_layers}
+    """The sizes of those of the layers that have attention to keys and values of their own."""
+    own = config.attn_layers - config.shared_kv_layers
+    return {n: EntrySize.of(config.at_layer(n), tp) for n in layers if n in own}
 
 
 class ContiguousCache(KVCache):

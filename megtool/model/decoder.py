@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from megtool.model.masks import masks_of
 from megtool.model.mtp import MultiTokenPrediction, is_hybrid, with_mtp_layers
 from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.rotary import Rotary
+from megtool.model.shared_kv import check_kv_sources
 from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import copy_to, gather_rows
 from megtool.parallel.context_parallel import chunk_size, own_tokens, whole_tokens
@@ -133,6 +134,19 @@ def check_kind(config: ModelConfig) -> None:
         )
 
 
+def check_whole(config: ModelConfig, stage: Stage | None) -> None:
+    """Refuse a part of a model whose layers get vectors from an embedding of their own.
+
+    Raises:
+        LayoutError: the stage does not have all layers.
+    """
+    if config.layer_input_size and stage is not None and len(stage.layers) < config.num_layers:
+        raise LayoutError(
+            "layers get vectors from an embedding on the first stage, which are not sent to others",
+            hint="--pp 1: --tp splits such a model",
+        )
+
+
 class Block(nn.Module):
     """The layers, under their numbers in the entire model, and the norm after the last one.
 
@@ -185,6 +199,8 @@ class Decoder(nn.Module):
         super().__init__()
         check_kind(config)
         check_sources(config, range(config.num_layers) if stage is None else stage.layers)
+        check_kv_sources(config, range(config.num_layers) if stage is None else stage.layers)
+        check_whole(config, stage)
         groups = ProcessGroups.alone() if groups is None else groups
         stage = Stage(layers=tuple(range(config.num_layers))) if stage is None else stage
         self.config, self.groups, self.stage, self.dtype = config, groups, stage, dtype
@@ -417,6 +433,7 @@ class Decoder(nn.Module):
         x_TH: Tensor = self.embedding(tokens_BS, frame.positions_BS, self.embedding_scale)
         if not tokens_BS.is_meta:
             _require_values(self.embedding.word_embeddings.weight)
+        frame.layer_inputs = self.embedding.layer_inputs(tokens_BS, x_TH)
         return x_TH if frame.draws is None else frame.draws.embedded(x_TH)
 
     def run(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:

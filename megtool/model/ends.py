@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megtool.kernels.activation import activate
 from megtool.model.linear import VocabEmbedding
+from megtool.model.mla import DownLinear
 from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.param_attributes import mark
 from megtool.model_config import ModelConfig
@@ -17,7 +18,8 @@ from megtool.parallel.process_groups import Group, ProcessGroups
 class Embedding(nn.Module):
     """Words, the positions that are learned, types of words, and the norm of their sum.
 
-    All words are of the first type.
+    All words are of the first type. Where layers get vectors of their own (`layer_input_size`), a
+    second embedding, `layer_embeddings`, has those of all layers for each word.
     """
 
     def __init__(
@@ -51,6 +53,26 @@ class Embedding(nn.Module):
         if positions and config.num_token_types:
             types = config.num_token_types
             self.tokentype_embeddings = nn.Embedding(types, hidden, dtype=dtype, device=device)
+        if positions and (size := config.layer_input_size):
+            self.layer_embeddings = VocabEmbedding(
+                padded_vocab,
+                config.num_layers * size,
+                groups.tp,
+                sequence_parallel=sequence_parallel,
+                dtype=dtype,
+                device=device,
+            )
+            self.layer_proj = DownLinear(
+                hidden,
+                config.num_layers * size,
+                groups.tp,
+                sequence_parallel=sequence_parallel,
+                dtype=dtype,
+                device=device,
+            )
+            self.layer_norm = NormLayer(
+                NormSpec.of(config), size, partial=sequence_parallel, dtype=dtype, device=device
+            )
         self.norm: NormLayer | None = None
         if positions and config.embedding_norm:
             self.norm = NormLayer(
@@ -72,6 +94,19 @@ class Embedding(nn.Module):
         if self.scatters:
             x_TH = scatter_rows(x_TH, self.group)
         return x_TH if self.norm is None else self.norm(x_TH)
+
+    def layer_inputs(self, tokens_BS: Tensor, x_TH: Tensor) -> tuple[Tensor, ...]:
+        """What each layer gets beside the residual, [T, layer_input_size], from words and from the
+        first residual x_TH: their sum over the square root of two, as Gemma 4 has it.
+        """
+        config = self.config
+        if not (size := config.layer_input_size):
+            return ()
+        shape = (-1, config.num_layers, size)
+        scale = torch.tensor(size**0.5, dtype=x_TH.dtype).item()
+        words = self.layer_embeddings(tokens_BS.flatten()) * scale
+        read = self.layer_norm((self.layer_proj(x_TH) * config.hidden_size**-0.5).view(shape))
+        return tuple(((read + words.view(shape)) * 2**-0.5).unbind(1))
 
 
 class MaskedHead(nn.Module):

@@ -31,6 +31,8 @@ class ForwardContext:
     padding, and `runs_BS`, the number of a token's document in its row; both are of whole rows.
     `chosen` are the `stretches` of layers of sparse attention, with masks of the tokens that an
     indexer has chosen: while such a layer runs, or for as long as others share the choice.
+    `shared_kv` are keys and values, [B, K, L, D], of the layers that others share them with, and
+    `layer_inputs` what an embedding of their own gives each layer for this rank's rows.
     """
 
     num_rows: int

@@ -72,6 +72,8 @@ _WITHIN = {
     "mlp.router": "mlp.router",
     "mlp.shared.fc1": "mlp.shared_experts.linear_fc1",
     "mlp.shared.down": "mlp.shared_experts.linear_fc2",
+    "input_gate": "input_gate",
+    "input_proj": "input_proj",
 }
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megtool.errors import MappingError
+from megtool.kernels.activation import activate
 from megtool.kernels.dropout_add import bias_dropout_add
 from megtool.model.attention import Attention
 from megtool.model.delta_net import GatedDeltaNet
@@ -15,7 +16,7 @@ from megtool.model.dropout import DropoutSpec
 from megtool.model.forward_context import ForwardContext
 from megtool.model.linear import ColumnLinear
 from megtool.model.mamba import MambaMixer
-from megtool.model.mla import LatentAttention
+from megtool.model.mla import DownLinear, LatentAttention
 from megtool.model.mlp import Mlp
 from megtool.model.moe import MoeMlp
 from megtool.model.norm import NormLayer, NormSpec
@@ -35,8 +36,10 @@ class TransformerLayer(nn.Module):
     except before latent attention (`input_layernorm`) and experts (`pre_mlp_layernorm`). That
     before the MLP is computed together with the addition to the residual before it, unless dropout
     is. Where one norm feeds both branches it is that of attention. Norms after attention and MLP,
-    where a model has those, are `post_layernorm` of their last projections, and come before
-    dropout; with `norms_after_add` they come after the addition to the residual.
+    where a model has those, are `post_layernorm` of their last projections (after experts
+    `post_ffn_layernorm`), and come before dropout; with `norms_after_add` they come after the
+    addition to the residual. With `layer_input_size` a layer ends with a gate on what it gets
+    beside the residual (`input_gate`, `input_proj`, `input_post_layernorm`).
     """
 
     def __init__(
@@ -100,16 +103,36 @@ class TransformerLayer(nn.Module):
             ones = torch.ones(1, dtype=dtype, device=device)
             self.layer_scalar = mark(nn.Parameter(ones, requires_grad=False))
         self._post_norms: tuple[NormLayer, NormLayer] | None = None
+        self.input_gate: DownLinear | None = None
+        if size := config.layer_input_size:
+            self.input_gate, self.input_proj = (
+                DownLinear(
+                    *sizes,
+                    groups.tp,
+                    sequence_parallel=sequence_parallel,
+                    dtype=dtype,
+                    device=device,
+                )
+                for sizes in ((hidden, size), (size, hidden))
+            )
+            self.input_post_layernorm = norm_layer()
         has_post_norms = config.post_norms or config.norms_after_add
         if has_post_norms and self.self_attention is not None and self.mlp is not None:
             self._post_norms = after_attention, after_mlp = norm_layer(), norm_layer()
             last = self.self_attention.get_submodule("linear_proj")
             last.add_module("post_layernorm", after_attention)
-            self.mlp.get_submodule("linear_fc2").add_module("post_layernorm", after_mlp)
+            if self.is_moe:
+                self.post_ffn_layernorm = after_mlp
+            else:
+                self.mlp.get_submodule("linear_fc2").add_module("post_layernorm", after_mlp)
 
     def forward(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """The residual behind the layer."""
         y_TH = self.sum_branches(x_TH, frame)
+        if self.input_gate is not None:
+            gate_TI = activate(self.input_gate(y_TH), self.config.activation)
+            read_TH = self.input_proj(gate_TI * frame.layer_inputs[self.layer])
+            y_TH = y_TH + self.input_post_layernorm(read_TH)
         return y_TH if self.layer_scalar is None else y_TH * self.layer_scalar.detach()
 
     def sum_branches(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
@@ -125,7 +148,7 @@ class TransformerLayer(nn.Module):
         if norm is None:
             return self._add(x_TH, self.attend(x_TH, frame), first)
         if self.self_attention is None and self.mixer is None:
-            return self._add(x_TH, self.feed(norm.normalize(x_TH), frame), second)
+            return self._add(x_TH, self.feed(norm.normalize(x_TH), frame, x_TH), second)
         attended = self.attend(x_TH, frame)
         if self.config.parallel_residual:
             normal_TH = norm.normalize(x_TH)
@@ -137,7 +160,7 @@ class TransformerLayer(nn.Module):
             if self.config.residual_scale != 1:
                 attended = attended * self.config.residual_scale
             normal_TH, x_TH = norm.of_sum(attended, x_TH)
-        return self._add(x_TH, self.feed(normal_TH, frame), second)
+        return self._add(x_TH, self.feed(normal_TH, frame, x_TH), second)
 
     @property
     def mlp_norm(self) -> NormLayer | ColumnLinear | None:
@@ -177,12 +200,14 @@ class TransformerLayer(nn.Module):
         attended_TH: Tensor = attention(x_TH * config.attn_in_scale, frame)
         return mixed_TH * config.mamba_out_scale + attended_TH * config.attn_out_scale
 
-    def feed(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
+    def feed(
+        self, x_TH: Tensor, frame: ForwardContext, residual_TH: Tensor | None = None
+    ) -> Tensor:
         """The output of the MLP or the experts that is added to the residual, computed after
-        `mlp_norm`.
+        `mlp_norm`. Experts may need the residual itself.
         """
         mlp = cast(nn.Module, self.mlp)
-        y_TH: Tensor = mlp(x_TH, frame) if self.is_moe else mlp(x_TH)
+        y_TH: Tensor = mlp(x_TH, frame, residual_TH) if self.is_moe else mlp(x_TH)
         return y_TH if self._branch_norms is None else self._branch_norms[1](y_TH)
 
     @property

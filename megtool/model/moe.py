@@ -21,6 +21,7 @@ from megtool.model.hooks import ExpertHook
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.mla import DownLinear
 from megtool.model.mlp import activated
+from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.param_attributes import mark
 from megtool.model.router import Router
 from megtool.model_config import ModelConfig
@@ -85,6 +86,15 @@ class MoeMlp(nn.Module):
             )
         experts = Experts(config, groups, dtype=dtype, device=device)
         self.experts = nn.ModuleDict({"experts": experts})
+        self.post_moe_layernorm: NormLayer | None = None
+        if config.expert_norms:
+            self.post_moe_layernorm = NormLayer(
+                NormSpec.of(config),
+                config.hidden_size,
+                partial=self.sequence_parallel,
+                dtype=dtype,
+                device=device,
+            )
         self.shared_experts = None
         if config.shared_ffn_hidden_size:
             self.shared_experts = SharedExperts(
@@ -106,13 +116,27 @@ class MoeMlp(nn.Module):
         linears = (m for m in experts.modules() if isinstance(m, ExpertLinear))
         return self.is_in_place and not any(waits_for_host(m.weight) for m in linears)
 
-    def forward(self, x_TH: Tensor, frame: ForwardContext | None = None) -> Tensor:
-        """The sum of each token's experts by their shares, and of the shared ones."""
+    def forward(
+        self,
+        x_TH: Tensor,
+        frame: ForwardContext | None = None,
+        residual_TH: Tensor | None = None,
+    ) -> Tensor:
+        """The sum of each token's experts by their shares, and of the shared ones.
+
+        With `expert_norms` shared experts are given `residual_TH`, of which x_TH is a norm, and
+        with `router_norm` the router is.
+        """
+        config = self.config
+        whole_TH = x_TH if residual_TH is None else residual_TH
+        routed_TH = whole_TH if config.router_norm else x_TH
         if self.shows_all:
-            self._show_all(x_TH)
-        out_TH = self._routed(x_TH, *self.router(x_TH, frame))
+            self._show_all(x_TH, routed_TH)
+        out_TH = self._routed(x_TH, *self.router(routed_TH, frame))
+        if self.post_moe_layernorm is not None:
+            out_TH = self.post_moe_layernorm(out_TH)
         if self.shared_experts is not None:
-            out_TH = out_TH + self.shared_experts(x_TH)
+            out_TH = out_TH + self.shared_experts(whole_TH if config.expert_norms else x_TH)
         return out_TH
 
     def _routed(self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor) -> Tensor:
@@ -130,9 +154,9 @@ class MoeMlp(nn.Module):
         return self._shared_out(x_TH, experts_TK, probs_TK)
 
     @torch.no_grad()
-    def _show_all(self, x_TH: Tensor) -> None:
+    def _show_all(self, x_TH: Tensor, routed_TH: Tensor) -> None:
         """Send every token to every expert, as many at a time as it chooses in the pass."""
-        experts_TE, probs_TE = self.router.all(x_TH)
+        experts_TE, probs_TE = self.router.all(routed_TH)
         self.is_showing = True
         try:
             for part in range(0, experts_TE.shape[1], self.config.num_experts_per_token):
@@ -346,7 +370,8 @@ class Route:
 class SharedExperts(nn.Module):
     """An MLP of `shared_ffn_hidden_size`, sharded over tp; a gate may scale its output per token.
 
-    Takes and gives x_TH, of which a rank has all rows, or with `sequence_parallel` its own.
+    With `expert_norms` it has norms of its own, part of its projections as in a dense layer. Takes
+    and gives x_TH, of which a rank has all rows, or with `sequence_parallel` its own.
     """
 
     def __init__(
@@ -370,6 +395,7 @@ class SharedExperts(nn.Module):
             hidden,
             ffn * (2 if config.gated else 1),
             groups.tp,
+            norm=NormSpec.of(config) if config.expert_norms else None,
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=device,
@@ -382,10 +408,17 @@ class SharedExperts(nn.Module):
             dtype=dtype,
             device=device,
         )
+        if config.expert_norms:
+            is_partial = sequence_parallel and groups.tp.size > 1
+            norm = NormSpec.of(config)
+            after = NormLayer(norm, hidden, partial=is_partial, dtype=dtype, device=device)
+            self.linear_fc2.add_module("post_layernorm", after)
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """The MLP of each token, times the sigmoid of its gate where there is one."""
         out: Tensor = self.linear_fc2(activated(self.linear_fc1(x_TH), self.config))
+        if self.config.expert_norms:
+            out = self.linear_fc2.get_submodule("post_layernorm")(out)
         if self.gate_weight is not None:
             out = out * F.linear(x_TH, self.gate_weight).sigmoid()
         return out

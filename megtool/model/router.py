@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megtool.errors import MappingError
+from megtool.kernels.norm import rms_norm
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ActivationHook
 from megtool.model.moe_aux_loss import Balance
@@ -26,7 +27,8 @@ class Router(nn.Module):
     """A linear layer onto the experts, the same on every rank, and the choice among them.
 
     Parameters: `weight` `[E, H]`, `bias` `[E]`, and `expert_bias` `[E]` in fp32, which decides who
-    is chosen but not how much that counts, and which no gradient reaches. `partial` says that a
+    is chosen but not how much that counts, and which no gradient reaches; with `router_norm`
+    `scale` `[H]` and `per_expert_scale` `[E]`. `partial` says that a
     rank routes a part of the tokens alone, so that gradients have to be added up over tp.
     `balance` is told of what is chosen in training.
 
@@ -51,7 +53,12 @@ class Router(nn.Module):
         num, hidden = config.num_experts, config.hidden_size
         weight = torch.empty(num, hidden, dtype=dtype, device=device)
         self.weight = mark(nn.Parameter(weight), partial=partial)
-        self.bias = self.expert_bias = None
+        self.bias = self.expert_bias = self.scale = self.per_expert_scale = None
+        if config.router_norm:
+            self.scale, self.per_expert_scale = (
+                mark(nn.Parameter(torch.ones(n, dtype=dtype, device=device)), partial=partial)
+                for n in (hidden, num)
+            )
         if config.router_bias:
             bias = torch.zeros(num, dtype=dtype, device=device)
             self.bias = mark(nn.Parameter(bias), partial=partial)
@@ -67,7 +74,7 @@ class Router(nn.Module):
         if self.tap is not None:
             x_TH = self.tap(x_TH)
         logits_TE = self.logits(x_TH)
-        experts_TK, probs_TK = choose(logits_TE, self.config, self.expert_bias)
+        experts_TK, probs_TK = self._choose(logits_TE, self.config)
         watched = self.training and torch.is_grad_enabled()
         if watched and self.balance is not None and frame is not None:
             probs_TK = self.balance(logits_TE, experts_TK, probs_TK, frame, self.layer)
@@ -77,10 +84,19 @@ class Router(nn.Module):
         """All experts for each token, experts_TE, and the share each of them would have."""
         every = self.config.num_experts
         config = replace(self.config, num_experts_per_token=every, router_topk_groups=0)
-        return choose(self.logits(x_TH), config, self.expert_bias)
+        return self._choose(self.logits(x_TH), config)
+
+    def _choose(self, logits_TE: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+        experts_TK, probs_TK = choose(logits_TE, config, self.expert_bias)
+        if self.per_expert_scale is not None:
+            probs_TK = probs_TK * self.per_expert_scale[experts_TK]
+        return experts_TK, probs_TK
 
     def logits(self, x_TH: Tensor) -> Tensor:
         """The router's logits_TE, in x's dtype or (if the model requires it) in fp32."""
+        if self.scale is not None:
+            x_TH = rms_norm(x_TH, None, self.config.norm_eps)
+            x_TH = x_TH * self.scale * self.config.hidden_size**-0.5
         if not self.config.router_fp32:
             return F.linear(x_TH, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.float()

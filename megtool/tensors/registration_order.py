@@ -84,15 +84,24 @@ _MLP = (
     "mlp.linear_fc2.post_layernorm.bias",
     "mlp.router.weight",
     "mlp.router.bias",
+    "mlp.router.scale",
+    "mlp.router.per_expert_scale",
     "mlp.fc1_latent_proj.weight",
     "mlp.fc2_latent_proj.weight",
 )
 _SHARED_EXPERTS = (
     "mlp.shared_experts.gate_weight",
+    "mlp.shared_experts.linear_fc1.layer_norm_weight",
     "mlp.shared_experts.linear_fc1.weight",
     "mlp.shared_experts.linear_fc1.bias",
     "mlp.shared_experts.linear_fc2.weight",
     "mlp.shared_experts.linear_fc2.bias",
+    "mlp.shared_experts.linear_fc2.post_layernorm.weight",
+    "mlp.post_moe_layernorm.weight",
+    "post_ffn_layernorm.weight",
+    "input_gate.weight",
+    "input_proj.weight",
+    "input_post_layernorm.weight",
 )
 _MTP = ("enorm.weight", "enorm.bias", "hnorm.weight", "hnorm.bias", "eh_proj.weight")
 _SECTIONS = (
@@ -101,6 +110,9 @@ _SECTIONS = (
     "embedding.tokentype_embeddings.weight",
     "embedding.norm.weight",
     "embedding.norm.bias",
+    "embedding.layer_embeddings.weight",
+    "embedding.layer_proj.weight",
+    "embedding.layer_norm.weight",
     "encoder.layers",
     "encoder.final_layernorm.weight",
     "encoder.final_layernorm.bias",

@@ -99,5 +99,5 @@ def test_gradients_are_transformers(name: str, carry: Carry) -> None:
     assert any("mlp.router.weight" in n for n in worst)
     assert max(worst.values()) < 1e-4 * max(1.0, largest), max(worst, key=worst.get)
     without = {n for n, p in decoder.named_parameters() if p.grad is None}
-    assert all(n.endswith("expert_bias") or ".indexer." in n for n in without)
+    assert all(n.endswith(("expert_bias", "layer_scalar")) or ".indexer." in n for n in without)
     assert np.isfinite(largest)

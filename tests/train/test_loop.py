@@ -28,9 +28,9 @@ from megtool.train.run_log import RunLog
 from megtool.train.run_plan import RunPlan, freeze, make_lr_schedule, make_optimizer, plan_run
 from tests.support.errors import raises
 from tests.support.models import moe_models, tiny_text
-from tests.support.models.dense_cases import LOCAL, PADDED
+from tests.support.models.dense_cases import GEMMA4_SMALL, LOCAL, PADDED
 from tests.support.models.dense_decoders import CASES, MIXED, MUP, fill_spread
-from tests.support.models.moe_cases import GLM, MISTRAL4
+from tests.support.models.moe_cases import GEMMA4_EXPERTS, GLM, MISTRAL4
 from tests.support.models.tiny_model import TIED, UNTIED, Case
 from tests.support.models.unequal_layers import BLOCKS
 from tests.support.runs.numbered_data import LENGTH, MaskedNumbers, Numbers
@@ -96,6 +96,8 @@ OF_TRANSFORMERS = [
     *(
         pytest.param(case, marks=pytest.mark.slow)
         for case in (
+            Case("gemma4", UNTIED | GEMMA4_SMALL | {"rms_norm_eps": 1e-3}, "gemma4-small"),
+            Case("gemma4", UNTIED | {"num_hidden_layers": 4} | GEMMA4_EXPERTS, "gemma4-experts"),
             Case("arcee", UNTIED, "arcee"),
             Case("helium", UNTIED | {"head_dim": 8}, "helium"),
             Case("dots1", GLM | {"norm_topk_prob": True, "num_experts_per_tok": 2}, "dots1"),

@@ -40,11 +40,13 @@ def list_activation_sites(
 ) -> tuple[ActivationSite, ...]:
     """List the activation sites of a model's layers and head, in model order.
 
-    Embeddings, norms and multi-token prediction layers have none; routers have their own site.
+    Embeddings, and what reads them for all layers (`layer_proj`), norms and multi-token prediction
+    layers have none; routers have their own site.
     """
     groups: dict[str, list[ModuleInfo]] = defaultdict(list)
     for m in modules:
-        if m.kind in ("linear", "kv_cache") and "mtp" not in m.roles:
+        is_outside = "mtp" in m.roles or m.name == "layer_proj"
+        if m.kind in ("linear", "kv_cache") and not is_outside:
             groups[_site_name(m, config)].append(m)
     return tuple(_make_site(name, fed, config) for name, fed in groups.items())
 

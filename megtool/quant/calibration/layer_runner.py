@@ -38,7 +38,8 @@ class LayerRunner:
         self.decoder, self.device = decoder, decoder.groups.device
         self.micro_batches = [move_to_device(p, self.device) for p in micro_batches]
         self.num_replays = 0
-        self._frames: dict[tuple[int, int], ForwardContext] = {}
+        self._frames: dict[tuple[int, ...], ForwardContext] = {}
+        self._keeps_frames = decoder.config.has_side_inputs
         self._allows_graphs = self.device.type == "cuda" or emulate_graphs
         self._pool: object = None
         self._streamer = find_streamer(decoder)
@@ -55,16 +56,15 @@ class LayerRunner:
     @torch.no_grad()
     def embed(self) -> Iterator[Tensor]:
         """Yield the input of the first layer, by micro-batch."""
-        for micro_batch in self.micro_batches:
-            yield self.decoder.embed(micro_batch.batch, self._frame(micro_batch))
+        self._frames.clear()
+        for number, micro_batch in enumerate(self.micro_batches):
+            yield self.decoder.embed(micro_batch.batch, self._frame(number))
         self.release()
 
     @torch.no_grad()
     def run(self, layer: int, number: int, x_TH: Tensor) -> Tensor:
         """Run a layer on a micro-batch."""
-        out: Tensor = self.decoder.decoder.layers[str(layer)](
-            x_TH, self._frame(self.micro_batches[number])
-        )
+        out: Tensor = self.decoder.decoder.layers[str(layer)](x_TH, self._frame(number))
         return out
 
     @torch.no_grad()
@@ -103,6 +103,8 @@ class LayerRunner:
         """
         if not (self._allows_graphs and graphable) or self.decoder.groups.world.size > 1:
             return None
+        if self._keeps_frames:
+            return None
         module = self.decoder.decoder.layers[str(layer)]
         if not all(m.is_graphable for m in module.modules() if isinstance(m, MoeMlp)):
             return None
@@ -121,14 +123,18 @@ class LayerRunner:
             self._pool = captured.pool
         return captured
 
-    def _frame(self, micro_batch: MicroBatch) -> ForwardContext:
-        """Positions and masks of a micro-batch; cached by shape for plain ones."""
-        if not micro_batch.is_plain:
+    def _frame(self, number: int) -> ForwardContext:
+        """Positions and masks of a micro-batch; cached by shape for plain ones.
+
+        Each micro-batch has its own, which is kept, where layers read more than the residual.
+        """
+        micro_batch = self.micro_batches[number]
+        if not (micro_batch.is_plain or self._keeps_frames):
             return self.decoder.frame(micro_batch.batch)
-        shape = micro_batch.batch.shape
-        if shape not in self._frames:
-            self._frames[shape] = self.decoder.frame(micro_batch.batch)
-        return self._frames[shape]
+        key = (number,) if self._keeps_frames else micro_batch.batch.shape
+        if key not in self._frames:
+            self._frames[key] = self.decoder.frame(micro_batch.batch)
+        return self._frames[key]
 
 
 class GraphedLayer:

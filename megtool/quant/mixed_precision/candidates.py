@@ -208,6 +208,8 @@ class CandidateSurvey:
         finished.
         """
         path = self._input_file(done)
+        if self.decoder.config.has_side_inputs:  # of which files hold the residual alone
+            path = None
         if all(self.ranks.all_gather(done > 0 and path is not None and states.load(path))):
             return done
         for i, x_TH in enumerate(layers.embed()):

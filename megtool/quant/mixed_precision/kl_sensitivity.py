@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megtool.console import Progress
+from megtool.errors import UsageError
 from megtool.inference.evaluate import MOST_LOGITS
 from megtool.parallel.collectives import all_sum
 from megtool.quant.calibration.layer_runner import LayerRunner
@@ -38,6 +39,12 @@ def measure_kl_sensitivity(
     Runs whose loss `cache` has are skipped. `micro_batches` are those of this rank.
     """
     decoder, ranks = survey.decoder, survey.ranks
+    if decoder.config.has_side_inputs:
+        raise UsageError(
+            "layers of this model read more than the output of the layer before (keys and values "
+            "of another, an embedding of their own), and KL is measured layer by layer",
+            hint="the algorithm `gradient` measures all layers at once",
+        )
     losses: dict[Key, float] = ranks.all_gather({} if cache is None else cache.losses()[0])[0]
     runs = [r for r in survey.runs() if (r.unit.name, r.key) not in losses]
     if not runs:

@@ -47,9 +47,11 @@ _BY_LAST = {
     "router": "router",
     # What chooses the tokens that attention is limited to, as a router chooses experts.
     **dict.fromkeys(("index_q", "index_k", "index_heads"), "router"),
+    # What layers read beside the residual: small, and of a size of its own.
+    **dict.fromkeys(("layer_proj", "input_gate", "input_proj"), "router"),
     "head": "lm_head",
 }
-_EMBEDDINGS = ("embed", "positions", "token_types")
+_EMBEDDINGS = ("embed", "positions", "token_types", "layer_embed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +153,7 @@ _ORDER = [
     "embed",
     "positions",
     "token_types",
+    *("layer_embed", "layer_proj", "layer_norm"),
     "layers",
     "norm",
     "head",

@@ -44,6 +44,15 @@ GEMMA4 = {
     "final_logit_softcapping": 30.0,
 }
 
+GEMMA4_SMALL = GEMMA4 | {
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 4,
+    "vocab_size_per_layer_input": 101,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
+
 DELTA = {
     "head_dim": 16,
     "num_hidden_layers": 4,
@@ -133,6 +142,7 @@ CASES = [
         "gemma4",
         UNTIED | BIASED | GEMMA4 | {"attention_k_eq_v": False, "layer_types": FULL * 2},
     ),
+    Case("gemma4", TIED | GEMMA4_SMALL, "gemma4-small"),
     Case("arcee", UNTIED | BIASED | {"mlp_bias": True}, "arcee"),
     Case("helium", TIED | {"head_dim": 8}, "helium"),
 ]

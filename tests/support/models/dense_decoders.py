@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.models.dense_cases import FULL, GEMMA4
+from tests.support.models.dense_cases import FULL, GEMMA4, GEMMA4_SMALL
 from tests.support.models.tiny_model import BIASED, TIED, UNTIED, Case
 from tests.support.models.unequal_layers import BLOCKS
 
@@ -89,6 +89,12 @@ DELTA = {
     "linear_value_head_dim": 6,
 }
 
+LAYERS6 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 3,
+}
+
 CASES = [
     Case("llama", UNTIED),
     Case("llama", TIED | BIASED | {"mlp_bias": True, "head_dim": 12}),
@@ -160,6 +166,7 @@ CASES = [
     Case("nemotron_nas", UNTIED | LAYERS4 | {"block_configs": BLOCKS}, "nemotron_nas"),
     Case("gemma4", TIED | GEMMA4 | LAYERS4, "gemma4"),
     Case("gemma4", UNTIED | BIASED | GEMMA4 | {"attention_k_eq_v": False, "layer_types": FULL * 2}),
+    Case("gemma4", TIED | GEMMA4_SMALL | LAYERS6, "gemma4-small"),
     Case("arcee", UNTIED | BIASED | {"mlp_bias": True}, "arcee"),
     Case("helium", TIED | {"head_dim": 8}, "helium"),
 ]

@@ -37,6 +37,19 @@ _ONE_FOR_ALL = {
     "num_experts_per_tok": 2,
 }
 
+_GEMMA4 = {
+    "intermediate_size": 256,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 16,
+}
+
+# By family, or family and what is special.
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"intermediate_size": 256},
     "gpt_oss": _GROUPED
@@ -60,16 +73,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"intermediate_size": 128, "full_attention_interval": 2},
     "qwen3_5_text": _GROUPED | _DELTA | {"intermediate_size": 128, "full_attention_interval": 2},
     "qwen3_5_moe_text": _GROUPED | _DELTA | _ONE_FOR_ALL | {"full_attention_interval": 2},
-    "gemma4": {
-        "intermediate_size": 256,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "global_head_dim": 128,
-        "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "hidden_size_per_layer_input": 0,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 16,
+    "gemma4": _GEMMA4,
+    "gemma4-small": _GEMMA4
+    | {
+        "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": tiny_text.VOCABULARY,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
+    "gemma4-experts": _GEMMA4
+    | {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
     },
     "mistral4": {
         "num_key_value_heads": 2,
@@ -142,7 +162,8 @@ def fill_matrices(model: Any) -> None:
 def save(family: str, folder: Path, **more: Any) -> Path:
     """A Hugging Face folder in bfloat16 with random weights, and a tokenizer of bytes."""
     keys = FAMILIES[family] | more
-    tiny_model(family, folder, sizes=_COMMON, dtype="bfloat16", fill=fill_matrices, **keys)
+    name = family.partition("-")[0]
+    tiny_model(name, folder, sizes=_COMMON, dtype="bfloat16", fill=fill_matrices, **keys)
     tiny_text.save_tokenizer(folder)
     return folder
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.folders import Stored, read_config
 from tests.support.folders import stored_tensors as stored
+from tests.support.models.dense_cases import GEMMA4
 from tests.support.models.tiny_model import tiny_config, tiny_model
 
 transformers = pytest.importorskip("transformers")
@@ -136,6 +137,14 @@ MISTRAL4 = DEEPSEEK | {
         "mscale_all_dim": 1.0,
         "llama_4_scaling_beta": 0.3,
     },
+}
+
+GEMMA4_EXPERTS = GEMMA4 | {
+    "intermediate_size": 40,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
 }
 
 V4 = {
@@ -270,6 +279,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("mistral4", "Mistral4", MISTRAL4),
     ("mistral4", "Mistral4", MISTRAL4 | {"q_lora_rank": None, "first_k_dense_replace": 0}),
     ("dots1", "Dots1", GLM | {"norm_topk_prob": True}),
+    ("gemma4", "Gemma4", GEMMA4_EXPERTS),
+    ("gemma4", "Gemma4", GEMMA4_EXPERTS | {"attention_k_eq_v": False}),
     ("deepseek_v4", "DeepseekV4", V4),
     (
         "deepseek_v4",

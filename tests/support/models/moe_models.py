@@ -16,7 +16,7 @@ from megtool.dtypes import dtype
 from megtool.model.decoder import Decoder
 from megtool.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
-from tests.support.models.moe_cases import MISTRAL4
+from tests.support.models.moe_cases import GEMMA4_EXPERTS, MISTRAL4
 from tests.support.models.tiny_model import tiny_model
 
 Array = np.ndarray[Any, Any]
@@ -203,6 +203,14 @@ CASES |= {
     "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLite", LITE | {"n_group": 1, "topk_group": 1}),
 }
 
+CASES["gemma4-experts"] = (
+    "gemma4",
+    "Gemma4",
+    GEMMA4_EXPERTS
+    | {"num_experts": 8, "tie_word_embeddings": False}
+    | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+)
+
 CASES["granitemoehybrid"] = (
     "granitemoehybrid",
     "GraniteMoeHybrid",
@@ -219,7 +227,7 @@ def fill_routed(model: Any, seed: int = 0) -> None:
     is_centered = model.config.model_type in ("qwen3_next", "qwen3_5_moe_text")
     for key, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator)
-        is_norm = "norm" in key and tensor.ndim == 1
+        is_norm = ("norm" in key or key.endswith(("scale", "scalar"))) and tensor.ndim == 1
         is_wide = any(part in key for part in ("gate.weight", "router.weight", "conv1d"))
         spread = 1.0 if is_wide else 0.15
         center = 0 if is_centered and "linear_attn" not in key else 1

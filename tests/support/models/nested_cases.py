@@ -189,6 +189,14 @@ CASES = [
         VISION | {"num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 16},
         {"audio_config": None},
     ),
+    NestedCase(
+        "gemma4_unified",
+        "Gemma4Unified",
+        {k: v for k, v in GEMMA4.items() if k != "hidden_size_per_layer_input"}
+        | {"layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0},
+        {"mm_embed_dim": 32, "patch_size": 2, "pooling_kernel_size": 2, "mm_posemb_size": 8},
+        {"audio_config": {"audio_embed_dim": 16}},
+    ),
 ]
 
 

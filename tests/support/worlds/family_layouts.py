@@ -32,13 +32,17 @@ Differences = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One model in one layout: where its checkpoint lies, and what one process made of it."""
+    """One model in one layout: where its checkpoint lies, and what one process made of it.
+
+    `dtype` is that of all parameters and tokens' values, whatever the checkpoint has.
+    """
 
     name: str
     checkpoint: Path
     answer: Path
     layout: dict[str, int]
     how: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
         said = " ".join(f"{k}={v}" for k, v in (self.layout | self.how).items())
@@ -92,6 +96,7 @@ def decode_logits(decoder: Decoder, groups: ProcessGroups) -> Tensor:
         max_tokens=LENGTH,
         layers=decoder.stage.layers,
         tp=groups.tp.size,
+        dtype=next(decoder.parameters()).dtype,
     )
     out = []
     for span in (slice(0, PROMPT), *(slice(n, n + 1) for n in range(PROMPT, LENGTH))):
@@ -120,6 +125,9 @@ def answer_of(decoder: Decoder, groups: ProcessGroups) -> Answer:
     return Answer(logits=logits, decoded=steps, loss=float(loss), gradients=gradients)
 
 
+LAYER_WORDS = ("layer_embeddings.weight",)
+
+
 def differences(job: Job, groups: ProcessGroups) -> Differences:
     """How far this rank is from one process; gradients as a share of their tensor's largest.
 
@@ -127,6 +135,7 @@ def differences(job: Job, groups: ProcessGroups) -> Differences:
     compared with a thousandth of the model's largest.
     """
     decoder = load(source_of(job.checkpoint), groups=groups, dtype="float32", threads=1, **job.how)
+    decoder = decoder.to(job.dtype)
     got = answer_of(decoder, groups)
     want: Answer = torch.load(job.answer, weights_only=False)
     mine = want.logits.chunk(groups.dp.size)[groups.dp.rank]
@@ -143,7 +152,8 @@ def differences(job: Job, groups: ProcessGroups) -> Differences:
         if (whole := want.gradients.get(name)) is None:
             assert parameter.grad is None or not parameter.grad.any(), name
             continue
-        if "word_embeddings" in name or "output_layer" in name:  # each rank's padding is a part
+        # Each rank's padding is a part.
+        if "output_layer" in name or name.endswith(("word_embeddings.weight", *LAYER_WORDS)):
             rows = decoder.padded_vocab - whole.shape[0]
             whole = functional.pad(whole, (0, 0, 0, rows) if whole.dim() > 1 else (0, rows))
         mine = rank_part(name, whole, decoder.config, groups)
