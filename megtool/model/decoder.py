@@ -20,6 +20,7 @@ from megtool.model.dropout import Draws, Dropout
 from megtool.model.ends import Embedding, MaskedHead, VocabBias
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ActivationHook
+from megtool.model.hyper_connections import HyperHead
 from megtool.model.indexer import check_sources
 from megtool.model.layer import TransformerLayer
 from megtool.model.linear import ColumnLinear, vocab_logits
@@ -121,10 +122,11 @@ def check_kind(config: ModelConfig) -> None:
             "position_embedding is 'relative', which models of an encoder and a decoder have",
             hint="a Decoder runs models of one stack of layers; others are only converted",
         )
-    if config.is_compressed or config.hyper_streams:
+    if config.num_mtp_layers and config.hyper_streams:
         raise MappingError(
-            "the model has compressed keys and residuals side by side (DeepSeek-V4)",
-            hint="such a model is converted, but not run",
+            "layers of multi-token prediction have residuals side by side (DeepSeek-V4)",
+            hint="such layers are converted, but not run; leave them out: "
+            "megtool reshard SRC DST --exclude 'mtp.*'",
         )
     if config.num_mtp_layers and config.position_embedding == "learned":
         raise MappingError(
@@ -147,7 +149,25 @@ def check_whole(config: ModelConfig, stage: Stage | None) -> None:
         )
 
 
-class Block(nn.Module):
+def check_compressed_pass(config: ModelConfig, batch: Batch, *, has_cache: bool) -> None:
+    """Refuse passes that compressed keys are not computed for.
+
+    Raises:
+        UsageError: a cache, packed documents, or padding before tokens.
+    """
+    if not config.is_compressed:
+        return
+    hint = "megtool evaluate scores such a model: whole rows of tokens, each of one text"
+    if has_cache:
+        raise UsageError("there is no cache of compressed keys (DeepSeek-V4)", hint=hint)
+    if batch.documents_BS is not None:
+        raise UsageError("packed documents cannot have compressed keys (DeepSeek-V4)", hint=hint)
+    valid_BS = batch.valid_BS
+    if valid_BS is not None and bool((valid_BS[:, 1:] & ~valid_BS[:, :-1]).any()):
+        raise UsageError("compressed keys cannot have padding before tokens", hint=hint)
+
+
+class Block(HyperHead):
     """The layers, under their numbers in the entire model, and the norm after the last one.
 
     The norm is called `final_layernorm`, or `final_norm` in a model that only Megatron's
@@ -246,6 +266,8 @@ class Decoder(nn.Module):
         )
         has_norm = stage.has_norm and config.final_norm
         self.decoder = Block(layers, norm if has_norm else None, is_hybrid=is_hybrid(config))
+        if has_norm and config.hyper_streams:
+            self.decoder.init_head(config, device)
         self.lm_head: MaskedHead | None = None
         if stage.head and config.masked_head:
             self.lm_head = MaskedHead(
@@ -383,6 +405,17 @@ class Decoder(nn.Module):
         """
         (rows, tokens), cp = batch.shape, self.groups.cp
         check_direction(self.config, self.groups.parallel, has_cache=cache is not None)
+        check_compressed_pass(self.config, batch, has_cache=cache is not None)
+        if self.config.hyper_streams and self.training:
+            raise UsageError(
+                "a model with residuals side by side (DeepSeek-V4) is run, and not trained",
+                hint="megtool evaluate runs it",
+            )
+        if self.config.is_compressed and cp.size > 1:
+            raise LayoutError(
+                f"cp is {cp.size}, but keys are compressed of tokens that other ranks have",
+                hint="--tp, --pp and --ep split such a model",
+            )
         check_ids(batch.tokens_BS, self.config.vocab_size)
         if cp.size > 1:
             tokens = 2 * chunk_size(tokens, cp.size)
@@ -408,6 +441,7 @@ class Decoder(nn.Module):
             if self.training and cache is None
             else None,
             real_BS=span.real_BS,
+            tokens_BS=batch.tokens_BS if self.config.num_hash_layers else None,
             runs_BS=None
             if batch.documents_BS is None or self.config.layer_kinds is None
             else runs_of(batch.documents_BS),
@@ -419,7 +453,8 @@ class Decoder(nn.Module):
             raise UsageError(
                 "this stage has no embedding", hint="pass it the previous stage's output"
             )
-        return self.embed_tokens(batch.tokens_BS, frame)
+        x_TH = self.embed_tokens(batch.tokens_BS, frame)
+        return x_TH.repeat(1, self.config.hyper_streams or 1)
 
     def embed_tokens(self, tokens_BS: Tensor, frame: ForwardContext) -> Tensor:
         """As `embed`, of other tokens at the places of a pass, and also where a copy is.
@@ -447,6 +482,8 @@ class Decoder(nn.Module):
         `head_tap` receives the output.
         """
         if self.decoder.norm is not None:
+            if self.config.hyper_streams:
+                x_TH = self.decoder.read_head(x_TH)
             x_TH = self.decoder.norm(x_TH)
         if not self.stage.head:
             return x_TH

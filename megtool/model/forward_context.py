@@ -29,8 +29,11 @@ class ForwardContext:
     all this is of this rank's tokens, two stretches of every row, each with masks of its own, and
     `last_B` are the largest positions of whole rows. Recurrent mixers ask for `real_BS`, false for
     padding, and `runs_BS`, the number of a token's document in its row; both are of whole rows.
+    Routers whose experts a table chooses ask for `tokens_BS`.
     `chosen` are the `stretches` of layers of sparse attention, with masks of the tokens that an
     indexer has chosen: while such a layer runs, or for as long as others share the choice.
+    `shared_kv` are keys and values, [B, K, L, D], of the layers that others share them with, and
+    `layer_inputs` what an embedding of their own gives each layer for this rank's rows.
     `shared_kv` are keys and values, [B, K, L, D], of the layers that others share them with, and
     `layer_inputs` what an embedding of their own gives each layer for this rank's rows.
     """
@@ -48,7 +51,10 @@ class ForwardContext:
     draws: Draws | None = None
     real_BS: Tensor | None = None
     runs_BS: Tensor | None = None
+    tokens_BS: Tensor | None = None
     chosen: dict[int, list[tuple[int, Mask]]] = field(default_factory=dict)
+    shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    layer_inputs: tuple[Tensor, ...] = ()
     _turns: dict[int, Rotation | None] = field(default_factory=dict)
 
     def rotation(self, layer: int) -> Rotation | None:

@@ -11,9 +11,11 @@ from megtool.errors import MappingError
 from megtool.kernels.activation import activate
 from megtool.kernels.dropout_add import bias_dropout_add
 from megtool.model.attention import Attention
+from megtool.model.compressed_attention import CompressedAttention
 from megtool.model.delta_net import GatedDeltaNet
 from megtool.model.dropout import DropoutSpec
 from megtool.model.forward_context import ForwardContext
+from megtool.model.hyper_connections import HyperConnection
 from megtool.model.linear import ColumnLinear
 from megtool.model.mamba import MambaMixer
 from megtool.model.mla import DownLinear, LatentAttention
@@ -73,10 +75,12 @@ class TransformerLayer(nn.Module):
         check_branches(config, layer)
         has_attention = layer in config.attn_layers
         is_latent = has_attention and bool(config.kv_lora_rank)
-        self.input_layernorm = norm_layer() if is_latent else None
+        is_compressed = has_attention and config.is_compressed
+        self.input_layernorm = norm_layer() if is_latent or is_compressed else None
         self.self_attention: nn.Module | None = None
         if has_attention:
-            self.self_attention = build(LatentAttention if is_latent else Attention)
+            kind = LatentAttention if is_latent else Attention
+            self.self_attention = build(CompressedAttention if is_compressed else kind)
         elif layer in config.delta_layers:
             self.self_attention = build(GatedDeltaNet)
         self.mixer: nn.Module | None = None
@@ -98,6 +102,10 @@ class TransformerLayer(nn.Module):
             self.mlp = build(MoeMlp)
         elif layer in config.dense_layers:
             self.mlp = build(Mlp)
+        self.self_attention_hyper_connection: HyperConnection | None = None
+        if config.hyper_streams:
+            self.self_attention_hyper_connection = HyperConnection(config, device=device)
+            self.mlp_hyper_connection = HyperConnection(config, device=device)
         self.layer_scalar: nn.Parameter | None = None
         if config.layer_scalar:
             ones = torch.ones(1, dtype=dtype, device=device)
@@ -137,6 +145,8 @@ class TransformerLayer(nn.Module):
 
     def sum_branches(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """The residual with what the branches add to it."""
+        if self.self_attention_hyper_connection is not None:
+            return self._mix_streams(x_TH, self.self_attention_hyper_connection, frame)
         first, second = (None, None) if frame.draws is None else frame.draws.branches(self.layer)
         if self.config.norms_after_add and self._post_norms is not None:
             x_TH = self._post_norms[0](self._add(x_TH, self.attend(x_TH, frame), first))
@@ -161,6 +171,15 @@ class TransformerLayer(nn.Module):
                 attended = attended * self.config.residual_scale
             normal_TH, x_TH = norm.of_sum(attended, x_TH)
         return self._add(x_TH, self.feed(normal_TH, frame, x_TH), second)
+
+    def _mix_streams(self, x_TH: Tensor, hyper: HyperConnection, frame: ForwardContext) -> Tensor:
+        """The residuals side by side with what the branches add to them."""
+        read_TH, post_TN, mix_TNM = hyper(x_TH)
+        x_TH = hyper.add(x_TH, self.attend(read_TH, frame), post_TN, mix_TNM)
+        hyper, norm = self.mlp_hyper_connection, self.mlp_norm
+        read_TH, post_TN, mix_TNM = hyper(x_TH)
+        normal_TH = read_TH if norm is None else norm.normalize(read_TH)
+        return hyper.add(x_TH, self.feed(normal_TH, frame), post_TN, mix_TNM)
 
     @property
     def mlp_norm(self) -> NormLayer | ColumnLinear | None:

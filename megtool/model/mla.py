@@ -121,7 +121,7 @@ class LatentAttention(nn.Module):
     def forward(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """What attention adds to the residual x_TH (before its scale), in x_TH's rows."""
         config, b, s = self.config, frame.num_rows, frame.num_tokens
-        turn = _pairs(frame.rotation(self.layer), config)
+        turn = adjacent_pairs(frame.rotation(self.layer), config)
         query, query_TC = self._queries(x_TH)
         query = query.view(b, s, self.num_heads, -1)
         nope, rope = torch.split(query, [config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
@@ -335,7 +335,7 @@ def softmax_scale(config: ModelConfig) -> float:
     return scale
 
 
-def _pairs(turn: Rotation | None, config: ModelConfig) -> Rotation | None:
+def adjacent_pairs(turn: Rotation | None, config: ModelConfig) -> Rotation | None:
     """A rotation of adjacent elements, as latent attention uses in every model."""
     if turn is None or config.rope_interleaved:
         return turn

@@ -69,7 +69,12 @@ class MoeMlp(nn.Module):
         self.labels_R: Tensor | None = None
         self.shows_all = self.is_showing = False
         self.router = Router(
-            config, layer, partial=self.sequence_parallel, dtype=dtype, device=device
+            config,
+            layer,
+            partial=self.sequence_parallel,
+            group=groups.tp,
+            dtype=dtype,
+            device=device,
         )
         # Two levels, as Megatron's names have them: mlp.experts.experts.linear_fc1.weight.
         if size := config.moe_latent_size:

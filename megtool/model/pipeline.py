@@ -335,7 +335,10 @@ def _empty_rows(decoder: Decoder, batch: Batch, device: torch.device | None = No
         tokens = rows_of_rank(tokens, decoder.groups.tp.size, cp)
     target_device = decoder.groups.device if device is None else device
     return torch.empty(
-        tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=target_device
+        tokens,
+        decoder.config.hidden_size * (decoder.config.hyper_streams or 1),
+        dtype=decoder.dtype,
+        device=target_device,
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,9 @@ class Rotary:
     """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype = torch.float32) -> None:
+        if config.is_compressed:
+            base = config.compress_rope_base
+            config = replace(config, rope_base=base, rope_local_base=config.rope_base)
         self.config, self.dtype = config, dtype
         self.size = rotary_size(config)
         self.scaling = dict(config.rope_scaling or {})
@@ -105,6 +109,8 @@ class Rotary:
                 self._of_size[config.head_dim] = Rotary(config, dtype=self.dtype)
             return self._of_size[config.head_dim].of(layer, positions_BS, last_B)
         is_local = self.config.rope_local_base is not None and has_window(self.config, layer)
+        if self.config.compress_ratios is not None:
+            is_local = not self.config.compress_ratios[layer]
         if self._last_rotations[0] is not positions_BS:
             self._last_rotations = (positions_BS, {})
         rotations = self._last_rotations[1]

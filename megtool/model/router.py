@@ -19,8 +19,10 @@ from megtool.model.hooks import ActivationHook
 from megtool.model.moe_aux_loss import Balance
 from megtool.model.param_attributes import mark
 from megtool.model_config import ModelConfig
+from megtool.parallel.collectives import scatter_rows
+from megtool.parallel.process_groups import ALONE, Group
 
-SCORES = ("softmax", "sigmoid")
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
 class Router(nn.Module):
@@ -42,12 +44,13 @@ class Router(nn.Module):
         layer: int = 0,
         *,
         partial: bool = False,
+        group: Group = ALONE,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "meta",
     ) -> None:
         super().__init__()
         _check(config)
-        self.config, self.layer = config, layer
+        self.config, self.layer, self.group = config, layer, group
         self.tap: ActivationHook | None = None
         self.balance: Balance | None = None
         num, hidden = config.num_experts, config.hidden_size
@@ -62,7 +65,12 @@ class Router(nn.Module):
         if config.router_bias:
             bias = torch.zeros(num, dtype=dtype, device=device)
             self.bias = mark(nn.Parameter(bias), partial=partial)
-        if config.router_expert_bias:
+        self.tid2eid: nn.Parameter | None = None
+        if layer in config.hash_layers:
+            shape = (config.vocab_size, config.num_experts_per_token)
+            table = torch.zeros(shape, dtype=torch.int64, device=device)
+            self.tid2eid = mark(nn.Parameter(table, requires_grad=False))
+        elif config.router_expert_bias:
             counted = torch.zeros(num, dtype=torch.float32, device=device)
             self.expert_bias = mark(nn.Parameter(counted, requires_grad=False))
 
@@ -74,11 +82,20 @@ class Router(nn.Module):
         if self.tap is not None:
             x_TH = self.tap(x_TH)
         logits_TE = self.logits(x_TH)
-        experts_TK, probs_TK = self._choose(logits_TE, self.config)
+        experts_TK, probs_TK = self._choose(logits_TE, self.config, self._listed(x_TH, frame))
         watched = self.training and torch.is_grad_enabled()
         if watched and self.balance is not None and frame is not None:
             probs_TK = self.balance(logits_TE, experts_TK, probs_TK, frame, self.layer)
         return experts_TK, probs_TK
+
+    def _listed(self, x_TH: Tensor, frame: ForwardContext | None) -> Tensor | None:
+        """The experts that the table has for this rank's tokens; None without a table."""
+        if self.tid2eid is None or frame is None or frame.tokens_BS is None:
+            return None
+        tokens_T = frame.tokens_BS.flatten()
+        if tokens_T.shape[0] != x_TH.shape[0]:  # sequence parallelism
+            tokens_T = scatter_rows(tokens_T, self.group)
+        return self.tid2eid[tokens_T]
 
     def all(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """All experts for each token, experts_TE, and the share each of them would have."""
@@ -86,8 +103,10 @@ class Router(nn.Module):
         config = replace(self.config, num_experts_per_token=every, router_topk_groups=0)
         return self._choose(self.logits(x_TH), config)
 
-    def _choose(self, logits_TE: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-        experts_TK, probs_TK = choose(logits_TE, config, self.expert_bias)
+    def _choose(
+        self, logits_TE: Tensor, config: ModelConfig, listed_TK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        experts_TK, probs_TK = choose(logits_TE, config, self.expert_bias, listed_TK)
         if self.per_expert_scale is not None:
             probs_TK = probs_TK * self.per_expert_scale[experts_TK]
         return experts_TK, probs_TK
@@ -104,7 +123,10 @@ class Router(nn.Module):
 
 
 def choose(
-    logits_TE: Tensor, config: ModelConfig, expert_bias_E: Tensor | None = None
+    logits_TE: Tensor,
+    config: ModelConfig,
+    expert_bias_E: Tensor | None = None,
+    listed_TK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The experts of each token, experts_TK (int64), and their shares, probs_TK (fp32).
 
@@ -112,11 +134,13 @@ def choose(
     multiplies what the expert is given (Llama 4). A softmax goes over all experts
     (`router_pre_softmax`) or over the chosen; a bias is added to one over all. Where experts come
     in groups, a token's are all from its `router_topk_groups` best groups. `router_scaling`
-    multiplies all shares.
+    multiplies all shares. `listed_TK` are the experts where a table says them.
     """
     logits_TE = logits_TE.float()
     if config.router_score == "sigmoid":
         scores_TE = logits_TE.sigmoid()
+    elif config.router_score == "sqrtsoftplus":
+        scores_TE = F.softplus(logits_TE).sqrt()
     elif config.router_pre_softmax:
         scores_TE = logits_TE.softmax(-1)
     else:
@@ -129,9 +153,11 @@ def choose(
         ranked_TE = (scores_TE if has_groups else logits_TE).detach()
     if has_groups:
         ranked_TE = _within_best_groups(ranked_TE, config)
-    experts_TK = ranked_TE.topk(config.num_experts_per_token, -1).indices
+    if listed_TK is None:
+        listed_TK = ranked_TE.topk(config.num_experts_per_token, -1).indices
+    experts_TK = listed_TK
     probs_TK = scores_TE.gather(-1, experts_TK)
-    if config.router_score == "sigmoid":
+    if config.router_score != "softmax":
         if config.num_experts_per_token > 1 and not config.router_scales_input:
             probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20)
     elif not config.router_pre_softmax:

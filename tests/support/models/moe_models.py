@@ -16,6 +16,7 @@ from megtool.dtypes import dtype
 from megtool.model.decoder import Decoder
 from megtool.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
+from tests.support.models import moe_cases
 from tests.support.models.moe_cases import GEMMA4_EXPERTS, MISTRAL4
 from tests.support.models.tiny_model import tiny_model
 
@@ -103,6 +104,13 @@ YARN = {
     "mscale_all_dim": 0.707,
 }
 GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 1.7}
+V4 = {k: v for k, v in moe_cases.V4.items() if k not in ("layer_types", "mlp_layer_types")} | {
+    "layer_types": moe_cases.V4["layer_types"][:3],
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "n_routed_experts": 8,
+    "index_n_heads": 8,  # few scores are equal
+    "num_nextn_predict_layers": 0,
+}
 LLAMA4 = EIGHT | {"intermediate_size_mlp": 40, "head_dim": 8, "num_hidden_layers": 4}
 
 # A name, the family, transformers' name of it, and the configuration.
@@ -192,6 +200,19 @@ CASES |= {
 }
 
 
+CASES |= {
+    "deepseek_v4": ("deepseek_v4", "DeepseekV4", V4),
+    "deepseek_v4-yarn": (
+        "deepseek_v4",
+        "DeepseekV4",
+        V4
+        | {"layer_types": list(reversed(V4["layer_types"])), "swiglu_limit": 0.3}
+        | {"mlp_layer_types": ["hash_moe"] * 2 + ["moe"], "hc_mult": 3}
+        | {"rope_parameters": {k: v for k, v in YARN.items() if "mscale" not in k}},
+    ),
+}
+
+
 SPARSE = DEEPSEEK | {"index_n_heads": 8, "index_head_dim": 8, "index_topk": 4}
 CASES |= {
     "deepseek_v32": ("deepseek_v32", "DeepseekV32", SPARSE | {"n_group": 4, "topk_group": 2}),
@@ -226,6 +247,10 @@ def fill_routed(model: Any, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     is_centered = model.config.model_type in ("qwen3_next", "qwen3_5_moe_text")
     for key, tensor in model.state_dict().items():
+        if not tensor.is_floating_point():  # a table of the experts of each token
+            experts = torch.rand(tensor.shape[0], model.config.n_routed_experts).argsort(1)
+            tensor.copy_(experts[:, : tensor.shape[1]])
+            continue
         noise = torch.randn(tensor.shape, generator=generator)
         is_norm = ("norm" in key or key.endswith(("scale", "scalar"))) and tensor.ndim == 1
         is_wide = any(part in key for part in ("gate.weight", "router.weight", "conv1d"))
@@ -259,7 +284,10 @@ def carried(
     if CASES[name][0] == "nemotron_h":
         arrays = dict(_nemotron_names(arrays))
     tensors = [
-        GlobalTensor(name=n, shape=a.shape, dtype=dtype("float32")) for n, a in arrays.items()
+        GlobalTensor(
+            name=n, shape=a.shape, dtype=dtype("int64" if a.dtype.kind == "i" else "float32")
+        )
+        for n, a in arrays.items()
     ]
     side = read_side(tensors, family=family(CASES[name][0]), config=config)
     assert side.dropped == []

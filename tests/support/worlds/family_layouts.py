@@ -163,6 +163,24 @@ def differences(job: Job, groups: ProcessGroups) -> Differences:
     return found
 
 
+def compare_logits(rank: int, size: int, jobs: list[Job]) -> dict[str, float]:
+    """How far the logits of this rank's rows are from one process', of every job."""
+    dist.init_process_group("gloo")
+    out: dict[str, float] = {}
+    for job in jobs:
+        groups = ProcessGroups.start(ParallelConfig(**job.layout))
+        decoder = load(source_of(job.checkpoint), groups=groups, dtype="float32", **job.how)
+        rows = slice(groups.dp.rank * 2, groups.dp.rank * 2 + 2)
+        want: Tensor = torch.load(job.answer)
+        tokens, _ = tokens_and_labels()
+        with torch.no_grad():
+            got = forward_stages(decoder, Batch(tokens_BS=tokens[rows]), everywhere=True)
+        assert got is not None
+        out[str(job)] = float((got - want[rows]).abs().max())
+        groups.stop()
+    return out
+
+
 def compare(rank: int, size: int, jobs: list[Job]) -> dict[str, Differences]:
     """All differences of all jobs on this rank."""
     dist.init_process_group("gloo")

@@ -1,0 +1,270 @@
+"""DeepSeek-V4's attention: a window of tokens, and keys that several tokens are compressed to.
+
+A token's key, which is its value too, is one vector for all heads; so is what every r tokens are
+compressed to. Where such keys overlap (r = 4), an indexer with compressed keys of its own chooses
+among them. Source: transformers' `deepseek_v4`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megtool.errors import LayoutError
+from megtool.kernels.norm import rms_norm
+from megtool.kernels.rotary import rotate
+from megtool.model.attention import attend
+from megtool.model.forward_context import ForwardContext
+from megtool.model.indexer import DuplicatedLinear
+from megtool.model.linear import ColumnLinear, RowLinear
+from megtool.model.masks import Mask
+from megtool.model.mla import DownLinear, adjacent_pairs
+from megtool.model.norm import NormLayer, NormSpec
+from megtool.model.param_attributes import mark
+from megtool.model.rotary import Rotation
+from megtool.model_checks import OVERLAP_RATIO
+from megtool.model_config import ModelConfig
+from megtool.parallel.collectives import gather_rows
+from megtool.parallel.process_groups import ProcessGroups
+
+
+class Compressor(nn.Module):
+    """What makes one key of `size` elements of every `ratio` tokens: their sum by a softmax over
+    them, element by element, and its norm.
+
+    With `overlaps` every token has two series of elements, one for the key of its own tokens and
+    one for the next key, so that a key is made of twice as many tokens.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        size: int,
+        ratio: int,
+        overlaps: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.config, self.size, self.ratio, self.overlaps = config, size, ratio, overlaps
+        columns = size * (1 + overlaps)
+        self.linear_wkv, self.linear_wgate = (
+            DuplicatedLinear(config.hidden_size, columns, dtype=dtype, device=device)
+            for _ in range(2)
+        )
+        zeros = torch.zeros(ratio, columns, dtype=torch.float32, device=device)
+        self.ape = nn.Parameter(zeros, requires_grad=False)
+        self.norm = NormLayer(NormSpec.of(config), size, dtype=dtype, device=device)
+
+    def forward(self, x_BSH: Tensor, frame: ForwardContext) -> Tensor:
+        """The keys of all whole groups of tokens, turned: [B, S // ratio, D]."""
+        b, s, _ = x_BSH.shape
+        num, ratio, size = s // self.ratio, self.ratio, self.size
+        if not num:
+            return x_BSH.new_zeros(b, 0, size)
+        keys, gates = (
+            linear(x_BSH[:, : num * ratio]).view(b, num, ratio, size * (1 + self.overlaps))
+            for linear in (self.linear_wkv, self.linear_wgate)
+        )
+        gates = gates + self.ape
+        if self.overlaps:
+            before = [F.pad(t[:, :-1, :, :size], (0, 0, 0, 0, 1, 0)) for t in (keys, gates)]
+            before[1][:, 0] = float("-inf")
+            keys, gates = (
+                torch.cat((first, t[..., size:]), 2)
+                for first, t in zip(before, (keys, gates), strict=True)
+            )
+        shares = gates.softmax(2, dtype=torch.float32).to(keys.dtype)
+        out = self.norm((keys * shares).sum(2))
+        places = torch.arange(num, device=x_BSH.device)[None] * ratio
+        turn = adjacent_pairs(frame.rotary.rotation(places), self.config)
+        return turn_last(out[:, :, None], turn).squeeze(2)
+
+
+class CompressedIndexer(nn.Module):
+    """Chooses among overlapping compressed keys; the same on every rank."""
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.config = config
+        heads, size = config.index_num_heads, config.index_head_dim
+        self.linear_wq_b = DuplicatedLinear(
+            config.q_lora_rank, heads * size, dtype=dtype, device=device
+        )
+        self.linear_weights_proj = DuplicatedLinear(
+            config.hidden_size, heads, dtype=torch.float32, device=device
+        )
+        self.compressor = Compressor(
+            config, size=size, ratio=OVERLAP_RATIO, overlaps=True, dtype=dtype, device=device
+        )
+
+    @torch.no_grad()
+    def forward(
+        self,
+        x_BSH: Tensor,
+        query_BSC: Tensor,
+        ready_BSL: Tensor,
+        frame: ForwardContext,
+        turn: Rotation,
+    ) -> Tensor:
+        """Which of the compressed keys that are `ready` each token attends to, bool [B, S, L]."""
+        config, (b, s, _) = self.config, x_BSH.shape
+        keys_BLE = self.compressor(x_BSH, frame)
+        count = min(config.index_topk, keys_BLE.shape[1])
+        if not count:
+            return ready_BSL
+        query = self.linear_wq_b(query_BSC).view(b, s, config.index_num_heads, -1)
+        scores = torch.einsum("bsie,ble->bsil", turn_last(query, turn).float(), keys_BLE.float())
+        scores = F.relu(scores) * config.index_head_dim**-0.5
+        weights_BSI = self.linear_weights_proj(x_BSH).float() * config.index_num_heads**-0.5
+        scores_BSL = torch.einsum("bsil,bsi->bsl", scores, weights_BSI)
+        scores_BSL = scores_BSL.masked_fill(~ready_BSL, float("-inf"))
+        chosen = torch.zeros_like(ready_BSL).expand(scores_BSL.shape).contiguous()
+        # Of equal scores the first ones count, however many keys there are.
+        order = scores_BSL.sort(dim=-1, descending=True, stable=True).indices
+        chosen.scatter_(-1, order[..., :count], True)
+        return chosen & ready_BSL
+
+
+class CompressedCore(nn.Module):
+    """What Megatron calls the core of such attention, as far as it has parameters."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        heads: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        sinks = nn.Parameter(torch.zeros(heads, dtype=torch.float32, device=device))
+        self.attn_sink = mark(sinks, split_dim=0)
+        ratio = (config.compress_ratios or ())[layer] if layer < config.num_layers else 0
+        self.ratio, self.compressor, self.indexer = ratio, None, None
+        if ratio:
+            self.compressor = Compressor(
+                config,
+                size=config.head_dim,
+                ratio=ratio,
+                overlaps=layer in config.index_layers,
+                dtype=dtype,
+                device=device,
+            )
+        if layer in config.index_layers:
+            self.indexer = CompressedIndexer(config, dtype=dtype, device=device)
+
+
+class CompressedAttention(nn.Module):
+    """Self-attention of one layer; the norm before it belongs to the layer.
+
+    Queries go through `q_lora_rank` numbers and are normalized head by head, without weights. The
+    last part of a head turns; the output is turned back by its position, since values have turned
+    too. It is projected by groups of heads first (`linear_o_group_proj`); ranks have groups, and
+    N = num_heads / tp heads.
+
+    Raises:
+        LayoutError: the groups do not go evenly over the ranks.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        groups: ProcessGroups,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__()
+        tp = groups.tp
+        if config.out_groups % tp.size:
+            raise LayoutError(
+                f"{config.out_groups} groups of heads cannot be split over tp={tp.size}",
+                hint="tp divides out_groups",
+            )
+        self.config, self.layer, self.tp = config, layer, tp
+        self.sequence_parallel = sequence_parallel and tp.size > 1
+        self.num_heads, size = config.num_heads // tp.size, config.head_dim
+        self.num_groups = config.out_groups // tp.size
+        hidden, rank = config.hidden_size, config.q_lora_rank
+        options = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
+        norm, partial = NormSpec.of(config), self.sequence_parallel
+        self.linear_q_down_proj = DownLinear(hidden, rank, tp, **options)  # type: ignore[arg-type]
+        self.q_layernorm = NormLayer(norm, rank, partial=partial, dtype=dtype, device=device)
+        self.linear_q_up_proj = ColumnLinear(rank, config.num_heads * size, tp, **options)  # type: ignore[arg-type]
+        self.linear_kv_proj = DownLinear(hidden, size, tp, **options)  # type: ignore[arg-type]
+        self.kv_layernorm = NormLayer(norm, size, partial=partial, dtype=dtype, device=device)
+        self.core_attention = CompressedCore(
+            config, layer, self.num_heads, dtype=dtype, device=device
+        )
+        columns = config.num_heads * size // config.out_groups
+        weight = torch.empty(
+            self.num_groups * config.out_lora_rank, columns, dtype=dtype, device=device
+        )
+        self.linear_o_group_proj = mark(nn.Parameter(weight), split_dim=0)
+        self.linear_proj = RowLinear(
+            config.out_groups * config.out_lora_rank,
+            hidden,
+            tp,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def forward(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
+        """What attention adds to the residuals, in x_TH's rows."""
+        config, b, s = self.config, frame.num_rows, frame.num_tokens
+        turn = adjacent_pairs(frame.rotation(self.layer), config)
+        query_TC = self.q_layernorm(self.linear_q_down_proj(x_TH))
+        query = self.linear_q_up_proj(query_TC).view(b, s, self.num_heads, -1)
+        query = turn_last(rms_norm(query, None, config.norm_eps), turn)
+        keys = self._whole(self.kv_layernorm(self.linear_kv_proj(x_TH)), frame)
+        keys_BLD = turn_last(keys[:, :, None], turn).squeeze(2)
+        allowed = frame.stretches(self.layer)[0][1].square(s, s, x_TH.device)
+        if allowed is None:
+            allowed = torch.ones(1, 1, s, s, dtype=torch.bool, device=x_TH.device)
+        core = self.core_attention
+        if core.compressor is not None:
+            x_BSH = self._whole(x_TH, frame)
+            more = core.compressor(x_BSH, frame)
+            ready = (frame.positions_BS[..., None] + 1) // core.ratio
+            ready = torch.arange(more.shape[1], device=x_TH.device) < ready
+            if core.indexer is not None:
+                query_BSC = self._whole(query_TC, frame)
+                ready = core.indexer(x_BSH, query_BSC, ready, frame, turn)
+            parts = (t.expand(b, 1, s, -1) for t in (allowed, ready[:, None]))
+            keys_BLD, allowed = torch.cat((keys_BLD, more), 1), torch.cat(tuple(parts), -1)
+        out = attend(
+            query.transpose(1, 2),
+            keys_BLD[:, None],
+            keys_BLD[:, None],
+            Mask(allowed),
+            scale=config.head_dim**-0.5,
+            sinks_N=core.attn_sink,
+        )
+        back = None if turn is None else Rotation(turn.cos_BSR, -turn.sin_BSR)
+        out_TGC = turn_last(out, back).reshape(b * s, self.num_groups, -1)
+        weight_GRC = self.linear_o_group_proj.view(self.num_groups, config.out_lora_rank, -1)
+        result: Tensor = self.linear_proj(
+            torch.einsum("tgc,grc->tgr", out_TGC, weight_GRC).flatten(1)
+        )
+        return result
+
+    def _whole(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
+        """All rows of what a rank has the rows of a part of, [B, S, H]."""
+        rows = gather_rows(x_TH, self.tp) if self.sequence_parallel else x_TH
+        return rows.view(frame.num_rows, frame.num_tokens, -1)
+
+
+def turn_last(x_BSND: Tensor, turn: Rotation | None) -> Tensor:
+    """Heads whose last elements are turned, in pairs of neighbours."""
+    if turn is None:
+        return x_BSND
+    size = turn.cos_BSR.shape[-1]
+    still, last = x_BSND[..., :-size], x_BSND[..., -size:]
+    return torch.cat((still, rotate(last, *turn, interleaved=True)), -1)

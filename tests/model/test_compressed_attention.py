@@ -1,0 +1,115 @@
+"""DeepSeek-V4's forward pass over ranks, and what it refuses.
+
+Logits against transformers' are in test_decoder_moe_families.py, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from megtool import reshard
+from megtool.config import ParallelConfig
+from megtool.convert.sharding import check_layout
+from megtool.errors import LayoutError, MappingError, UsageError
+from megtool.inference.load import load
+from megtool.model.batch import Batch
+from megtool.model.cache import ContiguousCache
+from megtool.model.decoder import Decoder
+from tests.support.errors import raises
+from tests.support.models import moe_models
+from tests.support.models.moe_models import Carry
+from tests.support.runs.loading import source_of
+from tests.support.worlds import family_layouts
+from tests.support.worlds.family_layouts import Job
+from tests.support.worlds.gloo_world import run_world
+
+NAME = "deepseek_v4"
+LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"tp": 2}, {}),
+    ({"tp": 2}, {"sequence_parallel": True}),
+    ({"pp": 2, "first_stage_layers": 2}, {}),
+    ({"ep": 2, "dp": 2}, {}),
+    ({"tp": 2, "ep": 2, "etp": 1}, {"sequence_parallel": True}),
+]
+
+
+def decoder_of(carry: Carry, **changes: Any) -> Decoder:
+    return moe_models.ours(NAME, moe_models.transformers_model(NAME, **changes), carry)
+
+
+@pytest.mark.slow
+def test_every_layout_has_transformers_logits(tmp_path: Path) -> None:
+    model = moe_models.transformers_model(NAME)
+    model.save_pretrained(tmp_path / "hf")
+    tokens, _ = family_layouts.tokens_and_labels()
+    with torch.no_grad():
+        want = model(tokens).logits
+        got = load(source_of(tmp_path / "hf"), dtype="float32")(Batch(tokens_BS=tokens))
+    assert float((got - want).abs().max()) < 1e-4
+    torch.save(want, tmp_path / "want")
+    jobs = []
+    for number, (layout, how) in enumerate(LAYOUTS):
+        there = tmp_path / f"{number}"
+        reshard(tmp_path / "hf", there, to="torch_dist", fsync=False, **layout)  # type: ignore[arg-type]
+        jobs.append(
+            Job(name=NAME, checkpoint=there, answer=tmp_path / "want", layout=layout, how=how)
+        )
+    ranks = run_world(family_layouts.compare_logits, 2, jobs, timeout_s=200)
+    assert {k: v for rank in ranks for k, v in rank.items() if not v < 1e-4} == {}
+
+
+def test_padding_behind_tokens_changes_nothing(carry: Carry) -> None:
+    decoder, tokens = decoder_of(carry), moe_models.tokens(2, 24)
+    valid = torch.ones(2, 24, dtype=torch.bool)
+    valid[0, 17:] = False
+    with torch.no_grad():
+        got = decoder(Batch(tokens_BS=tokens, valid_BS=valid))
+        alone = decoder(Batch(tokens_BS=tokens[:1, :17]))
+    assert float((got[0, :17] - alone[0]).abs().max()) < 1e-5
+
+
+def test_fewer_tokens_than_are_compressed_to_one_key(carry: Carry) -> None:
+    model = moe_models.transformers_model(NAME)
+    decoder, tokens = moe_models.ours(NAME, model, carry), moe_models.tokens(2, 3)
+    with torch.no_grad():
+        assert float((decoder(Batch(tokens_BS=tokens)) - model(tokens).logits).abs().max()) < 1e-4
+
+
+def test_a_table_chooses_the_experts_of_the_first_layers(carry: Carry) -> None:
+    decoder, tokens = decoder_of(carry), moe_models.tokens(1, 8)
+    router = decoder.get_submodule("decoder.layers.0.mlp.router")
+    with torch.no_grad():
+        before = decoder(Batch(tokens_BS=tokens))
+        router.tid2eid.copy_(router.tid2eid.roll(1, 0))
+        after = decoder(Batch(tokens_BS=tokens))
+    assert not torch.allclose(before, after)
+    assert getattr(decoder.get_submodule("decoder.layers.1.mlp.router"), "tid2eid", None) is None
+
+
+def test_what_is_not_run_is_refused(carry: Carry) -> None:
+    decoder, tokens = decoder_of(carry), moe_models.tokens(2, 8)
+    cache = ContiguousCache(decoder.config, num_rows=2, max_tokens=32)
+    with raises(UsageError, "no cache of compressed keys"):
+        decoder(Batch(tokens_BS=tokens), cache)
+    with raises(UsageError, "packed documents"):
+        decoder(Batch(tokens_BS=tokens, documents_BS=torch.zeros_like(tokens)))
+    left = torch.ones(2, 8, dtype=torch.bool)
+    left[0, :2] = False
+    with raises(UsageError, "padding before tokens"):
+        decoder(Batch(tokens_BS=tokens, valid_BS=left))
+    with raises(UsageError, "is run, and not trained"):
+        decoder.train()(Batch(tokens_BS=tokens))
+    with raises(MappingError, "layers of multi-token prediction have residuals side by side"):
+        Decoder(replace(decoder.config, num_mtp_layers=1))
+
+
+def test_groups_of_heads_go_evenly_over_ranks(carry: Carry) -> None:
+    with raises(LayoutError, "tp=4 does not divide out_groups=2"):
+        check_layout(decoder_of(carry).config, ParallelConfig(tp=4))
