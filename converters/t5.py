@@ -10,6 +10,7 @@ from megtool.convert import (
     FeedForward,
     Grouped,
     Key,
+    Noted,
     Padded,
     Qkv,
     Row,
@@ -61,6 +62,14 @@ FAMILY = Family(
         Key("relative_attention_max_distance", "relative_max_distance", 128),
         Key("layer_norm_epsilon", "norm_eps", 1e-6),
         Key("tie_word_embeddings", "tied_embeddings", True),
+        # T5 scales the states that logits are made of; T5 1.1 and Flan-T5 do not, which their
+        # config.json says by embeddings that are not tied, or since transformers 5 by a key.
+        Noted(
+            "scale_decoder_outputs",
+            "logit_scale",
+            Default("hidden_size ** -0.5 if tied_embeddings else 1.0"),
+            "hidden_size ** -0.5 if x else 1.0",
+        ),
         FeedForward("feed_forward_proj", "relu"),
     ),
     hf=(

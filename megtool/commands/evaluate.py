@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,13 @@ from megtool.commands.options.models import EvaluateOptions
 from megtool.console import Progress, silent
 from megtool.convert.sharding import check_layout
 from megtool.errors import UsageError
-from megtool.inference.evaluation_texts import mask_documents, read_token_documents
+from megtool.inference.evaluation_texts import (
+    mask_documents,
+    pair_documents,
+    read_token_documents,
+)
 from megtool.inference.runtime import LESS_MEMORY, load_forward, on_ranks
+from megtool.model_config import ModelConfig
 from megtool.options.effects import check_effects
 from megtool.options.groups import SourceOptions
 from megtool.reshard.open_source import open_decoder
@@ -44,7 +49,9 @@ def evaluate(
     model's chat template) and of prompts with completions only what the assistant says counts,
     unless `all_turns`. A window of `window` tokens (the model's positions, at most 2048; tasks may
     use all positions) begins every `stride` tokens (a window); each token counts once, in the first
-    window that predicts it. Of an encoder the tokens that count are those masked (15 of 100).
+    window that predicts it. Of an encoder the tokens that count are those masked (15 of 100). Of an
+    encoder and a decoder (T5) a prompt is the source of its completion, both in one piece, and of
+    plain texts spans are left out (15 of 100 tokens), of parts whose source has `window` tokens.
     `against` is a second model, in any format, that is run on the same windows and compared token
     by token.
 
@@ -56,12 +63,12 @@ def evaluate(
     data = options.data
     if data is None and options.tasks is None:
         raise UsageError("there is nothing to evaluate on", hint="--data FILE, or --tasks NAMES")
-    source = open_decoder(options.source, options, encoders=True)
+    source = open_decoder(options.source, options, encoders=True, two_stacks=True)
     tokenizer = source.tokenizer(options.tokenizer)
     reference = (
         None if options.against is None else _open_reference(options.against, options, source)
     )
-    sizes = _Sizes.of(options, source.config.max_positions)
+    sizes = _Sizes.of(options, source.config)
     texts: list[TokenDocument] = []
     if data is not None:
         texts = read_token_documents(
@@ -73,13 +80,19 @@ def evaluate(
             all_turns=options.all_turns,
             max_tokens=options.max_tokens,
         )
+    has_source = source.config.num_decoder_layers > 0
+    if options.tasks is not None and (source.config.bidirectional or has_source):
+        what = "has an encoder" if has_source else "is an encoder"
+        raise UsageError(
+            f"tasks ask for the text behind a prompt, and the model {what}",
+            hint="--data FILE scores how well it predicts "
+            + ("targets" if has_source else "masked tokens"),
+        )
     if source.config.bidirectional:
-        if options.tasks is not None:
-            raise UsageError(
-                "tasks ask for the text behind a prompt, and the model is an encoder",
-                hint="--data FILE scores how well it predicts masked tokens",
-            )
         texts = mask_documents(texts, tokenizer, source.config.vocab_size)
+    if has_source:
+        texts = pair_documents(texts, tokenizer, source.config, sizes.window)
+        sizes = sizes.of_targets(texts)
     if options.dry_run:
         check_layout(source.config, options.layout)
         return _plan(source, str(data or options.tasks), texts, sizes)
@@ -97,10 +110,15 @@ class _Sizes:
     batch_size: int
 
     @classmethod
-    def of(cls, options: EvaluateOptions, max_positions: int) -> _Sizes:
+    def of(cls, options: EvaluateOptions, config: ModelConfig) -> _Sizes:
+        max_positions, has_source = config.max_positions, config.num_decoder_layers > 0
         window = options.window or min(max_positions, _MAX_WINDOW)
         stride = options.stride or window
-        if window > max_positions:
+        if has_source and options.stride is not None:
+            raise UsageError(
+                "--stride, and a target is scored in one piece", hint="leave out --stride"
+            )
+        if window > max_positions and not has_source:
             raise UsageError(
                 f"a window of {window} tokens, and the model has {max_positions} positions",
                 hint=f"--window {max_positions} is the largest",
@@ -116,6 +134,11 @@ class _Sizes:
             stride=stride,
             batch_size=options.batch_size or max(1, _BATCH_TOKENS // window),
         )
+
+    def of_targets(self, texts: Sequence[TokenDocument]) -> _Sizes:
+        """Sizes with which every target is one window."""
+        longest = max((len(text.tokens) for text in texts), default=1)
+        return replace(self, window=longest, stride=longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +228,19 @@ def _open_reference(
 ) -> CheckpointSource:
     """Open the second model; --family and --like apply to it too, where it needs them."""
     like = SourceOptions(family=options.family, like=options.like)
-    reference = open_decoder(path, like, encoders=source.config.bidirectional)
-    if reference.config.bidirectional != source.config.bidirectional:
+    config = source.config
+    reference = open_decoder(
+        path, like, encoders=config.bidirectional, two_stacks=config.num_decoder_layers > 0
+    )
+    if reference.config.bidirectional != config.bidirectional:
         raise UsageError(
             f"of {source.path} and {path}, one predicts masked tokens, and the other predicts the "
             "next tokens",
+            hint="models are compared by the same predictions",
+        )
+    if bool(reference.config.num_decoder_layers) != bool(config.num_decoder_layers):
+        raise UsageError(
+            f"of {source.path} and {path}, one has an encoder, and the other has none",
             hint="models are compared by the same predictions",
         )
     sizes = source.config.vocab_size, reference.config.vocab_size

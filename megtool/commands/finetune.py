@@ -60,7 +60,8 @@ def finetune(
     if not settings.data:
         raise UsageError("there is nothing to train on", hint="--data FILE")
     source, _ = screen_source(
-        open_decoder(options.source, settings, encoders=True), drop=options.drop_objects
+        open_decoder(options.source, settings, encoders=True, two_stacks=True),
+        drop=options.drop_objects,
     )
     check_folders(options.source, folder)
     checkpoint = find_checkpoint(folder, settings)
@@ -157,8 +158,9 @@ def _plan(
     datasets = open_datasets(settings, source, cache=settings.data_cache_path)
     plan = plan_run(
         settings,
-        seq_length=row_length(settings, source.config.max_positions),
+        seq_length=row_length(settings, source.config),
         num_samples=len(datasets.train),
+        target_length=datasets.train.target_length,
         layout=layout,
     )
     make_lr_schedule(settings, plan)

@@ -16,6 +16,7 @@ from megtool.console import Progress, silent
 from megtool.convert.sharding import check_layout
 from megtool.errors import FormatError, StorageError, UsageError
 from megtool.inference.runtime import LESS_MEMORY, load_forward, on_ranks
+from megtool.model_config import ModelConfig
 from megtool.options.effects import check_effects
 from megtool.reshard.open_source import open_decoder
 from megtool.reshard.source import CheckpointSource
@@ -48,7 +49,8 @@ def generate(
     A file has a prompt per line, or is JSON lines (or parquet) with the prompt in `field`: a text,
     or a list of messages; without `field` it is `prompt`, `messages` or `text`. With `chat` a
     prompt is a user's message, put into the model's chat template, after the `system` message.
-    Without it the text is continued as it is.
+    Without it the text is continued as it is. An encoder (T5) reads all of a prompt, and the
+    decoder answers it.
 
     Temperature 0 takes the most likely token; otherwise `seed` and the number of a prompt decide,
     whatever it is batched with. A text ends before a `stop` string, at an end-of-sequence token of
@@ -63,7 +65,6 @@ def generate(
         UsageError: an option has no effect, or no such value.
         MegtoolError: the checkpoint, its tokenizer, the layout or a prompt cannot be used.
     """
-    from megtool.inference.batching import GenerateRequest
     from megtool.inference.generate import check_requests
     from megtool.inference.sampling import Sampling
     from megtool.inference.speculative import check_speculative
@@ -77,16 +78,12 @@ def generate(
         seed=options.seed,
     )
     conversations = _read_conversations(options)
-    source = open_decoder(options.source, options)
+    source = open_decoder(options.source, options, two_stacks=True)
     tokenizer = source.tokenizer(options.tokenizer)
-    positions = source.config.max_positions
     requests = []
     for number, conversation in enumerate(conversations):
         tokens = _encode(conversation, tokenizer)
-        limit = options.max_new_tokens
-        if limit is None:
-            limit = max(1, min(_NEW_TOKENS, positions - len(tokens)))
-        requests.append(GenerateRequest(number=number, prompt=tokens, max_new_tokens=limit))
+        requests.append(_request(number, tokens, source.config, tokenizer, options.max_new_tokens))
     check_requests(requests, source.config)
     if options.speculative == "mtp":
         check_speculative(source.config, stream_layers=options.stream_layers)
@@ -258,6 +255,25 @@ def _find_field(path: Path) -> str | None:
     return next((f for f in _FIELDS if isinstance(record, dict) and f in record), None)
 
 
+def _request(
+    number: int,
+    tokens: tuple[int, ...],
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    limit: int | None,
+) -> GenerateRequest:
+    """A prompt to continue, or, with an encoder, to read."""
+    from megtool.data.source_target import start_token
+    from megtool.inference.batching import GenerateRequest
+
+    if config.num_decoder_layers:
+        start, limit = start_token(config, tokenizer), _NEW_TOKENS if limit is None else limit
+        return GenerateRequest(number=number, prompt=(start,), max_new_tokens=limit, source=tokens)
+    if limit is None:
+        limit = max(1, min(_NEW_TOKENS, config.max_positions - len(tokens)))
+    return GenerateRequest(number=number, prompt=tokens, max_new_tokens=limit)
+
+
 def _encode(conversation: Conversation, tokenizer: Tokenizer) -> tuple[int, ...]:
     if isinstance(conversation, str):
         return tuple(tokenizer.encode(conversation))
@@ -282,10 +298,12 @@ def _plan(
     layout: ParallelConfig,
 ) -> GeneratePlan:
     c = source.config
-    positions = sorted((r.num_positions for r in requests), reverse=True)[:num_slots]
+    taken = (r.num_positions + len(r.source) for r in requests)
+    positions = sorted(taken, reverse=True)[:num_slots]
     index_size = c.index_head_dim if c.index_num_heads else 0
     latent_size = c.kv_lora_rank + c.qk_rope_head_dim + index_size if c.kv_lora_rank else 0
-    entry_bytes = (latent_size or 2 * c.num_kv_heads * c.head_dim) * 2 * c.num_layers
+    num_layers = c.num_decoder_layers or c.num_layers
+    entry_bytes = (latent_size or 2 * c.num_kv_heads * c.head_dim) * 2 * num_layers
     axes = [f"{a}={n}" for a in ("tp", "pp", "ep") if (n := getattr(layout, a)) > 1]
     return GeneratePlan(
         path=str(source.path),
@@ -293,7 +311,7 @@ def _plan(
         family=source.family_name,
         layout=" ".join(axes) or "one process",
         num_prompts=len(requests),
-        num_prompt_tokens=sum(len(r.prompt) for r in requests),
+        num_prompt_tokens=sum(r.num_prompt_tokens for r in requests),
         max_tokens=sum(r.max_new_tokens for r in requests),
         batch_size=num_slots,
         weight_bytes=source.num_bytes,

@@ -9,22 +9,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megtool.console import Progress, silent
 from megtool.data.blend import Blend, Chain
 from megtool.data.masking import Masking
 from megtool.data.packing import IGNORED, PackedRows
 from megtool.data.sample_index import Mode, Overflow, SampleIndex, cut
-from megtool.data.token_cache import Documents, Encoding, IndexedStore, is_indexed, store_tokens
-from megtool.data.tokenizer import Tokenizer
-from megtool.errors import FormatError, MegtoolError, UsageError
-from megtool.parallel.process_groups import ALONE, Group
+from megtool.data.token_cache import Documents
+from megtool.errors import FormatError, UsageError
 
 Int = NDArray[np.int64]
 
@@ -44,27 +39,6 @@ class Counts:
     filled: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowOptions:
-    """How documents become rows of `length` tokens.
-
-    Args:
-        length: tokens per row.
-        seed: determines the order of documents and of rows; None keeps the order of the data.
-        mode: see `sample_index.cut`. None: "packed", and "whole" for conversations and answers.
-        overflow: what happens to documents that are longer than a row.
-        shares: the share of samples from each source (None: by size).
-        masking: which tokens are to be predicted, of themselves; None: all, of those before them.
-    """
-
-    length: int
-    seed: int | None = 1234
-    mode: Mode | None = None
-    overflow: Overflow = "split"
-    shares: Sequence[float] | None = None
-    masking: Masking | None = None
-
-
 class TokenDataset:
     """Rows of `length` tokens of one data set.
 
@@ -73,6 +47,9 @@ class TokenDataset:
     Raises:
         FormatError: there is nothing to learn, or a document is too long (see `sample_index.cut`).
     """
+
+    target_length = 0
+    """Tokens of a row's target, where an encoder reads the row."""
 
     def __init__(
         self,
@@ -90,28 +67,36 @@ class TokenDataset:
             raise UsageError(f"rows cannot have {length} tokens", hint="--seq-length 1 or more")
         self._documents, self.length, self._seed = documents, length, seed
         self._pad_id, self._source, self._masking = pad_id, source, masking
-        self._ahead = int(masking is None)  # how far behind a token its label is
         if masking is not None and documents.is_partly_learned:
             raise UsageError(
                 f"{source!r} has conversations or answers, and the model predicts masked tokens",
                 hint="it learns from plain texts: --field NAME, or --all-turns for all of them",
             )
-        number = len(documents.lengths)
-        order = np.arange(number) if seed is None else _shuffled(number, seed, "documents")
-        self._cut = _with_labels(
-            documents,
-            cut(documents.lengths + (1 - self._ahead), order, length, mode=mode, overflow=overflow),
-        )
+        self._cut = self.make_index(mode, overflow)
         self._part = range(self._cut.num_rows)
         self._shuffled: tuple[int, Int] | None = None
         masked = () if masking is None else (masking,)
         self._facts = (length, seed, mode, overflow, pad_id, *masked)
         if not self._cut.num_rows:
             raise FormatError(
-                f"there is nothing to train on in {number} documents",
+                f"there is nothing to train on in {len(documents.lengths)} documents",
                 file=source or None,
                 hint="a document needs at least two tokens, one of them in an answer",
             )
+
+    @property
+    def ahead(self) -> int:
+        """How far behind a token its label is."""
+        return int(self._masking is None)
+
+    def make_index(self, mode: Mode, overflow: Overflow) -> SampleIndex:
+        """The documents cut into rows that have a label."""
+        documents = self._documents
+        order = document_order(documents, self._seed)
+        lengths = documents.lengths + (1 - self.ahead)
+        return _with_labels(
+            documents, cut(lengths, order, self.length, mode=mode, overflow=overflow)
+        )
 
     def __len__(self) -> int:
         """Samples of one epoch."""
@@ -143,7 +128,7 @@ class TokenDataset:
         )
 
     def _taking(self, part: range) -> TokenDataset:
-        subset = object.__new__(TokenDataset)
+        subset = object.__new__(type(self))
         subset.__dict__.update(self.__dict__)
         subset._part, subset._shuffled = part, None
         return subset
@@ -152,17 +137,21 @@ class TokenDataset:
         """Samples number `first` and the next, `count` in all."""
         return _stacked([self._row(n) for n in range(first, first + count)])
 
-    def _row(self, sample: int) -> PackedRows:
+    def row_of(self, sample: int) -> int:
+        """The row of the index that a sample is."""
         epoch, place = divmod(sample, len(self))
-        row = self._part[place if self._seed is None else int(self._order(epoch)[place])]
+        return self._part[place if self._seed is None else int(self._order(epoch)[place])]
+
+    def _row(self, sample: int) -> PackedRows:
+        row = self.row_of(sample)
         tokens, labels = np.full(self.length, self._pad_id, np.int64), np.full(self.length, IGNORED)
         positions, documents = np.zeros(self.length, np.int64), np.full(self.length, -1)
         offset, c = 0, self._cut
         for piece in range(int(c.first[row]), int(c.first[row + 1])):
             document, begin, end = int(c.document[piece]), int(c.begin[piece]), int(c.end[piece])
             columns = slice(offset, offset + end - begin)
-            ids = self._documents.tokens(document, begin, end + self._ahead)
-            tokens[columns], labels[columns] = ids[: end - begin], ids[self._ahead :]
+            ids = self._documents.tokens(document, begin, end + self.ahead)
+            tokens[columns], labels[columns] = ids[: end - begin], ids[self.ahead :]
             learned = self._documents.learned(document, begin + 1, end + 1)
             if learned is not None:
                 labels[columns][~learned] = IGNORED
@@ -243,6 +232,11 @@ class BlendedDataset:
         return sum(len(f) for f in self.feeds)
 
     @property
+    def target_length(self) -> int:
+        """See `TokenDataset`."""
+        return self.feeds[0].target_length
+
+    @property
     def fingerprint(self) -> str:
         """A digest of everything that determines the numbers of samples."""
         facts = repr(([f.fingerprint for f in self.feeds], self._blend.facts))
@@ -276,83 +270,6 @@ class BlendedDataset:
         )
 
 
-def open_dataset(
-    sources: Sequence[str | Path],
-    tokenizer: Tokenizer | None,
-    options: RowOptions,
-    *,
-    cache: Path | None,
-    vocab_size: int,
-    encoding: Encoding | None = None,
-    world: Group = ALONE,
-    progress: Progress = silent,
-) -> TokenDataset | BlendedDataset:
-    """Open the data set of one source, or a blend of several.
-
-    Every rank of `world` has to call this: the first one tokenizes while the others wait, and all
-    raise the same error.
-
-    Args:
-        sources: what `documents.documents` reads, or Megatron data sets (`is_indexed`).
-        tokenizer: the tokenizer of the model; None if all sources are tokens already.
-        options: how documents become rows.
-        cache: folder of tokenized text; None for no cache.
-        vocab_size: token numbers of Megatron data sets have to be less.
-        encoding: which part of a document is text.
-        world: the ranks.
-        progress: reports bytes of text.
-
-    Raises:
-        FormatError: a line is malformed (it is named), or a source has nothing to learn.
-        UsageError: a source does not exist, the shares do not match the sources, or a source is
-            text and there is no tokenizer.
-        StorageError: the cache cannot be written.
-    """
-    encoding = Encoding() if encoding is None else encoding
-
-    def open_store(source: str | Path) -> Documents:
-        if is_indexed(source):
-            return IndexedStore(source, vocab_size)
-        if tokenizer is None:
-            raise UsageError(f"{str(source)!r} is text, and there is no tokenizer for it")
-        return store_tokens(source, tokenizer, cache, encoding, progress=progress)
-
-    def prepare() -> list[Documents]:
-        return [open_store(source) for source in sources]
-
-    stores: list[Documents] = []
-    if world.handle is None:
-        stores = prepare()
-    else:
-        failure: list[MegtoolError | None] = [None]
-        if world.is_first:
-            try:
-                stores = prepare()
-            except MegtoolError as e:
-                failure = [e]
-        dist.broadcast_object_list(failure, src=world.ranks[0], group=world.handle)
-        if failure[0] is not None:
-            raise failure[0]
-        if not world.is_first:
-            stores = prepare()  # tokenizes on a host without the cache
-    feeds = [
-        TokenDataset(
-            store,
-            options.length,
-            seed=options.seed,
-            mode=options.mode or ("whole" if store.is_partly_learned else "packed"),
-            overflow=options.overflow,
-            pad_id=0 if tokenizer is None else tokenizer.pad_id or 0,
-            source=str(source),
-            masking=options.masking,
-        )
-        for store, source in zip(stores, sources, strict=True)
-    ]
-    if not feeds:
-        raise UsageError("there is no data", hint="--data FILE")
-    return feeds[0] if len(feeds) == 1 else BlendedDataset(feeds, options.shares)
-
-
 def _with_labels(documents: Documents, cut: SampleIndex) -> SampleIndex:
     """Select the rows of a cut that have a label."""
     if not documents.is_partly_learned or not cut.num_rows:
@@ -377,6 +294,12 @@ def _with_labels(documents: Documents, cut: SampleIndex) -> SampleIndex:
     )
 
 
+def document_order(documents: Documents, seed: int | None) -> Int:
+    """The documents in the order in which they become rows."""
+    number = len(documents.lengths)
+    return np.arange(number) if seed is None else _shuffled(number, seed, "documents")
+
+
 def _shuffled(count: int, seed: int, label: str) -> Int:
     """A permutation of `count` items, determined by the seed."""
     words = np.frombuffer(hashlib.sha256(f"{seed} {label}".encode()).digest(), np.uint32)
@@ -387,10 +310,13 @@ def _stacked(rows: Sequence[PackedRows]) -> PackedRows:
     def all_of(name: str) -> NDArray[Any]:
         return np.concatenate([getattr(r, name) for r in rows])
 
+    has_sources = rows[0].sources_BE is not None
     return PackedRows(
         tokens_BS=all_of("tokens_BS"),
         labels_BS=all_of("labels_BS"),
         positions_BS=all_of("positions_BS"),
         documents_BS=all_of("documents_BS"),
         both_ways=rows[0].both_ways,
+        sources_BE=all_of("sources_BE") if has_sources else None,
+        source_valid_BE=all_of("source_valid_BE") if has_sources else None,
     )

@@ -32,7 +32,8 @@ class PackedRows:
     `positions_BS` start at 0 with every document and every row. `documents_BS` counts documents
     from 0 through the whole run, and is -1 where a row is filled up; tokens attend to equal
     documents alone. With `both_ways` tokens attend to those behind them as well, and labels are
-    those of the tokens themselves.
+    those of the tokens themselves. `sources_BE` are what an encoder reads, E tokens for each row,
+    of which those are padding where `source_valid_BE` is false.
     """
 
     tokens_BS: Int
@@ -40,6 +41,8 @@ class PackedRows:
     positions_BS: Int
     documents_BS: Int
     both_ways: bool = False
+    sources_BE: Int | None = None
+    source_valid_BE: NDArray[np.bool_] | None = None
 
     @property
     def valid_BS(self) -> NDArray[np.bool_]:

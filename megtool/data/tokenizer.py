@@ -42,7 +42,8 @@ class Tokenizer:
 
     `vocab_size` is one more than the largest id. `eos_id` is the token that ends a document,
     `eos_ids` are all tokens at which generation stops: those of generation_config.json (or
-    config.json), then the tokenizer's own. What the tokenizer does not have is None.
+    config.json), then the tokenizer's own. `sentinel_ids` stand for parts of a text that are left
+    out (`<extra_id_0>` and so on). What the tokenizer does not have is None.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class Tokenizer:
         if self._fast is not None:
             self._fast.no_truncation()
             self._fast.no_padding()
-        ids = full.get_vocab().values()
-        self.vocab_size: int = max(ids, default=-1) + 1
+        vocabulary: Mapping[str, int] = full.get_vocab()
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        self.sentinel_ids: tuple[int, ...] = _sentinels(vocabulary)
         self.bos_id: int | None = full.bos_token_id
         self.eos_id: int | None = full.eos_token_id
         self.pad_id: int | None = full.pad_token_id
@@ -355,6 +357,14 @@ def single_threaded() -> Iterator[None]:
             del os.environ[key]
         else:
             os.environ[key] = before
+
+
+def _sentinels(vocabulary: Mapping[str, int]) -> tuple[int, ...]:
+    """The tokens `<extra_id_0>`, `<extra_id_1>` and so on, as far as there are any."""
+    out: list[int] = []
+    while (token := vocabulary.get(f"<extra_id_{len(out)}>")) is not None:
+        out.append(token)
+    return tuple(out)
 
 
 def holds_vocabulary(name: str) -> bool:

@@ -19,11 +19,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """A prompt to continue: its index in the input, its tokens, and the limit of new ones."""
+    """A prompt to continue: its index in the input, its tokens, and the limit of new ones.
+
+    Where an encoder reads the prompt it is the `source`, and `prompt` is what the decoder begins
+    with.
+    """
 
     number: int
     prompt: tuple[int, ...]
     max_new_tokens: int
+    source: tuple[int, ...] = ()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the text that is read before the first new token."""
+        return len(self.source) if self.source else len(self.prompt)
 
     @property
     def num_positions(self) -> int:
@@ -88,7 +98,7 @@ class BatchScheduler:
         while self._waiting and self._free_slots:
             request = self._waiting[0]
             need = self._pages(request)
-            wider = max(longest, len(request.prompt))
+            wider = max(longest, request.num_prompt_tokens)
             if need > self._free_pages or (entered and wider * (len(entered) + 1) > most_tokens):
                 break
             longest = wider

@@ -10,9 +10,15 @@ from megtool.checkpoint.storage.location import location
 from megtool.errors import UsageError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from megtool.data.documents import Document
     from megtool.data.tokenizer import Tokenizer
     from megtool.inference.windows import TokenDocument
+    from megtool.model_config import ModelConfig
+
+    Ints = NDArray[np.int64]
 
 
 def read_token_documents(
@@ -78,6 +84,50 @@ def mask_documents(
             )
         inputs, labels = masking.masked(np.asarray(document.tokens, np.int64), number)
         out.append(TokenDocument(tokens=inputs.tolist(), labels=labels.tolist()))
+    return out
+
+
+def pair_documents(
+    documents: Sequence[TokenDocument],
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    source_length: int,
+) -> list[TokenDocument]:
+    """Targets with their sources, for a model of an encoder and a decoder.
+
+    A prompt is the source of its completion. Plain texts are cut, and spans are left out of every
+    part, whose source has at most `source_length` tokens; always the same ones.
+
+    Raises:
+        UsageError: the tokenizer lacks what ends texts or stands for spans, or a conversation is no
+            pair.
+    """
+    import numpy as np
+
+    from megtool.data.source_target import SourceTarget
+    from megtool.inference.windows import TokenDocument
+
+    form, out = SourceTarget.of(tokenizer, config), list[TokenDocument]()
+
+    def add(pair: tuple[Ints, Ints]) -> None:
+        source, target = (ids.tolist() for ids in pair)
+        out.append(TokenDocument(tokens=[form.start_id, *target], source=source))
+
+    for number, document in enumerate(documents):
+        ids = np.asarray(document.tokens, np.int64)
+        if document.counted is not None:
+            pair = form.pair(ids, np.asarray(document.counted, np.bool_))
+            if pair is None:
+                raise UsageError(
+                    f"text {number} is no source with a target",
+                    hint="a record with a prompt and a completion is; of a plain text (--field "
+                    "NAME, or --all-turns) spans are left out",
+                )
+            add(pair)
+            continue
+        size = form.text_length(source_length)
+        for begin in range(0, len(ids), size):
+            add(form.spans(ids[begin : begin + size], len(out)))
     return out
 
 

@@ -19,6 +19,7 @@ from megtool.model.decoder import Decoder, check_no_context
 from megtool.model.moe import MoeMlp
 from megtool.model.mtp import with_mtp_layers
 from megtool.model.pipeline import hidden_of_stages
+from megtool.model.source_cache import SourceCache
 from megtool.model_config import ModelConfig
 from megtool.parallel.context_parallel import whole_tokens
 from megtool.parallel.mesh import Mesh
@@ -70,6 +71,7 @@ class Forward:
         on the host (experts that are looped over, or on other ranks) or for the disk."""
         return (
             self.groups.pp.size == self.groups.cp.size == 1
+            and not self.config.num_decoder_layers  # sources differ in length
             and find_streamer(self.decoder) is None
             and all(m.is_graphable for m in self.decoder.modules() if isinstance(m, MoeMlp))
         )
@@ -149,6 +151,18 @@ class Forward:
             num_blocks=num_blocks,
             block_size=block_size,
             num_sequences=num_sequences,
+            layers=self.decoder.stage.layers,
+            tp=self.groups.tp.size,
+            dtype=self.decoder.dtype,
+            device=self.device,
+        )
+
+    def source_cache(self, *, num_slots: int, max_tokens: int) -> SourceCache:
+        """A cache of keys and values of sources, for the decoder of a model with an encoder."""
+        return SourceCache(
+            self.config,
+            num_slots=num_slots,
+            max_tokens=max_tokens,
             layers=self.decoder.stage.layers,
             tp=self.groups.tp.size,
             dtype=self.decoder.dtype,

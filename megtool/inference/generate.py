@@ -13,7 +13,7 @@ from megtool.errors import CheckpointError, UsageError
 from megtool.inference.batching import BatchScheduler, GenerateRequest, InOrder, Running
 from megtool.inference.forward import Forward
 from megtool.inference.sampling import NO_NUMBER, Sampling, choose
-from megtool.inference.slots import BlockSlots, RowSlots, Slots
+from megtool.inference.slots import BlockSlots, RowSlots, Slots, SourceSlots
 from megtool.inference.speculative import SpeculativeSlots
 from megtool.inference.stop_strings import Stops
 from megtool.model.batch import check_ids
@@ -88,18 +88,19 @@ def check_requests(requests: Sequence[GenerateRequest], config: ModelConfig) -> 
     Raises:
         UsageError: the first such prompt, with what would fit.
     """
-    max_positions = config.max_positions
+    max_positions, has_source = config.max_positions, config.num_decoder_layers > 0
     for request in requests:
-        if not request.prompt:
+        if not (request.source if has_source else request.prompt):
             raise UsageError(
                 f"prompt {request.number} is empty, and the tokenizer adds no first token",
                 hint="give some text",
             )
-        check_ids(request.prompt, config.vocab_size, f"prompt {request.number}")
+        for ids in (request.prompt, request.source):
+            check_ids(ids, config.vocab_size, f"prompt {request.number}")
         length, new = len(request.prompt), request.max_new_tokens
         if new < 1:
             raise UsageError(f"max_new_tokens is {new}", hint="1 or more")
-        if length + new > max_positions:
+        if length + new > max_positions and not has_source:
             remaining = max_positions - length
             raise UsageError(
                 f"prompt {request.number} has {length} tokens, and {new} new ones make "
@@ -159,7 +160,7 @@ def generate(
         new_tokens = (slots.prefill if entered else slots.step)(rows, generators)
         took = time.monotonic() - began
         if entered:
-            meter.prompt_tokens += sum(len(r.request.prompt) for r in rows)
+            meter.prompt_tokens += sum(r.request.num_prompt_tokens for r in rows)
             meter.prompt_seconds += took
         else:
             meter.step_seconds += took
@@ -186,11 +187,13 @@ def _make_slots(
     num_slots = options.num_slots
     if options.speculative:
         return SpeculativeSlots(forward, requests, num_slots=num_slots, sampling=options.sampling)
-    slots: Slots = (
-        RowSlots(forward, requests, graphed=options.graphed)
-        if len(requests) <= num_slots
-        else BlockSlots(forward, requests, num_slots=num_slots)
-    )
+    slots: Slots
+    if forward.config.num_decoder_layers:
+        slots = SourceSlots(forward, requests, num_slots=min(num_slots, len(requests)))
+    elif len(requests) <= num_slots:
+        slots = RowSlots(forward, requests, graphed=options.graphed)
+    else:
+        slots = BlockSlots(forward, requests, num_slots=num_slots)
     return OneByOne(forward, slots, options.sampling)
 
 
@@ -292,7 +295,7 @@ class _Writer:
         self._show(self._stops.finish())
         return Completion(
             number=running.request.number,
-            num_prompt_tokens=len(running.request.prompt),
+            num_prompt_tokens=running.request.num_prompt_tokens,
             tokens=tuple(running.tokens),
             text="".join(self._pieces),
             finish=finish,

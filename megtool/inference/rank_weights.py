@@ -105,7 +105,7 @@ class Weights:
             options=DialectOptions(divisible_by=vocab_multiple),
         )
         others = [t.name for t in target.tensors if t.name.startswith("encoder.")]
-        if others:
+        if others and not self.config.num_decoder_layers:
             raise _no_decoder(self.catalogue, others[0], "an encoder")
         return target
 
@@ -215,7 +215,7 @@ def decoder_of(
     """
     side, config, where = source.view, source.known_config, source.catalogue.root
     stored = [t.name for t in source.catalogue.tensors if not is_optimizer_state(t.name)]
-    if is_encoder_decoder(stored):
+    if is_encoder_decoder(stored) and (config is None or not config.num_decoder_layers):
         raise _no_decoder(
             source.catalogue, stored[0], "an encoder and a decoder that attends to it"
         )
@@ -265,11 +265,12 @@ def decoder_of(
 
 def _no_decoder(catalogue: Catalogue, name: str, what: str) -> MappingError:
     return MappingError(
-        f"the checkpoint is {what}, and only models of one stack of `decoder.layers` are run",
+        f"the checkpoint is {what}, and only models of one stack of `decoder.layers` are run, and "
+        "T5",
         file=catalogue.root,
         tensor=name,
-        hint="Megatron's BERT and T5 can be converted and inspected; RoBERTa, ModernBERT and "
-        "decoders are run",
+        hint="Megatron's BERT can be converted and inspected; RoBERTa, ModernBERT and decoders "
+        "are run, and T5 with a config.json: --like HF_FOLDER",
         error_id="unsupported-model",
     )
 

@@ -12,6 +12,7 @@ from megtool.errors import UsageError
 from megtool.inference.batching import GenerateRequest, Running, left_padded
 from megtool.inference.cuda_graph import SPARE_SLOTS, GraphedStep
 from megtool.inference.forward import Forward
+from megtool.inference.windows import pad_sources
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache, PagedCache
 
@@ -145,3 +146,42 @@ class BlockSlots:
     def leave(self, running: Running) -> None:
         """Its blocks are free for the next."""
         self._cache.release(running.request.number)
+
+
+class SourceSlots(BlockSlots):
+    """Blocks for what a decoder writes, and a slot for each source that it attends to.
+
+    The encoder reads a source once, when its request enters.
+    """
+
+    def __init__(
+        self, forward: Forward, requests: Sequence[GenerateRequest], *, num_slots: int
+    ) -> None:
+        super().__init__(forward, requests, num_slots=num_slots)
+        longest = max(len(r.source) for r in requests)
+        self._sources = forward.source_cache(num_slots=num_slots, max_tokens=longest)
+        self._cache.sources = self._sources
+
+    def prefill(self, rows: Sequence[Running]) -> Tensor | None:
+        """The sources of those who enter, padded on the right, and what targets begin with.
+
+        Raises:
+            UsageError: targets begin with unequal numbers of tokens.
+        """
+        if len({len(r.request.prompt) for r in rows}) != 1:
+            raise UsageError("targets begin with unequal numbers of tokens")
+        self._cache.choose([(r.request.number, len(r.request.prompt)) for r in rows])
+        self._sources.choose([r.slot for r in rows])
+        device = self._forward.device
+        source_BE, valid_BE = pad_sources([r.request.source for r in rows], device)
+        batch = Batch(
+            tokens_BS=torch.tensor([r.request.prompt for r in rows], device=device),
+            source_BE=source_BE,
+            source_valid_BE=valid_BE,
+        )
+        return self._forward.last_logits(batch, self._cache)
+
+    def step(self, rows: Sequence[Running]) -> Tensor | None:
+        """One token for every running sequence."""
+        self._sources.choose([r.slot for r in rows])
+        return super().step(rows)

@@ -20,12 +20,13 @@ class TokenDocument:
     """A text as tokens. Of tokens where `counted` is false no prediction counts (None: all do).
 
     `labels` are what a model that sees tokens behind each as well has to predict in its place, or
-    `IGNORED`; without them each token predicts the next.
+    `IGNORED`; without them each token predicts the next. `source` is what an encoder reads.
     """
 
     tokens: Sequence[int]
     counted: Sequence[bool] | None = None
     labels: Sequence[int] | None = None
+    source: Sequence[int] | None = None
 
     @property
     def num_pairs(self) -> int:
@@ -143,5 +144,25 @@ def _rows(
                 labels_BS[row, position - w.start - 1] = label
                 places.append((w.document, position))
     ragged = not bool(valid_BS.all())
-    batch = Batch(tokens_BS=tokens_BS.to(device), valid_BS=valid_BS.to(device) if ragged else None)
+    sources = [document.source for _, document in some if document.source is not None]
+    source_BE, source_valid_BE = pad_sources(sources, device) if sources else (None, None)
+    batch = Batch(
+        tokens_BS=tokens_BS.to(device),
+        valid_BS=valid_BS.to(device) if ragged else None,
+        source_BE=source_BE,
+        source_valid_BE=source_valid_BE,
+    )
     return WindowRows(batch=batch, labels_BS=labels_BS.to(device), places=places)
+
+
+def pad_sources(
+    sources: Sequence[Sequence[int]], device: torch.device | str
+) -> tuple[Tensor, Tensor | None]:
+    """Sources as rows that are padded on the right, and which tokens are no padding (None: all)."""
+    width = max(map(len, sources))
+    padded = [[*source, *[_PAD] * (width - len(source))] for source in sources]
+    valid_BE = None
+    if min(map(len, sources)) < width:
+        lengths_B = torch.tensor([len(source) for source in sources])
+        valid_BE = (torch.arange(width) < lengths_B[:, None]).to(device)
+    return torch.tensor(padded, dtype=torch.int64).to(device), valid_BE

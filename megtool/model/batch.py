@@ -26,7 +26,8 @@ class Batch:
     stand on the left or on the right and is never attended to. Tokens attend within equal
     `documents_BS` alone; positions do not start again by themselves where a document does.
     `counted_BS` is false for tokens that fill rows up: losses of routers leave them out, and they
-    are attended to as others are.
+    are attended to as others are. A model with an encoder has that read `source_BE`, E tokens for
+    each row, of which those are padding where `source_valid_BE` is false.
 
     Raises:
         UsageError: there is no token, or a shape is not that of the tokens.
@@ -37,6 +38,8 @@ class Batch:
     valid_BS: Tensor | None = None
     documents_BS: Tensor | None = None
     counted_BS: Tensor | None = None
+    source_BE: Tensor | None = None
+    source_valid_BE: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.tokens_BS.dim() != 2:
@@ -59,8 +62,24 @@ class Batch:
                     f"{name} has shape {list(value.shape)}, and the tokens "
                     f"{list(self.tokens_BS.shape)}"
                 )
+        self._check_source()
         if self.valid_BS is not None and self.valid_BS.dtype != torch.bool:
             raise UsageError(f"valid_BS is of {self.valid_BS.dtype}", hint="true for real tokens")
+
+    def _check_source(self) -> None:
+        source, valid = self.source_BE, self.source_valid_BE
+        if source is None and valid is None:
+            return
+        rows = len(self.tokens_BS)
+        if source is None or source.dim() != 2 or len(source) != rows or not source.numel():
+            shape = None if source is None else list(source.shape)
+            raise UsageError(f"source_BE has shape {shape}, and there are {rows} rows of tokens")
+        if valid is not None and (valid.shape != source.shape or valid.dtype != torch.bool):
+            raise UsageError(
+                f"source_valid_BE is of {valid.dtype} and has shape {list(valid.shape)}, and the "
+                f"source {list(source.shape)}",
+                hint="true for real tokens",
+            )
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -15,6 +15,9 @@ from megtool.model.batch import Batch
 from megtool.model.recurrent_state import Mixers, RecurrentStates, StateName
 from megtool.model_config import ModelConfig
 
+if TYPE_CHECKING:
+    from megtool.model.source_cache import SourceCache
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySpan:
@@ -76,10 +79,11 @@ class KVCache(ABC):
     Attention keeps keys and values of every token, a recurrent mixer (Mamba-2, gated delta net) a
     state of one size (`recurrent_state`). A pass calls `begin` once, `append` in every layer with
     attention, `read_state` and `write_state` in every layer with a recurrent mixer, and `advance`
-    once.
+    once. `sources` are keys and values of what a decoder attends to of an encoder.
     """
 
     states: RecurrentStates
+    sources: SourceCache | None = None
 
     @abstractmethod
     def begin(self, batch: Batch) -> KeySpan:

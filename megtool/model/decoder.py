@@ -110,17 +110,17 @@ def check_direction(
         )
 
 
-def check_kind(config: ModelConfig) -> None:
-    """Refuse options that no model of one stack of layers has.
+def check_kind(config: ModelConfig, *, is_alone: bool = True) -> None:
+    """Refuse options that no decoder has that is alone, or no decoder at all.
 
     Raises:
         MappingError: relative positions, compressed keys, or learned positions with multi-token
             prediction.
     """
-    if config.position_embedding == "relative":
+    if config.position_embedding == "relative" and is_alone:
         raise MappingError(
             "position_embedding is 'relative', which models of an encoder and a decoder have",
-            hint="a Decoder runs models of one stack of layers; others are only converted",
+            hint="megtool.model.pipeline.build_stages builds the class of a configuration",
         )
     if config.num_mtp_layers and config.hyper_streams:
         raise MappingError(
@@ -205,6 +205,8 @@ class Decoder(nn.Module):
         MappingError: the configuration asks for something unknown, or for two stacks of layers.
     """
 
+    layer_class: ClassVar[type[TransformerLayer]] = TransformerLayer
+
     def __init__(
         self,
         config: ModelConfig,
@@ -217,7 +219,7 @@ class Decoder(nn.Module):
         vocab_multiple: int = VOCAB_MULTIPLE,
     ) -> None:
         super().__init__()
-        check_kind(config)
+        check_kind(config, is_alone=self.layer_class is TransformerLayer)
         check_sources(config, range(config.num_layers) if stage is None else stage.layers)
         check_kv_sources(config, range(config.num_layers) if stage is None else stage.layers)
         check_whole(config, stage)
@@ -247,7 +249,7 @@ class Decoder(nn.Module):
                 device=device,
             )
         layers: dict[str, nn.Module] = {
-            str(number): TransformerLayer(
+            str(number): self.layer_class(
                 config,
                 number,
                 groups,

@@ -88,6 +88,14 @@ class Draws:
         )
         return attention, mlp
 
+    def across(self, layer: int) -> DropoutSpec | None:
+        """The mask for the output of a layer's attention to an encoder."""
+        return self._chance(self.shares.hidden, f"{layer} across {self.rows}")
+
+    def across_weights(self, layer: int) -> DropoutSpec | None:
+        """For the weights of that attention, of this rank's heads."""
+        return self._chance(self.shares.attention, f"{layer} across weights {self.heads}")
+
     def attention(self, layer: int, stretch: int) -> DropoutSpec | None:
         """For the weights of a stretch of queries, of this rank's heads."""
         return self._chance(self.shares.attention, f"{layer} weights {stretch} {self.heads}")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megtool.model.dropout import Draws
     from megtool.model.masks import Mask, Masks
     from megtool.model.rotary import Rotary, Rotation
+    from megtool.model.source_cache import EncodedSource
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,9 +34,8 @@ class ForwardContext:
     `chosen` are the `stretches` of layers of sparse attention, with masks of the tokens that an
     indexer has chosen: while such a layer runs, or for as long as others share the choice.
     `shared_kv` are keys and values, [B, K, L, D], of the layers that others share them with, and
-    `layer_inputs` what an embedding of their own gives each layer for this rank's rows.
-    `shared_kv` are keys and values, [B, K, L, D], of the layers that others share them with, and
-    `layer_inputs` what an embedding of their own gives each layer for this rank's rows.
+    `layer_inputs` what an embedding of their own gives each layer for this rank's rows. `source` is
+    what a decoder attends to of an encoder.
     """
 
     num_rows: int
@@ -53,6 +53,7 @@ class ForwardContext:
     runs_BS: Tensor | None = None
     tokens_BS: Tensor | None = None
     chosen: dict[int, list[tuple[int, Mask]]] = field(default_factory=dict)
+    source: EncodedSource | None = None
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     layer_inputs: tuple[Tensor, ...] = ()
     _turns: dict[int, Rotation | None] = field(default_factory=dict)

@@ -21,22 +21,25 @@ class Mask:
     All of them where `allowed` is None, or, with `is_causal`, those up to the query's own, the last
     query's being the last key; else `allowed` is true for them, bool [B, 1, S, L] (batch may be
     1). A query always may attend to its own key, so that no row is empty. Padding takes no place in
-    a window.
+    a window. `scores` are added to those of attention, [B, N, S, L] (batch may be 1).
     """
 
     allowed: Tensor | None = None
     is_causal: bool = False
+    scores: Tensor | None = None
     _bias: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """`allowed` as an additive bias of scores, 0 or minus infinity; built once for all
-        layers.
+        """`allowed` as an additive bias of scores, `scores` (or 0) or minus infinity; built once
+        for all layers.
         """
         if self.allowed is None:
-            return None
+            return None if self.scores is None else self.scores.to(dtype)
         if dtype not in self._bias:
-            zeros = torch.zeros((), dtype=dtype, device=self.allowed.device)
-            self._bias[dtype] = torch.where(self.allowed, zeros, float("-inf"))
+            added = self.scores
+            if added is None:
+                added = torch.zeros((), dtype=dtype, device=self.allowed.device)
+            self._bias[dtype] = torch.where(self.allowed, added.to(dtype), float("-inf"))
         return self._bias[dtype]
 
     def square(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:

@@ -14,6 +14,7 @@ from megtool.errors import LayoutError
 from megtool.model.batch import Batch
 from megtool.model.cache import KVCache
 from megtool.model.decoder import Decoder, Stage, rows_of_rank
+from megtool.model.encoder_decoder import EncoderDecoder
 from megtool.model.forward_context import ForwardContext
 from megtool.model.param_attributes import mark
 from megtool.model_config import ModelConfig
@@ -28,10 +29,14 @@ Stages = Decoder | Sequence[Decoder]
 def build_stages(config: ModelConfig, groups: ProcessGroups, **options: Any) -> list[Decoder]:
     """The virtual chunks of this rank's stage, split as Megatron splits them; `how` is Decoder's.
 
+    A model of an encoder and a decoder is one `EncoderDecoder`.
+
     Raises:
         LayoutError: the layers do not go over the stages; the hint holds splits that do. Or layers
             of multi-token prediction are apart from the output layer.
     """
+    if config.num_decoder_layers:
+        return [EncoderDecoder(config, groups, **options)]
     split, stage = Pipeline.of(groups.parallel), groups.pp.rank
     check_mtp_stage(config, groups.parallel)
     norm = split.norm(config.num_layers, has_mtp=config.num_mtp_layers > 0)
@@ -356,4 +361,8 @@ def _facts(batch: Batch) -> dict[str, Tensor]:
         value: Tensor | None = getattr(batch, name)
         if value is not None:
             out[name] = value.expand(batch.shape)
+    for name in ("source_BE", "source_valid_BE"):
+        value = getattr(batch, name)
+        if value is not None:
+            out[name] = value
     return out

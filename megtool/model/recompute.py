@@ -17,6 +17,7 @@ from megtool.errors import UsageError
 from megtool.kernels.dispatch import Implementation, requested_implementation, use
 from megtool.kernels.te_linear import Contexts, contexts_again
 from megtool.model.decoder import Decoder
+from megtool.model.encoder_decoder import EncoderDecoder
 from megtool.model.layer import TransformerLayer
 from megtool.model.lora import Adapter
 
@@ -45,7 +46,7 @@ def recompute(
     stages: Decoder | Sequence[Decoder], granularity: Granularity, num_layers: int | None = None
 ) -> int:
     """Compute the first `num_layers` layers of each stage (default: all, those of multi-token
-    prediction as well) again when going back.
+    prediction as well) again when going back, and as many of an encoder.
 
     "full" keeps a layer's input alone; "selective" also what its matrix products and attention
     gave, so that only norms, rotations and activations are computed twice. Values and gradients
@@ -62,6 +63,8 @@ def recompute(
     chosen: list[nn.Module] = []
     for decoder in [stages] if isinstance(stages, Decoder) else stages:
         chosen += [decoder.decoder.layers[str(n)] for n in decoder.stage.layers[:num_layers]]
+        if isinstance(decoder, EncoderDecoder):
+            chosen += list(decoder.encoder.layers.values())[:num_layers]
         if decoder.mtp is not None and num_layers is None:
             chosen += [m for m in decoder.mtp.modules() if isinstance(m, TransformerLayer)]
     for layer in chosen:

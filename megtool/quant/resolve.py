@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megtool.checkpoint.storage.location import location
+from megtool.errors import MappingError
 from megtool.options.groups import SourceOptions
 from megtool.quant.recipes.dialects import load_recipe
 from megtool.quant.recipes.engine_models import UNLISTED, UNLISTED_HINT, is_unlisted
@@ -85,6 +86,7 @@ def resolve_recipe(
         optimizer=False,
         tensors=TensorFilter(ignore=is_amax_buffer),
     )
+    _check_stacks(source_)
     modules = list_modules(source_.view)
     _check_names(parsed, modules, problems)
     matched = match_rules(parsed, modules.modules, problems, group_size=group_size or 0)
@@ -99,6 +101,21 @@ def resolve_recipe(
     return ResolvedRecipe(
         source=source_, recipe=parsed, modules=modules, matched=matched, target=engine
     )
+
+
+def _check_stacks(source: CheckpointSource) -> None:
+    """Refuse a model of an encoder and a decoder.
+
+    Raises:
+        MappingError: it is one.
+    """
+    config = source.known_config
+    if config is not None and config.num_decoder_layers:
+        raise MappingError(
+            f"{source.family_name} is a model of an encoder and a decoder, which is not quantized",
+            file=source.path,
+            hint="recipes are for decoders; `megtool generate`, `evaluate` and `finetune` run it",
+        )
 
 
 def _find_architecture(source: CheckpointSource) -> str:

@@ -51,8 +51,8 @@ _LIKE = "--like FOLDER takes it from the config.json of a Hugging Face folder"
 NameFilter = Callable[[str], bool]
 
 _ENCODERS = (
-    "only decoders do; `megtool evaluate` and `finetune` take encoders, and `megtool reshard` and "
-    "`verify` any model"
+    "`megtool evaluate` and `finetune` take encoders, and also T5, as `generate` does; `megtool "
+    "reshard` and `verify` take any model"
 )
 
 
@@ -168,20 +168,25 @@ def open_decoder(
     options: SourceOptions = SourceOptions(),  # noqa: B008
     *,
     encoders: bool = False,
+    two_stacks: bool = False,
 ) -> CheckpointSource:
     """Open the weights of a decoder that can run, from headers and small files alone.
 
-    Models whose tokens attend both ways are taken where `encoders` is true.
+    Models whose tokens attend both ways are taken where `encoders` is true, and those of an encoder
+    and a decoder where `two_stacks` is.
 
     Raises:
         MegtoolError: it cannot be opened, its model is not known, or is no decoder.
     """
-    return require_decoder(open_source(path, options, optimizer=False), encoders=encoders)
+    source = open_source(path, options, optimizer=False)
+    return require_decoder(source, encoders=encoders, two_stacks=two_stacks)
 
 
-def require_decoder(source: CheckpointSource, *, encoders: bool = False) -> CheckpointSource:
-    """The source itself, if it holds a decoder (or, with `encoders`, an encoder) of a known
-    configuration.
+def require_decoder(
+    source: CheckpointSource, *, encoders: bool = False, two_stacks: bool = False
+) -> CheckpointSource:
+    """The source itself, if it holds a decoder of a known configuration (or, with `encoders`, an
+    encoder, and with `two_stacks` an encoder and a decoder).
 
     Raises:
         MappingError: the model is not known, or is no decoder.
@@ -194,10 +199,11 @@ def require_decoder(source: CheckpointSource, *, encoders: bool = False) -> Chec
             file=source.path,
             hint="--family NAME and --like HF_FOLDER say which model it is; " + _ENCODERS,
         )
-    if (config.bidirectional and not encoders) or config.position_embedding == "relative":
-        what = "an encoder and a decoder, which are not run"
-        if config.bidirectional:
-            what = "an encoder, which generates no text"
+    if config.bidirectional and not encoders:
+        what = "an encoder, which generates no text"
+        raise MappingError(f"it is {what}", file=source.path, hint=_ENCODERS)
+    if config.num_decoder_layers and not two_stacks:
+        what = "an encoder and a decoder, and this takes a decoder alone"
         raise MappingError(f"it is {what}", file=source.path, hint=_ENCODERS)
     if towers := source.view.towers():
         parts = dict.fromkeys(name.partition(".")[0] for name in towers)

@@ -39,11 +39,17 @@ def collate_rows(rows: PackedRows, device: torch.device) -> tuple[Batch, Tensor]
 
     differ_BS = rows.documents_BS != rows.documents_BS[:, :1]
     has_documents = bool((differ_BS & (rows.valid_BS | rows.both_ways)).any())
+    sources, are_valid = rows.sources_BE, rows.source_valid_BE
+    has_source_padding = are_valid is not None and not are_valid.all()
     batch = Batch(
         tokens_BS=to_device(rows.tokens_BS),
         positions_BS=to_device(rows.positions_BS) if has_documents else None,
         documents_BS=to_device(rows.documents_BS) if has_documents else None,
         counted_BS=None if rows.valid_BS.all() else to_device(rows.valid_BS),
+        source_BE=None if sources is None else to_device(sources),
+        source_valid_BE=to_device(are_valid)
+        if are_valid is not None and has_source_padding
+        else None,
     )
     return batch, to_device(rows.labels_BS)
 
@@ -62,4 +68,6 @@ def pad_rows(rows: PackedRows, count: int) -> PackedRows:
         positions_BS=rows.positions_BS[indices],
         documents_BS=rows.documents_BS[indices],
         both_ways=rows.both_ways,
+        sources_BE=None if rows.sources_BE is None else rows.sources_BE[indices],
+        source_valid_BE=None if rows.source_valid_BE is None else rows.source_valid_BE[indices],
     )

@@ -71,10 +71,18 @@ class TrainConfig(OptimizerOptions, FurtherLossOptions, SourceOptions, Tokenizer
     )
     mask_prob: float = option(
         INPUT,
-        "Share of the tokens that an encoder (RoBERTa, ModernBERT) learns to predict.",
+        "Share of the tokens that an encoder (RoBERTa, ModernBERT) learns to predict, or that T5 "
+        "is to fill in.",
         0.15,
         metavar="X",
         minimum=0,
+    )
+    mean_noise_span_length: float = option(
+        INPUT,
+        "Mean tokens of a span that T5 is to fill in, of plain texts.",
+        3.0,
+        metavar="X",
+        minimum=1,
     )
     data_cache_path: Path | None = option(
         INPUT, "Where to cache tokenized data; default: in DST.", metavar="FOLDER"
@@ -87,6 +95,13 @@ class TrainConfig(OptimizerOptions, FurtherLossOptions, SourceOptions, Tokenizer
     seq_length: int | None = option(
         TRAINING,
         "Tokens of a row; default: the model's positions, at most 2048.",
+        metavar="N",
+        minimum=1,
+    )
+    decoder_seq_length: int | None = option(
+        TRAINING,
+        "Tokens of a target (T5; --seq-length are those of its source); default: as many as texts "
+        "with spans left out need, and --seq-length for prompts with completions.",
         metavar="N",
         minimum=1,
     )

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megtool.console import Progress, silent
-from megtool.data.dataset import BlendedDataset, RowOptions, TokenDataset, open_dataset
+from megtool.data.dataset import BlendedDataset, TokenDataset
 from megtool.data.masking import Masking
+from megtool.data.open_dataset import RowOptions, open_dataset
+from megtool.data.source_target import SourceTarget
 from megtool.data.token_cache import Encoding, is_indexed
 from megtool.errors import MegtoolError
 from megtool.parallel.process_groups import ALONE, Group
@@ -55,7 +57,7 @@ def open_datasets(
         StorageError: the cache cannot be written.
     """
     config = source.config
-    seq_length = row_length(settings, config.max_positions)
+    seq_length = row_length(settings, config)
     open_texts = partial(
         open_dataset,
         cache=cache,
@@ -78,6 +80,16 @@ def open_datasets(
         )
         if config.bidirectional
         else None,
+        targets=SourceTarget.of(
+            tokenizer,
+            config,
+            share=settings.mask_prob,
+            mean_span=settings.mean_noise_span_length,
+            seed=settings.seed,
+        )
+        if config.num_decoder_layers
+        else None,
+        target_length=settings.decoder_seq_length,
     )
     train = open_texts(settings.data, tokenizer, rows)
     evaluation: TokenDataset | BlendedDataset | None = None

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 from megtool.config import ParallelConfig
 from megtool.convert.sharding import check_layout
-from megtool.errors import UsageError
+from megtool.errors import LayoutError, UsageError
 from megtool.inference.runtime import usual_device
 from megtool.kernels import transformer_engine
 from megtool.model.decoder import check_direction
@@ -33,11 +33,39 @@ def check_run(source: CheckpointSource, settings: TrainConfig) -> None:
     config = source.config
     check_layout(config, settings.layout)
     check_direction(config, settings.layout)
+    if config.num_decoder_layers:
+        _check_two_stacks(settings)
     check_graphs(settings, config)
     if settings.kernels == "te":
         transformer_engine.require((settings.device or usual_device()).partition(":")[0])
     check_features(settings, source)
     _check_patterns(settings, config)
+
+
+def _check_two_stacks(settings: TrainConfig) -> None:
+    """Check that a model of an encoder and a decoder is trained with what it can be.
+
+    Raises:
+        UsageError: an option is for decoders alone.
+        LayoutError: there is context parallelism.
+    """
+    if settings.layout.cp > 1:
+        raise LayoutError(
+            f"cp is {settings.layout.cp}, and context parallelism is not for an encoder",
+            hint="--tp splits it; context parallelism is for decoders",
+        )
+    is_given = {
+        "lora_rank": settings.lora_rank is not None,
+        "qat": settings.qat is not None,
+        "teacher": settings.teacher is not None,
+        "fp8_recipe": settings.fp8_recipe is not None,
+        "cuda_graph_impl": settings.cuda_graph_impl != "none",
+    }
+    if option := next((name for name, given in is_given.items() if given), None):
+        raise UsageError(
+            f"{flag(option)} is for decoders, and the model has an encoder as well",
+            hint=f"leave out {flag(option)}",
+        )
 
 
 def _check_patterns(settings: TrainConfig, config: ModelConfig) -> None:
@@ -71,7 +99,7 @@ def check_plan(source: CheckpointSource, settings: TrainConfig, layout: Parallel
     """
     plan = plan_run(
         settings,
-        seq_length=row_length(settings, source.config.max_positions),
+        seq_length=row_length(settings, source.config),
         num_samples=1,
         layout=layout,
     )

@@ -110,8 +110,9 @@ class TrainRun:
         )
         plan = plan_run(
             settings,
-            seq_length=row_length(settings, self.source.config.max_positions),
+            seq_length=row_length(settings, self.source.config),
             num_samples=len(datasets.train),
+            target_length=datasets.train.target_length,
             layout=groups.parallel,
         )
         schedule = make_lr_schedule(settings, plan)

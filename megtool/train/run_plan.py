@@ -14,6 +14,7 @@ from megtool.train.config import TrainConfig
 if TYPE_CHECKING:
     from megtool.config import ParallelConfig
     from megtool.model.decoder import Decoder
+    from megtool.model_config import ModelConfig
     from megtool.optim.config import GroupRule, OptimizerConfig
     from megtool.optim.optimizer import Optimizer
     from megtool.optim.param_groups import ParamGroup
@@ -27,7 +28,8 @@ _MOST_LENGTH = 2048
 class RunPlan:
     """The size of a run: `train_iters` steps of `global_batch_size` rows of `seq_length` tokens.
 
-    Each of `replicas` does `num_microbatches` passes of `micro_batch_size` rows in a step.
+    Each of `replicas` does `num_microbatches` passes of `micro_batch_size` rows in a step. Where an
+    encoder reads rows, each has a target of `target_length` tokens as well.
     """
 
     train_iters: int
@@ -35,6 +37,7 @@ class RunPlan:
     micro_batch_size: int
     global_batch_size: int
     replicas: int
+    target_length: int = 0
 
     @property
     def num_microbatches(self) -> int:
@@ -49,7 +52,7 @@ class RunPlan:
     @property
     def tokens(self) -> int:
         """Tokens of a step, padding included."""
-        return self.global_batch_size * self.seq_length
+        return self.global_batch_size * (self.seq_length + self.target_length)
 
     @property
     def samples(self) -> int:
@@ -57,15 +60,16 @@ class RunPlan:
         return self.train_iters * self.global_batch_size
 
 
-def row_length(settings: TrainConfig, max_positions: int) -> int:
-    """Tokens of a row.
+def row_length(settings: TrainConfig, config: ModelConfig) -> int:
+    """Tokens of a row, or, of a model with an encoder, of a source.
 
     Raises:
-        UsageError: more than the model has positions.
+        UsageError: more than the model has positions, unless these are relative.
     """
+    max_positions = config.max_positions
     if settings.seq_length is None:
         return min(max_positions, _MOST_LENGTH)
-    if settings.seq_length > max_positions:
+    if settings.seq_length > max_positions and config.position_embedding != "relative":
         raise UsageError(
             f"--seq-length {settings.seq_length} exceeds the model's {max_positions} positions",
             hint=f"at most {max_positions}",
@@ -79,6 +83,7 @@ def plan_run(
     seq_length: int,
     num_samples: int,
     layout: ParallelConfig,
+    target_length: int = 0,
 ) -> RunPlan:
     """Plan a run at a layout on data of so many samples.
 
@@ -96,7 +101,8 @@ def plan_run(
     if settings.sequence_parallel:
         from megtool.model.decoder import rows_of_rank
 
-        rows_of_rank(settings.micro_batch_size * seq_length // cp, tp, cp)
+        for length in (seq_length, target_length):
+            rows_of_rank(settings.micro_batch_size * length // cp, tp, cp)
     micro, batch = settings.micro_batch_size, settings.global_batch_size
     rows_per_pass = micro * replicas
     if batch is None:
@@ -118,6 +124,7 @@ def plan_run(
         micro_batch_size=micro,
         global_batch_size=batch,
         replicas=replicas,
+        target_length=target_length,
     )
 
 

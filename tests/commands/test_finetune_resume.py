@@ -289,7 +289,7 @@ def test_every_row_that_is_held_out_of_a_blend_is_measured_once(model, data, tmp
 
 def mean_held_out(model: Path, files: list[str]) -> float:
     """The mean loss of what is held out of files, each measured on its own."""
-    from megtool.data.dataset import RowOptions, open_dataset
+    from megtool.data.open_dataset import RowOptions, open_dataset
     from megtool.parallel.process_groups import ProcessGroups
     from megtool.reshard.open_source import open_decoder
     from megtool.train.build_model import load_for_training

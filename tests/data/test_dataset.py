@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.data.blend import Blend
-from megtool.data.dataset import BlendedDataset, RowOptions, TokenDataset, open_dataset
+from megtool.data.dataset import BlendedDataset, TokenDataset
 from megtool.data.indexed import IndexedWriter
+from megtool.data.open_dataset import RowOptions, open_dataset
 from megtool.data.packing import IGNORED, PackedRows
 from megtool.data.sample_index import Mode, Overflow
 from megtool.data.token_cache import Encoding, TokenCache, store_tokens

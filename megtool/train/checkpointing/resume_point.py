@@ -54,6 +54,7 @@ def cache_folder(folder: Path) -> Path:
 # others.
 _SHAPE_KEYS = (
     "num_layers",
+    "num_decoder_layers",
     "hidden_size",
     "ffn_hidden_size",
     "num_heads",
@@ -165,6 +166,11 @@ def warn_stale_tracker(folder: Path, checkpoint: Path) -> None:
         )
 
 
+def _require_model(source: CheckpointSource) -> CheckpointSource:
+    """The source itself, of a model of any kind that is trained."""
+    return require_decoder(source, encoders=True, two_stacks=True)
+
+
 def check_loaded(source: CheckpointSource, loaded: CheckpointSource, train_iters: int) -> None:
     """Check that the checkpoint of `--load` has the model of SRC, and that steps remain.
 
@@ -173,7 +179,7 @@ def check_loaded(source: CheckpointSource, loaded: CheckpointSource, train_iters
         UsageError: all steps are done.
     """
     path = loaded.path
-    expected, actual = asdict(source.config), asdict(require_decoder(loaded, encoders=True).config)
+    expected, actual = asdict(source.config), asdict(_require_model(loaded).config)
     for name in _SHAPE_KEYS:
         is_unknown = name.endswith("ffn_hidden_size") and not (expected[name] and actual[name])
         if expected[name] != actual[name] and not is_unknown:
@@ -238,7 +244,7 @@ def open_checkpoint(path: Path, settings: TrainConfig) -> CheckpointSource:
         MegtoolError: it cannot be opened, or is not a decoder.
     """
     options = SourceOptions(family=settings.family, like=settings.like)
-    return require_decoder(open_source(path, options), encoders=True)
+    return _require_model(open_source(path, options))
 
 
 def load_train_state(

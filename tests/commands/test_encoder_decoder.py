@@ -1,0 +1,191 @@
+"""T5 generates, is scored and is trained: the numbers are transformers'."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megtool import evaluate, export, finetune, generate, reshard, verify
+from megtool.commands.evaluate_report import EvaluateReport
+from megtool.commands.generate_report import GenerateReport
+from megtool.errors import LayoutError, UsageError
+from megtool.reshard.open_source import open_decoder
+from megtool.train.config import TrainConfig
+from megtool.train.datasets import open_datasets
+from megtool.train.run_log import read_log
+from tests.support.errors import raises
+from tests.support.models import tiny_t5
+from tests.support.models.tiny_model import tiny_model
+from tests.support.runs.finetune_runs import curve, tune
+from tests.support.worlds.gloo_world import run_world
+
+transformers = pytest.importorskip("transformers")
+
+PROMPTS = (
+    "Once upon a time",
+    "Why?",
+    "translate English to German: the house is wonderful, and so is the garden.",
+    "And now for something else",
+)
+CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    root = tmp_path_factory.mktemp("t5")
+    return {n: (root / n, tiny_t5.save(root / n, **keys)) for n, keys in tiny_t5.KEYS.items()}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [{"prompt": p, "completion": f"Because {p[:5]}"} for p in PROMPTS]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows * 3))
+    return file
+
+
+@pytest.mark.parametrize("name", tiny_t5.KEYS)
+def test_texts_are_those_of_transformers(name: str, models: dict[str, tuple[Path, Any]]) -> None:
+    """Prompts of unequal length, all at once, and two at a time."""
+    folder, theirs = models[name]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
+    # transformers' own cache has too few layers where the decoder has more of them.
+    how = {"max_new_tokens": 12, "do_sample": False, "use_cache": False}
+    want = tokenizer.batch_decode(theirs.generate(**inputs, **how), skip_special_tokens=True)
+    assert len(set(want)) > 2
+    for batch_size in (4, 2):
+        found = generate(folder, prompt=PROMPTS, max_new_tokens=12, batch_size=batch_size, **CPU)
+        assert isinstance(found, GenerateReport)
+        assert [a.text for a in found.answers] == want
+        assert found.answers[1].num_prompt_tokens == len("Why?") + 1
+    drawn = [
+        generate(folder, prompt=PROMPTS, max_new_tokens=9, temperature=1, batch_size=n, **CPU)
+        for n in (4, 1)
+    ]
+    assert all(isinstance(d, GenerateReport) for d in drawn)
+    assert [a.text for a in drawn[0].answers] == [a.text for a in drawn[1].answers]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", tiny_t5.KEYS)
+def test_a_score_is_that_of_transformers(
+    name: str, models: dict[str, tuple[Path, Any]], pairs: Path, tmp_path: Path
+) -> None:
+    folder, theirs = models[name]
+    reshard(folder, tmp_path / "two", to="torch_dist", tp=2, fsync=False)
+    found = evaluate(tmp_path / "two", data=pairs, **CPU)
+    assert isinstance(found, EvaluateReport)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    total = count = 0.0
+    for prompt in PROMPTS:
+        source = tokenizer(prompt, return_tensors="pt").input_ids
+        target = tokenizer(f"Because {prompt[:5]}", return_tensors="pt").input_ids
+        with torch.no_grad():
+            total += float(theirs(input_ids=source, labels=target).loss) * target.numel()
+        count += target.numel()
+    assert found.loss == pytest.approx(total / count, abs=1e-5)
+    assert found.tokens == 3 * count
+    (tmp_path / "text.txt").write_text(" ".join(PROMPTS) * 3)
+    plain = evaluate(folder, data=tmp_path / "text.txt", window=50, against=folder, **CPU)
+    assert isinstance(plain, EvaluateReport)
+    assert plain.against is not None
+    assert plain.against.kl_max == 0
+
+
+@pytest.mark.parametrize("kind", ["pairs", "texts"])
+def test_steps_are_those_of_transformers_and_adamw(
+    kind: str, pairs: Path, data: Path, tmp_path: Path
+) -> None:
+    model = tiny_model("t5", tmp_path / "hf", sizes=tiny_t5.SIZES).eval()
+    tiny_t5.save_tokenizer(tmp_path / "hf")
+    file = pairs if kind == "pairs" else data
+    how: dict[str, Any] = {
+        "seq_length": 76,
+        "train_iters": 5,
+        "global_batch_size": 2,
+        "lr": 1e-3,
+        "lr_decay_style": "constant",
+        "weight_decay": 0.1,
+        "device": "cpu",
+    }
+    finetune(tmp_path / "hf", tmp_path / "out", data=[str(file)], fsync=False, threads=1, **how)
+    losses = [line["loss"] for line in read_log(tmp_path / "out/log.jsonl") if "loss" in line]
+    source = open_decoder(tmp_path / "hf", two_stacks=True)
+    rows = open_datasets(TrainConfig(data=(str(file),), **how), source, cache=None).train
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    norms = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    for step, ours in enumerate(losses):
+        batch = rows.rows(2 * step, 2)
+        assert batch.sources_BE is not None
+        assert batch.source_valid_BE is not None
+        loss = model(
+            input_ids=torch.from_numpy(batch.sources_BE),
+            attention_mask=torch.from_numpy(batch.source_valid_BE).long(),
+            decoder_input_ids=torch.from_numpy(batch.tokens_BS),
+            labels=torch.from_numpy(batch.labels_BS),
+        ).loss
+        assert ours == pytest.approx(loss.item(), abs=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert len(losses) == 5
+    export(tmp_path / "out", tmp_path / "trained", to="hf")
+    trained = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "trained")
+    for name, parameter in trained.named_parameters():
+        assert (parameter - model.get_parameter(name)).abs().max() < 1e-4, name
+
+
+def test_a_run_goes_on_with_the_same_bits(
+    models: dict[str, tuple[Path, Any]], data: Path, tmp_path: Path
+) -> None:
+    folder = models["flan"][0]
+    how: dict[str, Any] = {"train_iters": 4, "eval_split": 0.2, "device": "cpu", "seq_length": 40}
+    tune(folder, tmp_path / "reference", data, **how)
+    assert tune(folder, tmp_path / "out", data, **how, exit_duration_in_mins=1e-9).iteration == 1
+    tune(folder, tmp_path / "out", data, **how)
+    assert curve(tmp_path / "out") == curve(tmp_path / "reference")
+    assert verify(tmp_path / "out", tmp_path / "reference").exit_status == 0
+
+
+def test_what_only_decoders_do_is_refused(
+    models: dict[str, tuple[Path, Any]], pairs: Path, tmp_path: Path
+) -> None:
+    folder = models["t5"][0]
+    with raises(UsageError, "the model has an encoder"):
+        evaluate(folder, tasks="arc_easy")
+    with raises(UsageError, "--stride"):
+        evaluate(folder, data=pairs, window=20, stride=10)
+    for name, value in (("lora_rank", 4), ("fp8_recipe", "delayed"), ("teacher", folder)):
+        with raises(UsageError, "is for decoders, and the model has an encoder"):
+            tune(folder, tmp_path / "out", pairs, **{name: value})
+    with raises(LayoutError, "do not share stages", hint="--tp"):
+        tune(folder, tmp_path / "out", pairs, pp=2)
+    with raises(LayoutError, "context parallelism"):
+        tune(folder, tmp_path / "out", pairs, cp=2)
+
+
+def on_rank(rank: int, size: int, model: str, out: str, data: str, more: dict[str, Any]) -> None:
+    tune(model, out, data, device="cpu", seq_length=40, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"sequence_parallel": True}], ids=str)
+def test_a_run_goes_on_at_another_layout(
+    more: dict[str, Any], models: dict[str, tuple[Path, Any]], data: Path, tmp_path: Path
+) -> None:
+    """Two steps on one rank, and two on two tensor ranks, draw the curve of four on one."""
+    model, whole, out = str(models["t5"][0]), tmp_path / "whole", tmp_path / "out"
+    how: dict[str, Any] = {"lr_decay_iters": 4, "save_interval": 2}
+    run_world(on_rank, 1, model, str(whole), str(data), how | {"train_iters": 4})
+    run_world(on_rank, 1, model, str(out), str(data), how | {"train_iters": 2})
+    run_world(on_rank, 2, model, str(out), str(data), how | {"train_iters": 4, "tp": 2} | more)
+    ours, theirs = (read_log(f / "log.jsonl") for f in (out, whole))
+    losses = [[line["loss"] for line in log if "loss" in line] for log in (ours, theirs)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
