@@ -63,6 +63,8 @@ class Nested:
         is_flat: Older files have the text model's settings beside the others, not in
             `text_config`.
         defaults: Settings that published files leave out, with transformers' defaults.
+        first_rows: Rows of the text model that the larger one stores otherwise than its family,
+            under the names of the family.
         verbatim: Keys of the text model's settings that are kept as they are: the field is read
             from them, and they say more.
     """
@@ -73,6 +75,7 @@ class Nested:
     is_flat: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     verbatim: tuple[str, ...] = ()
+    first_rows: Table = ()
 
     def text_family(self, metadata: Mapping[str, Any]) -> str:
         """The name of the text model's family, by the keys of a config.json.
@@ -95,7 +98,8 @@ class Nested:
 
     def rows(self, table: Table) -> tuple[Row | Dropped | Tower, ...]:
         """The text family's rows under the larger model's names, and the towers."""
-        return (*(r for row in table for r in self._renamed(row)), *self.towers)
+        rows = (*self.first_rows, *table)
+        return (*(r for row in rows for r in self._renamed(row)), *self.towers)
 
     def _renamed(self, row: Row | Dropped | Tower) -> Iterable[Row | Dropped | Tower]:
         if isinstance(row, Row):

@@ -86,6 +86,13 @@ class NestedCase:
         if self.family == "kimi_k25":  # of some names, transformers 5.23 saves others
             _rename(folder, "language_model.model.blocks.", "language_model.model.layers.")
             _rename(folder, "model.mm_projector.", "mm_projector.")
+        if self.family == "qwen3_vl_moe":  # nor does it turn experts that it has not read turned
+            file = folder / "model.safetensors"
+            held = {
+                n: t.transpose(1, 2).contiguous() if ".mlp.experts." in n else t
+                for n, t in load_file(file).items()
+            }
+            save_file(held, file, metadata={"format": "pt"})
         return model.eval()
 
 
@@ -171,6 +178,14 @@ CASES = [
         "qwen3_vl",
         "Qwen3VL",
         {"head_dim": 8, "rope_parameters": MROPE | {"mrope_interleaved": True}},
+        QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    NestedCase(
+        "qwen3_vl_moe",
+        "Qwen3VLMoe",
+        {"head_dim": 8, "rope_parameters": MROPE | {"mrope_interleaved": True}}
+        | {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"tie_word_embeddings": False},
         QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     ),
     NestedCase("qwen3_5", "Qwen3_5", DELTA, QWEN_VISION | {"num_position_embeddings": 16}),
