@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megtool.convert.families import Family
 from megtool.convert.mapping import Row, Table
 from megtool.errors import MappingError
+from megtool.export.gguf import tables
 from megtool.model_config import ModelConfig
 
 _GEMMA: Table = (
@@ -54,7 +56,10 @@ class Architecture:
     """One of llama.cpp's architectures.
 
     `name` is `general.architecture`; `table` names its tensors. `norms_plus_one`: norms are stored
-    as 1 + w; `scales_logits`: logits have a multiplier. `limits` are conditions under which it
+    as 1 + w; `scales_logits`: logits have a multiplier; `has_mtp`: files hold layers of multi-token
+    prediction; `rounds_yarn`: that it rounds YaRN's ramp is accepted. `runs` are those of
+    `_SWITCHES` that it computes, and `keys` are metadata that other architectures have not.
+    `limits` are conditions under which it
     computes something else than the model, each with what that is; under `oddities` the difference
     is one that its own converter accepts. `factors` is the rope scaling whose factors it reads from
     tensors ("" for none).
@@ -64,6 +69,10 @@ class Architecture:
     table: Table
     norms_plus_one: bool = False
     scales_logits: bool = False
+    has_mtp: bool = False
+    rounds_yarn: bool = False
+    runs: tuple[str, ...] = ()
+    keys: Callable[[ModelConfig], Mapping[str, Any]] | None = None
     has_window: bool = False
     factors: str = ""
     limits: tuple[Limit, ...] = ()
@@ -123,13 +132,16 @@ _UNNORMALIZED: Limit = (
     "llama.cpp brings the chosen experts' shares to one (norm_topk_prob)",
 )
 _ATTENTION_SCALE = "llama.cpp has another query_pre_attn_scalar for a model of this size"
-_SWITCHES: tuple[Limit, ...] = (
-    (lambda c: c.no_rope_layers is not None, "layers without rotary embedding"),
-    (lambda c: c.attn_sinks, "attention sinks"),
-    (lambda c: c.attn_output_gate, "a gate on the output of attention"),
-    (lambda c: c.num_mtp_layers > 0, "layers of multi-token prediction"),
-    (lambda c: c.residual_scale != 1, "scaled residuals"),
-)
+_SWITCHES: Mapping[str, Limit] = {
+    "no_rope": (
+        lambda c: c.no_rope_layers is not None or c.position_embedding == "none",
+        "layers without rotary embedding",
+    ),
+    "sinks": (lambda c: c.attn_sinks, "attention sinks"),
+    "gate": (lambda c: c.attn_output_gate, "a gate on the output of attention"),
+    "residual_scale": (lambda c: c.residual_scale != 1, "scaled residuals"),
+    "groups": (lambda c: c.router_num_groups > 1, "groups of experts"),
+}
 _SCALED_LOGITS: Limit = (lambda c: c.logit_scale != 1, "scaled logits")
 
 
@@ -186,6 +198,85 @@ def _of_table(
     )
 
 
+def _written(
+    name: str, *parts: Table, limits: tuple[Limit, ...] = (), **more: Any
+) -> Callable[[Family], Architecture]:
+    """With names of its own, by which files are written and not read."""
+    table = tuple(row for part in (tables.ENDS, *parts) for row in part)
+    return lambda _: Architecture(name=name, table=table, limits=limits, **more)
+
+
+def _is_full(every: int) -> Callable[[ModelConfig], bool]:
+    """Other layers than each n-th are without rotary embedding."""
+    return lambda c: (
+        tuple(map(bool, c.no_rope_layers or [0] * c.num_layers))
+        != tuple((i + 1) % every == 0 for i in range(c.num_layers))
+    )
+
+
+def _rotates_elsewhere(c: ModelConfig) -> bool:
+    """Other layers than those with a window have rotary embedding."""
+    without = tuple(map(bool, c.no_rope_layers or [0] * c.num_layers))
+    return tuple(not w for w in _windows(c)) != without
+
+
+def _dense_then_moe(c: ModelConfig) -> bool:
+    first = min(c.moe_layers, default=0)
+    return c.moe_layers != frozenset(range(first, c.num_layers))
+
+
+_MIXED_LAYERS: Limit = (
+    _dense_then_moe,
+    "llama.cpp has experts in all layers but the first ones, the model in others",
+)
+_GROUPED: Limit = (
+    lambda c: c.num_kv_heads != c.num_heads,
+    "llama.cpp has as many heads of keys as of queries",
+)
+_SCATTERED_ROPE: Limit = (
+    _rotates_elsewhere,
+    "llama.cpp rotates in layers with a window and in no others",
+)
+
+
+def _expert_keys(c: ModelConfig) -> dict[str, Any]:
+    """How experts are chosen and weighted."""
+    out: dict[str, Any] = {
+        "expert_gating_func": _SIGMOID if c.router_score == "sigmoid" else _SOFTMAX,
+        "expert_weights_scale": float(c.router_scaling),
+        "expert_weights_norm": not c.router_pre_softmax,
+        "leading_dense_block_count": min(c.moe_layers, default=c.num_layers),
+    }
+    if c.moe_ffn_hidden_size:
+        out["expert_shared_count"] = c.shared_ffn_hidden_size // c.moe_ffn_hidden_size
+    return out
+
+
+_SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's numbers
+
+
+def _granite_keys(c: ModelConfig) -> dict[str, Any]:
+    """Multipliers; llama.cpp divides logits by theirs."""
+    scale = c.head_dim**-0.5 if c.softmax_scale is None else c.softmax_scale
+    return {
+        "embedding_scale": float(c.embedding_scale),
+        "residual_scale": float(c.residual_scale),
+        "attention.scale": float(scale),
+        "logit_scale": 1 / float(c.logit_scale),
+    }
+
+
+def _glm_moe_keys(c: ModelConfig) -> dict[str, Any]:
+    """Layers of multi-token prediction are counted as layers."""
+    out = _expert_keys(c) | {"block_count": c.num_layers + c.num_mtp_layers}
+    return out | ({"nextn_predict_layers": c.num_mtp_layers} if c.num_mtp_layers else {})
+
+
+def _ernie_keys(c: ModelConfig) -> dict[str, Any]:
+    """Which layers have experts, by a step."""
+    return _expert_keys(c) | {"interleave_moe_layer_step": 1}
+
+
 _ARCHITECTURES: Mapping[str, Callable[[Family], Architecture]] = {
     "llama": _of_table("llama", factors="llama3", oddities=(_IGNORES_WINDOW,)),
     "mixtral": _of_table(
@@ -219,6 +310,146 @@ _ARCHITECTURES: Mapping[str, Callable[[Family], Architecture]] = {
         (lambda c: bool(c.logit_softcap), "llama.cpp has no soft cap on the logits"),
         has_window=True,
     ),
+    "glm4": _written("glm4", tables.NORMS, tables.POST_NORMS, tables.ATTENTION, tables.FUSED_MLP),
+    "exaone4": _written(
+        "exaone4",
+        tables.POST_NORMS,
+        tables.ATTENTION,
+        tables.MLP,
+        factors="llama3",
+        has_window=True,
+        runs=("no_rope",),
+        limits=(
+            (
+                lambda c: bool(c.window_size) != (c.num_layers == 64),
+                "llama.cpp has windows in models of 64 layers and in no others",
+            ),
+            (
+                lambda c: bool(c.window_size) and _differs_from_every(4)(c),
+                "llama.cpp has a window in all but every fourth layer",
+            ),
+            (lambda c: bool(c.window_size) and _rotates_elsewhere(c), _SCATTERED_ROPE[1]),
+        ),
+    ),
+    "cohere2": _written(
+        "cohere2",
+        tables.NORMS,
+        tables.ATTENTION,
+        tables.MLP,
+        has_window=True,
+        scales_logits=True,
+        runs=("no_rope",),
+        limits=(
+            _BIASED,
+            _UNTIED,
+            _OTHER_HEADS,
+            (_differs_from_every(4), "llama.cpp has a window in all but every fourth layer"),
+            _SCATTERED_ROPE,
+        ),
+    ),
+    "granite": _written(
+        "granite",
+        tables.NORMS,
+        tables.PAIRED_ATTENTION,
+        tables.MLP,
+        scales_logits=True,
+        runs=("residual_scale",),
+        keys=_granite_keys,
+    ),
+    "granitemoe": _written(
+        "granitemoe",
+        tables.NORMS,
+        tables.PAIRED_ATTENTION,
+        tables.EXPERTS,
+        scales_logits=True,
+        runs=("residual_scale",),
+        keys=_granite_keys,
+    ),
+    "olmoe": _written(
+        "olmoe",
+        tables.NORMS,
+        tables.ATTENTION,
+        tables.EXPERTS,
+        limits=(_BIASED, _OTHER_HEADS, _GROUPED, _NORMALIZED),
+    ),
+    "smollm3": _written(
+        "smollm3",
+        tables.NORMS,
+        tables.PAIRED_ATTENTION,
+        tables.MLP,
+        runs=("no_rope",),
+        limits=(
+            (_is_full(4), "llama.cpp has no rotary embedding in every fourth layer"),
+            _IGNORES_WINDOW,
+        ),
+    ),
+    "starcoder2": _written(
+        "starcoder2",
+        tables.NORMS,
+        tables.ATTENTION,
+        tables.MLP,
+        limits=(_EXACT_GELU,),
+        oddities=(_IGNORES_WINDOW,),
+    ),
+    "arcee": _written(
+        "arcee", tables.NORMS, tables.PAIRED_ATTENTION, tables.MLP, limits=(_BIASED,)
+    ),
+    "dots1": _written(
+        "dots1",
+        tables.NORMS,
+        tables.ATTENTION,
+        tables.MLP,
+        tables.EXPERTS,
+        keys=_expert_keys,
+        limits=(_BIASED, _GROUPED, _MIXED_LAYERS, _IGNORES_WINDOW),
+    ),
+    "gpt_oss": _written(
+        "gpt-oss",
+        tables.LATER_NORMS,
+        tables.ATTENTION,
+        tables.EXPERTS,
+        has_window=True,
+        rounds_yarn=True,
+        runs=("sinks",),
+        limits=(
+            (_differs_from_every(2), "llama.cpp has a window in every second layer"),
+            (
+                lambda c: c.activation_limit != 7,
+                "llama.cpp limits what experts activate to 7 (swiglu_limit)",
+            ),
+        ),
+        oddities=(
+            (
+                lambda c: (c.rope_scaling or {}).get("truncate") is False,
+                "llama.cpp rounds the range of YaRN's ramp to whole frequencies",
+            ),
+        ),
+    ),
+    "minimax_m2": _written(
+        "minimax-m2", tables.NORMS, tables.ATTENTION, tables.EXPERTS, keys=_expert_keys
+    ),
+    "nemotron": _written(
+        "nemotron", tables.NORMS, tables.ATTENTION, tables.MLP, norms_plus_one=True
+    ),
+    "glm4_moe": _written(
+        "glm4moe",
+        tables.with_mtp((*tables.LATER_NORMS, *tables.ATTENTION, *tables.MLP, *tables.EXPERTS)),
+        has_mtp=True,
+        keys=_glm_moe_keys,
+        limits=(_MIXED_LAYERS,),
+    ),
+    "ernie4_5_moe": _written(
+        "ernie4_5-moe",
+        tables.NORMS,
+        tables.ATTENTION,
+        tables.MLP,
+        tables.EXPERTS,
+        keys=_ernie_keys,
+        limits=(_MIXED_LAYERS,),
+    ),
+    "gpt2": _written(
+        "gpt2", tables.NORMS, tables.FUSED_ATTENTION, tables.MLP, limits=(_EXACT_GELU,)
+    ),
 }
 
 
@@ -245,7 +476,8 @@ def find_architecture(family: Family, config: ModelConfig) -> Architecture:
                 error_id="unsupported-by-engine",
             )
     scaled = () if architecture.scales_logits else (_SCALED_LOGITS,)
-    for applies, words in (*_SWITCHES, *scaled):
+    switches = [limit for name, limit in _SWITCHES.items() if name not in architecture.runs]
+    for applies, words in (*switches, *scaled):
         if applies(config):
             raise MappingError(
                 f"the model has {words}, and llama.cpp's {architecture.name!r} has none",

@@ -71,7 +71,10 @@ def build_model_keys(
         }
     if config.shared_ffn_hidden_size:
         keys["expert_shared_feed_forward_length"] = config.shared_ffn_hidden_size
-    keys |= {f"rope.{k}": v for k, v in build_rotary_keys(config, architecture).items()}
+    if config.position_embedding == "rope":
+        keys |= {f"rope.{k}": v for k, v in build_rotary_keys(config, architecture).items()}
+    if architecture.keys is not None:
+        keys |= architecture.keys(config)
     out |= {f"{architecture.name}.{k}": v for k, v in keys.items()}
     scaled, scaling = read_scaling(config)
     if scaled:
@@ -130,7 +133,7 @@ def build_rotary_keys(config: ModelConfig, architecture: Architecture) -> dict[s
         }
     if kind == "linear":
         return out | {"scaling.type": "linear", "scaling.factor": float(scaling["factor"])}
-    odd = _odd_yarn(scaling) if kind == "yarn" else ""
+    odd = _odd_yarn(scaling, architecture) if kind == "yarn" else ""
     if kind == "yarn" and not odd:
         original = original_length(config)
         factor = float(scaling.get("factor") or config.max_positions / original)
@@ -149,11 +152,12 @@ def build_rotary_keys(config: ModelConfig, architecture: Architecture) -> dict[s
     )
 
 
-def _odd_yarn(scaling: Mapping[str, Any]) -> str:
+def _odd_yarn(scaling: Mapping[str, Any], architecture: Architecture) -> str:
     """What llama.cpp's YaRN cannot do; it rounds the range of its ramp to whole frequencies."""
     if any(scaling.get(k) for k in ("attention_factor", "mscale", "mscale_all_dim")):
         return " with a temperature of its own"
-    return " with a ramp that is not rounded (truncate)" if scaling.get("truncate") is False else ""
+    is_exact = scaling.get("truncate") is False and not architecture.rounds_yarn
+    return " with a ramp that is not rounded (truncate)" if is_exact else ""
 
 
 def build_rope_factors(config: ModelConfig) -> RopeFactors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from megtool import __version__
 from megtool.checkpoint.plan import DroppedItem, PlanSource, ReshardPlan
 from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files, read_file
-from megtool.console import Progress, silent
+from megtool.console import Progress, several, silent
 from megtool.convert.families import Family
 from megtool.errors import FormatError, MappingError, UsageError
 from megtool.export.gguf.architectures import find_architecture, list_oddities
@@ -107,6 +108,13 @@ def _plan(
     """The plan, and the notes of the report."""
     family, config = _require_model(opened)
     architecture = find_architecture(family, config)
+    canonical = opened.view.canonical
+    further = [] if architecture.has_mtp else [n for n in canonical if n.startswith("mtp.")]
+    if further:
+        canonical = {n: t for n, t in canonical.items() if not n.startswith("mtp.")}
+    num_mtp = config.num_mtp_layers
+    if not architecture.has_mtp:
+        config = replace(config, num_mtp_layers=0, mtp_kind="", mtp_hidden_first=False)
     if kind == "MXFP4" and not config.num_experts:
         raise UsageError(
             "kind 'mxfp4' is for the weights of experts, and the model has none",
@@ -116,8 +124,8 @@ def _plan(
     keys |= _tokenizer(opened, config.vocab_size, pre_tokenizer)
     tensors = {t.name: t for t in opened.catalogue.tensors}
     contents = plan_gguf_tensors(
-        opened.view.canonical,
-        {n: opened.placement_of(n) for n in opened.view.canonical},
+        canonical,
+        {n: opened.placement_of(n) for n in canonical},
         {n: t.dtype for n, t in tensors.items()},
         config,
         family,
@@ -132,13 +140,31 @@ def _plan(
         [PlanSource(catalogue=opened.catalogue, placements=dict(opened.view.placements))],
         laid_out,
         contents.placements,
-        dropped=_list_dropped(opened),
+        dropped=[*_list_dropped(opened), *_list_further(opened, further)],
         copies={n: original for n, original in opened.repeats.items() if n in contents.placements},
         feeds=contents.feeds,
         options=repr((__version__, kind)),
     )
     notes = [*list_oddities(architecture, config), *_note_other_types(contents, kind)]
+    if further:
+        notes.append(
+            f"multi-token prediction is left out ({several(num_mtp, 'layer')}, "
+            f"{several(len(further), 'tensor')}): llama.cpp's {architecture.name!r} has none"
+        )
     return plan, notes
+
+
+def _list_further(opened: CheckpointSource, names: list[str]) -> list[DroppedItem]:
+    """What is stored of layers of multi-token prediction that have no place."""
+    stored = sorted({opened.placement_of(n).stored for n in names})
+    return [
+        DroppedItem(
+            name=n,
+            reason="multi-token prediction, which llama.cpp's architecture has not",
+            num_bytes=opened.catalogue[n].num_bytes,
+        )
+        for n in stored
+    ]
 
 
 def _note_other_types(contents: GgufContents, kind: str) -> list[str]:

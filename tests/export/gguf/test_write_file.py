@@ -23,7 +23,7 @@ from megtool.errors import (
 )
 from megtool.reshard.open_source import open_source
 from tests.support.errors import raises
-from tests.support.models import gguf_models
+from tests.support.models import gguf_models, mtp_models
 from tests.support.runs.exports import export_gguf
 
 gguf = pytest.importorskip("gguf")
@@ -31,7 +31,10 @@ transformers = pytest.importorskip("transformers")
 
 UNKNOWN_TO_TRANSFORMERS = ("llama-biases", "mixtral", "gemma")
 TOKENIZERS_UNKNOWN = ("olmo2", "seed_oss", "ernie4_5", "cohere")
-UNKNOWN_TO_TRANSFORMERS += TOKENIZERS_UNKNOWN
+WRITTEN_ONLY = ("glm4", "exaone4", "cohere2", "granite", "granitemoe", "olmoe", "smollm3")
+WRITTEN_ONLY += ("arcee", "dots1", "glm4-moe", "ernie4_5-moe")
+WRITTEN_ONLY += ("starcoder2", "minimax_m2", "gpt-oss", "nemotron", "gpt2")
+UNKNOWN_TO_TRANSFORMERS += (*TOKENIZERS_UNKNOWN, *WRITTEN_ONLY[:11], "gpt-oss", "gpt2")
 """Its reader takes these for Llama without biases or experts, or knows no such architecture."""
 
 _ARCHITECTURES = {
@@ -40,6 +43,10 @@ _ARCHITECTURES = {
     "mistral": "llama",
     "mixtral": "llama",
     "cohere": "command-r",
+    "glm4-moe": "glm4moe",
+    "ernie4_5-moe": "ernie4_5-moe",
+    "minimax_m2": "minimax-m2",
+    "gpt-oss": "gpt-oss",
 }
 
 
@@ -66,7 +73,7 @@ def _stored(folder: Path) -> dict[str, np.ndarray]:
 
 
 _SLOW = ("llama-tied", "mistral", "qwen2", "gemma3", "qwen2-moe", "bf16", "q4_1", "q5_0", "q5_1")
-_SLOW += ("tq1_0", "tq2_0", "seed_oss", "cohere")
+_SLOW += ("tq1_0", "tq2_0", "seed_oss", "cohere", "olmoe", "arcee", "dots1", "smollm3", "gpt2")
 
 
 def _cases(*names: str) -> list[Any]:
@@ -87,9 +94,15 @@ def test_every_architecture(name: str, tmp_path: Path) -> None:
     names = gguf.get_tensor_name_map(number, 6)
     allowed = {gguf.TENSOR_NAMES[t] for t in gguf.MODEL_TENSORS[number]}
     for stored in _stored(source):
-        if ".experts." in stored:
+        if ".experts." in stored or "block_sparse_moe." in stored:
             continue  # one by one here, stacked there
         stem, _, last = stored.rpartition(".")
+        if last == "e_score_correction_bias":
+            assert f"blk.{stored.split('.')[2]}.exp_probs_b.bias" in held
+            continue
+        if last == "sinks":
+            assert f"blk.{stored.split('.')[2]}.attn_sinks.weight" in held
+            continue
         known = f"{names.get_name(stem)}.{last}"
         assert known in held, stored
         assert ".".join(p if not p.isdigit() else "{bid}" for p in known.split(".")[:-1]) in allowed
@@ -100,6 +113,10 @@ def test_every_architecture(name: str, tmp_path: Path) -> None:
         said, original = (open_source(p).view.config for p in (path, source))
         assert said is not None
         assert dataclasses.replace(said, extra={}) == dataclasses.replace(original, extra={})
+    if name in WRITTEN_ONLY:
+        with pytest.raises(MappingError):
+            reshard(path, tmp_path / "back", to="hf")
+        return
     if not name.startswith("gemma"):
         like = source if name in TOKENIZERS_UNKNOWN else None
         reshard(path, tmp_path / "back", to="hf", like=like)
@@ -149,6 +166,36 @@ def test_special_types(kind: str, tmp_path: Path) -> None:
     assert types["blk.0.ffn_gate_inp.weight"] == "F32"
     ends = {types["token_embd.weight"], types["output.weight"]}
     assert ends == ({"Q8_0"} if kind == "mxfp4" else {"F16"})
+
+
+def test_multi_token_prediction_is_kept(tmp_path: Path) -> None:
+    """GLM-4.5's further layers are layers behind the last, under llama.cpp's names."""
+    from safetensors.torch import load_file
+
+    gguf_models.save(tmp_path / "hf", "glm4-moe")
+    names = mtp_models.DEEPSEEK
+    mtp_models.add_layers(tmp_path / "hf", "model.layers.1.", "model.layers.{}.", 2, names)
+    _edit(tmp_path / "hf", num_nextn_predict_layers=2)
+    report = export_gguf(tmp_path / "hf", tmp_path / "m.gguf", outtype="f32")
+    assert not any("multi-token" in n for n in report.notes)
+    held, reader = _read(tmp_path / "m.gguf"), gguf.GGUFReader(tmp_path / "m.gguf")
+    counts = [
+        reader.get_field(f"glm4moe.{k}").contents() for k in ("block_count", "nextn_predict_layers")
+    ]
+    assert counts == [4, 2]
+    want = load_file(tmp_path / "hf" / "model.safetensors")
+    for ours, theirs in (
+        ("nextn.eh_proj", "eh_proj"),
+        ("nextn.enorm", "enorm"),
+        ("nextn.hnorm", "hnorm"),
+        ("nextn.shared_head_norm", "shared_head.norm"),
+        ("attn_q", "self_attn.q_proj"),
+    ):
+        for layer in (2, 3):
+            found = held[f"blk.{layer}.{ours}.weight"].data
+            assert np.array_equal(
+                found, want[f"model.layers.{layer}.{theirs}.weight"].float().numpy()
+            )
 
 
 def test_source_of_another_layout_gives_the_same_file(tmp_path: Path) -> None:
@@ -314,10 +361,21 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_family_without_a_name_is_refused(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(
-        transformers.GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=16)
+        transformers.HeliumConfig(
+            vocab_size=99,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
     )
     model.save_pretrained(tmp_path / "hf")
-    with raises(MappingError, match="family 'gpt2'", hint="llama, mixtral, qwen2"):
+    with raises(MappingError, match="family 'helium'", hint="llama, mixtral, qwen2"):
         export_gguf(tmp_path / "hf", tmp_path / "m.gguf")
 
 

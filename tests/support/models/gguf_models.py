@@ -23,6 +23,24 @@ SIZES = {
     "pad_token_id": 1,
 }
 GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.125,
+    "logits_scaling": 2.0,
+}
+SIGMOID = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "head_dim": 16,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -38,6 +56,59 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"head_dim": 256, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", {**GEMMA, "sliding_window": 32}),
     "gemma3": ("gemma3", {**GEMMA, "num_hidden_layers": 6, "sliding_window": 32}),
+    "glm4": ("glm4", {"head_dim": 16, "attention_bias": True}),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "cohere2": (
+        "cohere2",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 16,
+            "tie_word_embeddings": True,
+            "logit_scale": 0.25,
+        },
+    ),
+    "granite": ("granite", GRANITE | {"attention_bias": True, "mlp_bias": True}),
+    "granitemoe": ("granitemoe", GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": (
+        "olmoe",
+        {
+            "num_key_value_heads": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
+    "starcoder2": ("starcoder2", {"use_bias": True}),
+    "arcee": ("arcee", {}),
+    "dots1": ("dots1", SIGMOID | {"num_key_value_heads": 4}),
+    "glm4-moe": ("glm4_moe", SIGMOID | {"attention_bias": True, "use_qk_norm": True}),
+    "ernie4_5-moe": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 64,
+            "sliding_window": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+        },
+    ),
+    "nemotron": ("nemotron", {"attention_bias": False}),
+    "gpt2": ("gpt2", {}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": (
         "qwen2_moe",
