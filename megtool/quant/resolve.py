@@ -88,6 +88,12 @@ def resolve_recipe(
     )
     _check_stacks(source_)
     modules = list_modules(source_.view)
+    if source_.view.config is not None and source_.view.config.is_compressed:
+        raise MappingError(
+            "a model with compressed keys (DeepSeek-V4) is not quantized",
+            hint="the files that DeepSeek ships are quantized; megtool reshard decodes them",
+            error_id="unsupported-model",
+        )
     _check_names(parsed, modules, problems)
     matched = match_rules(parsed, modules.modules, problems, group_size=group_size or 0)
     if engine is not None:

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from megtool import reshard
+from megtool import quantize, reshard
 from megtool.config import ParallelConfig
 from megtool.convert.sharding import check_layout
 from megtool.errors import LayoutError, MappingError, UsageError
@@ -108,6 +108,12 @@ def test_what_is_not_run_is_refused(carry: Carry) -> None:
         decoder.train()(Batch(tokens_BS=tokens))
     with raises(MappingError, "layers of multi-token prediction have residuals side by side"):
         Decoder(replace(decoder.config, num_mtp_layers=1))
+
+
+def test_such_a_model_is_not_quantized(tmp_path: Path) -> None:
+    moe_models.transformers_model(NAME).save_pretrained(tmp_path / "hf")
+    with raises(MappingError, "is not quantized", id="unsupported-model"):
+        quantize(tmp_path / "hf", tmp_path / "out", recipe="fp8")
 
 
 def test_groups_of_heads_go_evenly_over_ranks(carry: Carry) -> None:
