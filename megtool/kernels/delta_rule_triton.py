@@ -328,7 +328,7 @@ def _backward(
         dwithin = tl.dot(grad, tl.trans(change), input_precision=PRECISION) * inner
         dalike = -tl.dot(dtarget, tl.trans(change), input_precision=PRECISION) * inner
         dalike = tl.where(place[:, None] > place[None, :], dalike, 0.0)
-        kept = tl.sum(tl.sum(begin * later, 1), 0) * whole
+        carried = tl.sum(tl.sum(begin * later, 1), 0) * whole
         later = later * whole - tl.dot(tl.trans(read), dtarget, input_precision=PRECISION)
         later += tl.dot(tl.trans(q * since[:, None]), grad, input_precision=PRECISION)
         # Betas and decays, by what they scale.
@@ -338,7 +338,7 @@ def _backward(
         pairs = dalike * alike + dwithin * within
         dsums = tl.sum(pairs, 1) - tl.sum(pairs, 0) - times_write
         dsums += (tl.sum(dlookup * q, 1) + times_read * beta) * since
-        at_end = tl.sum(times_write, 0) + kept
+        at_end = tl.sum(times_write, 0) + carried
         dsums += tl.where(place == CHUNK - 1, at_end, 0.0)
         # A sum of logarithms has in it those of all tokens before.
         dlogs = tl.sum(dsums, 0) - tl.cumsum(dsums, 0) + dsums
