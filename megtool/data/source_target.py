@@ -1,5 +1,4 @@
-"""Rows of a source, for an encoder, and a target, for a decoder: pairs, and texts with spans left
-out."""
+"""Rows of a source, for an encoder, and of a target: pairs, or texts with spans left out."""
 
 from __future__ import annotations
 

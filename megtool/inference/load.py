@@ -54,6 +54,7 @@ def load(
         LayoutError: the layout does not divide the model; the hint says which sizes do.
         OutOfMemoryError: the weights do not fit into memory; the hint says what would.
         CheckpointError: they cannot be read.
+        UsageError: layers of an encoder would be streamed.
     """
     groups = ProcessGroups.alone() if groups is None else groups
     target_device = groups.device
@@ -74,6 +75,11 @@ def load(
         threads=threads,
         progress=progress,
     )
+    if stream_layers and weights.config.num_decoder_layers:
+        raise UsageError(
+            "--stream-layers keeps one layer of a decoder in memory, and the model has an encoder",
+            hint="leave out --stream-layers; --tp splits the model",
+        )
     kind = weights.usual_dtype if dtype is None else named(str(dtype))
     (decoder,) = build_stages(
         weights.config, groups, dtype=computable(kind), sequence_parallel=sequence_parallel

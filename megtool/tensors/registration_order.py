@@ -71,6 +71,12 @@ _CONV = ("mixer.conv1d.weight", "mixer.conv1d.bias")
 _MAMBA_STATE = ("mixer.dt_bias", "mixer.A_log", "mixer.D")
 _MAMBA_NORM = ("mixer.in_proj.layer_norm_weight", "mixer.in_proj.layer_norm_bias")
 _MAMBA_OUT = ("mixer.norm.weight", "mixer.out_proj.weight")
+_CROSS = (
+    "pre_cross_attn_layernorm.weight",
+    "cross_attention.linear_proj.weight",
+    "cross_attention.linear_q.weight",
+    "cross_attention.linear_kv.weight",
+)
 _MLP = (
     "pre_mlp_layernorm.weight",
     "pre_mlp_layernorm.bias",
@@ -113,6 +119,8 @@ _SECTIONS = (
     "embedding.layer_embeddings.weight",
     "embedding.layer_proj.weight",
     "embedding.layer_norm.weight",
+    "encoder_relative_pos_emb.relative_attention_bias.weight",
+    "decoder_relative_pos_emb.relative_attention_bias.weight",
     "encoder.layers",
     "encoder.final_layernorm.weight",
     "encoder.final_layernorm.bias",
@@ -223,7 +231,7 @@ def _layer(fused: bool, conv_first: bool) -> tuple[str, ...]:
     the norm of both."""
     mamba = _mamba(fused, conv_first)
     beside = (f"mamba_{n}" for n in mamba if n.startswith("mixer."))
-    return (*beside, *(_FUSED if fused else _LOCAL), *_delta_net(fused), *mamba, *_MLP)
+    return (*beside, *(_FUSED if fused else _LOCAL), *_delta_net(fused), *mamba, *_CROSS, *_MLP)
 
 
 _LAYERS = {(fused, conv): _layer(fused, conv) for fused in (True, False) for conv in (True, False)}

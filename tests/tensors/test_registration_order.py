@@ -100,7 +100,7 @@ def test_all_orders_are_tried_likely_ones_first(implementation: Any, grouped: An
         "decoder.layers.x.mlp.linear_fc1.weight",
         "something",
         "mtp.layers.0.what.weight",
-        "decoder.layers.0.cross_attention.linear_q.weight",
+        "decoder.layers.0.cross_attention.linear_qk.weight",
     ],
 )
 def test_unknown_parameters_have_no_place(key: str) -> None:
