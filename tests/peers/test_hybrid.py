@@ -94,6 +94,18 @@ def test_a_gpt_becomes_a_hybrid_that_megatron_loads(core: Path, tmp_path: Path) 
     assert "loaded" in run(core, "load", tmp_path / "2", tp=2, pp=1, pattern="*-*-")
 
 
+@pytest.mark.parametrize("pattern", ["D-DE", "+-+E"])
+def test_latent_and_sparse_attention(core: Path, tmp_path: Path, pattern: str) -> None:
+    """Indexers are whole on every tensor-parallel rank. Their forward pass, and that of absorbed
+    latent attention, need kernels."""
+    run(core, "save", tmp_path / "0", tp=2, pp=1, pattern=pattern)
+    reshard(tmp_path / "0", tmp_path / "1", to="megatron", tp=2, fsync=False)
+    reshard(tmp_path / "1", tmp_path / "2", to="torch_dist", tp=1, fsync=False)
+    names = {t.name for t in open_source(tmp_path / "2").catalogue.tensors}
+    assert any(".core_attention.indexer.k_norm.bias" in n for n in names) == ("D" in pattern)
+    assert "loaded" in run(core, "load", tmp_path / "2", tp=1, pp=1, pattern=pattern)
+
+
 KINDS = ("fully_reshardable", "dp_reshardable", "legacy")
 TRAINED: dict[str, dict[str, Any]] = {
     "replicas": {"pattern": "M-GE*E/*E", "layout": {}},

@@ -58,6 +58,13 @@ class Duplicated(nn.Module):
         return nn.functional.linear(x, self.weight), None
 
 
+class Attends(nn.Module):
+    """Attention without parameters, of keys and values that may differ in size."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+
 def stub_kernels() -> None:
     """Modules that megatron-core wants to import, whose functions only a forward pass calls."""
 
@@ -234,7 +241,7 @@ def latent(norm: Any, *, is_sparse: bool, has_norms: bool) -> Any:
     """Latent attention, with an indexer where it is sparse; `has_norms`: of compressed queries,
     keys and values, as in GPTModel (HybridModel's layers have none)."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
     from megatron.core.transformer.identity_op import IdentityOp
@@ -244,8 +251,9 @@ def latent(norm: Any, *, is_sparse: bool, has_norms: bool) -> Any:
     )
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    absorbed_mla.TELinear = multi_latent_attention.TELinear = Duplicated
     module, submodules = MLASelfAttention, MLASelfAttentionSubmodules
-    attends: Any = DotProductAttention
+    attends: Any = Attends
     if is_sparse:
         module = absorbed_mla.AbsorbedMLASelfAttention
         submodules = absorbed_mla.AbsorbedMLASelfAttentionSubmodules

@@ -66,6 +66,8 @@ LATENT: dict[str, Any] = {
     "qk_pos_emb_head_dim": 4,
     "v_head_dim": 8,
     "rope_type": "rope",
+}
+INDEXER: dict[str, Any] = {
     "dsa_indexer_n_heads": 4,
     "dsa_indexer_head_dim": 8,
     "dsa_indexer_topk": 8,
@@ -136,6 +138,7 @@ def build(options: dict[str, Any]) -> Any:
         tensor_model_parallel_size=options["tp"],
         pipeline_model_parallel_size=options["pp"],
         expert_model_parallel_size=options.get("ep", 1),
+        sequence_parallel="D" in pattern and options["tp"] > 1,  # which sparse attention needs
         use_cpu_initialization=True,
         add_bias_linear=False,
         gated_linear_unit=True,
@@ -177,7 +180,7 @@ def sizes(options: dict[str, Any]) -> dict[str, Any]:
     if "E" in pattern:
         out |= EXPERTS
     if is_latent(pattern):
-        out |= LATENT
+        out |= LATENT | (INDEXER if "D" in pattern else {})
     if options.get("plain"):
         out = {k: v for k, v in out.items() if k not in BEYOND_GPT}
     return out
