@@ -298,8 +298,8 @@ def _plan(
     layout: ParallelConfig,
 ) -> GeneratePlan:
     c = source.config
-    taken = (r.num_positions + len(r.source) for r in requests)
-    positions = sorted(taken, reverse=True)[:num_slots]
+    sizes = (r.num_positions + len(r.source) for r in requests)
+    positions = sorted(sizes, reverse=True)[:num_slots]
     index_size = c.index_head_dim if c.index_num_heads else 0
     latent_size = c.kv_lora_rank + c.qk_rope_head_dim + index_size if c.kv_lora_rank else 0
     num_layers = c.num_decoder_layers or c.num_layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -129,12 +129,12 @@ def _make_feeds(
     length = options.target_length
     if any(store.is_partly_learned for store in stores):
         length = length or options.length  # all rows are equally long
+    form = replace(options.targets, target_length=length)
     return [
         SourceTargetDataset(
             store,
             options.length,
-            options.targets,
-            target_length=length,
+            form,
             seed=options.seed,
             mode=options.mode or "packed",
             overflow=options.overflow,

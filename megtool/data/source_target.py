@@ -27,13 +27,15 @@ class SourceTarget:
     """How a source and a target begin and end, and which spans of a plain text are left out.
 
     A target begins with `start_id` and ends with `end_id`; a source ends with `source_end`, where
-    the tokenizer ends texts so.
+    the tokenizer ends texts so. Rows have targets of `target_length` tokens (None: of texts, as
+    many as they need; of pairs, as many as sources).
     """
 
     start_id: int
     end_id: int
     source_end: int | None
     corruption: SpanCorruption
+    target_length: int | None = None
 
     @classmethod
     def of(
@@ -111,7 +113,7 @@ def start_token(config: ModelConfig, tokenizer: Tokenizer) -> int:
 
 
 class SourceTargetDataset(TokenDataset):
-    """Rows of sources of `length` tokens, with targets of `target_length`.
+    """Rows of sources of `length` tokens, with targets of the form's `target_length`.
 
     Prompts with completions are pairs, a row each. Plain texts fill rows one after the other (or,
     with `mode` "padded", each begins a row), and spans are left out of what a row has, other ones
@@ -129,7 +131,6 @@ class SourceTargetDataset(TokenDataset):
         length: int,
         form: SourceTarget,
         *,
-        target_length: int | None = None,
         seed: int | None = 1234,
         mode: Mode = "packed",
         overflow: Overflow = "split",
@@ -139,11 +140,11 @@ class SourceTargetDataset(TokenDataset):
         self.form, self._overflow = form, overflow
         self.has_pairs = documents.is_partly_learned
         text_length = length
-        self.target_length = target_length or length
+        self.target_length = form.target_length or length
         if not self.has_pairs:
             text_length = form.text_length(length)
             longest = form.corruption.sizes(text_length)[1] + 1
-            self.target_length = target_length or longest
+            self.target_length = form.target_length or longest
             if self.target_length < longest:
                 raise UsageError(
                     f"texts of {text_length} tokens have targets of {longest}",

@@ -230,8 +230,8 @@ def _layer(fused: bool, conv_first: bool) -> tuple[str, ...]:
     """Everything in a layer but experts. A mixer beside attention is registered before it, behind
     the norm of both."""
     mamba = _mamba(fused, conv_first)
-    beside = (f"mamba_{n}" for n in mamba if n.startswith("mixer."))
-    return (*beside, *(_FUSED if fused else _LOCAL), *_delta_net(fused), *mamba, *_CROSS, *_MLP)
+    parallel = (f"mamba_{n}" for n in mamba if n.startswith("mixer."))
+    return (*parallel, *(_FUSED if fused else _LOCAL), *_delta_net(fused), *mamba, *_CROSS, *_MLP)
 
 
 _LAYERS = {(fused, conv): _layer(fused, conv) for fused in (True, False) for conv in (True, False)}
