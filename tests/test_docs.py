@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import re
 import shlex
@@ -17,6 +16,7 @@ import pytest
 import typer
 
 from megtool.cli.app import app
+from tests.support.shared_folder import shared_folder
 
 
 def load_script(name: str) -> Any:
@@ -72,28 +72,18 @@ def with_examples() -> Iterator[Any]:
             yield pytest.param(page, marks=marks, id=page_name(page))
 
 
-def prepared(base: Path, *, whole: bool) -> Path:
-    """The folder with `work` that pages use; made once for all workers."""
-    folder = base / ("docs-whole" if whole else "docs-small")
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / run_docs.DEMO).is_file():
-            run_docs.prepare(folder, whole=whole)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A folder that all workers of this run share."""
-    base = tmp_path_factory.getbasetemp()
-    return base.parent if hasattr(request.config, "workerinput") else base
+def prepared(factory: pytest.TempPathFactory, *, whole: bool) -> Path:
+    """The folder with `work` that pages use."""
+    name = "docs-whole" if whole else "docs-small"
+    return shared_folder(factory, name, lambda folder: run_docs.prepare(folder, whole=whole))
 
 
 @pytest.mark.parametrize("page", with_examples())
-def test_commands_print_what_the_page_shows(page: Path, shared: Path, tmp_path: Path) -> None:
+def test_commands_print_what_the_page_shows(
+    page: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
-    source = prepared(shared, whole=run_docs.is_slow(page.read_text()))
+    source = prepared(tmp_path_factory, whole=run_docs.is_slow(page.read_text()))
     folder = run_docs.page_folder(tmp_path / "page", source)
     for example, printed in run_docs.run_page(page, folder):
         if example.output.strip():
@@ -103,11 +93,13 @@ def test_commands_print_what_the_page_shows(page: Path, shared: Path, tmp_path: 
             )
 
 
-def test_the_readmes_python_example_runs(shared: Path, tmp_path: Path) -> None:
+def test_the_readmes_python_example_runs(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
     pytest.importorskip("gguf")
     text = (run_docs.ROOT / "README.md").read_text()
     (script,) = [x.text for x in run_docs.blocks(text) if x.language == "python"]
-    folder = run_docs.page_folder(tmp_path / "page", prepared(shared, whole=False))
+    folder = run_docs.page_folder(tmp_path / "page", prepared(tmp_path_factory, whole=False))
     (folder / "example.py").write_text(script)
     done = run_docs.run(run_docs.argv("python example.py"), folder)
     assert done.returncode == 0, done.stderr

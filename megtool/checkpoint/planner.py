@@ -25,7 +25,7 @@ from megtool.checkpoint.plan import (
     ShardPieces,
 )
 from megtool.checkpoint.plan_entries import View, build_entries, placement_view
-from megtool.checkpoint.transport import work_units
+from megtool.checkpoint.transport.work_units import choose_unit_size
 from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.checkpoint.workers.plan_share import (
     cut_share,
@@ -73,7 +73,8 @@ def build_plan(
     width = max([len(e.shape) for e in entries], default=0)
     share = None
     if worker is not None and not feeds and not _has_interleaved(entries, catalogues, target):
-        share = cut_share(entries, target.catalogue, worker, unit_bytes=work_units.UNIT_BYTES)
+        size = choose_unit_size(catalogues)
+        share = cut_share(entries, target.catalogue, worker, unit_bytes=size)
     own = None if share is None else share.entries.tolist()
     source_pieces = _locate_pieces(
         [(e.source_index, e.source_tensor, e.source) for e in entries], catalogues, width, own

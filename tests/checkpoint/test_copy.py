@@ -133,7 +133,6 @@ def test_any_layout_reaches_any_other(
 def test_small_tiles_and_units_change_nothing(raw, tmp_path, monkeypatch, there, here):
     monkeypatch.setattr(copy, "TILE_BYTES", 1000)
     monkeypatch.setattr(work_units, "UNIT_BYTES", 3000)
-    monkeypatch.setattr("megtool.checkpoint.transport.kernel_copy.UNIT_BYTES", 3000)
     rng = random.Random(there + here)
     job = Job(raw, tmp_path, rng, there=there, here=here, rows=60, cols=31)
     with job.stage() as stage:
@@ -166,7 +165,6 @@ class Stopping(Files):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_a_stopped_run_is_resumed(raw, tmp_path, monkeypatch, threads, there, here, error):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 500)
-    monkeypatch.setattr("megtool.checkpoint.transport.kernel_copy.UNIT_BYTES", 500)
     job = Job(raw, tmp_path, random.Random(3), there=there, here=here, rows=40, cols=50)
     expected = KeyboardInterrupt if error is KeyboardInterrupt else StorageError
     counting = Stopping(0)

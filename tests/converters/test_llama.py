@@ -215,6 +215,7 @@ def test_wrong_tensors_are_named(change: Callable[[Any], Any], said: str) -> Non
         read_side(tensors_of(arrays), family=LLAMA, config=LLAMA.read_config(stored))
 
 
+@pytest.mark.slow
 def test_gguf_rows_agree_with_transformers(carry: Callable[..., dict[str, np.ndarray]]) -> None:
     """The real SmolLM2 file, decoded by gguf and un-permuted here, against transformers' loader."""
     gguf = pytest.importorskip("gguf")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megtool.checkpoint.transport import kernel_copy, work_units
+from megtool.checkpoint.transport import work_units
 from tests.support.checkpoints.damage import save_formats
 
 
@@ -37,4 +37,3 @@ def copied(sound: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many units in few bytes."""
     monkeypatch.setattr(work_units, "UNIT_BYTES", 1000)
-    monkeypatch.setattr(kernel_copy, "UNIT_BYTES", 1000)

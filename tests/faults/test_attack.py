@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.attack import specimens
 from tests.support.attack.child import preload
 from tests.support.attack.outcome import Outcome, format_table
 from tests.support.paths import ROOT
@@ -92,8 +94,9 @@ def attack(*arguments: str) -> dict[str, tuple[int, list[str]]]:
     return {row["family"]: (row["tried"], row["faults"]) for row in json.loads(done.stdout)}
 
 
-def test_a_sample_of_every_attack() -> None:
-    found = attack("--scale", "0.03")
+def test_a_sample_of_every_attack(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    root = shutil.copytree(specimens.shared_specimens(tmp_path_factory), tmp_path / "attack")
+    found = attack("--scale", "0.03", "--keep", str(root))
     assert len(found) == len(FAMILIES)
     assert sum(tried for tried, _ in found.values()) > 50
     assert {family: faults for family, (_, faults) in found.items() if faults} == {}

@@ -80,6 +80,7 @@ def test_dropout_keeps_the_mean_in_bfloat16() -> None:
     assert (out == 0).float().mean().item() == pytest.approx(0.1, abs=0.003)
 
 
+@pytest.mark.slow
 def test_torch_compile_leaves_dropout_to_others() -> None:
     x = numbers(3, 5)
     with use("compile"):

@@ -21,9 +21,7 @@ NAMES = ("torch_dist", "ocdbt", "gguf")
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("specimens")
-    specimens.make_in_process(root, NAMES)
-    return root
+    return specimens.shared_specimens(tmp_path_factory)
 
 
 def megtool(*words: object, launcher: tuple[str, ...] = ()) -> dict[str, object]:

@@ -14,6 +14,7 @@ import pytest
 import megtool
 from megtool.reports import Report
 from tests.support.attack import specimens
+from tests.support.shared_folder import shared_folder
 from tests.support.stores.read_counts import CountingStore
 
 Verb = Callable[[str, Path], Report]
@@ -90,8 +91,19 @@ _OWN_FILES = re.compile(r"finetune\.json|log\.jsonl|data/|loss\.png")
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in every format, and data."""
-    root = tmp_path_factory.mktemp("specimens")
-    specimens.make_in_process(root)
+    pytest.importorskip("pyarrow")
+    made = specimens.shared_specimens(tmp_path_factory)
+
+    def fill(folder: Path) -> None:
+        shutil.copytree(made, folder, dirs_exist_ok=True)
+        add_data(folder)
+
+    return shared_folder(tmp_path_factory, "specimens-with-data", fill)
+
+
+def add_data(root: Path) -> None:
+    from pyarrow import Table, parquet
+
     recipe = Path(megtool.__file__).parent.parent / "quant_recipes" / "fp8_per_channel.yaml"
     shutil.copy(recipe, root / "recipe.yaml")
     (root / "prompts.txt").write_text("the model\nreads a text\n")
@@ -105,10 +117,8 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
         seq_length=32,
         calibrate_only=True,
     )
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [json.loads(line) for line in (root / "text.jsonl").read_text().splitlines()]
-    parquet.write_table(arrow.Table.from_pylist(rows), root / "text.parquet")
-    return root
+    parquet.write_table(Table.from_pylist(rows), root / "text.parquet")
 
 
 @pytest.fixture(scope="module")

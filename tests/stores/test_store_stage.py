@@ -16,7 +16,7 @@ from megtool.checkpoint.storage.connect import register_store
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.memory_store import MemoryStore
 from megtool.checkpoint.storage.store_index import store_index
-from megtool.checkpoint.transport import kernel_copy, work_units
+from megtool.checkpoint.transport import work_units
 from megtool.errors import (
     DestinationError,
     FormatError,
@@ -67,7 +67,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_layout, "PART_BYTES", PART_BYTES)
     monkeypatch.setattr(part_layout, "LEAST_BYTES", PART_BYTES)
     monkeypatch.setattr(work_units, "UNIT_BYTES", 4000)
-    monkeypatch.setattr(kernel_copy, "UNIT_BYTES", 4000)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from megtool.checkpoint.storage import part_layout
 from megtool.checkpoint.storage.connect import register_store
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.store_index import store_index
-from megtool.checkpoint.transport import kernel_copy, work_units
+from megtool.checkpoint.transport import work_units
 from megtool.errors import DestinationError, FormatError, MegtoolError, UsageError
 from tests.support.errors import raises
 from tests.support.folders import contents
@@ -44,7 +44,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountedStore]:
     monkeypatch.setattr(part_layout, "PART_BYTES", PART_BYTES)
     monkeypatch.setattr(part_layout, "LEAST_BYTES", PART_BYTES)
     monkeypatch.setattr(work_units, "UNIT_BYTES", UNIT_BYTES)
-    monkeypatch.setattr(kernel_copy, "UNIT_BYTES", UNIT_BYTES)
     store = fresh()
     yield store
     store_index().forget(StorePath(URL))

@@ -159,7 +159,8 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shift", "every"),
     [
-        ("small", 0, 3),
+        ("small", 0, 5),
+        pytest.param("small", 0, 3, marks=slow),
         pytest.param("small", 0, 1, marks=slow),
         pytest.param("small", 5, 1, marks=slow),
         pytest.param("wide", 0, 1, marks=slow),

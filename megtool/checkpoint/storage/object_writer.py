@@ -338,12 +338,13 @@ class ObjectWriter:
     def export_parts(self) -> list[tuple[int, list[tuple[int, int]], bytes]]:
         """The parts that are filled in part: number, the ranges that are written, their bytes.
 
-        Without bytes the ranges are those of a run that the server is to copy.
+        Without bytes the ranges are those of a run that the server is to copy. Parts that are
+        under way to the store are not among them.
         """
         out = []
         for number, part in enumerate(self._parts):
             with part.lock:
-                if part.tag is not None or part.coverage is None:
+                if part.tag is not None or part.is_full or part.coverage is None:
                     continue
                 begin, end = self.layout.bounds(number)
                 expected = Coverage()

@@ -201,12 +201,14 @@ def as_bytes(buffer: Buffer) -> memoryview:
 
 
 def _group_runs(runs: Sequence[tuple[int, memoryview]]) -> Iterator[list[tuple[int, memoryview]]]:
-    """Runs as groups for one request each, ascending; long runs are cut."""
+    """Runs as groups for one request each, ascending; long runs are cut evenly."""
     group: list[tuple[int, memoryview]] = []
     payload = 0
     for begin, memory in sorted(runs, key=lambda run: run[0]):
-        for skip in range(0, memory.nbytes, REQUEST_BYTES):
-            offset, part = begin + skip, memory[skip : skip + REQUEST_BYTES]
+        count = -(-memory.nbytes // REQUEST_BYTES)
+        step = -(-memory.nbytes // max(count, 1))
+        for skip in range(0, memory.nbytes, max(step, 1)):
+            offset, part = begin + skip, memory[skip : skip + step]
             if group and (
                 (offset - group[-1][0] - group[-1][1].nbytes) * GAP_SHARE > payload
                 or offset + part.nbytes - group[0][0] > REQUEST_BYTES

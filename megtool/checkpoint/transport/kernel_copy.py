@@ -10,7 +10,7 @@ import numpy as np
 from megtool.checkpoint.plan import ReshardPlan, common_runs
 from megtool.checkpoint.transport.shard_locator import ShardLocator
 from megtool.checkpoint.transport.strided import run_offsets
-from megtool.checkpoint.transport.work_units import UNIT_BYTES, KernelUnit
+from megtool.checkpoint.transport.work_units import KernelUnit
 from megtool.tensors.box import Ints
 from megtool.tensors.grouping import distinct
 
@@ -55,12 +55,12 @@ def plan_kernel_copies(
     table = CopyRuns(*(np.concatenate([getattr(c, name) for c in tables]) for name in columns))
     table = _join_runs(table)
     if unit.parts > 1:
-        table = _cut_window(table, unit.part * UNIT_BYTES, _part_end(unit))
+        table = _cut_window(table, unit.part * unit.part_bytes, _part_end(unit))
     return table, other_steps if unit.part == 0 else []
 
 
 def _part_end(unit: KernelUnit) -> int:
-    return (unit.part + 1) * UNIT_BYTES if unit.part + 1 < unit.parts else 1 << 62
+    return (unit.part + 1) * unit.part_bytes if unit.part + 1 < unit.parts else 1 << 62
 
 
 def _runs_from_source(

@@ -1,4 +1,4 @@
-"""Units of work: parts of a plan of about 64 MiB, each executed, journaled and verified whole."""
+"""Units of work: parts of a plan of some MiB, each executed, journaled and verified whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.plan import PlanEntry, ReshardPlan
+from megtool.checkpoint.storage.location import is_remote
 from megtool.checkpoint.transport.shard_locator import ShardLocator, count_cuttable_dims
 from megtool.checkpoint.transport.strided import SIEVE_RUN_BYTES, contiguous_run, sieve_run
 from megtool.checkpoint.transport.tile import Index, split_box
@@ -19,13 +21,19 @@ from megtool.tensors.grouping import distinct
 from megtool.tensors.placement import lattice
 
 UNIT_BYTES = 64 << 20
+STORE_UNIT_BYTES = 16 << 20
+"""Of units that read a store: a thread waits for each, so that even a small share needs several."""
+
 MAX_SLABS = 4096
 """Entries in one unit, however small they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelUnit:
-    """Steps that the kernel copies, all into one file; a long step is split into `parts`."""
+    """Steps that the kernel copies, all into one file.
+
+    A long step is split into `parts` of `part_bytes`.
+    """
 
     steps: Ints
     files: tuple[int, ...]
@@ -33,6 +41,7 @@ class KernelUnit:
     num_bytes: int
     part: int = 0
     parts: int = 1
+    part_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +80,13 @@ class FeedUnit:
 Unit = KernelUnit | TiledUnit | FeedUnit
 
 
+def choose_unit_size(sources: Sequence[Catalogue]) -> int:
+    """About the bytes of a unit, by what is read."""
+    if any(is_remote(c.root) for c in sources):
+        return min(UNIT_BYTES, STORE_UNIT_BYTES)
+    return UNIT_BYTES
+
+
 def plan_units(
     plan: ReshardPlan,
     target: ShardLocator,
@@ -84,7 +100,7 @@ def plan_units(
     others go through tiles; with `tiled_only` all do. Interleaved units come last. `entries`
     selects those of which units are planned, without feeds.
     """
-    steps = plan.steps
+    steps, unit_bytes = plan.steps, choose_unit_size(plan.sources)
     _, is_plain = plan.step_runs()
     is_tiled = np.zeros(len(plan.entries), bool)
     is_tiled[steps.entry[~is_plain]] = True
@@ -93,12 +109,11 @@ def plan_units(
     is_plain = ~is_tiled[steps.entry]
     if entries is not None:
         is_plain, is_tiled = is_plain & entries[steps.entry], is_tiled & entries
-    planned: list[Unit] = list(_kernel_units(plan, target, np.flatnonzero(is_plain)))
-    planned += _tiled_units(
-        plan, target, [n for n in np.flatnonzero(is_tiled).tolist() if plan.entries[n].writes]
-    )
+    planned: list[Unit] = list(_kernel_units(plan, target, np.flatnonzero(is_plain), unit_bytes))
+    tiled = [n for n in np.flatnonzero(is_tiled).tolist() if plan.entries[n].writes]
+    planned += _tiled_units(plan, target, tiled, unit_bytes)
     if entries is None:
-        planned += _feed_units(plan, target)
+        planned += _feed_units(plan, target, unit_bytes)
     return order_units(planned)
 
 
@@ -111,7 +126,9 @@ def order_units(units: Sequence[Unit]) -> list[Unit]:
     return sorted(units, key=place)
 
 
-def _kernel_units(plan: ReshardPlan, target: ShardLocator, rows: Ints) -> Iterator[KernelUnit]:
+def _kernel_units(
+    plan: ReshardPlan, target: ShardLocator, rows: Ints, unit_bytes: int
+) -> Iterator[KernelUnit]:
     if not len(rows):
         return
     steps, catalogue = plan.steps, target.catalogue
@@ -126,44 +143,45 @@ def _kernel_units(plan: ReshardPlan, target: ShardLocator, rows: Ints) -> Iterat
     order = np.lexsort((offset, file))
     rows, offset, size, file = rows[order], offset[order], size[order], file[order]
     before = np.cumsum(size) - size
-    is_large = size > UNIT_BYTES
+    is_large = size > unit_bytes
     is_same_unit = (file[1:] == file[:-1]) & ~is_large[1:] & ~is_large[:-1]
-    is_same_unit &= before[1:] // UNIT_BYTES == before[:-1] // UNIT_BYTES
+    is_same_unit &= before[1:] // unit_bytes == before[:-1] // unit_bytes
     first = np.flatnonzero(np.concatenate([[True], ~is_same_unit]))
     total = np.add.reduceat(size, first).tolist()
     last = [*first[1:].tolist(), len(rows)]
     for a, b, num_bytes in zip(first.tolist(), last, total, strict=True):
-        parts = max(1, -(-num_bytes // UNIT_BYTES)) if b == a + 1 else 1
+        parts = max(1, -(-num_bytes // unit_bytes)) if b == a + 1 else 1
         for part in range(parts):
-            rest = num_bytes - part * UNIT_BYTES
+            rest = num_bytes - part * unit_bytes
             yield KernelUnit(
                 steps=rows[a:b],
                 files=(int(file[a]),),
-                offset=int(offset[a]) + part * UNIT_BYTES,
-                num_bytes=min(UNIT_BYTES, rest) if parts > 1 else num_bytes,
+                offset=int(offset[a]) + part * unit_bytes,
+                num_bytes=min(unit_bytes, rest) if parts > 1 else num_bytes,
                 part=part,
                 parts=parts,
+                part_bytes=unit_bytes,
             )
 
 
 def _tiled_units(
-    plan: ReshardPlan, target: ShardLocator, entries: Sequence[int]
+    plan: ReshardPlan, target: ShardLocator, entries: Sequence[int], unit_bytes: int
 ) -> Iterator[TiledUnit]:
     """Slabs in order of destination; small entries of one file share a unit."""
     pending: dict[tuple[int, bool], list[TiledUnit]] = defaultdict(list)
     total: dict[tuple[int, bool], int] = defaultdict(int)
     slabs: list[TiledUnit] = []
     for number in entries:
-        slabs += _split_entry(plan, target, number)
+        slabs += _split_entry(plan, target, number, unit_bytes)
     slabs.sort(key=lambda u: (u.files[0], u.offset))
     for unit in slabs:
-        if unit.num_bytes >= UNIT_BYTES // 2:
+        if unit.num_bytes >= unit_bytes // 2:
             yield unit
             continue
         key = unit.files[0], unit.interleaved
         pending[key].append(unit)
         total[key] += unit.num_bytes
-        if total[key] >= UNIT_BYTES or len(pending[key]) >= MAX_SLABS:
+        if total[key] >= unit_bytes or len(pending[key]) >= MAX_SLABS:
             yield _merge_tiled(pending.pop(key))
             del total[key]
     for batch in pending.values():
@@ -180,7 +198,9 @@ def _merge_tiled(batch: Sequence[TiledUnit]) -> TiledUnit:
     )
 
 
-def _split_entry(plan: ReshardPlan, target: ShardLocator, number: int) -> Iterator[TiledUnit]:
+def _split_entry(
+    plan: ReshardPlan, target: ShardLocator, number: int, unit_bytes: int
+) -> Iterator[TiledUnit]:
     entry, pieces = plan.entries[number], plan.target_pieces
     of, n = pieces.of(number), len(entry.shape)
     lo, hi = pieces.boxes.lo[of, :n], pieces.boxes.hi[of, :n]
@@ -191,7 +211,7 @@ def _split_entry(plan: ReshardPlan, target: ShardLocator, number: int) -> Iterat
     offset = target.offsets(shard)
     interleaved = is_interleaved(plan, entry, of, target)
     item = plan.target_tensor(entry).dtype.itemsize
-    for a, b in split_box((0,) * n, entry.shape, item, UNIT_BYTES, depth=cut_depth(plan, number)):
+    for a, b in split_box((0,) * n, entry.shape, item, unit_bytes, depth=cut_depth(plan, number)):
         under = ((lo < np.array(b)) & (hi > np.array(a))).all(axis=1)
         files = distinct(file[under])
         volume = 1
@@ -206,7 +226,7 @@ def _split_entry(plan: ReshardPlan, target: ShardLocator, number: int) -> Iterat
         )
 
 
-def _feed_units(plan: ReshardPlan, target: ShardLocator) -> Iterator[FeedUnit]:
+def _feed_units(plan: ReshardPlan, target: ShardLocator, unit_bytes: int) -> Iterator[FeedUnit]:
     """Units of feeds, in order; small feeds of one file share a unit."""
     catalogue = target.catalogue
     pending: list[FeedUnit] = []
@@ -220,7 +240,7 @@ def _feed_units(plan: ReshardPlan, target: ShardLocator) -> Iterator[FeedUnit]:
             offset=int(target.offsets(first[:1])[0]),
             num_bytes=feed.num_bytes,
         )
-        is_full = sum(u.num_bytes for u in pending) + unit.num_bytes > UNIT_BYTES
+        is_full = sum(u.num_bytes for u in pending) + unit.num_bytes > unit_bytes
         if pending and (is_full or pending[0].files != unit.files or len(pending) >= MAX_SLABS):
             yield _merge_feeds(pending)
             pending = []

@@ -18,10 +18,16 @@ from megtool.checkpoint.file_digests import FileDigests
 from megtool.checkpoint.storage.lease import Lease
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.object_writer import ObjectWriter
-from megtool.checkpoint.storage.open_objects import open_objects
+from megtool.checkpoint.storage.open_objects import REQUEST_BYTES, open_objects
 from megtool.checkpoint.storage.part_buffers import PartBuffers
 from megtool.checkpoint.storage.read_pool import read_pool
-from megtool.checkpoint.storage.store import ConditionError, read_json, read_object
+from megtool.checkpoint.storage.store import (
+    ConditionError,
+    ObjectInfo,
+    ObjectMissingError,
+    read_json,
+    read_object,
+)
 from megtool.checkpoint.storage.store_index import store_index
 from megtool.checkpoint.storage.store_probe import probe_store
 from megtool.checkpoint.store_check import (
@@ -197,17 +203,18 @@ class SharedStoreStage(StoreStage):
         Raises:
             StorageError: the store refused.
         """
-        self._transfers.settle()
         own: list[list[Any]] = []
         for writer in self._writers:
             number = self._numbers[writer.path]
-            parts = range(len(writer.layout))
-            own += [[number, part, ""] for part in parts if writer.is_uploaded(part)]
             for part, ranges, data in writer.export_parts():
                 name = f"{FRAGMENTS}/{number}/{part}-{self.worker.index}"
-                head = json.dumps({"ranges": ranges}).encode() + b"\n"
-                self._store.put(self._staged_path(name).key, head + data)
+                whole = json.dumps({"ranges": ranges}).encode() + b"\n" + data
+                self._transfers.run(len(whole), partial(self._put, name, whole))
                 own.append([number, part, name])
+        self._transfers.settle()
+        for writer in self._writers:
+            number, parts = self._numbers[writer.path], range(len(writer.layout))
+            own += [[number, part, ""] for part in parts if writer.is_uploaded(part)]
         self._require_journal().flush()
         index = self.worker.index
         parts_key = self._staged_path(f"worker-{index}.parts").key
@@ -216,6 +223,9 @@ class SharedStoreStage(StoreStage):
         self._store.put(record_key, encode_record(record))
         self.record = record
         self._forget_writers()
+
+    def _put(self, name: str, data: bytes) -> None:
+        self._store.put(self._staged_path(name).key, data)
 
     def _forget_writers(self) -> None:
         """Begin anew: as the one that publishes, a worker opens all files."""
@@ -409,4 +419,23 @@ class _FragmentReader:
             return self._ahead.pop(name)
 
     def _fetch(self, name: str) -> None:
-        self._ahead[name] = read_object(self._staging / name)
+        path = self._staging / name
+        info = path.store.head(path.key)
+        self._ahead[name] = None if info is None else _read_in_parallel(path, info)
+
+
+def _read_in_parallel(path: StorePath, info: ObjectInfo) -> bytes | None:
+    """All bytes of an object, by several requests at a time; None if it is gone meanwhile."""
+    data = bytearray(info.size)
+
+    def read(begin: int) -> None:
+        num_bytes = min(REQUEST_BYTES, info.size - begin)
+        found = path.store.read(path.key, begin, num_bytes, version=info.version)
+        data[begin : begin + num_bytes] = found
+
+    try:
+        if data:
+            read_pool().run([partial(read, n) for n in range(0, info.size, REQUEST_BYTES)])
+    except (ConditionError, ObjectMissingError):
+        return None
+    return bytes(data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megtool.checkpoint.transport import kernel_copy, work_units
+from megtool.checkpoint.transport import work_units
 from tests.support.runs.worker_runs import UNIT_BYTES
 
 
@@ -12,4 +12,3 @@ from tests.support.runs.worker_runs import UNIT_BYTES
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many units in few bytes."""
     monkeypatch.setattr(work_units, "UNIT_BYTES", UNIT_BYTES)
-    monkeypatch.setattr(kernel_copy, "UNIT_BYTES", UNIT_BYTES)

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.attack.child import run
 from tests.support.models import tiny_llama, tiny_tokenizer
 from tests.support.paths import ROOT
+from tests.support.shared_folder import shared_folder
 
 TEXT = "the model reads a text and writes it again while the tokens of every word are counted "
 TRAIN = ["--seq-length=32", "--global-batch-size=2", "--lr=1e-3", "--threads=1", "-q"]
@@ -88,15 +91,17 @@ def make(root: Path, names: tuple[str, ...] = tuple(COMMANDS)) -> dict[str, Path
     return {name: path_of(root, name) for name in names}
 
 
-def make_in_process(root: Path, names: tuple[str, ...] = tuple(COMMANDS)) -> dict[str, Path]:
-    """The same in a process of its own: libraries that ran in this one do not survive its fork.
+def shared_specimens(factory: pytest.TempPathFactory) -> Path:
+    """The folder of all specimens, made once in a run of the tests: none may change them.
 
-    Raises:
-        subprocess.CalledProcessError: a command failed.
+    They are made in a process of its own: libraries that ran in this one do not survive its fork.
     """
     code = (
         "import sys; from pathlib import Path; from tests.support.attack import specimens; "
-        "specimens.make(Path(sys.argv[1]), tuple(sys.argv[2:]))"
+        "specimens.make(Path(sys.argv[1]))"
     )
-    subprocess.run([sys.executable, "-c", code, str(root), *names], cwd=ROOT, check=True)
-    return {name: path_of(root, name) for name in names}
+
+    def fill(folder: Path) -> None:
+        subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, check=True)
+
+    return shared_folder(factory, "specimens", fill)

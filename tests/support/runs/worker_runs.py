@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import megtool
-from megtool.checkpoint.transport import kernel_copy, work_units
+from megtool.checkpoint.transport import work_units
 from tests.support.paths import ROOT
 
 UNIT_BYTES = 3000
@@ -47,7 +47,7 @@ def state_of(run: subprocess.Popen[str]) -> str:
 
 def main() -> None:
     """Do what the command line says."""
-    work_units.UNIT_BYTES = kernel_copy.UNIT_BYTES = UNIT_BYTES
+    work_units.UNIT_BYTES = UNIT_BYTES
     report = megtool.reshard(**json.loads(sys.argv[1]))
     print(json.dumps(report.to_json()))
 

@@ -21,7 +21,7 @@ from megtool.checkpoint.storage import (
     store_index,
     store_probe,
 )
-from megtool.checkpoint.transport import kernel_copy, work_units
+from megtool.checkpoint.transport import work_units
 from tests.support.simulation.scheduler import Scheduler
 
 UNIT_BYTES, TILE_BYTES, PART_BYTES = 256, 128, 200
@@ -138,7 +138,6 @@ def simulated(scheduler: Scheduler) -> Iterator[None]:
             (work_threads, "run_in_threads", lambda work, count, stopped: work()),
             (copy, "TILE_BYTES", TILE_BYTES),
             (work_units, "UNIT_BYTES", UNIT_BYTES),
-            (kernel_copy, "UNIT_BYTES", UNIT_BYTES),
         ):
             stack.enter_context(patch.object(target, name, value))
         yield

@@ -57,7 +57,7 @@ def resume_and_save(
 @pytest.mark.parametrize(
     ("kind", "plain", "save"),
     [
-        ("bfloat16", False, "fully_reshardable"),
+        pytest.param("bfloat16", False, "fully_reshardable", marks=pytest.mark.slow),
         pytest.param("float32", True, "fully_reshardable", marks=pytest.mark.slow),
         pytest.param("bfloat16", False, "dp_reshardable", marks=pytest.mark.slow),
         pytest.param("bfloat16", True, "dp_reshardable", marks=pytest.mark.slow),
