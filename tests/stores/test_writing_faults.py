@@ -170,7 +170,7 @@ slow = pytest.mark.slow
 def test_each_request_meets_one_fault(
     request: pytest.FixtureRequest, kind: str, shift: int, every: int
 ) -> None:
-    """Each in turn, or every third; the slow test has all of them at each request."""
+    """Each in turn, or every fifth; the slow test has all of them at each request."""
     recorded: RecordedReshard = request.getfixturevalue(kind)
     names = [name for name in FAULTS if kind == "small" or name not in FLIPS]
     out = []
