@@ -1,0 +1,78 @@
+"""Real llama.cpp loads the GGUF files of every family, and has the logits of transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.models import gguf_models
+from tests.support.paths import PEERS
+from tests.support.runs.exports import export_gguf
+
+pytestmark = [pytest.mark.peers, pytest.mark.slow]
+
+RELEASE = "xllamacpp"
+ROUGH = {
+    # llama.cpp computes GELU by a table of float16 numbers.
+    "gemma": 1e-3,
+    "gemma2": 1e-3,
+    "gemma3": 1e-3,
+    "starcoder2": 1e-3,
+    "gpt2": 1e-3,
+    # It rounds the ramp of YaRN's frequencies.
+    "gpt_oss": 1e-3,
+}
+"""How far families may be off where it is more than 1e-5."""
+
+
+@pytest.fixture(scope="session")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of llama.cpp with its Python binding."""
+    folder = tmp_path_factory.mktemp("llama-cpp")
+    how = ["--quiet", "--no-deps", "--only-binary=:all:", "--target", str(folder)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *how, RELEASE],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if done.returncode:
+        pytest.skip(f"{RELEASE} cannot be installed here: {done.stderr[-200:]}")
+    return folder
+
+
+@pytest.mark.parametrize("name", gguf_models.MODELS)
+def test_log_probabilities_are_those_of_transformers(
+    name: str, package: Path, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    source = gguf_models.save(tmp_path / "hf", name)
+    export_gguf(source, tmp_path / "model.gguf", outtype="f32")
+    size = int(gguf_models.SIZES["vocab_size"])
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(2, size - 30, (40,), generator=generator).tolist()
+    prompts = [tokens[:n] for n in (1, 2, 5, 17, 40)]
+    (tmp_path / "job.json").write_text(json.dumps({"prompts": prompts, "vocab_size": size}))
+    done = subprocess.run(
+        [sys.executable, str(PEERS / "llama_cpp_logits.py"), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(package)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+    actual = torch.tensor(json.loads((tmp_path / "answer.json").read_text()))
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        logits = torch.stack([model(torch.tensor([p])).logits[0, -1] for p in prompts])
+    expected = logits.log_softmax(-1)
+    assert not actual.isnan().any()
+    assert (actual - expected).abs().max() < ROUGH.get(name, 1e-5)
