@@ -429,9 +429,8 @@ def _read_in_parallel(path: StorePath, info: ObjectInfo) -> bytes | None:
     data = bytearray(info.size)
 
     def read(begin: int) -> None:
-        num_bytes = min(REQUEST_BYTES, info.size - begin)
-        found = path.store.read(path.key, begin, num_bytes, version=info.version)
-        data[begin : begin + num_bytes] = found
+        end = min(begin + REQUEST_BYTES, info.size)
+        data[begin:end] = path.store.read(path.key, begin, end - begin, version=info.version)
 
     try:
         if data:
