@@ -32,7 +32,7 @@ NOTE = (
 )
 COPY_LIMIT, WORKERS_LIMIT, DCP_LIMIT, DCP_MEMORY_LIMIT = 1.3, 7.0, 5.0, 0.1
 SERVER_LIMIT, ROWS_LIMIT, READ_LIMIT, MEMORY_LIMIT = 0.05, 0.25, 1.02, 256 << 20
-LATENCY, BANDWIDTH = 0.02, 512 << 10
+LATENCY, BANDWIDTH = 0.02, 1 << 20
 """Of the limited store: seconds a request, and bytes per second of a connection."""
 
 
