@@ -1,0 +1,128 @@
+"""DeepSeek-V4 as it is published: names, settings, numbers of four and eight bits."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megtool import reshard, verify
+from megtool.checkpoint.formats import open_checkpoint
+from megtool.convert.families import family
+from megtool.errors import FormatError
+from megtool.model_config import ModelConfig
+from megtool.reshard.open_source import open_source
+from tests.support.folders import read_config
+from tests.support.folders import stored_tensors as stored
+from tests.support.models import mtp_models
+from tests.support.models.moe_cases import CASES, FIRST, SIZES, case_config, save
+
+pytest.importorskip("transformers")
+
+
+def test_deepseek_v4_travels_as_published(tmp_path: Path) -> None:
+    """With its layer of multi-token prediction, by Megatron's args alone."""
+    before = mtp_models.save_deepseek_v4(tmp_path / "hf")
+    copies = {"mtp.0.emb.tok_emb.weight", "mtp.0.head.weight"}
+    layout = {"tp": 2, "pp": 2, "ep": 2}
+    report = reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False, **layout)
+    assert {d.name for d in report.dropped} == copies
+    assert not any(d.is_lost for d in report.dropped)
+    held = {t.name: (t.shape, t.dtype.name) for t in open_checkpoint(tmp_path / "meg").tensors}
+    layer, inner = "decoder.layers.", "mtp.layers.0.transformer_layer."
+    assert held["mtp.layers.0.e_proj.weight"] == ((32, 32), "bfloat16")
+    assert held["mtp.layers.0.hc_head_fn"] == held["decoder.hc_head_fn"] == ((2, 64), "float32")
+    assert held[inner + "mlp.router.expert_bias"] == ((4,), "float32")
+    assert inner + "mlp.router.tid2eid" not in held
+    assert held[layer + "0.mlp.router.tid2eid"] == ((101, 2), "int64")
+    assert held[layer + "1.mlp_hyper_connection.alpha_res"] == ((1,), "float32")
+    attention = layer + "{}.self_attention.core_attention."
+    assert held[attention.format(1) + "attn_sink"][0] == (4,)
+    assert held[attention.format(1) + "compressor.ape"] == ((4, 32), "float32")
+    assert held[attention.format(2) + "compressor.ape"] == ((8, 16), "float32")
+    assert held[attention.format(3) + "indexer.compressor.linear_wkv.weight"][0] == (16, 32)
+    for file in (tmp_path / "meg" / "release" / "hf").iterdir():
+        file.unlink()
+    back = reshard(tmp_path / "meg", tmp_path / "back", to="hf", family="deepseek_v4", fsync=False)
+    assert [d for d in back.dropped if d.is_lost] == []
+    assert stored(tmp_path / "back") == {n: t for n, t in before.items() if n not in copies}
+    config = read_config(tmp_path / "back")
+    assert config["compress_ratios"] == [0, 4, 8, 4, 0]
+    assert (config["num_hash_layers"], config["qk_rope_head_dim"]) == (1, 4)
+    cast = reshard(
+        tmp_path / "hf", tmp_path / "cast", to="torch_dist", dtype="float16", fsync=False
+    )
+    assert not any(d.is_lost for d in cast.dropped)
+    kinds = {t.name: t.dtype.name for t in open_checkpoint(tmp_path / "cast").tensors}
+    assert {k for n, k in kinds.items() if "hc_head" in n or "hyper" in n} == {"float32"}
+    assert kinds["decoder.layers.1.self_attention.linear_kv_proj.weight"] == "float16"
+
+
+@pytest.mark.parametrize("to", ["megatron", "zarr", "safetensors"])
+def test_deepseek_v4_travels_in_other_formats(to: str, tmp_path: Path) -> None:
+    before = mtp_models.save_deepseek_v4(tmp_path / "hf")
+    layout = {"tp": 2, "pp": 2, "ep": 2} if to == "megatron" else {}
+    reshard(tmp_path / "hf", tmp_path / "other", to=to, fsync=False, **layout)
+    like = {"like": tmp_path / "hf"} if to == "safetensors" else {}
+    reshard(tmp_path / "other", tmp_path / "back", to="hf", fsync=False, **like)
+    copies = {"mtp.0.emb.tok_emb.weight", "mtp.0.head.weight"}
+    assert stored(tmp_path / "back") == {n: t for n, t in before.items() if n not in copies}
+
+
+def test_transformers_own_names_of_deepseek_v4_are_read(tmp_path: Path) -> None:
+    case = FIRST["deepseek_v4"]
+    save(case, tmp_path / "published")
+    for original in (True, False):
+        folder = tmp_path / f"{original}"
+        save(case, folder, save_original_format=original)
+        assert any(n.startswith("model.layers.0.") for n in stored(folder))
+        assert verify(folder, tmp_path / "published").verdict == "equal"
+
+
+def test_published_settings_of_deepseek_v4_are_those_of_transformers() -> None:
+    """Released files have other keys, which transformers turns into its own."""
+    case = next(c for c in CASES if c[0] == "deepseek_v4" and "rope_parameters" in c[2])
+    keys = {k: v for k, v in case[2].items() if k not in ("layer_types", "rope_parameters")}
+    yarn = {"type" if k == "rope_type" else k: v for k, v in case[2]["rope_parameters"].items()}
+    keys |= {
+        "compress_ratios": [4, 0, 4, 0],
+        "num_hash_layers": 0,
+        "n_shared_experts": 1,
+        "rope_scaling": {k: v for k, v in yarn.items() if k != "rope_theta"},
+        "rope_theta": 10000.0,
+        "qk_rope_head_dim": 4,
+    }
+    del keys["partial_rotary_factor"], keys["mlp_layer_types"]
+    found = family("deepseek_v4")
+    ours, theirs = found.read_config(SIZES | keys), found.read_config(case_config(case).to_dict())
+    differ = {
+        f.name for f in fields(ModelConfig) if getattr(ours, f.name) != getattr(theirs, f.name)
+    }
+    assert differ == {"extra"}
+    of_theirs = found.read_config(type(case_config(case))(**SIZES | keys).to_dict())
+    assert (ours.compress_ratios, ours.rope_scaling) == (
+        of_theirs.compress_ratios,
+        of_theirs.rope_scaling,
+    )
+
+
+def test_experts_in_fp4_and_linear_layers_in_fp8_are_decoded(tmp_path: Path) -> None:
+    """DeepSeek-V4 as it ships: scales beside the weights, powers of two, blocks with edges."""
+    want = mtp_models.save_deepseek_v4_quantized(tmp_path / "hf")
+    reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", tp=2, ep=2, fsync=False)
+    reshard(tmp_path / "meg", tmp_path / "back", to="hf", fsync=False)
+    assert stored(tmp_path / "back") == want
+    assert {"quantization_config", "expert_dtype"}.isdisjoint(read_config(tmp_path / "back"))
+
+
+def test_a_scale_of_deepseek_v4_without_its_weight_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    mtp_models.save_deepseek_v4_quantized(tmp_path)
+    file, lost = tmp_path / "model.safetensors", "layers.0.attn.wkv.weight"
+    held = load_file(file)
+    del held[lost]
+    save_file(held, file, metadata={"format": "pt"})
+    with pytest.raises(FormatError, match="belongs to a quantized weight that is missing"):
+        open_source(tmp_path)
