@@ -22,28 +22,17 @@ import torch
 from megtool import reshard, verify
 from megtool.reshard.open_source import open_source
 from tests.support.paths import PEERS
+from tests.support.peers.release import install_release
 from tests.support.peers.run_trained import read_with_torch, run_world
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
-
-RELEASE = "megatron-core==0.19.2"
 
 
 @pytest.fixture(scope="session")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a release that has HybridModel, apart from the one that is installed."""
     folder = tmp_path_factory.mktemp("core")
-    how = ["--quiet", "--no-deps", "--ignore-requires-python", "--target", str(folder)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *how, RELEASE],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    if done.returncode:
-        pytest.skip(f"{RELEASE} cannot be installed here: {done.stderr[-200:]}")
-    return folder
+    return install_release("megatron-core==0.19.2", folder, "--ignore-requires-python")
 
 
 def run(core: Path, action: str, folder: Path, **options: Any) -> str:

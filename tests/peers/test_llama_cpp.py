@@ -13,11 +13,11 @@ import torch
 
 from tests.support.models import gguf_models
 from tests.support.paths import PEERS
+from tests.support.peers.release import install_release
 from tests.support.runs.exports import export_gguf
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
-RELEASE = "xllamacpp"
 ROUGH = {
     # llama.cpp computes GELU by a table of float16 numbers.
     "gemma": 1e-3,
@@ -34,18 +34,7 @@ ROUGH = {
 @pytest.fixture(scope="session")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of llama.cpp with its Python binding."""
-    folder = tmp_path_factory.mktemp("llama-cpp")
-    how = ["--quiet", "--no-deps", "--only-binary=:all:", "--target", str(folder)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *how, RELEASE],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    if done.returncode:
-        pytest.skip(f"{RELEASE} cannot be installed here: {done.stderr[-200:]}")
-    return folder
+    return install_release("xllamacpp", tmp_path_factory.mktemp("llama-cpp"), "--only-binary=:all:")
 
 
 @pytest.mark.parametrize("name", gguf_models.MODELS)
