@@ -138,21 +138,27 @@ HF_EXPERT_BIAS: Table = (
     Row(_STORED + "mlp.gate.e_score_correction_bias", _OURS + "mlp.router.expert_bias"),
 )
 
-# The same two, written first by families whose files have them so; codes are stored one by one.
-HF_STACKED_EXPERTS: Table = (
-    Row(
-        _STORED + "mlp.experts.gate_up_proj",
-        Stacked(Cat(_EXPERT + "gate.weight", _EXPERT + "up.weight"), "e"),
-        when="l in moe_layers",
-        plain=True,
-    ),
-    Row(
-        _STORED + "mlp.experts.down_proj",
-        Stacked(_EXPERT + "down.weight", "e"),
-        when="l in moe_layers",
-        plain=True,
-    ),
-)
+
+def stacked_experts(stored: str, *, plain: bool = False) -> Table:
+    """All experts of a layer as two tensors, whose names begin with `stored`."""
+    return (
+        Row(
+            stored + "gate_up_proj",
+            Stacked(Cat(_EXPERT + "gate.weight", _EXPERT + "up.weight"), "e"),
+            when="l in moe_layers",
+            plain=plain,
+        ),
+        Row(
+            stored + "down_proj",
+            Stacked(_EXPERT + "down.weight", "e"),
+            when="l in moe_layers",
+            plain=plain,
+        ),
+    )
+
+
+# Families whose files have them so write these first; codes are stored one by one.
+HF_STACKED_EXPERTS = stacked_experts(_STORED + "mlp.experts.", plain=True)
 
 HF_EXPERTS: Table = (
     Row(_STORED + "mlp.gate.weight", _OURS + "mlp.router.weight"),
@@ -160,16 +166,7 @@ HF_EXPERTS: Table = (
         Row(f"{_STORED}mlp.experts.{{e}}.{name}_proj.weight", f"{_EXPERT}{name}.weight")
         for name in ("gate", "up", "down")
     ),
-    Row(
-        _STORED + "mlp.experts.gate_up_proj",
-        Stacked(Cat(_EXPERT + "gate.weight", _EXPERT + "up.weight"), "e"),
-        when="l in moe_layers",
-    ),
-    Row(
-        _STORED + "mlp.experts.down_proj",
-        Stacked(_EXPERT + "down.weight", "e"),
-        when="l in moe_layers",
-    ),
+    *stacked_experts(_STORED + "mlp.experts."),
 )
 
 HF_SHARED_EXPERT: Table = (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megtool.convert.mapping import Cat, Dropped, Row, Stacked, Table
+from megtool.convert.common_rows import stacked_experts
+from megtool.convert.mapping import Dropped, Row, Table
 
 _LAYER, _SHARED, _EXPERT = "model.layers.{l}.", "layers.{l}.mlp.shared.", "layers.{l}.mlp.experts"
 
@@ -23,18 +24,7 @@ HF_EXPERTS_BESIDE_MLP: Table = (
     ),
     Row(_LAYER + "router.scale", "layers.{l}.mlp.router.scale"),
     Row(_LAYER + "router.per_expert_scale", "layers.{l}.mlp.router.expert_scale"),
-    Row(
-        _LAYER + "experts.gate_up_proj",
-        Stacked(Cat(_EXPERT + ".{e}.gate.weight", _EXPERT + ".{e}.up.weight"), "e"),
-        when="l in moe_layers",
-        plain=True,
-    ),
-    Row(
-        _LAYER + "experts.down_proj",
-        Stacked(_EXPERT + ".{e}.down.weight", "e"),
-        when="l in moe_layers",
-        plain=True,
-    ),
+    *stacked_experts(_LAYER + "experts.", plain=True),
     *(
         Row(f"{_LAYER}experts.{{e}}.{name}_proj.weight", f"{_EXPERT}.{{e}}.{name}.weight")
         for name in ("gate", "up", "down")
