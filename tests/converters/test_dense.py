@@ -34,6 +34,10 @@ from tests.support.models.tiny_model import SIZES, TIED, UNTIED, Case, sizes_of
 transformers = pytest.importorskip("transformers")
 
 
+# Layers and heads of the others are bound by further keys (in Helium the width is that of all heads).
+BOUND = {"linear_num_key_heads", "num_kv_shared_layers"}
+OF_ANY_SIZE = [c for c in CASES if not BOUND & {*c.keys} and c.family != "helium"]
+
 cases = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -65,7 +69,7 @@ def test_weights_come_back_to_the_same_bytes(case: Case, tmp_path: Path) -> None
 
 
 @given(
-    case=st.sampled_from(CASES),
+    case=st.sampled_from(OF_ANY_SIZE),
     tp=st.sampled_from((1, 2, 4)),
     per_layer=st.booleans(),
     layers=st.integers(1, 3),
