@@ -34,7 +34,7 @@ from tests.support.models.tiny_model import SIZES, TIED, UNTIED, Case, sizes_of
 transformers = pytest.importorskip("transformers")
 
 
-# Layers and heads of the others are bound by further keys (in Helium the width is that of all heads).
+# In the others further keys follow the number of layers or heads (in Helium the width does).
 BOUND = {"linear_num_key_heads", "num_kv_shared_layers"}
 OF_ANY_SIZE = [c for c in CASES if not BOUND & {*c.keys} and c.family != "helium"]
 
