@@ -18,7 +18,7 @@ VARYING = ("num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
 """Fields that `layer_sizes` may have."""
 
 _POSITIVE_OR_NONE = ("softmax_scale", "rope_local_base")  # or None
-_NOT_NEGATIVE = ("attn_softcap", "logit_softcap", "activation_limit")
+_NOT_NEGATIVE = ("attn_softcap", "logit_softcap", "activation_limit", "router_jitter")
 _FINITE = (
     "embedding_scale",
     "residual_scale",
@@ -94,6 +94,7 @@ _FLAGS = (
     "attn_out_bias",
     "mlp_bias",
     "qk_norm",
+    "qk_norm_rotated",
     "attn_output_gate",
     "router_pre_softmax",
     "router_bias",

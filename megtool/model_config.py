@@ -116,7 +116,8 @@ class ModelConfig:
     normalize what attention and MLP add to the residual; with `norms_after_add` such norms are of
     the sum. `final_norm` says that there is a norm after the last layer. `qk_norm_of` says what a
     norm of queries or keys (`qk_norm`) covers: a `head`, all with the same weights; `each` head
-    with weights of its own; `all` heads of a token at once.
+    with weights of its own; `all` heads of a token at once. With `qk_norm_rotated` it comes after
+    rotation.
 
     What only a forward pass asks for: attention multiplies scores by `softmax_scale` (None: one
     over the square root of a query head's size); a cap c bends scores or logits x to
@@ -135,8 +136,10 @@ class ModelConfig:
     `attn_temperature_floor`; with `attn_temperature_rotated` layers with rotary embedding multiply
     them so after it, with p for p + 1. A group of experts is ranked by
     the sum of its `router_group_best` best scores (0: Megatron's number, the experts a token gets
-    from each chosen group). `router_scales_input` multiplies what an expert is given by its score,
-    not what it returns. `router_fp32` casts the router and what it is given to float32.
+    from each chosen group). With the score `sparsemixer` experts are chosen one after the other,
+    each with its share in a softmax over those whose logits are less than `2 * router_jitter` below
+    its own, relative to their size. `router_scales_input` multiplies what an expert is given by its
+    score, not what it returns. `router_fp32` casts the router and what it is given to float32.
 
     Raises:
         MappingError: a value is impossible; the message names the field.
@@ -165,6 +168,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_of: str = "head"
+    qk_norm_rotated: bool = False
     attn_output_gate: bool = False
     position_embedding: str = "rope"
     rotary_percent: float = 1.0
@@ -267,6 +271,7 @@ class ModelConfig:
     attn_temperature_scale: float = 0.0
     attn_temperature_rotated: bool = False
     router_group_best: int = 0
+    router_jitter: float = 0.0
     router_scales_input: bool = False
     router_fp32: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)

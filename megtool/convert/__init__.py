@@ -11,6 +11,7 @@ from megtool.convert.common_rows import (
     HF_EXPERTS,
     HF_FEED_FORWARD,
     HF_GATED_MLP,
+    HF_HUNYUAN_QK_NORMS,
     HF_INDEXER,
     HF_LATENT_ATTENTION,
     HF_MODEL,
@@ -26,6 +27,7 @@ from megtool.convert.common_rows import (
     also_named,
     hf_mtp,
     hf_outer_mtp,
+    stacked_experts,
 )
 from megtool.convert.compressed_keys import CompressRatios, CompressRope, HashLayers
 from megtool.convert.config_keys import (
@@ -84,6 +86,7 @@ from megtool.convert.mixer_rows import (
     hf_mamba,
 )
 from megtool.convert.moe_config_keys import (
+    Alike,
     Assumed,
     EitherKey,
     Implied,
@@ -113,6 +116,7 @@ __all__ = [
     "HF_FEED_FORWARD",
     "HF_GATED_ATTENTION",
     "HF_GATED_MLP",
+    "HF_HUNYUAN_QK_NORMS",
     "HF_INDEXER",
     "HF_LATENT_ATTENTION",
     "HF_MODEL",
@@ -128,6 +132,7 @@ __all__ = [
     "MEGATRON_MASKED_MODEL",
     "MEGATRON_POST_NORMS",
     "POST_NORM_WEIGHTS",
+    "Alike",
     "Assumed",
     "BlockConfigs",
     "Cat",
@@ -192,4 +197,5 @@ __all__ = [
     "hf_outer_mtp",
     "in_branches",
     "in_mtp",
+    "stacked_experts",
 ]

@@ -91,6 +91,11 @@ HF_QK_NORMS: Table = tuple(
     for name in "qk"
 )
 
+HF_HUNYUAN_QK_NORMS: Table = (
+    Row(_STORED + "self_attn.query_layernorm.weight", _OURS + "attn.q_norm.weight"),
+    Row(_STORED + "self_attn.key_layernorm.weight", _OURS + "attn.k_norm.weight"),
+)
+
 HF_GATED_MLP: Table = tuple(
     Row(f"{_STORED}mlp.{name}_proj.{part}", f"{_OURS}mlp.{name}.{part}")
     for part in ("weight", "bias")

@@ -54,6 +54,40 @@ class Nullable(Setting):
 
 
 @dataclass(frozen=True, slots=True)
+class Alike(Setting):
+    """A number, or a list that has the same one for every layer; a list is kept verbatim."""
+
+    key: str
+    field: str
+    default: int
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The number."""
+        value = self._number(stored, into["num_layers"])
+        into[self.field] = self.default if value is None else value
+        return () if isinstance(stored.get(self.key), list | tuple) else (self.key,)
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The number, unless a list that was kept says the same."""
+        value = getattr(config, self.field)
+        listed = isinstance(config.extra.get(self.key), list | tuple)
+        if not listed or self._number(config.extra, config.num_layers) != value:
+            into[self.key] = value
+
+    def _number(self, stored: Mapping[str, Any], layers: int) -> Any:
+        value = stored.get(self.key)
+        if not isinstance(value, list | tuple):
+            return value
+        if len(value) < layers or any(v != value[0] for v in value[:layers]):
+            raise MappingError(
+                f"{self.key} is {str(value)[:80]}",
+                hint=f"the same number for each of {layers} layers",
+                error_id="unsupported-model",
+            )
+        return value[0]
+
+
+@dataclass(frozen=True, slots=True)
 class Inverted(Setting):
     """A key that is true where the field is false."""
 

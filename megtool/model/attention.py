@@ -241,12 +241,12 @@ class Attention(nn.Module):
         config, b, s = self.config, frame.num_rows, frame.num_tokens
         turn = frame.rotation(self.layer)
         query, gate, key, value = self._project(x_TH, b, s)
-        query = self._turned(self.q_layernorm(query) if config.qk_norm else query, turn)
+        query = self._turned(query, turn, self.q_layernorm if config.qk_norm else None)
         is_scaled = (turn is not None) == config.attn_temperature_rotated
         if config.attn_temperature_scale and is_scaled:
             query = query * query_scale(config, frame.positions_BS, query.dtype)
         if self.has_own_kv:
-            key = self._turned(self.k_layernorm(key) if config.qk_norm else key, turn)
+            key = self._turned(key, turn, self.k_layernorm if config.qk_norm else None)
             key, value = self._kept(key, value, frame)
         else:
             key, value = frame.shared_kv[self.kv_layer]
@@ -265,12 +265,18 @@ class Attention(nn.Module):
         out: Tensor = self.linear_proj(out_BSND.reshape(b * s, -1))
         return out
 
-    def _turned(self, x_BSND: Tensor, turn: Rotation | None) -> Tensor:
-        """Queries or keys after rotation."""
-        if turn is None:
-            return x_BSND
-        x_BSND = rotate(x_BSND, *turn, interleaved=self.config.rope_interleaved)
-        return rms_norm(x_BSND, None, self.config.norm_eps) if self.config.qk_l2_norm else x_BSND
+    def _turned(
+        self, x_BSND: Tensor, turn: Rotation | None, norm: NormLayer | HeadsNorm | None
+    ) -> Tensor:
+        """Queries or keys after their norm and rotation, in either order."""
+        config = self.config
+        if norm is not None and not config.qk_norm_rotated:
+            x_BSND = norm(x_BSND)
+        if turn is not None:
+            x_BSND = rotate(x_BSND, *turn, interleaved=config.rope_interleaved)
+            if config.qk_l2_norm:
+                x_BSND = rms_norm(x_BSND, None, config.norm_eps)
+        return norm(x_BSND) if norm is not None and config.qk_norm_rotated else x_BSND
 
     def _kept(
         self, key_BSKD: Tensor, value_BSKD: Tensor, frame: ForwardContext

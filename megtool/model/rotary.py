@@ -1,7 +1,8 @@
 """Rotary embedding: frequencies for every kind of scaling, cosines and sines of positions.
 
 Formulas as in transformers' `modeling_rope_utils.py`, whose names of the kinds these are: `linear`,
-`dynamic` (NTK), `yarn`, `longrope` (also `su`) and `llama3`.
+`dynamic` (NTK), `yarn`, `longrope` (also `su`) and `llama3`; `dynamic` with an `alpha` is NTK by
+that number, whatever the length.
 
 `dynamic` and `longrope` depend on how long a row is: here by the largest position of the row itself
 in the pass (transformers takes the largest of the whole batch, so that a row's numbers depend on
@@ -58,10 +59,10 @@ def rotary_size(config: ModelConfig) -> int:
 
 class Frequencies(NamedTuple):
     """Angles per position, float32 `[R / 2]` (or a row's, `[B, 1, R / 2]`), and what cosines and
-    sines are multiplied by."""
+    sines are multiplied by (or a row's, `[B, 1, 1]`)."""
 
     per_position: Tensor
-    scale: float
+    scale: float | Tensor
 
 
 class Rotary:
@@ -81,6 +82,8 @@ class Rotary:
         self.size = rotary_size(config)
         self.scaling = dict(config.rope_scaling or {})
         self.kind = str(self.scaling.get("rope_type", self.scaling.get("type", "default")))
+        if self.kind == "dynamic" and self.scaling.get("alpha"):
+            self.kind = _NTK_BY_ALPHA
         self._known: dict[tuple[Any, ...], Frequencies] = {}
         self._of_size: dict[int, Rotary] = {}
         self._last_rotations: tuple[Tensor | None, dict[bool, Rotation]] = (None, {})
@@ -142,7 +145,7 @@ class Rotary:
         else:
             angles = torch.cat((angles, angles), -1)
         cos, sin = angles.cos(), angles.sin()
-        if inv_freq.scale != 1:
+        if isinstance(inv_freq.scale, Tensor) or inv_freq.scale != 1:
             cos, sin = cos * inv_freq.scale, sin * inv_freq.scale
         return Rotation(cos.to(self.dtype), sin.to(self.dtype))
 
@@ -158,7 +161,10 @@ class Rotary:
         )
         is_long_B = lengths_B > self.original_length
         chosen = torch.where(is_long_B[:, None, None], long.per_position, short.per_position)
-        return Frequencies(chosen, short.scale)
+        scale: float | Tensor = short.scale
+        if isinstance(long.scale, float) and long.scale != scale:
+            scale = torch.where(is_long_B[:, None, None], long.scale, scale)
+        return Frequencies(chosen, scale)
 
     def frequencies(
         self, length: int, *, is_local: bool, device: torch.device | str = "cpu"
@@ -192,6 +198,9 @@ class Rotary:
         return self._known[key]
 
 
+_NTK_BY_ALPHA = "dynamic by alpha"
+
+
 def _powers(base: float, size: int) -> Tensor:
     """`base ** (2 i / size)`: the wavelengths over two pi."""
     return base ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)
@@ -215,6 +224,13 @@ def _proportional(rotary: Rotary, base: float, length: int) -> Frequencies:
 
 def _dynamic(rotary: Rotary, base: float, length: int) -> Frequencies:
     return Frequencies(_ntk(rotary, base, torch.tensor(length)), 1.0)
+
+
+def _by_alpha(rotary: Rotary, base: float, length: int) -> Frequencies:
+    """NTK-aware, with a larger base whatever the length (Hunyuan)."""
+    size = rotary.size
+    grown = base * float(rotary.scaling["alpha"]) ** (size / (size - 2))
+    return Frequencies(1 / _powers(grown, size), 1.0)
 
 
 def _ntk(rotary: Rotary, base: float, length: Tensor) -> Tensor:
@@ -279,7 +295,9 @@ def _longrope(rotary: Rotary, base: float, length: int) -> Frequencies:
     scale = s.get("attention_factor")
     if scale is None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    factors = torch.tensor(s["long_factor" if length > original else "short_factor"])
+    kind = "long" if length > original else "short"
+    scale = s.get(f"{kind}_mscale", scale)  # which Phi-MoE gives for each
+    factors = torch.tensor(s[f"{kind}_factor"])
     return Frequencies(1 / (factors.float() * _powers(base, rotary.size)), float(scale))
 
 
@@ -288,6 +306,7 @@ _KINDS: Mapping[str, Callable[[Rotary, float, int], Frequencies]] = {
     "linear": _linear,
     "proportional": _proportional,
     "dynamic": _dynamic,
+    _NTK_BY_ALPHA: _by_alpha,
     "yarn": _yarn,
     "longrope": _longrope,
     "su": _longrope,

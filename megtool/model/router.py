@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megtool.errors import MappingError
+from megtool.errors import MappingError, UsageError
 from megtool.kernels.norm import rms_norm
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ActivationHook
@@ -22,7 +22,8 @@ from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import scatter_rows
 from megtool.parallel.process_groups import ALONE, Group
 
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+SPARSEMIXER = "sparsemixer"
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus", SPARSEMIXER)
 
 
 class Router(nn.Module):
@@ -78,7 +79,16 @@ class Router(nn.Module):
         """The experts of each token, experts_TK (int64), and their shares, probs_TK (fp32).
 
         In training, `balance` adds its losses to the backward pass of a `frame`'s shares.
+
+        Raises:
+            UsageError: the model is trained, and experts are drawn by chance in training.
         """
+        if self.training and self.config.router_score == SPARSEMIXER:
+            raise UsageError(
+                "experts are drawn by chance in training (SparseMixer, Phi-MoE), which megtool "
+                "does not do",
+                hint="megtool generate, evaluate, quantize and export run such a model",
+            )
         if self.tap is not None:
             x_TH = self.tap(x_TH)
         logits_TE = self.logits(x_TH)
@@ -137,6 +147,8 @@ def choose(
     multiplies all shares. `listed_TK` are the experts where a table says them.
     """
     logits_TE = logits_TE.float()
+    if config.router_score == SPARSEMIXER:
+        return _choose_in_turn(logits_TE, config)
     if config.router_score == "sigmoid":
         scores_TE = logits_TE.sigmoid()
     elif config.router_score == "sqrtsoftplus":
@@ -165,6 +177,25 @@ def choose(
     if config.router_scaling != 1:
         probs_TK = probs_TK * config.router_scaling
     return experts_TK, probs_TK
+
+
+def _choose_in_turn(logits_TE: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """`choose` by SparseMixer without its sampling (arXiv 2409.12136): the best expert, with its
+    share in a softmax over all that are about as good, then the best of the others, and so on.
+    """
+    left_TE, experts, probs = logits_TE, [], []
+    for _ in range(config.num_experts_per_token):
+        best_T1, expert_T1 = left_TE.detach().max(-1, keepdim=True)
+        size_TE = logits_TE.detach().abs().clamp(min=best_T1)
+        is_far_TE = (best_T1 - logits_TE.detach()) / size_TE > 2 * config.router_jitter
+        shares_TE = left_TE.masked_fill(is_far_TE, float("-inf")).softmax(-1)
+        experts.append(expert_T1)
+        probs.append(shares_TE.gather(-1, expert_T1))
+        left_TE = left_TE.scatter(-1, expert_T1, float("-inf"))
+    probs_TK = torch.cat(probs, -1)
+    if config.router_scaling != 1:
+        probs_TK = probs_TK * config.router_scaling
+    return torch.cat(experts, -1), probs_TK
 
 
 def _within_best_groups(ranked_TE: Tensor, config: ModelConfig) -> Tensor:

@@ -28,7 +28,7 @@ from megtool.tensors.sharded import GlobalTensor
 from tests.support.errors import raises
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored
-from tests.support.models.dense_cases import CASES, WINDOWED, save
+from tests.support.models.dense_cases import CASES, MORE, WINDOWED, save
 from tests.support.models.tiny_model import SIZES, TIED, UNTIED, Case, sizes_of
 
 transformers = pytest.importorskip("transformers")
@@ -38,7 +38,8 @@ transformers = pytest.importorskip("transformers")
 BOUND = {"linear_num_key_heads", "num_kv_shared_layers"}
 OF_ANY_SIZE = [c for c in CASES if not BOUND & {*c.keys} and c.family != "helium"]
 
-cases = pytest.mark.parametrize("case", CASES, ids=str)
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in MORE]
+cases = pytest.mark.parametrize("case", [*CASES, *SLOW], ids=str)
 
 
 @cases
@@ -128,7 +129,7 @@ def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> Non
     said = config_from_args(args_from_config(config, ParallelConfig(tp=2)))
     for name in SHAPES:
         assert getattr(said, name) == getattr(config, name), name
-    if config.mlp_bias and not config.qkv_bias:
+    if (config.mlp_bias and not config.qkv_bias) or case.keys.get("use_parallel_residual"):
         return  # Megatron has no word for that, and a warning says so
     meg = open_source(tmp_path / "meg")
     kind = family(case.family)
@@ -166,7 +167,7 @@ SHAPES = (
 )
 
 
-@cases
+@pytest.mark.parametrize("case", [*CASES, *MORE], ids=str)
 def test_a_configuration_is_written_as_transformers_reads_it(case: Case) -> None:
     original = case.config().to_dict()
     found = detect_family({"architectures": [case.model]})

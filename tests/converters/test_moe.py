@@ -33,6 +33,7 @@ from tests.support.models.moe_cases import (
     DEEPSEEK,
     EIGHT,
     FIRST,
+    MORE,
     SIZES,
     YARN,
     Case,
@@ -43,8 +44,15 @@ from tests.support.models.moe_cases import (
 )
 from tests.support.runs.loading import source_of
 
-IDS = [f"{name}-{i}" for i, (name, _, _) in enumerate(CASES)]
-cases = pytest.mark.parametrize("case", CASES, ids=IDS)
+IDS = [f"{name}-{i}" for i, (name, _, _) in enumerate([*CASES, *MORE])]
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in MORE]
+cases = pytest.mark.parametrize("case", [*CASES, *SLOW], ids=IDS)
+FOREIGN = [
+    pytest.param(name, marks=[pytest.mark.slow] if FIRST[name] in MORE else [])
+    for name in FIRST
+    # Megatron's args do not hold how Mistral 4 scales queries by position, nor Gemma 4's rotation.
+    if name not in ("mistral4", "gemma4")
+]
 
 
 LAYOUTS: list[dict[str, int]] = [
@@ -94,23 +102,25 @@ def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> Non
     differ = {
         f.name for f in fields(ModelConfig) if getattr(said, f.name) != getattr(config, f.name)
     }
-    # Presence of a router's bias is told by its tensor; what only generation needs, by no arg.
+    # A bias of the router or the head is told by its tensor; what only generation needs, by no arg.
     told = {"attn_out_bias"} if megatron_limits(config) else set()
     unsaid = {"router_group_best", "attn_chunk_size"}
     unsaid |= {"attn_temperature_floor", "attn_temperature_scale"}
     unsaid |= {"embedding_scale", "residual_scale", "softmax_scale", "logit_scale"}
     if config.attn_temperature_rotated and config.attn_temperature_scale:
         unsaid.add("rope_scaling")  # which has that scale among its keys
+    if (config.rope_scaling or {}).get("rope_type") == "longrope":
+        unsaid.add("rope_scaling")
     if config.layer_sizes:
         unsaid |= {"rope_scaling", "rope_local_base", "logit_softcap"}
-    assert differ <= {"extra", "router_bias"} | told | unsaid
+    assert differ <= {"extra", "router_bias", "head_bias"} | told | unsaid
     own = family(case[0])
     side = read_side(meg.catalogue.tensors, family=own, config=said, dialect="megatron")
     assert side.canonical == meg.view.canonical
     assert side.dropped == []
 
 
-@cases
+@pytest.mark.parametrize("case", [*CASES, *MORE], ids=IDS)
 def test_a_configuration_is_written_as_transformers_reads_it(case: Case) -> None:
     original = case_config(case).to_dict()
     found = detect_family({"architectures": [f"{case[1]}ForCausalLM"]})
@@ -124,8 +134,7 @@ def test_a_configuration_is_written_as_transformers_reads_it(case: Case) -> None
     assert found.read_config(written) == config
 
 
-# Megatron's args do not hold how Mistral 4 scales queries by position, nor the rotation of Gemma 4.
-@pytest.mark.parametrize("name", [n for n in FIRST if n not in ("mistral4", "gemma4")])
+@pytest.mark.parametrize("name", FOREIGN)
 def test_what_a_foreign_checkpoint_becomes_loads_in_transformers(name: str, tmp_path: Path) -> None:
     """Without any file of Hugging Face's: the configuration comes from Megatron's args alone."""
     case = FIRST[name]

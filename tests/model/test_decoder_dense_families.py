@@ -17,7 +17,7 @@ from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
 from megtool.tensors.sharded import GlobalTensor
-from tests.support.models.dense_decoders import CASES, largest, transformers_model
+from tests.support.models.dense_decoders import CASES, MORE, largest, transformers_model
 from tests.support.models.tiny_model import SIZES, Case
 
 transformers = pytest.importorskip("transformers")
@@ -27,7 +27,8 @@ Carry = Callable[..., dict[str, np.ndarray]]
 TOLERANCE = 1e-4
 
 
-cases = pytest.mark.parametrize("case", CASES, ids=str)
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in MORE]
+cases = pytest.mark.parametrize("case", [*CASES, *SLOW], ids=str)
 LENGTH = 14
 
 
@@ -114,7 +115,7 @@ def test_the_first_gemmas_mean_the_approximation_by_gelu() -> None:
     assert family("gemma").write_config(config)["hidden_act"] == "gelu"
 
 
-@cases
+@pytest.mark.parametrize("case", [*CASES, *MORE], ids=str)
 def test_logits(case: Case, pair: Callable[..., Any], record_property: Any) -> None:
     model, decoder = pair(case)
     forget(model, case)

@@ -81,6 +81,7 @@ CASES = [
     Case("cohere2", TIED | FOUR | WINDOW | {"logit_scale": 0.5}, "cohere2"),
     next(c for c in dense.CASES if c.family == "nemotron_nas"),
     *(c for c in dense.CASES if c.name in ("gemma4", "arcee", "helium")),
+    *dense.MORE,
     # Norms of what is almost 0 make much of rounding.
     Case("gemma4", TIED | GEMMA4_SMALL | {"rms_norm_eps": 0.1}, "gemma4-small"),
     *ENCODERS,
@@ -105,6 +106,7 @@ MOE: dict[str, Callable[[], Any]] = {
         "dots1",
         "glm4_moe_lite",
         "deepseek_v32",
+        *(n for n in moe_models.MORE if n != "phimoe-plain"),
     )
 }
 MOE["glm_moe_dsa"] = partial(

@@ -42,11 +42,22 @@ pytest.importorskip("transformers")
 TOKENS = torch.arange(48).view(2, 24) * 37 % 256
 
 
+class SavedFamilies(dict[str, Path]):
+    """Folders of models by family, each saved when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = family_models.save(name, self.folder / name)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.set_num_threads(1)
-    at = tmp_path_factory.mktemp("families")
-    return {name: family_models.save(name, at / name) for name in family_models.FAMILIES}
+    return SavedFamilies(tmp_path_factory.mktemp("families"))
 
 
 CASES = [
@@ -86,6 +97,7 @@ CASES = [
     ("qwen3_5_text", "nvfp4"),
     *(pytest.param("qwen3_5_text", r, marks=pytest.mark.slow) for r in ("fp8", "fp8_per_channel")),
     *(pytest.param("qwen3_5_moe_text", r, marks=pytest.mark.slow) for r in ("fp8", "nvfp4")),
+    *(pytest.param(n, "fp8", marks=pytest.mark.slow) for n in family_models.MORE),
 ]
 
 
@@ -238,6 +250,7 @@ USED = [
     pytest.param("falcon_h1", "fp8", marks=pytest.mark.slow),
     ("qwen3_5_text", "fp8"),
     pytest.param("qwen3_5_moe_text", "fp8", marks=pytest.mark.slow),
+    *(pytest.param(n, "fp8", marks=pytest.mark.slow) for n in family_models.MORE),
 ]
 
 

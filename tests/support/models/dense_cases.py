@@ -147,6 +147,23 @@ CASES = [
     Case("helium", TIED | {"head_dim": 8}, "helium"),
 ]
 
+ALPHA = {
+    "rope_parameters": {
+        "rope_type": "dynamic",
+        "rope_theta": 10000.0,
+        "alpha": 50.0,
+        "factor": 1.0,
+    }
+}
+
+MORE = [
+    Case("hunyuan_v1_dense", UNTIED | ALPHA | {"head_dim": 8}, "hunyuan"),
+    Case("hunyuan_v1_dense", TIED | BIASED | {"head_dim": 16}),
+    Case("stablelm", UNTIED, "stablelm"),
+    Case("stablelm", TIED | {"use_qkv_bias": True, "use_parallel_residual": True}),
+]
+"""Cases of the slow tests, of which the fast ones compute the logits alone."""
+
 
 def fill_uniform(model: Any) -> None:
     """Every parameter between 0 and 1; the norms that Megatron stores less 1 near 1."""

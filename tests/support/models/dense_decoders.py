@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.models.dense_cases import FULL, GEMMA4, GEMMA4_SMALL
-from tests.support.models.tiny_model import BIASED, TIED, UNTIED, Case
+from tests.support.models.dense_cases import ALPHA, FULL, GEMMA4, GEMMA4_SMALL
+from tests.support.models.tiny_model import BIASED, TIED, UNTIED, Case, fill_tables
 from tests.support.models.unequal_layers import BLOCKS
 
 transformers = pytest.importorskip("transformers")
@@ -171,6 +171,17 @@ CASES = [
     Case("helium", TIED | {"head_dim": 8}, "helium"),
 ]
 
+MORE = [
+    Case("hunyuan_v1_dense", UNTIED | BIASED | ALPHA | {"head_dim": 12}, "hunyuan_v1_dense"),
+    Case("stablelm", UNTIED, "stablelm"),
+    Case(
+        "stablelm",
+        TIED | {"use_qkv_bias": True, "use_parallel_residual": True},
+        "stablelm-parallel",
+    ),
+]
+"""Cases of the slow tests, of which the fast ones compute the logits alone."""
+
 
 def fill_spread(model: Any) -> None:
     """Add noise to every parameter, norms and biases among them.
@@ -181,6 +192,7 @@ def fill_spread(model: Any) -> None:
         spread = 0.3 if parameter.dim() == 1 else 0.25
         around = parameter - 3.0 if name.endswith("A_log") else parameter
         parameter.copy_(around + spread * torch.randn(parameter.shape))
+    fill_tables(model)
 
 
 def transformers_model(case: Case) -> Any:

@@ -149,6 +149,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_h1": _MIXED | {"num_key_value_heads": 1, "intermediate_size": 256, "mamba_d_ssm": 128},
 }
 
+_SIGMOID = {
+    "moe_intermediate_size": 64,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+MORE: dict[str, dict[str, Any]] = {
+    "phimoe": _GROUPED
+    | _EXPERTS
+    | {"intermediate_size": 64, "attention_bias": True, "lm_head_bias": True},
+    "hunyuan_v1_dense": _GROUPED | {"intermediate_size": 256},
+    "hunyuan_v1_moe": _GROUPED
+    | {"intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
+    "solar_open": _GROUPED | _SIGMOID | {"n_routed_experts": 4},
+    "exaone_moe": _GROUPED
+    | _SIGMOID
+    | {"intermediate_size": 128, "num_experts": 4, "sliding_window": 16},
+    "stablelm": {"num_key_value_heads": 1, "intermediate_size": 256},
+}
+"""Families of the slow tests."""
+
+FAMILIES |= MORE
+
 
 def fill_matrices(model: Any) -> None:
     """Matrices, biases and sinks; norms stay as they are."""

@@ -12,7 +12,7 @@ import torch
 from tests.support.folders import Stored, read_config
 from tests.support.folders import stored_tensors as stored
 from tests.support.models.dense_cases import GEMMA4
-from tests.support.models.tiny_model import tiny_config, tiny_model
+from tests.support.models.tiny_model import fill_tables, tiny_config, tiny_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -296,7 +296,53 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ),
 ]
 
-FIRST = {name: (name, model, keys) for name, model, keys in reversed(CASES)}
+PHIMOE = EIGHT | {
+    "attention_bias": True,
+    "lm_head_bias": True,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "short_mscale": 1.2,
+        "long_mscale": 1.3,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+HUNYUAN = {"intermediate_size": 24, "num_experts": 4, "head_dim": 8}
+
+SOLAR = {k: v for k, v in GLM.items() if k != "num_nextn_predict_layers"}
+SOLAR = {k: v for k, v in SOLAR.items() if k not in ("intermediate_size", "first_k_dense_replace")}
+
+EXAONE = {
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_shared_experts": 2,
+    "sliding_window": 5,
+}
+
+MORE: list[tuple[str, str, dict[str, Any]]] = [
+    ("phimoe", "Phimoe", EIGHT | {"tie_word_embeddings": True, "sliding_window": 16}),
+    ("phimoe", "Phimoe", PHIMOE),
+    ("hunyuan_v1_moe", "HunYuanMoEV1", HUNYUAN),
+    (
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1",
+        HUNYUAN | {"attention_bias": True, "num_experts_per_tok": [2] * 4},
+    ),
+    ("solar_open", "SolarOpen", SOLAR),
+    ("exaone_moe", "ExaoneMoe", EXAONE),
+    (
+        "exaone_moe",
+        "ExaoneMoe",
+        EXAONE | {"mlp_layer_types": ["sparse"] * 4, "n_group": 2, "topk_group": 1},
+    ),
+]
+"""Cases of the slow tests."""
+
+FIRST = {name: (name, model, keys) for name, model, keys in reversed([*CASES, *MORE])}
 
 Case = tuple[str, str, dict[str, Any]]
 
@@ -308,10 +354,9 @@ def case_config(case: Case) -> Any:
 
 def fill_shifted(model: Any) -> None:
     """Every tensor around 0.2; the norms that Megatron stores less 1 around 1."""
+    fill_tables(model)
     for name, tensor in model.state_dict().items():
-        if not tensor.is_floating_point():  # a table of the experts of each token
-            chosen = torch.rand(tensor.shape[0], model.config.n_routed_experts).argsort(1)
-            tensor.copy_(chosen[:, : tensor.shape[1]])
+        if not tensor.is_floating_point():
             continue
         around = 1.0 if name.endswith("linear_attn.norm.weight") else 0.2
         tensor.copy_(torch.randn(tensor.shape) * 0.1 + around)

@@ -17,8 +17,9 @@ from megtool.model.decoder import Decoder
 from megtool.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.models import moe_cases
+from tests.support.models.dense_cases import ALPHA
 from tests.support.models.moe_cases import GEMMA4_EXPERTS, MISTRAL4
-from tests.support.models.tiny_model import tiny_model
+from tests.support.models.tiny_model import fill_tables, tiny_model
 
 Array = np.ndarray[Any, Any]
 Carry = Callable[..., dict[str, Array]]
@@ -242,14 +243,41 @@ CASES["granitemoehybrid"] = (
 )
 
 
+MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "phimoe": (
+        "phimoe",
+        "Phimoe",
+        moe_cases.PHIMOE | {"router_jitter_noise": 0.3, "num_key_value_heads": 2},
+    ),
+    "phimoe-plain": ("phimoe", "Phimoe", EIGHT | {"sliding_window": 5}),
+    "hunyuan_v1_moe": (
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1",
+        moe_cases.HUNYUAN
+        | {"num_experts": 8, "num_experts_per_tok": 3, "attention_bias": True}
+        | ALPHA,
+    ),
+    "solar_open": ("solar_open", "SolarOpen", moe_cases.SOLAR | GROUPS | {"n_routed_experts": 8}),
+    "exaone_moe": (
+        "exaone_moe",
+        "ExaoneMoe",
+        moe_cases.EXAONE
+        | GROUPS
+        | {"num_experts": 8, "sliding_window_pattern": 2, "num_attention_heads": 4},
+    ),
+}
+"""Cases of the slow tests, of which the fast ones compute the logits alone."""
+
+CASES |= MORE
+
+
 def fill_routed(model: Any, seed: int = 0) -> None:
     """Norms that scale by about 1; routers far from ties, which rounding might decide."""
     generator = torch.Generator().manual_seed(seed)
     is_centered = model.config.model_type in ("qwen3_next", "qwen3_5_moe_text")
+    fill_tables(model)
     for key, tensor in model.state_dict().items():
-        if not tensor.is_floating_point():  # a table of the experts of each token
-            experts = torch.rand(tensor.shape[0], model.config.n_routed_experts).argsort(1)
-            tensor.copy_(experts[:, : tensor.shape[1]])
+        if not tensor.is_floating_point():
             continue
         noise = torch.randn(tensor.shape, generator=generator)
         is_norm = ("norm" in key or key.endswith(("scale", "scalar"))) and tensor.ndim == 1

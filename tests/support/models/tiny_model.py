@@ -43,6 +43,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "dots1": ("Dots1ForCausalLM", "Dots1Config"),
     "ernie4_5": ("Ernie4_5ForCausalLM", "Ernie4_5Config"),
     "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeConfig"),
+    "exaone_moe": ("ExaoneMoeForCausalLM", "ExaoneMoeConfig"),
     "exaone4": ("Exaone4ForCausalLM", "Exaone4Config"),
     "falcon_h1": ("FalconH1ForCausalLM", "FalconH1Config"),
     "gemma": ("GemmaForCausalLM", "GemmaConfig"),
@@ -60,6 +61,8 @@ CLASSES: dict[str, tuple[str, str]] = {
     "granitemoe": ("GraniteMoeForCausalLM", "GraniteMoeConfig"),
     "granitemoehybrid": ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig"),
     "helium": ("HeliumForCausalLM", "HeliumConfig"),
+    "hunyuan_v1_dense": ("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Config"),
+    "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Config"),
     "llama": ("LlamaForCausalLM", "LlamaConfig"),
     "llama4": ("Llama4ForCausalLM", "Llama4TextConfig"),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config"),
@@ -75,6 +78,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "olmo3": ("Olmo3ForCausalLM", "Olmo3Config"),
     "olmoe": ("OlmoeForCausalLM", "OlmoeConfig"),
     "phi3": ("Phi3ForCausalLM", "Phi3Config"),
+    "phimoe": ("PhimoeForCausalLM", "PhimoeConfig"),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config"),
     "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig"),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config"),
@@ -85,6 +89,8 @@ CLASSES: dict[str, tuple[str, str]] = {
     "roberta": ("RobertaForMaskedLM", "RobertaConfig"),
     "seed_oss": ("SeedOssForCausalLM", "SeedOssConfig"),
     "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config"),
+    "solar_open": ("SolarOpenForCausalLM", "SolarOpenConfig"),
+    "stablelm": ("StableLmForCausalLM", "StableLmConfig"),
     "t5": ("T5ForConditionalGeneration", "T5Config"),
     "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config"),
 }
@@ -94,6 +100,16 @@ TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 BIASED = {"attention_bias": True}
 
 Fill = Callable[[Any], None]
+
+
+def fill_tables(model: Any) -> None:
+    """Draw the experts of each token where a table says them: different ones."""
+    import torch
+
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):
+            noise = torch.rand(table.shape[0], model.config.n_routed_experts)
+            table.copy_(noise.argsort(1)[:, : table.shape[1]])
 
 
 def sizes_of(family: str, sizes: Mapping[str, Any] = SIZES) -> dict[str, Any]:

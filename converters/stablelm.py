@@ -1,0 +1,41 @@
+"""StableLM: layer norms, a part of each head that turns, attention and MLP in parallel or not."""
+
+from megtool.convert import (
+    HF_ATTENTION,
+    HF_GATED_MLP,
+    HF_MODEL,
+    HF_NORMS,
+    Derived,
+    Family,
+    Key,
+    OneOf,
+    Refused,
+    Rope,
+)
+
+FAMILY = Family(
+    name="stablelm",
+    architectures=("StableLmForCausalLM", "StableLMEpochForCausalLM"),
+    model_types=("stablelm", "stablelm_epoch"),
+    traits={"norm": "layernorm", "gated": True},
+    config=(
+        Key("num_hidden_layers", "num_layers"),
+        Key("hidden_size", "hidden_size"),
+        Key("intermediate_size", "ffn_hidden_size"),
+        Key("num_attention_heads", "num_heads"),
+        Key("num_key_value_heads", "num_kv_heads", 32),
+        Derived("head_dim", "hidden_size // num_heads"),
+        Key("vocab_size", "vocab_size"),
+        Key("max_position_embeddings", "max_positions", 4096),
+        Key("layer_norm_eps", "norm_eps", 1e-5),
+        Key("tie_word_embeddings", "tied_embeddings", False),
+        Key("use_qkv_bias", "qkv_bias", False),
+        Key("use_parallel_residual", "parallel_residual", False),
+        Derived("shared_norm", "parallel_residual"),
+        Refused("qk_layernorm", True, "each head has a norm that is a tensor of its own"),
+        OneOf("hidden_act", "activation", ("silu",)),
+        Rope(10000.0, percent_key="partial_rotary_factor", percent=0.25),
+    ),
+    hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP),
+    limits=(("shared_norm", "Megatron has no norm that feeds attention and MLP at once"),),
+)
