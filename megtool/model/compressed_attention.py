@@ -25,8 +25,8 @@ from megtool.model.param_attributes import mark
 from megtool.model.rotary import Rotation
 from megtool.model_checks import OVERLAP_RATIO
 from megtool.model_config import ModelConfig
-from megtool.parallel.collectives import gather_rows
-from megtool.parallel.process_groups import ProcessGroups
+from megtool.parallel.collectives import copy_to, gather_rows
+from megtool.parallel.process_groups import Group, ProcessGroups
 
 
 class Compressor(nn.Module):
@@ -34,60 +34,74 @@ class Compressor(nn.Module):
     them, element by element, and its norm.
 
     With `overlaps` every token has two series of elements, one for the key of its own tokens and
-    one for the next key, so that a key is made of twice as many tokens.
+    one for the next key, so that a key is made of twice as many tokens. Ranks of a tp group have
+    all of it and give the same; with sequence parallelism they add up the gradients of parameters.
     """
 
     def __init__(
         self,
         config: ModelConfig,
+        tp: Group,
         *,
         size: int,
         ratio: int,
         overlaps: bool,
+        sequence_parallel: bool = False,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
         self.config, self.size, self.ratio, self.overlaps = config, size, ratio, overlaps
-        columns = size * (1 + overlaps)
+        self.tp, self.sequence_parallel = tp, sequence_parallel and tp.size > 1
+        columns, partial = size * (1 + overlaps), self.sequence_parallel
         self.linear_wkv, self.linear_wgate = (
-            DuplicatedLinear(config.hidden_size, columns, dtype=dtype, device=device)
+            DownLinear(
+                config.hidden_size,
+                columns,
+                tp,
+                sequence_parallel=sequence_parallel,
+                dtype=dtype,
+                device=device,
+            )
             for _ in range(2)
         )
         zeros = torch.zeros(ratio, columns, dtype=torch.float32, device=device)
-        self.ape = nn.Parameter(zeros, requires_grad=False)
-        self.norm = NormLayer(NormSpec.of(config), size, dtype=dtype, device=device)
+        self.ape = mark(nn.Parameter(zeros), partial=partial)
+        self.norm = NormLayer(
+            NormSpec.of(config), size, partial=partial, dtype=dtype, device=device
+        )
 
     def forward(self, x_BSH: Tensor, frame: ForwardContext) -> Tensor:
-        """The keys of all whole groups of tokens, turned: [B, S // ratio, D]."""
-        b, s, _ = x_BSH.shape
-        num, ratio, size = s // self.ratio, self.ratio, self.size
-        if not num:
-            return x_BSH.new_zeros(b, 0, size)
-        keys, gates = (
-            linear(x_BSH[:, : num * ratio]).view(b, num, ratio, size * (1 + self.overlaps))
-            for linear in (self.linear_wkv, self.linear_wgate)
-        )
-        gates = gates + self.ape
+        """The keys of the windows of a pass, turned: [B, W, D]. `x_BSH` are whole rows."""
+        windows, size = frame.windows(self.ratio), self.size
+        if not windows.num_windows:
+            return x_BSH.new_zeros(x_BSH.shape[0], 0, size)
+        tokens = (windows.ordered(linear(x_BSH)) for linear in (self.linear_wkv, self.linear_wgate))
+        keys_BSC, gates_BSC = tokens
+        keys, gates = (windows.tokens_of(t[..., -size:]) for t in (keys_BSC, gates_BSC))
+        gates = gates + self.ape[:, -size:]
         if self.overlaps:
-            before = [F.pad(t[:, :-1, :, :size], (0, 0, 0, 0, 1, 0)) for t in (keys, gates)]
-            before[1][:, 0] = float("-inf")
-            keys, gates = (
-                torch.cat((first, t[..., size:]), 2)
-                for first, t in zip(before, (keys, gates), strict=True)
+            first = (windows.numbers_BW == 0)[..., None, None]
+            earlier, weights = (
+                windows.tokens_of(t[..., :size], before=True) for t in (keys_BSC, gates_BSC)
             )
+            weights = (weights + self.ape[:, :size]).masked_fill(first, float("-inf"))
+            keys, gates = torch.cat((earlier, keys), 2), torch.cat((weights, gates), 2)
         shares = gates.softmax(2, dtype=torch.float32).to(keys.dtype)
         out = self.norm((keys * shares).sum(2))
-        places = torch.arange(num, device=x_BSH.device)[None] * ratio
-        turn = adjacent_pairs(frame.rotary.rotation(places), self.config)
-        return turn_last(out[:, :, None], turn).squeeze(2)
+        places_BW = windows.numbers_BW * self.ratio
+        turn = adjacent_pairs(frame.rotary.rotation(places_BW), self.config)
+        turned = turn_last(out[:, :, None], turn).squeeze(2)
+        # Every rank's heads attend to them, so that their gradient is a sum over ranks.
+        return turned if self.sequence_parallel else copy_to(turned, self.tp)
 
 
 class CompressedIndexer(nn.Module):
-    """Chooses among overlapping compressed keys; the same on every rank."""
+    """Chooses among overlapping compressed keys; the same on every rank, and not trained, since a
+    choice has no gradient."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str
+        self, config: ModelConfig, tp: Group, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         super().__init__()
         self.config = config
@@ -99,8 +113,9 @@ class CompressedIndexer(nn.Module):
             config.hidden_size, heads, dtype=torch.float32, device=device
         )
         self.compressor = Compressor(
-            config, size=size, ratio=OVERLAP_RATIO, overlaps=True, dtype=dtype, device=device
+            config, tp, size=size, ratio=OVERLAP_RATIO, overlaps=True, dtype=dtype, device=device
         )
+        self.requires_grad_(False)
 
     @torch.no_grad()
     def forward(
@@ -137,12 +152,14 @@ class CompressedCore(nn.Module):
         self,
         config: ModelConfig,
         layer: int,
-        heads: int,
+        tp: Group,
         *,
+        sequence_parallel: bool,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
+        heads = config.num_heads // tp.size
         sinks = nn.Parameter(torch.zeros(heads, dtype=torch.float32, device=device))
         self.attn_sink = mark(sinks, split_dim=0)
         ratio = (config.compress_ratios or ())[layer] if layer < config.num_layers else 0
@@ -150,14 +167,16 @@ class CompressedCore(nn.Module):
         if ratio:
             self.compressor = Compressor(
                 config,
+                tp,
                 size=config.head_dim,
                 ratio=ratio,
                 overlaps=layer in config.index_layers,
+                sequence_parallel=sequence_parallel,
                 dtype=dtype,
                 device=device,
             )
         if layer in config.index_layers:
-            self.indexer = CompressedIndexer(config, dtype=dtype, device=device)
+            self.indexer = CompressedIndexer(config, tp, dtype=dtype, device=device)
 
 
 class CompressedAttention(nn.Module):
@@ -202,7 +221,7 @@ class CompressedAttention(nn.Module):
         self.linear_kv_proj = DownLinear(hidden, size, tp, **options)  # type: ignore[arg-type]
         self.kv_layernorm = NormLayer(norm, size, partial=partial, dtype=dtype, device=device)
         self.core_attention = CompressedCore(
-            config, layer, self.num_heads, dtype=dtype, device=device
+            config, layer, tp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
         )
         columns = config.num_heads * size // config.out_groups
         weight = torch.empty(
@@ -223,7 +242,8 @@ class CompressedAttention(nn.Module):
         query_TC = self.q_layernorm(self.linear_q_down_proj(x_TH))
         query = self.linear_q_up_proj(query_TC).view(b, s, self.num_heads, -1)
         query = turn_last(rms_norm(query, None, config.norm_eps), turn)
-        keys = self._whole(self.kv_layernorm(self.linear_kv_proj(x_TH)), frame)
+        keys = self.kv_layernorm(self.linear_kv_proj(x_TH))
+        keys = self._whole(keys if self.sequence_parallel else copy_to(keys, self.tp), frame)
         keys_BLD = turn_last(keys[:, :, None], turn).squeeze(2)
         allowed = frame.stretches(self.layer)[0][1].square(s, s, x_TH.device)
         if allowed is None:
@@ -232,8 +252,7 @@ class CompressedAttention(nn.Module):
         if core.compressor is not None:
             x_BSH = self._whole(x_TH, frame)
             more = core.compressor(x_BSH, frame)
-            ready = (frame.positions_BS[..., None] + 1) // core.ratio
-            ready = torch.arange(more.shape[1], device=x_TH.device) < ready
+            ready = frame.windows(core.ratio).ready(more.shape[1])
             if core.indexer is not None:
                 query_BSC = self._whole(query_TC, frame)
                 ready = core.indexer(x_BSH, query_BSC, ready, frame, turn)
@@ -246,6 +265,7 @@ class CompressedAttention(nn.Module):
             Mask(allowed),
             scale=config.head_dim**-0.5,
             sinks_N=core.attn_sink,
+            chance=None if frame.draws is None else frame.draws.attention(self.layer, 0),
         )
         back = None if turn is None else Rotation(turn.cos_BSR, -turn.sin_BSR)
         out_TGC = turn_last(out, back).reshape(b * s, self.num_groups, -1)

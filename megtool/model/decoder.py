@@ -153,18 +153,13 @@ def check_compressed_pass(config: ModelConfig, batch: Batch, *, has_cache: bool)
     """Refuse passes that compressed keys are not computed for.
 
     Raises:
-        UsageError: a cache, packed documents, or padding before tokens.
+        UsageError: a cache.
     """
     if not config.is_compressed:
         return
     hint = "megtool evaluate scores such a model: whole rows of tokens, each of one text"
     if has_cache:
         raise UsageError("there is no cache of compressed keys (DeepSeek-V4)", hint=hint)
-    if batch.documents_BS is not None:
-        raise UsageError("packed documents cannot have compressed keys (DeepSeek-V4)", hint=hint)
-    valid_BS = batch.valid_BS
-    if valid_BS is not None and bool((valid_BS[:, 1:] & ~valid_BS[:, :-1]).any()):
-        raise UsageError("compressed keys cannot have padding before tokens", hint=hint)
 
 
 class Block(HyperHead):
@@ -269,7 +264,7 @@ class Decoder(nn.Module):
         has_norm = stage.has_norm and config.final_norm
         self.decoder = Block(layers, norm if has_norm else None, is_hybrid=is_hybrid(config))
         if has_norm and config.hyper_streams:
-            self.decoder.init_head(config, device)
+            self.decoder.init_head(config, partial=self.sequence_parallel, device=device)
         self.lm_head: MaskedHead | None = None
         if stage.head and config.masked_head:
             self.lm_head = MaskedHead(
@@ -408,11 +403,6 @@ class Decoder(nn.Module):
         (rows, tokens), cp = batch.shape, self.groups.cp
         check_direction(self.config, self.groups.parallel, has_cache=cache is not None)
         check_compressed_pass(self.config, batch, has_cache=cache is not None)
-        if self.config.hyper_streams and self.training:
-            raise UsageError(
-                "a model with residuals side by side (DeepSeek-V4) is run, and not trained",
-                hint="megtool evaluate runs it",
-            )
         if self.config.is_compressed and cp.size > 1:
             raise LayoutError(
                 f"cp is {cp.size}, but keys are compressed of tokens that other ranks have",
@@ -429,6 +419,7 @@ class Decoder(nn.Module):
         if self.config.position_embedding == "learned":
             check_positions(span.positions_BS, self.config.max_positions)
         self.rotary.forget()
+        has_windows = self.config.layer_kinds is not None or self.config.is_compressed
         return ForwardContext(
             num_rows=rows,
             num_tokens=tokens,
@@ -445,7 +436,7 @@ class Decoder(nn.Module):
             real_BS=span.real_BS,
             tokens_BS=batch.tokens_BS if self.config.num_hash_layers else None,
             runs_BS=None
-            if batch.documents_BS is None or self.config.layer_kinds is None
+            if batch.documents_BS is None or not has_windows
             else runs_of(batch.documents_BS),
         )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from megtool.model.key_windows import KeyWindows
 from megtool.parallel.process_groups import ALONE, Group
 
 if TYPE_CHECKING:
@@ -57,12 +58,19 @@ class ForwardContext:
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     layer_inputs: tuple[Tensor, ...] = ()
     _turns: dict[int, Rotation | None] = field(default_factory=dict)
+    _windows: dict[int, KeyWindows] = field(default_factory=dict)
 
     def rotation(self, layer: int) -> Rotation | None:
         """Cosines and sines for a layer; None for a layer without rotary embedding."""
         if layer not in self._turns:
             self._turns[layer] = self.rotary.of(layer, self.positions_BS, self.last_B)
         return self._turns[layer]
+
+    def windows(self, ratio: int) -> KeyWindows:
+        """The windows of so many tokens that are compressed to one key each."""
+        if ratio not in self._windows:
+            self._windows[ratio] = KeyWindows.of(ratio, self.masks[0].span, self.runs_BS)
+        return self._windows[ratio]
 
     def stretches(self, layer: int) -> list[tuple[int, Mask]]:
         """For each stretch of this rank's queries, all equally long: the number of keys up to its

@@ -11,28 +11,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megtool.kernels.norm import rms_norm
+from megtool.model.param_attributes import mark
 from megtool.model_config import ModelConfig
 
 
 class _Mapping(nn.Module):
-    def __init__(self, rows: int, columns: int, device: torch.device | str) -> None:
+    def __init__(
+        self, rows: int, columns: int, *, partial: bool, device: torch.device | str
+    ) -> None:
         super().__init__()
         weight = torch.empty(rows, columns, dtype=torch.float32, device=device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = mark(nn.Parameter(weight), partial=partial)
 
 
 class HyperConnection(nn.Module):
     """What a branch reads of the residuals, and how its output and they make the next ones.
 
-    All weights are float32, and whole on every rank.
+    All weights are float32, and whole on every rank; `partial`: this rank sees a part of the
+    tokens alone (see `param_attributes.mark`).
     """
 
-    def __init__(self, config: ModelConfig, *, device: torch.device | str) -> None:
+    def __init__(
+        self, config: ModelConfig, *, partial: bool = False, device: torch.device | str
+    ) -> None:
         super().__init__()
         self.config, n = config, config.hyper_streams
-        self.mapping_proj = _Mapping((2 + n) * n, n * config.hidden_size, device)
-        self.bias = _vector((2 + n) * n, device)
-        self.alpha_pre, self.alpha_post, self.alpha_res = (_vector(1, device) for _ in range(3))
+        rows, columns = (2 + n) * n, n * config.hidden_size
+        self.mapping_proj = _Mapping(rows, columns, partial=partial, device=device)
+        self.bias = _vector(rows, partial, device)
+        self.alpha_pre, self.alpha_post, self.alpha_res = (
+            _vector(1, partial, device) for _ in range(3)
+        )
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the branch is given x_TH, the shares of its output post_TN, and mix_TNM."""
@@ -70,13 +79,16 @@ def read_streams(x_TH: Tensor, shares_TN: Tensor) -> Tensor:
 class HyperHead(nn.Module):
     """What makes one residual of several before the last norm; a base of the module that has it."""
 
-    def init_head(self, config: ModelConfig, device: torch.device | str) -> None:
+    def init_head(
+        self, config: ModelConfig, *, partial: bool = False, device: torch.device | str
+    ) -> None:
         """Make the parameters, under Megatron's names."""
         n = config.hyper_streams
         self.hyper_config = config
         weight = torch.empty(n, n * config.hidden_size, dtype=torch.float32, device=device)
-        self.hc_head_fn = nn.Parameter(weight, requires_grad=False)
-        self.hc_head_base, self.hc_head_scale = _vector(n, device), _vector(1, device)
+        self.hc_head_fn = mark(nn.Parameter(weight), partial=partial)
+        self.hc_head_base = _vector(n, partial, device)
+        self.hc_head_scale = _vector(1, partial, device)
 
     def read_head(self, x_TH: Tensor) -> Tensor:
         """One residual of several, x_TH."""
@@ -86,6 +98,6 @@ class HyperHead(nn.Module):
         return read_streams(x_TH, shares_TN.sigmoid() + config.hyper_eps)
 
 
-def _vector(size: int, device: torch.device | str) -> nn.Parameter:
+def _vector(size: int, partial: bool, device: torch.device | str) -> nn.Parameter:
     zeros = torch.zeros(size, dtype=torch.float32, device=device)
-    return nn.Parameter(zeros, requires_grad=False)
+    return mark(nn.Parameter(zeros), partial=partial)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megtool.errors import MappingError
 from megtool.kernels.activation import activate
-from megtool.kernels.dropout_add import bias_dropout_add
+from megtool.kernels.dropout_add import bias_dropout_add, drop
 from megtool.model.attention import Attention
 from megtool.model.compressed_attention import CompressedAttention
 from megtool.model.delta_net import GatedDeltaNet
@@ -104,8 +104,9 @@ class TransformerLayer(nn.Module):
             self.mlp = build(Mlp)
         self.self_attention_hyper_connection: HyperConnection | None = None
         if config.hyper_streams:
-            self.self_attention_hyper_connection = HyperConnection(config, device=device)
-            self.mlp_hyper_connection = HyperConnection(config, device=device)
+            self.self_attention_hyper_connection, self.mlp_hyper_connection = (
+                HyperConnection(config, partial=sequence_parallel, device=device) for _ in range(2)
+            )
         self.layer_scalar: nn.Parameter | None = None
         if config.layer_scalar:
             ones = torch.ones(1, dtype=dtype, device=device)
@@ -174,12 +175,14 @@ class TransformerLayer(nn.Module):
 
     def _mix_streams(self, x_TH: Tensor, hyper: HyperConnection, frame: ForwardContext) -> Tensor:
         """The residuals side by side with what the branches add to them."""
+        first, second = (None, None) if frame.draws is None else frame.draws.branches(self.layer)
         read_TH, post_TN, mix_TNM = hyper(x_TH)
-        x_TH = hyper.add(x_TH, self.attend(read_TH, frame), post_TN, mix_TNM)
+        branch_TH = dropped(self.attend(read_TH, frame), first)
+        x_TH = hyper.add(x_TH, branch_TH, post_TN, mix_TNM)
         hyper, norm = self.mlp_hyper_connection, self.mlp_norm
         read_TH, post_TN, mix_TNM = hyper(x_TH)
         normal_TH = read_TH if norm is None else norm.normalize(read_TH)
-        return hyper.add(x_TH, self.feed(normal_TH, frame), post_TN, mix_TNM)
+        return hyper.add(x_TH, dropped(self.feed(normal_TH, frame), second), post_TN, mix_TNM)
 
     @property
     def mlp_norm(self) -> NormLayer | ColumnLinear | None:
@@ -240,6 +243,11 @@ class TransformerLayer(nn.Module):
             return torch.add(residual_TH, branch_TH, alpha=scale)
         share, seed = chance.share, chance.seed
         return bias_dropout_add(branch_TH, None, residual_TH, share, seed=seed, scale=scale)
+
+
+def dropped(branch_TH: Tensor, chance: DropoutSpec | None) -> Tensor:
+    """What a branch gives after dropout."""
+    return branch_TH if chance is None else drop(branch_TH, chance.share, chance.seed)
 
 
 def check_branches(config: ModelConfig, layer: int) -> None:

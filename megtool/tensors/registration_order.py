@@ -271,7 +271,6 @@ def _unknown(key: str) -> MappingError:
     return MappingError(
         f"where {key!r} stands among a rank's parameters is not known",
         tensor=key,
-        hint="optimizer state in buckets cannot be assigned to parameters; --optimizer-format "
-        "none omits "
-        "it",
+        hint="optimizer state in buckets cannot be assigned to parameters; fully_reshardable state "
+        "can (--to torch_dist), and --optimizer-format none omits it",
     )

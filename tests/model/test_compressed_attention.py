@@ -75,6 +75,24 @@ def test_padding_behind_tokens_changes_nothing(carry: Carry) -> None:
     assert float((got[0, :17] - alone[0]).abs().max()) < 1e-5
 
 
+def test_packed_documents_are_as_each_alone(carry: Carry) -> None:
+    """Windows of tokens begin anew in each, at whatever place; one is shorter than a window."""
+    decoder, lengths = decoder_of(carry), (9, 2, 13)
+    tokens = moe_models.tokens(2, sum(lengths))
+    documents = torch.arange(3).repeat_interleave(torch.tensor(lengths))
+    places = torch.cat([torch.arange(n) for n in lengths])
+    documents_BS = torch.stack((documents, documents.flip(0)))
+    places_BS = torch.stack((places, torch.cat([torch.arange(n) for n in reversed(lengths)])))
+    with torch.no_grad():
+        packed = Batch(tokens_BS=tokens, documents_BS=documents_BS, positions_BS=places_BS)
+        got = decoder(packed)
+        for row, sizes in enumerate((lengths, lengths[::-1])):
+            parts = zip(tokens[row].split(sizes), got[row].split(sizes), strict=True)
+            for part, found in parts:
+                alone = decoder(Batch(tokens_BS=part[None]))[0]
+                assert float((found - alone).abs().max()) < 1e-5
+
+
 def test_fewer_tokens_than_are_compressed_to_one_key(carry: Carry) -> None:
     model = moe_models.transformers_model(NAME)
     decoder, tokens = moe_models.ours(NAME, model, carry), moe_models.tokens(2, 3)
@@ -98,14 +116,6 @@ def test_what_is_not_run_is_refused(carry: Carry) -> None:
     cache = ContiguousCache(decoder.config, num_rows=2, max_tokens=32)
     with raises(UsageError, "no cache of compressed keys"):
         decoder(Batch(tokens_BS=tokens), cache)
-    with raises(UsageError, "packed documents"):
-        decoder(Batch(tokens_BS=tokens, documents_BS=torch.zeros_like(tokens)))
-    left = torch.ones(2, 8, dtype=torch.bool)
-    left[0, :2] = False
-    with raises(UsageError, "padding before tokens"):
-        decoder(Batch(tokens_BS=tokens, valid_BS=left))
-    with raises(UsageError, "is run, and not trained"):
-        decoder.train()(Batch(tokens_BS=tokens))
     with raises(MappingError, "layers of multi-token prediction have residuals side by side"):
         Decoder(replace(decoder.config, num_mtp_layers=1))
 

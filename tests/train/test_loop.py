@@ -88,6 +88,7 @@ DENSE_GRANITE = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 SPARSE = UNTIED | moe_models.SIZES | moe_models.CASES["deepseek_v32"][2]
+COMPRESSED = UNTIED | moe_models.SIZES | moe_models.CASES["deepseek_v4"][2]
 OF_TRANSFORMERS = [
     Case("llama", UNTIED, "llama"),
     Case("nemotron_nas", UNTIED | {"num_hidden_layers": 4, "block_configs": BLOCKS}, "blocks"),
@@ -109,6 +110,7 @@ OF_TRANSFORMERS = [
     Case("roberta", TIED | PADDED | NO_DROPOUT | {"max_position_embeddings": 18}, "roberta"),
     # The indexer has no gradient, and stays as it is.
     Case("deepseek_v32", SPARSE, "deepseek_v32"),
+    Case("deepseek_v4", COMPRESSED, "deepseek_v4"),
     Case("modernbert", TIED | LOCAL | {"num_hidden_layers": 4}, "modernbert"),
 ]
 

@@ -1,0 +1,119 @@
+"""Windows of tokens that are compressed to one key each (DeepSeek-V4), in a pass over whole rows.
+
+Windows begin anew in every document, and padding belongs to none. After a cache, the first window
+of a pass may begin with tokens of the passes before, of which the cache keeps the last ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megtool.model.cache import KeySpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyWindows:
+    """The windows of `ratio` tokens that are whole after a pass, W of them in each row.
+
+    Tokens are numbered among those that the cache kept, `num_kept`, and those of the pass behind
+    them, which padding does not stand between (`order_BS` moves it to the end). `starts_BW` are the
+    numbers of the windows' first tokens; None where they follow one another from the first token
+    on. `numbers_BW` count windows from 0 in a document, and `exists_BW` is false for what fills
+    rows with fewer windows up. Queries are at `places_BS` in their documents (batch may be 1).
+    """
+
+    ratio: int
+    num_windows: int
+    numbers_BW: Tensor
+    places_BS: Tensor
+    num_kept: int = 0
+    starts_BW: Tensor | None = None
+    exists_BW: Tensor | None = None
+    order_BS: Tensor | None = None
+    counts_B: Tensor | None = None
+    runs: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of(cls, ratio: int, span: KeySpan, runs_BS: Tensor | None = None) -> KeyWindows:
+        """Those of a pass without a cache; `runs_BS` numbers the documents of a row."""
+        tokens, device = span.queries_BS.shape[1], span.queries_BS.device
+        slots_BS = torch.arange(tokens, device=device)[None]
+        numbers_BW = torch.arange(tokens // ratio, device=device)[None]
+        if runs_BS is not None:
+            return cls._of_documents(ratio, runs_BS, slots_BS)
+        if span.real_BS is None:
+            return cls(
+                ratio=ratio, num_windows=tokens // ratio, numbers_BW=numbers_BW, places_BS=slots_BS
+            )
+        counts_B = span.real_BS.sum(1)
+        return cls(
+            ratio=ratio,
+            num_windows=tokens // ratio,
+            numbers_BW=numbers_BW,
+            places_BS=(span.real_BS.cumsum(1) - 1).clamp_min(0),
+            starts_BW=(numbers_BW * ratio).expand(len(counts_B), -1),
+            exists_BW=numbers_BW < counts_B[:, None] // ratio,
+            order_BS=_order(span.real_BS),
+            counts_B=counts_B,
+        )
+
+    @classmethod
+    def _of_documents(cls, ratio: int, runs_BS: Tensor, slots_BS: Tensor) -> KeyWindows:
+        begins_BS = torch.ones_like(runs_BS, dtype=torch.bool)
+        begins_BS[:, 1:] = runs_BS[:, 1:] != runs_BS[:, :-1]
+        places_BS = slots_BS - (slots_BS * begins_BS).cummax(1).values
+        ends_BS = (places_BS + 1) % ratio == 0
+        num = runs_BS.shape[1] // ratio
+        ends_BW = _order(ends_BS)[:, :num]
+        return cls(
+            ratio=ratio,
+            num_windows=num,
+            numbers_BW=places_BS.gather(1, ends_BW) // ratio,
+            places_BS=places_BS,
+            starts_BW=(ends_BW - ratio + 1).clamp_min(0),
+            exists_BW=ends_BS.gather(1, ends_BW),
+            runs=(runs_BS, runs_BS.gather(1, ends_BW)),
+        )
+
+    def tokens_of(self, x_BSC: Tensor, *, before: bool = False) -> Tensor:
+        """The tokens of every window, [B, W, ratio, C]; or those of the window before each."""
+        num, ratio = self.num_windows, self.ratio
+        if self.starts_BW is None:
+            x_BWRC = x_BSC[:, : num * ratio].unflatten(1, (num, ratio))
+            if before:
+                x_BWRC = torch.cat((torch.zeros_like(x_BWRC[:, :1]), x_BWRC[:, :-1]), 1)
+            return x_BWRC
+        first = self.starts_BW - ratio if before else self.starts_BW
+        places = first[..., None] + torch.arange(ratio, device=x_BSC.device)
+        places = places.clamp(0, x_BSC.shape[1] - 1).flatten(1)[..., None]
+        return x_BSC.gather(1, places.expand(-1, -1, x_BSC.shape[2])).unflatten(1, (num, ratio))
+
+    def ordered(self, x_BSC: Tensor) -> Tensor:
+        """Tokens with padding behind them."""
+        if self.order_BS is None:
+            return x_BSC
+        return x_BSC.gather(1, self.order_BS[..., None].expand_as(x_BSC))
+
+    def ready(self, num_keys: int) -> Tensor:
+        """Which of the keys each query comes after and may attend to, bool [B, S, L].
+
+        Keys are those of this pass' windows; with a cache those of all windows of a row, by their
+        numbers.
+        """
+        limits_BS1 = (self.places_BS[..., None] + 1) // self.ratio
+        if self.runs is None:
+            return torch.arange(num_keys, device=limits_BS1.device) < limits_BS1
+        runs_BS, runs_BW = self.runs
+        assert self.exists_BW is not None
+        ready = (self.numbers_BW[:, None] < limits_BS1) & self.exists_BW[:, None]
+        return ready & (runs_BW[:, None] == runs_BS[..., None])
+
+
+def _order(first_BS: Tensor) -> Tensor:
+    """Numbers that put the marked elements of each row first, in their order."""
+    return (~first_BS).to(torch.int8).argsort(dim=1, stable=True)
