@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from pathlib import Path
 
 import numpy as np
@@ -18,42 +19,63 @@ from megtool.checkpoint.storage.store import Store
 from megtool.checkpoint.transport.kernel_copy import plan_kernel_copies
 from megtool.checkpoint.transport.shard_locator import ShardLocator
 from megtool.checkpoint.transport.work_units import KernelUnit, plan_units
+from megtool.checkpoint.workers.shares import split_units
 from megtool.dtypes import dtype
+from megtool.tensors.box import strides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileParts:
-    """A file of the target: its number, the bytes that will be written, those that the server can
-    copy, and the bytes at its begin that are written last."""
+    """A file of the target, by number.
+
+    `expected` are the bytes that will be written, `runs` those that the server can copy, `headers`
+    those known from the plan, by offset; `deferred` bytes at its begin are written last. At
+    `borders` another worker begins to write.
+    """
 
     number: int
     expected: Coverage
     runs: tuple[CopyRun, ...] = ()
+    headers: tuple[tuple[int, bytes], ...] = ()
     deferred: int = 0
+    borders: tuple[int, ...] = ()
 
 
 def plan_file_parts(
-    plan: ReshardPlan, *, is_file: bool, copies_in: Store | None = None
+    plan: ReshardPlan,
+    *,
+    is_file: bool,
+    copies_in: Store | None = None,
+    workers: int = 1,
+    is_tiled: bool = True,
 ) -> dict[str, FileParts]:
     """The parts of every file of a plan, by path.
 
     With `copies_in`, the kernel's units of sources in that store are runs that it can copy. The
-    header of a single file is written last, because it holds the digests of all others.
+    header of a single file is written last, because it holds the digests of all others. Several
+    `workers` share out the units of the plan, which are all tiled if `is_tiled`.
     """
     target = plan.target
     expected = _find_expected(target)
+    borders = _find_borders(plan, workers, is_tiled=is_tiled)
     runs: dict[int, list[CopyRun]] = defaultdict(list)
     if copies_in is not None and can_copy_from(copies_in, plan.sources):
         runs = _find_runs(plan, copies_in)
     deferred = (
         max((o + len(d) for _, o, d in target.fragments if not o), default=0) if is_file else 0
     )
+    headers: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
+    for n, offset, data in target.fragments:
+        if offset >= deferred:
+            headers[n].append((offset, data))
     return {
         file.path: FileParts(
             number=n,
             expected=expected[n],
             runs=tuple(sorted(runs.get(n, ()), key=lambda run: run.offset)),
+            headers=tuple(sorted(headers.get(n, ()))),
             deferred=deferred,
+            borders=tuple(sorted(borders.get(n, ()))),
         )
         for n, file in enumerate(target.catalogue.files)
     }
@@ -92,6 +114,33 @@ def _find_expected(target: Destination) -> list[Coverage]:
             if a < b:
                 coverage.add(a, b)
         out.append(coverage)
+    return out
+
+
+def _find_borders(plan: ReshardPlan, workers: int, *, is_tiled: bool) -> dict[int, set[int]]:
+    """Per file, the offsets at which the share of a worker begins."""
+    catalogue = plan.target.catalogue
+    locator = ShardLocator(catalogue)
+    out: dict[int, set[int]] = defaultdict(set)
+    if workers > 1 and plan.share is None:
+        units = plan_units(plan, locator, tiled_only=is_tiled)
+        shares = split_units(units, workers)
+        for cut in shares.cuts[1:-1]:
+            if cut < len(units):
+                unit = units[shares.order[cut]]
+                out[unit.files[0]].add(unit.offset)
+    for number, before in () if plan.share is None else plan.share.borders:
+        entry = plan.entries[number]
+        tensor = catalogue.tensors[entry.target_tensor]
+        before += sum(map(mul, entry.target.base, strides(tensor.shape))) * tensor.dtype.itemsize
+        shards = catalogue.shards.of(entry.target_tensor)
+        if before and shards.stop - shards.start > 1:
+            continue  # in each at another place
+        rows = np.arange(shards.start, shards.stop)
+        for file, offset in zip(
+            catalogue.extents.file[rows].tolist(), locator.offsets(rows).tolist(), strict=True
+        ):
+            out[file].add(offset + before)
     return out
 
 

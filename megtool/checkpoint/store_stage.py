@@ -254,24 +254,22 @@ class StoreStage:
             self._parts = self._plan_parts()
         path = self.path(relative)
         known = self._parts.get(relative)
-        expected, deferred = Coverage(), 0
-        runs: tuple[CopyRun, ...] = ()
         if known is None:
+            known = FileParts(number=-1, expected=Coverage())
             if num_bytes:
-                expected.add(0, num_bytes)
-        else:
-            expected, runs, deferred = known.expected, known.runs, known.deferred
+                known.expected.add(0, num_bytes)
         writer = ObjectWriter(
             path,
-            cut_parts(num_bytes, runs),
+            cut_parts(num_bytes, known.runs, known.borders),
             self,
             self._buffers,
-            expected,
-            deferred=deferred,
+            known.expected,
+            headers=known.headers,
+            deferred=known.deferred,
             transfers=self._transfers,
         )
         with self._mutex:
-            number = len(self._writers) if known is None else known.number
+            number = len(self._writers) if known.number < 0 else known.number
             if path in self._numbers:
                 raise RuntimeError(f"{path} is created twice")
             self._numbers[path], self._by_number[number] = number, writer

@@ -119,7 +119,14 @@ class WriteOptions:
         if plan is not None:
             store = self.find_copying_store(stage.destination)
             stage.follow_plan(
-                partial(plan_file_parts, plan, is_file=stage.is_file, copies_in=store),
+                partial(
+                    plan_file_parts,
+                    plan,
+                    is_file=stage.is_file,
+                    copies_in=store,
+                    workers=1 if self.worker is None else self.worker.count,
+                    is_tiled=self.digest is DigestMode.ALL,
+                ),
                 last=tuple(plan.target.final_files),
                 threads=self.threads,
             )

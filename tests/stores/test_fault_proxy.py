@@ -230,6 +230,7 @@ def test_bandwidth_and_latency_are_waited_for(
 ) -> None:
     waits: list[float] = []
     fault_proxy.sleep = waits.append
+    fault_proxy.clock = lambda: sum(waits)
     fault_proxy.latency, fault_proxy.bandwidth = 0.02, 1e6
     client.get_object(Bucket=s3_store.name, Key=key)["Body"].read()
     assert waits[0] == 0.02

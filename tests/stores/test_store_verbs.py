@@ -92,7 +92,7 @@ def test_parts_beyond_the_budget_are_in_a_temporary_file(
     monkeypatch: pytest.MonkeyPatch,
     threads: int,
 ) -> None:
-    budget, made = 3 * 16 * PART_BYTES, list[PartBuffers]()
+    budget, made = 12 * PART_BYTES, list[PartBuffers]()
     monkeypatch.setattr(part_buffers, "BUDGET_BYTES", budget)
     begin = PartBuffers.__init__
 

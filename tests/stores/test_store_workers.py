@@ -87,6 +87,15 @@ def test_any_number_of_workers_writes_the_same_objects(
         assert late.worker.state == "complete"
 
 
+@pytest.mark.parametrize("target", ["hf", "torch_dist", "tp 2", "dcp", "zarr"])
+def test_parts_end_where_shares_do(source: Path, store: CountedStore, target: str) -> None:
+    options = TARGETS.get(target, {"to": "megatron", "tp": 2}) | {"threads": 1}
+    for count in (2, 3):
+        for n in range(count - 1):
+            reshard(source, f"{URL}/{count}", worker=f"{n}/{count}", **options)
+        assert [key for key in store.objects() if "/fragments/" in key] == []
+
+
 def test_workers_that_are_killed_go_on(tmp_path: Path, source: Path, store: CountedStore) -> None:
     options = {"to": "torch_dist", "tp": 2, "threads": 1}
     reshard(source, tmp_path / "out", **options)

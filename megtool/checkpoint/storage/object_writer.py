@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,7 +76,8 @@ class ObjectWriter:
     `expected` are the bytes that will be written; all others stay zeros. A part is uploaded as soon
     as its expected bytes are there, except for those that begin before `deferred` bytes, which wait
     for `finish`. What is written to a part that an earlier run has uploaded is dropped: it is
-    the same.
+    the same. So are `headers`, bytes by offset that are known from the beginning: whoever writes
+    the rest of a part uploads them with it.
 
     With `transfers`, parts are uploaded and copied there, and are in the store once these are
     settled; else by who completes a part.
@@ -89,6 +91,7 @@ class ObjectWriter:
         buffers: PartBuffers,
         expected: Coverage,
         *,
+        headers: Sequence[tuple[int, bytes]] = (),
         deferred: int = 0,
         transfers: Transfers | None = None,
     ) -> None:
@@ -99,6 +102,8 @@ class ObjectWriter:
         self.completed: ObjectInfo | None = None
         self._target, self._buffers = target, buffers
         self._expected, self._deferred = expected, deferred
+        self._headers = headers
+        self._header_ends = [offset + len(data) for offset, data in headers]
         self._transfers = transfers
         self._parts = [_Part() for _ in layout.ends]
 
@@ -182,6 +187,14 @@ class ObjectWriter:
 
     def _write_part(self, number: int, data: memoryview, offset: int) -> None:
         part = self._parts[number]
+        if any(a <= offset and offset + data.nbytes <= b for a, b, _ in self._known(number)):
+            with part.lock:
+                if part.tag is not None or part.is_full:
+                    return
+                part.is_full = self._is_full(number, self._coverage(part, number))
+            if part.is_full:
+                self._transfer(number)
+            return
         self._target.touch(self, number)
         if part.buffer is None and part.tag is None:
             self._wait_for_memory(number)
@@ -220,13 +233,27 @@ class ObjectWriter:
                 begin = b
             if begin < end:
                 part.coverage.add(begin, end)
+            for a, b, _ in self._known(number):
+                part.coverage.add(a, b)
         return part.coverage
+
+    def _known(self, number: int) -> Iterator[tuple[int, int, memoryview]]:
+        """The bytes of headers in a part: where they begin and end."""
+        begin, end = self.layout.bounds(number)
+        for row in range(bisect_right(self._header_ends, begin), len(self._headers)):
+            offset, data = self._headers[row]
+            if offset >= end:
+                return
+            a, b = max(begin, offset), min(end, offset + len(data))
+            yield a, b, memoryview(data)[a - offset : b - offset]
 
     def _buffer(self, part: _Part, number: int) -> PartBuffer:
         if part.buffer is None:
             begin, end = self.layout.bounds(number)
             part.buffer = self._buffers.take(end - begin)
             self._clear_gaps(part.buffer, begin, end)
+            for a, _, data in self._known(number):
+                part.buffer.write(a - begin, data)
             run = self.layout.copies.get(number)
             if run is not None and part.coverage is not None:  # some of it was to be copied
                 for a, b in list(part.coverage.within(begin, end)):
@@ -412,6 +439,10 @@ class ObjectWriter:
             if self._transfers is not None:
                 self._transfers.settle()
             if part.tag is None or expected is None:
+                for a, b, known in self._known(number):
+                    a, b, shift = max(a, begin), min(b, end), a
+                    if a < b:
+                        out[a - offset : b - offset] = known[a - shift : b - shift]
                 continue
             run = self.layout.copies.get(number)
             if self.completed is None and run is not None:

@@ -55,31 +55,42 @@ class PartLayout:
             offset, part = stop, part + 1
 
 
-def cut_parts(size: int, runs: Sequence[CopyRun] = ()) -> PartLayout:
+def cut_parts(size: int, runs: Sequence[CopyRun] = (), borders: Sequence[int] = ()) -> PartLayout:
     """Cut an object of `size` bytes into parts of about `PART_BYTES`.
 
     `runs`, in ascending order, are bytes that the server can copy: those that are as large as a
     part may be get parts of their own. Bytes between them that are too few for a part take some of
-    the run that follows.
+    the run that follows. At `borders`, ascending, others begin to write: a part ends there, unless
+    it or the next one were too small.
     """
     part_bytes, least = max(PART_BYTES, LEAST_BYTES), LEAST_BYTES
     joined = _join(runs)
     while True:
-        layout = _cut(size, joined, part_bytes, least)
+        layout = _cut(size, joined, borders, part_bytes, least)
         if len(layout) <= MAX_PARTS:
             return layout
         part_bytes, least = 2 * part_bytes, 2 * least
 
 
-def _cut(size: int, runs: Sequence[CopyRun], part_bytes: int, least: int) -> PartLayout:
+def _cut(
+    size: int, runs: Sequence[CopyRun], borders: Sequence[int], part_bytes: int, least: int
+) -> PartLayout:
     ends: list[int] = []
     copies: dict[int, CopyRun] = {}
     done = 0
+
+    def cut_between(begin: int, end: int) -> None:
+        for border in borders[bisect_right(borders, begin) : bisect_right(borders, end)]:
+            if border - begin >= least and (end - border >= least or end == size > border):
+                _cut_evenly(ends, begin, border, part_bytes)
+                begin = border
+        _cut_evenly(ends, begin, end, part_bytes)
+
     for run in runs:
         begin = run.offset if run.offset == done else max(run.offset, done + least)
         if run.end - begin < least:
             continue  # its bytes pass through this process
-        _cut_evenly(ends, done, begin, part_bytes)
+        cut_between(done, begin)
         first = len(ends)
         _cut_evenly(ends, begin, run.end, MAX_PART_BYTES, is_limit=True)
         for part in range(first, len(ends)):
@@ -88,7 +99,7 @@ def _cut(size: int, runs: Sequence[CopyRun], part_bytes: int, least: int) -> Par
                 a, ends[part] - a, run.source, run.source_offset + a - run.offset
             )
         done = run.end
-    _cut_evenly(ends, done, size, part_bytes)
+    cut_between(done, size)
     return PartLayout(ends, copies)
 
 
@@ -100,8 +111,7 @@ def _cut_evenly(
         return
     num_bytes = end - begin
     count = -(-num_bytes // part_bytes) if is_limit else max(1, num_bytes // part_bytes)
-    step = -(-num_bytes // count)
-    ends += [min(begin + step * (n + 1), end) for n in range(count)]
+    ends += [begin + num_bytes * (n + 1) // count for n in range(count)]
 
 
 def _join(runs: Sequence[CopyRun]) -> list[CopyRun]:

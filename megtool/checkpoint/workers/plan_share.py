@@ -6,6 +6,7 @@ the target's bytes, and plans copies for the entries in it alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.plan import PlanEntry, ReshardPlan
 from megtool.checkpoint.transport.shard_locator import ShardLocator
+from megtool.checkpoint.transport.tile import split_box
 from megtool.checkpoint.transport.work_units import (
     KernelUnit,
     TiledUnit,
@@ -33,16 +35,19 @@ class PlanShare:
     """The entries of which a worker writes elements, and the bytes that they take.
 
     All bytes of a target are in the order of their entries: by the file and the offset at which
-    each begins. A worker has those from `begin` to `end`. An entry of at most a unit belongs to the
-    worker that has its middle; of a larger one, each worker does the units whose middle it has.
-    `entries` are numbers, ascending, with all terms of a reduction. `divided` maps those that
-    other workers take part in to their first byte in the order.
+    each begins, and copies of a tensor beside each other. A worker has those from `begin` to `end`.
+    An entry of at most a unit belongs to the worker that has its middle, or that of all its copies
+    and all that begin with it; of a larger one, each worker does the units whose middle it has.
+    `entries` are numbers, ascending, with all terms of a reduction. `divided` maps those that other
+    workers take part in to their first byte in the order. `borders` are where the shares of all
+    workers but the first begin: entries, and how many of their bytes are another worker's.
     """
 
     begin: int
     end: int
     entries: Ints
     divided: dict[int, int]
+    borders: tuple[tuple[int, int], ...] = ()
 
 
 def cut_share(
@@ -52,24 +57,70 @@ def cut_share(
     item = [t.dtype.itemsize for t in target.tensors]
     size = np.array([numel(e.shape) * item[e.target_tensor] * e.writes for e in entries], np.int64)
     file, offset = _find_begins(entries, target)
-    order = np.lexsort((np.arange(len(entries)), offset, file))
+    like = _find_copies(entries)
+    order = np.lexsort((np.arange(len(entries)), like, offset[like], file[like]))
     order = order[size[order] > 0]
     ends = np.cumsum(size[order])
     total = int(ends[-1]) if len(ends) else 0
     begin, end = (total * n // worker.count for n in (worker.index, worker.index + 1))
     first = ends - size[order]
-    middle = first + size[order] // 2
     is_large = size[order] > unit_bytes
+    place = np.stack([file[like], offset[like]])[:, order]
+    group = np.cumsum((np.diff(place, prepend=-1) != 0).any(axis=0)) - 1
+    begins, stops = np.unique(group, return_index=True)[1], np.append(group[1:] != group[:-1], True)
+    group_first, group_end = first[begins][group], ends[np.flatnonzero(stops)][group]
+    is_group = group_end - group_first <= unit_bytes
+    middle = np.where(is_group, (group_first + group_end) // 2, first + size[order] // 2)
     is_own = np.where(is_large, (first < end) & (ends > begin), (middle >= begin) & (middle < end))
     is_divided = is_own & is_large & ((first < begin) | (ends > end))
     writers = set(order[is_own].tolist())
     terms = [n for n, e in enumerate(entries) if n in writers or e.adds_to in writers]
+    borders = []
+    for mark in (total * n // worker.count for n in range(1, worker.count)):
+        row, before = int(np.searchsorted(ends, mark, "right")), 0
+        if row < len(order) and is_large[row] and first[row] < mark:
+            e = entries[order[row]]
+            before = mark - int(first[row])
+            before = _count_before(e.shape, item[e.target_tensor], unit_bytes, before)
+            if before == size[order[row]]:
+                row, before = row + 1, 0
+        while row < len(order) and not is_large[row] and middle[row] < mark:
+            row += 1
+        if row < len(order):
+            together = group == group[row] if is_group[row] else [row]
+            borders += [(n, before) for n in order[together].tolist()]
     return PlanShare(
         begin=begin,
         end=end,
         entries=np.array(terms, np.int64),
         divided=dict(zip(order[is_divided].tolist(), first[is_divided].tolist(), strict=True)),
+        borders=tuple(borders),
     )
+
+
+def _find_copies(entries: Sequence[PlanEntry]) -> Ints:
+    """For each entry, the first one that reads the same."""
+    first: dict[tuple[int, int, Placement], int] = {}
+    return np.array(
+        [
+            n
+            if e.source is None
+            else first.setdefault((e.source_index, e.source_tensor, e.source), n)
+            for n, e in enumerate(entries)
+        ],
+        np.int64,
+    )
+
+
+def _count_before(shape: tuple[int, ...], cell: int, unit_bytes: int, mark: int) -> int:
+    """Bytes of a large entry in units whose middle is before `mark`."""
+    done = 0
+    for lo, hi in split_box((0,) * len(shape), shape, cell, unit_bytes):
+        size = cell * math.prod(b - a for a, b in zip(lo, hi, strict=True))
+        if done + size // 2 >= mark:
+            break
+        done += size
+    return done
 
 
 def _find_begins(entries: Sequence[PlanEntry], target: Catalogue) -> tuple[Ints, Ints]:

@@ -159,13 +159,13 @@ class _ProxyHandler(LoopbackHandler):
                 pass  # trailers
             return b"".join(parts)
         left = int(self.headers.get("Content-Length", 0))
-        body = bytearray()
+        body, pace = bytearray(), proxy.pacer()
         while left > len(body):
             chunk = self.rfile.read(min(CHUNK, left - len(body)))
             if not chunk:
                 raise _ConnectionCutError
             body += chunk
-            proxy.pace(len(chunk))
+            pace(len(chunk))
         return bytes(body)
 
     def _forward(
@@ -211,10 +211,10 @@ class _ProxyHandler(LoopbackHandler):
         if self.command != "HEAD" and status not in (204, 304):
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        view = memoryview(body)[:stop]
+        view, pace = memoryview(body)[:stop], proxy.pacer()
         for start in range(0, len(view), CHUNK):
             chunk = view[start : start + CHUNK]
-            proxy.pace(len(chunk))
+            pace(len(chunk))
             self.wfile.write(chunk)
             request.bytes_out += len(chunk)
         if stop is not None:
@@ -246,6 +246,7 @@ class FaultProxy(LoopbackService):
     faults: list[Fault] = field(default_factory=list)
     requests: list[ProxiedRequest] = field(default_factory=list)
     sleep: Callable[[float], object] = time.sleep
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.target = urlsplit(self.upstream).netloc
@@ -311,10 +312,20 @@ class FaultProxy(LoopbackService):
             request.action = chosen.action if chosen else None
         return request, chosen
 
-    def pace(self, size: int) -> None:
-        """Take as long as `size` bytes take at the bandwidth."""
-        if self.bandwidth is not None:
-            self.sleep(size / self.bandwidth)
+    def pacer(self) -> Callable[[int], None]:
+        """What is told the size of each piece of a transfer, and waits until it is due.
+
+        Pieces that were late are made up for, up to a quarter of a second.
+        """
+        due = self.clock()
+
+        def pace(size: int) -> None:
+            nonlocal due
+            if self.bandwidth is not None:
+                due = max(due, self.clock() - 0.25) + size / self.bandwidth
+                self.sleep(max(0.0, due - self.clock()))
+
+        return pace
 
     @contextmanager
     def track(self, connection: socket.socket) -> Iterator[None]:
