@@ -28,6 +28,7 @@ OPTIONS = {
     "kernel_speed.py": ["--device", "cpu", "--tokens", "16", "--hidden", "32", "--rounds", "1"],
     "delta_rule_speed.py": ["--tokens", "70", "--rounds", "1"],
     "mamba_speed.py": ["--tokens", "70", "--rounds", "1"],
+    "speculative_speed.py": ["--steps", "1", "--hidden", "32", "--tokens", "8", "--rounds", "1"],
     "cross_entropy_memory.py": ["--rounds", "1", "--vocab", "16384", "--tokens", "1024"],
     "forward_speed.py": [
         "--tokens",
@@ -201,6 +202,14 @@ def test_the_recurrence_of_mamba_is_timed(measure: Measure) -> None:
     _, figures = measure("mamba_speed.py")
     assert {f["operation"] for f in figures} == {"recurrence", "convolution"}
     assert len(figures) == 4
+    assert min(f["ratio"] for f in figures) > 0
+
+
+def test_drafts_are_timed(measure: Measure) -> None:
+    """That they do not change the text is the script's own to see."""
+    _, figures = measure("speculative_speed.py")
+    assert len({f["mixers"] for f in figures}) == 3
+    assert {f["texts"] for f in figures} == {1, 4}
     assert min(f["ratio"] for f in figures) > 0
 
 

@@ -2,14 +2,17 @@
 
 After t tokens of a row, layer m (from 0) combines its input's state at position i with token
 i + m + 1 and drafts the token after that. The model then reads the newest token and all drafts at
-once, and keeps those that it would have chosen itself, and one more. The drafts decide how fast a
-text grows, not which text it is: greedily it is the same, and sampled it has the same distribution.
+once, and keeps those that it would have chosen itself, and one more. Keys and values from a draft
+on that it rejects are forgotten, and recurrent mixers have the states before it again. The drafts
+decide how fast a text grows, not which text it is: greedily it is the same, and sampled it has the
+same distribution.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +30,6 @@ from megtool.inference.sampling import (
 from megtool.inference.slots import BLOCK_SIZE
 from megtool.model.batch import Batch
 from megtool.model.cache import PagedCache
-from megtool.model.mtp import with_mtp_layers
 from megtool.model_config import ModelConfig
 
 _PAD = 0  # never attended to, so any token does
@@ -37,19 +39,11 @@ def check_speculative(config: ModelConfig, *, stream_layers: bool = False) -> No
     """Refuse models that cannot draft for themselves.
 
     Raises:
-        UsageError: there are no layers of multi-token prediction; a recurrent mixer's state cannot
-            go back to before a rejected token; or layers are not kept in memory.
+        UsageError: there are no layers of multi-token prediction, or layers are not kept in memory.
     """
     if not config.num_mtp_layers:
         raise UsageError(
             "--speculative mtp, and the model has no layers of multi-token prediction",
-            hint="--speculative none",
-        )
-    numbered = with_mtp_layers(config)
-    if numbered.mamba_layers or numbered.delta_layers:
-        raise UsageError(
-            "--speculative mtp of a model with recurrent mixers: their states cannot go back to "
-            "before a token that is rejected",
             hint="--speculative none",
         )
     if stream_layers:
@@ -76,6 +70,14 @@ class _Row:
     hidden: Tensor | None = None
     drafts: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
+
+
+class _Part(NamedTuple):
+    """Tokens that a layer reads of a sequence, and the states of its input."""
+
+    number: int
+    tokens: list[int]
+    x_SH: Tensor
 
 
 class SpeculativeSlots:
@@ -114,6 +116,7 @@ class SpeculativeSlots:
         self._mtp_caches: list[PagedCache] = []
         if forward.decoder.mtp is not None:
             self._mtp_caches = [forward.mtp_cache(m, **sizes) for m in range(self._depths)]
+        self._has_states = any(c.states.tensors for c in self._mtp_caches)
         self._rows: dict[int, _Row] = {}
         self.num_drafted = self.num_accepted = 0
 
@@ -144,7 +147,7 @@ class SpeculativeSlots:
             self._draft(part)
         numbers = [r.request.number for r in rows]
         tokens = [[r.tokens[-1], *self._of(r).drafts] for r in rows]
-        x_BSH = self._hidden(self._cache, numbers, tokens)
+        x_BSH = self._hidden(self._cache, numbers, tokens, revertible=True)
         width = self._depths + 2
         result_BN = None
         if x_BSH is not None:
@@ -155,15 +158,16 @@ class SpeculativeSlots:
             padded = [[len(f), *f, *[_PAD] * (width - 1 - len(f))] for f in accepted]
             result_BN = torch.tensor(padded, device=x_BSH.device).flatten()
         agreed = self._forward.agree(result_BN, len(rows) * width).view(-1, width).tolist()
-        out = []
+        out, lengths = [], {}
         for n, (running, (count, *more)) in enumerate(zip(rows, agreed, strict=True)):
             row = self._of(running)
             self.num_drafted += len(row.drafts)
             self.num_accepted += count - 1
-            self._cache.truncate(running.request.number, running.length - 1 + count)
+            lengths[running.request.number] = running.length - 1 + count
             if x_BSH is not None:
                 row.hidden = x_BSH[n, :count]
             out.append(more[:count])
+        self._cache.truncate(lengths)
         return out
 
     def leave(self, running: Running) -> None:
@@ -178,20 +182,30 @@ class SpeculativeSlots:
         return self._rows[running.request.number]
 
     def _hidden(
-        self, cache: PagedCache, numbers: Sequence[int], tokens: Sequence[Sequence[int]]
+        self,
+        cache: PagedCache,
+        numbers: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        *,
+        revertible: bool = False,
     ) -> Tensor | None:
         """States [B, S, H] of rows of tokens, padded on the right."""
-        batch = self._batch(cache, numbers, tokens)
+        batch = self._batch(cache, numbers, tokens, revertible=revertible)
         x_TH = self._forward.hidden(batch, cache)
         return None if x_TH is None else x_TH.view(*batch.shape, -1)
 
     def _batch(
-        self, cache: PagedCache, numbers: Sequence[int], tokens: Sequence[Sequence[int]]
+        self,
+        cache: PagedCache,
+        numbers: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        *,
+        revertible: bool = False,
     ) -> Batch:
         """Rows padded on the right, for which the cache has taken slots."""
         counts = [len(row) for row in tokens]
         width, device = max(counts), self._forward.device
-        cache.choose(list(zip(numbers, counts, strict=True)))
+        cache.choose(list(zip(numbers, counts, strict=True)), revertible=revertible)
         valid_BS = None
         if min(counts) < width:
             places_S = torch.arange(width, device=device)
@@ -234,30 +248,48 @@ class SpeculativeSlots:
         `inputs` has the states of its input from where the layer before it began to read, and
         afterwards the layer's own.
         """
-        numbers, tokens, states = [], [], []
+        certain: list[_Part] = []
+        doubtful: list[_Part] = []
+        lengths = {}
         for running in rows:
             row, number = self._of(running), running.request.number
             x_SH, tail_SH = inputs[number], row.tails[depth]
             if tail_SH is not None:
                 x_SH = torch.cat((tail_SH, x_SH))
             start, last = row.starts[depth], running.length - 1
-            known = [*running.request.prompt, *running.tokens, *row.drafts]
-            numbers.append(number)
-            tokens.append(known[start + depth + 1 : last + depth + 1])
-            states.append(x_SH)
+            lengths[number] = max(0, last - depth)
+            again = lengths[number] - start
             if depth:  # what is to be read again next time
-                again = max(0, last - depth) - start
                 row.tails[depth] = x_SH[again : max(0, last - depth + 1) - start]
+            known = [*running.request.prompt, *running.tokens, *row.drafts]
+            tokens = known[start + depth + 1 : last + depth + 1]
+            if depth and self._has_states:  # which go back to the begin of a pass of few tokens
+                certain.append(_Part(number, tokens[:again], x_SH[:again]))
+                doubtful.append(_Part(number, tokens[again:], x_SH[again:]))
+            else:
+                certain.append(_Part(number, tokens, x_SH))
+        outs = [
+            self._read_parts(depth, [p for p in parts if p.tokens], revertible=parts is doubtful)
+            for parts in (certain, doubtful)
+        ]
+        for number in lengths:
+            inputs[number] = torch.cat([out[number] for out in outs if number in out])
+        self._mtp_caches[depth].truncate(lengths)
+        return torch.stack([inputs[number][-1] for number in lengths])
+
+    def _read_parts(
+        self, depth: int, parts: Sequence[_Part], *, revertible: bool
+    ) -> dict[int, Tensor]:
+        """A layer's states [S, H] of the tokens that it reads of each sequence."""
+        if not parts:
+            return {}
         cache = self._mtp_caches[depth]
-        batch = self._batch(cache, numbers, tokens)
-        x_BSH = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
+        numbers, tokens = [p.number for p in parts], [p.tokens for p in parts]
+        batch = self._batch(cache, numbers, tokens, revertible=revertible)
+        x_BSH = torch.nn.utils.rnn.pad_sequence([p.x_SH for p in parts], batch_first=True)
         y_TH = self._forward.decoder.mtp_hidden(depth, x_BSH.flatten(0, 1), batch, cache)
         y_BSH = y_TH.view(*batch.shape, -1)
-        for n, running in enumerate(rows):
-            number = numbers[n]
-            inputs[number] = y_BSH[n, : len(tokens[n])]
-            cache.truncate(number, max(0, running.length - 1 - depth))
-        return torch.stack([y_BSH[n, len(row) - 1] for n, row in enumerate(tokens)])
+        return {p.number: y_BSH[n, : len(p.tokens)] for n, p in enumerate(parts)}
 
     def _propose(self, rows: Sequence[Running], x_BH: Tensor) -> Tensor:
         """The next draft of each row, from the states behind which it comes."""

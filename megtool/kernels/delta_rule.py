@@ -72,6 +72,26 @@ def gated_delta_step(
     return out.view(value_BNP.shape).to(value_BNP.dtype), state.view(state_BNDP.shape)
 
 
+def gated_delta_steps(
+    query_BSKD: Tensor,
+    key_BSKD: Tensor,
+    value_BSNP: Tensor,
+    decay_BSN: Tensor,
+    beta_BSN: Tensor,
+    state_BNDP: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`gated_delta_rule` of a few tokens, one after the other as `gated_delta_step` has them: the
+    output [B, S, N, P], the states before each of them [B, S, N, D, P], and the one after the last.
+    """
+    outs, states = [], []
+    for n in range(value_BSNP.shape[1]):
+        states.append(state_BNDP)
+        inputs = (x[:, n] for x in (query_BSKD, key_BSKD, value_BSNP, decay_BSN, beta_BSN))
+        out, state_BNDP = gated_delta_step(*inputs, state_BNDP)
+        outs.append(out)
+    return torch.stack(outs, 1), torch.stack(states, 1), state_BNDP
+
+
 def _unit(x: Tensor, kind: torch.dtype) -> Tensor:
     """Vectors of length 1, but for an epsilon: along the last dim."""
     x = x.to(kind)

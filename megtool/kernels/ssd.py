@@ -63,6 +63,21 @@ def ssd_step(inputs: ScanInputs, state_BNDZ: Tensor) -> tuple[Tensor, Tensor]:
     return y_BND[:, None].to(inputs.x_BSND.dtype), state
 
 
+def ssd_steps(inputs: ScanInputs, state_BNDZ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`ssd_scan` of a few tokens, one after the other as `ssd_step` has them: `y` [B, S, N, D], the
+    states before each of them [B, S, N, D, Z], and the state after the last."""
+    outs, states = [], []
+    for n in range(inputs.x_BSND.shape[1]):
+        x_B1ND, dt_B1N, b_B1GZ, c_B1GZ = (
+            t[:, n : n + 1] for t in (inputs.x_BSND, inputs.dt_BSN, inputs.b_BSGZ, inputs.c_BSGZ)
+        )
+        token = inputs._replace(x_BSND=x_B1ND, dt_BSN=dt_B1N, b_BSGZ=b_B1GZ, c_BSGZ=c_B1GZ)
+        states.append(state_BNDZ)
+        out, state_BNDZ = ssd_step(token, state_BNDZ)
+        outs.append(out)
+    return torch.cat(outs, 1), torch.stack(states, 1), state_BNDZ
+
+
 def _ssd_scan(
     x_BSND: Tensor,
     dt_BSN: Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -107,6 +107,16 @@ class KVCache(ABC):
     def write_state(self, layer: int, name: StateName, value: Tensor) -> None:
         """Keep a layer's state after this pass, in the dtype of the cache."""
         self.states.write(layer, name, value)
+
+    @property
+    def is_revertible(self) -> bool:
+        """Whether recurrent mixers have to `write_steps` of the states that this pass began from
+        and went through."""
+        return self.states.is_revertible
+
+    def write_steps(self, layer: int, name: StateName, steps: Tensor) -> None:
+        """Keep a layer's states before each token of this pass (`RecurrentStates.write_steps`)."""
+        self.states.write_steps(layer, name, steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +316,8 @@ class PagedCache(KVCache):
         self.blocks: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
         self._rows: list[tuple[int, int]] = []
+        self._is_revertible = False
+        self._begins: dict[int, tuple[int, int]] = {}  # place in the last pass, and length before
         self._write_T = torch.zeros(0, dtype=torch.int64, device=device)
         self._read_BL = self._write_T[None]
 
@@ -314,8 +326,11 @@ class PagedCache(KVCache):
         length = self.lengths.get(sequence, 0) + tokens
         return max(0, -(-length // self.block_size) - len(self.blocks.get(sequence, ())))
 
-    def choose(self, rows: Sequence[tuple[int, int]]) -> None:
+    def choose(self, rows: Sequence[tuple[int, int]], *, revertible: bool = False) -> None:
         """Set the rows of the next pass, (sequence, real tokens), and allocate their blocks.
+
+        With `revertible` the sequences can be truncated to any length from the one before it on,
+        also where there are recurrent mixers, which then keep their states of every token.
 
         Raises:
             UsageError: there are not enough free blocks or states, or a sequence stands there
@@ -344,12 +359,14 @@ class PagedCache(KVCache):
             self.lengths.setdefault(sequence, 0)
             pages = self.blocks.setdefault(sequence, [])
             pages.extend(self.free.pop() for _ in range(count))
-        self._rows = list(rows)
+        self._rows, self._is_revertible = list(rows), revertible
+        self._begins = {s: (n, self.lengths[s]) for n, (s, _) in enumerate(rows)}
 
     def release(self, sequence: int) -> None:
         """Free a sequence's blocks and states."""
         self.free.extend(reversed(self.blocks.pop(sequence, [])))
         self.lengths.pop(sequence, None)
+        self._begins.pop(sequence, None)
         if (row := self.state_rows.pop(sequence, None)) is not None:
             self.free_rows.append(row)
 
@@ -381,7 +398,8 @@ class PagedCache(KVCache):
         # Padding goes to block 0, which no sequence reads.
         written = torch.where(new_S < real_B[:, None], slots_BL.gather(1, places), 0)
         self._write_T, self._read_BL = written.flatten(), slots_BL[:, :num_keys]
-        self.states.choose([self.state_rows[sequence] for sequence, _ in self._rows])
+        rows_of_states = [self.state_rows[sequence] for sequence, _ in self._rows]
+        self.states.choose(rows_of_states, revertible=self._is_revertible)
         # Padding stands where the row's last token does, so that no place is beyond the row's own.
         last_B1 = (past_B + real_B - 1).clamp_min(0)[:, None]
         positions = batch.positions_BS
@@ -413,15 +431,27 @@ class PagedCache(KVCache):
         values.index_copy_(0, self._write_T, value_BKSD.transpose(1, 2).flatten(0, 1))
         return keys[self._read_BL].transpose(1, 2), values[self._read_BL].transpose(1, 2)
 
-    def truncate(self, sequence: int, length: int) -> None:
-        """Forget a sequence's tokens from `length` on; its blocks stay its own.
+    def truncate(self, lengths: Mapping[int, int]) -> None:
+        """Forget tokens of sequences from these lengths on; their blocks stay their own.
 
         Raises:
-            UsageError: there are recurrent mixers, whose states hold all tokens that were read.
+            UsageError: there are recurrent mixers, and a length is not one that the last pass
+                began with or went through, or that pass was not revertible; then nothing is
+                forgotten.
         """
+        shorter = {s: n for s, n in lengths.items() if n < self.lengths[s]}
         if self.states.tensors:
-            raise UsageError("states of recurrent mixers cannot go back")
-        self.lengths[sequence] = min(length, self.lengths[sequence])
+            counts: dict[int, int] = {}
+            for sequence, length in shorter.items():
+                place, begin = self._begins.get(sequence, (0, self.lengths[sequence]))
+                if not self._is_revertible or length < begin:
+                    raise UsageError(
+                        f"states of recurrent mixers cannot go back to before token {length}",
+                        hint="choose(..., revertible=True), and truncate to a length in that pass",
+                    )
+                counts[place] = length - begin
+            self.states.revert(counts)
+        self.lengths.update(shorter)
 
     def advance(self) -> None:
         """Every chosen sequence is longer by its real tokens."""

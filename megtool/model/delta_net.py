@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megtool.errors import LayoutError
-from megtool.kernels.delta_rule import gated_delta_rule, gated_delta_step
+from megtool.kernels.delta_rule import gated_delta_rule, gated_delta_step, gated_delta_steps
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ActivationHook
 from megtool.model.linear import ColumnLinear, RowLinear, column_product
@@ -153,7 +153,10 @@ class GatedDeltaNet(nn.Module):
         if frame.cache is None:
             return gated_delta_rule(query, key, value, decay, beta, runs_BS=frame.runs_BS)[0]
         state = frame.cache.read_state(self.layer, "recurrent")
-        if value.shape[1] == 1:
+        if frame.cache.is_revertible:
+            out, steps, state = gated_delta_steps(query, key, value, decay, beta, state)
+            frame.cache.write_steps(self.layer, "recurrent", steps)
+        elif value.shape[1] == 1:
             inputs = (x[:, 0] for x in (query, key, value, decay, beta, state[:, None]))
             out, state = gated_delta_step(*inputs)
             out = out[:, None]

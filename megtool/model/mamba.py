@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megtool.errors import LayoutError
 from megtool.kernels.norm import rms_norm
-from megtool.kernels.ssd import ScanInputs, ssd_scan, ssd_step
+from megtool.kernels.ssd import ScanInputs, ssd_scan, ssd_step, ssd_steps
 from megtool.model.forward_context import ForwardContext
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.norm import NormSpec
@@ -184,7 +184,10 @@ class MambaMixer(nn.Module):
         if frame.cache is None:
             return ssd_scan(inputs)[0].flatten(2)
         before = frame.cache.read_state(self.layer, "recurrent")
-        if mixed_BSC.shape[1] == 1:
+        if frame.cache.is_revertible:
+            y_BSND, steps, state = ssd_steps(inputs, before)
+            frame.cache.write_steps(self.layer, "recurrent", steps)
+        elif mixed_BSC.shape[1] == 1:
             y_BSND, state = ssd_step(inputs, before)
         else:
             y_BSND, state = ssd_scan(inputs._replace(state_BNDZ=before))

@@ -73,6 +73,8 @@ class RecurrentStates:
     """States of `num_rows` sequences, zero at first; a pass reads and writes chosen rows.
 
     They stay where they are: what is written is copied, so that a recorded pass may be replayed.
+    In a revertible pass mixers also say what the states were before each of its tokens
+    (`write_steps`), of few tokens since it takes as many times the memory; `revert` goes back.
     """
 
     def __init__(
@@ -92,14 +94,18 @@ class RecurrentStates:
             self._states[layer, "recurrent"] = recurrent
         self._device = device
         self._rows_B: Tensor | None = None  # all, in order
+        self.is_revertible = False
+        self._steps: dict[tuple[int, StateName], Tensor] = {}
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All states of all layers, [num_rows, ...]."""
         return tuple(self._states.values())
 
-    def choose(self, rows: Sequence[int]) -> None:
-        """Set which rows the next pass is of."""
+    def choose(self, rows: Sequence[int], *, revertible: bool = False) -> None:
+        """Set which rows the next pass is of, and whether it can be reverted."""
+        self.is_revertible = revertible and bool(self._states)
+        self._steps.clear()
         if self._states:
             self._rows_B = torch.tensor(rows, dtype=torch.int64, device=self._device)
 
@@ -115,6 +121,33 @@ class RecurrentStates:
             state.copy_(value)
         else:
             state.index_copy_(0, self._rows_B, value.to(state.dtype))
+
+    def write_steps(self, layer: int, name: StateName, steps: Tensor) -> None:
+        """Keep what the states of the chosen rows were before each token of a revertible pass.
+
+        `recurrent`: [B, S, heads, ...]. `conv`: inputs before the pass and in it, one after the
+        other, [B, taps - 1 + S, channels].
+        """
+        self._steps[layer, name] = steps
+
+    def revert(self, counts: Mapping[int, int]) -> None:
+        """Let rows of the last pass, by their places in it, have read so many of its tokens."""
+        if not counts or not self._states:
+            return
+        device = self._device
+        places_R, counts_R = (
+            torch.tensor(list(x), dtype=torch.int64, device=device)
+            for x in (counts.keys(), counts.values())
+        )
+        rows_R = places_R if self._rows_B is None else self._rows_B[places_R]
+        for (layer, name), state in self._states.items():
+            steps = self._steps[layer, name]
+            if name == "conv":
+                taken_RP = counts_R[:, None] + torch.arange(state.shape[1], device=device)
+                value = steps[places_R[:, None], taken_RP]
+            else:
+                value = steps[places_R, counts_R]
+            state.index_copy_(0, rows_R, value.to(state.dtype))
 
     def zero(self, rows: Sequence[int] | None = None) -> None:
         """Begin anew: all rows, or those given."""

@@ -58,12 +58,16 @@ class ShortConv(nn.Module):
             return causal_conv(x_BSC, weight_CK, bias_C, runs_BS=frame.runs_BS)
         past_BPC = cache.read_state(layer, "conv")
         if real_BS is None:
+            if cache.is_revertible:
+                cache.write_steps(layer, "conv", _after(past_BPC, x_BSC))
             y_BSC = causal_conv(x_BSC, weight_CK, bias_C, past_BPC=past_BPC)
             cache.write_state(layer, "conv", last_inputs(x_BSC, past_BPC))
             return y_BSC
         # Tokens move up to those of the pass before, over the padding between them.
         order_BS = (~real_BS).to(torch.int8).argsort(stable=True, dim=1)
         x_BSC = x_BSC.gather(1, _like(order_BS, x_BSC))
+        if cache.is_revertible:
+            cache.write_steps(layer, "conv", _after(past_BPC, x_BSC))
         y_BSC = causal_conv(x_BSC, weight_CK, bias_C, past_BPC=past_BPC)
         cache.write_state(layer, "conv", last_inputs(x_BSC, past_BPC, real_BS.sum(1)))
         return y_BSC.gather(1, _like(order_BS.argsort(1), x_BSC))
@@ -71,6 +75,11 @@ class ShortConv(nn.Module):
     def extra_repr(self) -> str:
         """Shapes of this rank, for people."""
         return f"{self.weight.shape[0]} channels, {self.weight.shape[2]} taps"
+
+
+def _after(past_BPC: Tensor, x_BSC: Tensor) -> Tensor:
+    """Inputs before a pass, and in it; in the dtype of the former."""
+    return torch.cat((past_BPC, x_BSC.to(past_BPC.dtype)), 1)
 
 
 def _like(places_BS: Tensor, x_BSC: Tensor) -> Tensor:

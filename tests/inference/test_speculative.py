@@ -41,6 +41,26 @@ SIZES: dict[str, Any] = {
     "vocab_size": 5,
     "num_mtp_layers": 2,
 }
+_MAMBA = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 4,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 4,
+    "mamba_conv_kernel": 4,
+}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel": 4,
+}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "delta nets": _DELTA | {"num_layers": 2, "layer_kinds": ("G-", "*-"), "mtp_kind": "*-"},
+    "mamba": _MAMBA | {"num_layers": 3, "layer_kinds": ("M", "*", "-"), "mtp_kind": "*-"},
+    "mamba, predicted by mamba": _MAMBA
+    | {"num_layers": 2, "layer_kinds": ("M", "-"), "mtp_kind": "M-"},
+}
 
 
 class Numbers:
@@ -90,6 +110,16 @@ def forward(folder: Path) -> Forward:
     return Forward(load(open_source(folder), dtype="float32", keeps_mtp=True))
 
 
+def recurrent(name: str) -> Forward:
+    """A model with recurrent mixers, whose next token the whole past decides."""
+    decoder = Decoder(ModelConfig(**SIZES | RECURRENT[name]), device="cpu")
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.normal_(0, 0.7, generator=generator)
+    return Forward(decoder.requires_grad_(False).eval())
+
+
 def agreeable() -> Forward:
     """A model whose drafts are often right: little but the last token decides."""
     decoder = Decoder(ModelConfig(**SIZES), device="cpu")
@@ -131,6 +161,56 @@ def test_right_drafts_save_steps() -> None:
         run(forward, requests, eos_ids=ends, speculative=True)[0]
         == (run(forward, requests, eos_ids=ends)[0])
     )
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_mixers_go_back_to_before_a_rejected_draft(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy texts are those of plain decoding whether no draft, some or all are right."""
+    forward = recurrent(name)
+    requests = prompts([1, 7, 2, 20, 3], [40, 30, 20, 10, 2], 5)
+    plain, _ = run(forward, requests)
+    assert len(set(plain[0])) > 2
+    generator = torch.Generator().manual_seed(0)
+
+    def often_right(self: SpeculativeSlots, rows: Any, x_BH: torch.Tensor) -> torch.Tensor:
+        errors = (torch.rand(len(rows), generator=generator) < 0.35).tolist()
+        at = [len(r.tokens) + len(self._of(r).drafts) for r in rows]
+        right = [plain[r.request.number][n] for r, n in zip(rows, at, strict=True)]
+        return torch.tensor([(t + e) % 5 for t, e in zip(right, errors, strict=True)])
+
+    monkeypatch.setattr(SpeculativeSlots, "_propose", often_right)
+    for num_slots in (16, 2):
+        drafted, meter = run(forward, requests, num_slots=num_slots, speculative=True)
+        assert drafted == plain
+        assert 0.3 < meter.num_accepted / meter.num_drafted < 0.8
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_drafts_do_not_depend_on_how_a_text_was_read(name: str) -> None:
+    """Layers draft in the middle of a text what they do if all of it is a prompt."""
+    forward = recurrent(name)
+    drafts: dict[tuple[int, ...], list[int]] = {}
+    draft = SpeculativeSlots._draft
+
+    def note(self: SpeculativeSlots, rows: Any) -> None:
+        draft(self, rows)
+        for running in rows:
+            text = (*running.request.prompt, *running.tokens)
+            drafts[text] = self._of(running).drafts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpeculativeSlots, "_draft", note)
+        run(forward, prompts([4, 9, 1], [12, 9, 12], 5), num_slots=2, speculative=True)
+        texts, drafts = drafts, {}
+        requests = [
+            GenerateRequest(number=n, prompt=text[:-1], max_new_tokens=2 + len(expected))
+            for n, (text, expected) in enumerate(texts.items())
+        ]
+        run(forward, requests, num_slots=1, speculative=True)
+    assert sum(map(len, texts.values())) > 30
+    assert {text: drafts[text] for text in texts} == texts
 
 
 def test_drafts_are_those_of_the_formula(
@@ -182,10 +262,17 @@ def test_drafts_of_a_model_that_agrees_are_accepted_at_any_depth() -> None:
     assert lengths == {1, 2, 3}
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.8}, {"temperature": 1.3, "top_k": 3}])
-def test_sampled_texts_have_the_model_s_distribution(sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [
+        ("", {"temperature": 0.8}),
+        ("", {"temperature": 1.3, "top_k": 3}),
+        ("mamba, predicted by mamba", {"temperature": 1.0}),
+    ],
+)
+def test_sampled_texts_have_the_model_s_distribution(name: str, sampling: dict[str, Any]) -> None:
     """Chi-squared of the first three tokens of many texts against exact probabilities."""
-    forward, number = agreeable(), 3000
+    forward, number = recurrent(name) if name else agreeable(), 3000
     how = Sampling(**sampling, seed=1)
     prompt = (1, 3)
     requests = [GenerateRequest(number=n, prompt=prompt, max_new_tokens=3) for n in range(number)]
@@ -231,30 +318,22 @@ def on_rank(rank: int, size: int, folder: str, layout: dict[str, int], how: Any)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["mimo", "qwen3_next", "nemotron_h"])
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9)], ids=["greedy", "t"])
-def test_ranks_write_the_texts_of_one(layout, sampling, folder: Path, forward: Forward) -> None:
+def test_ranks_write_the_texts_of_one(name, layout, sampling, tmp_path: Path) -> None:
+    mtp_models.save(name, tmp_path)
+    forward = Forward(load(open_source(tmp_path), dtype="float32", keeps_mtp=True))
     expected, _ = run(forward, MIXED, speculative=True, num_slots=3, sampling=sampling)
-    assert run_world(on_rank, 2, str(folder), layout, sampling) == [expected] * 2
+    if sampling.is_greedy:
+        assert expected == run(forward, MIXED, num_slots=3)[0]
+    assert run_world(on_rank, 2, str(tmp_path), layout, sampling) == [expected] * 2
 
 
 def test_models_that_cannot_draft_are_refused() -> None:
     for config, how, problem in (
         (ModelConfig(**SIZES | {"num_mtp_layers": 0}), {}, "has no layers of multi-token"),
         (ModelConfig(**SIZES), {"stream_layers": True}, "--stream-layers"),
-        (
-            ModelConfig(
-                **SIZES,
-                layer_kinds=("G-",),
-                mtp_kind="*-",
-                linear_num_key_heads=1,
-                linear_num_value_heads=1,
-                linear_key_head_dim=4,
-                linear_value_head_dim=4,
-            ),
-            {},
-            "recurrent mixers",
-        ),
     ):
         with pytest.raises(UsageError, match=problem) as caught:
             check_speculative(config, **how)

@@ -174,6 +174,32 @@ def test_blocks_run_out() -> None:
         DECODER(Batch(tokens_BS=text(2, 5)), cache)
 
 
+def test_states_go_back_within_a_revertible_pass_alone() -> None:
+    sizes = {"mamba_num_heads": 2, "mamba_head_dim": 4, "mamba_num_groups": 1}
+    kinds = {"layer_kinds": ("M-", "*-", "M-"), "mamba_state_dim": 4, "mamba_conv_kernel": 4}
+    decoder = model(replace(CONFIG, window_size=0, window_skip_freq=None, **sizes, **kinds))
+    tokens = text(2, 6)
+    expected = decoder(Batch(tokens_BS=tokens))
+    cache = PagedCache(decoder.config, num_blocks=5, block_size=4, num_sequences=2)
+    cache.choose([(0, 3), (1, 3)])
+    decoder(Batch(tokens_BS=tokens[:, :3]), cache)
+    with raises(UsageError, "revertible"):
+        cache.truncate({0: 2})
+    cache.choose([(0, 2), (1, 2)], revertible=True)
+    wrong = tokens[:, 3:5].clone()
+    wrong[0] = wrong[1, 1] = 0
+    decoder(Batch(tokens_BS=wrong), cache)
+    with raises(UsageError, "revertible"):
+        cache.truncate({1: 4, 0: 2})
+    assert cache.lengths == {0: 5, 1: 5}
+    cache.truncate({0: 3, 1: 4})
+    cache.choose([(0, 3), (1, 2)])
+    rows = torch.stack((tokens[0, 3:], torch.cat((tokens[1, 4:], tokens[1, :1]))))
+    found = decoder(Batch(tokens_BS=rows), cache)
+    torch.testing.assert_close(found[0], expected[0, 3:], rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(found[1, :2], expected[1, 4:], rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
