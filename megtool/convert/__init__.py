@@ -100,6 +100,7 @@ from megtool.convert.moe_config_keys import (
 )
 from megtool.convert.native_rows import HF_DEEPSEEK_V4
 from megtool.convert.nested import LLAVA_NAMES, LLAVA_TOWERS, Nested
+from megtool.convert.scaled_layers import ScaledLayers
 from megtool.convert.shared_keys import LayerInputs, SharedKeys
 
 __all__ = [
@@ -181,6 +182,7 @@ __all__ = [
     "RopeTemperature",
     "Row",
     "Same",
+    "ScaledLayers",
     "SharedKeys",
     "Shifted",
     "Stacked",

@@ -29,6 +29,7 @@ from megtool.convert.hybrid_pattern import (
 )
 from megtool.convert.indexer_keys import SPARSE_ATTENTION, indexer_args, indexer_fields
 from megtool.convert.layer_kind_keys import moe_flags
+from megtool.convert.scaled_layers import SIZES, scaled_args, scaled_fields
 from megtool.errors import MappingError
 from megtool.model_config import ATTENTION, DELTA_NET, EXPERTS, MAMBA, MLP, ModelConfig
 
@@ -63,6 +64,8 @@ def mixer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
         return block_fields(args)
     if args.get(GLOBAL_SIZE):
         return global_fields(args)
+    if args.get(SIZES):
+        return scaled_fields(args)
     pattern, out = pattern_of(args), indexer_fields(args) | compressed_fields(args)
     is_parallel = pattern is None and args.get(_ALL_PARALLEL) == 1
     if args.get("moe_latent_size"):
@@ -137,7 +140,9 @@ def mixer_args(
     """
     kinds = config.layer_kinds
     if config.layer_sizes is not None:
-        return global_args(config) if kinds is None else block_args(config, known)
+        if kinds is not None:
+            return block_args(config, known)
+        return global_args(config) or scaled_args(config)
     out = indexer_args(config) | compressed_args(config)
     if config.moe_latent_size:
         out["moe_latent_size"] = config.moe_latent_size

@@ -29,6 +29,7 @@ from tests.support.errors import raises
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored
 from tests.support.models.dense_cases import CASES, MORE, WINDOWED, save
+from tests.support.models.openelm_model import LAYERS
 from tests.support.models.tiny_model import SIZES, TIED, UNTIED, Case, sizes_of
 
 transformers = pytest.importorskip("transformers")
@@ -269,6 +270,23 @@ def test_layers_without_a_window_have_no_rotary_embedding(
         family(name).write_config(replace(config, no_rope_layers=(0, 1, 0, 0, 0, 0)))
 
 
+@pytest.mark.parametrize(
+    ("factors", "widths"),
+    [(1.0, (32, 32, 32, 32)), ([1.0, 4.0], (32, 64, 96, 128)), ([2, 1, 1, 3], (64, 32, 32, 96))],
+)
+def test_factors_of_the_first_and_the_last_layer_stand_for_all(factors: Any, widths: Any) -> None:
+    """Published code fills the list in; a wider model's are written as a list."""
+    heads = {"num_query_heads": [4] * 4, "num_kv_heads": [2] * 4, "num_transformer_layers": 4}
+    stored = SIZES | OPENELM | heads | {"ffn_multipliers": factors}
+    config = family("openelm").read_config(stored)
+    assert config.layer_sizes is not None
+    assert config.layer_sizes["ffn_hidden_size"] == widths
+    assert family("openelm").write_config(config)["ffn_multipliers"] == factors
+    written = family("openelm").write_config(replace(config, extra={}))
+    assert written["ffn_multipliers"] == [w / 32 for w in widths]
+    assert family("openelm").read_config(written).layer_sizes == config.layer_sizes
+
+
 def test_a_base_for_layers_with_a_window_is_written_for_old_and_new_readers() -> None:
     kinds = {
         "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
@@ -388,6 +406,7 @@ def test_older_names_of_berts_norms_are_read(tmp_path: Path) -> None:
     assert "cls.seq_relationship.weight" in want
 
 
+OPENELM = LAYERS | {"num_transformer_layers": 2, "model_dim": 32}
 FALCON = {"mamba_n_heads": 4, "mamba_d_ssm": 64, "mamba_d_state": 8}
 
 
@@ -418,6 +437,12 @@ FALCON = {"mamba_n_heads": 4, "mamba_d_ssm": 64, "mamba_d_state": 8}
         ("bamba", {"attn_layer_indices": [2]}, r"attn_layer_indices is \[2\]"),
         ("bamba", {"attn_layer_indices": "all"}, "attn_layer_indices is all"),
         ("bamba", {"mamba_n_heads": 7}, "mamba_n_heads is 7"),
+        ("stablelm", {"qk_layernorm": True}, "a tensor of its own"),
+        ("openelm", OPENELM | {"num_query_heads": [4]}, r"num_query_heads is \[4\]"),
+        ("openelm", OPENELM | {"num_kv_heads": [2, 0]}, r"num_kv_heads is \[2, 0\]"),
+        ("openelm", OPENELM | {"ffn_multipliers": [1.0, "2"]}, "ffn_multipliers is"),
+        ("openelm", OPENELM | {"ffn_dim_divisor": 0}, "ffn_dim_divisor is 0"),
+        ("openelm", OPENELM | {"ffn_with_glu": False}, "ffn_with_glu=False"),
         ("bamba", {"mamba_n_heads": 4, "mamba_d_head": 8}, "mamba_d_head 8"),
         ("bamba", {"mamba_n_heads": 4, "mamba_expand": "2"}, "mamba_expand '2'"),
         ("bamba", {"mamba_n_heads": 4, "mamba_proj_bias": True}, "mamba_proj_bias=True"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.models.openelm_model import LAYERS
 from tests.support.models.tiny_model import BIASED, TIED, UNTIED, Case
 from tests.support.models.unequal_layers import BLOCKS, block
 
@@ -161,6 +162,8 @@ MORE = [
     Case("hunyuan_v1_dense", TIED | BIASED | {"head_dim": 16}),
     Case("stablelm", UNTIED, "stablelm"),
     Case("stablelm", TIED | {"use_qkv_bias": True, "use_parallel_residual": True}),
+    Case("openelm", TIED | LAYERS, "openelm"),
+    Case("openelm", UNTIED | LAYERS | {"normalize_qk_projections": False}),
 ]
 """Cases of the slow tests, of which the fast ones compute the logits alone."""
 

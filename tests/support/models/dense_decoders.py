@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.models.dense_cases import ALPHA, FULL, GEMMA4, GEMMA4_SMALL
+from tests.support.models.openelm_model import LAYERS
 from tests.support.models.tiny_model import BIASED, TIED, UNTIED, Case, fill_tables
 from tests.support.models.unequal_layers import BLOCKS
 
@@ -179,6 +180,7 @@ MORE = [
         TIED | {"use_qkv_bias": True, "use_parallel_residual": True},
         "stablelm-parallel",
     ),
+    Case("openelm", TIED | LAYERS, "openelm"),
 ]
 """Cases of the slow tests, of which the fast ones compute the logits alone."""
 

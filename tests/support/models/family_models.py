@@ -167,6 +167,13 @@ MORE: dict[str, dict[str, Any]] = {
     "exaone_moe": _GROUPED
     | _SIGMOID
     | {"intermediate_size": 128, "num_experts": 4, "sliding_window": 16},
+    "openelm": {
+        "num_query_heads": [2, 4],
+        "num_kv_heads": [1, 2],
+        "ffn_multipliers": [1.0, 1.5],
+        "ffn_dim_divisor": 64,
+        "head_dim": 64,
+    },
     "stablelm": {"num_key_value_heads": 1, "intermediate_size": 256},
 }
 """Families of the slow tests."""

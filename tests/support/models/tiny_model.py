@@ -77,6 +77,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config"),
     "olmo3": ("Olmo3ForCausalLM", "Olmo3Config"),
     "olmoe": ("OlmoeForCausalLM", "OlmoeConfig"),
+    "openelm": ("OpenELMForCausalLM", "OpenELMConfig"),
     "phi3": ("Phi3ForCausalLM", "Phi3Config"),
     "phimoe": ("PhimoeForCausalLM", "PhimoeConfig"),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config"),
@@ -124,9 +125,12 @@ def class_of(name: str) -> Any:
     """transformers' class of this name, or ours of a model that it has no class for."""
     import transformers
 
-    from tests.support.models import unequal_layers
+    from tests.support.models import openelm_model, unequal_layers
 
-    return getattr(unequal_layers, name, None) or getattr(transformers, name)
+    for module in (unequal_layers, openelm_model):
+        if hasattr(module, name):
+            return getattr(module, name)
+    return getattr(transformers, name)
 
 
 def tiny_config(family: str, *, sizes: Mapping[str, Any] = SIZES, **keys: Any) -> Any:
