@@ -2,28 +2,70 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
+from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.object_writer import ObjectWriter
 from megtool.checkpoint.storage.open_objects import open_objects
 from megtool.checkpoint.storage.part_buffers import PartBuffers
 from megtool.checkpoint.storage.part_layout import CopyRun, Coverage, cut_parts
 from megtool.checkpoint.storage.store import ObjectInfo, UploadedPart
-from megtool.checkpoint.store_publish import complete_once
+from megtool.checkpoint.store_publish import complete_once, put_once
+from megtool.errors import StorageError
+
+
+def upload_object(
+    path: StorePath,
+    num_bytes: int,
+    write: Callable[[int], None],
+    files: Files,
+    *,
+    create: bool = False,
+) -> None:
+    """Upload an object of `num_bytes`, which `write` fills, given the open file.
+
+    With `create`, none may be there.
+
+    Raises:
+        DestinationError: there is one.
+        StorageError: bytes are missing, or the store refused; nothing is left of the upload.
+    """
+    buffers = PartBuffers()
+    upload = ObjectUpload(path, num_bytes, buffers, create=create)
+    try:
+        fd = files.open_write(path)
+        try:
+            write(fd)
+        finally:
+            files.close(fd)
+        upload.finish()
+        upload.close()
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            upload.abort()
+        raise
+    finally:
+        buffers.close()
+    files.refresh(path)
 
 
 class ObjectUpload:
     """An object of `num_bytes` under construction, which `Files` opens for writing by its path.
 
     All its bytes are written, at any offset and in any order. `finish` uploads the last parts, and
-    `close` lets the object appear; `abort` drops what is uploaded.
+    `close` lets the object appear; `abort` drops what is uploaded. With `create` it replaces none.
     """
 
-    def __init__(self, path: StorePath, num_bytes: int, buffers: PartBuffers) -> None:
+    def __init__(
+        self, path: StorePath, num_bytes: int, buffers: PartBuffers, *, create: bool = False
+    ) -> None:
         expected = Coverage()
         if num_bytes:
             expected.add(0, num_bytes)
         self._writer = ObjectWriter(path, cut_parts(num_bytes), self, buffers, expected)
-        self._path, self._store = path, path.store
+        self._path, self._store, self._create = path, path.store, create
         open_objects().construct(path, self._writer)
 
     def finish(self) -> None:
@@ -76,9 +118,14 @@ class ObjectUpload:
         """See `PartTarget`."""
         if writer.completed is None:
             if not len(writer.layout):
-                writer.completed = self._store.put(writer.path.key, b"")
+                put = put_once if self._create else _put
+                writer.completed = put(writer.path, b"")
             else:
                 writer.completed = complete_once(
-                    writer.path, writer.upload_id, writer.tags(), is_safe=False
+                    writer.path, writer.upload_id, writer.tags(), is_safe=self._create
                 )
         return writer.completed
+
+
+def _put(path: StorePath, data: bytes) -> ObjectInfo:
+    return path.store.put(path.key, data)

@@ -10,7 +10,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.commands.options.models import TokenizeOptions
 from megtool.console import Progress, format_bytes, silent
 from megtool.data.chunk_encoder import ChunkEncoder, count_cores, split_chunks, take_sample
-from megtool.data.dataset_writer import DatasetFiles
+from megtool.data.dataset_upload import stage_dataset
 from megtool.data.documents import documents, source_bytes
 from megtool.errors import UsageError
 from megtool.reports import Report, Row
@@ -70,7 +70,8 @@ def tokenize(
     folders of such, and data sets of Hugging Face; `field` and `split` are as there. `tokenizer` is
     a folder with tokenizer files, or a checkpoint of any format that has one. Each document
     becomes one sequence. The result does not depend on `workers`. The files appear under their
-    names when they are complete, the index last.
+    names when they are complete, the index last. For a store they are written to a temporary
+    folder and then uploaded.
 
     Raises:
         DestinationError: the files exist (without `overwrite`), or another run writes them.
@@ -81,7 +82,7 @@ def tokenize(
     sources, split = options.sources, options.split
     if not sources:
         raise UsageError("no source is given", hint="files of text, folders or data sets")
-    target = DatasetFiles(options.destination, files or Files(), overwrite=options.overwrite)
+    target = stage_dataset(options.destination, files or Files(), overwrite=options.overwrite)
     target.check()
     tokenizer = find_tokenizer(options.tokenizer)
     start = time.monotonic()

@@ -12,11 +12,20 @@ from typing import Self
 from megtool.checkpoint.nested_runs import check_runs_above
 from megtool.checkpoint.storage.file_kinds import describe_kind, is_special
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import require_local
 from megtool.checkpoint.storage.lock import LockFile
 from megtool.errors import DestinationError, MegtoolError
 
 DATA, INDEX = ".bin", ".idx"
+
+
+def dataset_prefix(path: Path) -> Path:
+    """The name of a data set, which may be given as that of one of its two files."""
+    return path.with_suffix("") if path.suffix in (DATA, INDEX) else path
+
+
+def add_suffix(prefix: Path, suffix: str) -> Path:
+    """A file of a data set; a prefix may hold dots, which `with_suffix` would cut."""
+    return prefix.with_name(prefix.name + suffix)
 
 
 class DatasetFiles:
@@ -30,8 +39,7 @@ class DatasetFiles:
 
     def __init__(self, prefix: Path, files: Files, *, overwrite: bool = False) -> None:
         """`prefix` may also be given as the name of one of the two files."""
-        suffixed = prefix.suffix in (DATA, INDEX)
-        self.prefix = prefix.with_suffix("") if suffixed else prefix
+        self.prefix = dataset_prefix(prefix)
         self._files = files
         self._overwrite = overwrite
         self._folder = self.prefix.with_name(f".{self.prefix.name}.bin.megtool")
@@ -43,9 +51,7 @@ class DatasetFiles:
 
         Raises:
             DestinationError: one of the files exists and may not be overwritten, or is no file.
-            UsageError: it is in a store.
         """
-        require_local(self.prefix, "a data set of tokens")
         if not self.prefix.name:
             raise DestinationError(f"{str(self.prefix)!r} is not a file name")
         for suffix in (DATA, INDEX):
@@ -128,6 +134,4 @@ class DatasetFiles:
         return self._folder / "lock"
 
     def _path(self, suffix: str, prefix: Path | None = None) -> Path:
-        """A prefix may hold dots: `with_suffix` would cut it."""
-        prefix = prefix or self.prefix
-        return prefix.with_name(prefix.name + suffix)
+        return add_suffix(prefix or self.prefix, suffix)

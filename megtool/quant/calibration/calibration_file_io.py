@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,13 +17,12 @@ from megtool.checkpoint.formats.safetensors_header import (
     encode_header,
     read_header,
 )
-from megtool.checkpoint.object_upload import ObjectUpload
+from megtool.checkpoint.object_upload import upload_object
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.local_copy import map_file
 from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.part_buffers import PartBuffers
 from megtool.dtypes import dtype as named
-from megtool.errors import CalibrationError, FormatError, StorageError
+from megtool.errors import CalibrationError, FormatError
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
@@ -57,7 +55,8 @@ def write(path: Path, arrays: Arrays, facts: Mapping[str, Any], files: Files | N
         *(a.reshape(-1).view(np.uint8) for a in flat.values() if a.nbytes),
     ]
     if isinstance(path, StorePath):
-        _upload(path, pieces, files)
+        num_bytes = sum(_num_bytes(piece) for piece in pieces)
+        upload_object(path, num_bytes, lambda fd: _write_pieces(fd, pieces, files), files)
     else:
         _replace(path, pieces, files)
 
@@ -76,26 +75,6 @@ def _replace(path: Path, pieces: Sequence[bytes | Array], files: Files) -> None:
     files.close(fd)
     files.rename(temporary, path)
     files.fsync_dir(path.parent)
-
-
-def _upload(path: StorePath, pieces: Sequence[bytes | Array], files: Files) -> None:
-    buffers = PartBuffers()
-    upload = ObjectUpload(path, sum(_num_bytes(piece) for piece in pieces), buffers)
-    try:
-        fd = files.open_write(path)
-        try:
-            _write_pieces(fd, pieces, files)
-        finally:
-            files.close(fd)
-        upload.finish()
-        upload.close()
-    except BaseException:
-        with contextlib.suppress(StorageError):
-            upload.abort()
-        raise
-    finally:
-        buffers.close()
-    files.refresh(path)
 
 
 def _num_bytes(piece: bytes | Array) -> int:

@@ -1,0 +1,93 @@
+"""A data set that is tokenized into a store: the bytes of a local one, or nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from megtool import tokenize
+from megtool.checkpoint.storage import part_layout
+from megtool.checkpoint.storage.connect import register_store
+from megtool.checkpoint.storage.location import location
+from megtool.checkpoint.storage.store_index import store_index
+from megtool.data.indexed import IndexedDataset
+from megtool.errors import DestinationError, StorageError
+from tests.support.errors import raises
+from tests.support.models import tiny_tokenizer
+from tests.support.stores.memory_stores import PART_BYTES, URL, CountedStore
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    tiny_tokenizer.save(folder)
+    for name, words in (("a", "the model reads a text "), ("b", "every word again ")):
+        lines = [json.dumps({"text": words * (n % 7 + 1)}) for n in range(60)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountedStore]:
+    monkeypatch.setattr(part_layout, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(part_layout, "LEAST_BYTES", PART_BYTES)
+    store = CountedStore()
+    register_store(store)
+    store_index().forget(location(URL))
+    yield store
+    store_index().forget(location(URL))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_it_is_that_of_a_disk(texts: Path, tmp_path: Path, store: CountedStore) -> None:
+    local = tokenize(texts / "a.jsonl", tmp_path / "v1.0.bin", tokenizer=texts)
+    there = tokenize(texts / "a.jsonl", f"{URL}/data/v1.0.bin", tokenizer=texts)
+    assert there.written_bytes == local.written_bytes
+    assert there.destination == f"{URL}/data/v1.0"
+    assert store.objects("data") == files(tmp_path)
+    assert store.num_uploads == 0
+    assert store.calls["upload_part"] > 2
+    read = IndexedDataset(location(f"{URL}/data/v1.0"))
+    assert len(read) == local.documents
+
+
+def test_it_replaces_none_that_it_may_not(texts: Path, tmp_path: Path, store: CountedStore) -> None:
+    tokenize(texts / "a.jsonl", f"{URL}/data/v1", tokenizer=texts)
+    first = store.objects("data")
+    with raises(DestinationError, "already exists", "--overwrite", file=f"{URL}/data/v1.bin"):
+        tokenize(texts / "b.jsonl", f"{URL}/data/v1", tokenizer=texts)
+    assert store.objects("data") == first
+    tokenize(texts / "b.jsonl", f"{URL}/data/v1", tokenizer=texts, overwrite=True)
+    tokenize(texts / "b.jsonl", tmp_path / "v1", tokenizer=texts)
+    assert store.objects("data") == files(tmp_path)
+
+
+def test_at_no_call_is_it_of_two_runs(texts: Path, store: CountedStore) -> None:
+    tokenize(texts / "a.jsonl", f"{URL}/data/v1", tokenizer=texts)
+    first = store.objects("data")
+    begin = store.num_calls
+    tokenize(texts / "b.jsonl", f"{URL}/data/v1", tokenizer=texts, overwrite=True)
+    second, total = store.objects("data"), store.num_calls - begin
+    assert total > 6
+    for number in range(1, total + 1):
+        again = CountedStore()
+        register_store(again)
+        store_index().forget(location(URL))
+        for key, data in first.items():
+            again.put(f"data/{key}", data)
+        again.dies_at = again.num_calls + number
+        with pytest.raises(StorageError):
+            tokenize(texts / "b.jsonl", f"{URL}/data/v1", tokenizer=texts, overwrite=True)
+        again.revive()
+        left = again.objects("data")
+        assert "v1.idx" not in left or left in (first, second), number
+        tokenize(texts / "b.jsonl", f"{URL}/data/v1", tokenizer=texts, overwrite=True)
+        assert again.objects("data") == second, number
