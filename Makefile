@@ -4,7 +4,8 @@ PYTHONS := python3 python3.11 python3.12 python3.13 python3.14
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(firstword $(shell for p in $(PYTHONS); do \
 	if $$p -c '$(NEW_ENOUGH)' 2>/dev/null; then echo $$p; fi; done) python3)
-JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+# One more than there are processors, because tests wait for processes and servers now and then.
+JOBS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 MARKS ?= not gpu or gpu
 
 BIN := .venv/bin
