@@ -28,9 +28,18 @@ from megtool.train.run_log import RunLog
 from megtool.train.run_plan import RunPlan, freeze, make_lr_schedule, make_optimizer, plan_run
 from tests.support.errors import raises
 from tests.support.models import moe_models, tiny_text
-from tests.support.models.dense_cases import GEMMA4_SMALL, LOCAL, PADDED
+from tests.support.models.dense_cases import ALPHA, GEMMA4_SMALL, LOCAL, PADDED
 from tests.support.models.dense_decoders import CASES, MIXED, MUP, fill_spread
-from tests.support.models.moe_cases import GEMMA4_EXPERTS, GLM, MISTRAL4
+from tests.support.models.moe_cases import (
+    EXAONE,
+    GEMMA4_EXPERTS,
+    GLM,
+    HUNYUAN,
+    MISTRAL4,
+    PHIMOE,
+    SOLAR,
+)
+from tests.support.models.openelm_model import LAYERS
 from tests.support.models.tiny_model import TIED, UNTIED, Case
 from tests.support.models.unequal_layers import BLOCKS
 from tests.support.runs.numbered_data import LENGTH, MaskedNumbers, Numbers
@@ -102,6 +111,13 @@ OF_TRANSFORMERS = [
             Case("arcee", UNTIED, "arcee"),
             Case("helium", UNTIED | {"head_dim": 8}, "helium"),
             Case("dots1", GLM | {"norm_topk_prob": True, "num_experts_per_tok": 2}, "dots1"),
+            Case("hunyuan_v1_dense", UNTIED | ALPHA | {"head_dim": 8}, "hunyuan_v1_dense"),
+            Case("hunyuan_v1_moe", HUNYUAN | {"num_experts_per_tok": 2}, "hunyuan_v1_moe"),
+            Case("solar_open", SOLAR | {"num_experts_per_tok": 2}, "solar_open"),
+            Case("exaone_moe", EXAONE | {"num_experts_per_tok": 2}, "exaone_moe"),
+            Case("openelm", TIED | LAYERS, "openelm"),
+            Case("stablelm", UNTIED, "stablelm"),
+            Case("stablelm", TIED | {"use_parallel_residual": True}, "stablelm-parallel"),
         )
     ),
     Case("bamba", TIED | MIXED | {"attn_layer_indices": [1]}, "bamba"),
@@ -140,6 +156,14 @@ def test_a_run_of_a_family_is_that_of_transformers_and_adamw(case: Case, tmp_pat
         adam.step()
     assert expected[-1] != pytest.approx(expected[0], rel=1e-2)
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_experts_that_are_drawn_by_chance_in_training_are_not_trained(tmp_path: Path) -> None:
+    """Phi-MoE's: transformers samples them."""
+    case = Case("phimoe", UNTIED | PHIMOE | {"num_experts_per_tok": 2})
+    case.build(tmp_path / "model")
+    with raises(UsageError, "by chance", "SparseMixer", hint="evaluate"):
+        losses(job(tmp_path / "model", folder=tmp_path / "logs"))
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.5])
