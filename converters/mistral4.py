@@ -1,9 +1,13 @@
-"""Mistral 4, text: DeepSeek's layers with softmax routing and queries scaled by their position."""
+"""Mistral 4, text: DeepSeek's layers with softmax routing and queries scaled by their position.
+
+Mistral Large 3 is one, and ships under Mistral's own names, with a vision tower that is carried.
+"""
 
 from megtool.convert import (
     HF_EXPERTS,
     HF_GATED_MLP,
     HF_LATENT_ATTENTION,
+    HF_MISTRAL_LARGE_3,
     HF_MODEL,
     HF_NORMS,
     HF_SHARED_EXPERTS,
@@ -19,6 +23,12 @@ from megtool.convert import (
     Refused,
     Rope,
     RopeTemperature,
+    Tower,
+)
+
+_TOWERS = tuple(
+    Tower(name, is_required=False)
+    for name in ("vision_encoder.", "vision_language_adapter.", "patch_merger.")
 )
 
 FAMILY = Family(
@@ -72,7 +82,10 @@ FAMILY = Family(
         *HF_STACKED_EXPERTS,
         *HF_EXPERTS,
         *HF_SHARED_EXPERTS,
+        *HF_MISTRAL_LARGE_3,
+        *_TOWERS,
     ),
+    megatron=_TOWERS,
     limits=(
         (
             "attn_temperature_scale",

@@ -77,6 +77,7 @@ from megtool.convert.mapping import (
     Transposed,
     Vector,
     in_branches,
+    in_inner_mtp,
     in_mtp,
 )
 from megtool.convert.mixer_rows import (
@@ -98,7 +99,7 @@ from megtool.convert.moe_config_keys import (
     Nullable,
     Unless,
 )
-from megtool.convert.native_rows import HF_DEEPSEEK_V4
+from megtool.convert.native_rows import HF_DEEPSEEK_V4, HF_MISTRAL_LARGE_3
 from megtool.convert.nested import LLAVA_NAMES, LLAVA_TOWERS, Nested
 from megtool.convert.scaled_layers import ScaledLayers
 from megtool.convert.shared_keys import LayerInputs, SharedKeys
@@ -120,6 +121,7 @@ __all__ = [
     "HF_HUNYUAN_QK_NORMS",
     "HF_INDEXER",
     "HF_LATENT_ATTENTION",
+    "HF_MISTRAL_LARGE_3",
     "HF_MODEL",
     "HF_NORMS",
     "HF_POST_NORMS",
@@ -198,6 +200,7 @@ __all__ = [
     "hf_mtp",
     "hf_outer_mtp",
     "in_branches",
+    "in_inner_mtp",
     "in_mtp",
     "stacked_experts",
 ]

@@ -1,4 +1,5 @@
-"""Mapping rows of DeepSeek-V4's files, as DeepSeek names tensors, and as transformers saves them.
+"""Mapping rows of files under names that a model's makers have, and not transformers: Mistral
+Large 3's, and DeepSeek-V4's, also as transformers saves them.
 
 `attn.norm` for the norm of keys, and `model.` before a name, are of transformers' own saves, and so
 are its modules' names (`self_attn.q_a_proj`), which it writes on request.
@@ -141,4 +142,32 @@ HF_DEEPSEEK_V4: Table = (
     *(Row(f"mtp.{{m}}.hc_head_{x}", f"mtp.{{m}}.hyper_head.{y}") for x, y in _HYPER),
     Dropped("mtp.*.emb.tok_emb.weight", "a copy of the embedding", copy_of="embed.weight"),
     Dropped("mtp.*.head.weight", "a copy of the head", copy_of="head.weight"),
+)
+
+_PROJECTIONS = (("w1", "gate"), ("w2", "down"), ("w3", "up"))
+
+# Mistral's own names, which are read and not written. Rotary pairs lie side by side in both.
+HF_MISTRAL_LARGE_3: Table = (
+    Row("tok_embeddings.weight", "embed.weight"),
+    Row("norm.weight", "norm.weight"),
+    Row("output.weight", "head.weight", when="not tied_embeddings"),
+    *(
+        Row(_L + stored, _L + ours)
+        for stored, ours in (
+            ("attention_norm.weight", "attn_norm.weight"),
+            ("ffn_norm.weight", "mlp_norm.weight"),
+            ("attention.wq.weight", "attn.q.weight"),
+            ("attention.wq_a.weight", "attn.q_down.weight"),
+            ("attention.q_a_norm.weight", "attn.q_down_norm.weight"),
+            ("attention.wq_b.weight", "attn.q_up.weight"),
+            ("attention.wkv_a_with_mqa.weight", "attn.kv_down.weight"),
+            ("attention.kv_a_norm.weight", "attn.kv_down_norm.weight"),
+            ("attention.wkv_b.weight", "attn.kv_up.weight"),
+            ("attention.wo.weight", "attn.o.weight"),
+            ("gate.weight", "mlp.router.weight"),
+            *((f"feed_forward.{x}.weight", f"mlp.{y}.weight") for x, y in _PROJECTIONS),
+            *((f"shared_experts.{x}.weight", f"mlp.shared.{y}.weight") for x, y in _PROJECTIONS),
+        )
+    ),
+    *(Row(f"{_L}experts.{{e}}.{x}.weight", f"{_EXPERT}{y}.weight") for x, y in _PROJECTIONS),
 )

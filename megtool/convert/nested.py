@@ -31,6 +31,9 @@ TOWERS = (
     "audio_tower",
     "embed_vision",
     "vision_embedder",
+    "vision_encoder",
+    "vision_language_adapter",
+    "patch_merger",
     "embed_audio",
 )
 """The modules that families call their other parts than the text model."""

@@ -24,6 +24,7 @@ from megtool.checkpoint.formats.header_reader import (
     read_start,
     short_repr,
 )
+from megtool.checkpoint.formats.mistral_params import PARAMS, config_from_params
 from megtool.checkpoint.formats.quantized import QUANT_FILE, combine_packed_weights
 from megtool.checkpoint.formats.safetensors_header import (
     ALIGNMENT,
@@ -135,11 +136,18 @@ def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
     if (folder / "config.json").exists():
         check_inside(folder, "config.json")
         metadata["config"] = _read_json(folder / "config.json")
+    elif (folder / PARAMS).exists():
+        check_inside(folder, PARAMS)
+        config = config_from_params(_read_json(folder / PARAMS), folder / PARAMS)
+        if config is not None:
+            metadata["config"] = config
     if (folder / QUANT_FILE).exists():
         check_inside(folder, QUANT_FILE)
         metadata["hf_quant_config"] = _read_json(folder / QUANT_FILE)
     metadata["header"] = headers[0].metadata
     attachments = find_auxiliary_files(folder, warnings)
+    if "config" in metadata and "config.json" not in attachments:
+        attachments.pop(PARAMS, None)  # which says it for Mistral's names of tensors
     out = _catalogue("hf", folder, files, headers, metadata, attachments, warnings)
     total = metadata.get("index", {}).get("total_size")
     if total is not None and total != out.num_bytes:
