@@ -118,6 +118,7 @@ def algorithm_options() -> str:
 def families() -> str:
     """The model families."""
     from megtool.convert.families import families
+    from megtool.export.gguf.architectures import is_exported
 
     return table(
         ("Family", "Hugging Face architectures", "`model_type`", "GGUF", "Limits in Megatron"),
@@ -126,7 +127,11 @@ def families() -> str:
                 code(x.name),
                 ", ".join(map(code, x.architectures)) or "-",
                 ", ".join(map(code, x.model_types)) or "-",
-                ", ".join(map(code, x.gguf_architectures)) or "-",
+                "; ".join(
+                    [f"reads {code(a)}" for a in x.gguf_architectures if x.gguf]
+                    + ["writes"] * is_exported(x)
+                )
+                or "-",
                 "; ".join(text for _, text in x.limits) or "-",
             )
             for x in families()

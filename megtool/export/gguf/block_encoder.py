@@ -1,9 +1,9 @@
-"""Encode weights as GGUF's blocks, some rows at a time."""
+"""Elements of a GGUF file that are computed: encoded as blocks, or changed, some rows at a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,82 +14,160 @@ from megtool.checkpoint.transport.tile import Index
 from megtool.checkpoint.transport.work_units import UNIT_BYTES
 from megtool.dtypes import DType
 from megtool.errors import FormatError, MappingError
+from megtool.export.gguf.header import PLAIN
 from megtool.number_formats.gguf import encode
 from megtool.number_formats.small_floats import single
-from megtool.reshard.constant_feed import WholeTensorFeed, digest_facts, to_bits
+from megtool.reshard.constant_feed import digest_facts, round_to_dtype, to_bits
 from megtool.tensors.box import numel, strides
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowOrder:
-    """How the rows of a weight follow each other where they are stored.
+class Change:
+    """What becomes of the numbers x of a tensor: `factor * x + shift`, or -exp(x) (`is_decay`)."""
 
-    They are there in one run, from `base` on (the last index of it counts rows). Runs of `grain`
-    rows stay together, and each, seen as a grid of `sizes`, has its axes in `order`.
-    """
+    factor: float = 1.0
+    shift: float = 0.0
+    is_decay: bool = False
 
-    base: tuple[int, ...]
-    sizes: tuple[int, ...] = ()
-    order: tuple[int, ...] = ()
-
-    @property
-    def grain(self) -> int:
-        """Rows that cannot be written apart."""
-        return math.prod(self.sizes)
-
-    def sort(self, values: Array) -> Array:
-        """Whole grains of rows `[rows, width]` as they are stored."""
-        if not self.sizes:
-            return values
-        grid = values.reshape(-1, *self.sizes, values.shape[1])
-        axes = (0, *(a + 1 for a in self.order), grid.ndim - 1)
-        return grid.transpose(axes).reshape(values.shape)
+    def apply(self, values: Array) -> Array:
+        """The changed numbers, in float32."""
+        if self.is_decay:
+            return -np.exp(values)
+        if self.factor != 1:
+            values = values * np.float32(self.factor)
+        return values + np.float32(self.shift) if self.shift else values
 
 
-def find_row_order(to: Placement, tensor: GlobalTensor) -> RowOrder:
-    """The rows of a weight by where it lies in a stored tensor.
-
-    Raises:
-        MappingError: they are no run of whole rows.
-    """
-    last = len(tensor.shape) - 1
-    wrong = MappingError(
-        f"{to.canonical!r} is no run of whole rows of the tensor it is stored in", tensor=to.stored
-    )
-    columns = (to.dims[-1], to.mults[-1], to.shape[-1], to.base[last])
-    if last < 1 or columns != (last, 1, tensor.shape[last], 0):
-        raise wrong
-    axes = [
-        (n, m) for n, d, m in zip(to.shape[:-1], to.dims[:-1], to.mults[:-1], strict=True) if n > 1
-    ]
-    if any(d != last - 1 for n, d in zip(to.shape[:-1], to.dims[:-1], strict=True) if n > 1):
-        raise wrong
-    order = sorted(range(len(axes)), key=lambda a: -axes[a][1])
-    if tuple(axes[a][1] for a in order) != strides([axes[a][0] for a in order]):
-        raise wrong
-    num_outer = next((i for i, a in enumerate(order) if i != a), len(order))
-    inner = tuple(n for n, _ in axes[num_outer:])
-    return RowOrder(
-        base=to.base[:last], sizes=inner, order=tuple(a - num_outer for a in order[num_outer:])
-    )
+UNCHANGED = Change()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedRows:
-    """Rows `first:end` of a weight `[rows, width]` as blocks of the type `kind`.
+class GrainOrder:
+    """How the elements of a weight follow each other where they are stored.
+
+    The weight is cut into grains of equal size, in order. Each is, seen as a grid of `sizes` with
+    its axes in `order`, a box of the shape `box` of the stored tensor; the first lies at `base`.
+    The others lie along `axis` as `outer` says: grains are counted by indices of these sizes, each
+    of which moves them by so many elements.
+    """
+
+    base: tuple[int, ...]
+    box: tuple[int, ...]
+    axis: int
+    outer: tuple[tuple[int, int], ...]
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of a grain."""
+        return math.prod(self.box)
+
+    @property
+    def is_one_run(self) -> bool:
+        """Whether grains lie side by side, in order."""
+        return is_one_run(self.outer, self.box[self.axis])
+
+    def region(self, first: int, end: int) -> tuple[Index, Index]:
+        """The box of grains `first:end`: its first index, and the one behind its last."""
+        lo = list(self.base)
+        hi = [b + n for b, n in zip(self.base, self.box, strict=True)]
+        lo[self.axis] += self._offset(first)
+        hi[self.axis] += self._offset(end - 1)
+        return tuple(lo), tuple(hi)
+
+    def _offset(self, grain: int) -> int:
+        offset = 0
+        for size, step in reversed(self.outer):
+            grain, index = divmod(grain, size)
+            offset += index * step
+        return offset
+
+    def runs(self, first: int, end: int) -> list[tuple[int, int]]:
+        """Grains `first:end` in runs whose regions they fill."""
+        return [(first, end)] if self.is_one_run else [(i, i + 1) for i in range(first, end)]
+
+    def sort(self, values: Array) -> Array:
+        """The elements of whole grains in the order of the stored tensor."""
+        if self.order == tuple(range(len(self.order))):
+            return values
+        grid = values.reshape(-1, *self.sizes)
+        return np.ascontiguousarray(grid.transpose((0, *(a + 1 for a in self.order))))
+
+
+def is_one_run(outer: Sequence[tuple[int, int]], size: int) -> bool:
+    """Whether boxes of this size, moved by these indices, lie side by side."""
+    steps = [step * size for step in strides([n for n, _ in outer])]
+    return [m for _, m in outer] == steps
+
+
+def find_grain_order(to: Placement, tensor: GlobalTensor) -> GrainOrder:
+    """The grains of a weight by where it lies in a stored tensor.
+
+    Raises:
+        MappingError: they are no boxes of whole rows.
+    """
+    last = len(tensor.shape) - 1
+    axes = [(n, d, m) for n, d, m in zip(to.shape, to.dims, to.mults, strict=True) if n > 1]
+    axis = min((d for _, d, _ in axes), default=0)
+    most = next((i for i, a in enumerate(axes) if a[1] != axis), len(axes)) if axis < last else 0
+    orders = [(n, _find_box(axes[n:], last + 1)) for n in range(most, -1, -1)]
+    whole = [
+        GrainOrder(
+            base=to.base,
+            box=box,
+            axis=axis,
+            outer=tuple((n, m) for n, _, m in axes[:count]),
+            sizes=tuple(n for n, _, _ in axes[count:]),
+            order=order,
+        )
+        for count, (order, box) in orders
+        if box and box[last] == tensor.shape[last]
+    ]
+    if not whole:
+        raise MappingError(
+            f"{to.canonical!r} is in no boxes of whole rows of the tensor it is stored in",
+            tensor=to.stored,
+        )
+    # The smallest grains that lie side by side; else the largest that are no more than a unit.
+    side_by_side = (grains for grains in whole if grains.outer and grains.is_one_run)
+    small = (g for g in reversed(whole) if g.num_elements <= UNIT_BYTES // 4)
+    return next(side_by_side, next(small, whole[0]))
+
+
+def _find_box(
+    axes: Sequence[tuple[int, int, int]], ndim: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The order of axes (size, dimension, step) in the stored tensor, and the box they fill.
+
+    The box is empty where they leave gaps.
+    """
+    order = tuple(sorted(range(len(axes)), key=lambda a: (axes[a][1], -axes[a][2])))
+    box = []
+    for dim in range(ndim):
+        along = [axes[a] for a in order if axes[a][1] == dim]
+        if not is_one_run([(n, m) for n, _, m in along], 1):
+            return order, ()
+        box.append(math.prod(n for n, _, _ in along))
+    return order, tuple(box)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedGrains:
+    """Grains `first:end` of a weight as elements or blocks of the type `kind`.
 
     `placement` is where it lies in the source, `dtype` as what its elements are taken; `tensor` is
-    what holds the bytes: uint8, rows of blocks.
+    what holds them: of a plain type, or uint8, rows of blocks.
     """
 
     placement: Placement
     dtype: DType
-    width: int
     tensor: GlobalTensor
     kind: str
-    rows: RowOrder
+    grains: GrainOrder
+    change: Change
     first: int
     end: int
 
@@ -100,39 +178,52 @@ class EncodedRows:
 
     @property
     def writes(self) -> tuple[TargetRegion, ...]:
-        """The rows."""
-        *lead, row = self.rows.base
-        lo = (*lead, row + self.first, 0)
-        hi = (*(i + 1 for i in lead), row + self.end, self.tensor.shape[-1])
-        return (TargetRegion(stored=self.tensor.name, lo=lo, hi=hi),)
+        """The boxes of the grains, with rows in bytes where they are blocks."""
+        regions = (self.grains.region(a, b) for a, b in self.grains.runs(self.first, self.end))
+        width = self.tensor.shape[-1]
+        return tuple(
+            TargetRegion(stored=self.tensor.name, lo=lo, hi=(*hi[:-1], width)) for lo, hi in regions
+        )
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the blocks."""
-        return count_region_bytes(self.writes[0], 1)
+        """Bytes of the regions."""
+        return sum(count_region_bytes(r, self.tensor.dtype.itemsize) for r in self.writes)
 
     @property
     def identity(self) -> bytes:
-        """The type, the rows and their order."""
-        return digest_facts(self.kind, self.dtype.name, self.first, self.end, self.rows)
+        """The type, the grains, their order and what changes."""
+        return digest_facts(
+            self.kind, self.dtype.name, self.first, self.end, self.grains, self.change
+        )
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `TensorFeed`."""
-        grain, lead = self.rows.grain, (0,) * len(self.rows.base[1:])
-        step = max(grain, reader.tile_bytes // (self.width * 4) // grain * grain)
+        grains, size = self.grains, self.grains.num_elements
+        step = max(1, reader.tile_bytes // (size * 4))
         with reader.open(self.placement, self.dtype) as run:
-            for begin in range(self.first, self.end, step):
-                stop = min(begin + step, self.end)
-                bits = run.read(begin * self.width, stop * self.width)
-                values = single(bits, self.dtype.name).reshape(stop - begin, self.width)
-                try:
-                    blocks = encode(self.rows.sort(values), self.kind)
-                except FormatError as e:
-                    raise FormatError(
-                        e.message, tensor=self.placement.canonical, hint=e.hint, error_id=e.error_id
-                    ) from e
-                shape = (*(1 for _ in lead), *blocks.shape)
-                yield 0, (*lead, begin - self.first, 0), blocks.reshape(shape)
+            for number, (first, end) in enumerate(grains.runs(self.first, self.end)):
+                origin = grains.region(first, end)[0]
+                for begin in range(first, end, step):
+                    stop = min(begin + step, end)
+                    bits = run.read(begin * size, stop * size)
+                    values = self.change.apply(single(bits, self.dtype.name))
+                    lo, hi = grains.region(begin, stop)
+                    shape = tuple(b - a for a, b in zip(lo, hi, strict=True))
+                    out = self._encode(grains.sort(values).reshape(-1, shape[-1]))
+                    offset = tuple(a - b for a, b in zip(lo, origin, strict=True))
+                    yield number, offset, out.reshape(*shape[:-1], out.shape[-1])
+
+    def _encode(self, rows: Array) -> Array:
+        """Rows of numbers as what is stored."""
+        if self.kind in PLAIN:
+            return to_bits(round_to_dtype(rows, self.tensor.dtype), self.tensor.dtype)
+        try:
+            return encode(rows, self.kind)
+        except FormatError as e:
+            raise FormatError(
+                e.message, tensor=self.placement.canonical, hint=e.hint, error_id=e.error_id
+            ) from e
 
 
 def plan_encoding(
@@ -141,53 +232,30 @@ def plan_encoding(
     to: Placement,
     tensor: GlobalTensor,
     kind: str,
-    bytes_tensor: GlobalTensor,
-) -> list[EncodedRows]:
+    target: GlobalTensor,
+    change: Change = UNCHANGED,
+) -> list[EncodedGrains]:
     """The feeds of one weight, each of about a unit of work.
 
-    `tensor` is the stored tensor of elements in which `to` places the weight, `held` that of bytes.
+    `placement` is where it lies in the source, `dtype` as what its elements are taken. `to` places
+    it in `tensor`, of elements; `target` is what is stored: of a plain type, or blocks in bytes.
 
     Raises:
-        MappingError: see `rows_of`.
+        MappingError: see `find_grain_order`.
     """
-    rows, width = find_row_order(to, tensor), tensor.shape[-1]
-    count = numel(to.shape) // width
-    step = max(1, UNIT_BYTES // (width * dtype.itemsize) // rows.grain) * rows.grain
+    grains = find_grain_order(to, tensor)
+    count = numel(to.shape) // grains.num_elements
+    step = max(1, UNIT_BYTES // (grains.num_elements * dtype.itemsize))
     return [
-        EncodedRows(
+        EncodedGrains(
             placement=placement,
             dtype=dtype,
-            width=width,
-            tensor=bytes_tensor,
+            tensor=target,
             kind=kind,
-            rows=rows,
+            grains=grains,
+            change=change,
             first=first,
             end=min(first + step, count),
         )
         for first in range(0, count, step)
     ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NormPlusOne(WholeTensorFeed):
-    """A norm's weight w as 1 + w, in float32."""
-
-    placement: Placement
-    dtype: DType
-    tensor: GlobalTensor
-
-    @property
-    def reads(self) -> tuple[Placement, ...]:
-        """The norm."""
-        return (self.placement,)
-
-    @property
-    def identity(self) -> bytes:
-        """What it is taken as."""
-        return digest_facts("1 + w", self.dtype.name)
-
-    def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `TensorFeed`."""
-        with reader.open(self.placement, self.dtype) as run:
-            values = single(run.read(0, numel(self.placement.shape)), self.dtype.name)
-        yield 0, (0,), to_bits(values + np.float32(1), self.tensor.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,9 +12,10 @@ from megtool.convert.canonical import VOCABULARY, CanonicalModel
 from megtool.convert.families import Family
 from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError, UsageError
-from megtool.export.gguf.architectures import Architecture
-from megtool.export.gguf.block_encoder import NormPlusOne, plan_encoding
+from megtool.export.gguf.architecture import Architecture
+from megtool.export.gguf.block_encoder import UNCHANGED, Change, plan_encoding
 from megtool.export.gguf.header import PLAIN, GgufTensor
+from megtool.export.gguf.latent_split import HALVES_OF_KV
 from megtool.export.gguf.metadata_keys import RopeFactors
 from megtool.model_config import ModelConfig
 from megtool.number_formats.gguf import block, encodings
@@ -57,6 +59,7 @@ def plan_gguf_tensors(
     written = _bind_names(canonical, config, family, architecture)
     out = GgufContents(tensors=[], placements={})
     typed: dict[str, GgufTensor] = {}
+    changes = architecture.changes(config) if architecture.changes else {}
     shapes = {t.name: t for t in written.tensors}
     for tensor in written.tensors:
         type_name = choose_tensor_type(tensor.name, tensor.shape, kind, tied=config.tied_embeddings)
@@ -67,20 +70,33 @@ def plan_gguf_tensors(
     for name, to in written.placements.items():
         target, placement = typed[to.stored], source[name]
         read_as = _read_type(stored[placement.stored])
-        if architecture.norms_plus_one and to.stored.endswith("_norm.weight"):
-            out.feeds.append(NormPlusOne(placement=placement, dtype=read_as, tensor=target.stored))
-        elif target.kind in PLAIN:
+        change = _find_change(name, to.stored, changes, architecture)
+        if target.kind in PLAIN and change == UNCHANGED:
             out.placements[name] = to
-        else:
-            feeds = plan_encoding(
-                placement, read_as, to, shapes[to.stored], target.kind, target.stored
-            )
-            out.feeds.extend(feeds)
+            continue
+        feeds = plan_encoding(
+            placement, read_as, to, shapes[to.stored], target.kind, target.stored, change
+        )
+        out.feeds.extend(feeds)
     for name, values in factors.items():
         typed[name] = GgufTensor(name=name, shape=values.shape, kind="F32")
         out.feeds.append(ConstantFeed(values=((typed[name].stored, values),)))
     out.tensors.extend(typed.values())
     return out
+
+
+_NORM_PLUS_ONE = Change(shift=1.0)
+_NUMBER = re.compile(r"\.\d+\.")
+
+
+def _find_change(
+    name: str, stored: str, changes: Mapping[str, Change], architecture: Architecture
+) -> Change:
+    """What becomes of the numbers of a canonical tensor, by its name without numbers."""
+    is_norm = stored.endswith("norm.weight") and "ssm_norm" not in stored
+    if architecture.norms_plus_one and is_norm:
+        return _NORM_PLUS_ONE
+    return changes.get(_NUMBER.sub(".", name), UNCHANGED)
 
 
 def _bind_names(
@@ -94,7 +110,8 @@ def _bind_names(
     Raises:
         MappingError: some have none.
     """
-    model = CanonicalModel(config, {**VOCABULARY, **family.vocabulary})
+    further = HALVES_OF_KV if architecture.is_latent else {}
+    model = CanonicalModel(config, {**VOCABULARY, **family.vocabulary, **further})
     out = Binding(architecture.table, model).write(canonical)
     if out.unplaced:
         raise MappingError(
@@ -136,11 +153,13 @@ def parse_tensor_type(text: str) -> str:
 def choose_tensor_type(name: str, shape: Sequence[int], kind: str, *, tied: bool) -> str:
     """The type of one tensor of a file of this kind, where blocks divide its rows.
 
-    Vectors, norms and routers are F32. The output matrix (the embedding, where it serves as such)
-    is Q8_0 in files of four and five bits: llama.cpp makes it Q6_K, which its package cannot
-    encode. Ternary files have both ends in F16, and MXFP4 is for experts alone, beside Q8_0.
+    Vectors, norms, routers and short convolutions are F32. The output matrix (the embedding, where
+    it serves as such) is Q8_0 in files of four and five bits: llama.cpp makes it Q6_K, which its
+    package cannot encode. Ternary files have both ends in F16, and MXFP4 is for experts alone,
+    beside Q8_0.
     """
-    if len(shape) < 2 or "_norm." in name or not name.endswith(".weight") or "ffn_gate_inp" in name:
+    is_small = any(x in name for x in ("_norm.", "ffn_gate_inp", "ssm_conv1d"))
+    if len(shape) < 2 or is_small or not name.endswith(".weight"):
         return "F32"
     if kind in PLAIN:
         return kind

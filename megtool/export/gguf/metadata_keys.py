@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from megtool.convert.gguf import (
     longrope_temperature,
 )
 from megtool.errors import MappingError
-from megtool.export.gguf.architectures import Architecture
+from megtool.export.gguf.architecture import Architecture
 from megtool.model_config import ModelConfig
 from megtool.number_formats.gguf import package
 
@@ -92,6 +93,9 @@ def _file_type(kind: str) -> int:
     return int(kinds[names.get(kind, f"MOSTLY_{kind}")])
 
 
+_STANDING = 1e30
+"""What llama.cpp's converter divides the frequencies of elements by that do not turn."""
+
 RopeFactors = dict[str, NDArray[np.float32]]
 
 
@@ -120,7 +124,7 @@ def build_rotary_keys(config: ModelConfig, architecture: Architecture) -> dict[s
     out: dict[str, Any] = {"dimension_count": turned, "freq_base": float(config.rope_base)}
     if config.rope_local_base is not None:
         out["freq_base_swa"] = float(config.rope_local_base)
-    if not kind or (kind == "llama3" and architecture.factors == kind):
+    if not kind or (kind in ("llama3", "proportional") and architecture.factors == kind):
         return out
     if kind == "longrope" and architecture.factors == kind:
         original = original_length(config)
@@ -142,6 +146,10 @@ def build_rotary_keys(config: ModelConfig, architecture: Architecture) -> dict[s
         for key in ("beta_fast", "beta_slow"):
             if scaling.get(key):
                 out[f"scaling.yarn_{key}"] = float(scaling[key])
+        if scaling.get("mscale_all_dim") and architecture.yarn:
+            # Of DeepSeek's files, a tenth of it.
+            unit = 0.1 if architecture.yarn == "deepseek" else 1.0
+            out["scaling.yarn_log_multiplier"] = unit * float(scaling["mscale_all_dim"])
         return out
     can = ["linear", "yarn", *([architecture.factors] if architecture.factors else [])]
     raise MappingError(
@@ -154,7 +162,15 @@ def build_rotary_keys(config: ModelConfig, architecture: Architecture) -> dict[s
 
 def _odd_yarn(scaling: Mapping[str, Any], architecture: Architecture) -> str:
     """What llama.cpp's YaRN cannot do; it rounds the range of its ramp to whole frequencies."""
-    if any(scaling.get(k) for k in ("attention_factor", "mscale", "mscale_all_dim")):
+    temperature, factor = scaling.get("attention_factor"), float(scaling.get("factor") or 1)
+    usual = 1 + 0.1 * math.log(factor)
+    is_odd = temperature is not None and not math.isclose(temperature, usual, rel_tol=1e-5)
+    whole, part = scaling.get("mscale_all_dim"), scaling.get("mscale")
+    if architecture.yarn:
+        is_odd |= whole != part or not whole
+    else:
+        is_odd |= bool(whole or part)
+    if is_odd:
         return " with a temperature of its own"
     is_exact = scaling.get("truncate") is False and not architecture.rounds_yarn
     return " with a ramp that is not rounded (truncate)" if is_exact else ""
@@ -178,6 +194,11 @@ def build_rope_factors(config: ModelConfig) -> RopeFactors:
             length=original_length(config),
         )
         return {LLAMA3: factors}
+    if kind == "proportional":
+        turning = int(scaling.get("partial_rotary_factor", 1.0) * half)
+        still = np.full(half - turning, _STANDING, np.float32)
+        factor = np.full(turning, scaling.get("factor", 1.0), np.float32)
+        return {LLAMA3: np.concatenate([factor, still])}
     if kind != "longrope":
         return {}
     out: RopeFactors = {}

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from megtool.convert.mapping import (
     Cat,
-    Permuted,
     Row,
     Stacked,
     Table,
     Vector,
     in_mtp,
 )
+from megtool.export.gguf.words import Paired
 
 _OURS = "layers.{l}."
 _ATTN, _MLP = _OURS + "attn.", _OURS + "mlp."
@@ -66,7 +66,7 @@ PAIRED_ATTENTION: Table = (
     *(
         Row(
             f"blk.{{l}}.attn_{name}.{kind}",
-            Permuted(f"{_ATTN}{name}.{kind}", (heads, 2, "head_dim // 2"), order=(0, 2, 1)),
+            Paired(f"{_ATTN}{name}.{kind}", heads),
         )
         for name, heads in (("q", "num_heads"), ("k", "num_kv_heads"))
         for kind in _KINDS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,14 @@ from megtool.checkpoint.storage.files import Files, read_file
 from megtool.console import Progress, several, silent
 from megtool.convert.families import Family
 from megtool.errors import FormatError, MappingError, UsageError
-from megtool.export.gguf.architectures import find_architecture, list_oddities
+from megtool.export.gguf.architecture import Architecture
+from megtool.export.gguf.architectures import (
+    find_architecture,
+    find_text_family,
+    list_oddities,
+)
 from megtool.export.gguf.header import PLAIN, plan_gguf_file
+from megtool.export.gguf.latent_split import split_latent
 from megtool.export.gguf.layout import GgufContents, parse_tensor_type, plan_gguf_tensors
 from megtool.export.gguf.metadata_keys import build_model_keys, build_rope_factors
 from megtool.export.gguf.tokenizer import build_tokenizer_keys
@@ -108,11 +114,9 @@ def _plan(
     """The plan, and the notes of the report."""
     family, config = _require_model(opened)
     architecture = find_architecture(family, config)
-    canonical = opened.view.canonical
-    further = [] if architecture.has_mtp else [n for n in canonical if n.startswith("mtp.")]
-    if further:
-        canonical = {n: t for n, t in canonical.items() if not n.startswith("mtp.")}
-    num_mtp = config.num_mtp_layers
+    left_out = _find_left_out(opened, config, architecture)
+    gone = {n for part in left_out for n in part.names}
+    canonical = {n: t for n, t in opened.view.canonical.items() if n not in gone}
     if not architecture.has_mtp:
         config = replace(config, num_mtp_layers=0, mtp_kind="", mtp_hidden_first=False)
     if kind == "MXFP4" and not config.num_experts:
@@ -123,12 +127,17 @@ def _plan(
     keys = build_model_keys(config, architecture, name=path.stem, kind=kind)
     keys |= _tokenizer(opened, config.vocab_size, pre_tokenizer)
     tensors = {t.name: t for t in opened.catalogue.tensors}
+    places, sources = {n: opened.placement_of(n) for n in canonical}, dict(opened.view.placements)
+    if architecture.is_latent:
+        whole, (canonical, places) = canonical, split_latent(canonical, places, config)
+        halves = {n: places[n] for n in canonical if n not in whole}
+        sources = {n: p for n, p in sources.items() if n not in whole or n in canonical} | halves
     contents = plan_gguf_tensors(
         canonical,
-        {n: opened.placement_of(n) for n in canonical},
+        places,
         {n: t.dtype for n, t in tensors.items()},
         config,
-        family,
+        find_text_family(family, config),
         architecture,
         kind=kind,
         factors=build_rope_factors(config),
@@ -137,33 +146,62 @@ def _plan(
         contents.tensors, keys, architecture=architecture.name, file=path.name
     )
     plan = build_plan(
-        [PlanSource(catalogue=opened.catalogue, placements=dict(opened.view.placements))],
+        [PlanSource(catalogue=opened.catalogue, placements=sources)],
         laid_out,
         contents.placements,
-        dropped=[*_list_dropped(opened), *_list_further(opened, further)],
+        dropped=[*_list_dropped(opened), *_list_stored(opened, left_out)],
         copies={n: original for n, original in opened.repeats.items() if n in contents.placements},
         feeds=contents.feeds,
         options=repr((__version__, kind)),
     )
     notes = [*list_oddities(architecture, config), *_note_other_types(contents, kind)]
-    if further:
-        notes.append(
-            f"multi-token prediction is left out ({several(num_mtp, 'layer')}, "
-            f"{several(len(further), 'tensor')}): llama.cpp's {architecture.name!r} has none"
+    return plan, [*notes, *(part.note for part in left_out)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LeftOut:
+    """Canonical tensors that a file has no place for, why, and what the report says of them."""
+
+    names: tuple[str, ...]
+    reason: str
+    note: str
+
+
+def _find_left_out(
+    opened: CheckpointSource, config: ModelConfig, architecture: Architecture
+) -> list[_LeftOut]:
+    """Towers, and multi-token prediction where the architecture has none."""
+    out = []
+    if towers := tuple(opened.view.towers()):
+        out.append(
+            _LeftOut(
+                names=towers,
+                reason="not of the text model, which is all that the file holds",
+                note="only the text model is written, without "
+                f"{several(len(towers), 'tensor')} of other parts, which llama.cpp reads from a "
+                "file of their own: its convert_hf_to_gguf.py --mmproj writes that",
+            )
         )
-    return plan, notes
+    further = tuple(n for n in opened.view.canonical if n.startswith("mtp."))
+    if further and not architecture.has_mtp:
+        out.append(
+            _LeftOut(
+                names=further,
+                reason="multi-token prediction, which llama.cpp's architecture has not",
+                note="multi-token prediction is left out "
+                f"({several(config.num_mtp_layers, 'layer')}, {several(len(further), 'tensor')}): "
+                f"llama.cpp's {architecture.name!r} has none",
+            )
+        )
+    return out
 
 
-def _list_further(opened: CheckpointSource, names: list[str]) -> list[DroppedItem]:
-    """What is stored of layers of multi-token prediction that have no place."""
-    stored = sorted({opened.placement_of(n).stored for n in names})
+def _list_stored(opened: CheckpointSource, left_out: Sequence[_LeftOut]) -> list[DroppedItem]:
+    """What is stored of the tensors that are left out."""
+    reasons = {opened.placement_of(n).stored: p.reason for p in left_out for n in p.names}
     return [
-        DroppedItem(
-            name=n,
-            reason="multi-token prediction, which llama.cpp's architecture has not",
-            num_bytes=opened.catalogue[n].num_bytes,
-        )
-        for n in stored
+        DroppedItem(name=n, reason=reason, num_bytes=opened.catalogue[n].num_bytes)
+        for n, reason in sorted(reasons.items())
     ]
 
 

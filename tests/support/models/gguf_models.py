@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.models.tiny_model import tiny_model
+from tests.support.models.unequal_layers import block
 
 WORDS = "the cat sat on the mat, and 12 cats saw 345 bats; it's a cat's life!\n"
 SIZES = {
@@ -41,6 +42,96 @@ SIGMOID = {
     "topk_group": 1,
     "head_dim": 16,
 }
+LATENT = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "rms_norm_eps": 1e-6,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+MISTRAL_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+SPARSE = {"index_n_heads": 4, "index_head_dim": 64, "index_topk": 16}
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 16,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
+GEMMA4_EXPERTS = {
+    **GEMMA4,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
+GEMMA4_SMALL = {
+    **GEMMA4,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 320,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2}
+GRANITE4 = {
+    **GRANITE,
+    **MAMBA,
+    "layer_types": ["linear_attention", "full_attention"],
+    "shared_intermediate_size": 96,
+}
+NEMOTRON_H = {
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 64,
+}
+DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+DELTA_EXPERTS = {
+    **DELTA,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+BLOCKS = [block(2, 24.0), block(None, 1.0), block(None, None), block(1, 12.0)]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -132,6 +223,73 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo3": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 16}),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": YARN
+            | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    ),
+    "llama4": (
+        "llama4",
+        {
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 96,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "nemotron_nas": (
+        "nemotron_nas",
+        {"num_hidden_layers": 4, "num_key_value_heads": None, "block_configs": BLOCKS},
+    ),
+    "gpt_neox": ("gpt_neox", {}),
+    "gemma4": ("gemma4", GEMMA4),
+    "gemma4-experts": ("gemma4", GEMMA4_EXPERTS),
+    "gemma4-small": ("gemma4", GEMMA4_SMALL),
+    "mistral4": ("mistral4", LATENT | {"n_group": 1, "rope_parameters": MISTRAL_YARN}),
+    "deepseek_v32": ("deepseek_v32", LATENT | SPARSE),
+    "glm_moe_dsa": ("glm_moe_dsa", LATENT | SPARSE | {"n_group": 1}),
+    "deepseek_v2": ("deepseek_v2", LATENT | {"topk_method": "greedy"}),
+    "deepseek_v2-lite": (
+        "deepseek_v2",
+        LATENT | {"q_lora_rank": None, "topk_method": "greedy", "num_hidden_layers": 27},
+    ),
+    "deepseek_v3": ("deepseek_v3", LATENT),
+    "deepseek_v3-yarn": ("deepseek_v3", LATENT | {"rope_parameters": YARN}),
+    "glm4_moe_lite": ("glm4_moe_lite", LATENT | {"n_group": 1}),
+    "granitemoehybrid": ("granitemoehybrid", GRANITE4 | {"num_local_experts": 0}),
+    "granitemoehybrid-experts": (
+        "granitemoehybrid",
+        GRANITE4 | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "granitemoehybrid-attention": (
+        "granitemoehybrid",
+        GRANITE4
+        | {"num_local_experts": 0, "layer_types": ["full_attention"] * 2}
+        | {"position_embedding_type": "rope"},
+    ),
+    "bamba": ("bamba", MAMBA | {"attn_layer_indices": [1], "partial_rotary_factor": 0.5}),
+    "falcon_h1": ("falcon_h1", MAMBA | {"mamba_d_ssm": 128, "head_dim": 16}),
+    "nemotron_h": (
+        "nemotron_h",
+        NEMOTRON_H | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    ),
+    "nemotron_h-experts": (
+        "nemotron_h",
+        NEMOTRON_H | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+    ),
+    "qwen3_next": ("qwen3_next", DELTA_EXPERTS),
+    "qwen3_5": ("qwen3_5_text", DELTA),
+    "qwen3_5-moe": ("qwen3_5_moe_text", DELTA_EXPERTS),
+}
+"""Models whose tensors are cut, sorted or changed, and those that are like one of them."""
+
+
 def fill_noise(model: Any) -> None:
     """Add noise to every parameter, norms and biases among them."""
     import torch
@@ -142,7 +300,7 @@ def fill_noise(model: Any) -> None:
 
 def save(folder: Path, name: str, *, dtype: str = "float32", **more: Any) -> Path:
     """A model of random numbers, norms and biases among them, with a byte-level tokenizer."""
-    family, keys = MODELS[name]
+    family, keys = (MODELS | COMPUTED)[name]
     tiny_model(family, folder, sizes=SIZES, seed=7, dtype=dtype, fill=fill_noise, **(keys | more))
     byte_level(folder, int(SIZES["vocab_size"]) - 20)
     return folder

@@ -1,0 +1,181 @@
+"""What llama.cpp's architectures are to the writer of GGUF files, and what they cannot run.
+
+llama.cpp builds a graph of its own for every architecture, and what no key of the file says is
+fixed in its source: which layers have a window, what scores are multiplied by, whether the chosen
+experts' shares add up to one. A model that differs in such a point would load and be wrong, so it
+is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megtool.convert.families import Family
+from megtool.convert.mapping import Table
+from megtool.convert.nested import TEXT_CONFIG
+from megtool.export.gguf import tables
+from megtool.export.gguf.block_encoder import Change
+from megtool.model_config import ModelConfig
+
+Limit = tuple[Callable[[ModelConfig], bool], str]
+
+
+YARN_KINDS = ("", "deepseek", "mistral")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One of llama.cpp's architectures.
+
+    `name` is `general.architecture`; `table` names its tensors. `norms_plus_one`: norms are stored
+    as 1 + w; `scales_logits`: logits have a multiplier; `has_mtp`: files hold layers of multi-token
+    prediction; `rounds_yarn`: that it rounds YaRN's ramp is accepted. `runs` are those of
+    `SWITCHES` that it computes, and `keys` are metadata that other architectures have not.
+    `changes` are what its files have in place of a model's numbers, by the names of canonical
+    tensors without those of layers. `is_latent`: keys and values are projected by two tensors.
+    `limits` are conditions under which it computes something else than the model, each with what
+    that is; under `oddities` the difference is one that its own converter accepts. `factors` is the
+    rope scaling whose factors it reads from tensors ("" for none), and `yarn` says whose
+    temperature of YaRN it has (`YARN_KINDS`).
+    """
+
+    name: str
+    table: Table
+    is_latent: bool = False
+    norms_plus_one: bool = False
+    scales_logits: bool = False
+    has_mtp: bool = False
+    rounds_yarn: bool = False
+    runs: tuple[str, ...] = ()
+    keys: Callable[[ModelConfig], Mapping[str, Any]] | None = None
+    changes: Callable[[ModelConfig], Mapping[str, Change]] | None = None
+    has_window: bool = False
+    factors: str = ""
+    yarn: str = ""
+    limits: tuple[Limit, ...] = ()
+    oddities: tuple[Limit, ...] = ()
+
+
+def _is_partly_moe(c: ModelConfig) -> bool:
+    return len(c.moe_layers) != c.num_layers
+
+
+def list_windows(c: ModelConfig) -> tuple[bool, ...]:
+    """Which layers have a window."""
+    skip = c.window_skip_freq
+    if not c.window_size or skip is None:
+        return (bool(c.window_size),) * c.num_layers
+    if isinstance(skip, int):
+        return tuple((i + 1) % skip != 0 for i in range(c.num_layers))
+    return tuple(map(bool, skip))
+
+
+def differs_from_every(n: int) -> Callable[[ModelConfig], bool]:
+    """Not every layer but each n-th has a window."""
+    return lambda c: list_windows(c) != tuple((i + 1) % n != 0 for i in range(c.num_layers))
+
+
+EXACT_GELU: Limit = (
+    lambda c: c.activation == "gelu",
+    "llama.cpp approximates GELU by tanh, and the model's is exact (hidden_activation)",
+)
+IGNORES_WINDOW: Limit = (
+    lambda c: bool(c.window_size),
+    "llama.cpp attends to all tokens, the model to a sliding window",
+)
+PARTLY_MOE: Limit = (_is_partly_moe, "llama.cpp has experts in every layer, the model in some")
+NORMALIZED: Limit = (
+    lambda c: not c.router_pre_softmax,
+    "llama.cpp does not bring the chosen experts' shares to one (norm_topk_prob)",
+)
+UNNORMALIZED: Limit = (
+    lambda c: c.router_pre_softmax,
+    "llama.cpp brings the chosen experts' shares to one (norm_topk_prob)",
+)
+SWITCHES: Mapping[str, Limit] = {
+    "no_rope": (
+        lambda c: c.no_rope_layers is not None or c.position_embedding == "none",
+        "layers without rotary embedding",
+    ),
+    "sinks": (lambda c: c.attn_sinks, "attention sinks"),
+    "gate": (lambda c: c.attn_output_gate, "a gate on the output of attention"),
+    "residual_scale": (lambda c: c.residual_scale != 1, "scaled residuals"),
+    "groups": (lambda c: c.router_num_groups > 1, "groups of experts"),
+}
+SCALED_LOGITS: Limit = (lambda c: c.logit_scale != 1, "scaled logits")
+
+
+OTHER_HEADS: Limit = (
+    lambda c: c.num_heads * c.head_dim != c.hidden_size,
+    "llama.cpp has heads of hidden_size / num_heads elements",
+)
+UNTIED: Limit = (
+    lambda c: not c.tied_embeddings,
+    "llama.cpp has no output matrix beside the embedding",
+)
+BIASED: Limit = (
+    lambda c: c.qkv_bias or c.attn_out_bias or c.mlp_bias,
+    "llama.cpp has no biases",
+)
+BIASED_OUTPUTS: Limit = (
+    lambda c: c.attn_out_bias or c.mlp_bias,
+    "llama.cpp has biases of queries, keys and values alone",
+)
+Choice = Callable[[Family, ModelConfig], Architecture]
+
+
+def written(name: str, *parts: Table, limits: tuple[Limit, ...] = (), **more: Any) -> Choice:
+    """With names of its own, by which files are written and not read."""
+    table = tuple(row for part in (tables.ENDS, *parts) for row in part)
+    return lambda _, c: Architecture(name=name, table=table, limits=limits, **more)
+
+
+def _dense_then_moe(c: ModelConfig) -> bool:
+    first = min(c.moe_layers, default=0)
+    return c.moe_layers != frozenset(range(first, c.num_layers))
+
+
+MIXED_LAYERS: Limit = (
+    _dense_then_moe,
+    "llama.cpp has experts in all layers but the first ones, the model in others",
+)
+GROUPED: Limit = (
+    lambda c: c.num_kv_heads != c.num_heads,
+    "llama.cpp has as many heads of keys as of queries",
+)
+
+
+def expert_keys(c: ModelConfig) -> dict[str, Any]:
+    """How experts are chosen and weighted."""
+    out: dict[str, Any] = {
+        "expert_gating_func": _SIGMOID if c.router_score == "sigmoid" else _SOFTMAX,
+        "expert_weights_scale": float(c.router_scaling),
+        "expert_weights_norm": not c.router_pre_softmax,
+        "leading_dense_block_count": min(c.moe_layers, default=c.num_layers),
+    }
+    if c.moe_ffn_hidden_size:
+        out["expert_shared_count"] = c.shared_ffn_hidden_size // c.moe_ffn_hidden_size
+    return out
+
+
+_SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's numbers
+
+
+def list_sections(c: ModelConfig, default: tuple[int, ...]) -> list[int]:
+    """How many pairs of a head turn by each of three positions, which are the same in text."""
+    text = c.extra.get(TEXT_CONFIG) or c.extra
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    return [*(scaling.get("mrope_section") or default), 0, 0, 0, 0][:4]
+
+
+def granite_keys(c: ModelConfig) -> dict[str, Any]:
+    """Multipliers; llama.cpp divides logits by theirs."""
+    scale = c.head_dim**-0.5 if c.softmax_scale is None else c.softmax_scale
+    return {
+        "embedding_scale": float(c.embedding_scale),
+        "residual_scale": float(c.residual_scale),
+        "attention.scale": float(scale),
+        "logit_scale": 1 / float(c.logit_scale),
+    }

@@ -1,0 +1,275 @@
+"""llama.cpp's architectures of models with Mamba-2 or gated delta nets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megtool.convert.families import Family
+from megtool.export.gguf import hybrid_tables, tables
+from megtool.export.gguf.architecture import (
+    BIASED,
+    PARTLY_MOE,
+    UNNORMALIZED,
+    Architecture,
+    Choice,
+    Limit,
+    expert_keys,
+    granite_keys,
+    list_sections,
+    written,
+)
+from megtool.export.gguf.block_encoder import Change
+from megtool.model_config import ModelConfig
+
+_DECAY = Change(is_decay=True)
+_LIMITED_STEPS: Limit = (
+    lambda c: c.mamba_step_limit is not None,
+    "llama.cpp does not keep the steps (dt) of Mamba-2 within time_step_limit",
+)
+_NORM_BEFORE_GATE: Limit = (
+    lambda c: c.mamba_norm and c.mamba_norm_first,
+    "llama.cpp normalizes what Mamba-2 makes after its gate, the model before",
+)
+_OTHER_VALUES: Limit = (
+    lambda c: c.linear_key_head_dim != c.linear_value_head_dim,
+    "llama.cpp has value heads of gated delta nets of the size of key heads",
+)
+
+
+def _num_branches(c: ModelConfig) -> int:
+    """How many of our layers one of llama.cpp's has, where mixer and MLP are layers each."""
+    return 2 if c.layer_kinds else 1
+
+
+def _mamba_keys(c: ModelConfig) -> dict[str, Any]:
+    """The sizes of Mamba-2."""
+    return {
+        "ssm.conv_kernel": c.mamba_conv_kernel,
+        "ssm.state_size": c.mamba_state_dim,
+        "ssm.group_count": c.mamba_num_groups,
+        "ssm.inner_size": c.mamba_num_heads * c.mamba_head_dim,
+        "ssm.time_step_rank": c.mamba_num_heads,
+    }
+
+
+def _mamba_changes(_: ModelConfig) -> Mapping[str, Change]:
+    return {"layers.mamba.A_log": _DECAY}
+
+
+def _branch_keys(c: ModelConfig) -> dict[str, Any]:
+    """Mamba-2 in layers without heads of keys; whether others have rotary embedding."""
+    n = _num_branches(c)
+    kv = [c.num_kv_heads * (i in c.attn_layers) for i in range(0, c.num_layers, n)]
+    return _mamba_keys(c) | {
+        "block_count": c.num_layers // n,
+        "attention.head_count_kv": kv,
+        "rope.scaling.finetuned": c.position_embedding == "rope",
+    }
+
+
+def _granite_hybrid(_: Family, c: ModelConfig) -> Architecture:
+    """Granite 4, which llama.cpp calls as it does Granite 3 where no layer is of Mamba-2."""
+    known: dict[str, Any] = {
+        "rope.scaling.finetuned": c.position_embedding == "rope",
+        "block_count": c.num_layers // _num_branches(c),
+    }
+    common: dict[str, Any] = {
+        "scales_logits": True,
+        "runs": ("residual_scale", "no_rope"),
+        "limits": (_MIXED_FEEDS, UNNORMALIZED),
+    }
+    parts = (tables.NORMS, tables.PAIRED_ATTENTION, tables.MLP, tables.EXPERTS)
+    if not c.mamba_layers:
+        name = "granitemoe" if c.num_experts else "granite"
+        return written(
+            name,
+            *map(hybrid_tables.as_branches, parts),
+            **common,
+            keys=lambda c: granite_keys(c) | known,
+        )(_, c)
+    return written(
+        "granitehybrid",
+        *map(hybrid_tables.as_branches, (*parts, hybrid_tables.MAMBA)),
+        **common,
+        oddities=(_LIMITED_STEPS,),
+        keys=lambda c: granite_keys(c) | _branch_keys(c),
+        changes=_mamba_changes,
+    )(_, c)
+
+
+_MIXED_FEEDS: Limit = (
+    lambda c: bool(c.moe_layers and c.dense_layers),
+    "llama.cpp has experts in all layers or in none",
+)
+
+
+def _nemotron_keys(c: ModelConfig) -> dict[str, Any]:
+    """What is in a layer, by sizes that are 0 in the others."""
+    size = c.moe_ffn_hidden_size if c.num_experts else c.ffn_hidden_size
+    feeds = c.dense_layers | c.moe_layers
+    out = _branch_keys(c) | {
+        "block_count": c.num_layers,
+        "attention.layer_norm_epsilon": float(c.norm_eps),
+        "attention.head_count_kv": [c.num_kv_heads * (i in c.attn_layers) for i in _each(c)],
+        "feed_forward_length": [size * (i in feeds) for i in _each(c)],
+    }
+    del out["rope.scaling.finetuned"]
+    if not c.num_experts:
+        return out
+    experts = expert_keys(c)
+    del experts["leading_dense_block_count"]
+    experts |= {"expert_shared_count": 1, "expert_group_count": 1}
+    latent = {"moe_latent_size": c.moe_latent_size} if c.moe_latent_size else {}
+    return out | experts | latent
+
+
+def _each(c: ModelConfig) -> range:
+    return range(c.num_layers)
+
+
+def _nemotron_h(_: Family, c: ModelConfig) -> Architecture:
+    return written(
+        "nemotron_h_moe" if c.num_experts else "nemotron_h",
+        hybrid_tables.ONE_NORM,
+        tables.ATTENTION,
+        tables.MLP,
+        tables.EXPERTS,
+        hybrid_tables.LATENT_EXPERTS,
+        hybrid_tables.MAMBA,
+        runs=("no_rope",),
+        keys=_nemotron_keys,
+        changes=_mamba_changes,
+        limits=(_MIXED_FEEDS,),
+        oddities=(_LIMITED_STEPS,),
+    )(_, c)
+
+
+def _falcon_keys(c: ModelConfig) -> dict[str, Any]:
+    return _mamba_keys(c)
+
+
+def _falcon_changes(c: ModelConfig) -> Mapping[str, Change]:
+    """llama.cpp has no multipliers: they are part of the weights."""
+    scale = c.head_dim**-0.5 if c.softmax_scale is None else c.softmax_scale
+    key = scale * math.sqrt(c.head_dim)
+    factors = {
+        "embed.weight": c.embedding_scale,
+        "head.weight": c.logit_scale,
+        "layers.attn.q.weight": c.attn_in_scale,
+        "layers.attn.k.weight": c.attn_in_scale * key,
+        "layers.attn.k.bias": key,
+        "layers.attn.v.weight": c.attn_in_scale,
+        "layers.attn.o.weight": c.attn_out_scale,
+        "layers.attn.o.bias": c.attn_out_scale,
+        "layers.mlp.gate.weight": c.mlp_gate_scale,
+        "layers.mlp.gate.bias": c.mlp_gate_scale,
+        "layers.mlp.down.weight": c.mlp_out_scale,
+        "layers.mlp.down.bias": c.mlp_out_scale,
+        "layers.mamba.out.weight": c.mamba_out_scale,
+    }
+    parts = zip(("z", "x", "B", "C", "dt"), c.mamba_in_scales or (1.0,) * 5, strict=True)
+    factors |= {f"layers.mamba.in_{part}.weight": x for part, x in parts}
+    changes = {n: Change(factor=float(x)) for n, x in factors.items() if x != 1}
+    return changes | {"layers.mamba.A_log": _DECAY}
+
+
+_TIED_MULTIPLES: Limit = (
+    lambda c: c.tied_embeddings and (c.embedding_scale != 1 or c.logit_scale != 1),
+    "llama.cpp has multipliers as part of the weights, and embedding and output matrix, which are "
+    "one, have two",
+)
+
+
+def _delta_keys(c: ModelConfig) -> dict[str, Any]:
+    """The sizes of gated delta nets, and which layers are some."""
+    out: dict[str, Any] = {
+        "ssm.conv_kernel": c.linear_conv_kernel,
+        "ssm.state_size": c.linear_key_head_dim,
+        "ssm.group_count": c.linear_num_key_heads,
+        "ssm.time_step_rank": c.linear_num_value_heads,
+        "ssm.inner_size": c.linear_num_value_heads * c.linear_value_head_dim,
+        "block_count": c.num_layers + c.num_mtp_layers,
+    }
+    if c.num_mtp_layers:
+        out["nextn_predict_layers"] = c.num_mtp_layers
+    every = min(c.attn_layers, default=c.num_layers) + 1
+    if all((i in c.attn_layers) == ((i + 1) % every == 0) for i in _each(c)):
+        return out | {"full_attention_interval": every}
+    later = [False] * c.num_mtp_layers
+    return out | {"attention.recurrent_layers": [i in c.delta_layers for i in _each(c)] + later}
+
+
+def _turning_keys(c: ModelConfig) -> dict[str, Any]:
+    """Rotary embedding of three positions, which are the same in text."""
+    return _delta_keys(c) | {"rope.dimension_sections": list_sections(c, (11, 11, 10))}
+
+
+def _delta_changes(_: ModelConfig) -> Mapping[str, Change]:
+    return {"layers.delta.A_log": _DECAY}
+
+
+_DELTA: dict[str, Any] = {
+    "norms_plus_one": True,
+    "runs": ("gate",),
+    "changes": _delta_changes,
+}
+
+_FALCON_H1 = written(
+    "falcon-h1",
+    hybrid_tables.FALCON_NORMS,
+    tables.ATTENTION,
+    tables.MLP,
+    hybrid_tables.MAMBA,
+    scales_logits=True,
+    keys=_falcon_keys,
+    changes=_falcon_changes,
+    limits=(_TIED_MULTIPLES, _NORM_BEFORE_GATE),
+    oddities=(_LIMITED_STEPS,),
+)
+_QWEN_LAYERS = (*tables.LATER_NORMS, *hybrid_tables.GATED_ATTENTION)
+
+HYBRIDS: Mapping[str, Choice] = {
+    "granitemoehybrid": _granite_hybrid,
+    "bamba": written(
+        "granitehybrid",
+        *map(
+            hybrid_tables.as_branches,
+            (tables.NORMS, tables.PAIRED_ATTENTION, tables.MLP, hybrid_tables.MAMBA),
+        ),
+        oddities=(_LIMITED_STEPS,),
+        keys=_branch_keys,
+        changes=_mamba_changes,
+    ),
+    "falcon_h1": _FALCON_H1,
+    "nemotron_h": _nemotron_h,
+    "qwen3_next": written(
+        "qwen3next",
+        _QWEN_LAYERS,
+        tables.EXPERTS,
+        hybrid_tables.DELTA_NET,
+        **_DELTA,
+        keys=_delta_keys,
+        limits=(BIASED, PARTLY_MOE, UNNORMALIZED, _OTHER_VALUES),
+    ),
+    "qwen3_5_text": written(
+        "qwen35",
+        tables.with_mtp((*_QWEN_LAYERS, *tables.MLP)),
+        hybrid_tables.TILED_DELTA_NET,
+        **_DELTA,
+        has_mtp=True,
+        keys=_turning_keys,
+        limits=(BIASED, _OTHER_VALUES),
+    ),
+    "qwen3_5_moe_text": written(
+        "qwen35moe",
+        tables.with_mtp((*_QWEN_LAYERS, *tables.EXPERTS)),
+        hybrid_tables.TILED_DELTA_NET,
+        **_DELTA,
+        has_mtp=True,
+        keys=_turning_keys,
+        limits=(BIASED, UNNORMALIZED, _OTHER_VALUES),
+    ),
+}
+"""By the name of the family."""

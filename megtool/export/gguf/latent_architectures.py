@@ -1,0 +1,120 @@
+"""llama.cpp's architectures of models with latent attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megtool.convert.mapping import Row, Table
+from megtool.export.gguf import tables
+from megtool.export.gguf.architecture import (
+    MIXED_LAYERS,
+    Choice,
+    Limit,
+    expert_keys,
+    written,
+)
+from megtool.export.gguf.words import HeadsOf
+from megtool.model_config import ModelConfig
+
+_ATTN = "layers.{l}.attn."
+_ATTENTION: Table = (
+    Row("blk.{l}.attn_q.weight", _ATTN + "q.weight"),
+    Row("blk.{l}.attn_q_a.weight", _ATTN + "q_down.weight"),
+    Row("blk.{l}.attn_q_a_norm.weight", _ATTN + "q_down_norm.weight"),
+    Row("blk.{l}.attn_q_b.weight", _ATTN + "q_up.weight"),
+    Row("blk.{l}.attn_kv_a_mqa.weight", _ATTN + "kv_down.weight"),
+    Row("blk.{l}.attn_kv_a_norm.weight", _ATTN + "kv_down_norm.weight"),
+    Row("blk.{l}.attn_k_b.weight", HeadsOf(_ATTN + "k_up.weight", is_transposed=True)),
+    Row("blk.{l}.attn_v_b.weight", HeadsOf(_ATTN + "v_up.weight")),
+    Row("blk.{l}.attn_output.weight", _ATTN + "o.weight"),
+)
+
+
+def _latent_keys(c: ModelConfig) -> dict[str, Any]:
+    """Sizes of heads: of the one that all queries attend to, and of a head's own."""
+    out = {
+        "attention.head_count_kv": 1,
+        "attention.key_length": c.kv_lora_rank + c.qk_rope_head_dim,
+        "attention.value_length": c.kv_lora_rank,
+        "attention.key_length_mla": c.qk_nope_head_dim + c.qk_rope_head_dim,
+        "attention.value_length_mla": c.v_head_dim,
+        "attention.kv_lora_rank": c.kv_lora_rank,
+        "rope.dimension_count": c.qk_rope_head_dim,
+        "expert_group_count": max(1, c.router_num_groups),
+        "expert_group_used_count": max(1, c.router_topk_groups),
+    }
+    if c.q_lora_rank:
+        out["attention.q_lora_rank"] = c.q_lora_rank
+    return out | expert_keys(c)
+
+
+def _best_of_groups(c: ModelConfig) -> bool:
+    return c.router_num_groups > 1 and c.router_group_best != 2
+
+
+_OTHER_GROUPS: Limit = (
+    _best_of_groups,
+    "llama.cpp ranks groups of experts by the sum of their two best scores, the model by the best",
+)
+_ODD_QUERIES: Limit = (
+    lambda c: (not c.q_lora_rank) != (c.num_layers in (26, 27)),
+    "llama.cpp projects queries directly (no q_lora_rank) in models of 26 and 27 layers, and in no "
+    "others",
+)
+_LAYERS = (tables.NORMS, _ATTENTION, tables.MLP, tables.EXPERTS)
+_DEEPSEEK: dict[str, Any] = {
+    "is_latent": True,
+    "runs": ("groups",),
+    "yarn": "deepseek",
+    "keys": _latent_keys,
+    "limits": (MIXED_LAYERS, _ODD_QUERIES),
+}
+_DEEPSEEK_2 = written("deepseek2", *_LAYERS, **_DEEPSEEK, oddities=(_OTHER_GROUPS,))
+
+_INDEX = "layers.{l}.attn.index_"
+_INDEXER: Table = (
+    Row("blk.{l}.indexer.attn_q_b.weight", _INDEX + "q.weight"),
+    Row("blk.{l}.indexer.attn_k.weight", _INDEX + "k.weight"),
+    Row("blk.{l}.indexer.k_norm.weight", _INDEX + "k_norm.weight"),
+    Row("blk.{l}.indexer.k_norm.bias", _INDEX + "k_norm.bias"),
+    Row("blk.{l}.indexer.proj.weight", _INDEX + "heads.weight"),
+)
+
+
+def _index_keys(c: ModelConfig) -> dict[str, Any]:
+    """The indexer, and which layers have one."""
+    return _latent_keys(c) | {
+        "attention.indexer.head_count": c.index_num_heads,
+        "attention.indexer.key_length": c.index_head_dim,
+        "attention.indexer.top_k": c.index_topk,
+        "attention.indexer.types": [i in c.index_layers for i in range(c.num_layers)],
+    }
+
+
+_HADAMARD: Limit = (
+    lambda c: c.index_head_dim % 64 != 0,
+    "llama.cpp has heads of indexers of a multiple of 64 elements",
+)
+_SPARSE = _DEEPSEEK | {"keys": _index_keys, "limits": (MIXED_LAYERS, _HADAMARD)}
+
+
+def _mistral_keys(c: ModelConfig) -> dict[str, Any]:
+    out = _latent_keys(c)
+    if not c.attn_temperature_scale:
+        return out
+    return out | {
+        "attention.temperature_scale": float(c.attn_temperature_scale),
+        "attention.temperature_length": c.attn_temperature_floor,
+    }
+
+
+LATENTS: Mapping[str, Choice] = {
+    "deepseek_v2": _DEEPSEEK_2,
+    "deepseek_v3": _DEEPSEEK_2,
+    "glm4_moe_lite": _DEEPSEEK_2,
+    "mistral4": written("mistral4", *_LAYERS, **_DEEPSEEK | {"keys": _mistral_keys}),
+    "deepseek_v32": written("deepseek32", *_LAYERS, _INDEXER, **_SPARSE),
+    "glm_moe_dsa": written("glm-dsa", *_LAYERS, _INDEXER, **_SPARSE),
+}
+"""By the name of the family."""
