@@ -13,6 +13,7 @@ from megtool.convert import (
     Row,
     StepLimit,
     hf_mamba,
+    in_inner_mtp,
     in_mtp,
 )
 
@@ -56,6 +57,7 @@ _FEEDING = (
     Row(_MIXER + "shared_experts.down_proj.weight", _MLP + "shared.down.weight", when=_MOE),
 )
 # Branches of layers of multi-token prediction are layers of their own, all counted in one row.
+_EACH = "mtp.layers.{m*num_mtp_branches+k}."
 _FIRST, _LAST = "mtp.layers.{m*num_mtp_branches}.", "mtp.layers.{(m+1)*num_mtp_branches-1}."
 
 FAMILY = Family(
@@ -125,6 +127,7 @@ FAMILY = Family(
         Row(_FIRST + "eh_proj.weight", "mtp.{m}.proj.weight"),
         *in_mtp(_MIXING, (_STORED, _FIRST)),
         *in_mtp(_FEEDING, (_STORED, _LAST)),
+        *in_inner_mtp((*_MIXING, *_FEEDING), (_STORED, _EACH)),
         Row(_LAST + "final_layernorm.weight", "mtp.{m}.norm.weight"),
     ),
     limits=(("mamba_step_limit", "Megatron does not limit the steps (dt) of Mamba-2"),),

@@ -398,8 +398,9 @@ def check_kinds(
         MappingError: the message names the field.
     """
     kinds, mtp = config.layer_kinds, config.mtp_kind
-    if not isinstance(mtp, str) or set(mtp) - set(symbols) or len(mtp) > 2:
-        raise MappingError(f"mtp_kind is {mtp!r:.40}", hint="a mixer, an MLP or experts, or both")
+    if not isinstance(mtp, str) or set(mtp) - set(symbols):
+        known = " ".join(symbols)
+        raise MappingError(f"mtp_kind is {mtp!r:.40}", hint=f"branches in order, of {known}")
     if kinds is None:
         return
     known = " ".join(symbols)

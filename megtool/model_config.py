@@ -53,7 +53,8 @@ class ModelConfig:
     HybridModel: `*` attention, `M` Mamba-2, `G` gated delta net, `-` MLP, `E` mixture of experts
     (`*-` is a layer of a GPT, `M` a layer that is a Mamba mixer alone). None: attention in every
     layer, and experts or an MLP by `moe_layer_freq`. `mtp_kind` are the branches of each layer of
-    multi-token prediction, those of the last layer where it is empty.
+    multi-token prediction, those of the last layer where it is empty; HybridModel may have more
+    there than a mixer and an MLP (`num_mtp_inner`).
 
     `layer_sizes` has, for sizes that vary from layer to layer (any of `VARYING`), one number for
     each layer, and a layer may then have no branch at all; the fields themselves are at least as
@@ -278,7 +279,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        num_layers = self.num_layers + self.num_mtp_layers + self.num_decoder_layers
+        further = self.num_mtp_layers * max(1, self.num_mtp_inner)
+        num_layers = self.num_layers + further + self.num_decoder_layers
         if num_layers > MOST_LAYERS or num_layers * self.num_experts > MOST_EXPERTS:
             raise MappingError(
                 f"num_layers is {self.num_layers}, num_experts {self.num_experts}",
@@ -426,9 +428,24 @@ class ModelConfig:
         return len(self.mtp_branches)
 
     @property
+    def num_mtp_inner(self) -> int:
+        """How many layers a layer of multi-token prediction has inside, numbered and of one branch
+        each; 0 where it is a mixer, an MLP or experts, or a mixer and one of these."""
+        kind = self.mtp_kind
+        is_one = len(kind) < 2 or (
+            len(kind) == 2 and kind[0] not in MLP + EXPERTS and kind[1] in MLP + EXPERTS
+        )
+        return 0 if is_one else len(kind)
+
+    @property
+    def _mtp_layer(self) -> str:
+        """The branches of a layer of multi-token prediction without numbered layers inside."""
+        return "" if self.num_mtp_inner else self.mtp_branches
+
+    @property
     def has_mtp_attn(self) -> bool:
         """Layers of multi-token prediction have attention."""
-        return ATTENTION in self.mtp_branches
+        return ATTENTION in self._mtp_layer
 
     @property
     def has_mtp_index(self) -> bool:
@@ -458,12 +475,12 @@ class ModelConfig:
     @property
     def has_mtp_mamba(self) -> bool:
         """Layers of multi-token prediction have a Mamba-2 mixer."""
-        return MAMBA in self.mtp_branches
+        return MAMBA in self._mtp_layer
 
     @property
     def has_mtp_delta(self) -> bool:
         """Layers of multi-token prediction have a gated delta net."""
-        return DELTA_NET in self.mtp_branches
+        return DELTA_NET in self._mtp_layer
 
     @property
     def has_mtp_mixer(self) -> bool:
@@ -473,17 +490,17 @@ class ModelConfig:
     @property
     def has_mtp_parallel(self) -> bool:
         """Layers of multi-token prediction mix tokens in several branches, side by side."""
-        return bool(_find_parallel((self.mtp_branches,)))
+        return bool(_find_parallel((self._mtp_layer,)))
 
     @property
     def has_mtp_dense(self) -> bool:
         """Layers of multi-token prediction have an MLP."""
-        return MLP in self.mtp_branches
+        return MLP in self._mtp_layer
 
     @property
     def has_mtp_moe(self) -> bool:
         """Layers of multi-token prediction have experts."""
-        return EXPERTS in self.mtp_branches and bool(self.num_experts)
+        return EXPERTS in self._mtp_layer and bool(self.num_experts)
 
     def _layers_with(self, symbols: str) -> frozenset[int]:
         return _find_layers(self.layer_kinds, self.num_layers, symbols)

@@ -51,7 +51,7 @@ _VALUES = "linear_num_value_heads * linear_value_head_dim"
 
 _TWO_PROJECTIONS = "mtp_hidden_first or hyper_streams"
 
-_LAYER, _MTP = "layers.{l}.", "mtp.{m}."
+_LAYER, _MTP, _INNER_MTP = "layers.{l}.", "mtp.{m}.", "mtp.{m}.layers.{k}."
 _INDEX = re.compile(r"\{(\w+)\}")
 _L = re.compile(r"\bl\b")
 _L_IN = re.compile(r"\bl in (\w+)_layers\b")
@@ -67,6 +67,14 @@ def as_mtp(text: Expression) -> Expression:
         return text
     text = _L_IN.sub(r"has_mtp_\1", text.replace(_LAYER, _MTP))
     return _L.sub("num_layers - 1", text)
+
+
+def as_inner_mtp(text: Expression) -> Expression:
+    """The same for the numbered layers (`k`) inside a layer of multi-token prediction, each of
+    which is one branch of `mtp_kind`: `CanonicalModel.value` knows which."""
+    if isinstance(text, str):
+        text = text.replace(_LAYER, _INNER_MTP)
+    return f"k >= 0 and ({as_mtp(text)})"
 
 
 # Parameters of a state's decay, which published files keep in float32 beside bfloat16 weights.
@@ -320,6 +328,11 @@ VOCABULARY: Mapping[str, Weight] = MappingProxyType(
             for name, p in _LAYERS_AND_ENDS.items()
             if name.startswith(_LAYER)
         },
+        **{
+            name.replace(_LAYER, _INNER_MTP): replace(p, when=as_inner_mtp(p.when))
+            for name, p in _LAYERS_AND_ENDS.items()
+            if name.startswith(_LAYER)
+        },
         "mtp.{m}.embed_norm.weight": Weight(_HIDDEN),
         "mtp.{m}.embed_norm.bias": Weight(_HIDDEN, _LAYERNORM),
         "mtp.{m}.hidden_norm.weight": Weight(_HIDDEN),
@@ -339,8 +352,15 @@ VOCABULARY: Mapping[str, Weight] = MappingProxyType(
 )
 
 DOMAINS = MappingProxyType(
-    {"l": "num_layers", "e": "num_experts", "m": "num_mtp_layers", "d": "num_decoder_layers"}
+    {
+        "l": "num_layers",
+        "e": "num_experts",
+        "m": "num_mtp_layers",
+        "d": "num_decoder_layers",
+        "k": "num_mtp_inner",
+    }
 )
+_OF_MTP = tuple(name for name in dir(ModelConfig) if name.startswith("has_mtp_"))
 
 
 def indices_in(pattern: str) -> tuple[str, ...]:
@@ -363,6 +383,7 @@ class CanonicalModel:
     vocabulary: Mapping[str, Weight] = field(default_factory=lambda: VOCABULARY)
     _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     _layers: dict[int, CanonicalModel] = field(default_factory=dict, repr=False)
+    _branches: dict[int, dict[str, bool]] = field(default_factory=dict, repr=False)
 
     def at(self, index: Mapping[str, int]) -> CanonicalModel:
         """The vocabulary with the sizes of the layer `l` of an index; itself where none vary."""
@@ -391,12 +412,24 @@ class CanonicalModel:
         return self._shapes[pattern]
 
     def value(self, text: Expression, index: Mapping[str, int] | None = None) -> int:
-        """An expression's value at this configuration."""
+        """An expression's value at this configuration.
+
+        With `k` in the index, what layers of multi-token prediction have (`has_mtp_attn`) is said
+        of the layer with this number inside them.
+        """
+        if index is not None and "k" in index:
+            index = {**index, **self._inner(index["k"])}
         value: int = evaluate(text, self.config, index)
         return value
 
+    def _inner(self, number: int) -> dict[str, bool]:
+        if number not in self._branches:
+            branch = replace(self.config, mtp_kind=self.config.mtp_kind[number])
+            self._branches[number] = {name: getattr(branch, name) for name in _OF_MTP}
+        return self._branches[number]
+
     def size(self, index: str) -> int:
-        """How many values the index `l`, `e`, `m` or `d` takes."""
+        """How many values the index `l`, `e`, `m`, `d` or `k` takes."""
         if index not in DOMAINS:
             raise MappingError(
                 f"the index {index!r} is unknown", hint=f"known: {', '.join(DOMAINS)}"

@@ -55,7 +55,7 @@ def needs_hybrid(config: ModelConfig) -> bool:
     """Whether GPTModel has no such layers, and HybridModel may have them."""
     if config.parallel_layers or config.layer_sizes is not None:
         return False
-    return any(
+    return bool(config.num_mtp_inner) or any(
         MAMBA in kind or len(kind) != 2 or kind[0] not in _MIXERS or kind[1] not in _FEEDS
         for kind in kinds_of(config)
     )
@@ -97,7 +97,7 @@ def hybrid_form(config: ModelConfig) -> ModelConfig:
 def gpt_form(config: ModelConfig) -> ModelConfig:
     """The configuration with a mixer and an MLP in every layer, itself where GPTModel has none."""
     kinds = config.layer_kinds
-    if config.layer_sizes is not None:
+    if config.layer_sizes is not None or config.num_mtp_inner:
         return config
     if kinds is None or any(len(kind) != 1 for kind in kinds) or len(kinds) % 2:
         return config
@@ -142,7 +142,7 @@ def to_hybrid(config: ModelConfig) -> Callable[[str], str]:
         if match := _LAYER.fullmatch(text):
             layer, rest = int(match[2]), match[3]
             return f"{match[1]}{first[layer] + _branch(kinds[layer], rest)}.{rest}"
-        if match := _MTP.fullmatch(text):
+        if (match := _MTP.fullmatch(text)) and not config.num_mtp_inner:
             return f"{match[1]}mtp_model_layer.layers.{_branch(mtp, match[3])}.{match[3]}"
         return text.replace(*_FINAL)
 
@@ -176,7 +176,7 @@ def from_hybrid(config: ModelConfig) -> Callable[[str], str]:
                     hint="the pattern belongs to another model",
                 )
             return f"{match[1]}{layer}.{rest}"
-        if (match := _MTP.fullmatch(text)) and match[2]:
+        if (match := _MTP.fullmatch(text)) and match[2] and not config.num_mtp_inner:
             return f"{match[1]}transformer_layer.{match[3]}"
         return text.replace(_FINAL[1], _FINAL[0])
 

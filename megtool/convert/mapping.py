@@ -19,7 +19,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megtool.convert import tensor_layout as algebra
-from megtool.convert.canonical import DOMAINS, CanonicalModel, as_mtp, fill_in, indices_in
+from megtool.convert.canonical import (
+    DOMAINS,
+    CanonicalModel,
+    as_inner_mtp,
+    as_mtp,
+    fill_in,
+    indices_in,
+)
 from megtool.convert.expression import Expression, names_in
 from megtool.convert.tensor_layout import TensorLayout
 
@@ -353,6 +360,20 @@ def in_mtp(table: Table, *stored: tuple[str, str]) -> tuple[Row, ...]:
     )
 
 
+def in_inner_mtp(table: Table, *stored: tuple[str, str]) -> tuple[Row, ...]:
+    """The same for the numbered layers (`k`) inside layers of multi-token prediction."""
+    return tuple(
+        replace(
+            rewritten,
+            word=Renamed(row.word, "layers.{l}.", "mtp.{m}.layers.{k}."),
+            when=as_inner_mtp(row.when),
+        )
+        for row in table
+        if isinstance(row, Row)
+        for rewritten in in_mtp((row,), *stored)
+    )
+
+
 def in_branches(*tables: Table) -> Table:
     """The rows of layers of two branches for a model that may count every branch as a layer.
 
@@ -377,14 +398,15 @@ _COMPUTED = re.compile(r"\{([^{}]*\W[^{}]*)\}")
 def without_computed(row: Row, model: CanonicalModel) -> Iterator[Row]:
     """The row with expressions in its stored name (`{num_layers+m}`) put in: one for each `m`.
 
-    Of layers (`l`) one for each that has all tensors of the row's word.
+    Of layers (`l`, or `k` inside those of multi-token prediction) one for each that has all tensors
+    of the row's word.
     """
     if not (match := _COMPUTED.search(row.stored)):
         yield row
         return
     index = tuple(n for n in DOMAINS if n in names_in(match[1]))
     whens: list[Expression] = []
-    if "l" in index:
+    if "l" in index or "k" in index:
         whens = [row.when, *(model.vocabulary[n].when for n in word(row.word).names())]
         row = replace(row, when=True)
     for values in model.each(index):

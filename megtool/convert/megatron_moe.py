@@ -10,7 +10,7 @@ moe/{router,experts,shared_experts}.py and fsdp_dtensor_checkpoint.py of Megatro
 from __future__ import annotations
 
 from megtool.convert import megatron_compressed
-from megtool.convert.mapping import Cat, Row, Stacked, Table, in_mtp
+from megtool.convert.mapping import Cat, Row, Stacked, Table, in_inner_mtp, in_mtp
 
 _L = "decoder.layers.{l}."
 _A, _M = _L + "self_attention.", _L + "mlp."
@@ -139,9 +139,11 @@ def mtp_rows(layers: Table) -> tuple[Row, ...]:
     """Rows of the multi-token prediction layers, derived from the rows of the decoder's layers.
 
     Megatron calls the inner layer `transformer_layer` on disk, and newer releases
-    `mtp_model_layer` in memory (so in what is not `torch_dist`).
+    `mtp_model_layer` in memory (so in what is not `torch_dist`). A HybridModel may have several
+    layers inside, by number.
     """
     inner = (f"mtp.layers.{{m}}.{name}." for name in ("transformer_layer", "mtp_model_layer"))
+    numbered = "mtp.layers.{m}.mtp_model_layer.layers.{k}."
     return (
         Row("mtp.layers.{m}.enorm.weight", "mtp.{m}.embed_norm.weight"),
         Row("mtp.layers.{m}.enorm.bias", "mtp.{m}.embed_norm.bias"),
@@ -159,6 +161,7 @@ def mtp_rows(layers: Table) -> tuple[Row, ...]:
         ),
         *megatron_compressed.MTP,
         *in_mtp(layers, *((_L, name) for name in inner)),
+        *in_inner_mtp(layers, (_L, numbered)),
         Row("mtp.layers.{m}.final_layernorm.weight", "mtp.{m}.norm.weight"),
         Row("mtp.layers.{m}.final_layernorm.bias", "mtp.{m}.norm.bias"),
     )

@@ -80,13 +80,6 @@ def mixer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
         if args.get("position_embedding_type") is None:
             out["position_embedding"] = "none"
         if pattern.depths:
-            is_pair = len(pattern.mtp) == 2 and pattern.mtp[0] not in _FEEDS
-            if len(pattern.mtp) > 1 and not (is_pair and pattern.mtp[1] in _FEEDS):
-                raise MappingError(
-                    f"layers of multi-token prediction are {pattern.mtp!r}",
-                    hint="known: a mixer, an MLP or experts, or a mixer and one of these",
-                    error_id="unsupported-model",
-                )
             out["mtp_kind"] = pattern.mtp
         kinds = set(pattern.symbols + pattern.mtp)
     else:

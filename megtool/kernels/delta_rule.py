@@ -86,8 +86,14 @@ def gated_delta_steps(
     outs, states = [], []
     for n in range(value_BSNP.shape[1]):
         states.append(state_BNDP)
-        inputs = (x[:, n] for x in (query_BSKD, key_BSKD, value_BSNP, decay_BSN, beta_BSN))
-        out, state_BNDP = gated_delta_step(*inputs, state_BNDP)
+        out, state_BNDP = gated_delta_step(
+            query_BSKD[:, n],
+            key_BSKD[:, n],
+            value_BSNP[:, n],
+            decay_BSN[:, n],
+            beta_BSN[:, n],
+            state_BNDP,
+        )
         outs.append(out)
     return torch.stack(outs, 1), torch.stack(states, 1), state_BNDP
 

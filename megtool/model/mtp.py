@@ -35,11 +35,14 @@ IGNORED = -100
 def is_hybrid(config: ModelConfig) -> bool:
     """Whether some layer is not one of Megatron's GPTModel: a mixer alone, an MLP alone, Mamba.
 
-    Where sizes vary by layer, GPTModel has layers without one of their branches.
+    Where sizes vary by layer, GPTModel has layers without one of their branches. Layers of
+    multi-token prediction have numbered layers inside in a HybridModel alone.
     """
     if config.layer_sizes is not None:
         return False
-    return any(MAMBA in kind or len(kind) != 2 for kind in config.layer_kinds or ())
+    return bool(config.num_mtp_inner) or any(
+        MAMBA in kind or len(kind) != 2 for kind in config.layer_kinds or ()
+    )
 
 
 def with_mtp_layers(config: ModelConfig) -> ModelConfig:

@@ -435,9 +435,13 @@ def test_layers_of_multi_token_prediction_change_class(name: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_layers_of_multi_token_prediction_of_a_hybrid_travel(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pattern", ["*E", "M*-E"], ids=["pair", "numbered"])
+def test_layers_of_multi_token_prediction_of_a_hybrid_travel(pattern: str, tmp_path: Path) -> None:
     """Each is several layers of Hugging Face's."""
-    _, before = mtp_models.save("nemotron_h", tmp_path / "hf")
+    if pattern == "*E":
+        _, before = mtp_models.save("nemotron_h", tmp_path / "hf")
+    else:
+        _, before = mtp_models.save_numbered(tmp_path / "hf")
     at = tmp_path / "hf"
     steps: list[dict[str, Any]] = [
         {"to": "torch_dist", "tp": 2, "pp": 2, "ep": 2},
@@ -451,7 +455,10 @@ def test_layers_of_multi_token_prediction_of_a_hybrid_travel(tmp_path: Path) -> 
         reshard(at, tmp_path / f"{number}", fsync=False, strict=True, verify=True, **step)
         at = tmp_path / f"{number}"
     assert "hybrid_layer_pattern" in args_of(tmp_path / "4")
-    assert args_of(tmp_path / "4")["hybrid_layer_pattern"].endswith("/*E/*E")
+    assert args_of(tmp_path / "4")["hybrid_layer_pattern"].endswith(f"/{pattern}" * 2)
+    names = {t.name for t in open_source(tmp_path / "4").catalogue.tensors}
+    last = len(pattern) - 1
+    assert f"mtp.layers.1.mtp_model_layer.layers.{last}.mlp.router.weight" in names
     reshard(at, tmp_path / "back", to="hf", fsync=False)
     assert stored(tmp_path / "back") == before
 

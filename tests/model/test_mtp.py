@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megtool.config import ParallelConfig
+from megtool.convert.canonical import CanonicalModel
 from megtool.errors import LayoutError, MappingError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
@@ -150,6 +152,53 @@ def test_further_layers_are_numbered_on() -> None:
     config = ModelConfig(**SIZES)
     assert with_mtp_layers(with_mtp_layers(config)) is not None
     assert "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight" in Decoder(config).state_dict()
+
+
+_MIXERS: dict[str, Any] = {
+    "mamba_num_heads": 2,
+    "mamba_head_dim": 8,
+    "mamba_num_groups": 1,
+    "mamba_state_dim": 8,
+    "mamba_conv_kernel": 4,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel": 4,
+}
+
+
+@pytest.mark.parametrize("pattern", ["M*-", "*-*-", "E*", "GG"])
+def test_layers_inside_are_numbered_in_a_hybrid(pattern: str) -> None:
+    """They compute what the same layers do in a decoder, and all of them are trained."""
+    sizes = SIZES | {"num_experts": 2, "num_experts_per_token": 1, "moe_ffn_hidden_size": 8}
+    sizes |= _MIXERS | {"layer_kinds": ("*", "-")}
+    config = ModelConfig(**sizes, mtp_kind=pattern)
+    decoder = seeded(config)
+    assert decoder.mtp is not None
+    inner = [
+        name.split(".")[5]
+        for name in decoder.state_dict()
+        if name.startswith("mtp.layers.1.mtp_model_layer.layers.")
+    ]
+    assert sorted(set(inner)) == [str(k) for k in range(len(pattern))]
+    alone = sizes | {"num_layers": len(pattern), "layer_kinds": tuple(pattern), "num_mtp_layers": 0}
+    like = seeded(ModelConfig(**alone))
+    for depth in range(2):
+        layer = decoder.mtp.layer(depth)
+        state = layer.mtp_model_layer.state_dict()
+        like.decoder.load_state_dict(state, strict=False)
+        batch = Batch(tokens_BS=torch.arange(8)[None])
+        x_TH, embedded_TH = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(depth))
+        both = torch.cat((layer.enorm(embedded_TH), layer.hnorm(x_TH)), -1)
+        want = layer.final_layernorm(like.run(layer.eh_proj(both), like.frame(batch)))
+        got = layer(x_TH, embedded_TH, decoder.frame(batch))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert decoder_runs(config)
+    model = CanonicalModel(config)
+    names = [n for pattern in model.vocabulary for n in model.names(pattern)]
+    assert len([n for n in names if n.startswith("mtp.1.layers.0.")]) > 2
+    assert not [n for n in names if n.startswith(("mtp.1.attn", "mtp.1.mlp", "mtp.1.mamba"))]
 
 
 def decoder_runs(config: ModelConfig) -> bool:

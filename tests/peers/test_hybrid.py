@@ -101,6 +101,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "tensor parallel": {"pattern": "*-ME/M-/M-", "layout": {"tp": 2}},
     "experts": {"pattern": "M-*E/*E", "layout": {"ep": 2}},
     "tied": {"pattern": "*EG-/*-", "layout": {}, "tied": True},
+    "several layers inside": {"pattern": "M-*E/G*-ME*/G*-ME*", "layout": {"tp": 2}},
 }
 Run = tuple[Path, dict[str, Any]]
 

@@ -122,6 +122,23 @@ def nemotron_h(folder: Path) -> tuple[Any, str]:
     return model, "nemotron_h"
 
 
+def save_numbered(folder: Path) -> tuple[Any, Stored]:
+    """A Nemotron-H, each of whose two further layers has four inside: M*-E."""
+    model = moe_cases.save(moe_cases.FIRST["nemotron_h"], folder)
+    for k, (like, names) in enumerate(
+        (
+            (0, ("enorm", "hnorm", "eh_proj")),
+            (2, ()),
+            (3, ()),
+            (1, ("final_layernorm",)),
+        )
+    ):
+        add_layers(folder, f"backbone.layers.{like}.", "mtp.layers.{}.", k, names, 4)
+    kinds = ["linear_attention", "full_attention", "mlp", "moe"]
+    moe_cases.change_config(folder, mtp_layers_block_type=kinds)
+    return model, stored_tensors(folder)
+
+
 FAMILIES: dict[str, Callable[[Path], tuple[Any, str]]] = {
     f.__name__: f
     for f in (
