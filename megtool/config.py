@@ -27,6 +27,10 @@ class ParallelConfig:
     Megatron's own words: `Et*3|(tt|)*29m|L` (see `megtool.parallel.pipeline_split`, which
     knows what divides which number of layers).
 
+    Of a model of an encoder and a decoder (T5) the first `encoder_pp` stages have the encoder's
+    layers, and the others the decoder's, each evenly; 0 where one stage has both, and of any other
+    model.
+
     Raises:
         LayoutError: an axis is no positive integer, the experts' ranks do not fit, or two ways of
             splitting layers are mixed.
@@ -44,11 +48,12 @@ class ParallelConfig:
     account_for_embedding: bool = False
     account_for_loss: bool = False
     pipeline_layout: str | None = None
+    encoder_pp: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "ep", "cp"):
             self._check(name, 1)
-        for name in ("vpp", "etp", "dp"):
+        for name in ("vpp", "etp", "dp", "encoder_pp"):
             self._check(name, 0)
         if not self.etp:
             object.__setattr__(self, "etp", self.tp)
@@ -65,6 +70,7 @@ class ParallelConfig:
                 hint=f"dp has to be a multiple of {least}: the nearest is {near}",
             )
         self._check_split()
+        self._check_stacks()
         if self.vpp > 1 and self.pp == 1:
             raise LayoutError(
                 f"vpp is {self.vpp}, but pp is 1",
@@ -111,6 +117,24 @@ class ParallelConfig:
             object.__setattr__(self, "vpp", chunks // self.pp)
         object.__setattr__(self, "vpp", self.vpp or 1)
 
+    def _check_stacks(self) -> None:
+        """An encoder leaves stages to its decoder, and both are split evenly."""
+        if not self.encoder_pp:
+            return
+        if self.encoder_pp >= self.pp:
+            raise LayoutError(
+                f"encoder_pp is {self.encoder_pp}, and pp is {self.pp}",
+                hint="pp counts all stages, and the decoder has at least the last one",
+            )
+        names = ("first_stage_layers", "last_stage_layers", "account_for_embedding")
+        others = [n for n in (*names, "account_for_loss", "pipeline_layout") if self._has(n)]
+        others += ["vpp"] if self.vpp > 1 else []
+        if others:
+            raise LayoutError(
+                f"encoder_pp and {others[0]} exclude each other",
+                hint="an encoder and its decoder are split evenly, without virtual stages",
+            )
+
     def _has(self, name: str) -> bool:
         value = getattr(self, name)
         return value is not None and value is not False
@@ -153,6 +177,7 @@ class LayoutOptions(Options):
         "Layers of every stage in Megatron's notation, such as Et*3|(tt|)*29m|L.",
         metavar="TEXT",
     )
+    encoder_pp: int | None = layout_size("encoder_pp", minimum=0)
 
     def explicit(self) -> dict[str, Any]:
         """The fields that are given, as keywords of `ParallelConfig`."""

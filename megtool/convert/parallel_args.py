@@ -29,7 +29,10 @@ _ACCOUNTS = {
     "account_for_loss": "account_for_loss_in_pipeline_split",
 }
 _LAYOUT = "pipeline_model_parallel_layout"
-OWN_SPLIT = (*_OUTER, *_ACCOUNTS, "pipeline_layout")
+# Releases 0.8 to 0.13 had stages of an encoder, besides which `pp` counted the decoder's. Before,
+# `pp` counted all, and the other arg said which was the decoder's first.
+_ENCODER, _SPLIT_RANK = "encoder_pipeline_model_parallel_size", "pipeline_model_parallel_split_rank"
+OWN_SPLIT = (*_OUTER, *_ACCOUNTS, "pipeline_layout", "encoder_pp")
 """Fields that split a certain number of layers."""
 
 _SPLIT = ("vpp", *OWN_SPLIT)
@@ -53,6 +56,9 @@ def layout_args(parallel: ParallelConfig, num_layers: int | None = None) -> dict
     each = ((num_layers or 0) + counted) // (p.pp * p.vpp)
     return {
         **{name: getattr(p, axis) for axis, name in _AXES.items()},
+        _AXES["pp"]: p.pp - p.encoder_pp,
+        _ENCODER: p.encoder_pp,
+        _SPLIT_RANK: None,
         _AXES["vpp"]: p.vpp if p.vpp > 1 else None,
         "num_layers_per_virtual_pipeline_stage": each if by_layers else None,
         "num_virtual_stages_per_pipeline_rank": p.vpp if is_virtual and not by_layers else None,
@@ -75,6 +81,13 @@ def layout_fields(args: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             out[field] = value
     out |= {field: True for field, name in _ACCOUNTS.items() if args.get(name) is True}
+    for name in (_ENCODER, _SPLIT_RANK):
+        value = args.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            out["encoder_pp"] = value
+            if name == _ENCODER:
+                out["pp"] = out.get("pp", 1) + value
+            break
     explicit = _explicit(args.get(_LAYOUT))
     if explicit is not None:
         out["pipeline_layout"] = explicit

@@ -6,6 +6,7 @@ legacy `mp_rank_*` folders. Both are read and written through this one list.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from megtool.convert.sharding import (
     is_tower,
     rule_of,
     stages_of,
+    with_decoder,
 )
 from megtool.errors import LayoutError
 from megtool.model_config import ModelConfig
@@ -29,6 +31,8 @@ from megtool.tensors.box import numel
 from megtool.tensors.sharded import GlobalTensor
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+# What the encoder's first stage has of an embedding, the decoder's has too; what all stages have.
+_EMBEDDINGS, EVERYWHERE = "embedding.", re.compile(r"(?:encoder|decoder)_relative_pos_emb\.")
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -89,7 +93,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Homes:
-    """Which stages and chunks hold a tensor."""
+    """Which stages and chunks hold a tensor; `chunks` of layers, none where there is one only."""
 
     stages: Stages
     chunks: Sequence[int]
@@ -103,11 +107,17 @@ class Homes:
         An embedding has a copy where the output layer shares it, or where multi-token prediction
         needs it (then the copy serves both).
         """
-        if self.parallel.pp == 1 and key.startswith(("encoder.", "decoder.layers.")):
-            return [(0, 0, "")]  # an encoder may have more layers than its decoder, or fewer
         if layer >= 0:
-            return [(int(self.stages.of_layer[layer]), self.chunks[layer], "")]
-        stage = self.stages.of_place[rule.place]
+            chunk = self.chunks[layer] if self.chunks else 0
+            return [(int(self.stages.of_layers(key)[layer]), chunk, "")]
+        stage, second = self.stages.of_place[rule.place], self.parallel.encoder_pp
+        if second and EVERYWHERE.match(key):
+            return [(n, 0, "") for n in range(self.parallel.pp)]
+        if second and key.startswith(_EMBEDDINGS):
+            ends = [(0, 0, ""), (second, 0, "")]
+            if self.tied and key == EMBEDDING and second < self.parallel.pp - 1:
+                ends.append((self.parallel.pp - 1, 0, OUTPUT))
+            return ends
         if rule.place != "first":
             return [(stage, self.stages.chunk_of_place[rule.place], "")]
         homes = [(stage, 0, "")]
@@ -134,14 +144,16 @@ def rank_parameters(
     Raises:
         LayoutError: the layout does not divide the model, or a tensor is of another model.
     """
+    config = with_decoder(config, tensors)
     check_layout(config, parallel)
     tensors = joined(tensors)
     keys = [split_state(t.name)[2] for t in tensors]
     glu = Glu(tensors, keys, config.gated)
     pipeline = Pipeline.of(parallel)
+    second = config.num_decoder_layers
     homes = Homes(
-        stages_of(keys, config.num_layers, pipeline),
-        pipeline.chunk_of_layer(config.num_layers).tolist(),
+        stages_of(keys, config.num_layers, parallel, second),
+        [] if second else pipeline.chunk_of_layer(config.num_layers).tolist(),
         parallel,
         config.tied_embeddings,
         any(key.startswith("mtp.") for key in keys),

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megtool.config import ParallelConfig
-from megtool.convert.megatron import split_state
+from megtool.convert.megatron import is_encoder_decoder, split_state
 from megtool.convert.nested import TOWERS
 from megtool.convert.sections import has_parts, section_rows
 from megtool.errors import LayoutError
 from megtool.model_config import ModelConfig
 from megtool.parallel.mesh import Mesh
-from megtool.parallel.pipeline_split import Pipeline, divisors, near
+from megtool.parallel.pipeline_split import Pipeline, divisors, near, split_stacks
 from megtool.tensors.box import Boxes, Ints
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
@@ -112,7 +112,7 @@ _MTP = re.compile(r"mtp\.layers\.(\d+)\.")
 _PLACES = (
     ("decoder.final_", "norm"),
     ("decoder.hc_head_", "norm"),
-    ("encoder.final_", "last"),
+    ("encoder.final_", "encoder"),
     ("output_layer.", "last"),
     ("lm_head.", "last"),
     ("binary_head.", "last"),
@@ -193,21 +193,27 @@ def shard(
     """
     keys = [split_state(t.name)[2] for t in tensors]
     if config is not None:
+        config = with_decoder(config, tensors)
         check_layout(config, parallel)
     fused = Glu(tensors, keys, config.gated if gated is None and config else gated)
     rules = [rule_of(key, fused(key), config) for key in keys]
+    named = list(zip(tensors, rules, keys, strict=True))
     num_layers, num_experts = _counts(tensors, rules)
     if not any(r.tp_dim or r.has_layer_axis or r.layer >= 0 for r in rules):
         _refuse_unknown(tensors, parallel)
     if config is not None:  # a selection of tensors may lack the last layers
         num_layers = max(num_layers, config.num_layers)
-    stages = stages_of(keys, num_layers, Pipeline.of(parallel))
+    if config is not None and config.num_decoder_layers:
+        num_layers, num_decoder_layers = config.num_layers, config.num_decoder_layers
+    elif num_decoder_layers := _decoder_layers(tensors):
+        num_layers, _ = _counts(
+            *zip(*((t, r) for t, r, k in named if k.startswith("encoder.")), strict=True)
+        )
+    stages = stages_of(keys, num_layers, parallel, num_decoder_layers)
     if num_experts and num_experts % parallel.ep:
         raise _indivisible("ep", parallel.ep, f"{num_experts} experts", divisors(num_experts))
     ndim = widest(tensors)
-    parts = [
-        _cut(t, r, parallel, stages, num_experts, ndim) for t, r in zip(tensors, rules, strict=True)
-    ]
+    parts = [_cut(t, key, rule, parallel, stages, num_experts, ndim) for t, rule, key in named]
     counts = np.array([len(p.tp) for p in parts], np.int64)
     tensor = np.repeat(np.arange(len(tensors), dtype=np.int32), counts)
     boxes = Boxes(_joined([p.lo for p in parts], ndim), _joined([p.hi for p in parts], ndim))
@@ -231,11 +237,6 @@ def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
         LayoutError: naming the axis, what it does not divide, and the sizes that work.
     """
     tp = parallel.tp
-    if config.num_decoder_layers and parallel.pp > 1:
-        raise LayoutError(
-            f"pp={parallel.pp}: an encoder and a decoder (T5) do not share stages",
-            hint="--tp splits such a model",
-        )
     fits = [n for n in divisors(config.num_heads) if not _tp_fault(config, n)]
     if fault := _tp_fault(config, tp):
         raise _indivisible("tp", tp, fault, fits)
@@ -248,7 +249,58 @@ def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
             raise _indivisible("etp", parallel.etp, quantity, divisors(config.moe_ffn_hidden_size))
     elif parallel.ep > 1:
         raise LayoutError(f"ep={parallel.ep}, but the model has no experts", hint="omit --ep")
+    if config.num_decoder_layers:
+        split_stacks(parallel, config.num_layers, config.num_decoder_layers)
+        return
+    check_one_stack(parallel)
     Pipeline.of(parallel).sizes(config.num_layers)
+
+
+def with_decoder(config: ModelConfig, tensors: Sequence[GlobalTensor]) -> ModelConfig:
+    """The configuration, with the number of a decoder's layers where only the names of tensors say
+    that there is a decoder beside an encoder, as those of Megatron's own T5 do."""
+    if config.num_decoder_layers or not (number := _decoder_layers(tensors)):
+        return config
+    return replace(config, num_decoder_layers=number)
+
+
+def _decoder_layers(tensors: Sequence[GlobalTensor]) -> int:
+    """How many layers the decoder has that attends to an encoder; 0 where there is none."""
+    keys = [split_state(t.name)[2] for t in tensors]
+    if not is_encoder_decoder(keys):
+        return 0
+    own = [
+        (t, rule_of(k, False))
+        for t, k in zip(tensors, keys, strict=True)
+        if k.startswith("decoder.")
+    ]
+    return _counts([t for t, _ in own], [rule for _, rule in own])[0]
+
+
+def check_one_stack(parallel: ParallelConfig) -> None:
+    """Refuse stages of an encoder for a model that has none beside a decoder.
+
+    Raises:
+        LayoutError: there are some.
+    """
+    if parallel.encoder_pp:
+        raise LayoutError(
+            f"encoder_pp is {parallel.encoder_pp}, and the model is not an encoder and a decoder",
+            hint="omit --encoder-pp",
+        )
+
+
+def layers_of_stage(
+    config: ModelConfig, parallel: ParallelConfig, stage: int, chunk: int = 0
+) -> range:
+    """The layers of a chunk of a stage, which are an encoder's or its decoder's.
+
+    Where one stage has both, as many as the larger one has. Raises: see `Pipeline.sizes`.
+    """
+    if not config.num_decoder_layers:
+        return Pipeline.of(parallel).layers_of(config.num_layers, stage, chunk)
+    encoder, decoder = split_stacks(parallel, config.num_layers, config.num_decoder_layers)
+    return max(encoder[stage], decoder[stage], key=len)
 
 
 _MIXER_HEADS = (
@@ -306,6 +358,7 @@ class _Cut:
 
 def _cut(
     t: GlobalTensor,
+    key: str,
     rule: ShardingRule,
     parallel: ParallelConfig,
     stages: Stages,
@@ -338,9 +391,9 @@ def _cut(
         hi[:, d] = lo[:, d] + size // pieces
     zeros = np.zeros(n, np.int64)
     if rule.has_layer_axis:
-        stage = stages.of_layer[coordinates[0]]
+        stage = stages.of_layers(key)[coordinates[0]]
     elif rule.layer >= 0:
-        stage = zeros + stages.of_layer[rule.layer]
+        stage = zeros + stages.of_layers(key)[rule.layer]
     else:
         stage = zeros + stages.of_place[rule.place]
     ep = zeros
@@ -461,20 +514,34 @@ class Stages:
     """The pipeline stage of each part of the model.
 
     The stage of every layer, int64 `[num_layers]`, and by name those of the places outside of
-    layers (`ShardingRule.place`), with the virtual chunk of each.
+    layers (`ShardingRule.place`), with the virtual chunk of each. In a model of an encoder and a
+    decoder `of_layer` are the decoder's, and `of_encoder` the encoder's.
     """
 
     of_layer: Ints
     of_place: Mapping[str, int]
     chunk_of_place: Mapping[str, int]
+    of_encoder: Ints | None = None
+
+    def of_layers(self, key: str) -> Ints:
+        """The stage of every layer of the stack that a key is of."""
+        if self.of_encoder is not None and key.startswith("encoder."):
+            return self.of_encoder
+        return self.of_layer
 
 
-def stages_of(keys: Sequence[str], num_layers: int, pipeline: Pipeline) -> Stages:
+def stages_of(
+    keys: Sequence[str], num_layers: int, parallel: ParallelConfig, num_decoder_layers: int = 0
+) -> Stages:
     """The stages of a model's layers, and of the places outside of them.
 
     Raises:
         LayoutError: the pipeline does not take so many layers.
     """
+    if num_decoder_layers:
+        return _stages_of_stacks(num_layers, parallel, num_decoder_layers)
+    check_one_stack(parallel)
+    pipeline = Pipeline.of(parallel)
     has_mtp = any(key.startswith("mtp.") for key in keys)
     num_mtp = len({m[1] for key in keys if (m := _MTP.match(key))})
     if pipeline.layout is not None and num_layers and num_mtp != pipeline.num_mtp:
@@ -489,9 +556,21 @@ def stages_of(keys: Sequence[str], num_layers: int, pipeline: Pipeline) -> Stage
         "norm": pipeline.norm(num_layers, has_mtp=has_mtp),
         "mtp": pipeline.mtp,
         "last": pipeline.loss,
+        "encoder": pipeline.loss,
     }
     stages = {place: stage for place, (stage, _) in homes.items()}
     return Stages(layers, stages, {place: chunk for place, (_, chunk) in homes.items()})
+
+
+def _stages_of_stacks(num_layers: int, parallel: ParallelConfig, num_decoder_layers: int) -> Stages:
+    """As `stages_of`, of an encoder's layers and its decoder's."""
+    stacks = split_stacks(parallel, num_layers, num_decoder_layers)
+    of_encoder, of_layer = (
+        np.repeat(np.arange(len(stack)), [len(layers) for layers in stack]) for stack in stacks
+    )
+    places = {place: parallel.pp - 1 for place in ("norm", "mtp", "last")}
+    places |= {"first": 0, "encoder": max(parallel.encoder_pp, 1) - 1}
+    return Stages(of_layer, places, dict.fromkeys(places, 0), of_encoder)
 
 
 def _refuse_unknown(tensors: Sequence[GlobalTensor], parallel: ParallelConfig) -> None:

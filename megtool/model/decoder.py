@@ -46,13 +46,16 @@ class Stage:
 
     The stage with the head of a model with tied embeddings, or with layers of multi-token
     prediction, holds the embedding for it. The final norm is where the last layer is: `norm` says
-    where that is not the stage with the head.
+    where that is not the stage with the head. `encoder_layers` are those of an encoder beside a
+    decoder, and behind the last one is its norm, where `encoder_norm` says so.
     """
 
     layers: tuple[int, ...]
     embedding: bool = True
     head: bool = True
     norm: bool | None = None
+    encoder_layers: tuple[int, ...] = ()
+    encoder_norm: bool = False
 
     @property
     def has_norm(self) -> bool:
@@ -463,6 +466,33 @@ class Decoder(nn.Module):
             _require_values(self.embedding.word_embeddings.weight)
         frame.layer_inputs = self.embedding.layer_inputs(tokens_BS, x_TH)
         return x_TH if frame.draws is None else frame.draws.embedded(x_TH)
+
+    def advance(self, batch: Batch, frame: ForwardContext, *rows: Tensor) -> tuple[Tensor, ...]:
+        """A stage's part of a pass: what the previous one sent in, and what it sends out.
+
+        They are the residual, x_TH, or behind the last stage the states after the final norm.
+        """
+        x_TH = rows[0] if rows else self.embed(batch, frame)
+        return (self.finish(self.run(x_TH, frame)),)
+
+    def received(self, batch: Batch) -> tuple[int, ...]:
+        """How many rows each of the tensors has that `advance` gets for a batch. Raises: see
+        `rows_of`."""
+        return () if self.stage.embedding else self.sent(batch)
+
+    def sent(self, batch: Batch) -> tuple[int, ...]:
+        """How many rows each of the tensors has that `advance` gives back."""
+        return (self.rows_of(batch.tokens_BS),)
+
+    def rows_of(self, tokens_BS: Tensor) -> int:
+        """How many rows of this rank tokens are.
+
+        Raises:
+            LayoutError: sequence or context parallelism does not divide them.
+        """
+        (num, tokens), cp = tokens_BS.shape, self.groups.cp.size
+        tokens = num * (tokens if cp == 1 else 2 * chunk_size(tokens, cp))
+        return rows_of_rank(tokens, self.groups.tp.size, cp) if self.sequence_parallel else tokens
 
     def run(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """The residual behind this stage's layers."""

@@ -11,16 +11,18 @@ from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.model.batch import Batch, check_ids
 from megtool.model.cache import KeySpan, KVCache
 from megtool.model.cross_attention import CrossLayer
-from megtool.model.decoder import VOCAB_MULTIPLE, Block, Decoder, rows_of_rank
+from megtool.model.decoder import VOCAB_MULTIPLE, Block, Decoder, Stage
 from megtool.model.dropout import Draws
 from megtool.model.forward_context import ForwardContext
 from megtool.model.layer import TransformerLayer
 from megtool.model.masks import Mask, Masks
 from megtool.model.norm import NormLayer, NormSpec
+from megtool.model.param_attributes import mark
 from megtool.model.relative_bias import RelativeBias, biased_masks
 from megtool.model.rotary import Rotary
 from megtool.model.source_cache import EncodedSource
 from megtool.model_config import ModelConfig
+from megtool.parallel.pipeline_split import split_stacks
 from megtool.parallel.process_groups import ProcessGroups
 
 
@@ -42,8 +44,12 @@ class EncoderDecoder(Decoder):
     Both stacks share the embedding; each has its relative position biases. Of `config`, the
     decoder's, `num_layers` counts the decoder's layers; `encoder_config` is that of the encoder.
 
+    A pipeline stage has layers of one stack (see `stack_stage`). The encoder's send its rows, and
+    the decoder's, up to the last one, send them on with theirs. The first stage of each has the
+    embedding, and every stage both position biases.
+
     Raises:
-        LayoutError: sizes do not go evenly over the ranks, or there are pipeline stages.
+        LayoutError: sizes do not go evenly over the ranks, or there is context parallelism.
         MappingError: the configuration asks for something unknown.
     """
 
@@ -57,23 +63,25 @@ class EncoderDecoder(Decoder):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "meta",
         sequence_parallel: bool = False,
+        stage: Stage | None = None,
         vocab_multiple: int = VOCAB_MULTIPLE,
     ) -> None:
         check_stacks(config)
+        stage = stack_stage(config, ProcessGroups.alone()) if stage is None else stage
         super().__init__(
             decoder_config(config),
             groups,
             dtype=dtype,
             device=device,
             sequence_parallel=sequence_parallel,
+            stage=stage,
             vocab_multiple=vocab_multiple,
         )
-        if self.groups.pp.size > 1 or self.groups.cp.size > 1:
-            axis = "pp" if self.groups.pp.size > 1 else "cp"
+        if self.groups.cp.size > 1:
             raise LayoutError(
-                f"{axis} is {getattr(self.groups, axis).size}, and a model of an encoder and a "
-                "decoder has no such parts",
-                hint="--tp splits it; megatron-core dropped pipelines of encoders and decoders",
+                f"cp is {self.groups.cp.size}, and a model of an encoder and a decoder has no "
+                "such parts",
+                hint="--tp and --pp split it",
             )
         own = self.encoder_config = encoder_config(config)
         self.encoder_rotary = Rotary(own, dtype=dtype)
@@ -82,16 +90,61 @@ class EncoderDecoder(Decoder):
             str(number): TransformerLayer(
                 own, number, self.groups, sequence_parallel=partial, dtype=dtype, device=device
             )
-            for number in range(own.num_layers)
+            for number in stage.encoder_layers
         }
         norm = NormLayer(
             NormSpec.of(own), own.hidden_size, partial=partial, dtype=dtype, device=device
         )
-        self.encoder = Block(layers, norm)
+        self.encoder = Block(layers, norm if stage.encoder_norm else None)
         self.encoder_relative_pos_emb = RelativeBias(own, self.groups, dtype=dtype, device=device)
         self.decoder_relative_pos_emb = RelativeBias(
             self.config, self.groups, dtype=dtype, device=device
         )
+        pp = self.groups.pp
+        if self.embedding is not None and pp.size > 1:
+            mark(
+                self.embedding.word_embeddings.weight,
+                split_dim=0,
+                tied=True,
+                copy=not pp.is_first,
+                over="ends" if config.tied_embeddings else "inputs",
+            )
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether this stage has layers of the encoder, and none of the decoder."""
+        return self.groups.pp.rank < self.groups.parallel.encoder_pp
+
+    def received(self, batch: Batch) -> tuple[int, ...]:
+        """As of a decoder; behind the first stage also rows of the source, last, where a batch has
+        it."""
+        is_first = self.groups.pp.is_first
+        own = () if self.is_encoder or self.stage.embedding else super().sent(batch)
+        return own if is_first or batch.source_BE is None else (*own, self.rows_of(batch.source_BE))
+
+    def sent(self, batch: Batch) -> tuple[int, ...]:
+        """As of a decoder; the source's rows, last, are needed up to the last stage."""
+        own = () if self.is_encoder else super().sent(batch)
+        if self.stage.head or batch.source_BE is None:
+            return own
+        return (*own, self.rows_of(batch.source_BE))
+
+    def advance(self, batch: Batch, frame: ForwardContext, *rows: Tensor) -> tuple[Tensor, ...]:
+        """As of a decoder; see `received` and `sent`."""
+        source_BE = batch.source_BE
+        if self.groups.pp.size == 1:
+            return super().advance(batch, frame)
+        if self.is_encoder:
+            if source_BE is None:
+                return ()
+            return (self.encode(source_BE, batch.source_valid_BE, *rows),)
+        states_EH = None if source_BE is None else rows[-1]
+        self.look_up(batch, frame, states_EH)
+        x_TH = super().embed(batch, frame) if self.stage.embedding else rows[0]
+        x_TH = self.finish(self.run(x_TH, frame))
+        if self.stage.head or states_EH is None:
+            return (x_TH,)
+        return x_TH, states_EH.view_as(states_EH)  # an output of its own, with its own gradient
 
     def frame(self, batch: Batch, cache: KVCache | None = None) -> ForwardContext:
         """As of a decoder alone; its masks get their biases, and `source` is set, by `embed`.
@@ -106,8 +159,7 @@ class EncoderDecoder(Decoder):
                 raise UsageError("the batch has no source for the encoder to read")
         else:
             check_ids(batch.source_BE, self.config.vocab_size, "the source")
-            if self.sequence_parallel:
-                rows_of_rank(batch.source_BE.numel(), self.groups.tp.size)
+            self.rows_of(batch.source_BE)
         if cache is not None:
             frame.source = EncodedSource(num_tokens=0, mask=Mask(), cache=cache.sources)
         return frame
@@ -115,6 +167,14 @@ class EncoderDecoder(Decoder):
     def embed(self, batch: Batch, frame: ForwardContext) -> Tensor:
         """The decoder's first residual, x_TH, after the encoder has read the sources."""
         x_TH = super().embed(batch, frame)
+        source_BE = batch.source_BE
+        read = None if source_BE is None else self.encode(source_BE, batch.source_valid_BE)
+        self.look_up(batch, frame, read)
+        return x_TH
+
+    def look_up(self, batch: Batch, frame: ForwardContext, states_EH: Tensor | None) -> None:
+        """Set in a pass what the decoder's layers attend to: biases, and the encoder's states, or,
+        where there are none, what the cache has of them."""
         masks = frame.masks[0]
         frame.masks = biased_masks(self.decoder_relative_pos_emb, masks, self.groups.cp)
         cache = None if frame.source is None else frame.source.cache
@@ -126,16 +186,20 @@ class EncoderDecoder(Decoder):
             frame.source = EncodedSource(
                 num_tokens=width,
                 mask=Mask(allowed=None if valid_BE is None else valid_BE[:, None, None]),
-                states_EH=self.encode(source_BE, valid_BE),
+                states_EH=states_EH,
                 cache=cache,
             )
         elif cache is not None:
             frame.source = EncodedSource(num_tokens=cache.width, mask=cache.mask(), cache=cache)
-        return x_TH
 
-    def encode(self, source_BE: Tensor, valid_BE: Tensor | None = None) -> Tensor:
-        """The encoder's output for tokens, as rows (with sequence parallelism this rank's);
-        `valid_BE` is false for padding."""
+    def encode(
+        self, source_BE: Tensor, valid_BE: Tensor | None = None, x_TH: Tensor | None = None
+    ) -> Tensor:
+        """The encoder's output for tokens, as rows (with sequence parallelism this rank's).
+
+        `valid_BE` is false for padding. Of a stage it is that of its layers, and `x_TH` the
+        previous stage's.
+        """
         places = torch.arange(source_BE.shape[1], device=source_BE.device)[None]
         span = KeySpan.fresh(Batch(tokens_BS=source_BE, positions_BS=places, valid_BS=valid_BE))
         masks = Masks(self.encoder_config, span)
@@ -149,10 +213,28 @@ class EncoderDecoder(Decoder):
             if self.training
             else None,
         )
-        x_TH = self.embed_tokens(source_BE, frame)
+        x_TH = self.embed_tokens(source_BE, frame) if x_TH is None else x_TH
         for layer in self.encoder.layers.values():
             x_TH = layer(x_TH, frame)
         return x_TH if self.encoder.norm is None else self.encoder.norm(x_TH)
+
+
+def stack_stage(config: ModelConfig, groups: ProcessGroups) -> Stage:
+    """What a rank's pipeline stage has of both stacks.
+
+    Raises:
+        LayoutError: see `split_stacks`.
+    """
+    pp, second = groups.pp, groups.parallel.encoder_pp
+    stacks = split_stacks(groups.parallel, config.num_layers, config.num_decoder_layers)
+    encoder, decoder = (tuple(stack[pp.rank]) for stack in stacks)
+    return Stage(
+        layers=decoder,
+        embedding=pp.rank in (0, second),
+        head=pp.is_last,
+        encoder_layers=encoder,
+        encoder_norm=pp.rank == max(second, 1) - 1,
+    )
 
 
 def check_stacks(config: ModelConfig) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megtool.parallel.collectives import all_sum
-from megtool.parallel.process_groups import Group, ProcessGroups
+from megtool.parallel.process_groups import SHARING_STAGES, Group, ProcessGroups
 
 
 def mark(
@@ -19,6 +19,7 @@ def mark(
     expert: bool = False,
     tied: bool = False,
     copy: bool = False,
+    over: str = "ends",
 ) -> nn.Parameter:
     """Set on a parameter, in Megatron's terms, how its gradient is reduced. Returns it.
 
@@ -28,7 +29,8 @@ def mark(
     tokens (sequence parallelism) or heads (norms of queries and keys); `finish_gradients` adds
     them up (`sequence_parallel`). `expert`: replicas are those of `expert_dp` (`allreduce` is
     False). `tied`: the first and the last stage both hold it and use it, so gradients are added up
-    over both (`shared_embedding`); `copy`: it is the last stage's (`shared`), norms skip it.
+    over both (`shared_embedding`); `copy`: it is the last stage's (`shared`), norms skip it. Other
+    stages hold it in a model with an encoder: `over` is their group (`stages_summed`).
     """
     facts = {
         "tensor_model_parallel": split_dim is not None,
@@ -37,6 +39,7 @@ def mark(
         "allreduce": not expert,
         "shared_embedding": tied,
         "shared": copy,
+        "stages_summed": over if tied else "",
     }
     for name, value in facts.items():
         setattr(parameter, name, value)
@@ -61,14 +64,15 @@ def is_marked(parameter: nn.Parameter, fact: str) -> bool:
 def finish_gradients(module: nn.Module, groups: ProcessGroups) -> None:
     """Reduce the gradients of one replica, in place, after its last backward pass.
 
-    Adds up over tp what `mark(partial=True)` names, and over the first and the last stage what
-    both hold of tied embeddings (`mark(tied=True)`). One collective for each dtype.
+    Adds up over tp what `mark(partial=True)` names, and over the stages that hold the same what
+    each does (`mark(tied=True)`). One collective for each dtype.
     Replicas are another matter: `sum_over_replicas`. Every rank of the groups has to call this.
     """
     partial = [p for p in module.parameters() if is_marked(p, "sequence_parallel")]
     _sum(partial, groups.tp)
-    tied = [p for p in module.parameters() if is_marked(p, "shared_embedding")]
-    _sum(tied, groups.ends)
+    for over in SHARING_STAGES:
+        shared = [p for p in module.parameters() if getattr(p, "stages_summed", "") == over]
+        _sum(shared, getattr(groups, over))
 
 
 def sum_over_replicas(module: nn.Module, groups: ProcessGroups) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,12 @@ from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
 from megtool.model.batch import Batch
 from megtool.model.cache import KVCache
-from megtool.model.decoder import Decoder, Stage, rows_of_rank
-from megtool.model.encoder_decoder import EncoderDecoder
+from megtool.model.decoder import Decoder, Stage
+from megtool.model.encoder_decoder import EncoderDecoder, stack_stage
 from megtool.model.forward_context import ForwardContext
 from megtool.model.param_attributes import mark
 from megtool.model_config import ModelConfig
-from megtool.parallel.context_parallel import chunk_size, own_tokens
+from megtool.parallel.context_parallel import own_tokens
 from megtool.parallel.pipeline_split import Pipeline, divisors, near
 from megtool.parallel.process_groups import ProcessGroups
 
@@ -29,14 +29,14 @@ Stages = Decoder | Sequence[Decoder]
 def build_stages(config: ModelConfig, groups: ProcessGroups, **options: Any) -> list[Decoder]:
     """The virtual chunks of this rank's stage, split as Megatron splits them; `how` is Decoder's.
 
-    A model of an encoder and a decoder is one `EncoderDecoder`.
+    Of a model of an encoder and a decoder it is one `EncoderDecoder`.
 
     Raises:
         LayoutError: the layers do not go over the stages; the hint holds splits that do. Or layers
             of multi-token prediction are apart from the output layer.
     """
     if config.num_decoder_layers:
-        return [EncoderDecoder(config, groups, **options)]
+        return [EncoderDecoder(config, groups, stage=stack_stage(config, groups), **options)]
     split, stage = Pipeline.of(groups.parallel), groups.pp.rank
     check_mtp_stage(config, groups.parallel)
     norm = split.norm(config.num_layers, has_mtp=config.num_mtp_layers > 0)
@@ -140,21 +140,20 @@ def stream_hidden(
     try:
         for batch in batches:
             frame = first.frame(batch, cache)
-            x_TH = torch.empty(0)
+            rows: tuple[Tensor, ...] = ()
             for decoder in chunks:
-                if decoder.stage.embedding:
-                    x_TH = decoder.embed(batch, frame)
-                elif pp.handle is not None:
-                    x_TH = _empty_rows(decoder, batch)
-                    dist.recv(x_TH, src=behind, group=pp.handle)
-                x_TH = decoder.finish(decoder.run(x_TH, frame))
+                if pp.handle is not None:
+                    rows = _empty_rows(decoder, decoder.received(batch))
+                    for row in rows:
+                        dist.recv(row, src=behind, group=pp.handle)
+                rows = decoder.advance(batch, frame, *rows)
                 if not decoder.stage.head and pp.handle is not None:
                     _wait(sending)
-                    x_TH = x_TH.contiguous()
-                    sending.append((dist.isend(x_TH, dst=ahead, group=pp.handle), x_TH))
+                    for row in (r.contiguous() for r in rows):
+                        sending.append((dist.isend(row, dst=ahead, group=pp.handle), row))
             if cache is not None:
                 cache.advance()
-            yield x_TH if chunks[-1].stage.head else None
+            yield rows[0] if chunks[-1].stage.head else None
     finally:
         _wait(sending)
 
@@ -206,7 +205,7 @@ class PipelineSchedule:
                 hint=f"a multiple of pp, such as {below} or {below + pp.size}",
             )
         self._links = [_Link(decoder) for decoder in self.stages]
-        self._schedules: dict[tuple[int, int], Any] = {}
+        self._schedules: dict[tuple[int, int, int | None], Any] = {}
 
     def step(self, batch: Batch, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of all tokens' losses (float32) and their number, on every stage.
@@ -227,12 +226,14 @@ class PipelineSchedule:
         if pp.handle is None:
             self._alone(batch, labels_BS)
         else:
-            shape = (rows // self.num_microbatches, tokens)
+            width = None if batch.source_BE is None else batch.source_BE.shape[1]
+            shape = (rows // self.num_microbatches, tokens, width)
             if shape not in self._schedules:
-                self._schedules[shape] = self._build(shape)
+                self._schedules[shape] = self._build(*shape)
             last = self.stages[-1].stage.head
             self._schedules[shape].step(target=labels_BS if last else None, **_facts(batch))
-        zero = torch.zeros((), device=labels_BS.device)
+        kind = torch.promote_types(self.stages[0].dtype, torch.float32)
+        zero = torch.zeros((), dtype=kind, device=labels_BS.device)
         total = torch.stack(self._losses).sum() if self._losses else zero
         if pp.handle is not None:
             dist.broadcast(total, src=pp.ranks[-1], group=pp.handle)
@@ -261,25 +262,32 @@ class PipelineSchedule:
             loss = loss + further
         return loss if self.scale is None else self.scale(loss)
 
-    def _build(self, shape: tuple[int, int]) -> Any:
-        """torch's schedule for microbatches of a shape."""
+    def _build(self, rows: int, tokens: int, source: int | None) -> Any:
+        """torch's schedule for microbatches of so many rows of tokens, and of a source."""
         from torch.distributed.pipelining import (
             PipelineStage,
             Schedule1F1B,
             ScheduleInterleaved1F1B,
         )
 
-        pp, head = self.groups.pp, self.stages[-1]
-        sample = Batch(tokens_BS=torch.empty(shape, dtype=torch.int64, device="meta"))
-        row = _empty_rows(head, sample, torch.device("meta")).requires_grad_()
+        pp, device = self.groups.pp, torch.device("meta")
+        tokens_BS, source_BE = (
+            None if n is None else torch.empty((rows, n), dtype=torch.int64, device=device)
+            for n in (tokens, source)
+        )
+        sample = Batch(tokens_BS=cast(Tensor, tokens_BS), source_BE=source_BE)
+
+        def buffers(decoder: Decoder, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
+            return tuple(x.requires_grad_() for x in _empty_rows(decoder, rows, device))
+
         order = [
             PipelineStage(
                 link,
                 chunk * pp.size + pp.rank,
                 len(self.stages) * pp.size,
                 self.groups.device,
-                input_args=() if link.decoder.stage.embedding else (row,),
-                output_args=(row,),
+                input_args=buffers(link.decoder, link.decoder.received(sample)),
+                output_args=buffers(link.decoder, link.decoder.sent(sample)),
                 group=pp.handle,
             )
             for chunk, link in enumerate(self._links)
@@ -292,7 +300,7 @@ class PipelineSchedule:
 
 
 class _Link(nn.Module):
-    """A chunk as torch's schedules call it: the rows before it, and the batch field by field.
+    """A chunk as torch's schedules call it: what it receives, and the batch field by field.
 
     The loss of a pass on the last stage follows at once, and finds its batch and context here.
     """
@@ -302,13 +310,13 @@ class _Link(nn.Module):
         self.decoder = decoder
         self._last_pass: tuple[Batch, ForwardContext] | None = None
 
-    def forward(self, *rows: Tensor, **facts: Tensor) -> Tensor:
+    def forward(self, *rows: Tensor, **facts: Tensor) -> Tensor | tuple[Tensor, ...]:
         batch = Batch(**facts)
         frame = self.decoder.frame(batch)
         if self.decoder.mtp is not None:
             self._last_pass = batch, frame
-        x_TH = rows[0] if rows else self.decoder.embed(batch, frame)
-        return self.decoder.finish(self.decoder.run(x_TH, frame))
+        out = self.decoder.advance(batch, frame, *rows)
+        return out if len(out) > 1 else out[0]
 
     def further_loss(self, x_TH: Tensor, labels_BS: Tensor) -> Tensor | None:
         """`Decoder.mtp_loss` of the last pass."""
@@ -328,22 +336,14 @@ def _chunks(stages: Stages) -> list[Decoder]:
     return [stages] if isinstance(stages, Decoder) else list(stages)
 
 
-def _empty_rows(decoder: Decoder, batch: Batch, device: torch.device | None = None) -> Tensor:
-    """A buffer for the previous stage's output: x_TH, or this rank's rows of it.
-
-    Raises:
-        LayoutError: sequence or context parallelism does not divide the tokens.
-    """
-    (num, tokens), cp = batch.shape, decoder.groups.cp.size
-    tokens = num * (tokens if cp == 1 else 2 * chunk_size(tokens, cp))
-    if decoder.sequence_parallel:
-        tokens = rows_of_rank(tokens, decoder.groups.tp.size, cp)
+def _empty_rows(
+    decoder: Decoder, counts: Iterable[int], device: torch.device | None = None
+) -> tuple[Tensor, ...]:
+    """Buffers for what a stage sends to the next: x_TH, or this rank's rows of it, for example."""
     target_device = decoder.groups.device if device is None else device
-    return torch.empty(
-        tokens,
-        decoder.config.hidden_size * (decoder.config.hyper_streams or 1),
-        dtype=decoder.dtype,
-        device=target_device,
+    width = decoder.config.hidden_size * (decoder.config.hyper_streams or 1)
+    return tuple(
+        torch.empty(rows, width, dtype=decoder.dtype, device=target_device) for rows in counts
     )
 
 

@@ -21,7 +21,8 @@ class RelativeBias(nn.Module):
     Half of the buckets are distances of one token each, and the others grow with the distance, up
     to `relative_max_distance`. In a bidirectional stack keys behind a query have half of all
     buckets; else they are never attended to. The parameter, `relative_attention_bias.weight`
-    [buckets, all heads], is whole on every rank, which uses the columns of its own heads.
+    [buckets, all heads], is whole on every rank, which uses the columns of its own heads. Every
+    pipeline stage has it as well.
 
     Raises:
         MappingError: there are too few buckets, or the largest distance is one of the first ones.
@@ -48,8 +49,15 @@ class RelativeBias(nn.Module):
             )
         shape = config.relative_num_buckets, config.num_heads
         self.relative_attention_bias = nn.Embedding(*shape, dtype=dtype, device=device)
+        pp = groups.pp
         for parameter in self.parameters():
-            mark(parameter, partial=groups.tp.size > 1)
+            mark(
+                parameter,
+                partial=groups.tp.size > 1,
+                tied=pp.size > 1,
+                copy=not pp.is_first,
+                over="pp",
+            )
 
     def forward(self, span: KeySpan) -> Tensor:
         """Biases of this rank's heads for the queries and keys of a pass, [B, N, S, L] (batch may

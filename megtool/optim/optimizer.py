@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from megtool.optim.scaler import GradScaler, make_grad_scaler
 from megtool.optim.segments import Segment, Span, StatePiece, copy_parts
 from megtool.optim.update_rules import UpdateRule, make_update_rule, update_segments
 from megtool.parallel.collectives import all_max, all_sum
-from megtool.parallel.process_groups import Group, ProcessGroups
+from megtool.parallel.process_groups import SHARING_STAGES, Group, ProcessGroups
 
 # The learning rate: one for all groups, or a function of the group.
 Rate = float | Callable[[ParamGroup], float]
@@ -204,13 +205,15 @@ class Optimizer(ABC):
     def finish(self, num_labels: Tensor) -> None:
         """Reduce the gradients of all segments, after the last backward pass.
 
-        It sums over replicas, over tp for parameters with partial gradients, and over the first and
-        last stage for tied ones. The gradient of the summed loss is divided by `num_labels` (one
+        It sums over replicas, over tp for parameters with partial gradients, and for tied ones over
+        the stages that have them. The gradient of the summed loss is divided by `num_labels` (one
         element, of all micro batches and replicas); less than 1 counts as 1.
         """
         self.reduce_gradients()
         self._sum_spans(lambda f: f.is_partial, self.groups.tp)
-        self._sum_spans(lambda f: f.is_tied, self.groups.ends)
+        for over in SHARING_STAGES:
+            tied = partial(_is_tied, over=over)
+            self._sum_spans(tied, getattr(self.groups, over))
         self._num_labels = num_labels
 
     @torch.no_grad()
@@ -407,3 +410,8 @@ def _slice_for_span(tensor: Tensor, state: str, span: Span) -> Tensor:
             hint="the state has another model or layout than the parameters",
         )
     return tensor.detach().flatten()[span.start : span.stop]
+
+
+def _is_tied(param_info: ParamInfo, *, over: str) -> bool:
+    """Whether a group of stages has the parameter."""
+    return param_info.is_tied and param_info.stages_summed == over

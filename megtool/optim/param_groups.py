@@ -26,9 +26,9 @@ class ParamInfo:
 
     `is_expert`: its replicas are those of `expert_dp`. `is_tp_duplicate`: every tp rank has the
     same, so norms count it on one. `is_partial`: each tp rank has a part of its gradient.
-    `is_tied`: the first and the last stage both have a part of its gradient; `is_shared_copy`: it
-    is the copy on the last stage, which norms skip. `row_parts`: the matrix is several fused ones,
-    in groups of so many rows of each.
+    `is_tied`: other stages have it as well, each with a part of its gradient, and `stages_summed`
+    is their group; `is_shared_copy`: it is a copy, which norms skip. `row_parts`: the matrix is
+    several fused ones, in groups of so many rows of each.
     """
 
     name: str
@@ -37,6 +37,7 @@ class ParamInfo:
     is_tp_duplicate: bool = False
     is_shared_copy: bool = False
     is_tied: bool = False
+    stages_summed: str = ""
     is_partial: bool = False
     row_parts: tuple[int, ...] = ()
 
@@ -92,6 +93,7 @@ def collect_param_infos(named_parameters: Iterable[tuple[str, nn.Parameter]]) ->
                 is_tp_duplicate=not getattr(p, "tensor_model_parallel", False),
                 is_shared_copy=bool(getattr(p, "shared", False)),
                 is_tied=bool(getattr(p, "shared_embedding", False)),
+                stages_summed=getattr(p, "stages_summed", ""),
                 is_partial=bool(getattr(p, "sequence_parallel", False)),
                 row_parts=tuple(getattr(p, "row_parts", ())),
             )

@@ -83,6 +83,7 @@ LAYOUT = "Parallel layout"
 LAYOUT_SIZES: Mapping[str, str] = {
     "tp": "Tensor-parallel ranks",
     "pp": "Pipeline-parallel ranks",
+    "encoder_pp": "How many of --pp the encoder has (T5), the first ones; 0 of other models",
     "vpp": "Virtual pipeline stages per rank",
     "ep": "Expert-parallel ranks",
     "etp": "Tensor-parallel ranks of experts; default: --tp",
@@ -92,13 +93,15 @@ LAYOUT_SIZES: Mapping[str, str] = {
 """The help of the sizes of a parallel layout."""
 
 
-def layout_size(axis: str, default: int | None = None, *, note: str = "", **more: Any) -> Any:
+def layout_size(
+    axis: str, default: int | None = None, *, note: str = "", minimum: int = 1, **more: Any
+) -> Any:
     """A field that is the size of a layout's axis; its help is that of `LAYOUT_SIZES` and `note`.
 
     `more` are further keywords of `option`.
     """
     text = f"{LAYOUT_SIZES[axis]}{note}."
-    return option(LAYOUT, text, default, metavar="N", minimum=1, **more)
+    return option(LAYOUT, text, default, metavar="N", minimum=minimum, **more)
 
 
 def argument(text: str, metavar: str, default: Any = REQUIRED) -> Any:

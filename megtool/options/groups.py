@@ -191,6 +191,7 @@ class RuntimeOptions(Options):
     )
     tp: int | None = layout_size("tp", note=_BY_TORCHRUN)
     pp: int | None = layout_size("pp", note=_BY_TORCHRUN)
+    encoder_pp: int | None = layout_size("encoder_pp", minimum=0)
     ep: int | None = layout_size("ep", note=_BY_TORCHRUN)
     etp: int | None = layout_size("etp")
     cp: int | None = layout_size("cp", note=_BY_TORCHRUN, alias="--context-parallel-size")
@@ -210,6 +211,7 @@ class RuntimeOptions(Options):
             ep=self.ep or 1,
             etp=self.etp or 0,
             cp=self.cp or 1,
+            encoder_pp=self.encoder_pp or 0,
         )
 
     def runtime(self) -> RuntimeOptions:

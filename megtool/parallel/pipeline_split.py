@@ -168,6 +168,45 @@ class Pipeline:
         return out
 
 
+def split_stacks(
+    parallel: ParallelConfig, num_layers: int, num_decoder_layers: int
+) -> tuple[list[range], list[range]]:
+    """The layers of an encoder and those of its decoder, on every stage.
+
+    Of the stages, megatron-core 0.8 to 0.13 had the encoder's first: `pretrain_t5.py` and
+    `is_inside_encoder` of `parallel_state.py`.
+
+    Raises:
+        LayoutError: it is not known which stages are the encoder's, or layers do not go evenly.
+    """
+    pp, first = parallel.pp, parallel.encoder_pp
+    if pp > 1 and not first:
+        pairs = [n for n in range(1, pp) if not (num_layers % n or num_decoder_layers % (pp - n))]
+        raise LayoutError(
+            f"pp={pp}: the model has an encoder and a decoder, and encoder_pp does not say how "
+            "many stages the encoder has",
+            hint=f"--encoder-pp {' or '.join(map(str, pairs))}" if pairs else "another --pp",
+        )
+    if not first:
+        return [range(num_layers)], [range(num_decoder_layers)]
+    for name, size, stages in (
+        ("num_layers", num_layers, first),
+        ("num_decoder_layers", num_decoder_layers, pp - first),
+    ):
+        if size % stages:
+            raise LayoutError(
+                f"{stages} of pp={pp} stages do not divide {name}={size}",
+                hint=f"numbers of stages that do: {near(divisors(size), stages)}; --encoder-pp "
+                "says how many of --pp the encoder has",
+            )
+    encoder, decoder = Pipeline(pp=first), Pipeline(pp=pp - first)
+    none = range(0)
+    return (
+        [*(encoder.layers_of(num_layers, n) for n in range(first)), *[none] * (pp - first)],
+        [*[none] * first, *(decoder.layers_of(num_decoder_layers, n) for n in range(pp - first))],
+    )
+
+
 def splits(num_layers: int, pp: int, vpp: int = 1) -> list[Pipeline]:
     """Splits of `num_layers` that Megatron takes, the best balanced of each kind, plainest first.
 

@@ -62,6 +62,8 @@ class Group:
 
 
 ALONE = Group()
+SHARING_STAGES = ("ends", "inputs", "pp")
+"""Groups of stages that may hold the same parameter."""
 CPU = torch.device("cpu")
 
 
@@ -71,7 +73,9 @@ class ProcessGroups:
 
     Dense parameters: `tp`, `cp`, `pp`, `dp`; their gradients are summed over `replicas` (dp x cp).
     Experts: `etp`, `ep`, `expert_dp`, over which theirs are summed. `ends` are the first and the
-    last pipeline stage, which both hold tied embeddings; it has size 1 on the stages between.
+    last pipeline stage, which both hold tied embeddings; it has size 1 on the stages between. With
+    stages of an encoder the decoder's first one is among `ends`; `inputs` are it and the encoder's
+    first one, which both embed tokens.
     Groups of the same ranks share one handle. `device` is where tensors have to be for the backend,
     `order` that of the axes (see `Mesh`).
     """
@@ -87,6 +91,7 @@ class ProcessGroups:
     expert_dp: Group = ALONE
     replicas: Group = ALONE
     ends: Group = ALONE
+    inputs: Group = ALONE
     world: Group = ALONE
     device: torch.device = CPU
     order: str = MEGATRON_ORDER
@@ -272,9 +277,9 @@ def _make(mesh: Mesh, rank: int) -> dict[str, Group]:
     """
     positions = mesh.position(np.arange(mesh.sizes.world_size))
     # Stages between the outer ones are alone with their embedding, which they do not have.
-    positions["ends"] = np.where(
-        np.isin(positions["pp"], (0, mesh.sizes.pp - 1)), 0, positions["pp"]
-    )
+    stages, second = positions["pp"], mesh.sizes.encoder_pp
+    positions["ends"] = np.where(np.isin(stages, (0, second, mesh.sizes.pp - 1)), 0, stages)
+    positions["inputs"] = np.where(stages == second, 0, stages)
     everyone = tuple(range(mesh.sizes.world_size))
     created: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
     out = {"world": Group(ranks=everyone, rank=rank, handle=dist.group.WORLD)}
@@ -299,6 +304,7 @@ _SAME = {
     "ep": ("etp", "edp", "pp"),
     "expert_dp": ("etp", "ep", "pp"),
     "ends": ("tp", "cp", "dp", "ends"),
+    "inputs": ("tp", "cp", "dp", "inputs"),
 }
 
 

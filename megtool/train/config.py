@@ -235,6 +235,7 @@ class TrainConfig(OptimizerOptions, FurtherLossOptions, SourceOptions, Tokenizer
     # ---- Parallel layout
     tp: int = layout_size("tp", 1, note=", started by torchrun")
     pp: int = layout_size("pp", 1)
+    encoder_pp: int | None = layout_size("encoder_pp", minimum=0)
     vpp: int | None = layout_size("vpp")
     ep: int = layout_size("ep", 1)
     etp: int | None = layout_size("etp")
@@ -355,6 +356,7 @@ class TrainConfig(OptimizerOptions, FurtherLossOptions, SourceOptions, Tokenizer
             account_for_embedding=self.account_for_embedding,
             account_for_loss=self.account_for_loss,
             pipeline_layout=self.pipeline_layout,
+            encoder_pp=self.encoder_pp or 0,
         )
 
     @property

@@ -168,7 +168,7 @@ def test_what_only_decoders_do_is_refused(
             tune(folder, tmp_path / "out", pairs, **{name: value})
     with raises(UsageError, "the model has an encoder", hint="--tp"):
         generate(folder, prompt=["Why?"], stream_layers=True, **CPU)
-    with raises(LayoutError, "do not share stages", hint="--tp"):
+    with raises(LayoutError, "encoder_pp does not say", hint="--encoder-pp 1"):
         tune(folder, tmp_path / "out", pairs, pp=2)
     with raises(LayoutError, "context parallelism"):
         tune(folder, tmp_path / "out", pairs, cp=2)
@@ -178,17 +178,69 @@ def on_rank(rank: int, size: int, model: str, out: str, data: str, more: dict[st
     tune(model, out, data, device="cpu", seq_length=40, **more)
 
 
+LAYOUTS: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("t5", 2, {"tp": 2}),
+    ("t5", 2, {"tp": 2, "sequence_parallel": True}),
+    ("t5", 3, {"pp": 3, "encoder_pp": 1}),
+    ("flan", 4, {"pp": 4, "encoder_pp": 1, "dist_ckpt_optim_format": "dp_reshardable"}),
+    ("t5", 4, {"pp": 2, "encoder_pp": 1, "dp": 2, "use_distributed_optimizer": True}),
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"sequence_parallel": True}], ids=str)
+@pytest.mark.parametrize(("name", "size", "more"), LAYOUTS, ids=str)
 def test_a_run_goes_on_at_another_layout(
-    more: dict[str, Any], models: dict[str, tuple[Path, Any]], data: Path, tmp_path: Path
+    name: str,
+    size: int,
+    more: dict[str, Any],
+    data: Path,
+    tmp_path: Path,
 ) -> None:
-    """Two steps on one rank, and two on two tensor ranks, draw the curve of four on one."""
-    model, whole, out = str(models["t5"][0]), tmp_path / "whole", tmp_path / "out"
-    how: dict[str, Any] = {"lr_decay_iters": 4, "save_interval": 2}
+    """Two steps on one rank, and two on several, draw the curve of four on one; so do all four on
+    several, and the weights are the same."""
+    model, whole, out = str(tmp_path / "hf"), tmp_path / "whole", tmp_path / "out"
+    tiny_model("t5", tmp_path / "hf", sizes=tiny_t5.SIZES, **tiny_t5.KEYS[name])
+    tiny_t5.save_tokenizer(tmp_path / "hf")
+    how: dict[str, Any] = {"lr_decay_iters": 4, "save_interval": 2, "global_batch_size": 4}
+    how["adam_eps"] = 1e-4  # steps of small gradients are not of the size of large ones
     run_world(on_rank, 1, model, str(whole), str(data), how | {"train_iters": 4})
     run_world(on_rank, 1, model, str(out), str(data), how | {"train_iters": 2})
-    run_world(on_rank, 2, model, str(out), str(data), how | {"train_iters": 4, "tp": 2} | more)
-    ours, theirs = (read_log(f / "log.jsonl") for f in (out, whole))
-    losses = [[line["loss"] for line in log if "loss" in line] for log in (ours, theirs)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    run_world(on_rank, size, model, str(out), str(data), how | {"train_iters": 4} | more)
+    fresh = tmp_path / "fresh"
+    run_world(on_rank, size, model, str(fresh), str(data), how | {"train_iters": 4} | more)
+    curves = [
+        [(x["loss"], x["grad_norm"]) for x in read_log(f / "log.jsonl") if "loss" in x]
+        for f in (whole, out, fresh)
+    ]
+    for ours in curves[1:]:
+        for pair, expected in zip(ours, curves[0], strict=True):
+            assert pair == pytest.approx(expected, rel=1e-6)
+        assert len(ours) == 4
+    for folder in (out, fresh):
+        assert verify(folder, whole, rtol=0, atol=1e-6).exit_status == 0
+
+
+def on_stages(rank: int, size: int, model: str, file: str, more: dict[str, Any]) -> Any:
+    how = CPU | more
+    texts = generate(model, prompt=PROMPTS, max_new_tokens=12, batch_size=3, **how)
+    assert isinstance(texts, GenerateReport)
+    score = evaluate(model, data=file, **how)
+    assert isinstance(score, EvaluateReport)
+    return [answer.text for answer in texts.answers], score.loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("t5", {"pp": 3, "encoder_pp": 2}), ("flan", {"pp": 4, "encoder_pp": 1})],
+    ids=str,
+)
+def test_stages_write_and_score_what_one_process_does(
+    name: str, more: dict[str, Any], models: dict[str, tuple[Path, Any]], pairs: Path
+) -> None:
+    model = str(models[name][0])
+    (texts, loss), *_ = run_world(on_stages, 1, model, str(pairs), {})
+    assert len(set(texts)) > 2
+    for found in run_world(on_stages, more["pp"], model, str(pairs), more):
+        assert found[0] == texts
+        assert found[1] == pytest.approx(loss, rel=1e-6)

@@ -71,6 +71,8 @@ def test_weights_come_back_to_the_same_bytes(keys: dict[str, Any], tmp_path: Pat
         ("megatron", {"tp": 1}),
         ("hf", {}),
         ("torch_dist", {"tp": 4}),
+        ("megatron", {"tp": 2, "pp": 2, "encoder_pp": 1}),
+        ("torch_dist", {"tp": 1, "pp": 2, "encoder_pp": 1}),
         ("hf", {}),
     )
     for number, (to, layout) in enumerate(layouts):
@@ -151,8 +153,10 @@ def test_what_cannot_be_is_refused(flan: Path, tmp_path: Path) -> None:
             family("t5").read_config(SIZES | {"feed_forward_proj": said})
     with raises(MappingError, "num_layers is 2", hint="at most 10,000 layers"):
         family("t5").read_config(SIZES | {"num_decoder_layers": 10**9})
-    with raises(LayoutError, "an encoder and a decoder (T5) do not share stages", hint="--tp"):
+    with raises(LayoutError, "encoder_pp does not say how many", hint="--encoder-pp 1"):
         reshard(flan, tmp_path / "out", to="torch_dist", pp=2)
+    with raises(LayoutError, "do not divide num_decoder_layers=3", hint="1, 3"):
+        reshard(flan, tmp_path / "out", to="torch_dist", pp=4, encoder_pp=2)
     with raises(LayoutError, "tp=3"):
         reshard(flan, tmp_path / "out", to="torch_dist", tp=3)
     with raises(MappingError, "t5 is a model of an encoder and a decoder", hint="decoders"):

@@ -16,6 +16,7 @@ from megtool import reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.errors import LayoutError
 from tests.support.paths import PEERS
+from tests.support.peers.release import install_release
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
@@ -60,6 +61,48 @@ def test_t5_goes_through_rank_files(tmp_path: Path) -> None:
     run_world("load", tmp_path / "c", layouts=[{"tp": 1}], world=1)
     with pytest.raises(LayoutError, match="encoder"):
         reshard(tmp_path / "a", tmp_path / "d", to="megatron", pp=2)
+    reshard(tmp_path / "a", tmp_path / "d", to="torch_dist", pp=3, encoder_pp=1)
+    assert verify(tmp_path / "a", tmp_path / "d").verdict == "equal"
+    run_world("load", tmp_path / "d", layouts=[{"tp": 1}], world=1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_stages_are_those_of_releases_that_had_them(
+    tied: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Encoder's stages and decoder's: megatron-core 0.14 and later have no pipelines of T5."""
+    core = install_release(
+        "megatron-core==0.12.1", tmp_path_factory.mktemp("core"), "--ignore-requires-python"
+    )
+    sizes = {"hidden": 32, "heads": 4, "head": 16, "ffn": 48, "vocab": 128, "buckets": 8}
+    model = {"encoder": [2, 2], "decoder": [6, 3], "tied": tied, "sizes": sizes}
+    done = subprocess.run(
+        [sys.executable, str(PEERS / "t5_stages.py"), str(tmp_path / "a"), json.dumps(model)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(core)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    reshard(tmp_path / "a", tmp_path / "whole", to="torch_dist", pp=1)
+    reshard(tmp_path / "whole", tmp_path / "b", to="megatron", pp=5, encoder_pp=2)
+    assert verify(tmp_path / "a", tmp_path / "b").verdict == "equal"
+    layers = [t for t in open_checkpoint(tmp_path / "whole").tensors if ".layers." in t.name]
+    assert {t.shape[0] for t in layers} == {2, 6}
+    for stage, theirs in enumerate(json.loads(done.stdout)):
+        (file,) = (tmp_path / "b").glob(f"**/mp_rank_00_{stage:03d}/model_optim_rng.pt")
+        saved = torch.load(file, weights_only=False)
+        assert saved["args"].encoder_pipeline_model_parallel_size == 2
+        assert saved["args"].pipeline_model_parallel_size == 3
+        ours = {n: list(t.shape) for n, t in saved["model"].items() if "_extra_state" not in n}
+        # Its output layer has two names, a bias where it is tied, and a twin behind the encoder.
+        theirs = {
+            n: shape
+            for n, shape in theirs.items()
+            if not (n.startswith("lm_head.") or n == "output_layer.bias")
+            and not (n == "output_layer.weight" and stage == 1)
+        }
+        assert ours == theirs
 
 
 def test_megatrons_t5_has_the_logits_of_transformers(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ RankId = tuple[int, int | None, int | None]
 SHARED_ARGS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "encoder_pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage",
     "expert_model_parallel_size",
@@ -110,11 +111,19 @@ def parse_rank_sizes(args: Mapping[str, Any], *, file: Path) -> RankSizes | None
         return default
 
     tp = size(0, "tensor_model_parallel_size", "model_parallel_size")
+    # Releases 0.8 to 0.13 have it, and 0 where a model has no stages of an encoder alone.
+    encoder_stages = args.get("encoder_pipeline_model_parallel_size") or 0
+    if type(encoder_stages) is not int or not 0 <= encoder_stages < 1 << 20:
+        raise FormatError(
+            f"args have encoder_pipeline_model_parallel_size {encoder_stages!r:.60}",
+            file=file,
+            hint=_ARGS_HINT,
+        )
     if not tp:
         return None
     out = RankSizes(
         tp=tp,
-        pp=size(1, "pipeline_model_parallel_size"),
+        pp=size(1, "pipeline_model_parallel_size") + encoder_stages,
         ep=size(1, "expert_model_parallel_size"),
         etp=size(tp, "expert_tensor_parallel_size"),
     )

@@ -189,6 +189,7 @@ def _rank_obstacle(catalogue: Catalogue, target: ParallelConfig) -> str | None:
         "account_for_embedding",
         "account_for_loss",
         "pipeline_layout",
+        "encoder_pp",
     )
     saved = read_saved_layout(catalogue)
     changed = [a for a in axes if getattr(saved, a) != getattr(target, a)]

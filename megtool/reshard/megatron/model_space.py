@@ -12,6 +12,7 @@ from megtool.config import ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.hybrid import hybrid_form, needs_hybrid
 from megtool.convert.hybrid_pattern import pattern_of
+from megtool.convert.megatron import is_encoder_decoder
 from megtool.convert.parallel_args import parallel_from_args
 from megtool.convert.pre_core_names import core_names
 from megtool.errors import FormatError, LayoutError, MegtoolError
@@ -122,6 +123,9 @@ def _decode(
         )
     if _is_hybrid(catalogue, config):
         config = hybrid_form(config)
+    decoder = saved_args(catalogue).get("decoder_num_layers")
+    if isinstance(decoder, int) and is_encoder_decoder(t.name for t in catalogue.tensors):
+        config = replace(config, num_decoder_layers=decoder)
     try:
         read = read_rank_files if catalogue.format == "megatron" else read_dp_reshardable
         return read(

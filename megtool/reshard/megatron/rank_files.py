@@ -9,11 +9,17 @@ from dataclasses import dataclass, replace
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.rechunk import rechunk
 from megtool.config import ParallelConfig
-from megtool.convert.rank_parameters import EMBEDDING, OUTPUT, Parameter, boxes_of_rank, in_buffer
-from megtool.convert.sharding import Glu, rule_of
+from megtool.convert.rank_parameters import (
+    EMBEDDING,
+    EVERYWHERE,
+    OUTPUT,
+    Parameter,
+    boxes_of_rank,
+    in_buffer,
+)
+from megtool.convert.sharding import Glu, layers_of_stage, rule_of
 from megtool.errors import FormatError, LayoutError
 from megtool.model_config import ModelConfig
-from megtool.parallel.pipeline_split import Pipeline
 from megtool.reshard.megatron.box_runs import BoxRunCollector, split_into_boxes
 from megtool.reshard.megatron.bucket_decoding import Bucket, FlatBuffer, decode_buckets
 from megtool.reshard.megatron.dp_reshardable import candidate_bucket_sizes
@@ -123,7 +129,6 @@ def _read_chunks(
     ranks = list_ranks(catalogue, parallel)
     _check_version(catalogue)
     _check_stages(catalogue, names_of, ranks)
-    pipeline = Pipeline.of(parallel)
     for (folder, chunk), names in names_of.items():
         rank = ranks[folder]
         if chunk >= parallel.vpp:
@@ -131,11 +136,13 @@ def _read_chunks(
                 f"there is a model chunk {chunk}, but vpp={parallel.vpp} in the args",
                 file=catalogue.root / folder,
             )
-        layers = pipeline.layers_of(config.num_layers, rank.pp, chunk)
+        layers = layers_of_stage(config, parallel, rank.pp, chunk)
         first_expert = rank.ep * config.num_experts // parallel.ep
         renamed = [
             (stored, to_global(key, first_layer=layers.start, first_expert=first_expert))
             for stored, key in names
+            # Megatron makes one where the encoder ends as well, and does not use it.
+            if rank.pp >= parallel.encoder_pp or not key.startswith(_OUTPUT_LAYERS)
         ]
         tensors = [replace(catalogue[stored], name=g.key) for stored, g in renamed]
         glu = Glu(tensors, [t.name for t in tensors], config.gated)
@@ -212,6 +219,7 @@ def _check_stages(
 
 
 _EXTRA_STATE = "._extra_state"
+_OUTPUT_LAYERS = ("output_layer.", "lm_head.")
 _MIXED_HINT = (
     "the file is damaged or of another checkpoint: copy it again, or take another iteration"
 )
@@ -233,9 +241,10 @@ def _parameter(
         shape[rule.tp_dim] *= ranks
     boxes = boxes_of_rank(t.name, tuple(shape), rule, ranks, index)
     key, registered_as = t.name, ""
+    is_copied = config.num_mtp_layers > 0 or parallel.encoder_pp > 0
     is_tied = (
         parallel.pp > 1
-        and (config.tied_embeddings or (config.num_mtp_layers > 0 and key == EMBEDDING))
+        and (config.tied_embeddings or (is_copied and key == EMBEDDING))
         and key in (EMBEDDING, OUTPUT)
     )
     if is_tied and key == OUTPUT:
@@ -250,7 +259,7 @@ def _parameter(
         boxes=boxes,
         is_expert=expert is not None,
         expert=expert or 0,
-        is_shared=is_tied,
+        is_shared=is_tied or bool(parallel.encoder_pp and EVERYWHERE.match(key)),
         registered_as=registered_as,
     )
 

@@ -15,8 +15,8 @@ from megtool.checkpoint.containers.pickle_reader import dict_items
 from megtool.checkpoint.formats.megatron_legacy_file import MODEL_KEY
 from megtool.checkpoint.random_state import RNG, rng_object_name
 from megtool.config import ParallelConfig
+from megtool.convert.sharding import layers_of_stage
 from megtool.model_config import ModelConfig
-from megtool.parallel.pipeline_split import Pipeline
 from megtool.reshard.megatron.extra_state_names import Site, StateNaming
 from megtool.reshard.megatron.rank_extra_state import RankStateCollector, StateMerge
 
@@ -72,7 +72,7 @@ def read_rank_objects(
                 values_by_name[f"{folder}/{key}"] = value
             elif MODEL_KEY.fullmatch(key):
                 chunk = int(key.removeprefix("model") or 0)
-                layers = Pipeline.of(parallel).layers_of(config.num_layers, rank.pp, chunk)
+                layers = layers_of_stage(config, parallel, rank.pp, chunk)
                 states.add(
                     value,
                     f"{folder}/{key}",
@@ -102,13 +102,15 @@ def select_chunk_sites(
     """The sites that a rank's chunk has: of its layers and experts, and of its other `modules`."""
     module_names = set(modules)
     parents = {m.rpartition(".")[0] for m in module_names}
+    stacks = {m.partition(".")[0] for m in module_names}
     out = []
     for site in sites:
         inner = site.module.removesuffix(".core_attention")
         if site.expert is not None and site.expert not in experts:
             continue
         if site.layer is not None:
-            if site.layer in layers:
+            # Layers of an encoder and of its decoder have the same numbers.
+            if site.layer in layers and site.module.partition(".")[0] in stacks:
                 out.append(site)
         elif site.module in module_names or (inner != site.module and inner in parents):
             out.append(site)

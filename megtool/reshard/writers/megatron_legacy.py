@@ -19,14 +19,13 @@ from megtool.checkpoint.rechunk import rechunk
 from megtool.config import ParallelConfig
 from megtool.console import several
 from megtool.convert.dialects import is_optimizer_state
-from megtool.convert.megatron import is_encoder_decoder, split_state
+from megtool.convert.megatron import split_state
 from megtool.convert.nested import MEGATRON_PREFIX
 from megtool.convert.rank_parameters import Parameter, RankPlace, rank_parameters
-from megtool.convert.sharding import is_known, is_tower, rule_of
+from megtool.convert.sharding import is_known, is_tower, layers_of_stage, rule_of, with_decoder
 from megtool.dtypes import DType
 from megtool.errors import LayoutError, MappingError, UsageError, listed
 from megtool.model_config import ModelConfig
-from megtool.parallel.pipeline_split import Pipeline
 from megtool.reshard.fp8_state.transfer import ExtraStateTransfer
 from megtool.reshard.megatron.box_runs import BoxRunCollector, split_into_boxes
 from megtool.reshard.megatron.checkpoint_objects import (
@@ -84,7 +83,8 @@ def plan_megatron_legacy_layout(
         )
     parallel = out.parallel or ParallelConfig()
     weights = [t for t in out.side.tensors if not is_optimizer_state(t.name)]
-    _check_tensor_names(source, weights, parallel)
+    config = with_decoder(config, weights)
+    _check_tensor_names(source, weights)
     out.replicated += _check_replicated(source, weights, parallel, options.replicate)
     carried = plan_objects(source, out.side.tensors, parallel, out.format)
     states = ExtraStateTransfer(source, carried, options.amax)
@@ -218,7 +218,7 @@ class _RankFileWriter:
         ep: int,
     ) -> Any:
         """The state dict of one chunk: names of its modules, and an extra state per linear."""
-        layers = Pipeline.of(self.parallel).layers_of(self.config.num_layers, stage, chunk)
+        layers = layers_of_stage(self.config, self.parallel, stage, chunk)
         experts_per_rank = self.config.num_experts // self.parallel.ep
         first_expert = ep * experts_per_rank
         grouped = self.settings.order.grouped_experts
@@ -318,21 +318,13 @@ class _RankFileWriter:
         return out
 
 
-def _check_tensor_names(
-    source: CheckpointSource, weights: Sequence[GlobalTensor], parallel: ParallelConfig
-) -> None:
+def _check_tensor_names(source: CheckpointSource, weights: Sequence[GlobalTensor]) -> None:
     """Check that the names of tensors determine their rank files.
 
     Raises:
-        LayoutError: an encoder with a decoder (T5) on several stages.
         MappingError: a name does not.
     """
     keys = [split_state(t.name)[2] for t in weights]
-    if is_encoder_decoder(keys) and parallel.pp > 1:
-        raise LayoutError(
-            f"pp={parallel.pp}: how an encoder and a decoder (T5) share stages is not known",
-            hint="--pp 1, or --to torch_dist",
-        )
     stacked = next((k for k in keys if rule_of(k, False).has_layer_axis), None)
     if stacked is not None:
         why = f": {source.reason.message}" if source.reason else ""
