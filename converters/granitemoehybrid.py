@@ -49,11 +49,21 @@ _FEEDING = (
         _STORED + "block_sparse_moe.input_linear.weight",
         Stacked(Cat(_EXPERT + "gate.weight", _EXPERT + "up.weight"), "e"),
         also=(_STORED + "block_sparse_moe.experts.gate_up_proj",),
+        plain=True,
     ),
     Row(
         _STORED + "block_sparse_moe.output_linear.weight",
         Stacked(_EXPERT + "down.weight", "e"),
         also=(_STORED + "block_sparse_moe.experts.down_proj",),
+        plain=True,
+    ),
+    # vLLM looks for codes of experts one by one.
+    *(
+        Row(
+            f"{_STORED}block_sparse_moe.experts.{{e}}.{name}_proj.weight",
+            f"{_EXPERT}{name}.weight",
+        )
+        for name in ("gate", "up", "down")
     ),
 )
 

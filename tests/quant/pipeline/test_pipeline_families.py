@@ -92,6 +92,10 @@ CASES = [
     pytest.param("seed_oss", "fp8", marks=pytest.mark.slow),
     pytest.param("ernie4_5", "nvfp4", marks=pytest.mark.slow),
     pytest.param("granitemoehybrid", "fp8", marks=pytest.mark.slow),
+    *(
+        pytest.param("granitemoehybrid-experts", r, marks=pytest.mark.slow)
+        for r in ("fp8", "fp8_per_channel", "nvfp4")
+    ),
     pytest.param("bamba", "fp8", marks=pytest.mark.slow),
     ("falcon_h1", "nvfp4"),
     ("qwen3_5_text", "nvfp4"),
@@ -246,6 +250,7 @@ USED = [
     pytest.param("seed_oss", "int4_weight_only", marks=pytest.mark.slow),
     pytest.param("ernie4_5", "fp8", marks=pytest.mark.slow),
     pytest.param("granitemoehybrid", "fp8", marks=pytest.mark.slow),
+    pytest.param("granitemoehybrid-experts", "fp8", marks=pytest.mark.slow),
     pytest.param("bamba", "int4_weight_only", marks=pytest.mark.slow),
     pytest.param("falcon_h1", "fp8", marks=pytest.mark.slow),
     ("qwen3_5_text", "fp8"),

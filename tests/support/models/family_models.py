@@ -144,6 +144,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 128,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "granitemoehybrid-experts": _MIXED
+    | _EXPERTS
+    | {
+        "num_key_value_heads": 1,
+        "intermediate_size": 64,
+        "shared_intermediate_size": 128,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "bamba": _MIXED
     | {"num_key_value_heads": 1, "intermediate_size": 256, "attn_layer_indices": [1]},
     "falcon_h1": _MIXED | {"num_key_value_heads": 1, "intermediate_size": 256, "mamba_d_ssm": 128},
@@ -173,6 +181,22 @@ MORE: dict[str, dict[str, Any]] = {
         "ffn_multipliers": [1.0, 1.5],
         "ffn_dim_divisor": 64,
         "head_dim": 64,
+    },
+    "apertus": _GROUPED | {"intermediate_size": 256},
+    "glm": _GROUPED | {"intermediate_size": 256},
+    "phi": {"num_key_value_heads": 1, "intermediate_size": 256},
+    "hyperclovax": _GROUPED | {"intermediate_size": 256},
+    "vaultgemma": _GROUPED | {"intermediate_size": 256, "sliding_window": 16},
+    "cwm": _GROUPED | {"intermediate_size": 256, "sliding_window": 16},
+    "ministral": _GROUPED | {"intermediate_size": 256, "sliding_window": 16},
+    "youtu": {
+        "num_key_value_heads": 2,
+        "intermediate_size": 256,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
     },
     "stablelm": {"num_key_value_heads": 1, "intermediate_size": 256},
 }
