@@ -25,6 +25,7 @@ from megtool.quant.calibration import resume_folder, settings
 from megtool.quant.calibration.calibrate import resolve_calibration
 from megtool.quant.calibration.micro_batches import shard_micro_batches, split_batches
 from tests.support.errors import raises
+from tests.support.models import family_models
 from tests.support.quant.calibrated import case, interrupt_after, random_moe, saved_bytes, tokens
 
 
@@ -210,6 +211,26 @@ def stop_behind(monkeypatch: pytest.MonkeyPatch, unit: int) -> None:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(resume_folder.ResumeFolder, "write_unit", write_unit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "unit"), [("fp8", 1), ("int8_sq", 0), ("int8_sq", 2), ("int8_sq", 3)]
+)
+def test_layers_that_share_keys_are_resumed(
+    recipe: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4 E2B's, which also read an embedding of their own: files hold the residual alone."""
+    folder = family_models.save("gemma4-small", tmp_path / "model")
+    made = case(folder, recipe)
+    assert made.source.config.shared_kv_layers == {2, 3}
+    wanted = saved_bytes(made.run(), tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        stop_behind(patched, unit)
+        with pytest.raises(KeyboardInterrupt):
+            made.run(resume_folder=tmp_path / "work")
+    assert (tmp_path / "work").exists()
+    assert saved_bytes(made.run(resume_folder=tmp_path / "work"), tmp_path / "resumed") == wanted
 
 
 def test_a_finished_run_loads_nothing(

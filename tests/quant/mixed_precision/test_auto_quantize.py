@@ -31,7 +31,7 @@ from megtool.quant.recipes.rules import RecipeProblems
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from megtool.quant.solve_qparams import solve_qparams
 from tests.support.errors import raises
-from tests.support.models import tiny_models
+from tests.support.models import family_models, tiny_models
 from tests.support.quant.loaded import measure_sensitivities, points_of, source_of
 from tests.support.quant.recipe_texts import recipe_from
 
@@ -183,6 +183,19 @@ def test_little_memory_and_layers_on_disk_change_nothing(
         assert found.losses[name] == pytest.approx(dict(some), rel=1e-6, abs=1e-12)
     few = measure_sensitivities(decided, batches, most_tokens=40)
     assert few.num_tokens == 64, "whole rows"
+
+
+def test_layers_that_share_keys_are_not_measured_one_by_one(tmp_path: Path) -> None:
+    """KL runs layers from the output of the one before, which is not all that Gemma 4 E2B's read;
+    gradients are of all at once."""
+    source = family_models.save("gemma4-small", tmp_path / "model")
+    tokens = [Batch(tokens_BS=torch.arange(16)[None] % 128)]
+    decided = resolve_recipe(source, "auto_nvfp4_fp8")
+    with raises(UsageError, "keys and values of another", hint="`gradient`"):
+        measure_sensitivities(decided, tokens)
+    recipe = replace(decided.recipe, algorithm={"method": "gradient"})
+    measured = measure_sensitivities(replace(decided, recipe=recipe), tokens)
+    assert {name.split(".")[1] for name in measured.losses if "layers." in name} >= {"2", "3"}
 
 
 def test_a_heads_inputs_are_rounded_with_it(
