@@ -2,11 +2,11 @@
 
 from megtool.convert import (
     HF_ATTENTION,
+    HF_FUSED_MLP,
     HF_MODEL,
     HF_NORMS,
     MEGATRON_POST_NORMS,
     POST_NORM_WEIGHTS,
-    Cat,
     Family,
     Key,
     OneOf,
@@ -40,11 +40,7 @@ FAMILY = Family(
         *HF_ATTENTION,
         Row("model.layers.{l}.post_self_attn_layernorm.weight", "layers.{l}.attn_post_norm.weight"),
         Row("model.layers.{l}.post_mlp_layernorm.weight", "layers.{l}.mlp_post_norm.weight"),
-        Row(
-            "model.layers.{l}.mlp.gate_up_proj.weight",
-            Cat("layers.{l}.mlp.gate.weight", "layers.{l}.mlp.up.weight"),
-        ),
-        Row("model.layers.{l}.mlp.down_proj.weight", "layers.{l}.mlp.down.weight"),
+        *HF_FUSED_MLP,
     ),
     vocabulary=POST_NORM_WEIGHTS,
     megatron=MEGATRON_POST_NORMS,

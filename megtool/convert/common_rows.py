@@ -102,6 +102,14 @@ HF_GATED_MLP: Table = tuple(
     for name in ("gate", "up", "down")
 )
 
+HF_FUSED_MLP: Table = (
+    Row(
+        _STORED + "mlp.gate_up_proj.weight",
+        Cat(_OURS + "mlp.gate.weight", _OURS + "mlp.up.weight"),
+    ),
+    Row(_STORED + "mlp.down_proj.weight", _OURS + "mlp.down.weight"),
+)
+
 # The MLP of Bamba and Falcon-H1, and the norm before it.
 HF_FEED_FORWARD: Table = (
     Row(_STORED + "pre_ff_layernorm.weight", _OURS + "mlp_norm.weight"),

@@ -369,8 +369,9 @@ class Window(Setting):
     """Sliding windows: how many tokens a layer attends to, and which layers have one.
 
     Which layers, `layer_types` says; without it every layer but each `every`-th, or (where the
-    family has `first_key`) those from a number on. `switch` is a key that has to be true. With
-    `both_sides` the key counts the tokens of both, and layer 0 is the first that attends to all.
+    family has `first_key`) those from a number on. `switch` is a key that has to be true. Layer 0
+    is the first that attends to all with `full_first`, and with `both_sides`, where the key counts
+    the tokens of both.
     The keys are kept verbatim in `extra`, since releases of transformers disagree on which are
     written.
     """
@@ -382,6 +383,7 @@ class Window(Setting):
     switch: str | None = None
     first_key: str | None = None
     both_sides: bool = False
+    full_first: bool = False
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Size and pattern; no key counts as understood, so that all are kept."""
@@ -407,7 +409,8 @@ class Window(Setting):
                 )
             flags = tuple(int(k == _WINDOWED) for k in kinds)
         elif every:
-            flags = tuple(int((i + (not self.both_sides)) % every != 0) for i in range(layers))
+            last = not (self.both_sides or self.full_first)
+            flags = tuple(int((i + last) % every != 0) for i in range(layers))
         elif self.first_key:
             flags = tuple(int(i >= stored.get(self.first_key, 0)) for i in range(layers))
         into["window_size"] = size if any(flags) else 0

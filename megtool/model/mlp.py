@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megtool.kernels.activation import activate, gated
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.norm import NormSpec
+from megtool.model.param_attributes import mark
 from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
+
+XIELU = "xielu"
 
 
 def activated(x_TF: Tensor, config: ModelConfig) -> Tensor:
@@ -21,6 +27,34 @@ def activated(x_TF: Tensor, config: ModelConfig) -> Tensor:
         gate_TF, up_TF = x_TF.chunk(2, -1)
         x_TF = torch.cat((gate_TF * config.mlp_gate_scale, up_TF), -1)
     return gated(x_TF, kind, limit=config.activation_limit, offset=config.glu_offset)
+
+
+class XIelu(nn.Module):
+    """xIELU (arXiv 2411.13010): a parabola above 0, and below it an exponential, both by numbers
+    that are trained. A rank that sees a part of the columns alone is `partial`.
+    """
+
+    def __init__(
+        self, *, partial: bool, dtype: torch.dtype, device: torch.device | str = "meta"
+    ) -> None:
+        super().__init__()
+
+        def number(value: float, *shape: int, is_trained: bool) -> nn.Parameter:
+            filled = torch.full(shape, value, dtype=dtype, device=device)
+            return mark(nn.Parameter(filled, requires_grad=is_trained), partial=partial)
+
+        # softplus(alpha) is 0.8 above 0, and 0.3 (and beta) below it.
+        self.alpha_p = number(math.log(math.expm1(0.8)), 1, is_trained=True)
+        self.alpha_n = number(math.log(math.expm1(0.3)), 1, is_trained=True)
+        self.beta = number(0.5, is_trained=False)
+        self.eps = number(-1e-6, is_trained=False)
+
+    def forward(self, x_TF: Tensor) -> Tensor:
+        """The activation of each element."""
+        beta, eps = self.beta.detach(), self.eps.detach()
+        above, below = F.softplus(self.alpha_p), beta + F.softplus(self.alpha_n)
+        below_TF = (torch.expm1(torch.min(x_TF, eps)) - x_TF) * below
+        return torch.where(x_TF > 0, above * x_TF * x_TF, below_TF) + beta * x_TF
 
 
 class Mlp(nn.Module):
@@ -51,6 +85,10 @@ class Mlp(nn.Module):
             dtype=dtype,
             device=device,
         )
+        self.activation_func: XIelu | None = None
+        if config.activation == XIELU:
+            is_partial = groups.tp.size > 1
+            self.activation_func = XIelu(partial=is_partial, dtype=dtype, device=device)
         self.linear_fc2 = RowLinear(
             config.ffn_hidden_size,
             config.hidden_size,
@@ -65,6 +103,10 @@ class Mlp(nn.Module):
         """The MLP output that is added to the residual (before its scale), for rows after its
         norm.
         """
-        inner = activated(self.linear_fc1(x_TH, is_normal=True), self.config)
+        inner = self.linear_fc1(x_TH, is_normal=True)
+        if self.activation_func is None:
+            inner = activated(inner, self.config)
+        else:
+            inner = self.activation_func(inner)
         out: Tensor = self.linear_fc2(inner)
         return out if self.config.mlp_out_scale == 1 else out * self.config.mlp_out_scale

@@ -28,7 +28,7 @@ from megtool.train.run_log import RunLog
 from megtool.train.run_plan import RunPlan, freeze, make_lr_schedule, make_optimizer, plan_run
 from tests.support.errors import raises
 from tests.support.models import moe_models, tiny_text
-from tests.support.models.dense_cases import ALPHA, GEMMA4_SMALL, LOCAL, PADDED
+from tests.support.models.dense_cases import ALPHA, GEMMA4_SMALL, LATENT, LOCAL, PADDED
 from tests.support.models.dense_decoders import CASES, MIXED, MUP, fill_spread
 from tests.support.models.moe_cases import (
     EXAONE,
@@ -116,6 +116,11 @@ OF_TRANSFORMERS = [
             Case("solar_open", SOLAR | {"num_experts_per_tok": 2}, "solar_open"),
             Case("exaone_moe", EXAONE | {"num_experts_per_tok": 2}, "exaone_moe"),
             Case("openelm", TIED | LAYERS, "openelm"),
+            Case("apertus", UNTIED, "apertus"),
+            Case("glm", UNTIED | {"head_dim": 8}, "glm"),
+            Case("phi", UNTIED, "phi"),
+            Case("hyperclovax", UNTIED, "hyperclovax"),
+            Case("youtu", TIED | LATENT, "youtu"),
             Case("stablelm", UNTIED, "stablelm"),
             Case("stablelm", TIED | {"use_parallel_residual": True}, "stablelm-parallel"),
         )

@@ -157,12 +157,31 @@ ALPHA = {
     }
 }
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+
 MORE = [
     Case("hunyuan_v1_dense", UNTIED | ALPHA | {"head_dim": 8}, "hunyuan"),
     Case("hunyuan_v1_dense", TIED | BIASED | {"head_dim": 16}),
     Case("stablelm", UNTIED, "stablelm"),
     Case("stablelm", TIED | {"use_qkv_bias": True, "use_parallel_residual": True}),
+    Case("apertus", UNTIED, "apertus"),
+    Case("apertus", TIED | BIASED | {"rope_parameters": LLAMA3}),
     Case("openelm", TIED | LAYERS, "openelm"),
+    Case("glm", UNTIED | {"head_dim": 8}, "glm"),
+    Case("cwm", UNTIED | {"head_dim": 8, "sliding_window": 16, "num_hidden_layers": 4}, "cwm"),
+    Case("ministral", TIED | {"head_dim": 16, "sliding_window": 16}, "ministral"),
+    Case("phi", UNTIED, "phi"),
+    Case("hyperclovax", UNTIED | {"logits_scaling": 0.5, "residual_multiplier": 0.3}, "clova"),
+    Case("hyperclovax", TIED | BIASED | {"use_post_norm": False, "mlp_bias": True}),
+    Case("vaultgemma", TIED | {"head_dim": 16, "sliding_window": 32}, "vaultgemma"),
+    Case("youtu", TIED | LATENT, "youtu"),
     Case("openelm", UNTIED | LAYERS | {"normalize_qk_projections": False}),
 ]
 """Cases of the slow tests, of which the fast ones compute the logits alone."""

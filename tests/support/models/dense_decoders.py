@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.models.dense_cases import ALPHA, FULL, GEMMA4, GEMMA4_SMALL
+from tests.support.models.dense_cases import ALPHA, FULL, GEMMA4, GEMMA4_SMALL, LATENT
 from tests.support.models.openelm_model import LAYERS
 from tests.support.models.tiny_model import BIASED, TIED, UNTIED, Case, fill_tables
 from tests.support.models.unequal_layers import BLOCKS
@@ -181,6 +181,14 @@ MORE = [
         "stablelm-parallel",
     ),
     Case("openelm", TIED | LAYERS, "openelm"),
+    Case("apertus", UNTIED | BIASED | LLAMA3, "apertus"),
+    Case("glm", UNTIED | {"head_dim": 8}, "glm"),
+    Case("cwm", UNTIED | LAYERS4 | {"head_dim": 8, "sliding_window": 5}, "cwm"),
+    Case("ministral", TIED | {"head_dim": 16, "sliding_window": 5}, "ministral"),
+    Case("phi", UNTIED, "phi"),
+    Case("hyperclovax", UNTIED | BIASED | MULTIPLIED, "hyperclovax"),
+    Case("vaultgemma", TIED | LAYERS4 | {"head_dim": 8, "sliding_window": 5}, "vaultgemma"),
+    Case("youtu", TIED | LATENT, "youtu"),
 ]
 """Cases of the slow tests, of which the fast ones compute the logits alone."""
 

@@ -333,6 +333,8 @@ MORE: list[tuple[str, str, dict[str, Any]]] = [
         HUNYUAN | {"attention_bias": True, "num_experts_per_tok": [2] * 4},
     ),
     ("solar_open", "SolarOpen", SOLAR),
+    ("granitemoeshared", "GraniteMoeShared", EIGHT | {"shared_intermediate_size": 40}),
+    ("granitemoeshared", "GraniteMoeShared", EIGHT | {"attention_bias": True}),
     ("exaone_moe", "ExaoneMoe", EXAONE),
     (
         "exaone_moe",

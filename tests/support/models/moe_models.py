@@ -257,6 +257,11 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"num_experts": 8, "num_experts_per_tok": 3, "attention_bias": True}
         | ALPHA,
     ),
+    "granitemoeshared": (
+        "granitemoeshared",
+        "GraniteMoeShared",
+        CASES["granitemoe"][2] | {"shared_intermediate_size": 40},
+    ),
     "solar_open": ("solar_open", "SolarOpen", moe_cases.SOLAR | GROUPS | {"n_routed_experts": 8}),
     "exaone_moe": (
         "exaone_moe",

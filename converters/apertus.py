@@ -1,0 +1,64 @@
+"""Apertus: Llama with norms of queries and keys, and an MLP without a gate, by xIELU.
+
+xIELU has two numbers for each layer that are trained, and two that are not.
+"""
+
+from megtool.convert import (
+    HF_ATTENTION,
+    HF_GATED_MLP,
+    HF_MODEL,
+    HF_QK_NORMS,
+    Default,
+    Family,
+    Key,
+    OneOf,
+    Rope,
+    Row,
+    Weight,
+)
+
+_NUMBERS = ("alpha_p", "alpha_n", "beta", "eps")
+
+FAMILY = Family(
+    name="apertus",
+    architectures=("ApertusForCausalLM",),
+    model_types=("apertus",),
+    traits={"norm": "rmsnorm", "gated": False, "qk_norm": True},
+    vocabulary={
+        f"layers.{{l}}.mlp.xielu.{name}": Weight((1,) if "alpha" in name else ())
+        for name in _NUMBERS
+    },
+    config=(
+        Key("num_hidden_layers", "num_layers"),
+        Key("hidden_size", "hidden_size"),
+        Key("intermediate_size", "ffn_hidden_size"),
+        Key("num_attention_heads", "num_heads"),
+        Key("num_key_value_heads", "num_kv_heads", Default("num_heads")),
+        Key("head_dim", "head_dim", Default("hidden_size // num_heads")),
+        Key("vocab_size", "vocab_size"),
+        Key("max_position_embeddings", "max_positions", 65536),
+        Key("rms_norm_eps", "norm_eps", 1e-5),
+        Key("tie_word_embeddings", "tied_embeddings", False),
+        Key("attention_bias", "qkv_bias", False),
+        Key("attention_bias", "attn_out_bias", False),
+        OneOf("hidden_act", "activation", ("xielu",)),
+        Rope(12000000.0),
+    ),
+    hf=(
+        *HF_MODEL,
+        Row("model.layers.{l}.attention_layernorm.weight", "layers.{l}.attn_norm.weight"),
+        Row("model.layers.{l}.feedforward_layernorm.weight", "layers.{l}.mlp_norm.weight"),
+        *HF_ATTENTION,
+        *HF_QK_NORMS,
+        *HF_GATED_MLP,
+        *(
+            Row(f"model.layers.{{l}}.mlp.act_fn.{name}", f"layers.{{l}}.mlp.xielu.{name}")
+            for name in _NUMBERS
+        ),
+    ),
+    megatron=tuple(
+        Row(f"decoder.layers.{{l}}.mlp.activation_func.{name}", f"layers.{{l}}.mlp.xielu.{name}")
+        for name in _NUMBERS
+    ),
+    limits=((True, "Megatron has no xIELU activation"),),
+)

@@ -1,0 +1,82 @@
+"""Granite 3 with experts beside a shared one, which always takes part."""
+
+from megtool.convert import (
+    HF_ATTENTION,
+    HF_MODEL,
+    HF_NORMS,
+    Assumed,
+    Cat,
+    Default,
+    Family,
+    Key,
+    Noted,
+    Only,
+    Rope,
+    Row,
+    Stacked,
+)
+
+_STORED, _MLP = "model.layers.{l}.", "layers.{l}.mlp."
+_EXPERT, _SHARED = _MLP + "experts.{e}.", _MLP + "shared."
+
+FAMILY = Family(
+    name="granitemoeshared",
+    architectures=("GraniteMoeSharedForCausalLM",),
+    model_types=("granitemoeshared",),
+    traits={"norm": "rmsnorm", "gated": True, "activation": "silu"},
+    config=(
+        Key("num_hidden_layers", "num_layers"),
+        Key("hidden_size", "hidden_size"),
+        Key("intermediate_size", "moe_ffn_hidden_size"),
+        Assumed("ffn_hidden_size", "moe_ffn_hidden_size"),
+        Key("shared_intermediate_size", "shared_ffn_hidden_size", 0),
+        Key("num_attention_heads", "num_heads"),
+        Key("num_key_value_heads", "num_kv_heads", Default("num_heads")),
+        Key("head_dim", "head_dim", Default("hidden_size // num_heads")),
+        Key("vocab_size", "vocab_size"),
+        Key("max_position_embeddings", "max_positions", 2048),
+        Key("rms_norm_eps", "norm_eps", 1e-6),
+        Key("tie_word_embeddings", "tied_embeddings", False),
+        Key("attention_bias", "qkv_bias", False),
+        Key("attention_bias", "attn_out_bias", False),
+        Key("num_local_experts", "num_experts", 8),
+        Key("num_experts_per_tok", "num_experts_per_token", 2),
+        Only("hidden_act", "silu"),
+        Rope(10000.0),
+        Noted("embedding_multiplier", "embedding_scale", 1.0),
+        Noted("residual_multiplier", "residual_scale", 1.0),
+        Noted("attention_multiplier", "softmax_scale", 1.0, "x + 0.0"),
+        Noted("logits_scaling", "logit_scale", 1.0, "1 / x"),
+    ),
+    hf=(
+        *HF_MODEL,
+        *HF_NORMS,
+        *HF_ATTENTION,
+        Row(
+            _STORED + "shared_mlp.input_linear.weight",
+            Cat(_SHARED + "gate.weight", _SHARED + "up.weight"),
+            when="shared_ffn_hidden_size",
+        ),
+        Row(
+            _STORED + "shared_mlp.output_linear.weight",
+            _SHARED + "down.weight",
+            when="shared_ffn_hidden_size",
+        ),
+        Row(
+            _STORED + "block_sparse_moe.router.layer.weight",
+            _MLP + "router.weight",
+            also=(_STORED + "block_sparse_moe.router.weight",),
+        ),
+        Row(
+            _STORED + "block_sparse_moe.input_linear.weight",
+            Stacked(Cat(_EXPERT + "gate.weight", _EXPERT + "up.weight"), "e"),
+            also=(_STORED + "block_sparse_moe.experts.gate_up_proj",),
+        ),
+        Row(
+            _STORED + "block_sparse_moe.output_linear.weight",
+            Stacked(_EXPERT + "down.weight", "e"),
+            also=(_STORED + "block_sparse_moe.experts.down_proj",),
+        ),
+    ),
+    limits=((True, "Megatron has no multipliers of embeddings, attention, residuals, logits"),),
+)

@@ -1,0 +1,57 @@
+"""VaultGemma: Gemma 2 without norms after attention and MLP."""
+
+from megtool.convert import (
+    HF_ATTENTION,
+    HF_GATED_MLP,
+    HF_MODEL,
+    Assumed,
+    Default,
+    Family,
+    Key,
+    Noted,
+    OneOf,
+    Rope,
+    Row,
+    Window,
+)
+
+FAMILY = Family(
+    name="vaultgemma",
+    architectures=("VaultGemmaForCausalLM",),
+    model_types=("vaultgemma",),
+    traits={"norm": "rmsnorm", "zero_centered_norm": True, "gated": True},
+    config=(
+        Key("num_hidden_layers", "num_layers"),
+        Key("hidden_size", "hidden_size"),
+        Key("intermediate_size", "ffn_hidden_size"),
+        Key("num_attention_heads", "num_heads"),
+        Key("num_key_value_heads", "num_kv_heads", Default("num_heads")),
+        Key("head_dim", "head_dim", 256),
+        Key("vocab_size", "vocab_size"),
+        Key("max_position_embeddings", "max_positions", 8192),
+        Key("rms_norm_eps", "norm_eps", 1e-6),
+        Key("tie_word_embeddings", "tied_embeddings", True),
+        Key("attention_bias", "qkv_bias", False),
+        Key("attention_bias", "attn_out_bias", False),
+        OneOf("hidden_activation", "activation", ("gelu_pytorch_tanh", "gelu")),
+        Rope(10000.0),
+        Window(default=4096, every=2),
+        Assumed("embedding_scale", "hidden_size ** 0.5"),
+        # Null is no cap, an absent key its default.
+        Noted("attn_logit_softcapping", "attn_softcap", 50.0, "x + 0.0", null=0.0),
+        Noted("final_logit_softcapping", "logit_softcap", 30.0, "x + 0.0", null=0.0),
+        Noted("query_pre_attn_scalar", "softmax_scale", 256**-0.5, "x ** -0.5"),
+    ),
+    hf=(
+        *HF_MODEL,
+        Row("model.layers.{l}.input_layernorm.weight", "layers.{l}.attn_norm.weight"),
+        Row("model.layers.{l}.pre_feedforward_layernorm.weight", "layers.{l}.mlp_norm.weight"),
+        *HF_ATTENTION,
+        *HF_GATED_MLP,
+    ),
+    limits=(
+        (True, "Megatron does not multiply embeddings by sqrt(hidden_size) (Megatron-Bridge does)"),
+        (True, "Megatron has no soft caps (Megatron-Bridge has)"),
+        (True, "query_pre_attn_scalar has to be set by hand in Megatron (softmax_scale)"),
+    ),
+)

@@ -1,0 +1,46 @@
+"""Youtu-LLM: DeepSeek's latent attention, and an MLP in every layer."""
+
+from megtool.convert import (
+    HF_GATED_MLP,
+    HF_LATENT_ATTENTION,
+    HF_MODEL,
+    HF_NORMS,
+    Default,
+    Derived,
+    Family,
+    Key,
+    Nullable,
+    OneOf,
+    Only,
+    Refused,
+    Rope,
+)
+
+FAMILY = Family(
+    name="youtu",
+    architectures=("YoutuForCausalLM",),
+    model_types=("youtu",),
+    traits={"norm": "rmsnorm", "gated": True, "qk_norm": True},
+    config=(
+        Key("num_hidden_layers", "num_layers"),
+        Key("hidden_size", "hidden_size"),
+        Key("intermediate_size", "ffn_hidden_size"),
+        Key("num_attention_heads", "num_heads"),
+        Key("num_key_value_heads", "num_kv_heads", Default("num_heads")),
+        Nullable("q_lora_rank", "q_lora_rank"),
+        Key("kv_lora_rank", "kv_lora_rank", 512),
+        Key("qk_nope_head_dim", "qk_nope_head_dim", 128),
+        Key("qk_rope_head_dim", "qk_rope_head_dim", 64),
+        Key("v_head_dim", "v_head_dim", 128),
+        Derived("head_dim", "qk_nope_head_dim + qk_rope_head_dim"),
+        Key("vocab_size", "vocab_size"),
+        Key("max_position_embeddings", "max_positions", 131072),
+        Key("rms_norm_eps", "norm_eps", 1e-6),
+        Key("tie_word_embeddings", "tied_embeddings", True),
+        Only("attention_bias", False),
+        OneOf("hidden_act", "activation", ("silu",)),
+        Refused("rope_interleave", False, "Megatron's latent attention rotates pairs"),
+        Rope(10000.0),
+    ),
+    hf=(*HF_MODEL, *HF_NORMS, *HF_LATENT_ATTENTION, *HF_GATED_MLP),
+)
