@@ -104,7 +104,6 @@ from megtool.convert.native_rows import HF_DEEPSEEK_V4, HF_MISTRAL_LARGE_3
 from megtool.convert.nested import LLAVA_NAMES, LLAVA_TOWERS, Nested
 from megtool.convert.scaled_layers import ScaledLayers
 from megtool.convert.shared_keys import LayerInputs, SharedKeys
-from megtool.convert.tower_names import QWEN_VISION
 
 __all__ = [
     "GGUF_DECODER",
@@ -135,7 +134,6 @@ __all__ = [
     "HF_STACKED_EXPERTS",
     "LLAVA_NAMES",
     "LLAVA_TOWERS",
-    "QWEN_VISION",
     "MEGATRON_MASKED_MODEL",
     "MEGATRON_POST_NORMS",
     "POST_NORM_WEIGHTS",
