@@ -375,6 +375,11 @@ class ModelConfig:
         return max((self.compress_ratios or (0,))[i] for i in (self.heavy_layers or (0,)))
 
     @property
+    def compressed_layers(self) -> frozenset[int]:
+        """Layers with compressed keys."""
+        return frozenset(i for i, ratio in enumerate(self.compress_ratios or ()) if ratio)
+
+    @property
     def hash_layers(self) -> frozenset[int]:
         """Indices of the layers in which a table chooses the experts."""
         return frozenset(range(self.num_hash_layers))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
+from megtool.model.compressed_cache import CompressedKeys
 from megtool.model.recurrent_state import Mixers, RecurrentStates, StateName
 from megtool.model_config import ModelConfig
 
@@ -27,7 +28,7 @@ class KeySpan:
     where only `queries_BS` (int64, batch may be 1) says it. `valid_BL` is false for keys that are
     padding, and `real_BS` for queries that are. `positions_BS` and `key_positions_BL` are the
     places of queries and keys (batch may be 1); with `is_counted` they are numbers from 0, less
-    than `num_keys`.
+    than `num_keys`. `past_B` is how many tokens of each row are in a cache, if there is one.
     """
 
     num_keys: int
@@ -38,6 +39,7 @@ class KeySpan:
     valid_BL: Tensor | None = None
     real_BS: Tensor | None = None
     is_counted: bool = True
+    past_B: Tensor | None = None
 
     @classmethod
     def fresh(cls, batch: Batch) -> KeySpan:
@@ -77,12 +79,14 @@ class KVCache(ABC):
     """What layers keep between passes; used without gradients.
 
     Attention keeps keys and values of every token, a recurrent mixer (Mamba-2, gated delta net) a
-    state of one size (`recurrent_state`). A pass calls `begin` once, `append` in every layer with
+    state of one size (`recurrent_state`); keys that tokens are compressed to are kept besides
+    (`compressed`). A pass calls `begin` once, `append` in every layer with
     attention, `read_state` and `write_state` in every layer with a recurrent mixer, and `advance`
     once. `sources` are keys and values of what a decoder attends to of an encoder.
     """
 
     states: RecurrentStates
+    compressed: CompressedKeys
     sources: SourceCache | None = None
 
     @abstractmethod
@@ -124,7 +128,8 @@ class EntrySize:
     """The size of one token in one layer: heads (of this rank), and the sizes of key and value.
 
     Latent attention keeps the compressed latent as the key of one head, and the rotated part, which
-    all heads share, as its value; behind it what an indexer ranks the token by.
+    all heads share, as its value; behind it what an indexer ranks the token by. Where keys are
+    compressed, a token's key is its value too, and kept once.
     """
 
     num_heads: int
@@ -138,6 +143,8 @@ class EntrySize:
             index = config.index_head_dim if config.index_num_heads else 0
             value_size = config.qk_rope_head_dim + index
             return cls(num_heads=1, key_size=config.kv_lora_rank, value_size=value_size)
+        if config.is_compressed:
+            return cls(num_heads=1, key_size=config.head_dim, value_size=0)
         heads = max(1, config.num_kv_heads // tp)
         return cls(num_heads=heads, key_size=config.head_dim, value_size=config.head_dim)
 
@@ -180,6 +187,9 @@ class ContiguousCache(KVCache):
         self.values = {n: room(s.num_heads, s.value_size) for n, s in sizes.items()}
         mixers = Mixers.of(config, numbers, tp)
         self.states = RecurrentStates(mixers, num_rows, dtype=dtype, device=device)
+        self.compressed = CompressedKeys(config, numbers, dtype=dtype, device=device)
+        for ratio in set(self.compressed.ratios.values()):
+            self.compressed.make_room(ratio, num_rows * (max_tokens // ratio))
         self.num_rows, self.max_tokens, self.graphable = num_rows, max_tokens, graphable
         self.length = 0
         self.has_padding, self.has_positions = graphable, False
@@ -224,6 +234,10 @@ class ContiguousCache(KVCache):
         self.valid_BL.index_copy_(1, slots_S, fresh)
         self._slots_S, self._valid_BS = slots_S, valid_BS
         last = self.max_tokens if self.graphable else self.length + tokens
+        for ratio in set(self.compressed.ratios.values()):
+            each = self.max_tokens // ratio
+            rows_B1 = torch.arange(rows, device=slots_S.device)[:, None] * each
+            self.compressed.begin(ratio, rows_B1 + self.slots_L[: last // ratio])
         return KeySpan(
             num_keys=last,
             start=None if self.graphable else self.length,
@@ -233,6 +247,7 @@ class ContiguousCache(KVCache):
             valid_BL=self.valid_BL[:, :last] if self.has_padding else None,
             real_BS=valid_BS,
             is_counted=not self.has_positions,
+            past_B=self.counts_B,
         )
 
     def append(self, layer: int, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, Tensor]:
@@ -271,6 +286,7 @@ class ContiguousCache(KVCache):
     def num_bytes(self) -> int:
         """Bytes of keys and values, and of states."""
         tensors = (*self.keys.values(), *self.values.values(), *self.states.tensors)
+        tensors += self.compressed.tensors
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -309,6 +325,9 @@ class PagedCache(KVCache):
         rows = num_blocks - 1 if num_sequences is None else num_sequences
         mixers = Mixers.of(config, numbers, tp)
         self.states = RecurrentStates(mixers, rows, dtype=dtype, device=device)
+        self.compressed = CompressedKeys(config, numbers, dtype=dtype, device=device)
+        for ratio in set(self.compressed.ratios.values()):
+            self.compressed.make_room(ratio, num_blocks * -(-block_size // ratio))
         self.free_rows = list(range(rows - 1, -1, -1))
         self.state_rows: dict[int, int] = {}
         self.block_size, self.num_blocks, self.device = block_size, num_blocks, device
@@ -402,6 +421,8 @@ class PagedCache(KVCache):
         self.states.choose(rows_of_states, revertible=self._is_revertible)
         # Padding stands where the row's last token does, so that no place is beyond the row's own.
         last_B1 = (past_B + real_B - 1).clamp_min(0)[:, None]
+        for ratio in set(self.compressed.ratios.values()):
+            self.compressed.begin(ratio, self._window_slots(ratio, num_keys, table_BM))
         positions = batch.positions_BS
         positions = torch.minimum(queries_BS, last_B1) if positions is None else positions
         keys_L = torch.arange(num_keys, device=device)
@@ -413,7 +434,16 @@ class PagedCache(KVCache):
             key_positions_BL=keys_L[None],
             real_BS=None if self._is_full(tokens) else new_S < real_B[:, None],
             is_counted=batch.positions_BS is None,
+            past_B=past_B,
         )
+
+    def _window_slots(self, ratio: int, num_keys: int, table_BM: Tensor) -> Tensor:
+        """The slots of windows, [B, L]: each in the block of its last token, which has room for as
+        many as can end in it."""
+        ends_L = torch.arange(1, num_keys // ratio + 1, device=self.device) * ratio - 1
+        blocks_L = (ends_L // self.block_size).clamp_max(table_BM.shape[1] - 1)
+        of_block = -(-self.block_size // ratio)
+        return table_BM[:, blocks_L] * of_block + ends_L % self.block_size // ratio
 
     def _is_even(self, tokens: int) -> bool:
         """All rows have the same past, and no padding."""

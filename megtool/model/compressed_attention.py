@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megtool.errors import LayoutError
+from megtool.kernels.causal_conv import last_inputs
 from megtool.kernels.norm import rms_norm
 from megtool.kernels.rotary import rotate
 from megtool.model.attention import attend
+from megtool.model.cache import KVCache
 from megtool.model.forward_context import ForwardContext
 from megtool.model.indexer import DuplicatedLinear
+from megtool.model.key_windows import KeyWindows
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.masks import Mask
 from megtool.model.mla import DownLinear, adjacent_pairs
@@ -71,13 +74,16 @@ class Compressor(nn.Module):
             NormSpec.of(config), size, partial=partial, dtype=dtype, device=device
         )
 
-    def forward(self, x_BSH: Tensor, frame: ForwardContext) -> Tensor:
-        """The keys of the windows of a pass, turned: [B, W, D]. `x_BSH` are whole rows."""
+    def project(self, x_BSH: Tensor) -> Tensor:
+        """What each token of whole rows gives to keys: elements, and their weights behind them."""
+        return torch.cat((self.linear_wkv(x_BSH), self.linear_wgate(x_BSH)), -1)
+
+    def forward(self, tokens_BSC: Tensor, frame: ForwardContext) -> Tensor:
+        """The keys of the windows of a pass, turned, [B, W, D], from what tokens give to them."""
         windows, size = frame.windows(self.ratio), self.size
         if not windows.num_windows:
-            return x_BSH.new_zeros(x_BSH.shape[0], 0, size)
-        tokens = (windows.ordered(linear(x_BSH)) for linear in (self.linear_wkv, self.linear_wgate))
-        keys_BSC, gates_BSC = tokens
+            return tokens_BSC.new_zeros(len(tokens_BSC), 0, size)
+        keys_BSC, gates_BSC = tokens_BSC.chunk(2, -1)
         keys, gates = (windows.tokens_of(t[..., -size:]) for t in (keys_BSC, gates_BSC))
         gates = gates + self.ape[:, -size:]
         if self.overlaps:
@@ -122,13 +128,13 @@ class CompressedIndexer(nn.Module):
         self,
         x_BSH: Tensor,
         query_BSC: Tensor,
+        keys_BLE: Tensor,
         ready_BSL: Tensor,
-        frame: ForwardContext,
-        turn: Rotation,
+        turn: Rotation | None,
     ) -> Tensor:
-        """Which of the compressed keys that are `ready` each token attends to, bool [B, S, L]."""
+        """Which of the compressed keys that are `ready` each token attends to, bool [B, S, L], by
+        keys of its own."""
         config, (b, s, _) = self.config, x_BSH.shape
-        keys_BLE = self.compressor(x_BSH, frame)
         count = min(config.index_topk, keys_BLE.shape[1])
         if not count:
             return ready_BSL
@@ -177,6 +183,40 @@ class CompressedCore(nn.Module):
             )
         if layer in config.index_layers:
             self.indexer = CompressedIndexer(config, tp, dtype=dtype, device=device)
+
+    def keys(
+        self, x_BSH: Tensor, frame: ForwardContext, layer: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The compressed keys that queries of a pass may attend to, [B, L, D], and, where they are
+        chosen among, those that an indexer goes by."""
+        assert self.compressor is not None
+        windows, cache = frame.windows(self.ratio), frame.cache
+        tokens = [windows.ordered(self.compressor.project(x_BSH))]
+        if self.indexer is not None:
+            with torch.no_grad():
+                tokens.append(windows.ordered(self.indexer.compressor.project(x_BSH)))
+        if cache is not None:
+            sizes = [t.shape[-1] for t in tokens]
+            both = _with_kept(torch.cat(tokens, -1), cache, windows, layer)
+            tokens = list(torch.split(both, sizes, -1))
+        keys: list[Tensor] = [self.compressor(tokens[0], frame)]
+        if self.indexer is not None:
+            with torch.no_grad():
+                keys.append(self.indexer.compressor(tokens[1], frame))
+        if cache is not None:
+            keys = [cache.compressed.append(layer, n, k, windows) for n, k in enumerate(keys)]
+        return keys[0], keys[1] if len(keys) > 1 else None
+
+
+def _with_kept(new_BSC: Tensor, cache: KVCache, windows: KeyWindows, layer: int) -> Tensor:
+    """The tokens of a pass behind those that the cache kept, and keeps them for the next one."""
+    kept_BPC = cache.read_state(layer, "conv")
+    both = torch.cat((kept_BPC, new_BSC.to(kept_BPC.dtype)), 1)
+    if cache.is_revertible:
+        cache.write_steps(layer, "conv", both)
+        cache.write_steps(layer, "recurrent", both.new_zeros(*new_BSC.shape[:2], 0, 0, 0))
+    cache.write_state(layer, "conv", last_inputs(new_BSC, kept_BPC, windows.counts_B))
+    return both
 
 
 class CompressedAttention(nn.Module):
@@ -245,17 +285,21 @@ class CompressedAttention(nn.Module):
         keys = self.kv_layernorm(self.linear_kv_proj(x_TH))
         keys = self._whole(keys if self.sequence_parallel else copy_to(keys, self.tp), frame)
         keys_BLD = turn_last(keys[:, :, None], turn).squeeze(2)
-        allowed = frame.stretches(self.layer)[0][1].square(s, s, x_TH.device)
+        if frame.cache is not None:
+            nothing = keys_BLD[:, None, :, :0]  # keys are the values, too
+            keys_BLD = frame.cache.append(self.layer, keys_BLD[:, None], nothing)[0].squeeze(1)
+        num_keys = keys_BLD.shape[1]
+        allowed = frame.stretches(self.layer)[0][1].square(s, num_keys, x_TH.device)
         if allowed is None:
-            allowed = torch.ones(1, 1, s, s, dtype=torch.bool, device=x_TH.device)
+            allowed = torch.ones(1, 1, s, num_keys, dtype=torch.bool, device=x_TH.device)
         core = self.core_attention
         if core.compressor is not None:
             x_BSH = self._whole(x_TH, frame)
-            more = core.compressor(x_BSH, frame)
+            more, index_keys = core.keys(x_BSH, frame, self.layer)
             ready = frame.windows(core.ratio).ready(more.shape[1])
             if core.indexer is not None:
                 query_BSC = self._whole(query_TC, frame)
-                ready = core.indexer(x_BSH, query_BSC, ready, frame, turn)
+                ready = core.indexer(x_BSH, query_BSC, index_keys, ready, turn)
             parts = (t.expand(b, 1, s, -1) for t in (allowed, ready[:, None]))
             keys_BLD, allowed = torch.cat((keys_BLD, more), 1), torch.cat(tuple(parts), -1)
         out = attend(

@@ -156,13 +156,14 @@ def check_compressed_pass(config: ModelConfig, batch: Batch, *, has_cache: bool)
     """Refuse passes that compressed keys are not computed for.
 
     Raises:
-        UsageError: a cache.
+        UsageError: a cache, and places of tokens that are not counted.
     """
-    if not config.is_compressed:
-        return
-    hint = "megtool evaluate scores such a model: whole rows of tokens, each of one text"
-    if has_cache:
-        raise UsageError("there is no cache of compressed keys (DeepSeek-V4)", hint=hint)
+    if config.is_compressed and has_cache and batch.positions_BS is not None:
+        raise UsageError(
+            "keys in a cache are compressed by counting tokens (DeepSeek-V4), and the batch says "
+            "their places",
+            hint="leave out positions_BS, and mark padding in valid_BS",
+        )
 
 
 class Block(HyperHead):

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megtool.model_checks import OVERLAP_RATIO
+
 if TYPE_CHECKING:
     from megtool.model.cache import KeySpan
 
@@ -20,18 +22,18 @@ if TYPE_CHECKING:
 class KeyWindows:
     """The windows of `ratio` tokens that are whole after a pass, W of them in each row.
 
-    Tokens are numbered among those that the cache kept, `num_kept`, and those of the pass behind
-    them, which padding does not stand between (`order_BS` moves it to the end). `starts_BW` are the
-    numbers of the windows' first tokens; None where they follow one another from the first token
-    on. `numbers_BW` count windows from 0 in a document, and `exists_BW` is false for what fills
-    rows with fewer windows up. Queries are at `places_BS` in their documents (batch may be 1).
+    Tokens are numbered among those that a cache kept (`num_kept_tokens`) and those of the pass
+    behind them, `counts_B` in each row, which padding does not stand between (`order_BS` moves it
+    to the end). `starts_BW` are the numbers of the windows' first tokens; None where they follow
+    one another from the first token on. `numbers_BW` count windows from 0 in a document, and
+    `exists_BW` is false for what fills rows with fewer windows up. Queries are at `places_BS` in
+    their documents (batch may be 1), which `runs` are the numbers of, of queries and windows.
     """
 
     ratio: int
     num_windows: int
     numbers_BW: Tensor
     places_BS: Tensor
-    num_kept: int = 0
     starts_BW: Tensor | None = None
     exists_BW: Tensor | None = None
     order_BS: Tensor | None = None
@@ -40,7 +42,9 @@ class KeyWindows:
 
     @classmethod
     def of(cls, ratio: int, span: KeySpan, runs_BS: Tensor | None = None) -> KeyWindows:
-        """Those of a pass without a cache; `runs_BS` numbers the documents of a row."""
+        """Those of a pass; `runs_BS` numbers the documents of a row."""
+        if span.past_B is not None:
+            return cls._after(ratio, span, span.past_B)
         tokens, device = span.queries_BS.shape[1], span.queries_BS.device
         slots_BS = torch.arange(tokens, device=device)[None]
         numbers_BW = torch.arange(tokens // ratio, device=device)[None]
@@ -59,6 +63,28 @@ class KeyWindows:
             starts_BW=(numbers_BW * ratio).expand(len(counts_B), -1),
             exists_BW=numbers_BW < counts_B[:, None] // ratio,
             order_BS=_order(span.real_BS),
+            counts_B=counts_B,
+        )
+
+    @classmethod
+    def _after(cls, ratio: int, span: KeySpan, past_B: Tensor) -> KeyWindows:
+        """Those of a pass with a cache of so many tokens of each row."""
+        real_BS, tokens = span.real_BS, span.queries_BS.shape[1]
+        new_S = torch.arange(tokens, device=past_B.device)
+        num, past_B1 = (tokens + ratio - 1) // ratio, past_B[:, None]
+        numbers_BW = past_B1 // ratio + torch.arange(num, device=past_B.device)
+        counts_B = None if real_BS is None else real_BS.sum(1)
+        last_B = past_B + (tokens if counts_B is None else counts_B)
+        places_BS = new_S if real_BS is None else (real_BS.cumsum(1) - 1).clamp_min(0)
+        kept = num_kept_tokens(ratio)
+        return cls(
+            ratio=ratio,
+            num_windows=num,
+            numbers_BW=numbers_BW,
+            places_BS=past_B1 + places_BS,
+            starts_BW=numbers_BW * ratio - past_B1 + kept,
+            exists_BW=numbers_BW < last_B[:, None] // ratio,
+            order_BS=None if real_BS is None else _order(real_BS),
             counts_B=counts_B,
         )
 
@@ -84,14 +110,15 @@ class KeyWindows:
         """The tokens of every window, [B, W, ratio, C]; or those of the window before each."""
         num, ratio = self.num_windows, self.ratio
         if self.starts_BW is None:
-            x_BWRC = x_BSC[:, : num * ratio].unflatten(1, (num, ratio))
+            x_BWRC = x_BSC[:, : num * ratio].reshape(len(x_BSC), num, ratio, -1)
             if before:
                 x_BWRC = torch.cat((torch.zeros_like(x_BWRC[:, :1]), x_BWRC[:, :-1]), 1)
             return x_BWRC
         first = self.starts_BW - ratio if before else self.starts_BW
         places = first[..., None] + torch.arange(ratio, device=x_BSC.device)
         places = places.clamp(0, x_BSC.shape[1] - 1).flatten(1)[..., None]
-        return x_BSC.gather(1, places.expand(-1, -1, x_BSC.shape[2])).unflatten(1, (num, ratio))
+        taken = x_BSC.gather(1, places.expand(len(x_BSC), -1, x_BSC.shape[2]))
+        return taken.reshape(len(x_BSC), num, ratio, -1)
 
     def ordered(self, x_BSC: Tensor) -> Tensor:
         """Tokens with padding behind them."""
@@ -112,6 +139,14 @@ class KeyWindows:
         assert self.exists_BW is not None
         ready = (self.numbers_BW[:, None] < limits_BS1) & self.exists_BW[:, None]
         return ready & (runs_BW[:, None] == runs_BS[..., None])
+
+
+def num_kept_tokens(ratio: int) -> int:
+    """Of how many tokens at the end a cache keeps what they give to the windows after them.
+
+    Where windows overlap, so does the one before the next.
+    """
+    return (2 * ratio if ratio == OVERLAP_RATIO else ratio) - 1
 
 
 def _order(first_BS: Tensor) -> Tensor:

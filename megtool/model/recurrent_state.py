@@ -9,11 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megtool.model.key_windows import num_kept_tokens
 from megtool.model_config import ModelConfig
 
 StateName = Literal["conv", "recurrent"]
 """`conv`: the inputs of the convolution at the last tokens, oldest first, [B, taps - 1, channels],
-in the model's dtype. `recurrent`: what the recurrence has summed up, [B, heads, ...], in fp32."""
+in the model's dtype; where keys are compressed, what the last tokens give to the next ones.
+`recurrent`: what the recurrence has summed up, [B, heads, ...], in fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,17 @@ class MixerSize:
             recurrent=(values, key_size, value_size),
         )
 
+    @classmethod
+    def compressor(cls, config: ModelConfig, layer: int) -> MixerSize:
+        """What makes compressed keys, its indexer's among them; the same on every rank."""
+        ratio, overlaps = (config.compress_ratios or ())[layer], layer in config.index_layers
+        size = config.head_dim + (config.index_head_dim if overlaps else 0)
+        return cls(
+            num_taps=num_kept_tokens(ratio) + 1,
+            num_channels=2 * size * (1 + overlaps),
+            recurrent=(0, 0, 0),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Mixers:
@@ -66,6 +79,8 @@ class Mixers:
                 sizes[layer] = MixerSize.mamba(config, tp)
             elif layer in config.delta_layers:
                 sizes[layer] = MixerSize.delta_net(config, tp)
+            elif layer in config.compressed_layers:
+                sizes[layer] = MixerSize.compressor(config, layer)
         return cls(sizes)
 
 

@@ -14,6 +14,8 @@ from megtool.inference.generate import DecodingOptions, generate
 from megtool.inference.runtime import load_forward, on_ranks
 from megtool.options.groups import RuntimeOptions
 from megtool.reshard.open_source import open_decoder
+from tests.support.models.moe_cases import V4
+from tests.support.models.tiny_model import fill_tables
 
 COMMON = {
     "vocab_size": 120,
@@ -60,6 +62,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | LATENT
     | {"q_lora_rank": None, "n_group": None, "topk_group": None},
     "DeepseekV3Config": {k: v for k, v in COMMON.items() if k != "head_dim"} | LATENT,
+    "DeepseekV4Config": COMMON
+    | V4
+    | {"num_hidden_layers": 4, "num_nextn_predict_layers": 0, "num_experts_per_tok": 2}
+    | {"index_n_heads": 8},  # few scores are equal
 }
 
 
@@ -80,6 +86,7 @@ def test_tokens_are_those_of_transformers_without_a_cache(name: str, tmp_path: P
     torch.manual_seed(0)
     config = getattr(transformers, name)(**FAMILIES[name])
     peer = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    fill_tables(peer)
     for weight in peer.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.2)
@@ -92,6 +99,9 @@ def test_tokens_are_those_of_transformers_without_a_cache(name: str, tmp_path: P
             with torch.no_grad():
                 tokens.append(int(peer(torch.tensor([tokens])).logits[0, -1].argmax()))
         expected.append(tuple(tokens[len(prompt) :]))
+        if name == "DeepseekV4Config":  # with its own cache
+            whole = peer.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+            assert tuple(whole[0, len(prompt) :].tolist()) == expected[-1]
     requests = [
         GenerateRequest(number=n, prompt=tuple(p), max_new_tokens=12) for n, p in enumerate(prompts)
     ]

@@ -36,7 +36,7 @@ THEIRS, OURS = 1e-4, 1e-5
 NO_FORWARD = {
     "bert": "Megatron's names of an encoder, which have no forward pass",
     "t5": "an encoder and a decoder: tests/model/test_encoder_decoder.py",
-    "deepseek_v4": "run without a cache, and not trained: tests/model/test_compressed_attention.py",
+    "deepseek_v4": "scalars' gradients cancel out: tests/model/test_compressed_attention.py",
 }
 AS_OTHERS = {  # transformers has no class: tests/converters/test_moe.py computes them
     "bailing_moe_v2": "glm4_moe",

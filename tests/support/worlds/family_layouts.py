@@ -110,7 +110,8 @@ def decode_logits(decoder: Decoder, groups: ProcessGroups) -> Tensor:
 
 def answer_of(decoder: Decoder, groups: ProcessGroups) -> Answer:
     """A loaded decoder's answer, of this rank's rows; loss and gradients are those of all rows."""
-    decoder.requires_grad_(True)
+    for parameter in decoder.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
     tokens, labels = (t.chunk(groups.dp.size)[groups.dp.rank] for t in tokens_and_labels())
     batch = Batch(tokens_BS=tokens)
     logits = forward_stages(decoder, batch, everywhere=True)
