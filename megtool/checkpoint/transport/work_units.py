@@ -167,7 +167,7 @@ def _kernel_units(
 def _tiled_units(
     plan: ReshardPlan, target: ShardLocator, entries: Sequence[int], unit_bytes: int
 ) -> Iterator[TiledUnit]:
-    """Slabs in order of destination; small entries of one file share a unit."""
+    """Slabs in order of destination; small entries of a file that are close share a unit."""
     pending: dict[tuple[int, bool], list[TiledUnit]] = defaultdict(list)
     total: dict[tuple[int, bool], int] = defaultdict(int)
     slabs: list[TiledUnit] = []
@@ -179,6 +179,9 @@ def _tiled_units(
             yield unit
             continue
         key = unit.files[0], unit.interleaved
+        if pending[key] and unit.offset - pending[key][0].offset > unit_bytes:
+            yield _merge_tiled(pending.pop(key))
+            del total[key]
         pending[key].append(unit)
         total[key] += unit.num_bytes
         if total[key] >= unit_bytes or len(pending[key]) >= MAX_SLABS:
@@ -214,13 +217,19 @@ def _split_entry(
     for a, b in split_box((0,) * n, entry.shape, item, unit_bytes, depth=cut_depth(plan, number)):
         under = ((lo < np.array(b)) & (hi > np.array(a))).all(axis=1)
         files = distinct(file[under])
+        first = np.flatnonzero(under & (file == files[0]))
+        begin = offset[first]
+        if any(a):
+            boxes = pieces.boxes.lo[of][first]
+            boxes[:, :n] = np.maximum(boxes[:, :n], np.array(a))
+            begin = begin + plan.target_lattice(of.start + first, boxes)[0] * item
         volume = 1
         for x, y in zip(a, b, strict=True):
             volume *= y - x
         yield TiledUnit(
             slabs=(Slab(entry=number, lo=a, hi=b),),
             files=tuple(files.tolist()),
-            offset=int(offset[under & (file == files[0])].min()),
+            offset=int(begin.min()),
             num_bytes=volume * item,
             interleaved=interleaved,
         )
