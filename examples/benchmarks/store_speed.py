@@ -145,6 +145,7 @@ def measure_workers(bench: Bench) -> Table:
     table = Table(title=title, head=head)
     made = llama(bench.root / "workers", bench.given.gib)
     upload(bench, made.folder, "workers")
+    shutil.rmtree(made.folder)
     options = ("--dtype", "fp16")
     found: dict[int, list[float]] = {1: [], 8: []}
     with FaultProxy(bench.server.endpoint, latency=LATENCY, bandwidth=BANDWIDTH) as proxy:  # type: ignore[attr-defined]
