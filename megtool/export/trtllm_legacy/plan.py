@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from megtool.checkpoint.catalogue import Catalogue, Destination
 from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.checkpoint.plan import DroppedItem
+from megtool.console import several
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import MappingError, listed
@@ -110,6 +111,7 @@ class _Planner:
         self.routers: list[str] = []
         self.used: set[str] = set()
         self.notes: list[str] = []
+        self.left_out: dict[str, str] = {}
 
     def plan(self, tp: int, pp: int, reasons: Mapping[str, str]) -> TrtllmLegacyPlan:
         """Everything."""
@@ -257,8 +259,10 @@ class _Planner:
         return (1.0, 1.0)
 
     def _check_used(self) -> None:
-        """Every weight has a place."""
+        """Every weight has a place, but those of multi-token prediction, which are left out."""
         unused = [n for n in self.model.placements if ":" not in n and n not in self.used]
+        further = [n for n in unused if n.startswith("mtp.")]
+        unused = [n for n in unused if not n.startswith("mtp.")]
         if unused:
             raise MappingError(
                 f"{listed(unused)}: legacy TensorRT-LLM's {self.model.family} has no such tensors",
@@ -266,6 +270,15 @@ class _Planner:
                 hint="newer TensorRT-LLM loads Hugging Face folders: --to trtllm",
                 error_id="unsupported-by-engine",
             )
+        if further:
+            self.notes.append(
+                "multi-token prediction is left out "
+                f"({several(self.model.config.num_mtp_layers, 'layer')}, "
+                f"{several(len(further), 'tensor')}): legacy TensorRT-LLM's {self.model.family} "
+                "has none"
+            )
+            stored = {self.model.placements[n].stored for n in further}
+            self.left_out = dict.fromkeys(stored, "multi-token prediction, which legacy has not")
 
     def _dropped(self, reasons: Mapping[str, str]) -> list[DroppedItem]:
         """What the source holds besides."""
@@ -273,7 +286,9 @@ class _Planner:
         return [
             DroppedItem(
                 name=t.name,
-                reason=reasons.get(t.name, "its value stands elsewhere, or legacy has no place"),
+                reason=reasons.get(t.name)
+                or self.left_out.get(t.name)
+                or "its value stands elsewhere, or legacy has no place",
                 num_bytes=t.num_bytes,
             )
             for t in self.catalogue.tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +141,30 @@ def test_no_larger_than_it_was(tmp_path: Path) -> None:
     assert report.num_bytes == report.source_bytes
     assert not (tmp_path / "out").exists()
     assert json.dumps(report.to_json())
+
+
+@pytest.mark.slow
+def test_multi_token_prediction_is_left_out_with_a_note(tmp_path: Path) -> None:
+    """Of a Llama that was trained with it in Megatron; the rest is written as without it."""
+    source = trtllm_models.llama(tmp_path / "hf")
+    reshard(source, tmp_path / "ranks", to="megatron", fsync=False)
+    shutil.rmtree(next((tmp_path / "ranks").rglob("hf")))
+    next((tmp_path / "ranks").rglob("megtool.json")).unlink()
+    export_trtllm_legacy(tmp_path / "ranks", tmp_path / "without", family="llama", fsync=False)
+    (file,) = (tmp_path / "ranks").rglob("*.pt")
+    state = torch.load(file, weights_only=False)
+    model, size = state["model"], 128
+    last, layer = "decoder.layers.3.", "mtp.layers.0."
+    for name in [n for n in model if n.startswith(last)]:
+        model[name.replace(last, layer + "transformer_layer.")] = model[name]
+    for name in ("enorm", "hnorm", "final_layernorm"):
+        model[f"{layer}{name}.weight"] = torch.ones(size, dtype=torch.bfloat16)
+    model[layer + "eh_proj.weight"] = torch.ones(size, 2 * size, dtype=torch.bfloat16)
+    state["args"].mtp_num_layers = 1
+    torch.save(state, file)
+    report = export_trtllm_legacy(
+        tmp_path / "ranks", tmp_path / "with", family="llama", fsync=False
+    )
+    assert any("multi-token prediction is left out (1 layer, " in n for n in report.notes)
+    for name in ("rank0.safetensors", "config.json"):
+        assert (tmp_path / "with" / name).read_bytes() == (tmp_path / "without" / name).read_bytes()
