@@ -53,7 +53,7 @@ def export_trtllm_legacy(
     Llama (and Mistral), GPT-2, Qwen 2 and 3, Mixtral and Gemma. A quantized Hugging Face folder
     keeps its codes; weights that engines multiply as one get one scale where a format has a single
     one. Scales of an FP8 KV cache below 1 become 1, as ModelOpt writes them. Optimizer state and
-    tokenizer are left out.
+    tokenizer are left out; so is multi-token prediction, with a note.
 
     Args:
         source: A checkpoint of any format.
