@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,31 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install_release("xllamacpp", tmp_path_factory.mktemp("llama-cpp"), "--only-binary=:all:")
 
 
+def _answer(package: Path, folder: Path) -> Any:
+    """What llama.cpp answers to `job.json` beside `model.gguf`."""
+    done = subprocess.run(
+        [sys.executable, str(PEERS / "llama_cpp_logits.py"), str(folder)],
+        env=os.environ | {"PYTHONPATH": str(package)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+    return json.loads((folder / "answer.json").read_text())
+
+
+@pytest.mark.parametrize("name", gguf_models.CUTS)
+def test_texts_are_cut_as_by_the_tokenizer(name: str, package: Path, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    source = gguf_models.save(tmp_path / "hf", "llama")
+    gguf_models.cut_as(source, name)
+    export_gguf(source, tmp_path / "model.gguf", outtype="f32")
+    (tmp_path / "job.json").write_text(json.dumps({"texts": gguf_models.TEXTS}))
+    tokenizer = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
+    assert _answer(package, tmp_path) == [tokenizer.encode(t).ids for t in gguf_models.TEXTS]
+
+
 @pytest.mark.parametrize("name", [*gguf_models.MODELS, *gguf_models.COMPUTED])
 def test_log_probabilities_are_those_of_transformers(
     name: str, package: Path, tmp_path: Path
@@ -59,16 +85,7 @@ def test_log_probabilities_are_those_of_transformers(
     tokens = torch.randint(2, size - 30, (40,), generator=generator).tolist()
     prompts = [tokens[:n] for n in (1, 2, 5, 17, 40) if n < 40 or name not in SHORT]
     (tmp_path / "job.json").write_text(json.dumps({"prompts": prompts, "vocab_size": size}))
-    done = subprocess.run(
-        [sys.executable, str(PEERS / "llama_cpp_logits.py"), str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(package)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
-    actual = torch.tensor(json.loads((tmp_path / "answer.json").read_text()))
+    actual = torch.tensor(_answer(package, tmp_path))
     family, _ = (gguf_models.MODELS | gguf_models.COMPUTED)[name]
     model = class_of(CLASSES[family][0]).from_pretrained(source, dtype=torch.float32)
     with torch.no_grad():

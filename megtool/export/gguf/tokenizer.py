@@ -336,11 +336,43 @@ _BY_EXPRESSION = {
     "|".join(
         (f"{_LOWER}{_ENDINGS}?", f"{_UPPER}{_ENDINGS}?", r"\p{N}{1,3}", _SIGNS_AND_SLASH, _REST)
     ): "gpt-4o",
+    "|".join(
+        (
+            _ENDINGS,
+            r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+            r"\p{N}",
+            r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+            _REST,
+        )
+    ): "qwen35",
 }
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    "|".join(
+        (
+            r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
+            r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+            r" ?[\p{P}\p{S}]+[\r\n]*",
+            _REST,
+        )
+    ),
+)
+_BY_EXPRESSIONS = {**{(e,): name for e, name in _BY_EXPRESSION.items()}, _DEEPSEEK: "deepseek-v3"}
+"""By the expressions that cut text one after the other."""
 
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 """Names by which llama.cpp takes a word that is a token as it is, before it merges anything (its
 `ignore_merges`); by any other name it merges always."""
+
+
+def _isolating(cut: Mapping[str, Any]) -> str:
+    """The expression whose matches a stage isolates, with ends of lines written out; "" if it does
+    something else."""
+    expression = (cut.get("pattern") or {}).get("Regex")
+    if cut.get("behavior") != "Isolated" or cut.get("invert") or not isinstance(expression, str):
+        return ""
+    return expression.replace("\r", r"\r").replace("\n", r"\n")
 
 
 def find_pre_tokenizer(cuts: Sequence[Mapping[str, Any]]) -> str:
@@ -356,12 +388,11 @@ def find_pre_tokenizer(cuts: Sequence[Mapping[str, Any]]) -> str:
             return "gpt-2"
         if kinds == ["Digits", "ByteLevel"] and uses_regex and cuts[0].get("individual_digits"):
             return "smollm"
-        if kinds == ["Split", "ByteLevel"] and not uses_regex:
-            pattern = cuts[0].get("pattern", {})
-            is_isolated = cuts[0].get("behavior") == "Isolated" and not cuts[0].get("invert")
-            if is_isolated and pattern.get("Regex") in _BY_EXPRESSION:
-                return _BY_EXPRESSION[pattern["Regex"]]
-    supported = ", ".join(["gpt-2", "smollm", *_BY_EXPRESSION.values()])
+        if set(kinds[:-1]) == {"Split"} and not uses_regex:
+            expressions = tuple(_isolating(c) for c in cuts[:-1])
+            if expressions in _BY_EXPRESSIONS:
+                return _BY_EXPRESSIONS[expressions]
+    supported = ", ".join(["gpt-2", "smollm", *_BY_EXPRESSIONS.values()])
     raise MappingError(
         f"the tokenizer cuts text in a way that has no name here: {' then '.join(kinds)}",
         hint=f"known: {supported}; --pre-tokenizer NAME gives llama.cpp's name for it "

@@ -93,6 +93,18 @@ def test_splits_by_their_expressions(tmp_path: Path) -> None:
     assert build_tokenizer_keys(files, 320, pre_tokenizer="mine")["tokenizer.ggml.pre"] == "mine"
 
 
+@pytest.mark.parametrize("name", gguf_models.CUTS)
+def test_splits_by_several_expressions(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers.models.qwen3_5")
+    gguf_models.byte_level(tmp_path, 300)
+    gguf_models.cut_as(tmp_path, name)
+    told = (tmp_path / "tokenizer.json").read_bytes()
+    assert build_tokenizer_keys({"tokenizer.json": told}, 320)["tokenizer.ggml.pre"] == name
+    removed = told.replace(b'"Isolated"', b'"Removed"', 1)
+    with pytest.raises(MappingError, match="cuts text in a way"):
+        build_tokenizer_keys({"tokenizer.json": removed}, 320)
+
+
 def _byte_level(folder: Path) -> dict[str, Any]:
     gguf_models.byte_level(folder, 300)
     told: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text())

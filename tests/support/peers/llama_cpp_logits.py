@@ -40,12 +40,24 @@ def score(address: str, prompt: list[int], vocab_size: int) -> list[float]:
     return out
 
 
+def tokenize(address: str, text: str) -> list[int]:
+    """The tokens of a text, without special ones around it."""
+    body = json.dumps({"content": text, "add_special": False}).encode()
+    request = urllib.request.Request(
+        f"{address}/tokenize", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        tokens: list[int] = json.load(reply)["tokens"]
+    return tokens
+
+
 def main(folder: Path) -> None:
     """Answer `job.json` beside `model.gguf` in `answer.json`."""
     job = json.loads((folder / "job.json").read_text())
     server = start(folder / "model.gguf")
     address = server.listening_address
-    rows = [score(address, prompt, job["vocab_size"]) for prompt in job["prompts"]]
+    rows = [score(address, prompt, job["vocab_size"]) for prompt in job.get("prompts", ())]
+    rows += [tokenize(address, text) for text in job.get("texts", ())]
     (folder / "answer.json").write_text(json.dumps(rows))
 
 
