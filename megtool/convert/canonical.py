@@ -377,10 +377,15 @@ def fill_in(pattern: str, index: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalModel:
-    """The vocabulary at one configuration: which tensors there are, and their shapes."""
+    """The vocabulary at one configuration: which tensors there are, and their shapes.
+
+    `blocks` are the tensor ranks whose rows lie one after the other where tensors have several
+    parts, each rank's with all of them (see `mapping.Blocks`).
+    """
 
     config: ModelConfig
     vocabulary: Mapping[str, Weight] = field(default_factory=lambda: VOCABULARY)
+    blocks: int = 1
     _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     _layers: dict[int, CanonicalModel] = field(default_factory=dict, repr=False)
     _branches: dict[int, dict[str, bool]] = field(default_factory=dict, repr=False)
@@ -392,7 +397,7 @@ class CanonicalModel:
         layer = index["l"]
         if layer not in self._layers:
             config = self.config.at_layer(layer)
-            self._layers[layer] = CanonicalModel(config, self.vocabulary)
+            self._layers[layer] = CanonicalModel(config, self.vocabulary, self.blocks)
         return self._layers[layer]
 
     def shape(self, pattern: str) -> tuple[int, ...]:

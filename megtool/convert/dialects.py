@@ -63,12 +63,13 @@ def read_side(
     family: Family | None = None,
     config: ModelConfig | None = None,
     partial: bool = False,
+    blocks: int = 1,
 ) -> CanonicalView:
     """Read stored tensors as canonical ones.
 
     Without `dialect` it is detected from the names, and is `identity` (every stored tensor is its
     own canonical one) where the family or configuration that it needs is not given. `partial`
-    allows canonical tensors to be missing.
+    allows canonical tensors to be missing. `blocks` are those of `CanonicalModel`.
 
     Raises:
         MappingError: left-over or missing tensors, or shapes that disagree.
@@ -91,7 +92,7 @@ def read_side(
     is_hybrid = dialect == "megatron" and are_hybrid(by_state.get("", {}), config)
     if is_hybrid:
         by_state = _numbered_as(config, by_state)
-    model = CanonicalModel(config, _vocabulary(family))
+    model = CanonicalModel(config, _vocabulary(family), blocks)
     out = CanonicalView(
         dialect=dialect,
         tensors=tuple(tensors),
@@ -104,7 +105,7 @@ def read_side(
     unmatched = _read_states(model, by_state, out)
     if config.extra and not any(n.startswith("mtp.") for n in out.canonical):
         config = replace(config, num_mtp_layers=0)  # config.json counts what transformers lacks
-        model = CanonicalModel(config, model.vocabulary)
+        model = CanonicalModel(config, model.vocabulary, blocks)
     if unmatched:
         raise UnknownTensorsError(
             f"{len(unmatched)} stored tensors are not known to "

@@ -102,6 +102,21 @@ class Cat(Grouped):
         super().__init__(*words, by=1, dim=dim)
 
 
+class Blocks(Cat):
+    """Tensors one after the other, of which each tensor rank may have a part in a block of its own.
+
+    Megatron-FSDP (`fsdp_dtensor`) puts ranks' parameters together as they are. Elsewhere there is
+    one block.
+    """
+
+    __slots__ = ()
+
+    def layout(self, model: CanonicalModel) -> TensorLayout:
+        """Block after block, and in each the words' rows in order."""
+        parts = [w.layout(model) for w in self.words]
+        return algebra.group(parts, model.blocks, self.dim % len(parts[0].shape))
+
+
 class Interleaved(Grouped):
     """Tensors of equal size whose rows (or columns) alternate along `dim`."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megtool.convert.mapping import Cat, Row, Shifted, Table
+from megtool.convert.mapping import Blocks, Row, Shifted, Table
 
 _L = "decoder.layers.{l}."
 _X, _A = _L + "mixer.", _L + "self_attention."
@@ -79,7 +79,7 @@ def _fused(
     rows = (
         Row(f"{stored}.{part}", w, when=when) for (part, _), w in zip(parts, words, strict=True)
     )
-    return Row(stored, Cat(*words), also=also, when=when), tuple(rows)
+    return Row(stored, Blocks(*words), also=also, when=when), tuple(rows)
 
 
 _SEVERAL = (

@@ -171,17 +171,18 @@ class SourceTargetDataset(TokenDataset):
         """Rows of texts; of pairs, one for each that fits."""
         if not self.has_pairs:
             return super().make_index(mode, overflow)
-        documents, order = self._documents, document_order(self._documents, self._seed)
-        lengths, truncated = documents.lengths, 0
+        order = document_order(self._documents, self._seed)
+        lengths, truncated = self._documents.lengths, 0
+        self._num_learned = np.zeros(len(lengths), np.int64)
         for number in order.tolist():
             ids, learned = self._whole(number)
-            pair = None if learned is None else self.form.pair(ids, learned)
-            if pair is None:
+            if learned is None or (pair := self.form.pair(ids, learned)) is None:
                 raise FormatError(
                     f"document {number + 1} is no source with a target",
                     file=self._source or None,
                     hint="records with a prompt and a completion are; a conversation is not",
                 )
+            self._num_learned[number] = np.count_nonzero(learned)
             if len(pair[0]) > self.length or len(pair[1]) > self.target_length:
                 truncated += 1
                 if self._overflow != "truncate":
@@ -243,10 +244,8 @@ class SourceTargetDataset(TokenDataset):
         """Statistics of one epoch; tokens are those of sources and targets."""
         c, out = self._cut, super().counts
         if self.has_pairs:
-            learned = sum(
-                int((mask := self._whole(int(c.document[row]))[1]) is not None and mask.sum())
-                for row in self._part
-            )
+            part = c.document[self._part.start : self._part.stop]
+            learned = int(self._num_learned[part].sum())
             tokens = out.tokens
         else:
             sums = np.concatenate([[0], np.cumsum(c.end - c.begin)])

@@ -14,6 +14,7 @@ from megtool.model.layer import TransformerLayer
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.param_attributes import mark_parts
+from megtool.model.source_cache import EncodedSource
 from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
 
@@ -74,7 +75,7 @@ class CrossAttention(nn.Module):
             raise UsageError("a decoder that attends to an encoder was given no source")
         b, s, n = frame.num_rows, frame.num_tokens, self.num_heads
         query = self.linear_q(x_TH).view(b, s, n, -1).transpose(1, 2)
-        key, value = self._keys_and_values(frame)
+        key, value = self._keys_and_values(frame.source, b)
         out_BSND = attend(
             query,
             key,
@@ -86,15 +87,14 @@ class CrossAttention(nn.Module):
         out: Tensor = self.linear_proj(out_BSND.reshape(b * s, -1))
         return out
 
-    def _keys_and_values(self, frame: ForwardContext) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, source: EncodedSource, num_rows: int) -> tuple[Tensor, Tensor]:
         """Those of the source, [B, N, E, D]."""
-        source = frame.source
-        if source is None or source.states_EH is None:
-            if source is None or source.cache is None:
+        if source.states_EH is None:
+            if source.cache is None:
                 raise UsageError("a pass without a source needs the cache of an earlier one")
             return source.cache.read(self.layer)
         rows = self.linear_kv(source.states_EH)
-        shape = (frame.num_rows, source.num_tokens, self.num_heads, 2, self.config.head_dim)
+        shape = (num_rows, source.num_tokens, self.num_heads, 2, self.config.head_dim)
         key, value = rows.view(shape).permute(3, 0, 2, 1, 4)
         if source.cache is not None:
             source.cache.write(self.layer, key, value)

@@ -26,6 +26,7 @@ from megtool.convert.families import detect_family, family
 from megtool.convert.gguf import config_from_gguf, factors_read
 from megtool.convert.megatron import is_encoder_decoder
 from megtool.convert.megatron_args import config_from_args
+from megtool.convert.parallel_args import parallel_from_args
 from megtool.convert.pre_core_names import core_args
 from megtool.errors import (
     FormatError,
@@ -244,6 +245,7 @@ def bind_names(
             family=model.family if model else None,
             config=model.config if model else None,
             partial=is_partial,
+            blocks=tensor_blocks(catalogue),
         )
     except MappingError as e:
         args_config = model.config if model is not None and model.family is None else None
@@ -274,6 +276,18 @@ def _choose_dialect(
     if for_format == catalogue.format == "dcp" and _is_compound(names, catalogue):
         return "identity"  # the program that saved it loads all of it by these names
     return dialect
+
+
+def tensor_blocks(catalogue: Catalogue) -> int:
+    """How many ranks' rows lie one after the other in tensors that have several parts.
+
+    Source: `make_fsdp_dtensor` in megatron-core 0.19.2's Megatron-FSDP. What it takes apart, gate
+    and up rows, has names of its own.
+    """
+    args = saved_args(catalogue)
+    if catalogue.format != "dcp" or args.get("ckpt_format") != "fsdp_dtensor":
+        return 1
+    return parallel_from_args(args).tp
 
 
 _COMPOUND_PREFIXES = ("model.model.", "model.module.", "model.lm_head.", "module.", "app.")

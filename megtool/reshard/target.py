@@ -34,6 +34,7 @@ from megtool.convert.megatron import is_megatron
 from megtool.convert.megatron_args import megatron_limits
 from megtool.convert.nested import MEGATRON_PREFIX
 from megtool.convert.parallel_args import OWN_SPLIT, layout_fields, merged_layout
+from megtool.convert.sections import has_parts
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import FormatError, LayoutError, UnknownFamilyError, UsageError
@@ -46,6 +47,7 @@ from megtool.reshard.megatron.master_weight_check import (
     unravel_in_box,
 )
 from megtool.reshard.megatron.optimizer import LEGACY, choose_optimizer, uses_local_layers
+from megtool.reshard.open_source import tensor_blocks
 from megtool.reshard.source import CheckpointSource, unknown_model
 from megtool.reshard.writers import hf, megatron_legacy, torch_dist, zarr
 from megtool.reshard.writers.target_spec import Target, TargetOptions, make_fill
@@ -268,6 +270,11 @@ def _choose_layout(
             hint="--dp N cuts tensors into N ranks' rows",
         )
     config = source.known_config
+    if source.view.dialect == "identity" and layout.tp not in (
+        None,
+        tensor_blocks(source.catalogue),
+    ):
+        _check_blocks(source)
     etp = layout.etp or 1
     if config and not config.num_experts and etp not in (1, layout.tp):
         raise LayoutError(f"etp={etp}, but the model has no experts", hint="leave --etp out")
@@ -276,6 +283,23 @@ def _choose_layout(
     if model_class is not None and (model_class == HYBRID) != source.view.is_hybrid:
         known = {k: v for k, v in known.items() if k not in OWN_SPLIT}
     return merged_layout(known, layout)
+
+
+def _check_blocks(source: CheckpointSource) -> None:
+    """Refuse another layout for tensors whose parts lie in a block for each tensor rank.
+
+    Raises:
+        LayoutError: there are some, and they keep their names and so their order.
+    """
+    blocks = tensor_blocks(source.catalogue)
+    name = next((t.name for t in source.catalogue.tensors if has_parts(t.name)), None)
+    if blocks > 1 and name is not None:
+        raise LayoutError(
+            f"its rows lie in blocks of tp={blocks} ranks, as Megatron-FSDP saved them",
+            file=source.path,
+            tensor=name,
+            hint=f"--tp {blocks}, or --to torch_dist, which every layout loads",
+        )
 
 
 def _flag(name: str) -> str:

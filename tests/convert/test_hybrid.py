@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 from megtool import reshard, verify
 from megtool.config import ParallelConfig
@@ -26,7 +28,7 @@ from megtool.convert.megatron_args import args_from_config, config_from_args
 from megtool.convert.parallel_args import layout_fields
 from megtool.convert.rank_parameters import RankPlace, rank_parameters
 from megtool.convert.sections import joined, part_names, section_rows, split_part
-from megtool.convert.sharding import shard
+from megtool.convert.sharding import rule_of, shard
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError, MappingError
 from megtool.model_config import ModelConfig
@@ -497,3 +499,44 @@ def test_optimizer_state_changes_class_with_the_weights(
     last = tmp_path / f"{len(CLASS_HOPS)}"
     before, after = open_source(tmp_path / "0"), open_source(last)
     assert {t.name for t in after.catalogue.tensors} == {t.name for t in before.catalogue.tensors}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_blocks_of_tensor_ranks_are_read(tp: int, tmp_path: Path, materialize: Any) -> None:
+    """Megatron-FSDP puts the parameters of tensor ranks together, parts and all."""
+    kept: dict[str, Any] = {"optimizer_format": "none", "fsync": False}
+    mixers = config(**MODELS["delta net"] | MODELS["mamba"] | {"layer_kinds": ("M", "-", "G", "-")})
+    write(tmp_path / "0", replace(mixers, num_experts=0), ParallelConfig(), materialize)
+    reshard(tmp_path / "0", tmp_path / "whole", to="torch_dist", **kept)
+    reshard(tmp_path / "0", tmp_path / "ranks", to="megatron", tp=tp, **kept)
+    files = sorted((tmp_path / "ranks").glob("**/model_optim_rng.pt"))
+    trees = [torch.load(file, weights_only=False) for file in files]
+    assert len(trees) == tp
+    args = trees[0]["args"]
+    args.ckpt_format = "fsdp_dtensor"
+    model: dict[str, Any] = {}
+    for name, first in trees[0]["model"].items():
+        if name.endswith("_extra_state"):
+            continue
+        cut = rule_of(name, False).tp_dim
+        ranks = [tree["model"][name] for tree in trees]
+        gates = ranks[0].shape[0] // 2
+        if name.endswith("linear_fc1.weight") and args.swiglu:  # these it takes apart
+            model[f"module.{name}_w"] = torch.cat([x[:gates] for x in ranks])
+            model[f"module.{name}_v"] = torch.cat([x[gates:] for x in ranks])
+        else:
+            model[f"module.{name}"] = torch.cat(ranks, cut) if cut else first
+    folder = tmp_path / "fsdp" / "iter_0000001"
+    state = {"model": model, "args": args, "checkpoint_version": 3.0, "iteration": 1}
+    torch.distributed.checkpoint.save(state, checkpoint_id=folder, no_dist=True)
+    (tmp_path / "fsdp" / "latest_checkpointed_iteration.txt").write_text("1")
+    found = open_source(tmp_path / "fsdp")
+    assert any("mixer.in_proj.weight" in t.name for t in found.catalogue.tensors)
+    reshard(tmp_path / "fsdp", tmp_path / "back", to="torch_dist", tp=2, fsync=False)
+    assert verify(tmp_path / "whole", tmp_path / "back").verdict == "equal"
+    assert verify(tmp_path / "whole", tmp_path / "fsdp").verdict == "equal"
+    reshard(tmp_path / "fsdp", tmp_path / "same", to="dcp", fsync=False)
+    assert verify(tmp_path / "whole", tmp_path / "same").verdict == "equal"
+    if tp > 1:
+        with raises(LayoutError, "lie in blocks of tp=2", "decoder.layers", hint="torch_dist"):
+            reshard(tmp_path / "fsdp", tmp_path / "other", to="dcp", tp=1, fsync=False)

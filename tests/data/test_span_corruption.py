@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from megtool.data.open_dataset import RowOptions, open_dataset
 from megtool.data.packing import IGNORED
 from megtool.data.source_target import SourceTarget, SourceTargetDataset
 from megtool.data.span_corruption import SpanCorruption
+from megtool.data.token_cache import Documents
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, UsageError
 from tests.support.errors import raises
@@ -122,6 +124,22 @@ def test_rows_of_texts(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert evaluation.rows(0, 1).sources_BE is not None
 
 
+class _Counted:
+    """Documents that count how often tokens were read."""
+
+    def __init__(self, documents: Documents) -> None:
+        self.documents, self.num_reads = documents, 0
+        self.is_partly_learned, self.lengths = documents.is_partly_learned, documents.lengths
+        self.fingerprint = documents.fingerprint
+
+    def tokens(self, document: int, begin: int, end: int) -> Any:
+        self.num_reads += 1
+        return self.documents.tokens(document, begin, end)
+
+    def learned(self, document: int, begin: int, end: int) -> Any:
+        return self.documents.learned(document, begin, end)
+
+
 def test_rows_of_pairs(tokenizer: Tokenizer, tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     file.write_text('{"prompt": "hello", "completion": "yes"}\n{"prompt": "a", "completion": "b"}')
@@ -133,7 +151,10 @@ def test_rows_of_pairs(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert rows.source_valid_BE.sum(1).tolist() == [6, 2]
     labels = [row[row != IGNORED].tolist() for row in rows.labels_BS]
     assert [tokenizer.decode(x[:-1]) for x in labels] == ["yes", "b"]
-    assert feed.counts.labels == 6
+    documents = _Counted(feed._documents)
+    again = SourceTargetDataset(documents, 8, feed.form)
+    assert again.counts.labels == feed.counts.labels == 6
+    assert documents.num_reads == 2, "each pair is read once, for its lengths and for the counts"
     with raises(FormatError, "document 1 has 6 tokens of source", hint="--overflow truncate"):
         opened(file, tokenizer, 5, 5)
     chats = tmp_path / "chat.jsonl"
