@@ -8,26 +8,23 @@ from megtool.convert import (
     HF_GATED_MLP,
     HF_MODEL,
     HF_QK_NORMS,
+    HF_XIELU,
+    MEGATRON_XIELU,
+    XIELU_WEIGHTS,
     Default,
     Family,
     Key,
     OneOf,
     Rope,
     Row,
-    Weight,
 )
-
-_NUMBERS = ("alpha_p", "alpha_n", "beta", "eps")
 
 FAMILY = Family(
     name="apertus",
     architectures=("ApertusForCausalLM",),
     model_types=("apertus",),
     traits={"norm": "rmsnorm", "gated": False, "qk_norm": True},
-    vocabulary={
-        f"layers.{{l}}.mlp.xielu.{name}": Weight((1,) if "alpha" in name else ())
-        for name in _NUMBERS
-    },
+    vocabulary=XIELU_WEIGHTS,
     config=(
         Key("num_hidden_layers", "num_layers"),
         Key("hidden_size", "hidden_size"),
@@ -51,14 +48,8 @@ FAMILY = Family(
         *HF_ATTENTION,
         *HF_QK_NORMS,
         *HF_GATED_MLP,
-        *(
-            Row(f"model.layers.{{l}}.mlp.act_fn.{name}", f"layers.{{l}}.mlp.xielu.{name}")
-            for name in _NUMBERS
-        ),
+        *HF_XIELU,
     ),
-    megatron=tuple(
-        Row(f"decoder.layers.{{l}}.mlp.activation_func.{name}", f"layers.{{l}}.mlp.xielu.{name}")
-        for name in _NUMBERS
-    ),
+    megatron=MEGATRON_XIELU,
     limits=((True, "Megatron has no xIELU activation"),),
 )

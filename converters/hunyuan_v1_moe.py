@@ -57,12 +57,12 @@ FAMILY = Family(
         *HF_HUNYUAN_QK_NORMS,
         Row("model.layers.{l}.mlp.gate.wg.weight", "layers.{l}.mlp.router.weight"),
         *HF_EXPERTS,
-        *(
-            Row(
-                f"model.layers.{{l}}.mlp.shared_mlp.{name}_proj.weight",
-                f"layers.{{l}}.mlp.shared.{name}.weight",
-            )
-            for name in ("gate", "up", "down")
+        Row(
+            "model.layers.{l}.mlp.shared_mlp.gate_proj.weight", "layers.{l}.mlp.shared.gate.weight"
+        ),
+        Row("model.layers.{l}.mlp.shared_mlp.up_proj.weight", "layers.{l}.mlp.shared.up.weight"),
+        Row(
+            "model.layers.{l}.mlp.shared_mlp.down_proj.weight", "layers.{l}.mlp.shared.down.weight"
         ),
     ),
     limits=((True, "Megatron normalizes queries and keys before their rotation, not after it"),),

@@ -16,17 +16,16 @@ from megtool.convert import (
     Weight,
 )
 
-_NORMS = (("post_norm1", "attn_post_norm"), ("post_norm2", "mlp_post_norm"))
-
 FAMILY = Family(
     name="hyperclovax",
     architectures=("HyperCLOVAXForCausalLM",),
     model_types=("hyperclovax",),
     traits={"norm": "rmsnorm", "gated": True},
     vocabulary={
-        f"layers.{{l}}.{name}.{part}": Weight(("hidden_size",), part == "weight", "post_norms")
-        for part in ("weight", "bias")
-        for _, name in _NORMS
+        "layers.{l}.attn_post_norm.weight": Weight(("hidden_size",), flag="post_norms"),
+        "layers.{l}.attn_post_norm.bias": Weight(("hidden_size",), False),
+        "layers.{l}.mlp_post_norm.weight": Weight(("hidden_size",), flag="post_norms"),
+        "layers.{l}.mlp_post_norm.bias": Weight(("hidden_size",), False),
     },
     config=(
         Key("num_hidden_layers", "num_layers"),
@@ -55,10 +54,8 @@ FAMILY = Family(
         *HF_NORMS,
         *HF_ATTENTION,
         *HF_GATED_MLP,
-        *(
-            Row(f"model.layers.{{l}}.{stored}.weight", f"layers.{{l}}.{ours}.weight")
-            for stored, ours in _NORMS
-        ),
+        Row("model.layers.{l}.post_norm1.weight", "layers.{l}.attn_post_norm.weight"),
+        Row("model.layers.{l}.post_norm2.weight", "layers.{l}.mlp_post_norm.weight"),
     ),
     megatron=MEGATRON_POST_NORMS,
     limits=(

@@ -26,9 +26,10 @@ from megtool.convert import (
     Tower,
 )
 
-_TOWERS = tuple(
-    Tower(name, is_required=False)
-    for name in ("vision_encoder.", "vision_language_adapter.", "patch_merger.")
+_TOWERS = (
+    Tower("vision_encoder.", is_required=False),
+    Tower("vision_language_adapter.", is_required=False),
+    Tower("patch_merger.", is_required=False),
 )
 
 FAMILY = Family(

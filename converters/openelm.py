@@ -39,7 +39,7 @@ FAMILY = Family(
         Row(_STORED + "attn_norm.weight", _OURS + "attn_norm.weight"),
         Row(
             _STORED + "attn.qkv_proj.weight",
-            Cat(*(f"{_OURS}attn.{x}.weight" for x in "qkv")),
+            Cat(_OURS + "attn.q.weight", _OURS + "attn.k.weight", _OURS + "attn.v.weight"),
         ),
         Row(_STORED + "attn.q_norm.weight", _OURS + "attn.q_norm.weight"),
         Row(_STORED + "attn.k_norm.weight", _OURS + "attn.k_norm.weight"),

@@ -11,6 +11,7 @@ from megtool.convert import (
     Rope,
     Row,
     Weight,
+    with_bias,
 )
 
 _STORED, _OURS = "model.layers.{l}.", "layers.{l}."
@@ -55,22 +56,14 @@ FAMILY = Family(
             when="tied_embeddings",
             copy_of="embed.weight",
         ),
-        *(
-            Row(f"{_STORED}self_attn.{name}_proj.{part}", f"{_OURS}attn.{name}.{part}")
-            for part in ("weight", "bias")
-            for name in "qkv"
-        ),
-        *(
-            Row(f"{stored}.{part}", f"{ours}.{part}")
-            for part in ("weight", "bias")
-            for stored, ours in (
-                (_STORED + "input_layernorm", _OURS + "attn_norm"),
-                (_STORED + "self_attn.dense", _OURS + "attn.o"),
-                (_STORED + "mlp.fc1", _OURS + "mlp.up"),
-                (_STORED + "mlp.fc2", _OURS + "mlp.down"),
-                ("model.final_layernorm", "norm"),
-            )
-        ),
+        *with_bias(_STORED + "input_layernorm", _OURS + "attn_norm"),
+        *with_bias(_STORED + "self_attn.q_proj", _OURS + "attn.q"),
+        *with_bias(_STORED + "self_attn.k_proj", _OURS + "attn.k"),
+        *with_bias(_STORED + "self_attn.v_proj", _OURS + "attn.v"),
+        *with_bias(_STORED + "self_attn.dense", _OURS + "attn.o"),
+        *with_bias(_STORED + "mlp.fc1", _OURS + "mlp.up"),
+        *with_bias(_STORED + "mlp.fc2", _OURS + "mlp.down"),
+        *with_bias("model.final_layernorm", "norm"),
     ),
     megatron=(Row("output_layer.bias", Padded("head.bias")),),
     limits=(

@@ -62,12 +62,17 @@ FAMILY = Family(
             "layers.{l}.mlp.router.weight",
             also=("model.layers.{l}.mlp.router.weight",),
         ),
-        *(
-            Row(
-                f"model.layers.{{l}}.block_sparse_moe.experts.{{e}}.{stored}.weight",
-                f"layers.{{l}}.mlp.experts.{{e}}.{name}.weight",
-            )
-            for stored, name in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
+        Row(
+            "model.layers.{l}.block_sparse_moe.experts.{e}.w1.weight",
+            "layers.{l}.mlp.experts.{e}.gate.weight",
+        ),
+        Row(
+            "model.layers.{l}.block_sparse_moe.experts.{e}.w2.weight",
+            "layers.{l}.mlp.experts.{e}.down.weight",
+        ),
+        Row(
+            "model.layers.{l}.block_sparse_moe.experts.{e}.w3.weight",
+            "layers.{l}.mlp.experts.{e}.up.weight",
         ),
         *stacked_experts("model.layers.{l}.mlp.experts."),
     ),

@@ -113,7 +113,8 @@ class ModelConfig:
 
     `pre_norms` is false where nothing is normalized before attention and MLP, `first_attn_norm`
     where nothing is before the first layer's attention; `shared_norm` is true where one norm feeds
-    both (in parallel), and `norm_bias` false where layer norms have a weight alone. `post_norms`
+    both (in parallel), and `norm_bias` false where layer norms have a weight alone; `norm_weight`
+    is false where norms have neither. Heads turn backwards with `rope_reversed`. `post_norms`
     normalize what attention and MLP add to the residual; with `norms_after_add` such norms are of
     the sum. `final_norm` says that there is a norm after the last layer. `qk_norm_of` says what a
     norm of queries or keys (`qk_norm`) covers: a `head`, all with the same weights; `each` head
@@ -158,6 +159,7 @@ class ModelConfig:
     norm: str = "rmsnorm"
     norm_eps: float = 1e-5
     norm_bias: bool = True
+    norm_weight: bool = True
     pre_norms: bool = True
     shared_norm: bool = False
     zero_centered_norm: bool = False
@@ -174,6 +176,7 @@ class ModelConfig:
     position_embedding: str = "rope"
     rotary_percent: float = 1.0
     rope_interleaved: bool = False
+    rope_reversed: bool = False
     rope_base: float = 10000.0
     rope_local_base: float | None = None
     rope_scaling: Mapping[str, Any] | None = None

@@ -22,13 +22,17 @@ from megtool.convert.common_rows import (
     HF_SHARED_EXPERT,
     HF_SHARED_EXPERTS,
     HF_STACKED_EXPERTS,
+    HF_XIELU,
     MEGATRON_MASKED_MODEL,
     MEGATRON_POST_NORMS,
+    MEGATRON_XIELU,
     POST_NORM_WEIGHTS,
+    XIELU_WEIGHTS,
     also_named,
     hf_mtp,
     hf_outer_mtp,
     stacked_experts,
+    with_bias,
 )
 from megtool.convert.compressed_keys import CompressRatios, CompressRope, HashLayers
 from megtool.convert.config_keys import (
@@ -132,11 +136,14 @@ __all__ = [
     "HF_SHARED_EXPERTS",
     "HF_SHARED_KV_ATTENTION",
     "HF_STACKED_EXPERTS",
+    "HF_XIELU",
     "LLAVA_NAMES",
     "LLAVA_TOWERS",
     "MEGATRON_MASKED_MODEL",
     "MEGATRON_POST_NORMS",
+    "MEGATRON_XIELU",
     "POST_NORM_WEIGHTS",
+    "XIELU_WEIGHTS",
     "Alike",
     "Assumed",
     "BlockConfigs",
@@ -205,4 +212,5 @@ __all__ = [
     "in_inner_mtp",
     "in_mtp",
     "stacked_experts",
+    "with_bias",
 ]

@@ -39,8 +39,8 @@ _LOW_RANK_Q = f"q_lora_rank and {_ATTN}"
 _DENSE, _MOE = "l in dense_layers", "l in moe_layers"
 _LAYERNORM = "norm == 'layernorm' and norm_bias"
 _QK_NORM = "({} if qk_norm_of == 'all' else 1) * head_dim"
-_ATTN_NORM = "pre_norms and (first_attn_norm or l > 0)"
-_MLP_NORM = "pre_norms and not shared_norm"
+_ATTN_NORM = "norm_weight and pre_norms and (first_attn_norm or l > 0)"
+_MLP_NORM = "norm_weight and pre_norms and not shared_norm"
 _FEEDS = "l in dense_layers or l in moe_layers"
 _SHARED = "shared_ffn_hidden_size and l in moe_layers"
 _EXPERT_IN = "moe_latent_size or hidden_size"
@@ -216,7 +216,7 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
             ("max_positions + position_offset", "hidden_size"), "position_embedding == 'learned'"
         ),
         "token_types.weight": Weight(("num_token_types", "hidden_size"), "num_token_types"),
-        "embed_norm.weight": Weight(_HIDDEN, "embedding_norm"),
+        "embed_norm.weight": Weight(_HIDDEN, "embedding_norm and norm_weight"),
         "embed_norm.bias": Weight(_HIDDEN, f"embedding_norm and {_LAYERNORM}"),
         "layers.{l}.attn_norm.weight": Weight(_HIDDEN, f"{_ATTN_NORM} and {_MIXER}"),
         "layers.{l}.attn_norm.bias": Weight(_HIDDEN, f"{_ATTN_NORM} and {_LAYERNORM} and {_MIXER}"),
@@ -309,7 +309,7 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
             ("hidden_size", "shared_ffn_hidden_size"), _SHARED
         ),
         **{f"hyper_head.{x}": Weight(s, _STREAMS, keeps_dtype=True) for x, s in _HYPER_HEAD},
-        "norm.weight": Weight(_HIDDEN, "final_norm"),
+        "norm.weight": Weight(_HIDDEN, "final_norm and norm_weight"),
         "norm.bias": Weight(_HIDDEN, f"final_norm and {_LAYERNORM}"),
         "transform.weight": Weight(("hidden_size", "hidden_size"), "masked_head"),
         "transform.bias": Weight(_HIDDEN, "masked_head", flag="head_dense_bias"),

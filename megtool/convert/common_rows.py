@@ -110,6 +110,17 @@ HF_FUSED_MLP: Table = (
     Row(_STORED + "mlp.down_proj.weight", _OURS + "mlp.down.weight"),
 )
 
+# The numbers of each layer's xIELU (Apertus): two that are trained, and two that are not.
+_XIELU = (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
+XIELU_WEIGHTS = MappingProxyType({f"{_OURS}mlp.xielu.{n}": Weight(shape) for n, shape in _XIELU})
+HF_XIELU: Table = tuple(
+    Row(f"{_STORED}mlp.act_fn.{name}", f"{_OURS}mlp.xielu.{name}") for name, _ in _XIELU
+)
+MEGATRON_XIELU: Table = tuple(
+    Row(f"decoder.layers.{{l}}.mlp.activation_func.{name}", f"{_OURS}mlp.xielu.{name}")
+    for name, _ in _XIELU
+)
+
 # The MLP of Bamba and Falcon-H1, and the norm before it.
 HF_FEED_FORWARD: Table = (
     Row(_STORED + "pre_ff_layernorm.weight", _OURS + "mlp_norm.weight"),
@@ -288,6 +299,11 @@ def hf_outer_mtp(*tables: Table) -> Table:
         ),
         *(row for table in tables for row in in_mtp(table, (_STORED, "mtp.layers.{m}."))),
     )
+
+
+def with_bias(stored: str, ours: str) -> Table:
+    """The rows of a module's weight and bias."""
+    return tuple(Row(f"{stored}.{part}", f"{ours}.{part}") for part in ("weight", "bias"))
 
 
 def also_named(table: Table, old: str, new: str) -> Table:

@@ -1,8 +1,7 @@
-"""Mapping rows of files under names that a model's makers have, and not transformers: Mistral
-Large 3's, and DeepSeek-V4's, also as transformers saves them.
+"""Mapping rows of files under the names that DeepSeek-V4's and Mistral Large 3's makers have.
 
-`attn.norm` for the norm of keys, and `model.` before a name, are of transformers' own saves, and so
-are its modules' names (`self_attn.q_a_proj`), which it writes on request.
+Of DeepSeek-V4's, `attn.norm` for the norm of keys, and `model.` before a name, are of transformers'
+own saves, and so are its modules' names (`self_attn.q_a_proj`), which it writes on request.
 """
 
 from __future__ import annotations

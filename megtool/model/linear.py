@@ -68,7 +68,8 @@ class ColumnLinear(nn.Module):
             partial = self.sequence_parallel and not split
             return mark(parameter, split_dim=0 if split else None, partial=partial)
 
-        self.layer_norm_weight = new(in_features, split=False) if norm else None
+        has_weight = norm is not None and norm.weighs
+        self.layer_norm_weight = new(in_features, split=False) if has_weight else None
         has_shift = norm is not None and norm.has_bias
         self.layer_norm_bias = new(in_features, split=False) if has_shift else None
         self.weight = new(rows, in_features, split=True)
@@ -80,13 +81,13 @@ class ColumnLinear(nn.Module):
 
     def normalize(self, x_TH: Tensor) -> Tensor:
         """The rows after this layer's fused norm, or unchanged if it has none."""
-        if self.norm is None or self.layer_norm_weight is None:
+        if self.norm is None:
             return x_TH
         return self.norm(x_TH, self.layer_norm_weight, self.layer_norm_bias)
 
     def of_sum(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
         """The output of `normalize` for the sum of both, and that sum."""
-        if self.norm is None or self.layer_norm_weight is None:
+        if self.norm is None:
             return (total := x_TH + residual_TH), total
         weight, bias = self.layer_norm_weight, self.layer_norm_bias
         return self.norm.of_sum(x_TH, residual_TH, weight, bias)

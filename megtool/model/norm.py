@@ -19,12 +19,14 @@ class NormSpec:
     """The kind of a model's norm; the linear layer after it, or a NormLayer, has its parameters.
 
     With `zero_centered` the stored weight w stands for 1 + w. A layer norm `shifts` by a bias.
+    A norm that does not `weigh` has neither.
     """
 
     kind: str = "rmsnorm"
     eps: float = 1e-5
     zero_centered: bool = False
     shifts: bool = True
+    weighs: bool = True
 
     @classmethod
     def of(cls, config: ModelConfig) -> NormSpec:
@@ -34,6 +36,7 @@ class NormSpec:
             eps=config.norm_eps,
             zero_centered=config.zero_centered_norm,
             shifts=config.norm_bias,
+            weighs=config.norm_weight,
         )
 
     @classmethod
@@ -56,22 +59,28 @@ class NormSpec:
     @property
     def has_bias(self) -> bool:
         """Layer norms may have a bias, root mean square norms have none."""
-        return self.kind == "layernorm" and self.shifts
+        return self.kind == "layernorm" and self.shifts and self.weighs
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """`x` normalized over its last dimension, in its dtype."""
+        weight = self._unit(x) if weight is None else weight
         if self.kind == "layernorm":
             return layer_norm(x, weight, bias, self.eps, zero_centered=self.zero_centered)
         return rms_norm(x, weight, self.eps, zero_centered=self.zero_centered)
 
     def of_sum(
-        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`x + residual` normalized, and that sum."""
+        weight = self._unit(x) if weight is None else weight
         zero_centered = self.zero_centered
         if self.kind == "layernorm":
             return add_layer_norm(x, residual, weight, bias, self.eps, zero_centered=zero_centered)
         return add_rms_norm(x, residual, weight, self.eps, zero_centered=zero_centered)
+
+    def _unit(self, x: Tensor) -> Tensor:
+        """The weight that changes nothing."""
+        return x.new_full(x.shape[-1:], 0.0 if self.zero_centered else 1.0)
 
 
 class NormLayer(nn.Module):
@@ -91,9 +100,11 @@ class NormLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.norm = norm
-        fill = 0.0 if norm.zero_centered else 1.0
-        weight = torch.full((size,), fill, dtype=dtype, device=device)
-        self.weight = mark(nn.Parameter(weight), partial=partial)
+        self.weight: nn.Parameter | None = None
+        if norm.weighs:
+            fill = 0.0 if norm.zero_centered else 1.0
+            weight = torch.full((size,), fill, dtype=dtype, device=device)
+            self.weight = mark(nn.Parameter(weight), partial=partial)
         self.bias = None
         if norm.has_bias:
             bias = torch.zeros(size, dtype=dtype, device=device)

@@ -144,6 +144,8 @@ class Rotary:
             angles = angles.repeat_interleave(2, -1)
         else:
             angles = torch.cat((angles, angles), -1)
+        if self.config.rope_reversed:
+            angles = -angles
         cos, sin = angles.cos(), angles.sin()
         if isinstance(inv_freq.scale, Tensor) or inv_freq.scale != 1:
             cos, sin = cos * inv_freq.scale, sin * inv_freq.scale

@@ -187,8 +187,8 @@ def collect_hf_files(source: CheckpointSource, dtype: DType | None) -> dict[str,
     if "gguf" in source.catalogue.metadata and source.like is None:
         files |= _make_tokenizer_files(source)
     if "config.json" not in files:
-        made = {"config.json": _make_config(model, dtype)}
-        files |= _without_quantization(made)
+        config = {"config.json": _make_config(model, dtype)}
+        files |= _without_quantization(config)
     elif dtype is not None:
         files["config.json"] = _set_dtype(files["config.json"], dtype)
     return files

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
 from megtool import reshard, verify
-from megtool.errors import FormatError
+from megtool.errors import MappingError
 from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.reshard.open_source import open_source
@@ -106,5 +106,5 @@ def test_what_is_not_known_of_mistrals_params_is_refused(
     for key, value in keys.items():
         params[key] = params[key] | value if isinstance(value, dict) else value
     file.write_text(json.dumps(params))
-    with raises(FormatError, said, file=file, id="unsupported-model"):
+    with raises(MappingError, said, file=file, id="unsupported-model"):
         open_source(tmp_path / "large")

@@ -121,6 +121,8 @@ OF_TRANSFORMERS = [
             Case("phi", UNTIED, "phi"),
             Case("hyperclovax", UNTIED, "hyperclovax"),
             Case("youtu", TIED | LATENT, "youtu"),
+            Case("olmo", UNTIED, "olmo"),
+            Case("nanochat", UNTIED, "nanochat"),
             Case("stablelm", UNTIED, "stablelm"),
             Case("stablelm", TIED | {"use_parallel_residual": True}, "stablelm-parallel"),
         )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megtool.errors import FormatError
+from megtool.errors import MappingError
 
 PARAMS = "params.json"
 
@@ -55,7 +55,7 @@ def config_from_params(params: Mapping[str, Any], file: Path) -> dict[str, Any] 
     """The keys of a config.json; None for a model without latent attention and experts.
 
     Raises:
-        FormatError: the model has an option that no config.json of the family says.
+        MappingError: the model has an option that no config.json of the family says.
     """
     experts = params.get("moe")
     if not isinstance(experts, Mapping) or not params.get("kv_lora_rank"):
@@ -99,8 +99,8 @@ def _rotary(params: Mapping[str, Any], file: Path) -> dict[str, Any]:
     return out
 
 
-def _unknown(key: str, value: object, file: Path) -> FormatError:
-    return FormatError(
+def _unknown(key: str, value: object, file: Path) -> MappingError:
+    return MappingError(
         f"{key} is {str(value)[:80]}, which is not known of Mistral's own files",
         file=file,
         hint="a folder with a config.json (transformers' names) may say it",

@@ -182,6 +182,8 @@ MORE = [
     Case("hyperclovax", TIED | BIASED | {"use_post_norm": False, "mlp_bias": True}),
     Case("vaultgemma", TIED | {"head_dim": 16, "sliding_window": 32}, "vaultgemma"),
     Case("youtu", TIED | LATENT, "youtu"),
+    Case("olmo", UNTIED, "olmo"),
+    Case("nanochat", UNTIED, "nanochat"),
     Case("openelm", UNTIED | LAYERS | {"normalize_qk_projections": False}),
 ]
 """Cases of the slow tests, of which the fast ones compute the logits alone."""

@@ -189,6 +189,8 @@ MORE = [
     Case("hyperclovax", UNTIED | BIASED | MULTIPLIED, "hyperclovax"),
     Case("vaultgemma", TIED | LAYERS4 | {"head_dim": 8, "sliding_window": 5}, "vaultgemma"),
     Case("youtu", TIED | LATENT, "youtu"),
+    Case("olmo", TIED | BIASED, "olmo"),
+    Case("nanochat", UNTIED, "nanochat"),
 ]
 """Cases of the slow tests, of which the fast ones compute the logits alone."""
 
