@@ -58,13 +58,9 @@ _FEEDING = (
         plain=True,
     ),
     # vLLM looks for codes of experts one by one.
-    *(
-        Row(
-            f"{_STORED}block_sparse_moe.experts.{{e}}.{name}_proj.weight",
-            f"{_EXPERT}{name}.weight",
-        )
-        for name in ("gate", "up", "down")
-    ),
+    Row(_STORED + "block_sparse_moe.experts.{e}.gate_proj.weight", _EXPERT + "gate.weight"),
+    Row(_STORED + "block_sparse_moe.experts.{e}.up_proj.weight", _EXPERT + "up.weight"),
+    Row(_STORED + "block_sparse_moe.experts.{e}.down_proj.weight", _EXPERT + "down.weight"),
 )
 
 FAMILY = Family(

@@ -358,7 +358,10 @@ _DEEPSEEK = (
         )
     ),
 )
-_BY_EXPRESSIONS = {**{(e,): name for e, name in _BY_EXPRESSION.items()}, _DEEPSEEK: "deepseek-v3"}
+_BY_EXPRESSIONS: dict[tuple[str, ...], str] = {
+    **{(e,): name for e, name in _BY_EXPRESSION.items()},
+    _DEEPSEEK: "deepseek-v3",
+}
 """By the expressions that cut text one after the other."""
 
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
