@@ -1,6 +1,6 @@
 """Qwen3.5 and 3.6 with experts, as they ship: `qwen3_5_moe_text` beside a vision tower."""
 
-from megtool.convert import Family, Nested, Tower
+from megtool.convert import QWEN_VISION, Family, Nested, Tower
 
 FAMILY = Family(
     name="qwen3_5_moe",
@@ -9,15 +9,15 @@ FAMILY = Family(
     nested=Nested(
         texts={"qwen3_5_moe_text": "qwen3_5_moe_text"},
         names=(("model.", ("model.language_model.",)), ("lm_head.", ("lm_head.",))),
-        towers=(Tower("visual.", stored="model.visual."),),
+        towers=(Tower("visual.", stored="model.visual.", megatron=QWEN_VISION),),
         # The sections of rotary embedding for images: text has one position in all of them.
         verbatim=("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"),
     ),
     limits=(
         (
             True,
-            "Megatron-Bridge has the vision tower of Qwen3.5 as Megatron layers; here its tensors "
-            "keep the names they have in Hugging Face's model",
+            "Megatron-Bridge has the vision tower of Qwen3.5 as Megatron layers, and so has "
+            "torch_dist; in rank files its tensors have the names of Hugging Face's model",
         ),
     ),
 )

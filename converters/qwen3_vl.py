@@ -1,6 +1,6 @@
 """Qwen3-VL, dense: the text model of `qwen3` beside a vision tower."""
 
-from megtool.convert import Family, Nested, Tower
+from megtool.convert import QWEN_VISION, Family, Nested, Tower
 
 FAMILY = Family(
     name="qwen3_vl",
@@ -9,7 +9,7 @@ FAMILY = Family(
     nested=Nested(
         texts={"qwen3_vl_text": "qwen3"},
         names=(("model.", ("model.language_model.",)), ("lm_head.", ("lm_head.",))),
-        towers=(Tower("visual.", stored="model.visual."),),
+        towers=(Tower("visual.", stored="model.visual.", megatron=QWEN_VISION),),
         defaults={
             "num_attention_heads": 32,
             "num_key_value_heads": 32,
@@ -26,8 +26,8 @@ FAMILY = Family(
     limits=(
         (
             True,
-            "Megatron-Bridge has the vision tower of Qwen3-VL as Megatron layers; here its tensors "
-            "keep the names they have in Hugging Face's model",
+            "Megatron-Bridge has the vision tower of Qwen3-VL as Megatron layers, and so has "
+            "torch_dist; in rank files its tensors have the names of Hugging Face's model",
         ),
     ),
 )

@@ -1,6 +1,6 @@
 """Qwen3-VL with experts: the text model of `qwen3_moe` beside a vision tower."""
 
-from megtool.convert import Cat, Family, Nested, Row, Stacked, Tower, Transposed
+from megtool.convert import QWEN_VISION, Cat, Family, Nested, Row, Stacked, Tower, Transposed
 
 FAMILY = Family(
     name="qwen3_vl_moe",
@@ -9,7 +9,7 @@ FAMILY = Family(
     nested=Nested(
         texts={"qwen3_vl_moe_text": "qwen3_moe"},
         names=(("model.", ("model.language_model.",)), ("lm_head.", ("lm_head.",))),
-        towers=(Tower("visual.", stored="model.visual."),),
+        towers=(Tower("visual.", stored="model.visual.", megatron=QWEN_VISION),),
         # Files have all experts of a layer in two tensors, with columns as rows.
         first_rows=(
             Row(
@@ -52,8 +52,8 @@ FAMILY = Family(
     limits=(
         (
             True,
-            "Megatron-Bridge has the vision tower of Qwen3-VL as Megatron layers; here its tensors "
-            "keep the names they have in Hugging Face's model",
+            "Megatron-Bridge has the vision tower of Qwen3-VL as Megatron layers, and so has "
+            "torch_dist; in rank files its tensors have the names of Hugging Face's model",
         ),
     ),
 )

@@ -108,6 +108,7 @@ from megtool.convert.native_rows import HF_DEEPSEEK_V4, HF_MISTRAL_LARGE_3
 from megtool.convert.nested import LLAVA_NAMES, LLAVA_TOWERS, Nested
 from megtool.convert.scaled_layers import ScaledLayers
 from megtool.convert.shared_keys import LayerInputs, SharedKeys
+from megtool.convert.tower_names import QWEN_VISION
 
 __all__ = [
     "GGUF_DECODER",
@@ -143,6 +144,7 @@ __all__ = [
     "MEGATRON_POST_NORMS",
     "MEGATRON_XIELU",
     "POST_NORM_WEIGHTS",
+    "QWEN_VISION",
     "XIELU_WEIGHTS",
     "Alike",
     "Assumed",

@@ -99,6 +99,8 @@ class Binding:
         """
         out = Read()
         for tensor in tensors:
+            if self._read_tower(tensor, out):
+                continue
             if (carried := self._carried(tensor.name)) is not None:
                 self._place_part(Placement.identity(carried, tensor.shape), tensor, out)
                 continue
@@ -118,7 +120,9 @@ class Binding:
 
     def knows(self, name: str) -> bool:
         """Some row is about a stored tensor of this name."""
-        if self._carried(name) is not None:
+        if self._carried(name) is not None or any(
+            t.megatron and name.startswith(t.megatron.prefix) for t in self.towers
+        ):
             return True
         parts = _NUMBER.split(name)
         return any(
@@ -154,6 +158,7 @@ class Binding:
                 out.placements[name] = _placement(name, part, stored)
             if layout.padded is not None and shape != layout.shape:
                 out.padding.append(_padding(stored, shape, layout))
+        self._write_towers(canonical, cast, out)
         for name, tensor in canonical.items():
             tower = next((t for t in self.towers if name.startswith(t.name)), None)
             if tower is None or name in out.placements:
@@ -234,6 +239,39 @@ class Binding:
                 if stored.startswith(prefix):
                     return tower.name + stored.removeprefix(prefix)
         return None
+
+    def _read_tower(self, tensor: GlobalTensor, out: Read) -> bool:
+        """Place what a tower's tensor under Megatron's names holds; whether it is one."""
+        for tower in self.towers:
+            extra = self.model.config.extra
+            parts = tower.megatron.read(tensor, extra) if tower.megatron else None
+            for p in parts or ():
+                p = replace(p, canonical=tower.name + p.canonical)
+                self._place_part(p, tensor, out)
+                shape = tensor.shape if 0 in p.dims else tensor.shape[1:]  # of a stack's layer
+                out.canonical[p.canonical] = replace(out.canonical[p.canonical], shape=shape)
+            if parts is not None:
+                return True
+        return False
+
+    def _write_towers(
+        self, canonical: Mapping[str, GlobalTensor], cast: DType | None, out: WrittenBinding
+    ) -> None:
+        """Plan the tensors of towers that are written under Megatron's names."""
+        for tower in self.towers:
+            if tower.megatron is None or not tower.writes_megatron:
+                continue
+            own = {
+                n.removeprefix(tower.name): t
+                for n, t in canonical.items()
+                if n.startswith(tower.name)
+            }
+            for tensor, parts in tower.megatron.write(own, self.model.config.extra):
+                kind = cast if cast is not None and tensor.dtype.is_float else tensor.dtype
+                out.tensors.append(replace(tensor, dtype=kind))
+                for p in parts:
+                    name = tower.name + p.canonical
+                    out.placements[name] = replace(p, canonical=name)
 
     def _layout(self, number: int, index: Mapping[str, int]) -> TensorLayout:
         model = self.model.at(index)

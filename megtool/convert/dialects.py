@@ -21,7 +21,7 @@ from megtool.convert.hybrid import (
     to_hybrid,
 )
 from megtool.convert.identity import as_they_are, is_optimizer_state, under_same_names
-from megtool.convert.mapping import Row, Table, first_gap, stack_layers
+from megtool.convert.mapping import Row, Table, Tower, first_gap, stack_layers
 from megtool.convert.nested import TIED
 from megtool.convert.sharding import shard
 from megtool.dtypes import DType
@@ -259,7 +259,8 @@ class DialectOptions:
     differently. `model_class` is GPTModel (`gpt`) or HybridModel (`hybrid`), by default the
     source's, or the one that can hold the model. `in_parts`: parts of mixers' projections are
     tensors of their own, as in formats with global shapes.
-    `text_prefix` is what Megatron's names of a nested text model begin with.
+    `text_prefix` is what Megatron's names of a nested text model begin with; with `tower_names`
+    towers have Megatron's names, too, where a table knows them (`Tower.megatron`).
     `state_names` is the pattern of optimizer state's names, with `{state}` and
     `{name}`; without it `hf` cannot hold optimizer state.
     """
@@ -270,6 +271,7 @@ class DialectOptions:
     model_class: str | None = None
     in_parts: bool = False
     text_prefix: str = ""
+    tower_names: bool = False
     state_names: str | None = None
 
 
@@ -323,6 +325,10 @@ def write_side(
             "layers differ and cannot be stacked", hint="write one key per layer instead"
         )
     table = _table(dialect, family, per_layer=per_layer, in_parts=options.in_parts)
+    if dialect == "megatron" and options.tower_names:
+        table = tuple(
+            replace(r, writes_megatron=True) if isinstance(r, Tower) else r for r in table
+        )
     if dialect == "megatron" and options.text_prefix:
         table = tuple(
             replace(r, stored=options.text_prefix + r.stored) if isinstance(r, Row) else r

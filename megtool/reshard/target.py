@@ -173,6 +173,7 @@ def _bind_target(
                 model_class=model_class,
                 in_parts=in_parts,
                 text_prefix=_text_prefix(source) if in_parts else "",
+                tower_names=in_parts,
                 state_names=_state_names(kind, dialect),
             ),
         )

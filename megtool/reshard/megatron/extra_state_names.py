@@ -28,6 +28,7 @@ SUFFIX = "._extra_state"
 
 _NAME = re.compile(r"(.+)\._extra_state/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
 _STACKED = re.compile(r"((?:module\.)*(?:language_model\.)?(?:decoder|encoder)\.layers\.)(?!\d)")
+_STACKED_TOWER = re.compile(r"vision_model\.decoder\.(?:layers|deepstack_merger_list)\.(?!\d)")
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)\.(.+)")
 _EXPERTS = ".experts.experts."
 _SINGLE = re.compile(r"(.+\.experts\.experts\.)(\d+)\.(.+)")
@@ -60,11 +61,13 @@ _SITES = (
     "post_layernorm",
     "input_layernorm",
     "pre_mlp_layernorm",
+    "patch_norm",  # of a vision tower's mergers
     "enorm",
     "hnorm",
     "final_layernorm",
     "final_norm",
 )
+_MEGATRON_TOWER = ("vision_model.merger.", "vision_model.decoder.")
 _HYBRID_NORM = "decoder.final_norm.weight"
 
 
@@ -177,11 +180,14 @@ def list_required_states(
         elif f".{t.name}".endswith(f".{_HYBRID_NORM}") and not t.name.startswith("optimizer."):
             names[f"{t.name.removesuffix(_HYBRID_NORM)}output_layer{SUFFIX}/shard_0_1"] = None
     for t in joined(tensors):
-        if t.name.startswith("optimizer.") or not t.name.endswith(".weight") or is_tower(t.name):
+        if t.name.startswith("optimizer.") or not t.name.endswith(".weight"):
+            continue
+        if is_tower(t.name) and not t.name.startswith(_MEGATRON_TOWER):
             continue
         module = t.name.removesuffix(".weight")
         site = module.rsplit(".", 1)[-1]
-        lead = int(_STACKED.match(t.name) is not None) + int(_EXPERTS in t.name)
+        is_stacked = _STACKED.match(t.name) or _STACKED_TOWER.match(t.name)
+        lead = int(is_stacked is not None) + int(_EXPERTS in t.name)
         axes = t.shape[:lead] or (1,)
         sites = [module] if site in _SITES else []
         if site in ("linear_qkv", "linear_kv", "linear_kv_up_proj"):
