@@ -96,11 +96,15 @@ def test_a_score_is_that_of_transformers(
     assert plain.against.kl_max == 0
 
 
-@pytest.mark.parametrize("kind", ["pairs", "texts"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("t5", "pairs"), ("t5", "texts"), pytest.param("flan", "pairs", marks=pytest.mark.slow)],
+)
 def test_steps_are_those_of_transformers_and_adamw(
-    kind: str, pairs: Path, data: Path, tmp_path: Path
+    name: str, kind: str, pairs: Path, data: Path, tmp_path: Path
 ) -> None:
-    model = tiny_model("t5", tmp_path / "hf", sizes=tiny_t5.SIZES).eval()
+    keys = tiny_t5.KEYS[name]
+    model = tiny_model("t5", tmp_path / "hf", sizes=tiny_t5.SIZES, **keys).eval()
     tiny_t5.save_tokenizer(tmp_path / "hf")
     file = pairs if kind == "pairs" else data
     how: dict[str, Any] = {
