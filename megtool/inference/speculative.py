@@ -39,12 +39,19 @@ def check_speculative(config: ModelConfig, *, stream_layers: bool = False) -> No
     """Refuse models that cannot draft for themselves.
 
     Raises:
-        UsageError: there are no layers of multi-token prediction, or layers are not kept in memory.
+        UsageError: there are no layers of multi-token prediction, they read residuals side by
+            side, or layers are not kept in memory.
     """
     if not config.num_mtp_layers:
         raise UsageError(
             "--speculative mtp, and the model has no layers of multi-token prediction",
             hint="--speculative none",
+        )
+    if config.hyper_streams:
+        raise UsageError(
+            "--speculative mtp, and layers of multi-token prediction read residuals side by side "
+            "(DeepSeek-V4), which are not kept between passes",
+            hint="--speculative none; megtool finetune trains such layers",
         )
     if stream_layers:
         raise UsageError(

@@ -7,6 +7,8 @@ among them. Source: transformers' `deepseek_v4`.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -189,9 +191,9 @@ class CompressedCore(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The compressed keys that queries of a pass may attend to, [B, L, D], and, where they are
         chosen among, those that an indexer goes by."""
-        assert self.compressor is not None
+        compressor = cast(Compressor, self.compressor)
         windows, cache = frame.windows(self.ratio), frame.cache
-        tokens = [windows.ordered(self.compressor.project(x_BSH))]
+        tokens = [windows.ordered(compressor.project(x_BSH))]
         if self.indexer is not None:
             with torch.no_grad():
                 tokens.append(windows.ordered(self.indexer.compressor.project(x_BSH)))
@@ -199,7 +201,7 @@ class CompressedCore(nn.Module):
             sizes = [t.shape[-1] for t in tokens]
             both = _with_kept(torch.cat(tokens, -1), cache, windows, layer)
             tokens = list(torch.split(both, sizes, -1))
-        keys: list[Tensor] = [self.compressor(tokens[0], frame)]
+        keys: list[Tensor] = [compressor(tokens[0], frame)]
         if self.indexer is not None:
             with torch.no_grad():
                 keys.append(self.indexer.compressor(tokens[1], frame))

@@ -117,19 +117,12 @@ def check_kind(config: ModelConfig, *, is_alone: bool = True) -> None:
     """Refuse options that no decoder has that is alone, or no decoder at all.
 
     Raises:
-        MappingError: relative positions, compressed keys, or learned positions with multi-token
-            prediction.
+        MappingError: relative positions, or learned positions with multi-token prediction.
     """
     if config.position_embedding == "relative" and is_alone:
         raise MappingError(
             "position_embedding is 'relative', which models of an encoder and a decoder have",
             hint="megtool.model.pipeline.build_stages builds the class of a configuration",
-        )
-    if config.num_mtp_layers and config.hyper_streams:
-        raise MappingError(
-            "layers of multi-token prediction have residuals side by side (DeepSeek-V4)",
-            hint="such layers are converted, but not run; leave them out: "
-            "megtool reshard SRC DST --exclude 'mtp.*'",
         )
     if config.num_mtp_layers and config.position_embedding == "learned":
         raise MappingError(
@@ -274,6 +267,7 @@ class Decoder(nn.Module):
             self.lm_head = MaskedHead(
                 config, partial=self.sequence_parallel, dtype=dtype, device=device
             )
+        self._streams_TH: Tensor | None = None  # of the last pass, before they are made one
         self.mtp: MultiTokenPrediction | None = None
         if has_mtp:
             self.mtp = MultiTokenPrediction(
@@ -336,7 +330,9 @@ class Decoder(nn.Module):
         the context of their pass; None if there are none, or they are not trained."""
         if self.mtp is None or not self.mtp.is_trained:
             return None
-        return self.mtp.loss(self, x_TH, batch, labels_BS, frame)
+        streams_TH, self._streams_TH = self._streams_TH, None
+        before_TH = x_TH if streams_TH is None else streams_TH
+        return self.mtp.loss(self, before_TH, batch, labels_BS, frame)
 
     def loss_of(self, x_TH: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         """The output of `loss`, from the states of `hidden`."""
@@ -507,6 +503,8 @@ class Decoder(nn.Module):
         """
         if self.decoder.norm is not None:
             if self.config.hyper_streams:
+                has_loss = self.mtp is not None and self.mtp.is_trained and self.training
+                self._streams_TH = x_TH if has_loss else None
                 x_TH = self.decoder.read_head(x_TH)
             x_TH = self.decoder.norm(x_TH)
         if not self.stage.head:

@@ -7,7 +7,7 @@ of a pass may begin with tokens of the passes before, of which the cache keeps t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -76,13 +76,12 @@ class KeyWindows:
         counts_B = None if real_BS is None else real_BS.sum(1)
         last_B = past_B + (tokens if counts_B is None else counts_B)
         places_BS = new_S if real_BS is None else (real_BS.cumsum(1) - 1).clamp_min(0)
-        kept = num_kept_tokens(ratio)
         return cls(
             ratio=ratio,
             num_windows=num,
             numbers_BW=numbers_BW,
             places_BS=past_B1 + places_BS,
-            starts_BW=numbers_BW * ratio - past_B1 + kept,
+            starts_BW=numbers_BW * ratio - past_B1 + num_kept_tokens(ratio),
             exists_BW=numbers_BW < last_B[:, None] // ratio,
             order_BS=None if real_BS is None else _order(real_BS),
             counts_B=counts_B,
@@ -117,8 +116,8 @@ class KeyWindows:
         first = self.starts_BW - ratio if before else self.starts_BW
         places = first[..., None] + torch.arange(ratio, device=x_BSC.device)
         places = places.clamp(0, x_BSC.shape[1] - 1).flatten(1)[..., None]
-        taken = x_BSC.gather(1, places.expand(len(x_BSC), -1, x_BSC.shape[2]))
-        return taken.reshape(len(x_BSC), num, ratio, -1)
+        x_BLC = x_BSC.gather(1, places.expand(len(x_BSC), -1, x_BSC.shape[2]))
+        return x_BLC.reshape(len(x_BSC), num, ratio, -1)
 
     def ordered(self, x_BSC: Tensor) -> Tensor:
         """Tokens with padding behind them."""
@@ -136,8 +135,8 @@ class KeyWindows:
         if self.runs is None:
             return torch.arange(num_keys, device=limits_BS1.device) < limits_BS1
         runs_BS, runs_BW = self.runs
-        assert self.exists_BW is not None
-        ready = (self.numbers_BW[:, None] < limits_BS1) & self.exists_BW[:, None]
+        exists_BW = cast(Tensor, self.exists_BW)
+        ready = (self.numbers_BW[:, None] < limits_BS1) & exists_BW[:, None]
         return ready & (runs_BW[:, None] == runs_BS[..., None])
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megtool.model.batch import Batch
 from megtool.model.forward_context import ForwardContext
+from megtool.model.hyper_connections import HyperHead
 from megtool.model.layer import TransformerLayer
 from megtool.model.linear import ColumnLinear
 from megtool.model.norm import NormLayer, NormSpec
@@ -56,6 +57,7 @@ def with_mtp_layers(config: ModelConfig) -> ModelConfig:
         ATTENTION + (EXPERTS if n in moe else MLP) for n in range(config.num_layers)
     )
     kinds += tuple(config.mtp_branches if is_hybrid(config) else [config.mtp_branches]) * depths
+    ratios = config.compress_ratios
     skip, without = config.window_skip_freq, config.no_rope_layers
     shared = config.shared_index_layers
     return replace(
@@ -68,6 +70,7 @@ def with_mtp_layers(config: ModelConfig) -> ModelConfig:
         window_skip_freq=_longer(skip, len(kinds), skip[-1]) if isinstance(skip, tuple) else skip,
         no_rope_layers=None if without is None else _longer(without, len(kinds), 0),
         shared_index_layers=None if shared is None else _longer(shared, len(kinds), 0),
+        compress_ratios=None if ratios is None else _longer(ratios, len(kinds), 0),
     )
 
 
@@ -75,12 +78,16 @@ def _longer(flags: tuple[int, ...], length: int, last: int) -> tuple[int, ...]:
     return flags[:length] + (last,) * (length - len(flags))
 
 
-class MtpLayer(nn.Module):
+class MtpLayer(HyperHead):
     """One layer of multi-token prediction, with Megatron's names.
 
     Takes and gives x_TH, of which a rank has all rows, or with sequence parallelism its own. The
     layer inside is `transformer_layer`, or in a HybridModel `mtp_model_layer`, one for each branch;
     `numbers` are theirs in `with_mtp_layers`, which `config` is of.
+
+    Where there are several residuals side by side (DeepSeek-V4) it takes and gives them all
+    (`advance`), before what makes one of them. State and embedding have a projection each, and
+    their sum is what the residuals are; source: DeepSeek-V4's `inference/model.py`, `MTPBlock`.
     """
 
     def __init__(
@@ -96,7 +103,7 @@ class MtpLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = groups.tp, sequence_parallel
-        self.numbers = numbers
+        self.numbers, self.num_streams = numbers, config.hyper_streams
         hidden = config.hidden_size
 
         def norm() -> NormLayer:
@@ -113,15 +120,22 @@ class MtpLayer(nn.Module):
                 device=device,
             )
 
+        def projection(size: int) -> ColumnLinear:
+            return ColumnLinear(
+                size,
+                hidden,
+                groups.tp,
+                sequence_parallel=sequence_parallel,
+                dtype=dtype,
+                device=device,
+            )
+
         self.enorm, self.hnorm = norm(), norm()
-        self.eh_proj = ColumnLinear(
-            2 * hidden,
-            hidden,
-            groups.tp,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=device,
-        )
+        if self.num_streams:
+            self.e_proj, self.h_proj = projection(hidden), projection(hidden)
+            self.init_head(config, partial=sequence_parallel, device=device)
+        else:
+            self.eh_proj = projection(2 * hidden)
         if is_hybrid:
             inner = nn.ModuleDict({str(k): layer(n) for k, n in enumerate(numbers)})
             self.mtp_model_layer = nn.ModuleDict({"layers": inner})
@@ -134,14 +148,31 @@ class MtpLayer(nn.Module):
 
         `embedded_TH` are the embeddings of the tokens that this layer adds.
         """
-        x_TH = torch.cat((self.enorm(embedded_TH), self.hnorm(x_TH)), -1)
-        x_TH = gather_columns(self.eh_proj(x_TH), self.tp)
-        if self.sequence_parallel:
-            x_TH = scatter_rows(x_TH, self.tp)
+        return self.finish(self.advance(x_TH, embedded_TH, frame))
+
+    def advance(self, x_TH: Tensor, embedded_TH: Tensor, frame: ForwardContext) -> Tensor:
+        """The residual, or all of them, behind the layers inside."""
+        if self.num_streams:
+            rows = self.hnorm(x_TH.view(x_TH.shape[0] * self.num_streams, -1))
+            streams = self._projected(self.h_proj, rows).view(x_TH.shape[0], self.num_streams, -1)
+            embedded_TH = self._projected(self.e_proj, self.enorm(embedded_TH))
+            x_TH = (streams + embedded_TH[:, None]).flatten(1)
+        else:
+            x_TH = torch.cat((self.enorm(embedded_TH), self.hnorm(x_TH)), -1)
+            x_TH = self._projected(self.eh_proj, x_TH)
         for layer in self.inner_layers():
             x_TH = layer(x_TH, frame)
-        out: Tensor = self.final_layernorm(x_TH)
+        return x_TH
+
+    def finish(self, x_TH: Tensor) -> Tensor:
+        """The states after the final norm, of what `advance` gives."""
+        out: Tensor = self.final_layernorm(self.read_head(x_TH) if self.num_streams else x_TH)
         return out
+
+    def _projected(self, linear: ColumnLinear, x_TH: Tensor) -> Tensor:
+        """All columns of a product, in x_TH's rows."""
+        y_TH = gather_columns(linear(x_TH), self.tp)
+        return scatter_rows(y_TH, self.tp) if self.sequence_parallel else y_TH
 
     def inner_layers(self) -> Iterator[TransformerLayer]:
         """The layers inside, in order."""
@@ -208,9 +239,10 @@ class MultiTokenPrediction(nn.Module):
     ) -> Tensor:
         """What these layers add to the decoder's sum of losses (float32).
 
-        `x_TH` are the states after the final norm. The loss of each depth is the mean over the
-        labels that are left after shifting, as many times as the batch has labels: so it weighs the
-        same in a loss that is divided by labels. The sum over depths is divided by their number,
+        `x_TH` are the states after the final norm, or the residuals side by side. The loss of each
+        depth is the mean over the labels that are left after shifting, as many times as the batch
+        has labels: so it weighs the same in a loss that is divided by labels. The sum over depths
+        is divided by their number,
         and multiplied by `loss_factor`.
         """
         tokens_BS, documents_BS = batch.tokens_BS, batch.documents_BS
@@ -220,8 +252,11 @@ class MultiTokenPrediction(nn.Module):
             tokens_BS = shifted(tokens_BS, documents_BS, 0)
             labels_BS = shifted(labels_BS, documents_BS, IGNORED)
             embedded_TH = decoder.embed_tokens(tokens_BS, frame)
-            x_TH = self.layer(depth)(x_TH, embedded_TH, frame)
-            loss, count = decoder.loss_of(x_TH, labels_BS)
+            layer = self.layer(depth)
+            x_TH = layer.advance(x_TH, embedded_TH, frame)
+            state_TH = layer.finish(x_TH)
+            loss, count = decoder.loss_of(state_TH, labels_BS)
+            x_TH = x_TH if layer.num_streams else state_TH
             before = self.sums[depth]
             self.sums[depth] = before[0] + loss.detach(), before[1] + count
             num_left = (labels_BS != IGNORED).sum().clamp(min=1)

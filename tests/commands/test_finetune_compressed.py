@@ -1,4 +1,5 @@
-"""Finetune of a model with compressed keys, residuals side by side and tables of experts."""
+"""Finetune of a model with compressed keys, residuals side by side, tables of experts, and
+multi-token prediction."""
 
 from __future__ import annotations
 
@@ -7,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megtool import reshard, verify
 from megtool.errors import MappingError
 from megtool.train.run_log import read_log
 from tests.support.errors import raises
 from tests.support.folders import stored_tensors
-from tests.support.models import moe_cases, moe_models, tiny_text
+from tests.support.models import moe_cases, moe_models, mtp_models, tiny_text
 from tests.support.models.tiny_model import tiny_model
 from tests.support.runs.finetune_runs import curve, tune
 from tests.support.worlds.gloo_world import run_world
@@ -31,6 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     keys = keys | {"vocab_size": tiny_text.VOCABULARY, "eos_token_id": tiny_text.END}
     tiny_model(family, folder, sizes=moe_models.SIZES, fill=moe_models.fill_routed, **keys)
     moe_cases.publish(folder)
+    mtp_models.add_deepseek_v4_layer(folder)
+    moe_cases.change_config(folder, num_nextn_predict_layers=1)
     tiny_text.save_tokenizer(folder)
     return folder
 
@@ -71,8 +76,26 @@ def test_tables_and_indexers_stay_and_all_else_is_trained(
 ) -> None:
     before = stored_tensors(model)
     after = stored_tensors(Path(tune(model, tmp_path / "out", data, **HOW, to="hf").hf))
+    copies = {"mtp.0.emb.tok_emb.weight", "mtp.0.head.weight"}
+    assert set(before) - copies == set(after)
+    before = {n: t for n, t in before.items() if n in after}
     fixed = {n for n in before if before[n] == after[n]}
     assert fixed == {n for n in before if ".indexer." in n or n.endswith((".tid2eid", "gate.bias"))}
+
+
+@pytest.mark.slow
+def test_layers_of_multi_token_prediction_are_trained_or_saved_as_they_are(
+    model: Path, data: Path, alone: Path, tmp_path: Path
+) -> None:
+    assert all(x["mtp_1_loss"] > 1 for x in read_log(alone / "log.jsonl"))
+    how = HOW | {"mtp_loss_scaling_factor": 0, "to": "hf"}
+    out = Path(tune(model, tmp_path / "out", data, **how).hf)
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, out))
+    layer = {n for n in after if n.startswith("mtp.")}
+    assert layer
+    assert all(torch.equal(after[n].float(), before[n].float()) for n in layer)
+    name = "layers.0.attn.wkv.weight"
+    assert not torch.equal(after[name], before[name].float())
 
 
 def on_rank(rank: int, size: int, model: str, out: str, data: str, more: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers")
 
@@ -19,12 +20,15 @@ from megtool.config import ParallelConfig
 from megtool.convert.sharding import check_layout
 from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.inference.load import load
+from megtool.inference.speculative import check_speculative
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache, PagedCache
 from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.reshard.open_source import open_decoder
+from megtool.train.build_model import load_for_training
 from tests.support.errors import raises
-from tests.support.models import moe_models
+from tests.support.models import moe_models, mtp_models
 from tests.support.models.moe_models import Carry
 from tests.support.runs.loading import source_of
 from tests.support.worlds import family_layouts
@@ -32,6 +36,7 @@ from tests.support.worlds.family_layouts import Job
 from tests.support.worlds.gloo_world import run_world
 
 NAME = "deepseek_v4"
+EAGER: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
 LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"tp": 2}, {}),
     ({"tp": 2}, {"sequence_parallel": True}),
@@ -173,8 +178,81 @@ def test_what_is_not_run_is_refused(carry: Carry) -> None:
     places = torch.arange(8)[None] + 3
     with raises(UsageError, "by counting tokens", hint="valid_BS"):
         decoder(Batch(tokens_BS=tokens, positions_BS=places), cache)
-    with raises(MappingError, "layers of multi-token prediction have residuals side by side"):
-        Decoder(replace(decoder.config, num_mtp_layers=1))
+    with raises(UsageError, "read residuals side by side", hint="--speculative none"):
+        check_speculative(replace(decoder.config, num_mtp_layers=1))
+
+
+def layer_of_mtp(folder: Path, held: dict[str, torch.Tensor]) -> Any:
+    """A model of transformers whose only layer, and what comes behind it, are those of the layer of
+    multi-token prediction."""
+    import transformers
+
+    kinds = {"layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
+    one = {"num_hidden_layers": 1, "num_nextn_predict_layers": 0}
+    config = transformers.AutoConfig.from_pretrained(folder / "hf", **kinds | one)
+    config.save_pretrained(folder / "inner")
+    own = {n.replace("mtp.0.", "layers.0.", 1): t for n, t in held.items() if n[:6] == "mtp.0."}
+    own = {n.replace("layers.0.hc_head", "hc_head"): t for n, t in own.items()}
+    own["norm.weight"] = own.pop("layers.0.norm.weight")
+    own |= {n: held[n] for n in ("embed.weight", "head.weight")}
+    unused = ("enorm", "hnorm", "e_proj", "h_proj", "emb.tok_emb", "head")
+    own = {n: t for n, t in own.items() if n not in {f"layers.0.{x}.weight" for x in unused}}
+    save_file(own, folder / "inner" / "model.safetensors", metadata={"format": "pt"})
+    model, said = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "inner", output_loading_info=True, **EAGER
+    )
+    assert not any(said[k] for k in ("missing_keys", "unexpected_keys"))
+    return model
+
+
+def test_the_loss_of_multi_token_prediction_is_that_of_its_equations(tmp_path: Path) -> None:
+    """And all gradients. The layer inside is transformers' own; what is around it are the lines of
+    DeepSeek's `inference/model.py`."""
+    import transformers
+
+    mtp_models.save_deepseek_v4(tmp_path / "hf")
+    (stage,) = load_for_training(open_decoder(tmp_path / "hf"), dtype="float32")
+    tokens = moe_models.tokens(2, 14) % 101
+    batch, labels = Batch(tokens_BS=tokens[:, :-1]), tokens[:, 1:]
+    frame = stage.frame(batch)
+    stage.mtp.loss_factor = 1.0
+    x_TH = stage.finish(stage.run(stage.embed(batch, frame), frame))
+    found = stage.mtp_loss(x_TH, batch, labels, frame)
+    found.backward()
+
+    held = {n: t.float() for n, t in load_file(tmp_path / "hf" / "model.safetensors").items()}
+    main = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", **EAGER)
+    inner, config = layer_of_mtp(tmp_path, held), main.config
+    streams = []
+    main.model.hc_head.register_forward_pre_hook(lambda module, args: streams.append(args[0]))
+    main(batch.tokens_BS)
+
+    def project(name: str, x: torch.Tensor) -> torch.Tensor:
+        return x @ held[f"mtp.0.{name}_proj.weight"].T
+
+    def normalize(name: str, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + config.rms_norm_eps)
+        return x * scale * held[f"mtp.0.{name}norm.weight"]
+
+    following = torch.zeros_like(labels)
+    following[:, :-1] = labels[:, :-1]
+    embedded = main.model.embed_tokens(following)
+    mixed = project("e", normalize("e", embedded))[:, :, None]
+    mixed = mixed + project("h", normalize("h", streams[0]))
+    inner.model.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: ((mixed, *args[1:]), kwargs), with_kwargs=True
+    )
+    logits = inner(following).logits[:, :-1]
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+    assert found.item() == pytest.approx(want.item() * labels.numel(), rel=1e-5)
+    want.backward()
+    gradient = inner.model.hc_head.hc_fn.grad * labels.numel()
+    ours = stage.mtp.layer(0).hc_head_fn.grad
+    assert float((ours - gradient).abs().max()) < 1e-4 * float(gradient.abs().max())
+    gradient = main.model.layers[0].attn_hc.fn.grad * labels.numel()
+    hyper = stage.decoder.layers["0"].self_attention_hyper_connection
+    ours = hyper.mapping_proj.weight.grad
+    assert float((ours - gradient).abs().max()) < 1e-4 * float(gradient.abs().max())
 
 
 def test_such_a_model_is_not_quantized(tmp_path: Path) -> None:

@@ -209,6 +209,13 @@ def save_deepseek_v4(folder: Path) -> Stored:
     """A DeepSeek-V4 as published: in float32 what is no matrix, and a layer of multi-token
     prediction of two projections, with copies of both ends. Returns what is stored."""
     moe_cases.save(moe_cases.FIRST["deepseek_v4"], folder)
+    add_deepseek_v4_layer(folder)
+    return stored_tensors(folder)
+
+
+def add_deepseek_v4_layer(folder: Path) -> None:
+    """Give a published DeepSeek-V4, whose first layer has a window alone, a layer of multi-token
+    prediction, and float32 where it ships."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
@@ -217,11 +224,12 @@ def save_deepseek_v4(folder: Path) -> Stored:
     held = load_file(folder / "model.safetensors")
     for name in [n for n in held if n.startswith("layers.0.") and not n.endswith("tid2eid")]:
         held[name.replace("layers.0.", "mtp.0.")] = draw(*held[name].shape).bfloat16()
-    held["mtp.0.ffn.gate.bias"] = draw(4)
+    experts, hidden = held["layers.0.ffn.gate.weight"].shape
+    held["mtp.0.ffn.gate.bias"] = draw(experts)
     for part in ("e_proj", "h_proj"):
-        held[f"mtp.0.{part}.weight"] = draw(32, 32).bfloat16()
+        held[f"mtp.0.{part}.weight"] = draw(hidden, hidden).bfloat16()
     for part in ("enorm", "hnorm", "norm"):
-        held[f"mtp.0.{part}.weight"] = draw(32).bfloat16()
+        held[f"mtp.0.{part}.weight"] = draw(hidden).bfloat16()
     for part in ("fn", "base", "scale"):
         name = f"hc_head_{part}"
         held[f"mtp.0.{name}"] = draw(*held[name].shape)
@@ -231,7 +239,6 @@ def save_deepseek_v4(folder: Path) -> Stored:
         if name.endswith((".ape", ".attn_sink", ".gate.bias")) or "hc_" in name:
             held[name] = tensor.float()
     save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
-    return stored_tensors(folder)
 
 
 def save_deepseek_v4_quantized(folder: Path) -> Stored:
