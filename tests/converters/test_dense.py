@@ -207,6 +207,7 @@ WINDOWS = [
     ("phi3", {"sliding_window": 16}, (16, None)),
     ("phi3", {"sliding_window": None}, (0, None)),
     ("llama", {"layer_types": ["full_attention"] * 6, "sliding_window": 16}, (0, None)),
+    ("cwm", {"sliding_window": 16}, (16, (0, 1, 1, 1, 0, 1))),
 ]
 
 

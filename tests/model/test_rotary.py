@@ -139,3 +139,20 @@ def test_a_row_turns_by_its_own_length(kind: dict[str, Any]) -> None:
 def test_what_is_missing_is_named(scaling: dict[str, Any], said: str) -> None:
     with pytest.raises(MappingError, match=said):
         Rotary(config(rope_scaling=scaling))
+
+
+def test_each_length_has_its_own_scale() -> None:
+    """Phi-MoE says one for short rows and one for long ones; position 0 shows it."""
+    scaling = {**KINDS[-1], "short_mscale": 1.2, "long_mscale": 1.3}
+    rotary = Rotary(config(rope_scaling=scaling))
+    positions = torch.tensor([[0, 511], [0, 512]])
+    cos = rotary.rotation(positions).cos_BSR
+    assert cos[:, 0, 0].tolist() == pytest.approx([1.2, 1.3])
+    assert cos[1, 1, 0] == pytest.approx(1.3 * torch.tensor(512.0).cos().item(), abs=1e-4)
+
+
+def test_heads_may_turn_backwards() -> None:
+    positions = torch.arange(5)[None]
+    ahead, back = (Rotary(config(rope_reversed=r)).rotation(positions) for r in (False, True))
+    assert torch.equal(ahead.cos_BSR, back.cos_BSR)
+    assert torch.equal(ahead.sin_BSR, -back.sin_BSR)
