@@ -60,8 +60,8 @@ class TowerNames:
         numbered = _NUMBER.sub(".{n}.", rest, count=1)
         if numbered in by_name and (match := _NUMBER.search(rest)):
             pattern = by_name[numbered]
-            found = self._placement(pattern, tensor.name, shape, extra)
-            return [replace(found, canonical=pattern.replace("{n}", match[1]))]
+            inner = self._placement(pattern, tensor.name, shape, extra)
+            return [replace(inner, canonical=pattern.replace("{n}", match[1]))]
         stacked = {m.replace(_INDEX, ""): h for m, h in self.rows if _INDEX in m}
         if rest not in stacked or not shape or shape[0] > MOST_LAYERS:
             return None
