@@ -1,4 +1,4 @@
-"""GLM-4 (9B, 2024): Llama with fused MLPs and biases of queries, keys, values; half a head turns."""
+"""GLM-4 (9B, 2024): Llama with fused MLPs, biases of queries, keys, values; half a head turns."""
 
 from megtool.convert import (
     HF_ATTENTION,
