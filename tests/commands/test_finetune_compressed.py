@@ -1,5 +1,4 @@
-"""Finetune of a model with compressed keys, residuals side by side, tables of experts, and
-multi-token prediction."""
+"""Finetune of DeepSeek-V4: compressed keys, residuals side by side, multi-token prediction."""
 
 from __future__ import annotations
 
