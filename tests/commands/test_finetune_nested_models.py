@@ -22,7 +22,10 @@ from tests.support.models import tiny_text
 from tests.support.models.nested_cases import CASES, NestedCase
 from tests.support.quant.quantize_sizes import SMALL
 
-GEMMA, MISTRAL, LLAMA, _, QWEN, DELTA, *_ = CASES
+GEMMA, MISTRAL, LLAMA, QWEN, DELTA = (
+    next(case for case in CASES if case.family == name)
+    for name in ("gemma3_multimodal", "mistral3", "llama4_multimodal", "qwen3_vl", "qwen3_5")
+)
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 128,
