@@ -11,7 +11,7 @@ from tests.support.models.unequal_layers import block
 
 TEXTS = (
     "the cats' 12345 bats, it's THE cat!\r\n\n  \t x",
-    "caf\u00e9 cafe\u0301 na\u00efve \u4f60\u597d\u4e16\u754c \u3053\u3093",
+    "\u00e9clair e\u0301clair na\u00efve \u4f60\u597d\u4e16\u754c \u3053\u3093",
     "12\u0663 \u2264\u2265 (the)cat [sat]mat",
 )
 """Texts that pre-tokenizers cut in different ways."""
