@@ -198,6 +198,8 @@ MORE: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 32,
         "v_head_dim": 64,
     },
+    "olmo": {"num_key_value_heads": 1, "intermediate_size": 256},
+    "nanochat": {"num_key_value_heads": 1, "intermediate_size": 256},
     "stablelm": {"num_key_value_heads": 1, "intermediate_size": 256},
 }
 """Families of the slow tests."""
