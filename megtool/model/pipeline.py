@@ -27,9 +27,9 @@ Stages = Decoder | Sequence[Decoder]
 
 
 def build_stages(config: ModelConfig, groups: ProcessGroups, **options: Any) -> list[Decoder]:
-    """The virtual chunks of this rank's stage, split as Megatron splits them; `how` is Decoder's.
+    """The virtual chunks of this rank's stage, split as Megatron splits them.
 
-    Of a model of an encoder and a decoder it is one `EncoderDecoder`.
+    Of a model of an encoder and a decoder it is one `EncoderDecoder`. `options` are Decoder's.
 
     Raises:
         LayoutError: the layers do not go over the stages; the hint holds splits that do. Or layers

@@ -60,7 +60,8 @@ def export_gguf(
     """Write the model of `source`, in any format and layout, quantized or not, as one GGUF file.
 
     Weights whose rows are not whole blocks become f16, as llama.cpp's own tools do, and a note says
-    so. The model's name in the file is that of the file. Optimizer state is left out.
+    so. The model's name in the file is that of the file. Optimizer state is left out, and so are
+    towers, and multi-token prediction where llama.cpp has none, each with a note.
 
     Args:
         source: A checkpoint of any format.
