@@ -17,23 +17,15 @@ from megtool.errors import StorageError
 
 
 def upload_object(
-    path: StorePath,
-    num_bytes: int,
-    write: Callable[[int], None],
-    files: Files,
-    *,
-    create: bool = False,
+    path: StorePath, num_bytes: int, write: Callable[[int], None], files: Files
 ) -> None:
     """Upload an object of `num_bytes`, which `write` fills, given the open file.
 
-    With `create`, none may be there.
-
     Raises:
-        DestinationError: there is one.
         StorageError: bytes are missing, or the store refused; nothing is left of the upload.
     """
     buffers = PartBuffers()
-    upload = ObjectUpload(path, num_bytes, buffers, create=create)
+    upload = ObjectUpload(path, num_bytes, buffers)
     try:
         fd = files.open_write(path)
         try:

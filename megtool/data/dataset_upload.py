@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import shutil
 import tempfile
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megtool.checkpoint.object_upload import upload_object
+from megtool.checkpoint.object_upload import ObjectUpload
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.storage.part_buffers import PartBuffers
+from megtool.checkpoint.storage.store_probe import probe_store
+from megtool.checkpoint.store_check import check_surroundings
 from megtool.data.dataset_writer import DATA, INDEX, DatasetFiles, add_suffix, dataset_prefix
-from megtool.errors import DestinationError
+from megtool.errors import DestinationError, MegtoolError
+
+_LOG = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 8 << 20
 
@@ -20,26 +27,29 @@ _CHUNK_BYTES = 8 << 20
 class DatasetUpload:
     """`prefix`.bin and `prefix`.idx in a store, with the methods of `DatasetFiles`.
 
-    The temporary folder needs space for both. Where they replace others, the old index goes first
-    and the new one comes last, so a data set is never of two runs.
+    The temporary folder needs space for both. They appear when both are uploaded. Where they
+    replace others, the old index goes before and the new one comes last, so a data set is never of
+    two runs. If the store fails, the temporary folder stays, and a log message names it.
     """
 
     def __init__(self, prefix: StorePath, files: Files, *, overwrite: bool = False) -> None:
         self.prefix = dataset_prefix(prefix)
         self.staged = Path()
         self._target, self._files, self._overwrite = prefix, files, overwrite
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder = ""
 
     def check(self) -> None:
-        """Refuse a destination that exists.
+        """Refuse a destination that exists, or that cannot be written.
 
         Raises:
-            DestinationError: one of the objects exists and may not be replaced.
+            DestinationError: one of the objects exists and may not be replaced, or the store is
+                only read.
             StorageError: the store refused.
         """
         if not self.prefix.name:
             raise DestinationError(f"{str(self.prefix)!r} is not the name of an object")
-        for path in (add_suffix(self.prefix, DATA), add_suffix(self.prefix, INDEX)):
+        check_surroundings(self._object(DATA), ())
+        for path in (self._object(DATA), self._object(INDEX)):
             if not self._overwrite and path.is_file():
                 raise DestinationError(
                     "already exists",
@@ -56,32 +66,54 @@ class DatasetUpload:
             StorageError: the store refused.
         """
         self.check()
-        store = self._target.store
-        if self._overwrite:
-            for suffix in (INDEX, DATA):
-                store.delete([self._object(suffix).key])
-        num_bytes = 0
+        num_bytes, num_objects, buffers = 0, 0, PartBuffers()
+        uploads: list[ObjectUpload] = []
+        try:
+            for suffix in (DATA, INDEX):
+                staged, path = add_suffix(self.staged, suffix), self._object(suffix)
+                size = staged.stat().st_size
+                uploads.append(ObjectUpload(path, size, buffers, create=not self._overwrite))
+                self._fill(path, staged)
+                uploads[-1].finish()
+                num_bytes += size
+            if self._overwrite:
+                self._target.store.delete([self._object(INDEX).key])
+            for upload in uploads:
+                upload.close()
+                num_objects += 1
+        except BaseException:
+            _LOG.warning("the data set is complete in %s: copy it from there", self._folder)
+            self._folder = ""
+            with contextlib.suppress(MegtoolError):
+                for upload in uploads:
+                    upload.abort()
+                if num_objects and not self._overwrite:  # data without an index
+                    self._target.store.delete([self._object(DATA).key])
+            raise
+        finally:
+            buffers.close()
         for suffix in (DATA, INDEX):
-            staged, path = add_suffix(self.staged, suffix), self._object(suffix)
-            size = staged.stat().st_size
-            upload_object(path, size, partial(self._send, staged), self._files, create=True)
-            num_bytes += size
+            self._files.refresh(self._object(suffix))
         return num_bytes
 
     def _object(self, suffix: str) -> StorePath:
         return self._target.with_name(add_suffix(self.prefix, suffix).name)
 
-    def _send(self, staged: Path, target: int) -> None:
-        offset = 0
-        with staged.open("rb") as file:
-            while data := file.read(_CHUNK_BYTES):
-                self._files.pwrite_all(target, data, offset)
-                offset += len(data)
+    def _fill(self, path: StorePath, staged: Path) -> None:
+        target, offset = self._files.open_write(path), 0
+        try:
+            with staged.open("rb") as file:
+                while data := file.read(_CHUNK_BYTES):
+                    self._files.pwrite_all(target, data, offset)
+                    offset += len(data)
+        finally:
+            self._files.close(target)
 
     def __enter__(self) -> Self:
         self.check()
-        self._folder = tempfile.TemporaryDirectory(prefix="megtool-tokens-")
-        self.staged = Path(self._folder.name) / self.prefix.name
+        probe_store(self._target.with_name(f".{self.prefix.name}.megtool"))
+        self._folder = tempfile.mkdtemp(prefix="megtool-tokens-")
+        self.staged = Path(self._folder) / self.prefix.name
         return self
 
     def __exit__(
@@ -90,8 +122,8 @@ class DatasetUpload:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._folder is not None:
-            self._folder.cleanup()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def stage_dataset(

@@ -26,6 +26,19 @@ SPARSEMIXER = "sparsemixer"
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", SPARSEMIXER)
 
 
+def check_trainable(config: ModelConfig) -> None:
+    """Check that the experts of a token are the same in training.
+
+    Raises:
+        UsageError: they are sampled.
+    """
+    if config.router_score == SPARSEMIXER:
+        raise UsageError(
+            "experts are sampled in training (SparseMixer, Phi-MoE), which megtool does not do",
+            hint="megtool generate, evaluate, quantize and export run such a model",
+        )
+
+
 class Router(nn.Module):
     """A linear layer onto the experts, the same on every rank, and the choice among them.
 
@@ -81,14 +94,10 @@ class Router(nn.Module):
         In training, `balance` adds its losses to the backward pass of a `frame`'s shares.
 
         Raises:
-            UsageError: the model is trained, and experts are drawn by chance in training.
+            UsageError: the model is trained, and experts are sampled in training.
         """
-        if self.training and self.config.router_score == SPARSEMIXER:
-            raise UsageError(
-                "experts are drawn by chance in training (SparseMixer, Phi-MoE), which megtool "
-                "does not do",
-                hint="megtool generate, evaluate, quantize and export run such a model",
-            )
+        if self.training:
+            check_trainable(self.config)
         if self.tap is not None:
             x_TH = self.tap(x_TH)
         logits_TE = self.logits(x_TH)

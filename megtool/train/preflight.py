@@ -11,6 +11,7 @@ from megtool.inference.runtime import usual_device
 from megtool.kernels import transformer_engine
 from megtool.model.decoder import check_direction
 from megtool.model.pipeline import build_stages
+from megtool.model.router import check_trainable
 from megtool.model_config import ModelConfig
 from megtool.options.field import flag
 from megtool.parallel.process_groups import ProcessGroups
@@ -26,13 +27,15 @@ def check_run(source: CheckpointSource, settings: TrainConfig) -> None:
 
     Raises:
         LayoutError: the layout does not divide the model.
-        UsageError: CUDA graphs do not allow an option, or a pattern matches no parameter.
+        UsageError: CUDA graphs do not allow an option, a pattern matches no parameter, or experts
+            are sampled in training.
         MissingPackageError: Transformer Engine is needed, and not installed.
         MegtoolError: a feature does not fit; see `TrainingFeature.check`.
     """
     config = source.config
     check_layout(config, settings.layout)
     check_direction(config, settings.layout)
+    check_trainable(config)
     if config.num_decoder_layers:
         _check_two_stacks(settings)
     check_graphs(settings, config)

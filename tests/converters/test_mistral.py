@@ -54,7 +54,8 @@ def test_mistral_large_3_is_read_as_it_ships(tmp_path: Path) -> None:
     assert float((ours - expected).abs().max()) < 1e-4 * float(expected.abs().max())
 
 
-def test_fp8_blocks_of_mistral_large_3_are_decoded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["quantization_config", "quantization"])
+def test_fp8_blocks_of_mistral_large_3_are_decoded(tmp_path: Path, key: str) -> None:
     """As compressed-tensors writes them: `weight_scale` beside each weight, one for 128 x 128."""
     save_large_3(tmp_path / "large", tmp_path / "twin")
     file, held, want = tmp_path / "large" / "consolidated.safetensors", {}, {}
@@ -70,7 +71,7 @@ def test_fp8_blocks_of_mistral_large_3_are_decoded(tmp_path: Path) -> None:
     params = json.loads((tmp_path / "large" / "params.json").read_text())
     weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
     group = {"targets": ["Linear"], "format": "float-quantized", "weights": weights}
-    params["quantization_config"] = {
+    params[key] = {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "config_groups": {"FP8_BLOCK": group},
@@ -80,7 +81,7 @@ def test_fp8_blocks_of_mistral_large_3_are_decoded(tmp_path: Path) -> None:
     reshard(tmp_path / "large", tmp_path / "out", to="hf", fsync=False)
     save_file(want, file, metadata={"format": "pt"})
     (tmp_path / "large" / "params.json").write_text(
-        json.dumps({k: v for k, v in params.items() if k != "quantization_config"})
+        json.dumps({k: v for k, v in params.items() if k != key})
     )
     reshard(tmp_path / "large", tmp_path / "plain", to="hf", fsync=False)
     assert stored(tmp_path / "out") == stored(tmp_path / "plain")
@@ -94,6 +95,7 @@ def test_fp8_blocks_of_mistral_large_3_are_decoded(tmp_path: Path) -> None:
         ({"moe": {"use_load_balancing_bias": True}}, "moe.use_load_balancing_bias is True"),
         ({"moe": {"jitter": 1}}, "moe.jitter is 1"),
         ({"sliding_window": 4}, "sliding_window is 4"),
+        ({"quantization": {"qformat_weight": "fp8_e4m3"}}, "quantization is {'qformat_weight'"),
         ({"llama_4_scaling": {"original_max_position_embeddings": 5}}, "llama_4_scaling.orig"),
     ],
 )
@@ -104,7 +106,7 @@ def test_what_is_not_known_of_mistrals_params_is_refused(
     file = tmp_path / "large" / "params.json"
     params = json.loads(file.read_text())
     for key, value in keys.items():
-        params[key] = params[key] | value if isinstance(value, dict) else value
+        params[key] = params.get(key, {}) | value if isinstance(value, dict) else value
     file.write_text(json.dumps(params))
     with raises(MappingError, said, file=file, id="unsupported-model"):
         open_source(tmp_path / "large")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,11 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def found(store: CountedStore) -> dict[str, bytes]:
+    """The data set; what the questions to a store have left is not of it."""
+    return {k: data for k, data in store.objects("data").items() if ".megtool/" not in k}
+
+
 def test_it_is_that_of_a_disk(texts: Path, tmp_path: Path, store: CountedStore) -> None:
     local = tokenize(texts / "a.jsonl", tmp_path / "v1.0.bin", tokenizer=texts)
     there = tokenize(texts / "a.jsonl", f"{URL}/data/v1.0.bin", tokenizer=texts)
@@ -70,6 +76,29 @@ def test_it_replaces_none_that_it_may_not(texts: Path, tmp_path: Path, store: Co
     assert store.objects("data") == files(tmp_path)
 
 
+def test_a_store_that_is_only_read_is_refused_at_once(texts: Path) -> None:
+    for dry_run in (True, False):
+        with raises(DestinationError, "only read", hint="s3://"):
+            tokenize(texts / "a.jsonl", "https://host/data/v1", tokenizer=texts, dry_run=dry_run)
+
+
+def test_what_could_not_be_uploaded_stays(
+    texts: Path, tmp_path: Path, store: CountedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenize(texts / "b.jsonl", tmp_path / "v1", tokenizer=texts)
+    tokenize(texts / "b.jsonl", f"{URL}/data/v1", tokenizer=texts)
+    again = CountedStore()
+    register_store(again)
+    store_index().forget(location(URL))
+    again.dies_at = store.num_calls - 1
+    with pytest.raises(StorageError):
+        tokenize(texts / "b.jsonl", f"{URL}/data/v1", tokenizer=texts)
+    (told,) = [r for r in caplog.records if "complete in" in r.message]
+    kept = Path(told.args[0])  # type: ignore[index,arg-type]
+    assert files(kept) == files(tmp_path)
+    shutil.rmtree(kept)
+
+
 def test_at_no_call_is_it_of_two_runs(texts: Path, store: CountedStore) -> None:
     tokenize(texts / "a.jsonl", f"{URL}/data/v1", tokenizer=texts)
     first = store.objects("data")
@@ -87,7 +116,7 @@ def test_at_no_call_is_it_of_two_runs(texts: Path, store: CountedStore) -> None:
         with pytest.raises(StorageError):
             tokenize(texts / "b.jsonl", f"{URL}/data/v1", tokenizer=texts, overwrite=True)
         again.revive()
-        left = again.objects("data")
+        left = found(again)
         assert "v1.idx" not in left or left in (first, second), number
         tokenize(texts / "b.jsonl", f"{URL}/data/v1", tokenizer=texts, overwrite=True)
-        assert again.objects("data") == second, number
+        assert found(again) == second, number

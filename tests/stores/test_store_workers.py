@@ -8,7 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from megtool import clean, reshard
 from megtool.checkpoint.storage import part_layout
@@ -94,6 +96,17 @@ def test_parts_end_where_shares_do(source: Path, store: CountedStore, target: st
         for n in range(count - 1):
             reshard(source, f"{URL}/{count}", worker=f"{n}/{count}", **options)
         assert [key for key in store.objects() if "/fragments/" in key] == []
+
+
+def test_workers_write_tensors_without_elements(tmp_path: Path, store: CountedStore) -> None:
+    save_file({"a": np.zeros((0, 4), np.float32)}, tmp_path / "source.safetensors")
+    for target in (f"{URL}/out", str(tmp_path / "out")):
+        states = [
+            reshard(tmp_path / "source.safetensors", target, to="hf", worker=f"{n}/2").worker.state
+            for n in range(2)
+        ]
+        assert states == ["waiting", "published"]
+    assert at(store, "out") == contents(tmp_path / "out")
 
 
 def test_workers_that_are_killed_go_on(tmp_path: Path, source: Path, store: CountedStore) -> None:

@@ -71,6 +71,10 @@ def config_from_params(params: Mapping[str, Any], file: Path) -> dict[str, Any] 
     if params.get("sliding_window"):
         raise _unknown("sliding_window", params["sliding_window"], file)
     rest = {k: v for k, v in params.items() if k not in (*_KEYS, *_RENAMED)}
+    if quantization := rest.pop("quantization", None):
+        if not isinstance(quantization, Mapping) or "quant_method" not in quantization:
+            raise _unknown("quantization", quantization, file)  # scales of Mistral's own
+        rest["quantization_config"] = quantization
     return {
         "architectures": ["Mistral4ForCausalLM"],
         "model_type": "mistral4",

@@ -60,8 +60,10 @@ def cut_share(
     like = _find_copies(entries)
     order = np.lexsort((np.arange(len(entries)), like, offset[like], file[like]))
     order = order[size[order] > 0]
+    if not len(order):
+        return PlanShare(begin=0, end=0, entries=np.array([], np.int64), divided={})
     ends = np.cumsum(size[order])
-    total = int(ends[-1]) if len(ends) else 0
+    total = int(ends[-1])
     begin, end = (total * n // worker.count for n in (worker.index, worker.index + 1))
     first = ends - size[order]
     is_large = size[order] > unit_bytes
