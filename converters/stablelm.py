@@ -15,8 +15,8 @@ from megtool.convert import (
 
 FAMILY = Family(
     name="stablelm",
-    architectures=("StableLmForCausalLM", "StableLMEpochForCausalLM"),
-    model_types=("stablelm", "stablelm_epoch"),
+    architectures=("StableLmForCausalLM",),
+    model_types=("stablelm",),
     traits={"norm": "layernorm", "gated": True},
     config=(
         Key("num_hidden_layers", "num_layers"),
