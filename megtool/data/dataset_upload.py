@@ -12,7 +12,7 @@ from typing import Self
 
 from megtool.checkpoint.object_upload import ObjectUpload
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.storage.location import StorePath, location
 from megtool.checkpoint.storage.part_buffers import PartBuffers
 from megtool.checkpoint.storage.store_probe import probe_store
 from megtool.checkpoint.store_check import check_surroundings
@@ -113,7 +113,7 @@ class DatasetUpload:
         self.check()
         probe_store(self._target.with_name(f".{self.prefix.name}.megtool"))
         self._folder = tempfile.mkdtemp(prefix="megtool-tokens-")
-        self.staged = Path(self._folder) / self.prefix.name
+        self.staged = location(self._folder) / self.prefix.name
         return self
 
     def __exit__(

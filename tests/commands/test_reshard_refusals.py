@@ -121,12 +121,12 @@ def t5(folder: Path) -> Path:
     return folder
 
 
-def test_an_encoder_with_a_decoder_has_one_stage_in_rank_files(tmp_path: Path) -> None:
+def test_stages_of_an_encoder_with_a_decoder_are_named(tmp_path: Path) -> None:
     source = t5(tmp_path / "t5")
     error = refused(LayoutError, source, to="megatron", pp=2)
-    assert "T5" in error.message
-    assert "torch_dist" in (error.hint or "")
-    reshard(source, tmp_path / "ranks", to="megatron", tp=2)
+    assert "encoder_pp does not say how many stages" in error.message
+    assert "--encoder-pp" in (error.hint or "")
+    reshard(source, tmp_path / "ranks", to="megatron", tp=2, pp=2, encoder_pp=1)
     reshard(tmp_path / "ranks", tmp_path / "out", to="torch_dist", tp=1)
     assert verify(source, tmp_path / "ranks").verdict == "equal"
     assert verify(source, tmp_path / "out").verdict == "equal"
