@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megtool.convert.config_keys import skip_flags
 from megtool.convert.families import Family
 from megtool.convert.mapping import Table
 from megtool.convert.nested import TEXT_CONFIG
@@ -64,12 +65,8 @@ def _is_partly_moe(c: ModelConfig) -> bool:
 
 def list_windows(c: ModelConfig) -> tuple[bool, ...]:
     """Which layers have a window."""
-    skip = c.window_skip_freq
-    if not c.window_size or skip is None:
-        return (bool(c.window_size),) * c.num_layers
-    if isinstance(skip, int):
-        return tuple((i + 1) % skip != 0 for i in range(c.num_layers))
-    return tuple(map(bool, skip))
+    flags = skip_flags(c.window_skip_freq, c.num_layers)
+    return tuple(bool(c.window_size and flag) for flag in flags)
 
 
 def differs_from_every(n: int) -> Callable[[ModelConfig], bool]:
@@ -150,7 +147,7 @@ GROUPED: Limit = (
 def expert_keys(c: ModelConfig) -> dict[str, Any]:
     """How experts are chosen and weighted."""
     out: dict[str, Any] = {
-        "expert_gating_func": _SIGMOID if c.router_score == "sigmoid" else _SOFTMAX,
+        "expert_gating_func": SIGMOID if c.router_score == "sigmoid" else _SOFTMAX,
         "expert_weights_scale": float(c.router_scaling),
         "expert_weights_norm": not c.router_pre_softmax,
         "leading_dense_block_count": min(c.moe_layers, default=c.num_layers),
@@ -160,7 +157,7 @@ def expert_keys(c: ModelConfig) -> dict[str, Any]:
     return out
 
 
-_SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's numbers
+_SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers
 
 
 def list_sections(c: ModelConfig, default: tuple[int, ...]) -> list[int]:

@@ -19,6 +19,7 @@ from megtool.export.gguf.architecture import (
     OTHER_HEADS,
     PARTLY_MOE,
     SCALED_LOGITS,
+    SIGMOID,
     SWITCHES,
     UNNORMALIZED,
     UNTIED,
@@ -111,7 +112,7 @@ def _temperature_keys(c: ModelConfig) -> dict[str, Any]:
 def _llama_4_keys(c: ModelConfig) -> dict[str, Any]:
     """Which layers have experts, by a step."""
     first = min(c.moe_layers, default=c.num_layers) + 1
-    return {"interleave_moe_layer_step": first, "expert_gating_func": _SIGMOID_NUMBER}
+    return {"interleave_moe_layer_step": first, "expert_gating_func": SIGMOID}
 
 
 def _unequal_keys(c: ModelConfig) -> dict[str, Any]:
@@ -148,7 +149,6 @@ def _is_stepped(c: ModelConfig) -> bool:
     return c.moe_layers != frozenset(range(step - 1, c.num_layers, step))
 
 
-_SIGMOID_NUMBER = 2
 _OTHER_PERIOD: Limit = (
     lambda c: bool(c.window_size) and differs_from_every(4)(c),
     "llama.cpp has a window in all but every fourth layer",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megtool.convert.families import Family
+from megtool.convert.mapping import in_branches
 from megtool.export.gguf import hybrid_tables, tables
 from megtool.export.gguf.architecture import (
     BIASED,
@@ -85,13 +86,13 @@ def _granite_hybrid(_: Family, c: ModelConfig) -> Architecture:
         name = "granitemoe" if c.num_experts else "granite"
         return written(
             name,
-            *map(hybrid_tables.as_branches, parts),
+            *map(in_branches, parts),
             **common,
             keys=lambda c: granite_keys(c) | known,
         )(_, c)
     return written(
         "granitehybrid",
-        *map(hybrid_tables.as_branches, (*parts, hybrid_tables.MAMBA)),
+        *map(in_branches, (*parts, hybrid_tables.MAMBA)),
         **common,
         oddities=(_LIMITED_STEPS,),
         keys=lambda c: granite_keys(c) | _branch_keys(c),
@@ -144,10 +145,6 @@ def _nemotron_h(_: Family, c: ModelConfig) -> Architecture:
         limits=(_MIXED_FEEDS,),
         oddities=(_LIMITED_STEPS,),
     )(_, c)
-
-
-def _falcon_keys(c: ModelConfig) -> dict[str, Any]:
-    return _mamba_keys(c)
 
 
 def _falcon_changes(c: ModelConfig) -> Mapping[str, Change]:
@@ -223,7 +220,7 @@ _FALCON_H1 = written(
     tables.MLP,
     hybrid_tables.MAMBA,
     scales_logits=True,
-    keys=_falcon_keys,
+    keys=_mamba_keys,
     changes=_falcon_changes,
     limits=(_TIED_MULTIPLES, _NORM_BEFORE_GATE),
     oddities=(_LIMITED_STEPS,),
@@ -235,7 +232,7 @@ HYBRIDS: Mapping[str, Choice] = {
     "bamba": written(
         "granitehybrid",
         *map(
-            hybrid_tables.as_branches,
+            in_branches,
             (tables.NORMS, tables.PAIRED_ATTENTION, tables.MLP, hybrid_tables.MAMBA),
         ),
         oddities=(_LIMITED_STEPS,),

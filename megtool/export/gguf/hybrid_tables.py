@@ -10,18 +10,12 @@ from megtool.convert.mapping import (
     Table,
     Transposed,
     WordLike,
-    in_branches,
 )
 from megtool.export.gguf.tables import ATTENTION
 from megtool.export.gguf.words import InRows, Squeezed, Tiled
 
 _STORED, _OURS = "blk.{l}.", "layers.{l}."
 _MAMBA, _DELTA = _OURS + "mamba.", _OURS + "delta."
-
-
-def as_branches(table: Table) -> Table:
-    """The rows of a model in which mixer and MLP of a stored layer are two of our layers."""
-    return in_branches(table)
 
 
 ONE_NORM: Table = (
