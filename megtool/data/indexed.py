@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from megtool.checkpoint.storage.local_copy import map_file
 from megtool.checkpoint.storage.location import location
+from megtool.data.dataset_writer import DATA, INDEX, add_suffix, dataset_prefix
 from megtool.errors import FormatError, StorageError, UsageError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -59,7 +60,7 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | Path) -> None:
         """Open `prefix`.bin and `prefix`.idx; either name of the two will do as well."""
-        self.prefix = _prefix(prefix)
+        self.prefix = dataset_prefix(location(prefix))
         self.index_file, self.data_file = _paths(self.prefix)
         raw = _mapped(self.index_file)
         if len(raw) < _HEAD.size:
@@ -166,7 +167,7 @@ class IndexedWriter:
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any] | type[np.generic]) -> None:
         """Write `prefix`.bin and `prefix`.idx, replacing what is there."""
-        self.index_file, self.data_file = _paths(_prefix(prefix))
+        self.index_file, self.data_file = _paths(dataset_prefix(location(prefix)))
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in _CODES:
             raise UsageError(f"dtype {dtype} is not supported by an index", hint="uint16 or int32")
@@ -248,15 +249,9 @@ class IndexedWriter:
             raise StorageError(f"cannot write: {e.strerror}", file=path) from e
 
 
-def _prefix(path: str | Path) -> Path:
-    """The common prefix of the two files, given either name or the prefix."""
-    prefix = location(path)
-    return prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else prefix
-
-
 def _paths(prefix: Path) -> tuple[Path, Path]:
-    """The index and the data of a prefix, which may hold dots."""
-    return prefix.with_name(prefix.name + ".idx"), prefix.with_name(prefix.name + ".bin")
+    """The index and the data of a prefix."""
+    return add_suffix(prefix, INDEX), add_suffix(prefix, DATA)
 
 
 def _open(path: Path) -> Any:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import is_remote, location, require_local
 from megtool.console import Progress, silent
+from megtool.data.dataset_writer import INDEX, add_suffix, dataset_prefix
 from megtool.data.documents import Document, documents, source_bytes
 from megtool.data.indexed import IndexedDataset
 from megtool.data.tokenize_documents import EncodedDocument, encode
@@ -138,9 +139,8 @@ class IndexedStore:
 
 def is_indexed(source: str | Path) -> bool:
     """Whether a name is that of a Megatron data set: a prefix, or one of its two files."""
-    path = location(source)
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    return bool(prefix.name) and prefix.with_name(f"{prefix.name}.idx").is_file()
+    prefix = dataset_prefix(location(source))
+    return bool(prefix.name) and add_suffix(prefix, INDEX).is_file()
 
 
 def store_tokens(
