@@ -187,7 +187,7 @@ class ObjectWriter:
 
     def _write_part(self, number: int, data: memoryview, offset: int) -> None:
         part = self._parts[number]
-        if any(a <= offset and offset + data.nbytes <= b for a, b, _ in self._known(number)):
+        if self._is_known(offset, offset + data.nbytes):
             with part.lock:
                 if part.tag is not None or part.is_full:
                     return
@@ -236,6 +236,15 @@ class ObjectWriter:
             for a, b, _ in self._known(number):
                 part.coverage.add(a, b)
         return part.coverage
+
+    def _is_known(self, begin: int, end: int) -> bool:
+        """Whether some bytes are all of one header."""
+        row = bisect_right(self._header_ends, begin)
+        return (
+            row < len(self._headers)
+            and self._headers[row][0] <= begin
+            and end <= self._header_ends[row]
+        )
 
     def _known(self, number: int) -> Iterator[tuple[int, int, memoryview]]:
         """The bytes of headers in a part: where they begin and end."""
