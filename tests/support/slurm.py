@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.stores.server_process import find_free_ports
+
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 
 
@@ -83,19 +85,13 @@ def start_slurm(folder: Path, *, cpus: int = 4) -> Iterator[SlurmCluster]:
             daemon.kill()
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def _write_config(folder: Path, cpus: int) -> Path:
     for name in ("state", "spool"):
         (folder / name).mkdir()
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
-    host = socket.gethostname()
+    host, ports = socket.gethostname(), find_free_ports(2)
     lines = {
         "ClusterName": "test",
         "SlurmctldHost": f"{host}(127.0.0.1)",
@@ -104,8 +100,8 @@ def _write_config(folder: Path, cpus: int) -> Path:
         "AuthType": "auth/munge",
         "AuthInfo": f"socket={folder / 'munge.socket'}",
         "CredType": "cred/munge",
-        "SlurmctldPort": str(_free_port()),
-        "SlurmdPort": str(_free_port()),
+        "SlurmctldPort": str(ports[0]),
+        "SlurmdPort": str(ports[1]),
         "StateSaveLocation": str(folder / "state"),
         "SlurmdSpoolDir": str(folder / "spool"),
         "SlurmctldPidFile": str(folder / "slurmctld.pid"),

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import sys
 import warnings
 from pathlib import Path
@@ -77,11 +76,9 @@ INDEXER: dict[str, Any] = {
 def main() -> None:
     action, folder = sys.argv[1:3]
     options = json.loads(sys.argv[3])
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = options["tp"] * options["pp"]
-    mp.spawn(work, (action, folder, port, world, options), nprocs=world, join=True)
+    mp.spawn(work, (action, folder, store.port, world, options), nprocs=world, join=True)
 
 
 def work(
@@ -92,6 +89,7 @@ def work(
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(rank),

@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import json
 import os
-import socket
 import sys
 import warnings
 from pathlib import Path
@@ -36,10 +35,8 @@ def expected(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
 def main() -> None:
     action, folder = sys.argv[1:3]
     options = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(work, (action, folder, port, options), nprocs=options.get("world", 2), join=True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(work, (action, folder, store.port, options), nprocs=options.get("world", 2), join=True)
 
 
 def work(rank: int, action: str, folder: str, port: int, options: dict[str, Any]) -> None:
@@ -49,6 +46,7 @@ def work(rank: int, action: str, folder: str, port: int, options: dict[str, Any]
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(rank),

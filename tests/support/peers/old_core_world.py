@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import runpy
-import socket
 import sys
 import warnings
 from pathlib import Path
@@ -79,10 +78,8 @@ def pretend_cuda() -> None:
 def main() -> None:
     folder = sys.argv[1]
     options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(work, (folder, port, options), nprocs=options.get("world", 2), join=True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(work, (folder, store.port, options), nprocs=options.get("world", 2), join=True)
 
 
 def work(rank: int, folder: str, port: int, options: dict[str, Any]) -> None:
@@ -91,6 +88,7 @@ def work(rank: int, folder: str, port: int, options: dict[str, Any]) -> None:
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(rank),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import sys
 from typing import Any
 
@@ -98,10 +97,7 @@ def local_name(name: str) -> str:
 
 def main() -> None:
     file, inputs = sys.argv[1:]
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("gloo", rank=0, world_size=1)
     from megatron.core import parallel_state
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import socket
 import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import megatron_world as world
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 ARGS = {
@@ -77,10 +77,8 @@ def build(layout: dict[str, Any], options: dict[str, Any]) -> list[Any]:
 def main() -> None:
     action, folder = sys.argv[1:3]
     options = json.loads(sys.argv[3])
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(work, (action, folder, port, options), nprocs=options.get("world", 2), join=True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(work, (action, folder, store.port, options), nprocs=options.get("world", 2), join=True)
 
 
 if __name__ == "__main__":

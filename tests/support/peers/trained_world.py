@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import json
 import os
-import socket
 import sys
 import warnings
 from pathlib import Path
@@ -90,10 +89,8 @@ def pretend_cuda() -> None:
 
 def main() -> None:
     action, options = sys.argv[1], json.loads(sys.argv[2])
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(work, (action, port, options), nprocs=options.get("world", 2), join=True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(work, (action, store.port, options), nprocs=options.get("world", 2), join=True)
 
 
 def work(rank: int, action: str, port: int, options: dict[str, Any]) -> None:
@@ -103,6 +100,7 @@ def work(rank: int, action: str, port: int, options: dict[str, Any]) -> None:
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(rank),

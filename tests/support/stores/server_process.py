@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -23,13 +24,20 @@ def find_executable(name: str) -> Path:
     return Path(sys.executable).parent / name
 
 
+PORTS = range(20_000, 32_768)
+"""Below those that Linux gives out by itself, so that no connection takes one before a server."""
+
+
 def find_free_ports(count: int) -> list[int]:
     """Different ports of 127.0.0.1 that nobody listens on now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for server in sockets:
-            server.bind(("127.0.0.1", 0))
-        return [server.getsockname()[1] for server in sockets]
+    found: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            break
+    return found
 
 
 def _die_with_parent() -> None:

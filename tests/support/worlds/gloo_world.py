@@ -13,11 +13,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from torch.distributed import TCPStore
 
 PRELOADED = ["torch.distributed.pipelining", "pytest", "hypothesis", "megtool.model.pipeline"]
 
@@ -38,14 +39,14 @@ def run_world(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # As under torchrun, the store is there before the ranks, at a port that nobody else can take.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ends: dict[Connection, int] = {}
     processes = []
     for rank in range(size):
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(there, function, rank, size, port, args))
+        numbers = {"RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": store.port}
+        process = context.Process(target=_rank, args=(there, function, numbers, args))
         process.start()
         there.close()
         ends[here] = rank
@@ -80,17 +81,16 @@ def run_world(
 def _rank(
     end: Connection,
     function: Callable[..., Any],
-    rank: int,
-    size: int,
-    port: int,
+    numbers: dict[str, int],
     args: tuple[Any, ...],
 ) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ.update({name: str(n) for name, n in numbers.items()}, MASTER_ADDR="127.0.0.1")
+    rank, size = numbers["RANK"], numbers["WORLD_SIZE"]
+    os.environ.update({name: str(n) for name, n in numbers.items()}, LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
     try:
         said = pickle.dumps((True, function(rank, size, *args)))
     except BaseException:  # whatever it was, the test has to see it
