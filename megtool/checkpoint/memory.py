@@ -1,112 +1,107 @@
-"""An in-memory destination: executing a plan loads tensors instead of writing files.
+"""An in-memory destination: executing a plan fills memory instead of writing files.
 
-`plan_memory_layout` places tensors in memory files, `MemoryStage` holds these files while the plan
-is executed, and `MemoryStage.tensors` are torch tensors over the same memory: no second copy.
+The memory is the caller's, or `allocate` makes it. What the plan copies unchanged is read from the
+source's files straight into it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
-import sys
-import tempfile
-from collections.abc import Callable, Container, Sequence
+import itertools
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
-from megtool.checkpoint.storage.files import DESCRIPTORS
+from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.storage.open_objects import MemoryObject, open_objects
 from megtool.errors import FormatError, StorageError
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 if TYPE_CHECKING:
     import torch
 
+    from megtool.checkpoint.transport.worker import CopyContext
+
 ALIGNMENT = 64
 """Tensors start at multiples of this: a cache line, and the widest vector register."""
 
+_NUMBERS = itertools.count()
 
-def plan_memory_layout(tensors: Sequence[GlobalTensor], group: Callable[[str], str]) -> Destination:
-    """Place whole tensors one after another, in one file per group (`group` takes a name)."""
-    files: dict[str, int] = {}
-    sizes: list[int] = []
-    file, offset = [], []
-    for t in tensors:
-        number = files.setdefault(group(t.name), len(files))
-        if number == len(sizes):
-            sizes.append(0)
-        start = -(-sizes[number] // ALIGNMENT) * ALIGNMENT
-        file.append(number)
-        offset.append(start)
-        sizes[number] = start + t.num_bytes
+Memory = NDArray[np.uint8]
+
+
+def plan_memory_layout(tensors: Sequence[GlobalTensor]) -> Destination:
+    """Every tensor as a file of its own, with the tensor's name."""
+    sizes = [t.num_bytes for t in tensors]
     shards = Shards.build(
-        ((n, (0,) * len(t.shape), t.shape, file[n]) for n, t in enumerate(tensors)),
-        widest(tensors),
+        ((n, (0,) * len(t.shape), t.shape, n) for n, t in enumerate(tensors)), widest(tensors)
     )
     catalogue = Catalogue(
         format="memory",
         root=Path(),
-        files=[StoredFile(path=name, size=sizes[number]) for name, number in files.items()],
+        files=[StoredFile(path=t.name, size=n) for t, n in zip(tensors, sizes, strict=True)],
         tensors=list(tensors),
         shards=shards,
         extents=Extents(
-            file=np.array(file, np.int32),
-            offset=np.array(offset, np.int64),
-            length=np.array([t.num_bytes for t in tensors], np.int64),
+            file=np.arange(len(tensors), dtype=np.int32),
+            offset=np.zeros(len(tensors), np.int64),
+            length=np.array(sizes, np.int64),
         ),
     )
     return Destination(catalogue=catalogue, fragments=[])
 
 
-class MemoryStage:
-    """Files in memory that `copy.execute` writes to. Use in `with`.
+def allocate(tensors: Iterable[GlobalTensor]) -> dict[str, Memory]:
+    """Memory for each tensor, not initialized; it is freed with the last array over it.
 
-    On Linux a file comes from `memfd_create` and is opened by its descriptor's path; elsewhere it
-    is a temporary file that is unlinked at the end of the `with`. The memory is freed with the last
-    tensor over it.
+    Raises:
+        StorageError: there is not enough.
+    """
+    out: dict[str, Memory] = {}
+    for t in tensors:
+        try:
+            block = np.empty(t.num_bytes + ALIGNMENT, np.uint8)
+        except (MemoryError, ValueError) as e:
+            text = f"cannot allocate {t.num_bytes:,} bytes of memory"
+            raise StorageError(text, tensor=t.name) from e
+        start = -block.ctypes.data % ALIGNMENT
+        out[t.name] = block[start : start + t.num_bytes]
+    return out
+
+
+class MemoryStage:
+    """Memory that `copy.execute` fills: of every tensor, by name, the bytes it has. Use in `with`.
+
+    Arrays have to be C-contiguous and writable.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Mapping[str, Memory]) -> None:
         self.resumed: set[int] = set()
-        self._mapped: dict[str, mmap.mmap] = {}
-        self._open: list[int] = []
-        self._named: list[Path] = []
+        self._memory = memory
+        self._bucket = StorePath(f"memory://filled-{next(_NUMBERS)}")
+        self._opened: list[StorePath] = []
 
     def __enter__(self) -> MemoryStage:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for fd in self._open:
-            os.close(fd)
-        for path in self._named:
-            path.unlink(missing_ok=True)
-        self._open, self._named = [], []
+        for path in self._opened:
+            open_objects().construct(path, None)
+        self._opened = []
 
     def create(self, relative: str, num_bytes: int, cuts: Sequence[int] | None = ()) -> Path:
-        """Create a file of zeros of the given size; returns the path that opens it.
+        """The path under which the memory of a tensor is opened.
 
         Memory has no digests, so `cuts` has no effect.
-
-        Raises:
-            StorageError: there is no memory for it, or the system allows no more open files.
         """
-        try:
-            fd, path = _new_file()
-        except OSError as e:
-            raise StorageError(f"cannot allocate memory: {e.strerror or e}", file=relative) from e
-        self._open.append(fd)
-        if path.parent != DESCRIPTORS:
-            self._named.append(path)
-        if num_bytes:
-            try:
-                os.ftruncate(fd, num_bytes)
-                self._mapped[relative] = mmap.mmap(fd, num_bytes)
-            except (OSError, ValueError, OverflowError) as e:
-                text = f"cannot allocate {num_bytes:,} bytes of memory: {e}"
-                raise StorageError(text, file=relative) from e
+        path = self._bucket / str(len(self._opened))
+        memory = MemoryObject(path, self._memory[relative])
+        memory.truncate(num_bytes)
+        self._opened.append(path)
+        open_objects().construct(path, memory)
         return path
 
     def write(self, relative: str, data: bytes) -> Path:
@@ -119,60 +114,32 @@ class MemoryStage:
             f"{len(data)} bytes that are not a tensor cannot be loaded", file=relative
         )
 
-    def follow(self, context: object) -> Container[int]:
+    def follow(self, context: CopyContext) -> Container[int]:
         """No unit: a load is never resumed."""
         return ()
 
     def finish(self, unit: int, note: str = "") -> None:
         """Do nothing: a load is never resumed."""
 
-    def tensors(self, catalogue: Catalogue) -> dict[str, torch.Tensor]:
-        """All tensors of a `plan_memory_layout` catalogue, over the memory they were written to.
 
-        Raises:
-            FormatError: this torch has no such type.
-        """
-        import torch
+def as_torch(memory: Memory, tensor: GlobalTensor) -> torch.Tensor:
+    """A torch tensor over memory.
 
-        for mapped in self._mapped.values():
-            with contextlib.suppress(OSError):  # an older kernel: pages are mapped at first use
-                mapped.madvise(_POPULATE_READ)
-        shards, extents = catalogue.shards, catalogue.extents
-        rows = zip(
-            shards.tensor.tolist(), extents.file.tolist(), extents.offset.tolist(), strict=True
+    Raises:
+        FormatError: this torch has no such type.
+    """
+    import torch
+
+    kind = getattr(torch, tensor.dtype.name, None)
+    if not isinstance(kind, torch.dtype):
+        raise FormatError(
+            f"this torch has no dtype {tensor.dtype.name!r}",
+            tensor=tensor.name,
+            hint="pip install -U torch",
         )
-        out: dict[str, torch.Tensor] = {}
-        for number, file, offset in rows:
-            stored = catalogue.tensors[number]
-            kind = getattr(torch, stored.dtype.name, None)
-            if not isinstance(kind, torch.dtype):
-                raise FormatError(
-                    f"this torch has no dtype {stored.dtype.name!r}",
-                    tensor=stored.name,
-                    hint="pip install -U torch",
-                )
-            if not stored.numel:
-                out[stored.name] = torch.empty(stored.shape, dtype=kind)
-                continue
-            memory = self._mapped[catalogue.files[file].path]
-            flat = torch.frombuffer(memory, dtype=kind, count=stored.numel, offset=offset)
-            out[stored.name] = flat.view(stored.shape)
-        return out
-
-
-_POPULATE_READ = 22  # Linux 5.14: map all pages in one call
-
-
-def _new_file() -> tuple[int, Path]:
-    """An empty memory file: its descriptor, and a path that opens it again."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            fd = os.memfd_create("megtool", os.MFD_CLOEXEC)
-            if (path := DESCRIPTORS / str(fd)).exists():
-                return fd, path
-            os.close(fd)  # no /proc here
-    fd, name = tempfile.mkstemp(prefix="megtool-")
-    return fd, Path(name)
+    if not tensor.numel:
+        return torch.empty(tensor.shape, dtype=kind)
+    return torch.from_numpy(memory).view(kind).view(tensor.shape)
 
 
 def free_memory() -> int | None:

@@ -162,7 +162,9 @@ class Weights:
             plan = self._plans[selected] = self._plan(selected)
         total = plan.target.catalogue.num_bytes
         tell = self._progress
-        with memory.MemoryStage() as stage:
+        tensors = plan.target.catalogue.tensors
+        filled = memory.allocate(tensors)
+        with memory.MemoryStage(filled) as stage:
             copied = execute(
                 plan,
                 stage,
@@ -172,9 +174,9 @@ class Weights:
                 digest=DigestMode.NONE,
                 progress=lambda n: tell("load", n, total),
             )
-            if copied.overflowed:
-                _LOG.warning("%s", copied.overflows)
-            return stage.tensors(plan.target.catalogue)
+        if copied.overflowed:
+            _LOG.warning("%s", copied.overflows)
+        return {t.name: memory.as_torch(filled[t.name], t) for t in tensors}
 
     def _plan(self, names: Sequence[str]) -> ReshardPlan:
         side = local_side(
@@ -187,7 +189,7 @@ class Weights:
         used = {p.stored for p in placements.values()}
         return build_plan(
             [Held(catalogue=self.catalogue.select(lambda n: n in used), placements=placements)],
-            memory.plan_memory_layout(side.tensors, group_of),
+            memory.plan_memory_layout(side.tensors),
             side.target,
             fills=[_fill(f.placement, f.value) for f in side.fills],
             copies=copies,

@@ -1,19 +1,21 @@
-"""Memory as a destination: tensors over what a plan wrote, given back when the last one dies."""
+"""Memory as a destination: what a plan writes is in the memory it was given."""
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megtool.checkpoint import memory
 from megtool.checkpoint.catalogue import Destination
 from megtool.checkpoint.copy import execute
+from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.plan import Fill, PlanSource
 from megtool.checkpoint.planner import build_plan
@@ -34,9 +36,10 @@ def loaded(source: Path, target: Destination, **how: Any) -> dict[str, torch.Ten
     catalogue = open_checkpoint(source)
     places = {t.name: Placement.identity(t.name, t.shape) for t in catalogue.tensors}
     plan = build_plan([PlanSource(catalogue=catalogue, placements=places)], target, places, **how)
-    with memory.MemoryStage() as stage:
+    filled = memory.allocate(target.catalogue.tensors)
+    with memory.MemoryStage(filled) as stage:
         execute(plan, stage, files=Files(), threads=2)
-        return stage.tensors(target.catalogue)
+    return {t.name: memory.as_torch(filled[t.name], t) for t in target.catalogue.tensors}
 
 
 @pytest.fixture
@@ -54,7 +57,7 @@ def test_every_type_comes_back(saved: Callable[..., Path]) -> None:
     tensors = {k: torch.randint(0, 2, (3, 5)).to(getattr(torch, k)) for k in KINDS}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
     path = saved(tensors)
-    target = memory.plan_memory_layout(open_checkpoint(path).tensors, lambda n: n[:1])
+    target = memory.plan_memory_layout(open_checkpoint(path).tensors)
     got = loaded(path, target)
     assert got.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -67,7 +70,7 @@ def test_every_type_comes_back(saved: Callable[..., Path]) -> None:
 def test_casts_and_padding_are_the_plans(saved: Callable[..., Path]) -> None:
     source = torch.randn(6, 4)
     path = saved({"w": source})
-    target = memory.plan_memory_layout([stored("w", (8, 4), "bfloat16")], lambda _: "all")
+    target = memory.plan_memory_layout([stored("w", (8, 4), "bfloat16")])
     fill = Fill(stored="w", lo=(6, 0), hi=(8, 4), value=1.5)
     got = loaded(path, target, fills=[fill])["w"]
     assert got[:6].equal(source.bfloat16())
@@ -76,52 +79,66 @@ def test_casts_and_padding_are_the_plans(saved: Callable[..., Path]) -> None:
 
 def test_tensors_can_be_written_and_share_nothing(saved: Callable[..., Path]) -> None:
     path = saved({"a": torch.ones(40), "b": torch.ones(40)})
-    target = memory.plan_memory_layout(open_checkpoint(path).tensors, lambda _: "all")
+    target = memory.plan_memory_layout(open_checkpoint(path).tensors)
     one, two = loaded(path, target), loaded(path, target)
     one["a"].zero_()
     assert (one["b"] == 1).all()
     assert (two["a"] == 1).all()
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
-def test_memory_goes_back_with_the_last_tensor(saved: Callable[..., Path]) -> None:
-    path = saved({"a": torch.ones(1 << 16), "b": torch.ones(1 << 16)})
-    target = memory.plan_memory_layout(open_checkpoint(path).tensors, lambda _: "all")
+def test_columns_are_assigned_to_the_callers_memory(saved: Callable[..., Path]) -> None:
+    """Short runs on both sides, and a cast: what passes through tiles."""
+    source = torch.randn(300, 70)
+    path = saved({"w": source, "x": source.clone()})
+    columns = [stored("w", (70, 300)), stored("x", (300, 70), "float64")]
+    target = memory.plan_memory_layout(columns)
+    catalogue = open_checkpoint(path)
+    there = {n: Placement.identity(n, (300, 70)) for n in "wx"}
+    turned = replace(there["w"], dims=(1, 0))
+    plan = build_plan(
+        [PlanSource(catalogue=catalogue, placements=there)], target, there | {"w": turned}
+    )
+    mine = torch.zeros(70, 300)
+    given = {"w": mine.view(-1).view(torch.uint8).numpy(), "x": np.zeros(300 * 70 * 8, np.uint8)}
+    with memory.MemoryStage(given) as stage:
+        execute(plan, stage, files=Files(), memory_bytes=1 << 20, digest=DigestMode.NONE)
+    assert mine.equal(source.T)
+    assert torch.from_numpy(given["x"]).view(torch.float64).view(300, 70).equal(source.double())
 
-    def held() -> tuple[int, int]:
-        gc.collect()
-        maps = Path("/proc/self/maps").read_text()
-        return len(os.listdir("/proc/self/fd")), maps.count("memfd:megtool")
 
-    before = held()
-    got = loaded(path, target)
-    assert held() == (before[0] + 1, before[1] + 1)  # mmap has a descriptor of its own
-    del got["a"]
-    assert held()[1] == before[1] + 1
-    got.clear()
-    assert held() == before
+def test_a_whole_tensor_is_read_into_its_place_in_one_call(saved: Callable[..., Path]) -> None:
+    class Counting(Files):
+        reads = 0
 
+        def system(self, function: Callable[..., Any], /, *args: Any) -> Any:
+            self.reads += function is os.preadv
+            return super().system(function, *args)
 
-def test_elsewhere_it_is_a_temporary_file(
-    saved: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Systems without memfd_create: a file without a name, gone with its tensors."""
-    monkeypatch.setattr(memory.sys, "platform", "darwin")
-    monkeypatch.setattr(memory.tempfile, "tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
-    path = saved({"a": torch.arange(50)})
-    got = loaded(path, memory.plan_memory_layout(open_checkpoint(path).tensors, lambda _: "all"))
-    assert got["a"].equal(torch.arange(50))
-    assert not list((tmp_path / "tmp").iterdir())
+    path = saved({"a": torch.ones(1 << 20)})
+    catalogue, files = open_checkpoint(path), Counting()
+    places = {"a": Placement.identity("a", (1 << 20,))}
+    target = memory.plan_memory_layout(catalogue.tensors)
+    plan = build_plan([PlanSource(catalogue=catalogue, placements=places)], target, places)
+    filled = memory.allocate(catalogue.tensors)
+    with memory.MemoryStage(filled) as stage:
+        execute(plan, stage, files=files, digest=DigestMode.NONE)
+    assert files.reads == 1
+    assert (filled["a"].view(np.float32) == 1).all()
 
 
 def test_more_than_there_is_is_refused() -> None:
-    with memory.MemoryStage() as stage, pytest.raises(StorageError, match="bytes of memory"):
-        stage.create("all", 1 << 62)
+    with pytest.raises(StorageError, match="bytes of memory"):
+        memory.allocate([stored("w", (1 << 60,))])
+
+
+def test_memory_of_another_size_is_refused() -> None:
+    given = {"w": np.zeros(7, np.uint8)}
+    with memory.MemoryStage(given) as stage, pytest.raises(StorageError, match="resized"):
+        stage.create("w", 8)
 
 
 def test_small_files_have_no_place() -> None:
-    with memory.MemoryStage() as stage, pytest.raises(FormatError, match="not a tensor"):
+    with memory.MemoryStage({}) as stage, pytest.raises(FormatError, match="not a tensor"):
         stage.write("config.json", b"{}")
 
 

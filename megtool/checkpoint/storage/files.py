@@ -28,10 +28,6 @@ _SAFELY = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # opening a FIFO does not 
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 
-DESCRIPTORS = Path("/proc/self/fd")
-"""Where Linux has the open files of this process, each as a link to itself."""
-
-
 class Files(FileTransfer):
     """The only place that makes system calls for checkpoints."""
 
@@ -66,8 +62,6 @@ class Files(FileTransfer):
         """
         if isinstance(path, StorePath):
             return self._number(self.objects.open_write(path), path)
-        if path.parent == DESCRIPTORS:  # a file in memory, by its descriptor
-            return self._open(path, os.O_RDWR | os.O_CLOEXEC)
         return self._open_own(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def open_own(self, path: Path) -> int:

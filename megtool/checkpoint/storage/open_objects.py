@@ -9,6 +9,9 @@ import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.object_cache import Range, Read, object_cache
 from megtool.checkpoint.storage.read_pool import read_pool
@@ -188,6 +191,48 @@ class ReadableObject:
         self, source: OpenObject, source_offset: int, offset: int, num_bytes: int
     ) -> bool:
         """False: an object cannot be changed."""
+        return False
+
+    def close(self) -> None:
+        """See `OpenObject`."""
+
+
+class MemoryObject:
+    """Memory of this process, opened as an object under construction.
+
+    What is read from files is read into it directly, and tiles are assigned to it.
+    """
+
+    def __init__(self, path: StorePath, data: NDArray[np.uint8]) -> None:
+        self.path = path
+        self.data = data
+
+    def status(self) -> os.stat_result:
+        """See `OpenObject`."""
+        info = ObjectInfo(key=self.path.key, size=self.data.nbytes, version="", modified_ns=0)
+        return to_status(info)
+
+    def read_into(self, buffers: Sequence[Buffer], offset: int) -> None:
+        """See `OpenObject`."""
+        for buffer in buffers:
+            memory = as_bytes(buffer)
+            memory[:] = self.data.data[offset : offset + memory.nbytes]
+            offset += memory.nbytes
+
+    def write(self, data: bytes | Buffer, offset: int) -> None:
+        """See `OpenObject`."""
+        memory = memoryview(data) if isinstance(data, bytes) else as_bytes(data)
+        self.data.data[offset : offset + memory.nbytes] = memory
+
+    def truncate(self, num_bytes: int) -> None:
+        """Refuse another size: the memory is the caller's."""
+        if num_bytes != self.data.nbytes:
+            raise StorageError("memory that was given cannot be resized", file=self.path)
+
+    def copy_from(
+        self, source: OpenObject, source_offset: int, offset: int, num_bytes: int
+    ) -> bool:
+        """False: no store has the bytes."""
         return False
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megtool.checkpoint.storage.open_objects import (
     FIRST_NUMBER,
+    MemoryObject,
     ReadableObject,
     as_bytes,
     open_objects,
@@ -268,6 +269,10 @@ class FileTransfer:
         self, source: int, source_offset: int, target: int, target_offset: int, num_bytes: int
     ) -> None:
         """Copy where a side is an object of a store: by the store itself, if both are in it."""
+        if (memory := self.opened_memory(target)) is not None:
+            end = target_offset + num_bytes
+            self.pread_into(source, memory[target_offset:end], source_offset)
+            return
         if min(source, target) >= FIRST_NUMBER and self.objects[target].copy_from(
             self.objects[source], source_offset, target_offset, num_bytes
         ):
@@ -338,6 +343,11 @@ class FileTransfer:
                 yield copied
         finally:
             self.close(private)
+
+    def opened_memory(self, fd: int) -> NDArray[np.uint8] | None:
+        """The memory of this process that is open under a number; None for files and objects."""
+        opened = self.objects[fd] if fd >= FIRST_NUMBER else None
+        return opened.data if isinstance(opened, MemoryObject) else None
 
     def close(self, fd: int) -> None:
         """Close a descriptor; network file systems report failed writes here."""

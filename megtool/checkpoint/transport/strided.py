@@ -169,6 +169,44 @@ class StridedRows:
         return differs
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryBlock:
+    """A block of a tile, and where its elements are in memory that is open as an object.
+
+    `step` is in bytes, one per dimension of `values`, which is in the order of the view.
+    """
+
+    target: NDArray[np.uint8]
+    offset: int
+    step: tuple[int, ...]
+    values: Array
+    is_direct = True
+
+    def _place(self, shift: int) -> Array:
+        shape, kind = self.values.shape, self.values.dtype
+        return np.ndarray(shape, kind, self.target, self.offset + shift, self.step)
+
+    def runs(self, shift: int) -> Iterator[tuple[int, memoryview]]:
+        """None: nothing is read from this process's own memory by requests."""
+        yield from ()
+
+    def read(self, files: Files, fd: int, shift: int) -> None:
+        """Fill the tile from the memory."""
+        np.copyto(self.values, self._place(shift))
+
+    def write(self, files: Files, fd: int, shift: int) -> None:
+        """Assign the tile to the memory."""
+        place = self._place(shift)
+        choose_assign(place, self.values)(place, self.values)
+
+    def repair(self, files: Files, fd: int, shift: int, buffers: Buffers) -> bool:
+        """Assign the tile where it differs; whether it did."""
+        if np.array_equal(self._place(shift), self.values):
+            return False
+        self.write(files, fd, shift)
+        return True
+
+
 def choose_assign(target: Array, values: Array) -> Callable[[Array, Array], None]:
     """A fast `target[...] = values`: in squares if their memory orders differ."""
     if target.ndim < 2 or target.size < 4 * _EDGE * _EDGE:

@@ -20,6 +20,7 @@ from megtool.checkpoint.transport.shard_locator import FileView
 from megtool.checkpoint.transport.strided import (
     Array,
     Buffers,
+    MemoryBlock,
     StridedBlock,
     StridedRows,
     contiguous_run,
@@ -29,6 +30,7 @@ from megtool.dtypes import DType
 from megtool.tensors.sharded import GlobalTensor
 
 Index = tuple[int, ...]
+Block = StridedBlock | StridedRows | MemoryBlock
 
 DECENT_RUN_BYTES = 4096
 """Runs of this size move at nearly full speed: tiles grow until source and target have them."""
@@ -86,7 +88,7 @@ class _Part:
     """
 
     fd: int
-    blocks: list[StridedBlock | StridedRows]
+    blocks: list[Block]
     step: list[int]
     span: tuple[int, int]
 
@@ -125,7 +127,7 @@ class TileIO:
         for block, fd, shift in shifted:
             block.read(self._files, fd, shift)
 
-    def _read_objects(self, shifted: list[tuple[StridedBlock | StridedRows, int, int]]) -> None:
+    def _read_objects(self, shifted: list[tuple[Block, int, int]]) -> None:
         """Read blocks of objects, with many requests at a time."""
         jobs: list[Callable[[], None]] = []
         blocks = iter(shifted)
@@ -170,7 +172,7 @@ class TileIO:
 
     def _shifted(
         self, lo: Index, memory: Array
-    ) -> list[tuple[StridedBlock | StridedRows, int, int]]:
+    ) -> list[tuple[Block, int, int]]:
         """The blocks under a tile, with their files and the shift of their offsets."""
         if not self._is_same_memory(memory) or not self._follows(lo, memory.shape):
             self._plan_blocks(lo, memory)
@@ -232,9 +234,14 @@ class TileIO:
                 ...,
             )  # the ellipsis keeps a 0-d result an array
             within = [*step, memory.itemsize] if memory.ndim > ndim else step
-            parts = list(
-                split_blocks(memory[index], offset, within, self._scratch, sieve=self._sieve)
-            )
+            target = self._files.opened_memory(fd)
+            parts: list[Block]
+            if target is not None:
+                parts = [MemoryBlock(target, offset, tuple(within), memory[index])]
+            else:
+                parts = list(
+                    split_blocks(memory[index], offset, within, self._scratch, sieve=self._sieve)
+                )
             self._parts.append(_Part(fd, parts, step, self._span(row)))
         self._lo, self._memory = lo, memory
 
