@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megtool.convert.config_keys import skip_flags
 from megtool.convert.families import Family
 from megtool.convert.mapping import Table
@@ -35,7 +38,9 @@ class Architecture:
     prediction; `rounds_yarn`: that it rounds YaRN's ramp is accepted. `runs` are those of
     `SWITCHES` that it computes, and `keys` are metadata that other architectures have not.
     `changes` are what its files have in place of a model's numbers, by the names of canonical
-    tensors without those of layers. `is_latent`: keys and values are projected by two tensors.
+    tensors without those of layers; `lists` are keys of numbers, one for each layer, and canonical
+    tensors that hold them; `constants` are tensors that a model has not. `is_latent`: keys and
+    values are projected by two tensors.
     `limits` are conditions under which it computes something else than the model, each with what
     that is; under `oddities` the difference is one that its own converter accepts. `factors` is the
     rope scaling whose factors it reads from tensors ("" for none), and `yarn` says whose
@@ -52,6 +57,8 @@ class Architecture:
     runs: tuple[str, ...] = ()
     keys: Callable[[ModelConfig], Mapping[str, Any]] | None = None
     changes: Callable[[ModelConfig], Mapping[str, Change]] | None = None
+    lists: tuple[tuple[str, str], ...] = ()
+    constants: Callable[[ModelConfig], Mapping[str, NDArray[np.float32]]] | None = None
     has_window: bool = False
     factors: str = ""
     yarn: str = ""
@@ -72,6 +79,14 @@ def list_windows(c: ModelConfig) -> tuple[bool, ...]:
 def differs_from_every(n: int) -> Callable[[ModelConfig], bool]:
     """Not every layer but each n-th has a window."""
     return lambda c: list_windows(c) != tuple((i + 1) % n != 0 for i in range(c.num_layers))
+
+
+def lacks_rope_elsewhere(every: int) -> Callable[[ModelConfig], bool]:
+    """Other layers than each n-th are without rotary embedding."""
+    return lambda c: (
+        tuple(map(bool, c.no_rope_layers or [0] * c.num_layers))
+        != tuple((i + 1) % every == 0 for i in range(c.num_layers))
+    )
 
 
 EXACT_GELU: Limit = (
@@ -130,7 +145,7 @@ def written(name: str, *parts: Table, limits: tuple[Limit, ...] = (), **more: An
 
 
 def _dense_then_moe(c: ModelConfig) -> bool:
-    first = min(c.moe_layers, default=0)
+    first = min(c.moe_layers, default=c.num_layers)
     return c.moe_layers != frozenset(range(first, c.num_layers))
 
 
@@ -157,6 +172,14 @@ def expert_keys(c: ModelConfig) -> dict[str, Any]:
     return out
 
 
+def group_keys(c: ModelConfig) -> dict[str, Any]:
+    """Groups of experts, of which the best are looked at."""
+    return expert_keys(c) | {
+        "expert_group_count": max(1, c.router_num_groups),
+        "expert_group_used_count": max(1, c.router_topk_groups),
+    }
+
+
 _SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers
 
 
@@ -165,6 +188,16 @@ def list_sections(c: ModelConfig, default: tuple[int, ...]) -> list[int]:
     text = c.extra.get(TEXT_CONFIG) or c.extra
     scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return [*(scaling.get("mrope_section") or default), 0, 0, 0, 0][:4]
+
+
+def standing_pairs(c: ModelConfig, default: tuple[int, ...]) -> int:
+    """Pairs of a head beyond those that positions are told apart for, where these take turns.
+
+    llama.cpp turns them by a fourth position, which is 0 in text.
+    """
+    sections = list_sections(c, default)
+    pairs = range(int(c.head_dim * c.rotary_percent) // 2)
+    return sum(pair >= 3 * sections[pair % 3] for pair in pairs)
 
 
 def granite_keys(c: ModelConfig) -> dict[str, Any]:

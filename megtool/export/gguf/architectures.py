@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megtool.convert.families import Family, family
 from megtool.errors import MappingError
 from megtool.export.gguf import tables
@@ -12,14 +15,11 @@ from megtool.export.gguf.architecture import (
     BIASED,
     BIASED_OUTPUTS,
     EXACT_GELU,
-    GROUPED,
     IGNORES_WINDOW,
-    MIXED_LAYERS,
     NORMALIZED,
     OTHER_HEADS,
     PARTLY_MOE,
     SCALED_LOGITS,
-    SIGMOID,
     SWITCHES,
     UNNORMALIZED,
     UNTIED,
@@ -27,12 +27,14 @@ from megtool.export.gguf.architecture import (
     Choice,
     Limit,
     differs_from_every,
-    expert_keys,
     granite_keys,
+    lacks_rope_elsewhere,
     list_sections,
     list_windows,
+    standing_pairs,
     written,
 )
+from megtool.export.gguf.expert_architectures import MOES
 from megtool.export.gguf.gemma_architectures import GEMMAS
 from megtool.export.gguf.hybrid_architectures import HYBRIDS
 from megtool.export.gguf.latent_architectures import LATENTS
@@ -68,14 +70,6 @@ def _of_table(
     )
 
 
-def _is_full(every: int) -> Callable[[ModelConfig], bool]:
-    """Other layers than each n-th are without rotary embedding."""
-    return lambda c: (
-        tuple(map(bool, c.no_rope_layers or [0] * c.num_layers))
-        != tuple((i + 1) % every == 0 for i in range(c.num_layers))
-    )
-
-
 def _rotates_elsewhere(c: ModelConfig) -> bool:
     """Other layers than those with a window have rotary embedding."""
     without = tuple(map(bool, c.no_rope_layers or [0] * c.num_layers))
@@ -88,17 +82,6 @@ _SCATTERED_ROPE: Limit = (
 )
 
 
-def _glm_moe_keys(c: ModelConfig) -> dict[str, Any]:
-    """Layers of multi-token prediction are counted as layers."""
-    out = expert_keys(c) | {"block_count": c.num_layers + c.num_mtp_layers}
-    return out | ({"nextn_predict_layers": c.num_mtp_layers} if c.num_mtp_layers else {})
-
-
-def _ernie_keys(c: ModelConfig) -> dict[str, Any]:
-    """Which layers have experts, by a step."""
-    return expert_keys(c) | {"interleave_moe_layer_step": 1}
-
-
 def _temperature_keys(c: ModelConfig) -> dict[str, Any]:
     """By what queries are scaled as positions grow."""
     if not c.attn_temperature_scale:
@@ -107,12 +90,6 @@ def _temperature_keys(c: ModelConfig) -> dict[str, Any]:
         "attention.temperature_scale": float(c.attn_temperature_scale),
         "attention.temperature_length": c.attn_temperature_floor,
     }
-
-
-def _llama_4_keys(c: ModelConfig) -> dict[str, Any]:
-    """Which layers have experts, by a step."""
-    first = min(c.moe_layers, default=c.num_layers) + 1
-    return {"interleave_moe_layer_step": first, "expert_gating_func": SIGMOID}
 
 
 def _unequal_keys(c: ModelConfig) -> dict[str, Any]:
@@ -134,19 +111,21 @@ def _section_keys(c: ModelConfig) -> dict[str, Any]:
     return {"rope.dimension_sections": list_sections(c, (16, 24, 24))}
 
 
+_VISION_SECTIONS = (24, 20, 20)
+_STANDING: Limit = (
+    lambda c: standing_pairs(c, _VISION_SECTIONS) > 0,
+    "llama.cpp does not turn the pairs of a head, the slowest, that mrope_section leaves over",
+)
+
+
 def _vision_keys(c: ModelConfig) -> dict[str, Any]:
     """The layers, too, that add what the vision tower makes of them."""
     vision = c.extra.get("vision_config") or {}
     deep = len(vision.get("deepstack_visual_indexes") or ())
     return {
-        "rope.dimension_sections": list_sections(c, (24, 20, 20)),
+        "rope.dimension_sections": list_sections(c, _VISION_SECTIONS),
         "n_deepstack_layers": deep,
     }
-
-
-def _is_stepped(c: ModelConfig) -> bool:
-    step = min(c.moe_layers, default=0) + 1
-    return c.moe_layers != frozenset(range(step - 1, c.num_layers, step))
 
 
 _OTHER_PERIOD: Limit = (
@@ -157,24 +136,35 @@ _OTHER_BASE: Limit = (
     lambda c: c.rope_local_base not in (None, c.rope_base),
     "llama.cpp turns by one rope_theta in all layers",
 )
-_LLAMA_4_LIMITS: tuple[Limit, ...] = (
-    (_is_stepped, "llama.cpp has experts in every n-th layer, the model in others"),
-    (_is_full(4), "llama.cpp has no rotary embedding in every fourth layer"),
-    (lambda c: c.attn_chunk_size != 8192, "llama.cpp attends within chunks of 8192 tokens"),
-    (
-        lambda c: (c.attn_temperature_floor, c.attn_temperature_scale) != (8192, 0.1),
-        "llama.cpp scales queries by 0.1 times a logarithm of every 8192 tokens",
-    ),
-    (
-        lambda c: c.qk_l2_norm != (c.num_experts != 128),
-        "llama.cpp normalizes queries and keys in models of other than 128 experts",
-    ),
-    (
-        lambda c: c.shared_ffn_hidden_size != c.moe_ffn_hidden_size,
-        "llama.cpp has a shared expert of the size of the others",
-    ),
-    BIASED,
-)
+
+
+def _window_keys(c: ModelConfig) -> dict[str, Any]:
+    """Which layers have a window, and multipliers that are all one."""
+    return granite_keys(c) | {"attention.sliding_window_pattern": list(list_windows(c))}
+
+
+def _no_sinks(c: ModelConfig) -> dict[str, NDArray[np.float32]]:
+    """Sinks that get no share of what is attended to: exp(-1e30) is 0."""
+    sinks = np.full(c.num_heads, -1e30, np.float32)
+    return {f"blk.{i}.attn_sinks.weight": sinks for i in range(c.num_layers)}
+
+
+def _windowed_llama(_: Family, c: ModelConfig) -> Architecture:
+    """Llama with windows in some layers, as a Granite that has them, whose multipliers are one and
+    whose sinks do nothing: `llama` itself has no windows."""
+    if not c.window_size:
+        return _ARCHITECTURES["llama"](family("llama"), c)
+    return written(
+        "granite_swa",
+        tables.NORMS,
+        tables.PAIRED_ATTENTION,
+        tables.MLP,
+        scales_logits=True,
+        has_window=True,
+        factors="llama3",
+        keys=_window_keys,
+        constants=_no_sinks,
+    )(_, c)
 
 
 _ARCHITECTURES: Mapping[str, Choice] = {
@@ -239,22 +229,6 @@ _ARCHITECTURES: Mapping[str, Choice] = {
         runs=("residual_scale",),
         keys=granite_keys,
     ),
-    "granitemoe": written(
-        "granitemoe",
-        tables.NORMS,
-        tables.PAIRED_ATTENTION,
-        tables.EXPERTS,
-        scales_logits=True,
-        runs=("residual_scale",),
-        keys=granite_keys,
-    ),
-    "olmoe": written(
-        "olmoe",
-        tables.NORMS,
-        tables.ATTENTION,
-        tables.EXPERTS,
-        limits=(BIASED, OTHER_HEADS, GROUPED, NORMALIZED),
-    ),
     "smollm3": written(
         "smollm3",
         tables.NORMS,
@@ -262,7 +236,7 @@ _ARCHITECTURES: Mapping[str, Choice] = {
         tables.MLP,
         runs=("no_rope",),
         limits=(
-            (_is_full(4), "llama.cpp has no rotary embedding in every fourth layer"),
+            (lacks_rope_elsewhere(4), "llama.cpp has no rotary embedding in every fourth layer"),
             IGNORES_WINDOW,
         ),
     ),
@@ -275,40 +249,6 @@ _ARCHITECTURES: Mapping[str, Choice] = {
         oddities=(IGNORES_WINDOW,),
     ),
     "arcee": written("arcee", tables.NORMS, tables.PAIRED_ATTENTION, tables.MLP, limits=(BIASED,)),
-    "dots1": written(
-        "dots1",
-        tables.NORMS,
-        tables.ATTENTION,
-        tables.MLP,
-        tables.EXPERTS,
-        keys=expert_keys,
-        limits=(BIASED, GROUPED, MIXED_LAYERS, IGNORES_WINDOW),
-    ),
-    "gpt_oss": written(
-        "gpt-oss",
-        tables.LATER_NORMS,
-        tables.ATTENTION,
-        tables.EXPERTS,
-        has_window=True,
-        rounds_yarn=True,
-        runs=("sinks",),
-        limits=(
-            (differs_from_every(2), "llama.cpp has a window in every second layer"),
-            (
-                lambda c: c.activation_limit != 7,
-                "llama.cpp limits what experts activate to 7 (swiglu_limit)",
-            ),
-        ),
-        oddities=(
-            (
-                lambda c: (c.rope_scaling or {}).get("truncate") is False,
-                "llama.cpp rounds the range of YaRN's ramp to whole frequencies",
-            ),
-        ),
-    ),
-    "minimax_m2": written(
-        "minimax-m2", tables.NORMS, tables.ATTENTION, tables.EXPERTS, keys=expert_keys
-    ),
     "olmo3": written(
         "olmo2",
         tables.POST_NORMS,
@@ -327,19 +267,10 @@ _ARCHITECTURES: Mapping[str, Choice] = {
         keys=_temperature_keys,
         oddities=(IGNORES_WINDOW,),
     ),
-    "llama4": written(
-        "llama4",
-        tables.NORMS,
-        tables.ATTENTION,
-        tables.MLP,
-        tables.EXPERTS,
-        factors="llama3",
-        runs=("no_rope",),
-        keys=_llama_4_keys,
-        limits=_LLAMA_4_LIMITS,
+    "qwen3_vl": _of_table("qwen3vl", keys=_vision_keys, oddities=(_STANDING,)),
+    "qwen3_vl_moe": _of_table(
+        "qwen3vlmoe", PARTLY_MOE, UNNORMALIZED, keys=_vision_keys, oddities=(_STANDING,)
     ),
-    "qwen3_vl": _of_table("qwen3vl", keys=_vision_keys),
-    "qwen3_vl_moe": _of_table("qwen3vlmoe", PARTLY_MOE, UNNORMALIZED, keys=_vision_keys),
     "qwen2_5_vl": _of_table("qwen2vl", keys=_section_keys, oddities=(IGNORES_WINDOW,)),
     "mimo": lambda _, c: _ARCHITECTURES["qwen2"](family("qwen2"), c),
     "nemotron_nas": written(
@@ -368,27 +299,52 @@ _ARCHITECTURES: Mapping[str, Choice] = {
     "nemotron": written(
         "nemotron", tables.NORMS, tables.ATTENTION, tables.MLP, norms_plus_one=True
     ),
-    "glm4_moe": written(
-        "glm4moe",
-        tables.with_mtp((*tables.LATER_NORMS, *tables.ATTENTION, *tables.MLP, *tables.EXPERTS)),
-        has_mtp=True,
-        keys=_glm_moe_keys,
-        limits=(MIXED_LAYERS,),
-    ),
-    "ernie4_5_moe": written(
-        "ernie4_5-moe",
+    "apertus": written(
+        "apertus",
         tables.NORMS,
         tables.ATTENTION,
         tables.MLP,
-        tables.EXPERTS,
-        keys=_ernie_keys,
-        limits=(MIXED_LAYERS,),
+        factors="llama3",
+        lists=tuple(
+            (f"xielu.{name}", f"layers.{{l}}.mlp.xielu.{name}")
+            for name in ("alpha_p", "alpha_n", "beta", "eps")
+        ),
+        limits=(BIASED,),
     ),
+    "glm": written("chatglm", tables.NORMS, tables.ATTENTION, tables.FUSED_MLP),
+    "helium": written("llama", tables.NORMS, tables.ATTENTION, tables.MLP),
+    "hunyuan_v1_dense": written("hunyuan-dense", tables.NORMS, tables.ATTENTION, tables.MLP),
+    "olmo": written("olmo", tables.PAIRED_ATTENTION, tables.MLP, limits=(BIASED,)),
+    "openelm": written(
+        "openelm",
+        tables.NORMS,
+        tables.FUSED_ATTENTION,
+        tables.MLP,
+        keys=_unequal_keys,
+        limits=(UNTIED,),
+    ),
+    "phi": written(
+        "phi2",
+        tables.NORMS,
+        tables.ATTENTION,
+        tables.MLP,
+        limits=(_TIED, OTHER_HEADS),
+        oddities=(EXACT_GELU,),
+    ),
+    "stablelm": written(
+        "stablelm",
+        tables.NORMS,
+        tables.ATTENTION,
+        tables.MLP,
+        limits=(_TIED, OTHER_HEADS, BIASED_OUTPUTS),
+    ),
+    "cwm": _windowed_llama,
+    "ministral": _windowed_llama,
     "gpt2": written("gpt2", tables.NORMS, tables.FUSED_ATTENTION, tables.MLP, limits=(EXACT_GELU,)),
 }
 
 
-_CHOICES = {**_ARCHITECTURES, **GEMMAS, **HYBRIDS, **LATENTS}
+_CHOICES = {**_ARCHITECTURES, **MOES, **GEMMAS, **HYBRIDS, **LATENTS}
 
 
 def is_exported(model: Family) -> bool:

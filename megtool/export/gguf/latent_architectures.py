@@ -11,7 +11,7 @@ from megtool.export.gguf.architecture import (
     MIXED_LAYERS,
     Choice,
     Limit,
-    expert_keys,
+    group_keys,
     written,
 )
 from megtool.export.gguf.words import HeadsOf
@@ -41,12 +41,14 @@ def _latent_keys(c: ModelConfig) -> dict[str, Any]:
         "attention.value_length_mla": c.v_head_dim,
         "attention.kv_lora_rank": c.kv_lora_rank,
         "rope.dimension_count": c.qk_rope_head_dim,
-        "expert_group_count": max(1, c.router_num_groups),
-        "expert_group_used_count": max(1, c.router_topk_groups),
     }
     if c.q_lora_rank:
         out["attention.q_lora_rank"] = c.q_lora_rank
-    return out | expert_keys(c)
+    if not c.num_experts:
+        # What the architecture asks for; no layer has experts.
+        none = {"expert_feed_forward_length": c.ffn_hidden_size, "expert_shared_count": 0}
+        return out | none | {"leading_dense_block_count": c.num_layers}
+    return out | group_keys(c)
 
 
 def _best_of_groups(c: ModelConfig) -> bool:
@@ -113,6 +115,7 @@ LATENTS: Mapping[str, Choice] = {
     "deepseek_v2": _DEEPSEEK_2,
     "deepseek_v3": _DEEPSEEK_2,
     "glm4_moe_lite": _DEEPSEEK_2,
+    "youtu": _DEEPSEEK_2,
     "mistral4": written("mistral4", *_LAYERS, **_DEEPSEEK | {"keys": _mistral_keys}),
     "deepseek_v32": written("deepseek32", *_LAYERS, _INDEXER, **_SPARSE),
     "glm_moe_dsa": written("glm-dsa", *_LAYERS, _INDEXER, **_SPARSE),

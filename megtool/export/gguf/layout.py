@@ -78,7 +78,8 @@ def plan_gguf_tensors(
             placement, read_as, to, shapes[to.stored], target.kind, target.stored, change
         )
         out.feeds.extend(feeds)
-    for name, values in factors.items():
+    constants = architecture.constants(config) if architecture.constants else {}
+    for name, values in {**factors, **constants}.items():
         typed[name] = GgufTensor(name=name, shape=values.shape, kind="F32")
         out.feeds.append(ConstantFeed(values=((typed[name].stored, values),)))
     out.tensors.extend(typed.values())

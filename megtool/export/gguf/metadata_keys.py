@@ -124,6 +124,9 @@ def build_rotary_keys(config: ModelConfig, architecture: Architecture) -> dict[s
     out: dict[str, Any] = {"dimension_count": turned, "freq_base": float(config.rope_base)}
     if config.rope_local_base is not None:
         out["freq_base_swa"] = float(config.rope_local_base)
+    if kind == "dynamic" and scaling.get("alpha"):  # of Hunyuan: a larger base, and no scaling
+        grown = float(scaling["alpha"]) ** (turned / (turned - 2))
+        return out | {"freq_base": float(config.rope_base) * grown}
     if not kind or (kind in ("llama3", "proportional") and architecture.factors == kind):
         return out
     if kind == "longrope" and architecture.factors == kind:

@@ -27,6 +27,7 @@ ENDS: Table = (
     Row("output_norm.weight", "norm.weight"),
     Row("output_norm.bias", "norm.bias"),
     Row("output.weight", "head.weight", when="not tied_embeddings"),
+    Row("output.bias", "head.bias"),
 )
 
 

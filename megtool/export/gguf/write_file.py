@@ -12,9 +12,11 @@ from typing import Any
 from megtool import __version__
 from megtool.checkpoint.plan import DroppedItem, PlanSource, ReshardPlan
 from megtool.checkpoint.planner import build_plan
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files, read_file
 from megtool.console import Progress, several, silent
 from megtool.convert.families import Family
+from megtool.dtypes import dtype
 from megtool.errors import FormatError, MappingError, UsageError
 from megtool.export.gguf.architecture import Architecture
 from megtool.export.gguf.architectures import (
@@ -116,6 +118,8 @@ def _plan(
     family, config = _require_model(opened)
     architecture = find_architecture(family, config)
     left_out = _find_left_out(opened, config, architecture)
+    lists, listed = _read_lists(opened, config, architecture)
+    left_out.append(_LeftOut(names=listed, reason="numbers that the file's metadata has", note=""))
     gone = {n for part in left_out for n in part.names}
     canonical = {n: t for n, t in opened.view.canonical.items() if n not in gone}
     if not architecture.has_mtp:
@@ -125,7 +129,7 @@ def _plan(
             "kind 'mxfp4' is for the weights of experts, and the model has none",
             hint="q4_0 or q8_0",
         )
-    keys = build_model_keys(config, architecture, name=path.stem, kind=kind)
+    keys = build_model_keys(config, architecture, name=path.stem, kind=kind) | lists
     keys |= _tokenizer(opened, config.vocab_size, pre_tokenizer)
     tensors = {t.name: t for t in opened.catalogue.tensors}
     places, sources = {n: opened.placement_of(n) for n in canonical}, dict(opened.view.placements)
@@ -156,12 +160,13 @@ def _plan(
         options=repr((__version__, kind)),
     )
     notes = [*list_oddities(architecture, config), *_note_other_types(contents, kind)]
-    return plan, [*notes, *(part.note for part in left_out)]
+    return plan, [*notes, *(part.note for part in left_out if part.note)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LeftOut:
-    """Canonical tensors that a file has no place for, why, and what the report says of them."""
+    """Canonical tensors that a file has no place for, why, and what the report says of them, if
+    anything."""
 
     names: tuple[str, ...]
     reason: str
@@ -195,6 +200,28 @@ def _find_left_out(
             )
         )
     return out
+
+
+def _read_lists(
+    opened: CheckpointSource, config: ModelConfig, architecture: Architecture
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Metadata that is made of the numbers of small tensors, and these tensors."""
+    if not architecture.lists:
+        return {}, ()
+    kind = dtype("float32")
+    of = {
+        key: [pattern.format(l=i) for i in range(config.num_layers)]
+        for key, pattern in architecture.lists
+    }
+    with CheckpointReader(opened.catalogue, Files()) as reader:
+        lists = {
+            key: [
+                float(reader.open_canonical(opened.placement_of(n), kind).read().reshape(()))
+                for n in names
+            ]
+            for key, names in of.items()
+        }
+    return lists, tuple(n for names in of.values() for n in names)
 
 
 def _list_stored(opened: CheckpointSource, left_out: Sequence[_LeftOut]) -> list[DroppedItem]:

@@ -69,7 +69,10 @@ def test_bytes_are_the_librarys(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
+        ("apertus", {"tp": 2, "pp": 2}),
+        ("cwm", {"tp": 2}),
         ("deepseek_v3", {"tp": 2, "ep": 2}),
+        ("openelm", {"pp": 2}),
         ("glm_moe_dsa", {"tp": 2}),
         ("granitemoehybrid-experts", {"pp": 2}),
         ("nemotron_h-experts", {"tp": 2, "pp": 2}),
@@ -179,6 +182,49 @@ def test_multipliers_are_part_of_the_weights(tmp_path: Path) -> None:
     gguf_models.save(tmp_path / "tied", "falcon_h1", **more, tie_word_embeddings=True)
     with pytest.raises(MappingError, match="have two"):
         export_gguf(tmp_path / "tied", tmp_path / "tied.gguf")
+
+
+def test_numbers_of_layers_are_metadata(tmp_path: Path) -> None:
+    """Those of xIELU, as they are trained."""
+    source = gguf_models.save(tmp_path / "hf", "apertus", dtype="bfloat16")
+    report = export_gguf(source, tmp_path / "m.gguf", outtype="f32")
+    assert not report.notes
+    want = _stored(source)
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        stored = [want[f"model.layers.{i}.mlp.act_fn.{name}"].item() for i in range(2)]
+        assert _field(tmp_path / "m.gguf", f"xielu.{name}") == stored
+    assert not any("xielu" in n or "act_fn" in n for n in _read(tmp_path / "m.gguf"))
+
+
+def test_windows_of_some_layers_are_granites(tmp_path: Path) -> None:
+    """CWM's: sinks do nothing and multipliers are one; without windows it is a Llama."""
+    source = gguf_models.save(tmp_path / "hf", "cwm")
+    export_gguf(source, tmp_path / "m.gguf")
+    assert _field(tmp_path / "m.gguf", "general.architecture") == "granite_swa"
+    pattern = _field(tmp_path / "m.gguf", "granite_swa.attention.sliding_window_pattern")
+    assert pattern == [False, True, True, True]
+    held = _read(tmp_path / "m.gguf")
+    assert all((held[f"blk.{i}.attn_sinks.weight"].data == np.float32(-1e30)).all() for i in (0, 3))
+    assert _field(tmp_path / "m.gguf", "granite_swa.logit_scale") == 1
+    full = {"sliding_window": None, "layer_types": ["full_attention"] * 2}
+    gguf_models.save(tmp_path / "full", "ministral", **full)
+    export_gguf(tmp_path / "full", tmp_path / "full.gguf")
+    assert _field(tmp_path / "full.gguf", "general.architecture") == "llama"
+
+
+def test_a_fixed_stretch_of_rotation_is_a_larger_base(tmp_path: Path) -> None:
+    source = gguf_models.save(tmp_path / "hf", "hunyuan_v1_dense")
+    export_gguf(source, tmp_path / "m.gguf")
+    base = _field(tmp_path / "m.gguf", "hunyuan-dense.rope.freq_base")
+    assert base == pytest.approx(10000 * 3 ** (16 / 14))
+
+
+def test_pairs_that_sections_leave_over_get_a_note(tmp_path: Path) -> None:
+    """Qwen3-VL's two slowest, which llama.cpp does not turn."""
+    sections = gguf_models.INTERLEAVED | {"mrope_section": [3, 2, 2]}
+    gguf_models.save_with_tower(tmp_path / "hf", "qwen3_vl", rope_parameters=sections)
+    notes = export_gguf(tmp_path / "hf", tmp_path / "m.gguf").notes
+    assert any("mrope_section leaves over" in n for n in notes)
 
 
 def test_multi_token_prediction_is_left_out_with_a_note(tmp_path: Path) -> None:

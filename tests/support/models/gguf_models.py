@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.support.models.tiny_model import tiny_model
+from tests.support.models import openelm_model
+from tests.support.models.mtp_models import rename_as_ling
+from tests.support.models.tiny_model import CLASSES, class_of, tiny_model
 from tests.support.models.unequal_layers import block
 
 TEXTS = (
@@ -76,6 +78,12 @@ YARN = {
     "mscale_all_dim": 0.707,
 }
 MISTRAL_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+HUNYUAN = {
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 3.0, "factor": 1.0},
+}
+YOUTU = {k: v for k, v in LATENT.items() if "exp" not in k and "moe" not in k and "group" not in k}
 SPARSE = {"index_n_heads": 4, "index_head_dim": 64, "index_topk": 16}
 GEMMA4 = {
     "num_hidden_layers": 4,
@@ -289,11 +297,97 @@ COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         NEMOTRON_H | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
     ),
+    "apertus": ("apertus", {}),
+    "cwm": ("cwm", {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 16}),
+    "ministral": (
+        "ministral",
+        {
+            "head_dim": 16,
+            "sliding_window": 16,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    "glm": ("glm", {"head_dim": 16}),
+    "helium": ("helium", {"head_dim": 16}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", HUNYUAN),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", HUNYUAN | {"num_experts": 4, "moe_topk": 2}),
+    "olmo": ("olmo", {"tie_word_embeddings": True}),
+    "openelm": ("openelm", {"tie_word_embeddings": True} | openelm_model.LAYERS),
+    "phi": ("phi", {"hidden_act": "gelu_new"}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
+    "granitemoeshared": (
+        "granitemoeshared",
+        GRANITE
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    ),
+    "solar_open": ("solar_open", SIGMOID | {"first_k_dense_replace": 0}),
+    "exaone_moe": (
+        "exaone_moe",
+        {
+            "num_hidden_layers": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "head_dim": 16,
+            "sliding_window": 16,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "ling": ("glm4_moe", SIGMOID | {"use_qk_norm": True, "rope_parameters": HALF}),
+    "youtu": ("youtu", YOUTU),
     "qwen3_next": ("qwen3_next", DELTA_EXPERTS),
     "qwen3_5": ("qwen3_5_text", DELTA),
     "qwen3_5-moe": ("qwen3_5_moe_text", DELTA_EXPERTS),
 }
 """Models whose tensors are cut, sorted or changed, and those that are like one of them."""
+
+
+SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [3, 3, 2]}
+INTERLEAVED = SECTIONS | {"mrope_interleaved": True}
+PARTIAL = {"layer_types": "absent", "rope_parameters": INTERLEAVED | {"partial_rotary_factor": 0.5}}
+TEXTS_BESIDE_TOWERS: dict[str, dict[str, Any]] = {
+    "gemma3_multimodal": {
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "num_hidden_layers": 6,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+        "sliding_window": 32,
+    },
+    "gemma4_multimodal": GEMMA4,
+    "gemma4_unified": GEMMA4,
+    "kimi_k25": LATENT,
+    "llama4_multimodal": {
+        "num_hidden_layers": 4,
+        "intermediate_size": 96,
+        "head_dim": 16,
+        "no_rope_layers": [1, 1, 1, 0],
+        "attention_chunk_size": 8192,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    },
+    "mistral3": {},
+    "qwen2_5_vl": {},
+    "qwen3_vl": {"head_dim": 16, "rope_parameters": INTERLEAVED},
+    "qwen3_vl_moe": {"head_dim": 16, "rope_parameters": INTERLEAVED},
+    "qwen3_5": DELTA | PARTIAL,
+    "qwen3_5_moe": DELTA_EXPERTS | PARTIAL,
+}
+"""Keys of text models in addition to `SIZES`, by the family of the model with a tower."""
+
+
+def save_with_tower(folder: Path, family: str, *, dtype: str = "float32", **more: Any) -> Any:
+    """A random model with a tower, and the byte-level tokenizer; transformers' model."""
+    from tests.support.models import nested_cases
+
+    case = next(c for c in nested_cases.CASES if c.family == family)
+    not_text = ("tie_word_embeddings", "hidden_size", "intermediate_size")
+    sizes = {k: v for k, v in SIZES.items() if k not in not_text} | {"pad_token_id": 0}
+    model = case.build(folder, dtype=dtype, **(sizes | TEXTS_BESIDE_TOWERS[family] | more))
+    byte_level(folder, int(SIZES["vocab_size"]) - 20)
+    return type(model).from_pretrained(folder, dtype="float32")
 
 
 def fill_noise(model: Any) -> None:
@@ -308,8 +402,21 @@ def save(folder: Path, name: str, *, dtype: str = "float32", **more: Any) -> Pat
     """A model of random numbers, norms and biases among them, with a byte-level tokenizer."""
     family, keys = (MODELS | COMPUTED)[name]
     tiny_model(family, folder, sizes=SIZES, seed=7, dtype=dtype, fill=fill_noise, **(keys | more))
+    if name == "ling":
+        rename_as_ling(folder)
     byte_level(folder, int(SIZES["vocab_size"]) - 20)
     return folder
+
+
+def load(folder: Path, name: str) -> Any:
+    """The saved model of this name, as transformers computes it in float32; of a family that it
+    does not know, the one that computes the same."""
+    import torch
+
+    family, keys = (MODELS | COMPUTED)[name]
+    if name == "ling":
+        return tiny_model(family, sizes=SIZES, seed=7, fill=fill_noise, **keys)
+    return class_of(CLASSES[family][0]).from_pretrained(folder, dtype=torch.float32)
 
 
 def byte_level(folder: Path, tokens: int) -> None:

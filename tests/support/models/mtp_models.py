@@ -50,6 +50,12 @@ def deepseek_v32(folder: Path) -> tuple[Any, str]:
 def bailing_moe_v2(folder: Path) -> tuple[Any, str]:
     """The same GLM-4.5 as a Ling 2.0."""
     model, _ = glm4_moe(folder)
+    rename_as_ling(folder)
+    return model, "bailing_moe_v2"
+
+
+def rename_as_ling(folder: Path) -> None:
+    """Turn the folder of a GLM-4.5 without biases into one of a Ling 2.0."""
     held = load_file(folder / "model.safetensors")
     renamed: dict[str, Tensor] = {}
     for name, tensor in held.items():
@@ -75,7 +81,6 @@ def bailing_moe_v2(folder: Path) -> tuple[Any, str]:
     config |= _BAILING_KEYS | {"num_shared_experts": shared, "num_experts": experts}
     config |= {"architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe_v2"}
     (folder / "config.json").write_text(json.dumps(config))
-    return model, "bailing_moe_v2"
 
 
 def mimo(folder: Path) -> tuple[Any, str]:
@@ -279,6 +284,7 @@ def save_deepseek_v4_quantized(folder: Path) -> Stored:
     save_file(want, file, metadata={"format": "pt"})
     decoded = stored_tensors(folder)
     save_file(held, file, metadata={"format": "pt"})
-    blocks = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+    blocks |= {"scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
     moe_cases.change_config(folder, quantization_config=blocks, expert_dtype="fp4")
     return decoded
