@@ -28,6 +28,7 @@ _SAFELY = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # opening a FIFO does not 
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 
+
 class Files(FileTransfer):
     """The only place that makes system calls for checkpoints."""
 

@@ -170,9 +170,7 @@ class TileIO:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _shifted(
-        self, lo: Index, memory: Array
-    ) -> list[tuple[Block, int, int]]:
+    def _shifted(self, lo: Index, memory: Array) -> list[tuple[Block, int, int]]:
         """The blocks under a tile, with their files and the shift of their offsets."""
         if not self._is_same_memory(memory) or not self._follows(lo, memory.shape):
             self._plan_blocks(lo, memory)
