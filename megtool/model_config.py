@@ -109,7 +109,8 @@ class ModelConfig:
 
     With `num_decoder_layers` the layers are an encoder's, and as many of a decoder attend to its
     output. Relative positions have `relative_num_buckets` biases for each head; tokens that are
-    `relative_max_distance` or more apart share the last.
+    `relative_max_distance` or more apart share the last. Layers of a stack share the biases, unless
+    they are `relative_per_layer`.
 
     `pre_norms` is false where nothing is normalized before attention and MLP, `first_attn_norm`
     where nothing is before the first layer's attention; `shared_norm` is true where one norm feeds
@@ -196,6 +197,7 @@ class ModelConfig:
     num_decoder_layers: int = 0
     relative_num_buckets: int = 0
     relative_max_distance: int = 0
+    relative_per_layer: bool = False
     num_experts: int = 0
     num_experts_per_token: int = 0
     moe_ffn_hidden_size: int = 0
@@ -360,6 +362,11 @@ class ModelConfig:
             return frozenset(i for i, r in enumerate(self.compress_ratios) if r == OVERLAP_RATIO)
         shared = self.shared_index_layers or ()
         return self.attn_layers - {i for i, is_shared in enumerate(shared) if is_shared}
+
+    @property
+    def residual_size(self) -> int:
+        """Numbers of a token between layers: all residuals, where several are side by side."""
+        return self.hidden_size * (self.hyper_streams or 1)
 
     @property
     def is_compressed(self) -> bool:

@@ -161,7 +161,8 @@ def _check_complete(source: Path, family: str | None) -> None:
 def _read(source: Path, to: str) -> tuple[FolderForm, QuantizedModules]:
     """The folder, and the form it is to have."""
     if to == "fp8-blocks":
-        return Fp8BlocksForm(), read_quantized_modules(source)
+        folder = read_quantized_modules(source)
+        return Fp8BlocksForm.of(folder), folder
     if to != "compressed-tensors":
         return ModelOptForm(), read_quantized_modules(source)
     config = quantization_config(open_as_stored(source).metadata)

@@ -91,6 +91,7 @@ class LayerStreamer:
                 if module is not None:
                     ask(module, _END)
             decoder.before_head = lambda: self.enter(_END)
+            decoder.decoder.before_read = lambda: self.enter(_END)
 
     def enter(self, unit: str) -> None:
         """Have a unit's weights in memory, let go of the others, and begin to read what follows."""

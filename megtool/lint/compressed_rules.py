@@ -11,6 +11,7 @@ from megtool.lint.engines import EngineTarget, load_engines, rows_for
 from megtool.lint.finding import Finding
 from megtool.lint.folder_view import CONFIG_FILE
 from megtool.quant.recipes.compressed_arguments import means
+from megtool.quant.recipes.formats import FORMATS
 from megtool.tensors.box import numel
 
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -279,13 +280,33 @@ def _check_fp8_scales(context: LintContext, engine: EngineTarget) -> Iterator[Fi
         is_static = context.declared.get("activation_scheme") == "static"
         if is_static and "input_scale" not in module.tensors:
             yield Finding(module=module.name, message="input_scale is missing")
-        if isinstance(block, list) and len(block) == 2:
-            expected = tuple(-(-n // b) for n, b in zip(module.shape, block, strict=True))
+        sizes = [1, FORMATS["MXFP4"].groups[0]] if module.algo == "MXFP4" else block
+        if isinstance(sizes, list) and len(sizes) == 2:
+            expected = tuple(-(-n // b) for n, b in zip(module.shape, sizes, strict=True))
             if scale.shape != expected:
                 text = f"{name} is {list(scale.shape)}, not {list(expected)}"
                 yield Finding(module=module.name, message=text)
         elif scale.shape not in ((), (1,)):
             text = f"{name} is {list(scale.shape)}, not one number"
+            yield Finding(module=module.name, message=text)
+
+
+def _check_expert_dtype(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    """What DeepSeek-V4's config.json says of experts is what engines read all scales by."""
+    if not context.folder.is_deepseek_v4:
+        return
+    declared = context.model_config.get("expert_dtype", "fp4")
+    if declared not in ("fp4", "fp8"):
+        yield Finding(module=CONFIG_FILE, message=f"expert_dtype is {declared!r}")
+        return
+    is_fp4 = declared == "fp4"
+    for module in context.quantized():
+        scale = module.tensors.get("weight_scale_inv")
+        if module.expert is not None and (module.algo == "MXFP4") != is_fp4:
+            text = f"holds {module.algo}, and expert_dtype is {declared}"
+            yield Finding(module=module.name, message=text)
+        elif scale is not None and (scale.dtype == "float8_e8m0fnu") != is_fp4:
+            text = f"has scales of {scale.dtype}, and expert_dtype is {declared}"
             yield Finding(module=module.name, message=text)
 
 
@@ -295,6 +316,7 @@ CHECKS: Mapping[str, Check] = {
     "packed": _check_packed,
     "parts": _check_parts,
     "fp8-config": _check_fp8_config,
+    "expert-dtype": _check_expert_dtype,
     "fp8-scales": _check_fp8_scales,
     "layout": _check_layout,
 }

@@ -168,6 +168,8 @@ def _compare_with_family(context: LintContext) -> ModelMismatch | None:
         for n, t in context.folder.tensors.items()
         if n not in weights and n.rpartition(".")[2] not in _COMPANIONS
     }
+    if context.folder.is_deepseek_v4:
+        plain = {n: shape for n, shape in plain.items() if not n.endswith(".scale")}
     towers = set(load_engines().modules.unquantized_towers)
     named = (*weights.items(), *plain.items())
     shapes = [(n, shape) for n, shape in named if not set(n.split(".")) & towers]
@@ -193,8 +195,9 @@ def _linear(
 def _unit_of(name: str) -> str:
     """The projection that a module is a part of, or the module itself."""
     parent, dot, last = name.rpartition(".")
-    for fused, parts in load_engines().modules.fused.items():
-        if last in parts:
+    names = load_engines().modules
+    for fused, parts in names.fused.items():
+        if last in parts and parent.rpartition(".")[2] not in names.never_quantized_within:
             return f"{parent}{dot}{fused}"
     return name
 
@@ -218,6 +221,8 @@ def _infer_format(
         return _infer_int32_format(folder, codes, tensors)
     if scale is None:
         return "?", (rows, columns), 0
+    if codes.dtype == "int8" and scale.dtype == "float8_e8m0fnu":  # DeepSeek-V4's experts
+        return "MXFP4", (rows, 2 * columns), _columns_per_scale(2 * columns, scale)
     if codes.dtype == "int8":
         return ("W8A8_SQ_PER_CHANNEL" if inputs else "W8A16"), (rows, columns), 0
     if codes.dtype in _FP8:

@@ -129,7 +129,14 @@ class ModuleNames:
     embeddings: tuple[str, ...]
     routers: tuple[str, ...]
     never_quantized: tuple[str, ...]
+    never_quantized_within: tuple[str, ...]
     unquantized_towers: tuple[str, ...]
+
+    def is_never_quantized(self, module: str) -> bool:
+        """Whether every engine builds a module without a quantization method."""
+        *parents, last = module.split(".")
+        is_within = not set(parents).isdisjoint(self.never_quantized_within)
+        return last in self.never_quantized or is_within
 
     def split_dim(self, name: str) -> str | None:
         """The dim that tensor parallelism splits: `rows`, `columns` or None."""

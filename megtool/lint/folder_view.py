@@ -94,6 +94,11 @@ class FolderView:
         return None
 
     @property
+    def is_deepseek_v4(self) -> bool:
+        """Whether scales have DeepSeek-V4's name, `scale`; `modules` have the usual one."""
+        return (self.config or {}).get("model_type") == "deepseek_v4"
+
+    @property
     def has_tokenizer(self) -> bool:
         """Whether there is a tokenizer file."""
         return not self.file_names.isdisjoint(TOKENIZER_FILES)
@@ -159,6 +164,8 @@ class FolderView:
             self.problems.append((tensor.name, text))
         self.tensors[tensor.name] = tensor
         module, _, last = tensor.name.rpartition(".")
+        if last == "scale" and self.is_deepseek_v4:
+            last = "weight_scale_inv"
         self.modules.setdefault(module, {})[last] = tensor
 
     def _parse(self, name: str, read: Callable[[str], bytes]) -> dict[str, Any] | None:

@@ -79,9 +79,17 @@ def _check_llama4_rotary(context: LintContext, engine: EngineTarget) -> Iterator
             yield Finding(module=module.name, message=f"({module.algo}) {text}")
 
 
+def _check_deepseek_v4_form(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    if context.folder.is_deepseek_v4 and any(context.quantized()):
+        algos = sorted({m.algo for m in context.quantized()})
+        text = f"declares {', '.join(algos)} in ModelOpt's form, and {engine.engine} has its own"
+        yield Finding(module=CONFIG_FILE, message=text)
+
+
 CHECKS: Mapping[str, Check] = {
     "tensors-missing": _check_missing,
     "sizes-said": _check_sizes,
     "tensors-unknown": _check_unknown,
     "llama4-rotary": _check_llama4_rotary,
+    "deepseek-v4-form": _check_deepseek_v4_form,
 }

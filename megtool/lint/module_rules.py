@@ -114,7 +114,7 @@ def _check_exclude(context: LintContext, engine: EngineTarget) -> Iterator[Findi
 def _needs_codes(context: LintContext, engine: EngineTarget, plain: Sequence[LinearModule]) -> bool:
     """Whether the engine expects codes of a module that no list names."""
     first = plain[0]
-    if context.form != "modelopt" and first.last in load_engines().modules.never_quantized:
+    if context.form != "modelopt" and load_engines().modules.is_never_quantized(first.name):
         return False
     return bool(expected_algo(context, engine, first))
 

@@ -20,6 +20,7 @@ from megtool.kernels.rotary import rotate
 from megtool.model.attention import attend
 from megtool.model.cache import KVCache
 from megtool.model.forward_context import ForwardContext
+from megtool.model.hooks import ActivationHook
 from megtool.model.indexer import DuplicatedLinear
 from megtool.model.key_windows import KeyWindows
 from megtool.model.linear import ColumnLinear, RowLinear
@@ -31,6 +32,7 @@ from megtool.model.rotary import Rotation
 from megtool.model_checks import OVERLAP_RATIO
 from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import copy_to, gather_rows
+from megtool.parallel.context_parallel import gather_tokens, own_tokens
 from megtool.parallel.process_groups import Group, ProcessGroups
 
 
@@ -78,7 +80,9 @@ class Compressor(nn.Module):
 
     def project(self, x_BSH: Tensor) -> Tensor:
         """What each token of whole rows gives to keys: elements, and their weights behind them."""
-        return torch.cat((self.linear_wkv(x_BSH), self.linear_wgate(x_BSH)), -1)
+        x_TH = x_BSH.flatten(0, 1)
+        tokens_TC = torch.cat((self.linear_wkv(x_TH), self.linear_wgate(x_TH)), -1)
+        return tokens_TC.view(*x_BSH.shape[:2], -1)
 
     def forward(self, tokens_BSC: Tensor, frame: ForwardContext) -> Tensor:
         """The keys of the windows of a pass, turned, [B, W, D], from what tokens give to them."""
@@ -193,10 +197,11 @@ class CompressedCore(nn.Module):
         chosen among, those that an indexer goes by."""
         compressor = cast(Compressor, self.compressor)
         windows, cache = frame.windows(self.ratio), frame.cache
-        tokens = [windows.ordered(compressor.project(x_BSH))]
+        tokens = [windows.ordered(*gather_tokens((compressor.project(x_BSH),), frame.cp))]
         if self.indexer is not None:
             with torch.no_grad():
-                tokens.append(windows.ordered(self.indexer.compressor.project(x_BSH)))
+                given = gather_tokens((self.indexer.compressor.project(x_BSH),), frame.cp)
+                tokens.append(windows.ordered(*given))
         if cache is not None:
             sizes = [t.shape[-1] for t in tokens]
             both = _with_kept(torch.cat(tokens, -1), cache, windows, layer)
@@ -227,7 +232,7 @@ class CompressedAttention(nn.Module):
     Queries go through `q_lora_rank` numbers and are normalized head by head, without weights. The
     last part of a head turns; the output is turned back by its position, since values have turned
     too. It is projected by groups of heads first (`linear_o_group_proj`); ranks have groups, and
-    N = num_heads / tp heads.
+    N = num_heads / tp heads. `group_tap` is handed what is projected so, `[T * groups, C]`.
 
     Raises:
         LayoutError: the groups do not go evenly over the ranks.
@@ -251,6 +256,7 @@ class CompressedAttention(nn.Module):
                 hint="tp divides out_groups",
             )
         self.config, self.layer, self.tp = config, layer, tp
+        self.group_tap: ActivationHook | None = None
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.num_heads, size = config.num_heads // tp.size, config.head_dim
         self.num_groups = config.out_groups // tp.size
@@ -290,39 +296,75 @@ class CompressedAttention(nn.Module):
         if frame.cache is not None:
             nothing = keys_BLD[:, None, :, :0]  # keys are the values, too
             keys_BLD = frame.cache.append(self.layer, keys_BLD[:, None], nothing)[0].squeeze(1)
-        num_keys = keys_BLD.shape[1]
-        allowed = frame.stretches(self.layer)[0][1].square(s, num_keys, x_TH.device)
-        if allowed is None:
-            allowed = torch.ones(1, 1, s, num_keys, dtype=torch.bool, device=x_TH.device)
-        core = self.core_attention
-        if core.compressor is not None:
-            x_BSH = self._whole(x_TH, frame)
-            more, index_keys = core.keys(x_BSH, frame, self.layer)
-            ready = frame.windows(core.ratio).ready(more.shape[1])
-            if core.indexer is not None:
-                query_BSC = self._whole(query_TC, frame)
-                ready = core.indexer(x_BSH, query_BSC, index_keys, ready, turn)
-            parts = (t.expand(b, 1, s, -1) for t in (allowed, ready[:, None]))
-            keys_BLD, allowed = torch.cat((keys_BLD, more), 1), torch.cat(tuple(parts), -1)
-        out = attend(
-            query.transpose(1, 2),
-            keys_BLD[:, None],
-            keys_BLD[:, None],
-            Mask(allowed),
-            scale=config.head_dim**-0.5,
-            sinks_N=core.attn_sink,
-            chance=None if frame.draws is None else frame.draws.attention(self.layer, 0),
-        )
+        (keys_BLD,) = gather_tokens((keys_BLD,), frame.cp)
+        more, ready = self._compressed(x_TH, query_TC, frame)
+        out = self._attend(query.transpose(1, 2), keys_BLD, more, ready, frame)
         back = None if turn is None else Rotation(turn.cos_BSR, -turn.sin_BSR)
         out_TGC = turn_last(out, back).reshape(b * s, self.num_groups, -1)
+        if self.group_tap is not None:
+            out_TGC = self.group_tap(out_TGC.flatten(0, 1)).view(out_TGC.shape)
         weight_GRC = self.linear_o_group_proj.view(self.num_groups, config.out_lora_rank, -1)
         result: Tensor = self.linear_proj(
             torch.einsum("tgc,grc->tgr", out_TGC, weight_GRC).flatten(1)
         )
         return result
 
+    def _compressed(
+        self, x_TH: Tensor, query_TC: Tensor, frame: ForwardContext
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The compressed keys of whole rows, [B, L, D], and which of them each of this rank's
+        tokens attends to, [B, S, L]; None in a layer without."""
+        core = self.core_attention
+        if core.compressor is None:
+            return None, None
+        x_BSH = self._whole(x_TH, frame)
+        keys_BLD, index_keys = core.keys(x_BSH, frame, self.layer)
+        ready = own_tokens(frame.windows(core.ratio).ready(keys_BLD.shape[1]), frame.cp)
+        if core.indexer is not None:
+            query_BSC, turn = self._whole(query_TC, frame), frame.rotation(self.layer)
+            turn = adjacent_pairs(turn, self.config)
+            ready = core.indexer(x_BSH, query_BSC, index_keys, ready, turn)
+        return keys_BLD, ready
+
+    def _attend(
+        self,
+        query_BNSD: Tensor,
+        keys_BLD: Tensor,
+        more_BLD: Tensor | None,
+        ready_BSL: Tensor | None,
+        frame: ForwardContext,
+    ) -> Tensor:
+        """What each token reads of its window and of the compressed keys that are ready,
+        [B, S, N, D]."""
+        outs, (b, _, s, _) = [], query_BNSD.shape
+        stretches = frame.stretches(self.layer)
+        size = s // len(stretches)
+        for number, (num_keys, mask) in enumerate(stretches):
+            part = slice(number * size, (number + 1) * size)
+            keys, allowed = keys_BLD[:, :num_keys], mask.square(size, num_keys, keys_BLD.device)
+            if allowed is None:
+                allowed = torch.ones(1, 1, size, num_keys, dtype=torch.bool, device=keys.device)
+            if more_BLD is not None and ready_BSL is not None:
+                both = (allowed, ready_BSL[:, None, part])
+                allowed = torch.cat([t.expand(b, 1, size, -1) for t in both], -1)
+                keys = torch.cat((keys, more_BLD), 1)
+            outs.append(
+                attend(
+                    query_BNSD[:, :, part],
+                    keys[:, None],
+                    keys[:, None],
+                    Mask(allowed),
+                    scale=self.config.head_dim**-0.5,
+                    sinks_N=self.core_attention.attn_sink,
+                    chance=None
+                    if frame.draws is None
+                    else frame.draws.attention(self.layer, number),
+                )
+            )
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
     def _whole(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
-        """All rows of what a rank has the rows of a part of, [B, S, H]."""
+        """What a rank has some rows of (sequence parallelism), for all tokens, [B, S, H]."""
         rows = gather_rows(x_TH, self.tp) if self.sequence_parallel else x_TH
         return rows.view(frame.num_rows, frame.num_tokens, -1)
 

@@ -403,11 +403,6 @@ class Decoder(nn.Module):
         (rows, tokens), cp = batch.shape, self.groups.cp
         check_direction(self.config, self.groups.parallel, has_cache=cache is not None)
         check_compressed_pass(self.config, batch, has_cache=cache is not None)
-        if self.config.is_compressed and cp.size > 1:
-            raise LayoutError(
-                f"cp is {cp.size}, but keys are compressed of tokens that other ranks have",
-                hint="--tp, --pp and --ep split such a model",
-            )
         check_ids(batch.tokens_BS, self.config.vocab_size)
         if cp.size > 1:
             tokens = 2 * chunk_size(tokens, cp.size)
@@ -426,6 +421,7 @@ class Decoder(nn.Module):
             positions_BS=own_tokens(span.positions_BS, cp),
             rotary=self.rotary,
             masks=masks_of(self._numbered, span, batch.documents_BS, cp),
+            span=span,
             cache=cache,
             cp=cp,
             last_B=span.positions_BS.amax(1) if cp.size > 1 else None,
@@ -434,7 +430,7 @@ class Decoder(nn.Module):
             if self.training and cache is None
             else None,
             real_BS=span.real_BS,
-            tokens_BS=batch.tokens_BS if self.config.num_hash_layers else None,
+            tokens_BS=own_tokens(batch.tokens_BS, cp) if self.config.num_hash_layers else None,
             runs_BS=None
             if batch.documents_BS is None or not has_windows
             else runs_of(batch.documents_BS),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from megtool.model.key_windows import KeyWindows
 from megtool.parallel.process_groups import ALONE, Group
 
 if TYPE_CHECKING:
-    from megtool.model.cache import KVCache
+    from megtool.model.cache import KeySpan, KVCache
     from megtool.model.dropout import Draws
     from megtool.model.masks import Mask, Masks
     from megtool.model.rotary import Rotary, Rotation
@@ -30,7 +30,8 @@ class ForwardContext:
     zeroes, if any (see `dropout`). With context parallelism (`cp`)
     all this is of this rank's tokens, two stretches of every row, each with masks of its own, and
     `last_B` are the largest positions of whole rows. Recurrent mixers ask for `real_BS`, false for
-    padding, and `runs_BS`, the number of a token's document in its row; both are of whole rows.
+    padding, and `runs_BS`, the number of a token's document in its row; both are of whole rows, as
+    `span` is, of which windows of tokens are compressed.
     Routers whose experts a table chooses ask for `tokens_BS`.
     `chosen` are the `stretches` of layers of sparse attention, with masks of the tokens that an
     indexer has chosen: while such a layer runs, or for as long as others share the choice.
@@ -44,6 +45,7 @@ class ForwardContext:
     positions_BS: Tensor
     rotary: Rotary
     masks: tuple[Masks, ...]
+    span: KeySpan | None = None
     cache: KVCache | None = None
     cp: Group = ALONE
     last_B: Tensor | None = None
@@ -67,9 +69,9 @@ class ForwardContext:
         return self._turns[layer]
 
     def windows(self, ratio: int) -> KeyWindows:
-        """The windows of so many tokens that are compressed to one key each."""
+        """The windows of so many tokens of whole rows that are compressed to one key each."""
         if ratio not in self._windows:
-            self._windows[ratio] = KeyWindows.of(ratio, self.masks[0].span, self.runs_BS)
+            self._windows[ratio] = KeyWindows.of(ratio, cast("KeySpan", self.span), self.runs_BS)
         return self._windows[ratio]
 
     def stretches(self, layer: int) -> list[tuple[int, Mask]]:

@@ -22,8 +22,9 @@ class HookLocation:
 
     `rows` are the ranks that have different rows of it (alone: all have the same ones), `columns`
     those that have different columns: `parts` runs of them, as keys and values, of which
-    `repeats` ranks next to each other have the same. `expert` counts this rank's experts; it is
-    outside of them where others hold it.
+    `repeats` ranks next to each other have the same. Where a token has a row for each group of
+    heads, `groups` counts this rank's (0: tokens are rows), and `rows` have other groups of all
+    tokens. `expert` counts this rank's experts; it is outside of them where others hold it.
     """
 
     module: nn.Module
@@ -32,6 +33,7 @@ class HookLocation:
     columns: Group = ALONE
     parts: int = 1
     repeats: int = 1
+    groups: int = 0
     expert: int | None = None
 
     def set(self, tap: Callable[..., Any] | None) -> None:
@@ -54,6 +56,10 @@ _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(fc1|down)")
 
 
 _INDEXER = "self_attention.core_attention.indexer"
+_COMPRESSORS = (
+    *((f"attn.{x}_", "self_attention.core_attention") for x in ("heavy", "overlap")),
+    ("attn.index_overlap_", _INDEXER),
+)
 _WITHIN = {
     "attn.qkv": "self_attention.linear_qkv",
     "attn.o": "self_attention.linear_proj",
@@ -62,6 +68,11 @@ _WITHIN = {
     "attn.index_q": f"{_INDEXER}.linear_wq_b",
     "attn.index_k": f"{_INDEXER}.linear_wk",
     "attn.index_heads": f"{_INDEXER}.linear_weights_proj",
+    **{
+        f"{name}{ours}": f"{core}.compressor.linear_{theirs}"
+        for name, core in _COMPRESSORS
+        for ours, theirs in (("kv", "wkv"), ("gate", "wgate"))
+    },
     "delta.qkvz": "self_attention.in_proj",
     "delta.ba": "self_attention",
     "delta.o": "self_attention.out_proj",
@@ -77,10 +88,11 @@ _WITHIN = {
 }
 
 
+_OF_WHOLE_ROWS = ("attn.index_", *(name for name, _ in _COMPRESSORS))
 _CUT_COLUMNS = ("attn.o", "delta.o", "mamba.out", "mlp.down", "mlp.shared.down")
 
 
-_DOWN = ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj")
+_DOWN = ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj", "linear_kv_proj")
 
 
 def places(decoder: Decoder, point: str) -> tuple[HookLocation, ...]:
@@ -117,11 +129,17 @@ def places(decoder: Decoder, point: str) -> tuple[HookLocation, ...]:
             return (cut,)
         if name == "attn.down":
             submodules = dict(layer.get_submodule("self_attention").named_children())
-            if not config.kv_lora_rank:
+            if not config.kv_lora_rank and not config.is_compressed:
                 raise KeyError(name)
             return tuple(
                 HookLocation(module=submodules[n], rows=rows) for n in _DOWN if n in submodules
             )
+        if name == "attn.o_down":
+            attention = layer.get_submodule("self_attention")
+            groups = config.out_groups // tp.size
+            if not groups:
+                raise KeyError(name)
+            return (HookLocation(module=attention, attribute="group_tap", rows=tp, groups=groups),)
         if expert := _EXPERT.fullmatch(name):
             return (_expert(decoder, layer, int(expert[1]), expert[2]),)
         if name == "mlp.shared.router":  # reads what the shared experts read
@@ -137,7 +155,7 @@ def places(decoder: Decoder, point: str) -> tuple[HookLocation, ...]:
         HookLocation(
             module=module,
             attribute="gate_tap" if name == "delta.ba" else "tap",
-            rows=ALONE if is_cut or name.startswith("attn.index_") else rows,
+            rows=ALONE if is_cut or name.startswith(_OF_WHOLE_ROWS) else rows,
             columns=tp if is_cut else ALONE,
         ),
     )

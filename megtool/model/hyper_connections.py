@@ -6,6 +6,8 @@ Source: transformers' `deepseek_v4`; megatron-core's development branch (0.20),
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -77,7 +79,12 @@ def read_streams(x_TH: Tensor, shares_TN: Tensor) -> Tensor:
 
 
 class HyperHead(nn.Module):
-    """What makes one residual of several before the last norm; a base of the module that has it."""
+    """What makes one residual of several before the last norm; a base of the module that has it.
+
+    `before_read` is called before the parameters are used: it may put them there.
+    """
+
+    before_read: Callable[[], None] | None = None
 
     def init_head(
         self, config: ModelConfig, *, partial: bool = False, device: torch.device | str
@@ -92,6 +99,8 @@ class HyperHead(nn.Module):
 
     def read_head(self, x_TH: Tensor) -> Tensor:
         """One residual of several, x_TH."""
+        if self.before_read is not None:
+            self.before_read()
         config = self.hyper_config
         rows = rms_norm(x_TH.float(), None, config.norm_eps)
         shares_TN = F.linear(rows, self.hc_head_fn) * self.hc_head_scale + self.hc_head_base

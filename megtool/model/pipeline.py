@@ -341,7 +341,7 @@ def _empty_rows(
 ) -> tuple[Tensor, ...]:
     """Buffers for what a stage sends to the next: x_TH, or this rank's rows of it, for example."""
     target_device = decoder.groups.device if device is None else device
-    width = decoder.config.hidden_size * (decoder.config.hyper_streams or 1)
+    width = decoder.config.residual_size
     return tuple(
         torch.empty(rows, width, dtype=decoder.dtype, device=target_device) for rows in counts
     )

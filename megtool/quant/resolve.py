@@ -88,12 +88,7 @@ def resolve_recipe(
     )
     _check_stacks(source_)
     modules = list_modules(source_.view)
-    if source_.view.config is not None and source_.view.config.is_compressed:
-        raise MappingError(
-            "a model with compressed keys (DeepSeek-V4) is not quantized",
-            hint="the files that DeepSeek ships are quantized; megtool reshard decodes them",
-            error_id="unsupported-model",
-        )
+    _check_cache(source_, parsed, problems)
     _check_names(parsed, modules, problems)
     matched = match_rules(parsed, modules.modules, problems, group_size=group_size or 0)
     if engine is not None:
@@ -121,6 +116,19 @@ def _check_stacks(source: CheckpointSource) -> None:
             f"{source.family_name} is a model of an encoder and a decoder, which is not quantized",
             file=source.path,
             hint="recipes are for decoders; `megtool generate`, `evaluate` and `finetune` run it",
+        )
+
+
+def _check_cache(source: CheckpointSource, recipe: Recipe, problems: RecipeProblems) -> None:
+    """Check that the model has a KV cache with scales, if the recipe has a format for it."""
+    config = source.view.config
+    formats = [f for f in recipe.formats.values() if f.kv_algo]
+    if formats and config is not None and config.is_compressed:
+        problems.add(
+            formats[0].line,
+            "the cache of a model with compressed keys (DeepSeek-V4) has no scales to calibrate: "
+            "engines round what they keep by the values themselves",
+            "a recipe without a format of the KV cache",
         )
 
 

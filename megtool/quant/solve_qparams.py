@@ -19,7 +19,7 @@ from megtool.quant.algorithms.algorithm_config import resolve_algorithm
 from megtool.quant.algorithms.fused_group import solve_fused_group
 from megtool.quant.algorithms.pre_quant_scale import NormWeights
 from megtool.quant.algorithms.weight_grid import max_input_code
-from megtool.quant.calibration.activation_sites import ActivationSite
+from megtool.quant.calibration.activation_sites import ATTN_NORM_READERS, ActivationSite
 from megtool.quant.calibration.statistics import ActivationStatistics
 from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
 from megtool.quant.recipes.formats import RecipeFormat
@@ -35,8 +35,6 @@ KV_AMAX_OF_UNIT_SCALE: Mapping[str, float] = {"FP8": 448.0, "NVFP4": 448.0 * 6.0
 """The amax for which the scale of a KV cache is 1."""
 
 FOLD_NOTE = "smoothing scales are used only where the preceding norm can absorb them (`fold: true`)"
-
-_ATTN_NORM_READERS = ("q", "k", "v", "gate", "q_down", "kv_down", "index_k", "index_heads")
 
 
 def solve_qparams(
@@ -227,7 +225,7 @@ class _Solver:
             return False
         if site.norm.endswith(".attn_norm"):
             parent = site.norm.removesuffix("_norm")
-            readers = {f"{parent}.{name}" for name in _ATTN_NORM_READERS} & set(self.decisions)
+            readers = {f"{parent}.{name}" for name in ATTN_NORM_READERS} & set(self.decisions)
             return readers <= set(site.modules)
         return True
 

@@ -6,17 +6,21 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from megtool import reshard, verify
+from megtool import export, lint, quantize, reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.convert.families import family
-from megtool.errors import FormatError
+from megtool.errors import FormatError, RecipeError
 from megtool.model_config import ModelConfig
+from megtool.quant.resolve import resolve_recipe
 from megtool.reshard.open_source import open_source
+from tests.support.errors import raises
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored
-from tests.support.models import mtp_models
-from tests.support.models.moe_cases import CASES, FIRST, SIZES, case_config, save
+from tests.support.models import family_models, mtp_models
+from tests.support.models.moe_cases import CASES, FIRST, SIZES, case_config, change_config, save
 
 pytest.importorskip("transformers")
 
@@ -117,8 +121,6 @@ def test_experts_in_fp4_and_linear_layers_in_fp8_are_decoded(tmp_path: Path) -> 
 
 
 def test_a_scale_of_deepseek_v4_without_its_weight_is_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     mtp_models.save_deepseek_v4_quantized(tmp_path)
     file, lost = tmp_path / "model.safetensors", "layers.0.attn.wkv.weight"
     held = load_file(file)
@@ -126,3 +128,84 @@ def test_a_scale_of_deepseek_v4_without_its_weight_is_refused(tmp_path: Path) ->
     save_file(held, file, metadata={"format": "pt"})
     with pytest.raises(FormatError, match="belongs to a quantized weight that is missing"):
         open_source(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of sizes that blocks of 128 divide, in bfloat16."""
+    return family_models.save("deepseek_v4", tmp_path_factory.mktemp("plain") / "hf")
+
+
+@pytest.mark.slow
+def test_it_is_quantized_and_exported_as_its_base_models_are(plain: Path, tmp_path: Path) -> None:
+    """FP8 in blocks with float32 scales; what compresses keys, and mixes residuals, as it was."""
+    own, out = tmp_path / "own", tmp_path / "out"
+    quantize(plain, own, recipe="fp8_block128", fsync=False)
+    names = {f.id for f in lint(own, target="vllm").findings}
+    assert names == {"deepseek-v4-form"}
+    export(own, out, to="fp8-blocks", fsync=False)
+    assert verify(own, out).verdict == "equal"
+    assert verify(plain, out).verdict == "close"
+    for engine in ("vllm", "sglang"):
+        assert lint(out, target=engine).findings == ()
+    before, after = stored(plain), stored(out)
+    scales = {n for n in after if n.endswith(".scale")}
+    assert set(after) - scales == set(before)
+    changed = {n.removesuffix(".weight") for n in before if after[n] != before[n]}
+    assert changed == {n.removesuffix(".scale") for n in scales}
+    parts = {".".join(n.split(".")[2:]) for n in changed}
+    attention = {f"attn.{x}" for x in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")}
+    experts = {
+        f"ffn.{e}.w{n}" for e in ("shared_experts", "experts.0", "experts.3") for n in (1, 2, 3)
+    }
+    assert attention | experts <= parts
+    assert not any("compressor" in p or "indexer" in p or "hc_" in p for p in parts)
+    assert after["layers.0.attn.wq_a.scale"][:2] == ("F32", (1, 1))
+    config = read_config(out)
+    assert config["expert_dtype"] == "fp8"
+    assert config["quantization_config"]["modules_to_not_convert"] == ["layers.0.attn.indexer.wq_b"]
+    back = tmp_path / "back"
+    export(out, back, to="unified", fsync=False)
+    assert stored(back) == stored(own)
+
+
+@pytest.mark.parametrize("recipe", ["kv_fp8", "fp8_kv_fp8", "mixed_nvfp4_fp8"])
+def test_its_cache_has_no_scales(plain: Path, tmp_path: Path, recipe: str) -> None:
+    with raises(RecipeError, "has no scales to calibrate"):
+        resolve_recipe(plain, recipe)
+
+
+def test_engines_run_it_in_blocks_alone(plain: Path) -> None:
+    for recipe in ("fp8", "nvfp4"):
+        with raises(RecipeError, "in FP8 blocks, and in the mix", hint="--to fp8-blocks"):
+            resolve_recipe(plain, recipe, target="vllm")
+    assert resolve_recipe(plain, "fp8_block128", target="vllm").matched.decisions
+
+
+def test_what_is_published_is_sound_to_lint(tmp_path: Path) -> None:
+    """The fused projection of these sizes has blocks of two matrices; nothing else is wrong."""
+    folder = tmp_path / "hf"
+    mtp_models.save_deepseek_v4_quantized(folder)
+    (folder / "tokenizer.json").write_text("{}")
+
+    def found() -> dict[str, str]:
+        return {f.id: f.module for f in lint(folder, target="vllm").findings}
+
+    assert set(found()) == {"divides"}
+    change_config(folder, expert_dtype="fp8")
+    assert found()["expert-dtype"].startswith("layers.")
+    change_config(folder, expert_dtype="fp4")
+    held = load_file(folder / "model.safetensors")
+    wrong = {
+        "layers.1.ffn.experts.2.w2.scale": lambda t: t[:, :1].contiguous(),
+        "layers.1.attn.wq_b.scale": lambda t: t.float(),
+        "layers.0.ffn.shared_experts.w1.scale": lambda t: (
+            t.view(torch.uint8).fill_(255).view(t.dtype)
+        ),
+    }
+    for (name, change), rule in zip(
+        wrong.items(), ("fp8-scales", "expert-dtype", "scale-value"), strict=True
+    ):
+        changed = held | {name: change(held[name].clone())}
+        save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+        assert found()[rule] == name.removesuffix(".scale"), rule

@@ -108,6 +108,9 @@ def tensors(work: Callable[[Tensors], Any]) -> Change:
     return change
 
 
+AS_V4 = config(lambda c: c.update(model_type="deepseek_v4"))
+
+
 def put(name: str, tensor: torch.Tensor) -> Change:
     return tensors(lambda t: t.update({name: tensor}))
 
@@ -434,6 +437,7 @@ BREAKS: list[tuple[str, str, str, Change, tuple[str, ...]]] = [
     ),
     ("fp8-scales", "none", "deepseek", drop(f"{DOWN}.weight_scale_inv"), ALL),
     ("fp8-scales", "shape", "deepseek", put(f"{DOWN}.weight_scale_inv", torch.ones(1, 1)), ALL),
+    ("expert-dtype", "scales", "deepseek", AS_V4, ("vllm", "sglang")),
 ]
 """Rule, what is done, to which folder, and for which engines it must be told."""
 
@@ -527,6 +531,7 @@ SOFT: list[tuple[str, str, Change, tuple[str, ...]]] = [
     ("padding", "odd sizes", lambda f: None, ("sglang@0.5",)),
     ("kv-scales", "plain kv", put(f"{Q[:-6]}k_proj.k_scale", torch.tensor(0.1)), ALL),
     ("input-siblings", "fp8", put(f"{Q}.input_scale", torch.tensor(0.5)), ALL),
+    ("deepseek-v4-form", "pb", AS_V4, ("vllm", "sglang")),
 ]
 
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers")
 
-from megtool import quantize, reshard
+from megtool import reshard
 from megtool.config import ParallelConfig
 from megtool.convert.sharding import check_layout
-from megtool.errors import LayoutError, MappingError, UsageError
+from megtool.errors import LayoutError, UsageError
 from megtool.inference.load import load
 from megtool.inference.speculative import check_speculative
 from megtool.model.batch import Batch
@@ -37,6 +37,7 @@ from tests.support.worlds.gloo_world import run_world
 
 NAME = "deepseek_v4"
 EAGER: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+EVEN = 12  # tokens, of which context parallelism gives each rank two equal stretches
 LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"tp": 2}, {}),
     ({"tp": 2}, {"sequence_parallel": True}),
@@ -78,7 +79,17 @@ def test_every_layout_has_transformers_logits_and_gradients(tmp_path: Path) -> N
     theirs = load(source_of(tmp_path / "gradients"), dtype="float32").state_dict()
     gradients = {n: theirs[n] for n in ours.gradients}
     torch.save(replace(ours, gradients=gradients), tmp_path / "want")
-    jobs = []
+    one.zero_grad()
+    torch.save(family_layouts.answer_of(one, ProcessGroups.alone(), EVEN), tmp_path / "even")
+    jobs = [
+        Job(
+            name=NAME,
+            checkpoint=tmp_path / "hf",
+            answer=tmp_path / "even",
+            layout={"cp": 2},
+            length=EVEN,
+        )
+    ]
     for number, (layout, how) in enumerate(LAYOUTS):
         there = tmp_path / f"{number}"
         reshard(tmp_path / "hf", there, to="torch_dist", fsync=False, **layout)  # type: ignore[arg-type]
@@ -253,12 +264,6 @@ def test_the_loss_of_multi_token_prediction_is_that_of_its_equations(tmp_path: P
     hyper = stage.decoder.layers["0"].self_attention_hyper_connection
     ours = hyper.mapping_proj.weight.grad
     assert float((ours - gradient).abs().max()) < 1e-4 * float(gradient.abs().max())
-
-
-def test_such_a_model_is_not_quantized(tmp_path: Path) -> None:
-    moe_models.transformers_model(NAME).save_pretrained(tmp_path / "hf")
-    with raises(MappingError, "is not quantized", id="unsupported-model"):
-        quantize(tmp_path / "hf", tmp_path / "out", recipe="fp8")
 
 
 def test_groups_of_heads_go_evenly_over_ranks(carry: Carry) -> None:

@@ -2,14 +2,17 @@
 
 A weight has one float32 scale for each block of 128 x 128 elements, `weight_scale_inv` (which is
 multiplied, whatever its name says); the last blocks of rows and columns may be smaller. Inputs are
-rounded as they come. Sources: DeepSeek-V3's `inference/kernel.py` and config.json, vLLM's and
-SGLang's `fp8.py`, transformers' `FineGrainedFP8Config`.
+rounded as they come. DeepSeek-V4 calls the scale `scale`, and says in `expert_dtype` that experts
+are in FP8 too, as its base models do. Sources: DeepSeek-V3's `inference/kernel.py` and config.json,
+vLLM's and SGLang's `fp8.py`, transformers' `FineGrainedFP8Config`; vLLM's
+`models/deepseek_v4/quant_config.py`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS, quantization_config
@@ -23,13 +26,26 @@ from megtool.tensors.sharded import GlobalTensor
 
 _ALGO, _PACKING = "FP8_PB_WO", "fp8:128x128"
 _BLOCK = [128, 128]
-_LAST = {CODES: "weight", SCALE: "weight_scale_inv"}
+_SCALE_NAME, _V4_SCALE_NAME = "weight_scale_inv", "scale"
 
 
+@dataclass(frozen=True, slots=True)
 class Fp8BlocksForm:
-    """DeepSeek's names and shapes."""
+    """DeepSeek's names and shapes, as a model of this type (`model_type`) has them."""
 
-    name = "fp8-blocks"
+    model_type: str = ""
+    name: str = "fp8-blocks"
+
+    @classmethod
+    def of(cls, folder: QuantizedModules) -> Fp8BlocksForm:
+        """The form of a folder's model."""
+        config = folder.catalogue.metadata.get("config")
+        return cls(str(config.get("model_type", "")) if isinstance(config, dict) else "")
+
+    @property
+    def is_deepseek_v4(self) -> bool:
+        """Whether names are those of DeepSeek-V4."""
+        return self.model_type == "deepseek_v4"
 
     def check(self, folder: QuantizedModules) -> None:
         """See `FolderForm`."""
@@ -60,8 +76,9 @@ class Fp8BlocksForm:
 
     def plan_module(self, module: QuantizedModule) -> ModuleTensors:
         """See `FolderForm`."""
+        names = {CODES: "weight", SCALE: _V4_SCALE_NAME if self.is_deepseek_v4 else _SCALE_NAME}
         parts = tuple(
-            (part, tensor(f"{module.name}.{_LAST[part.role]}", part.shape, part.dtype))
+            (part, tensor(f"{module.name}.{names[part.role]}", part.shape, part.dtype))
             for part in layout(_PACKING, module.shape, "compressed-tensors")
         )
         return ModuleTensors(module=module, packing=_PACKING, parts=parts)
@@ -73,11 +90,12 @@ class Fp8BlocksForm:
     def edit_files(self, folder: QuantizedModules, files: Mapping[str, bytes]) -> dict[str, bytes]:
         """config.json alone says it: as it did before, where the folder had this form."""
         out = {n: d for n, d in files.items() if n != QUANT_FILE}
+        more = {"expert_dtype": "fp8"} if self.is_deepseek_v4 else {}
         if "config.json" in out:
             out["config.json"] = edit_config(
                 out["config.json"],
                 remove=QUANT_KEYS,
-                add={"quantization_config": _section(folder)},
+                add={"quantization_config": _section(folder), **more},
                 untie=folder.has_untied_head,
             )
         return out
@@ -92,8 +110,8 @@ def _section(folder: QuantizedModules) -> dict[str, Any]:
     stored = quantization_config(folder.catalogue.metadata) or {}
     if folder.form == "fp8" and stored.get("weight_block_size") == _BLOCK:
         return stored
-    never = load_engines().modules.never_quantized
-    plain = [n for n in folder.unquantized if n.rpartition(".")[2] not in never]
+    names = load_engines().modules
+    plain = [n for n in folder.unquantized if not names.is_never_quantized(n)]
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",

@@ -51,7 +51,10 @@ def list_activation_sites(
     return tuple(_make_site(name, fed, config) for name, fed in groups.items())
 
 
-ATTN_NORM_READERS = ("q", "k", "v", "gate", "q_down", "kv_down", "index_k", "index_heads")
+ATTN_NORM_READERS = (
+    *("q", "k", "v", "gate", "q_down", "kv_down", "kv", "index_k", "index_heads"),
+    *(f"{x}_{y}" for x in ("heavy", "overlap", "index_overlap") for y in ("kv", "gate")),
+)
 
 
 def map_norm_readers(
@@ -149,6 +152,7 @@ def _foldable_norm(name: str, module: ModuleInfo, config: ModelConfig) -> str:
         if last in ("qkv", "down"):
             feeds_this_alone = config.pre_norms and not config.shared_norm
             feeds_this_alone = feeds_this_alone and not config.index_num_heads
+            feeds_this_alone = feeds_this_alone and not config.is_compressed
             return f"{layer}.attn_norm" if feeds_this_alone else ""
         inner = {"q_up": "q_down_norm", "kv_up": "kv_down_norm"}
         if config.index_num_heads:

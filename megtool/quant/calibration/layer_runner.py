@@ -74,12 +74,12 @@ class LayerRunner:
 
     @contextlib.contextmanager
     def only_final_norm(self) -> Iterator[None]:
-        """Load only the final norm for `finish`, not the head."""
+        """Load only the final norm for `finish`, and what reads residuals for it, not the head."""
         if self._streamer is None:
             yield
             return
-        prefix = f"decoder.{self.decoder.decoder.norm_name}."
-        names = [n for n in self._streamer.units["head"] if n.startswith(prefix)]
+        prefixes = (f"decoder.{self.decoder.decoder.norm_name}.", "decoder.hc_head_")
+        names = [n for n in self._streamer.units["head"] if n.startswith(prefixes)]
         with self._streamer.holding(names):
             yield
 

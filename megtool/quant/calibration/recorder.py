@@ -165,7 +165,7 @@ class ActivationRecorder:
         local = [w for w in entries if w.statistics is not None]
 
         def rows(x_TW: Tensor) -> Tensor:
-            labels_T = self._row_labels(x_TW, place.rows.size)
+            labels_T = self._row_labels(x_TW, place)
             padded = self._is_padded(labels_T)
             for w in local:
                 self._add_rows(w, x_TW, labels_T, padded)
@@ -185,19 +185,23 @@ class ActivationRecorder:
         else:
             place.set(cache if place.attribute == "cache_tap" else rows)
 
-    def _row_labels(self, x_TW: Tensor, ranks: int) -> Tensor:
-        """The labels of this rank's rows, which are split over `ranks`.
+    def _row_labels(self, x_TW: Tensor, place: HookLocation) -> Tensor:
+        """The labels of this rank's rows: of its tokens, or of all, a row for each of its groups.
 
         Raises:
             UsageError: the pass is not over the announced batch.
         """
-        labels_T = self._labels_T
-        if labels_T is None or len(labels_T) != x_TW.shape[0] * ranks:
+        labels_T, groups = self._labels_T, place.groups
+        ranks = 1 if groups else place.rows.size
+        tokens = x_TW.shape[0] * ranks // max(groups, 1)
+        if labels_T is None or len(labels_T) != tokens:
             expected = "nothing" if labels_T is None else f"{len(labels_T)} tokens"
             raise UsageError(
-                f"a pass runs {x_TW.shape[0] * ranks} tokens, and there is {expected} to see",
+                f"a pass runs {tokens} tokens, and there is {expected} to see",
                 hint="call set_batch before every pass",
             )
+        if groups:
+            return labels_T.repeat_interleave(groups)
         return self._local_labels(labels_T) if ranks > 1 else labels_T
 
     def _local_labels(self, labels_T: Tensor) -> Tensor:

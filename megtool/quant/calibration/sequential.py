@@ -79,7 +79,7 @@ class CalibrationRun:
         )
         activations = Activations(
             [p.num_tokens for p in self.micro_batches],
-            self.config.hidden_size,
+            self.config.residual_size,
             dtype=decoder.dtype,
             device=decoder.groups.device,
             spilled=self.settings.spills,
@@ -397,7 +397,7 @@ class _UnitRunner:
             elif pp.rank == receiver:
                 x_TH = torch.empty(
                     micro_batch.num_tokens,
-                    self.run.config.hidden_size,
+                    self.run.config.residual_size,
                     dtype=self.decoder.dtype,
                     device=self.groups.device,
                 )

@@ -152,7 +152,7 @@ class CandidateSurvey:
         layers = LayerRunner(self.decoder, self.micro_batches)
         states = Activations(
             [p.num_tokens for p in layers.micro_batches],
-            self.decoder.config.hidden_size,
+            self.decoder.config.residual_size,
             dtype=self.decoder.dtype,
             device=self.decoder.groups.device,
         )

@@ -50,7 +50,7 @@ def measure_kl_sensitivity(
     if not runs:
         return losses
     tokens = sum(p.num_tokens for p in micro_batches)
-    state = tokens * decoder.config.hidden_size * decoder.dtype.itemsize
+    state = tokens * decoder.config.residual_size * decoder.dtype.itemsize
     num_concurrent = min(
         ranks.all_gather(max(1, min(MOST_CONCURRENT_RUNS, memory_bytes // max(state, 1) - 1)))
     )

@@ -18,6 +18,12 @@ ROTARY_SOURCES: Mapping[str, str] = {
 }
 """Engines that permute the rows of q and k of Llama 4 at load time, with sources."""
 
+DEEPSEEK_V4_SOURCES: Mapping[str, str] = {
+    "vllm": "vllm models/deepseek_v4/quant_config.py at 234b8ebc",
+    "sglang": "https://github.com/sgl-project/sglang/pull/25820",
+}
+"""Engines that run DeepSeek-V4 with a quantization method of its own, with sources."""
+
 ROTARY_HINT = "keep q, k and v of attention, or take fp8"
 
 _SCALES_TURNED = "0.16.0"
@@ -119,6 +125,16 @@ def check_family(
     if reason := reject_kv_cache_only(release.engine, decisions):
         line = next((d.format.line for d in decisions if d.format), 0)
         problems.add(line, f"{release.name} {reason}", kv_cache_only_hint(release.engine))
+    if release.engine in DEEPSEEK_V4_SOURCES and architecture.startswith("DeepseekV4"):
+        for algo in [a for a in used if a != "FP8_PB_WO"]:
+            format = used[algo][0].format
+            reason = f"{release.name} loads {architecture} in FP8 blocks, and in the mix that"
+            problems.add(
+                format.line if format else 0,
+                f"{reason} DeepSeek publishes, not in {algo}",
+                "fp8_block128, then megtool export --to fp8-blocks; see "
+                + DEEPSEEK_V4_SOURCES[release.engine],
+            )
     for algo, group in used.items() if permutes_rotary_rows(release, architecture) else ():
         rotary = [d for d in group if is_rotary(d.module)]
         if rotary and (fault := rotary_conflict(release, algo)):

@@ -37,21 +37,28 @@ BLOCKS = "_blocks"
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _BY_LAST = {
-    **dict.fromkeys(("q", "k", "v", "z", "q_down", "q_up", "kv_down", "kv_up"), "qkv"),
+    **dict.fromkeys(("q", "k", "v", "z", "q_down", "q_up", "kv_down", "kv_up", "kv"), "qkv"),
     **dict.fromkeys(("b", "a"), "state_gate"),  # betas and alphas of gated delta nets
     **dict.fromkeys(("in_z", "in_x", "in_B", "in_C", "in_dt"), "qkv"),
-    **dict.fromkeys(("o", "out"), "proj"),
+    **dict.fromkeys(("o", "o_down", "out"), "proj"),
     "gate": "fc1",
     "up": "fc1",
     "down": "fc2",
     "router": "router",
     # What chooses the tokens that attention is limited to, as a router chooses experts.
     **dict.fromkeys(("index_q", "index_k", "index_heads"), "router"),
+    # What several keys are compressed to one by: published files have it in 16 bits.
+    **dict.fromkeys(
+        (f"{x}_{y}" for x in ("heavy", "overlap", "index_overlap") for y in ("kv", "gate")),
+        "router",
+    ),
     # What layers read beside the residual: small, and of a size of its own.
     **dict.fromkeys(("layer_proj", "input_gate", "input_proj"), "router"),
     "head": "lm_head",
 }
 _EMBEDDINGS = ("embed", "positions", "token_types", "layer_embed")
+_HYPER = ("attn_hyper", "mlp_hyper", "hyper_head")
+"""What mixes residuals side by side: float32 numbers that no engine has a linear layer for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +126,7 @@ def list_modules(view: CanonicalView) -> Modules:
             other_bytes += tensor.num_bytes
             continue
         module, _, last = name.rpartition(".")
-        if last != "weight" or len(tensor.shape) > 2:
+        if last != "weight" or len(tensor.shape) > 2 or module.rpartition(".")[2] in _HYPER:
             other_bytes += tensor.num_bytes
             continue
         kind, roles = _classify(module, len(tensor.shape))
@@ -174,8 +181,9 @@ _ORDER = [
     "q_up",
     "kv_down",
     "kv_up",
+    "kv",
     *("index_q", "index_k", "index_k_norm", "index_heads"),
-    "o",
+    *("o_down", "o"),
     "mlp_norm",
     "mlp",
     "router",
@@ -298,7 +306,7 @@ def find_fused_name(module: ModuleInfo) -> str:
         return f"{parent}.ba"
     if module.roles & {"qkv"} and last in ("q", "k", "v", "gate"):
         return f"{parent}.qkv"
-    if module.roles & {"qkv"} and last in ("q_down", "kv_down"):
+    if module.roles & {"qkv"} and last in ("q_down", "kv_down", "kv"):
         return f"{parent}.down"
     if "fc1" in module.roles:
         return f"{parent}.fc1"

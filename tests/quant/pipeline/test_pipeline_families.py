@@ -87,6 +87,13 @@ CASES = [
     pytest.param("gemma4-experts", "nvfp4", marks=pytest.mark.slow),
     ("mistral4", "fp8"),
     ("nemotron_h", "fp8"),
+    *(
+        pytest.param("deepseek_v4", r, marks=pytest.mark.slow)
+        for r in (
+            *("fp8", "fp8_per_channel", "fp8_block128", "nvfp4", "w4a8_awq", "mxfp8", "int8_sq"),
+            "mxfp4_experts",
+        )
+    ),
     pytest.param("olmo3", "nvfp4", marks=pytest.mark.slow),
     pytest.param("cohere2", "fp8", marks=pytest.mark.slow),
     pytest.param("seed_oss", "fp8", marks=pytest.mark.slow),
@@ -245,6 +252,10 @@ USED = [
     pytest.param("gemma4-experts", "fp8", marks=pytest.mark.slow),
     ("mistral4", "fp8"),
     ("nemotron_h", "fp8"),
+    *(
+        pytest.param("deepseek_v4", r, marks=pytest.mark.slow)
+        for r in ("fp8", "w4a16_nvfp4", "int4_weight_only")
+    ),
     pytest.param("olmo3", "fp8", marks=pytest.mark.slow),
     pytest.param("cohere2", "fp8", marks=pytest.mark.slow),
     pytest.param("seed_oss", "int4_weight_only", marks=pytest.mark.slow),

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.models import tiny_text
-from tests.support.models.tiny_model import tiny_model
+from tests.support.models.moe_cases import publish
+from tests.support.models.tiny_model import fill_tables, tiny_model
 from tests.support.models.unequal_layers import block
 
 _COMMON: dict[str, Any] = {
@@ -111,6 +112,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.1,
         },
     },
+    "deepseek_v4": {
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "q_lora_rank": 128,
+        "o_groups": 2,
+        "o_lora_rank": 64,
+        "partial_rotary_factor": 0.25,
+        "qk_rope_head_dim": 32,
+        "index_n_heads": 4,
+        "index_head_dim": 64,
+        "index_topk": 2,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 2,
+        "sliding_window": 16,
+        "num_hidden_layers": 3,
+        "layer_types": [
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "sliding_attention",
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "num_nextn_predict_layers": 0,
+    },
     "nemotron_nas": {
         "head_dim": 64,
         "num_hidden_layers": 4,
@@ -208,9 +237,10 @@ FAMILIES |= MORE
 
 
 def fill_matrices(model: Any) -> None:
-    """Matrices, biases and sinks; norms stay as they are."""
+    """Matrices, biases, sinks and tables; norms stay as they are."""
     import torch
 
+    fill_tables(model)
     for name, p in model.named_parameters():
         if p.dim() > 1 or "bias" in name or "sinks" in name:
             p.copy_(torch.empty(p.shape).normal_(0, 0.05))
@@ -221,6 +251,8 @@ def save(family: str, folder: Path, **more: Any) -> Path:
     keys = FAMILIES[family] | more
     name = family.partition("-")[0]
     tiny_model(name, folder, sizes=_COMMON, dtype="bfloat16", fill=fill_matrices, **keys)
+    if family == "deepseek_v4":
+        publish(folder)
     tiny_text.save_tokenizer(folder)
     return folder
 

@@ -34,7 +34,8 @@ Differences = dict[str, float]
 class Job:
     """One model in one layout: where its checkpoint lies, and what one process made of it.
 
-    `dtype` is that of all parameters and tokens' values, whatever the checkpoint has.
+    `dtype` is that of all parameters and tokens' values, whatever the checkpoint has; rows have the
+    first `length` tokens.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Job:
     layout: dict[str, int]
     how: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    length: int = LENGTH
 
     def __str__(self) -> str:
         said = " ".join(f"{k}={v}" for k, v in (self.layout | self.how).items())
@@ -55,7 +57,7 @@ class Answer:
 
     `decoded` are logits of the same rows padded on the left, through a cache: a prompt, then one
     token and another, or, of an encoder, in one pass without a cache. Those of padding are 0; None
-    where sequence parallelism has no cache.
+    where sequence or context parallelism has no cache.
     """
 
     logits: Tensor
@@ -108,21 +110,24 @@ def decode_logits(decoder: Decoder, groups: ProcessGroups) -> Tensor:
     return torch.cat(out, 1) * real[:, :, None]
 
 
-def answer_of(decoder: Decoder, groups: ProcessGroups) -> Answer:
+def answer_of(decoder: Decoder, groups: ProcessGroups, length: int = LENGTH) -> Answer:
     """A loaded decoder's answer, of this rank's rows; loss and gradients are those of all rows."""
     for parameter in decoder.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
-    tokens, labels = (t.chunk(groups.dp.size)[groups.dp.rank] for t in tokens_and_labels())
+    tokens, labels = (
+        t[:, :length].chunk(groups.dp.size)[groups.dp.rank] for t in tokens_and_labels()
+    )
     batch = Batch(tokens_BS=tokens)
     logits = forward_stages(decoder, batch, everywhere=True)
     assert logits is not None
     loss, _ = PipelineSchedule(decoder, num_microbatches=groups.pp.size).step(batch, labels)
     finish_gradients(decoder, groups)
     sum_over_replicas(decoder, groups)
-    if groups.dp.handle is not None:
-        dist.all_reduce(loss, group=groups.dp.handle)
+    if groups.replicas.handle is not None:
+        dist.all_reduce(loss, group=groups.replicas.handle)
     gradients = {n: p.grad for n, p in decoder.named_parameters() if p.grad is not None}
-    steps = None if decoder.sequence_parallel else decode_logits(decoder, groups)
+    has_cache = not decoder.sequence_parallel and groups.cp.size == 1
+    steps = decode_logits(decoder, groups) if has_cache else None
     return Answer(logits=logits, decoded=steps, loss=float(loss), gradients=gradients)
 
 
@@ -137,7 +142,7 @@ def differences(job: Job, groups: ProcessGroups) -> Differences:
     """
     decoder = load(source_of(job.checkpoint), groups=groups, dtype="float32", threads=1, **job.how)
     decoder = decoder.to(job.dtype)
-    got = answer_of(decoder, groups)
+    got = answer_of(decoder, groups, job.length)
     want: Answer = torch.load(job.answer, weights_only=False)
     mine = want.logits.chunk(groups.dp.size)[groups.dp.rank]
     found = {
