@@ -18,7 +18,7 @@ from megtool.checkpoint.storage.part_layout import CopyRun, Coverage
 from megtool.checkpoint.storage.store import Store
 from megtool.checkpoint.transport.kernel_copy import plan_kernel_copies
 from megtool.checkpoint.transport.shard_locator import ShardLocator
-from megtool.checkpoint.transport.work_units import KernelUnit, plan_units
+from megtool.checkpoint.transport.work_units import KernelUnit, Unit, plan_units
 from megtool.checkpoint.workers.shares import split_units
 from megtool.dtypes import dtype
 from megtool.tensors.box import strides
@@ -57,10 +57,22 @@ def plan_file_parts(
     """
     target = plan.target
     expected = _find_expected(target)
-    borders = _find_borders(plan, workers, is_tiled=is_tiled)
+    locator = ShardLocator(target.catalogue, [Path() for _ in target.catalogue.files])
+    planned: dict[bool, list[Unit]] = {}
+
+    def units(*, tiled_only: bool) -> list[Unit]:
+        if tiled_only not in planned:
+            planned[tiled_only] = plan_units(plan, locator, tiled_only=tiled_only)
+        return planned[tiled_only]
+
+    borders: dict[int, set[int]] = defaultdict(set)
+    if plan.share is not None:
+        borders = _find_share_borders(plan, plan.share.borders)
+    elif workers > 1:
+        borders = _find_unit_borders(units(tiled_only=is_tiled), workers)
     runs: dict[int, list[CopyRun]] = defaultdict(list)
     if copies_in is not None and can_copy_from(copies_in, plan.sources):
-        runs = _find_runs(plan, copies_in)
+        runs = _find_runs(plan, units(tiled_only=False), locator, copies_in)
     deferred = (
         max((o + len(d) for _, o, d in target.fragments if not o), default=0) if is_file else 0
     )
@@ -117,39 +129,46 @@ def _find_expected(target: Destination) -> list[Coverage]:
     return out
 
 
-def _find_borders(plan: ReshardPlan, workers: int, *, is_tiled: bool) -> dict[int, set[int]]:
-    """Per file, the offsets at which the share of a worker begins."""
+def _find_unit_borders(units: Sequence[Unit], workers: int) -> dict[int, set[int]]:
+    """Per file, the offsets at which the share of a worker begins, where units are shared out."""
+    out: dict[int, set[int]] = defaultdict(set)
+    shares = split_units(units, workers)
+    for cut in shares.cuts[1:-1]:
+        if cut < len(units):
+            unit = units[shares.order[cut]]
+            out[unit.files[0]].add(unit.offset)
+    return out
+
+
+def _find_share_borders(
+    plan: ReshardPlan, borders: Sequence[tuple[int, int]]
+) -> dict[int, set[int]]:
+    """The same by the `borders` of a `PlanShare`."""
     catalogue = plan.target.catalogue
     locator = ShardLocator(catalogue)
     out: dict[int, set[int]] = defaultdict(set)
-    if workers > 1 and plan.share is None:
-        units = plan_units(plan, locator, tiled_only=is_tiled)
-        shares = split_units(units, workers)
-        for cut in shares.cuts[1:-1]:
-            if cut < len(units):
-                unit = units[shares.order[cut]]
-                out[unit.files[0]].add(unit.offset)
-    for number, before in () if plan.share is None else plan.share.borders:
+    for number, before in borders:
         entry = plan.entries[number]
         tensor = catalogue.tensors[entry.target_tensor]
-        before += sum(map(mul, entry.target.base, strides(tensor.shape))) * tensor.dtype.itemsize
+        first = sum(map(mul, entry.target.base, strides(tensor.shape))) * tensor.dtype.itemsize
         shards = catalogue.shards.of(entry.target_tensor)
-        if before and shards.stop - shards.start > 1:
+        if first + before and shards.stop - shards.start > 1:
             continue  # in each at another place
         rows = np.arange(shards.start, shards.stop)
         for file, offset in zip(
             catalogue.extents.file[rows].tolist(), locator.offsets(rows).tolist(), strict=True
         ):
-            out[file].add(offset + before)
+            out[file].add(offset + first + before)
     return out
 
 
-def _find_runs(plan: ReshardPlan, store: Store) -> dict[int, list[CopyRun]]:
+def _find_runs(
+    plan: ReshardPlan, units: Sequence[Unit], locator: ShardLocator, store: Store
+) -> dict[int, list[CopyRun]]:
     """Per file, the runs of the kernel's units whose source is an object of a store."""
-    locator = ShardLocator(plan.target.catalogue, [Path() for _ in plan.target.catalogue.files])
     sources = [ShardLocator(c) for c in plan.sources]
     out: dict[int, list[CopyRun]] = defaultdict(list)
-    for unit in plan_units(plan, locator):
+    for unit in units:
         if not isinstance(unit, KernelUnit):
             continue
         table, _ = plan_kernel_copies(plan, unit, sources, locator)

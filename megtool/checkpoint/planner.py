@@ -74,7 +74,7 @@ def build_plan(
     share = None
     if worker is not None and not feeds and not _has_interleaved(entries, catalogues, target):
         size = choose_unit_size(catalogues)
-        share = cut_share(entries, target.catalogue, worker, unit_bytes=size)
+        share = cut_share(entries, catalogues, target.catalogue, worker, unit_bytes=size)
     own = None if share is None else share.entries.tolist()
     source_pieces = _locate_pieces(
         [(e.source_index, e.source_tensor, e.source) for e in entries], catalogues, width, own

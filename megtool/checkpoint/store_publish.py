@@ -8,7 +8,6 @@ Objects are only created, and the objects that make a checkpoint complete come l
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 
 from megtool.checkpoint.storage.location import StorePath
@@ -112,17 +111,16 @@ class Publication:
         self._put("complete", self.last)
 
     def reset(self) -> bool:
-        """Take over what a run has left that is over; whether the destination has to be emptied.
+        """Take over what was `read` of a run that is over; whether the destination must be emptied.
 
         Raises:
+            DestinationError: another run has begun to publish since.
             StorageError: the store refused.
         """
-        self.read()
         if self.state == "writing":
             self._put("removing", self.last)
-        if self.state == "complete":
-            self._store.delete([self._path.key])
-            self.forget()
+        elif self.state == "complete":
+            self._put("", self.last)
         return self.state == "removing"
 
     def forget(self) -> None:
@@ -271,7 +269,7 @@ def put_once(path: StorePath, data: bytes | memoryview) -> ObjectInfo:
 def complete_once(
     path: StorePath, upload_id: str, parts: Sequence[UploadedPart], *, is_safe: bool = True
 ) -> ObjectInfo:
-    """Make an object of its parts; one that is there already with their size is a lost success.
+    """Make an object of its parts; one that is made of them already is its own lost success.
 
     Raises:
         DestinationError: there is another object.
@@ -282,7 +280,8 @@ def complete_once(
         return store.complete_upload(path.key, upload_id, parts, create=is_safe)
     except (ConditionError, ObjectMissingError) as e:
         info = store.head(path.key)
-        if info is not None and _is_made_of(path, upload_id, parts, info):
+        is_whole = info is not None and info.size == sum(part.size for part in parts)
+        if info is not None and is_whole and store.is_made_of(info, upload_id, len(parts)):
             return info
         if isinstance(e, ObjectMissingError):
             raise StorageError(
@@ -291,32 +290,6 @@ def complete_once(
                 hint="run the command again: it uploads the object anew",
             ) from e
         raise _conflict(path) from e
-
-
-def _is_made_of(
-    path: StorePath, upload_id: str, parts: Sequence[UploadedPart], info: ObjectInfo
-) -> bool:
-    """Whether an object is what an upload has become, whose reply was lost.
-
-    Where the tags of parts are digests, as S3 has them, an upload that can still be listed has
-    become nothing, and a version that is a digest ends in the number of parts.
-    """
-    if info.size != sum(part.size for part in parts):
-        return False
-    if not all(_is_md5(part.tag) for part in parts):
-        return True
-    tag = re.fullmatch(r"[0-9a-f]{32}(?:-(\d+))?", info.version.strip('"'))
-    if tag is not None and tag[1] != str(len(parts)):
-        return False
-    try:
-        path.store.list_parts(path.key, upload_id)
-    except ObjectMissingError:
-        return True
-    return False
-
-
-def _is_md5(tag: str) -> bool:
-    return re.fullmatch(r'"?[0-9a-f]{32}"?', tag) is not None
 
 
 def _conflict(path: StorePath) -> DestinationError:

@@ -296,6 +296,9 @@ class StoreStage:
                 return
         if self._publication.state in ("writing", "complete"):
             info = self._store.head(writer.path.key)
+            parts = len(writer.layout)
+            if info and upload_id and not self._store.is_made_of(info, upload_id, parts):
+                info = None  # of another program
             if info is not None and info.size == writer.size:
                 writer.adopt_object(info)
                 return

@@ -41,6 +41,8 @@ def test_a_few_hundred_histories(kind: str) -> None:
         ("store", 30035),  # a part whose reply was lost was taken for one that was known
         ("workers", 10424),  # the data of workers was gone, and after a crash their records not
         ("store", 12400),  # the upload of a probe stayed beside a complete checkpoint
+        ("store-workers", 900931),  # one that joined took back what another had announced
+        ("workers", 903810),  # a rename of one that was killed was not flushed by those after it
         ("store-workers", 1719),  # fragments of a worker that had stalled stayed
     ],
 )

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from megtool.checkpoint.storage.connect import register_store
+from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.memory_store import MemoryStore
 from megtool.checkpoint.storage.store import (
     MIN_PART_BYTES,
@@ -18,7 +20,8 @@ from megtool.checkpoint.storage.store import (
     Store,
     UploadedPart,
 )
-from megtool.errors import FormatError, StorageError
+from megtool.checkpoint.store_publish import complete_once
+from megtool.errors import DestinationError, FormatError, StorageError
 from tests.support.stores.s3_bucket import S3Bucket
 from tests.support.stores.s3_servers import S3Server
 
@@ -34,7 +37,9 @@ def store(request: pytest.FixtureRequest) -> Store:
     """An empty store of the kind that the test is parametrized with."""
     kind: str = request.param
     if kind == "memory":
-        return MemoryStore("memory://bucket")
+        memory = MemoryStore("memory://bucket")
+        register_store(memory)
+        return memory
     if kind in ("gcs", "azure"):
         cloud: Store = request.getfixturevalue(f"{kind}_store")
         return cloud
@@ -321,6 +326,27 @@ def test_an_upload_is_completed_only_where_there_is_nothing(store: Store) -> Non
         return
     store.complete_upload("key", uploads[1], [parts[1]])
     assert bytes(store.read("key", 0, 1)) == b"2"
+
+
+@every_store
+def test_an_object_is_known_by_the_upload_that_it_was(store: Store) -> None:
+    """By this a completion whose reply was lost is told from an object that another wrote."""
+    path = StorePath(f"{store.url}/key")
+    first = store.begin_upload("key")
+    parts = [store.upload_part("key", first, 1, b"data")]
+    info = store.complete_upload("key", first, parts, create=True)
+    assert store.is_made_of(info, first, 1)
+    assert complete_once(path, first, parts).version == info.version
+    second = store.begin_upload("key")
+    same = [store.upload_part("key", second, 1, b"same")]
+    assert not store.is_made_of(info, second, 1)
+    with pytest.raises(DestinationError, match="another program"):
+        complete_once(path, second, same)
+    other = store.put("key", b"more")
+    assert not store.is_made_of(other, first, 1)
+    with pytest.raises(DestinationError, match="another program"):
+        complete_once(path, second, same)
+    assert bytes(store.read("key", 0, 4)) == b"more"
 
 
 @s3_parts

@@ -98,6 +98,28 @@ def test_parts_end_where_shares_do(source: Path, store: CountedStore, target: st
         assert [key for key in store.objects() if "/fragments/" in key] == []
 
 
+def test_parts_end_where_rows_of_blocks_do(
+    tmp_path: Path, store: CountedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of GGUF's blocks are units, however long they are."""
+    gguf = pytest.importorskip("gguf")
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
+    writer = gguf.GGUFWriter(str(tmp_path / "source.gguf"), "unheard-of")
+    values = np.random.default_rng(0).standard_normal((5, 512)).astype(np.float32)
+    for name in ("a", "b"):
+        writer.add_tensor(name, gguf.quants.quantize(values, q8_0), raw_dtype=q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 1000)
+    for count in (3, 4):
+        for n in range(count - 1):
+            run = {"worker": f"{n}/{count}", "to": "dcp", "threads": 1}
+            reshard(tmp_path / "source.gguf", f"{URL}/{count}", **run)
+    assert [key for key in store.objects() if "/fragments/" in key] == []
+
+
 def test_workers_write_tensors_without_elements(tmp_path: Path, store: CountedStore) -> None:
     save_file({"a": np.zeros((0, 4), np.float32)}, tmp_path / "source.safetensors")
     for target in (f"{URL}/out", str(tmp_path / "out")):

@@ -29,6 +29,9 @@ _HINT = (
     "AZURE_STORAGE_SAS_TOKEN, or `az login` and the package azure-identity"
 )
 _ID = re.compile(r"([0-9a-f]{16})-(\d{5})")
+_UPLOAD = "megtool_upload"
+"""In the metadata of a blob that is made of blocks: of which upload."""
+
 _LIST = 5000
 _MOST_DELETE = 256
 
@@ -282,10 +285,20 @@ class AzureStore:
             key,
             blob.commit_block_list,
             [BlobBlock(block_id=part.tag) for part in parts],
+            metadata={_UPLOAD: upload_id},
             **(_absent() if create else {}),
         )
         size = sum(part.size for part in parts)
         return ObjectInfo(key=key, size=size, version=_tag(reply["etag"]))
+
+    def is_made_of(self, info: ObjectInfo, upload_id: str, num_parts: int) -> bool:
+        """See `Store.is_made_of`: the object names the upload."""
+        blob = self._container.get_blob_client(info.key)
+        try:
+            found = self._call(info.key, blob.get_blob_properties, **_condition(info.version))
+        except (ConditionError, ObjectMissingError):
+            return False
+        return bool((found.metadata or {}).get(_UPLOAD) == upload_id)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """See `Store.abort_upload`.

@@ -28,6 +28,9 @@ _COMPOSE = 32
 """The most objects that one request composes (the limit of the service)."""
 
 _BEGIN = "begin"
+_UPLOAD = "megtool-upload"
+"""In the metadata of an object that was composed: of which upload."""
+
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _HINT = (
     "`gcloud auth application-default login`, GOOGLE_APPLICATION_CREDENTIALS, or the service "
@@ -282,7 +285,7 @@ class GcsStore:
                 self._join(f"{prefix}/join-{level}-{n:05}", pieces[n : n + _COMPOSE])
                 for n in range(0, len(pieces), _COMPOSE)
             ]
-        info = self._compose(key, pieces, create=create)
+        info = self._compose(key, pieces, upload_id=upload_id, create=create)
         if info.size != sum(part.size for part in parts):
             raise StorageError(
                 f"the store composed {info.size:,} bytes of {sum(part.size for part in parts):,}",
@@ -291,17 +294,36 @@ class GcsStore:
         self.abort_upload(key, upload_id)
         return info
 
+    def is_made_of(self, info: ObjectInfo, upload_id: str, num_parts: int) -> bool:
+        """See `Store.is_made_of`: the object names the upload."""
+        params = {"ifGenerationMatch": info.version}
+        try:
+            item = self._send("GET", self._object_url(info.key), info.key, params=params).json()
+        except (ConditionError, ObjectMissingError):
+            return False
+        return bool((item.get("metadata") or {}).get(_UPLOAD) == upload_id)
+
     def _join(self, key: str, pieces: Sequence[tuple[str, str]]) -> tuple[str, str]:
-        info = self._compose(key, pieces, create=False)
+        info = self._compose(key, pieces)
         return info.key, info.version
 
-    def _compose(self, key: str, pieces: Sequence[tuple[str, str]], *, create: bool) -> ObjectInfo:
+    def _compose(
+        self,
+        key: str,
+        pieces: Sequence[tuple[str, str]],
+        *,
+        upload_id: str = "",
+        create: bool = False,
+    ) -> ObjectInfo:
         import json
 
         if not pieces:
             return self.put(key, b"", create=create)
         body = {
-            "destination": {"contentType": "application/octet-stream"},
+            "destination": {
+                "contentType": "application/octet-stream",
+                **({"metadata": {_UPLOAD: upload_id}} if upload_id else {}),
+            },
             "sourceObjects": [
                 {"name": name, "generation": generation} for name, generation in pieces
             ],

@@ -77,6 +77,10 @@ class ReadOnlyStore:
         """Refused."""
         self._refuse(key)
 
+    def is_made_of(self, info: ObjectInfo, upload_id: str, num_parts: int) -> bool:
+        """False: nothing is written."""
+        return False
+
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Refused."""
         self._refuse(key)

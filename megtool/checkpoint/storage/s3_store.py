@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -444,6 +445,21 @@ class S3Store:
         if info is None or info.size != size:
             raise StorageError("the upload was not completed", file=self._place(key))
         return info
+
+    def is_made_of(self, info: ObjectInfo, upload_id: str, num_parts: int) -> bool:
+        """See `Store.is_made_of`.
+
+        An upload that can still be listed has become nothing, and a version that is a digest ends
+        in the number of parts.
+        """
+        tag = re.fullmatch(r"[0-9a-f]{32}(?:-(\d+))?", info.version.strip('"'))
+        if tag is not None and tag[1] != str(num_parts):
+            return False
+        try:
+            self.list_parts(info.key, upload_id)
+        except ObjectMissingError:
+            return True
+        return False
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """See `Store.abort_upload`."""

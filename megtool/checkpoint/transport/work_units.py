@@ -269,9 +269,16 @@ def _merge_feeds(batch: Sequence[FeedUnit]) -> FeedUnit:
 
 def cut_depth(plan: ReshardPlan, number: int) -> int:
     """The number of leading view dimensions that may be cut: not those inside packed rows."""
+    return find_cut_depth([plan.entries[term] for term in plan.terms(number)], plan.sources)
+
+
+def find_cut_depth(terms: Sequence[PlanEntry], sources: Sequence[Catalogue]) -> int:
+    """See `cut_depth`; `terms` are the entries that an entry is computed from."""
     return min(
-        len(e.shape) if e.source is None else count_cuttable_dims(e.source, plan.source_tensor(e))
-        for e in (plan.entries[term] for term in plan.terms(number))
+        len(e.shape)
+        if e.source is None
+        else count_cuttable_dims(e.source, sources[e.source_index].tensors[e.source_tensor])
+        for e in terms
     )
 
 

@@ -21,6 +21,7 @@ from megtool.checkpoint.transport.work_units import (
     KernelUnit,
     TiledUnit,
     Unit,
+    find_cut_depth,
     is_interleaved,
     order_units,
     plan_units,
@@ -51,7 +52,12 @@ class PlanShare:
 
 
 def cut_share(
-    entries: Sequence[PlanEntry], target: Catalogue, worker: WorkerIdentity, *, unit_bytes: int
+    entries: Sequence[PlanEntry],
+    sources: Sequence[Catalogue],
+    target: Catalogue,
+    worker: WorkerIdentity,
+    *,
+    unit_bytes: int,
 ) -> PlanShare:
     """The share of a worker: all workers together have every byte once, and about as many each."""
     item = [t.dtype.itemsize for t in target.tensors]
@@ -81,9 +87,15 @@ def cut_share(
     for mark in (total * n // worker.count for n in range(1, worker.count)):
         row, before = int(np.searchsorted(ends, mark, "right")), 0
         if row < len(order) and is_large[row] and first[row] < mark:
-            e = entries[order[row]]
-            before = mark - int(first[row])
-            before = _count_before(e.shape, item[e.target_tensor], unit_bytes, before)
+            number = int(order[row])
+            terms_of = [e for n, e in enumerate(entries) if n == number or e.adds_to == number]
+            before = _count_before(
+                terms_of[0].shape,
+                item[terms_of[0].target_tensor],
+                unit_bytes,
+                mark - int(first[row]),
+                depth=find_cut_depth(terms_of, sources),
+            )
             if before == size[order[row]]:
                 row, before = row + 1, 0
         while row < len(order) and not is_large[row] and middle[row] < mark:
@@ -114,10 +126,12 @@ def _find_copies(entries: Sequence[PlanEntry]) -> Ints:
     )
 
 
-def _count_before(shape: tuple[int, ...], cell: int, unit_bytes: int, mark: int) -> int:
-    """Bytes of a large entry in units whose middle is before `mark`."""
+def _count_before(
+    shape: tuple[int, ...], cell: int, unit_bytes: int, mark: int, *, depth: int
+) -> int:
+    """Bytes of a large entry in units whose middle is before `mark`; see `cut_depth`."""
     done = 0
-    for lo, hi in split_box((0,) * len(shape), shape, cell, unit_bytes):
+    for lo, hi in split_box((0,) * len(shape), shape, cell, unit_bytes, depth=depth):
         size = cell * math.prod(b - a for a, b in zip(lo, hi, strict=True))
         if done + size // 2 >= mark:
             break

@@ -123,7 +123,10 @@ class SharedStaging(StagingFolder):
     def _is_complete(self) -> bool:
         """Whether workers have committed this plan, and its files are still those."""
         record = self._read_publication()
-        return record is not None and record.fingerprint == self._manifest.fingerprint
+        if record is None or record.fingerprint != self._manifest.fingerprint:
+            return False
+        self.files.fsync_dir(self.destination.parent)  # the one that renamed may have been killed
+        return True
 
     def _read_publication(self) -> journal.JournalRecord | None:
         """The journal of the publication that made the current destination, if workers made it."""

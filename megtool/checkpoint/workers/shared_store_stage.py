@@ -102,7 +102,7 @@ class SharedStoreStage(StoreStage):
             return self
         try:
             if not read_json(self._staged_path(RUN)) and not self._find_published():
-                check_free(self.destination, is_file=self.is_file, overwrite=self._overwrite)
+                self._check_free()
             self._take_place()
             self.messages += probe_store(self.staging, is_unsafe=self._is_unsafe)
             self._join()
@@ -117,6 +117,14 @@ class SharedStoreStage(StoreStage):
         self.files.recorder = self.digests
         self.digests.observer = self._note_section
         return self
+
+    def _check_free(self) -> None:
+        """Refuse to replace what exists, unless it is of a run that has begun just now."""
+        try:
+            check_free(self.destination, is_file=self.is_file, overwrite=self._overwrite)
+        except DestinationError:
+            if not read_json(self._staged_path(RUN)) and not self._find_published():
+                raise
 
     def _find_published(self) -> bool:
         values = read_json(self._staged_path(PUBLISHED))
@@ -169,14 +177,7 @@ class SharedStoreStage(StoreStage):
             self.is_published = self._find_published()  # and its notes were removed just now
             if self.is_published:
                 return
-            replaces = check_free(self.destination, is_file=self.is_file, overwrite=self._overwrite)
-            self._store.delete([self._staged_path(PUBLISHED).key])
-            replaces = self._publication.reset() or replaces
-            run = {"identity": identity, "replaces": replaces, "count": self.worker.count}
-            try:
-                self._store.put(path.key, json.dumps(run).encode(), create=True)
-            except ConditionError:
-                run = read_json(path)
+            run = self._begin_run()
         existing = Manifest(
             fingerprint=str(run.get("identity", "")), count=int(run.get("count", 1))
         )
@@ -189,6 +190,31 @@ class SharedStoreStage(StoreStage):
         self._read_uploads()
         if self.record is None:
             self._records = {r.unit: r for r in self._journal.read()}
+
+    def _begin_run(self) -> dict[str, Any]:
+        """Begin a run, unless another worker does so at the same time; returns what it is.
+
+        Raises:
+            DestinationError: the destination is not free.
+        """
+        path = self._staged_path(RUN)
+        try:
+            replaces = check_free(self.destination, is_file=self.is_file, overwrite=self._overwrite)
+            self._store.delete([self._staged_path(PUBLISHED).key])
+            self._publication.read()
+            if run := read_json(path):  # what this one has announced stands
+                return run
+            replaces = self._publication.reset() or replaces
+        except DestinationError:
+            if run := read_json(path):  # its objects, or its announcement
+                return run
+            raise
+        run = {"identity": self._identity(), "replaces": replaces, "count": self.worker.count}
+        try:
+            self._store.put(path.key, json.dumps(run).encode(), create=True)
+        except ConditionError:
+            run = read_json(path)
+        return run
 
     def _read_record(self, index: int) -> WorkerRecord | None:
         path = self._staged_path(worker_file(index, "record"))

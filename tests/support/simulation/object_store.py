@@ -18,7 +18,7 @@ PART_BYTES = 200
 INTRUDER = "run/out/deep/config.json"
 """What another program writes into the destination, against all rules."""
 
-_READS = ("head", "list", "read", "list_parts", "list_uploads")
+_READS = ("head", "list", "read", "list_parts", "list_uploads", "is_made_of")
 
 
 class StoreFaults:

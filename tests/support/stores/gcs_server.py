@@ -24,6 +24,7 @@ class _Object:
     data: bytes
     generation: int
     updated: str
+    metadata: dict[str, str] = field(default_factory=dict)
 
 
 class _RefusedError(Exception):
@@ -60,11 +61,12 @@ class _GcsHandler(LoopbackHandler):
         if match[1]:
             return _json(gcs.write(query["name"], body, query))
         if match[4]:
-            sources = json.loads(body)["sourceObjects"]
+            asked = json.loads(body)
+            sources, metadata = asked["sourceObjects"], asked["destination"].get("metadata")
             if not 1 <= len(sources) <= 32:
                 raise _RefusedError(400, "The number of source components is out of range.")
             data = b"".join(gcs.find(s["name"], str(s["generation"])).data for s in sources)
-            return _json(gcs.write(key, data, query))
+            return _json(gcs.write(key, data, query, metadata))
         if not key:
             return _json(gcs.list(query))
         found = gcs.find(key)
@@ -113,11 +115,14 @@ class GcsServer(LoopbackService):
             raise _RefusedError(404, f"No such object: {self.bucket}/{key}")
         return found
 
-    def write(self, key: str, data: bytes, query: dict[str, str]) -> dict[str, Any]:
+    def write(
+        self, key: str, data: bytes, query: dict[str, str], metadata: dict[str, str] | None = None
+    ) -> dict[str, Any]:
         self.check(key, query)
         self._generation += 1
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        self.objects[key] = _Object(data, 1_700_000_000_000_000 + self._generation, now)
+        generation = 1_700_000_000_000_000 + self._generation
+        self.objects[key] = _Object(data, generation, now, metadata or {})
         return self.resource(key)
 
     def resource(self, key: str) -> dict[str, Any]:
@@ -127,6 +132,7 @@ class GcsServer(LoopbackService):
             "size": str(len(found.data)),
             "generation": str(found.generation),
             "updated": found.updated,
+            **({"metadata": found.metadata} if found.metadata else {}),
         }
 
     def list(self, query: dict[str, str]) -> dict[str, Any]:

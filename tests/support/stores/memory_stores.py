@@ -17,7 +17,7 @@ PART_BYTES = 1000
 
 METHODS = (
     *("head", "list", "read", "put", "delete", "begin_upload", "upload_part", "copy_part"),
-    *("list_parts", "list_uploads", "complete_upload", "abort_upload"),
+    *("list_parts", "list_uploads", "complete_upload", "is_made_of", "abort_upload"),
 )
 
 
