@@ -12,6 +12,7 @@ from types import ModuleType as _ModuleType
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Checkpoint",
     "__version__",
     "clean",
     "demo",
@@ -26,13 +27,27 @@ __all__ = [
     "inspect_amax",
     "lint",
     "list_recipes",
+    "load_state_dict",
+    "open",
     "quantize",
     "reshard",
     "show_recipe",
+    "stream",
     "strip_amax",
     "tokenize",
     "verify",
 ]
+
+_ACCESS = {
+    "Checkpoint": ("megtool.access.checkpoint", "Checkpoint"),
+    "load_state_dict": ("megtool.access.state_dict", "load_state_dict"),
+    "open": ("megtool.access.checkpoint", "open_checkpoint"),
+    "stream": ("megtool.access.checkpoint", "stream"),
+}
+"""What is no verb: where it is, and its name there."""
+
+_MODULES = ("dcp",)
+"""Modules of other frameworks' words, imported when they are first used."""
 
 # In a checkout the folders converters/ and quant_recipes/ are next to this package, not inside it.
 _root = _Path(__file__).resolve().parent.parent
@@ -54,9 +69,15 @@ class _Package(_ModuleType):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> object:
+        if name in _MODULES:
+            return _importlib.import_module(f"{__name__}.{name}")
         if name.startswith("_") or name not in __all__:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        function = _importlib.import_module("megtool.commands.api").make_function(name)
+        if name in _ACCESS:
+            module, attribute = _ACCESS[name]
+            function = getattr(_importlib.import_module(module), attribute)
+        else:
+            function = _importlib.import_module("megtool.commands.api").make_function(name)
         setattr(self, name, function)
         return function
 

@@ -19,6 +19,7 @@ FLOORS = (
     {"checkpoint", "parallel"},
     {"convert", "model", "optim", "data"},
     {"reshard"},
+    {"access"},
     {"inference"},
     {"quant"},
     {"lint"},
@@ -26,6 +27,7 @@ FLOORS = (
     {"quant/pipeline"},
     {"export", "train"},
     {"commands"},
+    {"dcp"},
     {"cli"},
     {"__main__"},
 )

@@ -32,8 +32,8 @@ NOTE = (
 )
 COPY_LIMIT, WORKERS_LIMIT, DCP_LIMIT, DCP_MEMORY_LIMIT = 1.3, 7.0, 5.0, 0.1
 SERVER_LIMIT, ROWS_LIMIT, READ_LIMIT, MEMORY_LIMIT = 0.05, 0.25, 1.02, 256 << 20
-LATENCY, BANDWIDTH = 0.02, 1 << 20
-"""Of the limited store: seconds a request, and bytes per second of a connection."""
+LATENCY, BANDWIDTH = 0.02, 1024
+"""Of the limited store: seconds a request, and KiB per second of a connection."""
 
 
 COPIER = """
@@ -141,14 +141,17 @@ def measure_workers(bench: Bench) -> Table:
     from tests.support.stores.fault_proxy import FaultProxy
 
     head = ("job", "1 worker s", "8 workers s", "x", "limit")
-    title = f"Workers, {LATENCY * 1000:.0f} ms a request, {BANDWIDTH >> 10} KiB/s a connection"
+    title = (
+        f"Workers, {LATENCY * 1000:.0f} ms a request, {bench.given.bandwidth} KiB/s a connection"
+    )
     table = Table(title=title, head=head)
     made = llama(bench.root / "workers", bench.given.gib)
     upload(bench, made.folder, "workers")
     shutil.rmtree(made.folder)
     options = ("--dtype", "fp16")
     found: dict[int, list[float]] = {1: [], 8: []}
-    with FaultProxy(bench.server.endpoint, latency=LATENCY, bandwidth=BANDWIDTH) as proxy:  # type: ignore[attr-defined]
+    limits = {"latency": LATENCY, "bandwidth": bench.given.bandwidth << 10}
+    with FaultProxy(bench.server.endpoint, **limits) as proxy:  # type: ignore[attr-defined]
         for _ in range(bench.given.rounds):
             for count, seconds in found.items():
                 bench.empty("out/")
@@ -238,6 +241,13 @@ def main() -> None:
     """Measure and print."""
     options = parser(__doc__ or "", gib=1)
     options.add_argument("--group", action="append", choices=list(GROUPS), help="repeatable")
+    options.add_argument(
+        "--bandwidth",
+        type=int,
+        default=BANDWIDTH,
+        metavar="KIB",
+        help="KiB/s of a connection to the limited store of --group workers",
+    )
     given = options.parse_args()
     tables: list[Table] = []
     with workplace(given) as folder:

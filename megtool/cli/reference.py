@@ -92,6 +92,16 @@ def _escape(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+_ACCESS = (
+    "from megtool import dcp as dcp",
+    "from megtool.access.checkpoint import Checkpoint as Checkpoint",
+    "from megtool.access.checkpoint import open_checkpoint as open",
+    "from megtool.access.checkpoint import stream as stream",
+    "from megtool.access.state_dict import load_state_dict as load_state_dict",
+)
+"""What the package has beside verbs, as its stub says it."""
+
+
 def render_api_stub() -> str:
     """The text of `megtool/__init__.pyi`: every verb as a function with typed keywords."""
     functions = [_Signature.of(verb) for verb in sorted(VERBS, key=lambda v: v.api)]
@@ -110,7 +120,7 @@ def render_api_stub() -> str:
     lines.append("")
     for module in sorted(set(imports) - set(standard)):
         lines += _import_lines(module, imports[module])
-    lines += ["", "__version__: str", ""]
+    lines += ["", *_ACCESS, "", "__version__: str", ""]
     for function in functions:
         lines += function.lines
     return "\n".join(lines) + "\n"

@@ -62,6 +62,60 @@ class LocalView:
     fills: list[Padding] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedTarget:
+    """The tensors of a target by name, with the canonical tensors and the padding inside each."""
+
+    tensors: Mapping[str, GlobalTensor]
+    parts: Mapping[str, Sequence[Placement]]
+    padding: Mapping[str, Sequence[Padding]]
+
+    @classmethod
+    def of(cls, target: TargetView) -> IndexedTarget:
+        """Index a target."""
+        parts: dict[str, list[Placement]] = defaultdict(list)
+        for p in target.placements.values():
+            parts[p.stored].append(p)
+        padding: dict[str, list[Padding]] = defaultdict(list)
+        for fill in target.fills:
+            padding[fill.placement.stored].append(fill)
+        tensors = {t.name: t for t in target.tensors}
+        return cls(tensors=tensors, parts=parts, padding=padding)
+
+
+def whole_tensor(tensor: GlobalTensor) -> LocalTensor:
+    """A tensor of the whole model, as the only rank has it."""
+    start = (0,) * len(tensor.shape)
+    return LocalTensor(
+        name=tensor.name,
+        key=tensor.name,
+        shape=tensor.shape,
+        boxes=((start, tensor.shape),),
+        offsets=(start,),
+    )
+
+
+def cut_local(local: LocalTensor, lo: Sequence[int], hi: Sequence[int], name: str) -> LocalTensor:
+    """The box `lo:hi` of a rank's tensor as a tensor called `name`."""
+    boxes, offsets = [], []
+    for (a, b), offset in zip(local.boxes, local.offsets, strict=True):
+        first = [max(x, o) for x, o in zip(lo, offset, strict=True)]
+        end = [min(y, o + q - p) for y, o, p, q in zip(hi, offset, a, b, strict=True)]
+        if all(x < y for x, y in zip(first, end, strict=True)):
+            start = [p - o for p, o in zip(a, offset, strict=True)]
+            boxes.append(
+                (
+                    tuple(s + x for s, x in zip(start, first, strict=True)),
+                    tuple(s + y for s, y in zip(start, end, strict=True)),
+                )
+            )
+            offsets.append(tuple(x - y for x, y in zip(first, lo, strict=True)))
+    shape = tuple(y - x for x, y in zip(lo, hi, strict=True))
+    return LocalTensor(
+        name=name, key=local.key, shape=shape, boxes=tuple(boxes), offsets=tuple(offsets)
+    )
+
+
 def local_tensors(
     ranks: Mapping[RankPlace, Sequence[Parameter]], seat: RankCoordinates, *, num_chunks: int = 1
 ) -> dict[str, LocalTensor]:
@@ -117,32 +171,27 @@ def _stacked(boxes: Iterable[Box], dim: int) -> list[tuple[int, ...]]:
 def local_side(
     tensors: Iterable[LocalTensor],
     source: CanonicalView,
-    target: TargetView,
+    target: TargetView | IndexedTarget,
     *,
     dtypes: Mapping[str, DType] | None = None,
 ) -> LocalView:
     """The canonical sources of the given tensors of a rank.
 
-    `target` is what `write_side` made of `source` under Megatron's names, one key per layer, whole.
-    `dtypes` says by name what elements become; without it they are what `target` says.
+    `target` is what `write_side` made of `source`, whole (under Megatron's names, one key per
+    layer); index it for many calls. `dtypes` says by name what elements become; without it they are
+    what `target` says.
 
     Raises:
         MappingError: the two sides cut a tensor in ways that do not nest.
     """
-    kinds = {t.name: t.dtype for t in target.tensors}
-    inside: dict[str, list[Placement]] = defaultdict(list)
-    for p in target.placements.values():
-        inside[p.stored].append(p)
-    padding: dict[str, list[Padding]] = defaultdict(list)
-    for fill in target.fills:
-        padding[fill.placement.stored].append(fill)
+    index = IndexedTarget.of(target) if isinstance(target, TargetView) else target
     out = LocalView()
     numbers: dict[str, int] = defaultdict(int)
     for local in tensors:
-        kind = dtypes[local.name] if dtypes else kinds[local.key]
+        kind = dtypes[local.name] if dtypes else index.tensors[local.key].dtype
         out.tensors.append(GlobalTensor(name=local.name, shape=local.shape, dtype=kind))
         boxes = Boxes.of([(list(lo), list(hi)) for lo, hi in local.boxes], len(local.shape))
-        for p in inside[local.key]:
+        for p in index.parts.get(local.key, ()):
             if 0 in p.shape:
                 continue
             stored, to = refine(source.placements[p.canonical], p)
@@ -154,7 +203,7 @@ def local_side(
                 numbers[p.canonical] += 1
                 out.source[name] = replace(narrow(stored, lo, hi), canonical=name)
                 out.target[name] = _moved(narrow(to, lo, hi), local, row, name)
-        for fill in padding[local.key]:
+        for fill in index.padding.get(local.key, ()):
             rows, views = pieces(fill.placement, boxes)
             for row, lo, hi in zip(
                 rows.tolist(), views.lo.tolist(), views.hi.tolist(), strict=True

@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megtool.access.read_boxes import BUFFER_BYTES, BoxRead, BoxReader, PlannedReads
 from megtool.checkpoint import memory
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.copy import execute
-from megtool.checkpoint.digest import DigestMode
-from megtool.checkpoint.parallel_scan import default_threads
-from megtool.checkpoint.plan import Fill, ReshardPlan
-from megtool.checkpoint.plan import PlanSource as Held
-from megtool.checkpoint.planner import build_plan
-from megtool.checkpoint.storage.files import Files
 from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.convert.binding import missing, summarize
@@ -36,9 +30,7 @@ from megtool.convert.megatron import is_encoder_decoder
 from megtool.convert.rank_parameters import rank_parameters
 from megtool.convert.rank_tensors import (
     LocalTensor,
-    LocalView,
     RankCoordinates,
-    local_side,
     local_tensors,
 )
 from megtool.dtypes import DType, dtype
@@ -46,15 +38,12 @@ from megtool.errors import MappingError
 from megtool.model_config import ModelConfig
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.box import numel
-from megtool.tensors.placement import Placement
+from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:
     import torch
 
 _LOG = logging.getLogger(__name__)
-
-BUFFER_BYTES = 64 << 20
-"""What all buffers of all threads together hold while weights are loaded."""
 
 
 class Weights:
@@ -90,10 +79,10 @@ class Weights:
             ranks, seat, num_chunks=self.parallel.vpp
         )
         self._kinds = {t.name: t.dtype for t in self._target.tensors}
-        self._threads = default_threads(threads, source.path)
+        self._threads = threads
         self._memory_bytes, self._progress = memory_bytes, progress
-        self._files = Files()
-        self._plans: dict[tuple[str, ...], ReshardPlan] = {}
+        self._made: BoxReader | None = None
+        self._plans: dict[tuple[str, ...], PlannedReads] = {}
 
     def _written(self, vocab_multiple: int) -> TargetView:
         target = write_side(
@@ -131,6 +120,7 @@ class Weights:
         self._target = replace(self._target, placements=placements)
         places = {n: replace(p, shift=0.0) for n, p in self._side.placements.items()}
         self._side = replace(self._side, placements=places)
+        self._made = None
         self._plans.clear()
 
     def kind(self, name: str) -> DType:
@@ -157,43 +147,28 @@ class Weights:
         selected = tuple(self.tensors if names is None else names)
         if not selected:
             return {}
-        plan = self._plans.get(selected)
-        if plan is None:
-            plan = self._plans[selected] = self._plan(selected)
-        total = plan.target.catalogue.num_bytes
-        tell = self._progress
-        tensors = plan.target.catalogue.tensors
+        planned = self._plans.get(selected)
+        if planned is None:
+            reads = [BoxRead(tensor=self.tensors[n], dtype=self.kind(n)) for n in selected]
+            planned = self._plans[selected] = self._reader().plan(reads)
+        tensors = [
+            GlobalTensor(name=n, shape=self.tensors[n].shape, dtype=self.kind(n)) for n in selected
+        ]
         filled = memory.allocate(tensors)
-        with memory.MemoryStage(filled) as stage:
-            copied = execute(
-                plan,
-                stage,
-                files=self._files,
-                threads=self._threads,
-                memory_bytes=self._memory_bytes,
-                digest=DigestMode.NONE,
-                progress=lambda n: tell("load", n, total),
-            )
-        if copied.overflowed:
-            _LOG.warning("%s", copied.overflows)
+        planned.fill([filled[n] for n in selected], self._progress)
         return {t.name: memory.as_torch(filled[t.name], t) for t in tensors}
 
-    def _plan(self, names: Sequence[str]) -> ReshardPlan:
-        side = local_side(
-            [self.tensors[n] for n in names],
-            self._side,
-            self._target,
-            dtypes={n: self.kind(n) for n in names},
-        )
-        placements, copies = _each_once(side)
-        used = {p.stored for p in placements.values()}
-        return build_plan(
-            [Held(catalogue=self.catalogue.select(lambda n: n in used), placements=placements)],
-            memory.plan_memory_layout(side.tensors),
-            side.target,
-            fills=[_fill(f.placement, f.value) for f in side.fills],
-            copies=copies,
-        )
+    def _reader(self) -> BoxReader:
+        """The reader of all tensors, made at first use."""
+        if self._made is None:
+            self._made = BoxReader(
+                self.catalogue,
+                self._side,
+                self._target,
+                threads=self._threads,
+                memory_bytes=self._memory_bytes,
+            )
+        return self._made
 
 
 def group_of(name: str) -> str:
@@ -275,25 +250,3 @@ def _no_decoder(catalogue: Catalogue, name: str, what: str) -> MappingError:
         "are run, and T5 with a config.json: --like HF_FOLDER",
         error_id="unsupported-model",
     )
-
-
-def _each_once(side: LocalView) -> tuple[dict[str, Placement], dict[str, str]]:
-    """Where parts lie in the source, each place once; the others by the name it is read under.
-
-    A layer that was chosen twice stands in the model twice.
-    """
-    first: dict[object, str] = {}
-    placements: dict[str, Placement] = {}
-    copies: dict[str, str] = {}
-    for name, p in side.source.items():
-        place = p.stored, p.base, p.shape, p.dims, p.mults
-        if (there := first.setdefault(place, name)) == name:
-            placements[name] = p
-        else:
-            copies[name] = there
-    return placements, copies
-
-
-def _fill(p: Placement, value: float) -> Fill:
-    hi = tuple(b + n for b, n in zip(p.base, p.shape, strict=True))
-    return Fill(stored=p.stored, lo=p.base, hi=hi, value=value)

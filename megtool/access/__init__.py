@@ -1,0 +1,1 @@
+"""Reading any checkpoint under any names, without converting it first."""

@@ -1,0 +1,267 @@
+"""`megtool.open`: any checkpoint under any names, read in part or as a stream."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megtool.access.lazy_tensor import TensorView
+from megtool.access.naming import NAMINGS, name_tensors
+from megtool.access.read_boxes import BoxReader
+from megtool.checkpoint.storage.location import location as to_location
+from megtool.config import ParallelConfig
+from megtool.console import Progress, silent
+from megtool.dtypes import dtype as named_dtype
+from megtool.errors import LayoutError
+from megtool.model_config import ModelConfig
+from megtool.options.groups import SourceOptions
+from megtool.reshard.open_source import open_source
+from megtool.reshard.source import CheckpointSource
+
+BATCH_BYTES = 64 << 20
+"""About how much `stream` reads at a time; the next batch is read while one is used."""
+
+
+class Checkpoint:
+    """An open checkpoint of any format. Its headers are read, its tensors are not."""
+
+    def __init__(
+        self, source: CheckpointSource, *, framework: str = "numpy", threads: int | None = None
+    ) -> None:
+        self.source = source
+        self._framework, self._threads = framework, threads
+
+    @property
+    def location(self) -> Path:
+        """Where it is."""
+        return self.source.path
+
+    @property
+    def format(self) -> str:
+        """The name of its format."""
+        return self.source.format
+
+    @property
+    def family(self) -> str | None:
+        """The family of its model, None where it has none."""
+        return self.source.family_name
+
+    @property
+    def config(self) -> ModelConfig | None:
+        """The configuration of its model, None where the model is not known."""
+        return self.source.known_config
+
+    @cached_property
+    def tensors(self) -> TensorView:
+        """Its tensors as stored (decoded where they are quantized)."""
+        return self.as_("stored")
+
+    def __repr__(self) -> str:
+        return f"<{self.format} checkpoint {str(self.location)!r}: {self.family or 'no family'}>"
+
+    def as_(
+        self,
+        naming: str,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        vpp: int = 0,
+        ep: int = 1,
+        etp: int = 0,
+        rank: int | None = None,
+        dtype: str | None = None,
+        framework: str | None = None,
+    ) -> TensorView:
+        """Its tensors under other names, whole or as one rank of a layout has them.
+
+        Args:
+            naming: `hf`, `megatron` or `stored`.
+            tp: Tensor-parallel size.
+            pp: Pipeline-parallel size.
+            vpp: Virtual chunks of each pipeline stage.
+            ep: Expert-parallel size.
+            etp: Tensor-parallel size of experts; 0: that of the rest.
+            rank: Which rank of the layout: tp counts fastest, then ep, then pp. Without it tensors
+                are whole.
+            dtype: What floating model weights are cast to, for example `bfloat16`.
+            framework: `numpy` or `torch`, of what is read; by default the checkpoint's.
+
+        Raises:
+            UsageError: the naming or the framework is unknown.
+            MappingError: the naming needs a family that is not known.
+            LayoutError: the layout does not divide the model, or has no such rank.
+        """
+        parallel = ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
+        if rank is None and parallel.world_size > 1:
+            raise LayoutError(
+                f"tp={tp}, pp={pp} and ep={ep} have {parallel.world_size} ranks, and none is named",
+                hint=f"rank=0 to rank={parallel.world_size - 1}",
+            )
+        named = name_tensors(
+            self.source,
+            naming,
+            parallel=None if rank is None else parallel,
+            rank=rank or 0,
+            dtype=named_dtype(dtype) if dtype else None,
+        )
+        reader = BoxReader(self.source.catalogue, named.source, named.target, threads=self._threads)
+        return TensorView(named, reader, framework=framework or self._framework)
+
+
+def open_checkpoint(
+    location: str | Path,
+    *,
+    family: str | None = None,
+    like: str | Path | None = None,
+    iteration: int | str | None = None,
+    optimizer: bool = True,
+    framework: str = "numpy",
+    threads: int | None = None,
+) -> Checkpoint:
+    """Open a checkpoint of any format, local or in a store; only headers are read.
+
+        ckpt = megtool.open("s3://bucket/run/iter_0005000")
+        ckpt.as_("hf")["model.layers.0.self_attn.q_proj.weight"][:128]
+
+    Args:
+        location: A folder, a save folder or a file; a path or a URL.
+        family: The model family, if the checkpoint names none.
+        like: A Hugging Face folder to take the configuration from.
+        iteration: Which iteration of a save folder; by default the latest.
+        optimizer: False leaves optimizer state out.
+        framework: What tensors are read as: `numpy` or `torch`.
+        threads: How many threads read; by default as many as the storage keeps busy.
+
+    Raises:
+        FormatError: no checkpoint, or a damaged one.
+        MappingError: its tensors do not fit the model that it names.
+        StorageError: it cannot be read.
+    """
+    options = SourceOptions(
+        family=family,
+        like=None if like is None else to_location(like),
+        iteration=None if iteration is None else str(iteration),
+    )
+    source = open_source(to_location(location), options, optimizer=optimizer)
+    return Checkpoint(source, framework=framework, threads=threads)
+
+
+def stream(
+    location: str | Path | Checkpoint,
+    *,
+    to: str = "hf",
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int = 0,
+    ep: int = 1,
+    etp: int = 0,
+    rank: int | None = None,
+    dtype: str | None = None,
+    framework: str = "torch",
+    family: str | None = None,
+    like: str | Path | None = None,
+    iteration: int | str | None = None,
+    threads: int | None = None,
+    progress: Progress = silent,
+) -> Iterator[tuple[str, Any]]:
+    """The tensors of a checkpoint one after another, under any names and layout.
+
+        for name, tensor in megtool.stream("ckpt", to="hf", tp=8, rank=3): ...
+
+    About 128 MiB are in memory at a time (or the two largest tensors in succession), and what the
+    caller keeps. Model weights alone; the other arguments are those of `open` and `Checkpoint.as_`.
+
+    Raises:
+        MegtoolError: it cannot be opened, named, cut or read.
+    """
+    if isinstance(location, Checkpoint):
+        checkpoint = location
+    else:
+        checkpoint = open_checkpoint(
+            location,
+            family=family,
+            like=like,
+            iteration=iteration,
+            optimizer=False,
+            threads=threads,
+        )
+    view = checkpoint.as_(
+        to,
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        ep=ep,
+        etp=etp,
+        rank=rank,
+        dtype=dtype,
+        framework=framework,
+    )
+    return _stream(view, progress)
+
+
+def _stream(view: TensorView, progress: Progress) -> Iterator[tuple[str, Any]]:
+    """The tensors of a view, the next batch read while one is used."""
+    total = view.num_bytes
+    for batch in _read_ahead(view):
+        for name in list(batch):
+            tensor = batch.pop(name)
+            progress("stream", view[name].num_bytes, total)
+            yield name, tensor
+
+
+def _read_ahead(view: TensorView) -> Iterator[dict[str, Any]]:
+    """Batches of tensors; a thread reads the next one."""
+    ready: queue.Queue[dict[str, Any] | BaseException | None] = queue.Queue(maxsize=1)
+    stopped = threading.Event()
+
+    def put(item: dict[str, Any] | BaseException | None) -> None:
+        while not stopped.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return
+
+    def read() -> None:
+        try:
+            for names in _batches(view):
+                if stopped.is_set():
+                    return
+                put(view.read(names))
+        except BaseException as e:  # raised again where the tensors are used
+            put(e)
+        else:
+            put(None)
+
+    thread = threading.Thread(target=read, name="megtool-stream", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _batches(view: TensorView) -> Iterator[list[str]]:
+    """Names in their order, about `BATCH_BYTES` together."""
+    names: list[str] = []
+    size = 0
+    for name in view:
+        num_bytes = view[name].num_bytes
+        if names and size + num_bytes > BATCH_BYTES:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += num_bytes
+    if names:
+        yield names
+
+
+__all__ = ["NAMINGS", "Checkpoint", "open_checkpoint", "stream"]

@@ -1,0 +1,141 @@
+"""The tensors of a checkpoint as another program calls and cuts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megtool.access.rank_cut import cut_for_rank
+from megtool.checkpoint.megatron_metadata import vocab_divisor
+from megtool.config import ParallelConfig
+from megtool.convert.canonical_view import CanonicalView, TargetView
+from megtool.convert.dialects import (
+    STATE_FIRST,
+    DialectOptions,
+    detect_dialect,
+    read_side,
+    write_side,
+)
+from megtool.convert.rank_parameters import rank_parameters
+from megtool.convert.rank_tensors import (
+    LocalTensor,
+    RankCoordinates,
+    local_tensors,
+    whole_tensor,
+)
+from megtool.dtypes import DType
+from megtool.errors import LayoutError, UsageError
+from megtool.parallel.mesh import Mesh
+from megtool.reshard.source import CheckpointSource, unknown_model
+
+NAMINGS = ("stored", "hf", "megatron")
+"""`stored`: the checkpoint's own names; `hf`: those of a Hugging Face folder; `megatron`: those of
+Megatron's modules, one key per layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTensors:
+    """Tensors by name, as boxes of those of `target`, which was planned from `source`."""
+
+    naming: str
+    tensors: Mapping[str, LocalTensor]
+    dtypes: Mapping[str, DType]
+    source: CanonicalView
+    target: TargetView
+
+
+def name_tensors(
+    source: CheckpointSource,
+    naming: str,
+    *,
+    parallel: ParallelConfig | None = None,
+    rank: int = 0,
+    dtype: DType | None = None,
+) -> NamedTensors:
+    """The tensors of a checkpoint under a naming; with `parallel`, those of one rank.
+
+    Floating model weights are cast to `dtype`, if it is given. A rank has model weights alone.
+
+    Raises:
+        UsageError: the naming is unknown, or stored tensors would be cut.
+        MappingError: the naming needs a family that is not known, or has no place for a tensor.
+        LayoutError: the layout does not divide the model, or has no such rank.
+    """
+    if naming not in NAMINGS:
+        raise UsageError(f"the naming {naming!r} is unknown", hint=f"known: {', '.join(NAMINGS)}")
+    view = _canonical_view(source, naming)
+    if parallel is not None:
+        if view.dialect == "identity":
+            raise UsageError(
+                f"tensors by their {naming!r} names are not cut: the model is not known",
+                file=source.path,
+                hint="--family NAME and --like HF_FOLDER say which model it is",
+            )
+        view = replace(view, canonical={n: t for n, t in view.canonical.items() if ":" not in n})
+    options = DialectOptions(
+        divisible_by=vocab_divisor(source.catalogue) if naming == "megatron" else 1,
+        state_names=STATE_FIRST,
+    )
+    target = write_side(
+        view,
+        dialect=view.dialect if view.dialect == "identity" else naming,
+        config=source.known_config,
+        dtype=dtype,
+        parallel=parallel if naming == "megatron" else None,
+        per_layer=True if naming == "megatron" else None,
+        options=options,
+    )
+    tensors = {t.name: whole_tensor(t) for t in target.tensors}
+    dtypes = {t.name: t.dtype for t in target.tensors}
+    if parallel is not None:
+        tensors = _of_rank(source, view, target, naming, parallel, rank)
+        dtypes = {name: dtypes[t.key] for name, t in tensors.items()}
+    return NamedTensors(naming=naming, tensors=tensors, dtypes=dtypes, source=view, target=target)
+
+
+def _canonical_view(source: CheckpointSource, naming: str) -> CanonicalView:
+    """The side that is read: canonical tensors, or the stored ones under their own names.
+
+    Raises:
+        MappingError: other names are needed, and the model is not known.
+    """
+    stored = read_side(source.catalogue.tensors, dialect="identity")
+    if naming == "stored":
+        return stored
+    if source.view.dialect != "identity":
+        return source.view
+    if detect_dialect([t.name for t in source.catalogue.tensors]) == naming:
+        return stored
+    raise source.reason or unknown_model(source, f"{naming!r} names are asked for")
+
+
+def _of_rank(
+    source: CheckpointSource,
+    view: CanonicalView,
+    target: TargetView,
+    naming: str,
+    parallel: ParallelConfig,
+    rank: int,
+) -> dict[str, LocalTensor]:
+    seat = seat_of(parallel, rank)
+    if naming != "megatron":
+        return cut_for_rank(view, target, source.config, parallel, seat)
+    ranks = rank_parameters(target.tensors, target.config or source.config, parallel)
+    return local_tensors(ranks, seat, num_chunks=parallel.vpp)
+
+
+def seat_of(parallel: ParallelConfig, rank: int) -> RankCoordinates:
+    """The coordinates of a rank, counted in Megatron's order: `tp` first, then `cp`, `dp`, `pp`.
+
+    Raises:
+        LayoutError: the layout has no such rank.
+    """
+    if not 0 <= rank < parallel.world_size:
+        raise LayoutError(
+            f"rank {rank} is none of the layout's {parallel.world_size}",
+            hint=f"ranks are 0 to {parallel.world_size - 1}",
+        )
+    at = Mesh(parallel).position(rank)
+    return RankCoordinates(
+        stage=int(at["pp"]), tp=int(at["tp"]), ep=int(at["ep"]), etp=int(at["etp"])
+    )

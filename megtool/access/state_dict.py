@@ -1,0 +1,301 @@
+"""`megtool.load_state_dict`: any checkpoint into the modules or tensors that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from megtool.access.checkpoint import BATCH_BYTES, Checkpoint, open_checkpoint
+from megtool.access.naming import NAMINGS, NamedTensors, name_tensors
+from megtool.access.read_boxes import BoxRead, BoxReader
+from megtool.checkpoint.memory import Memory, allocate, as_torch
+from megtool.config import ParallelConfig
+from megtool.console import Progress, silent
+from megtool.convert.rank_tensors import LocalTensor, cut_local
+from megtool.dtypes import dtype as named_dtype
+from megtool.errors import CheckpointError, MappingError, UsageError, listed
+from megtool.tensors.sharded import GlobalTensor
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_EXTRA = "_extra_state"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What `load_state_dict` did: the naming that fits, and tensors by what became of them.
+
+    `missing` are tensors of the model that the checkpoint does not have; `unused` those of the
+    checkpoint that the model does not ask for.
+    """
+
+    naming: str
+    num_tensors: int
+    num_bytes: int
+    missing: tuple[str, ...]
+    unused: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A tensor to fill: its name, its whole shape, and the box of it that `local` is."""
+
+    name: str
+    shape: tuple[int, ...]
+    lo: tuple[int, ...]
+    hi: tuple[int, ...]
+    local: torch.Tensor
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> Wanted:
+        """This rank's part of a tensor, which may be a DTensor."""
+        shape = tuple(tensor.shape)
+        if not isinstance(tensor, DTensor):
+            return cls(name=name, shape=shape, lo=(0,) * len(shape), hi=shape, local=tensor)
+        size, offset = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        hi = tuple(a + n for a, n in zip(offset, size, strict=True))
+        return cls(name=name, shape=shape, lo=tuple(offset), hi=hi, local=tensor.to_local())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank's part."""
+        return self.local.numel() * self.local.element_size()
+
+
+def load_state_dict(
+    model: nn.Module | Mapping[str, Any],
+    location: str | Path | Checkpoint,
+    *,
+    naming: str | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int = 0,
+    ep: int = 1,
+    etp: int = 0,
+    rank: int | None = None,
+    strict: bool = True,
+    family: str | None = None,
+    like: str | Path | None = None,
+    iteration: int | str | None = None,
+    threads: int | None = None,
+    progress: Progress = silent,
+) -> LoadReport:
+    """Fill the tensors of a model, or of a state dict, from a checkpoint of any format, in place.
+
+        megtool.load_state_dict(model, "s3://bucket/run/iter_0005000")
+
+    Tensors keep their types and devices; values are cast and decoded. Of a DTensor this rank's part
+    alone is read, at the place that its mesh gives it; with `rank`, plain tensors are those of one
+    rank of a layout (see `Checkpoint.as_`). Nothing is read before all names and shapes fit.
+
+    Args:
+        model: A module, or tensors by name.
+        location: A checkpoint, or where one is.
+        naming: What the model's names are: `hf`, `megatron` or `stored`; by default what fits.
+        tp: Tensor-parallel size, for plain tensors of one rank; so are `pp`, `vpp`, `ep`, `etp`.
+        rank: Which rank of that layout.
+        strict: False leaves tensors alone that the checkpoint does not have.
+        family: The model family, if the checkpoint names none.
+        like: A Hugging Face folder to take the configuration from.
+        iteration: Which iteration of a save folder; by default the latest.
+        threads: How many threads read.
+        progress: Called with what was read.
+
+    Raises:
+        MappingError: tensors are missing or have other shapes, all of which it names.
+        UsageError: a tensor is on the meta device.
+        CheckpointError: it cannot be opened or read; if reading had begun, the hint says that the
+            model is filled in part.
+    """
+    if isinstance(location, Checkpoint):
+        checkpoint = location
+    else:
+        checkpoint = open_checkpoint(
+            location, family=family, like=like, iteration=iteration, optimizer=False
+        )
+    state = model if isinstance(model, Mapping) else model.state_dict()
+    wanted = [Wanted.of(n, t) for n, t in state.items() if isinstance(t, torch.Tensor)]
+    if on_meta := [w.name for w in wanted if w.local.is_meta]:
+        raise UsageError(
+            f"{len(on_meta)} tensors have no memory, such as {on_meta[0]!r}",
+            hint='model.to_empty(device="cpu") gives them some',
+        )
+    parallel = None
+    if rank is not None:
+        parallel = ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
+    named = choose_naming(checkpoint, [w.name for w in wanted], naming, parallel, rank or 0)
+    present, missing = check_fit(checkpoint, named, wanted, strict=strict)
+    reader = BoxReader(checkpoint.source.catalogue, named.source, named.target, threads=threads)
+    names = {w.name for w in present}
+    try:
+        fill_tensors(reader, named.tensors, present, progress)
+    except CheckpointError as e:
+        more = "the tensors are filled in part: load them again, or do not use them"
+        e.hint = f"{e.hint}; {more}" if e.hint else more
+        raise
+    return LoadReport(
+        naming=named.naming,
+        num_tensors=len(present),
+        num_bytes=sum(w.num_bytes for w in present),
+        missing=tuple(missing),
+        unused=tuple(n for n in named.tensors if n not in names and ":" not in n),
+    )
+
+
+def choose_naming(
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    naming: str | None,
+    parallel: ParallelConfig | None = None,
+    rank: int = 0,
+) -> NamedTensors:
+    """The checkpoint's tensors under the names that fit most of `names`, or under `naming`.
+
+    Raises:
+        MappingError: no naming has any of the names.
+    """
+    if naming is not None:
+        return name_tensors(checkpoint.source, naming, parallel=parallel, rank=rank)
+    best, hits = None, 0
+    reasons: list[str] = []
+    for candidate in NAMINGS:
+        try:
+            named = name_tensors(checkpoint.source, candidate, parallel=parallel, rank=rank)
+        except (MappingError, UsageError) as e:
+            reasons.append(f"{candidate}: {e.message}")
+            continue
+        found = sum(n in named.tensors for n in names)
+        if found > hits:
+            best, hits = named, found
+    if best is None:
+        why = "; ".join(reasons)
+        raise MappingError(
+            f"the model's names are none that the checkpoint's tensors have, such as "
+            f"{next(iter(names), None)!r}" + (f" ({why})" if why else ""),
+            file=checkpoint.location,
+            hint="--family and --like say which model it is (family=, like= in Python); "
+            "megtool.open(...).as_('hf') lists names",
+            error_id="missing-tensors",
+        )
+    return best
+
+
+def check_fit(
+    checkpoint: Checkpoint, named: NamedTensors, wanted: Sequence[Wanted], *, strict: bool
+) -> tuple[list[Wanted], list[str]]:
+    """What can be filled, and the names of what cannot.
+
+    A tensor that shares its memory with one that is filled needs no tensor of its own.
+
+    Raises:
+        MappingError: tensors are missing (if `strict`), or have other shapes: all are named.
+    """
+    present = [w for w in wanted if w.name in named.tensors]
+    filled = {_place(w.local) for w in present}
+    missing = [
+        w.name
+        for w in wanted
+        if w.name not in named.tensors
+        and not w.name.endswith(_EXTRA)
+        and (not w.num_bytes or _place(w.local) not in filled)
+    ]
+    faults = []
+    if missing and strict:
+        faults.append(f"the checkpoint lacks {len(missing)} of them: {listed(missing, 20)}")
+    other = [
+        f"{w.name} is {list(w.shape)}, and here {list(named.tensors[w.name].shape)}"
+        for w in present
+        if w.shape != named.tensors[w.name].shape
+    ]
+    if other:
+        faults.append(f"{len(other)} have other shapes: {listed(other, 20)}")
+    if faults:
+        first = (missing if strict and missing else [o.partition(" ")[0] for o in other])[0]
+        raise MappingError(
+            f"the model's {len(wanted)} tensors do not fit the checkpoint's by their "
+            f"{named.naming!r} names; {'; '.join(faults)}",
+            file=checkpoint.location,
+            tensor=first,
+            hint="nothing was loaded; is it the same model? strict=False leaves what is missing "
+            "as it is"
+            if not other
+            else "nothing was loaded; is it the same model?",
+            error_id="missing-tensors",
+        )
+    return present, missing
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
+
+
+def fill_tensors(
+    reader: BoxReader,
+    tensors: Mapping[str, LocalTensor],
+    wanted: Sequence[Wanted],
+    progress: Progress = silent,
+) -> None:
+    """Fill tensors: those in contiguous memory of the CPU directly, others in batches.
+
+    Raises:
+        CheckpointError: a read failed.
+        UsageError: an element type cannot be converted.
+    """
+    total = sum(w.num_bytes for w in wanted)
+
+    def tell(stage: str, num_bytes: int, total_bytes: int) -> None:
+        progress(stage, num_bytes, total)
+
+    reads = {w.name: _box_read(reader, tensors[w.name], w) for w in wanted}
+    direct = [w for w in wanted if w.local.device.type == "cpu" and w.local.is_contiguous()]
+    reader.read([reads[w.name] for w in direct], [memory_of(w.local) for w in direct], tell)
+    others = [w for w in wanted if not (w.local.device.type == "cpu" and w.local.is_contiguous())]
+    for batch in _batches(others, lambda w: w.num_bytes):
+        held = [
+            GlobalTensor(name=w.name, shape=tuple(w.local.shape), dtype=reads[w.name].dtype)
+            for w in batch
+        ]
+        memory = allocate(held)
+        reader.read([reads[w.name] for w in batch], [memory[w.name] for w in batch], tell)
+        for w, t in zip(batch, held, strict=True):
+            with torch.no_grad():
+                w.local.copy_(as_torch(memory[w.name], t))
+
+
+def _box_read(reader: BoxReader, tensor: LocalTensor, wanted: Wanted) -> BoxRead:
+    kind = named_dtype(str(wanted.local.dtype))
+    stored = reader.target.tensors[tensor.key].dtype
+    if kind != stored and not (kind.is_float and stored.is_float):
+        raise UsageError(
+            f"{wanted.name!r} is {stored} in the checkpoint and {kind} in the model",
+            hint="only floating numbers are cast: load it into a tensor of its own type",
+        )
+    return BoxRead(tensor=cut_local(tensor, wanted.lo, wanted.hi, wanted.name), dtype=kind)
+
+
+def memory_of(tensor: torch.Tensor) -> Memory:
+    """The bytes of a contiguous tensor on the CPU."""
+    memory: Memory = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memory
+
+
+def _batches(items: Sequence[Wanted], size: Callable[[Wanted], int]) -> Iterator[list[Wanted]]:
+    batch: list[Wanted] = []
+    total = 0
+    for item in items:
+        if batch and total + size(item) > BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size(item)
+    if batch:
+        yield batch
