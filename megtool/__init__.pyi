@@ -4,6 +4,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from megtool import dcp as dcp
+from megtool.access.checkpoint import Checkpoint as Checkpoint
+from megtool.access.checkpoint import stream as stream
+from megtool.access.state_dict import load_state_dict as load_state_dict
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.clean import CleanReport
@@ -25,12 +29,6 @@ from megtool.quant.pipeline.plan import QuantizePlan
 from megtool.quant.pipeline.report import QuantizeReport
 from megtool.reshard.fp8_state.inspect_report import AmaxInspection
 from megtool.reshard.report import ReshardReport
-
-from megtool import dcp as dcp
-from megtool.access.checkpoint import Checkpoint as Checkpoint
-from megtool.access.checkpoint import open_checkpoint as open
-from megtool.access.checkpoint import stream as stream
-from megtool.access.state_dict import load_state_dict as load_state_dict
 
 __version__: str
 

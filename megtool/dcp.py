@@ -31,7 +31,7 @@ from torch.futures import Future
 from megtool.access.checkpoint import Checkpoint, open_checkpoint
 from megtool.access.naming import NAMINGS, NamedTensors, name_tensors
 from megtool.access.read_boxes import BoxReader
-from megtool.access.state_dict import Wanted, fill_tensors
+from megtool.access.state_dict import TensorRequest, fill_tensors
 from megtool.checkpoint.storage.location import is_remote
 from megtool.checkpoint.storage.location import location as to_location
 from megtool.errors import MappingError, UsageError, listed
@@ -136,7 +136,7 @@ class Reader(StorageReader):
         Raises:
             CheckpointError: a read failed.
         """
-        wanted: dict[int, tuple[NamedTensors, BoxReader, list[Wanted]]] = {}
+        requests: dict[int, tuple[NamedTensors, BoxReader, list[TensorRequest]]] = {}
         resolved = []
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
@@ -153,10 +153,10 @@ class Reader(StorageReader):
             lo = tuple(item.storage_offsets)
             hi = tuple(a + n for a, n in zip(lo, item.lengths, strict=True))
             shape = named.tensors[name].shape
-            wanted.setdefault(id(reader), (named, reader, []))[2].append(
-                Wanted(name=name, shape=shape, lo=lo, hi=hi, local=target)
+            requests.setdefault(id(reader), (named, reader, []))[2].append(
+                TensorRequest(name=name, shape=shape, lo=lo, hi=hi, local=target)
             )
-        for named, reader, boxes in wanted.values():
+        for named, reader, boxes in requests.values():
             fill_tensors(reader, named.tensors, boxes)
         for item, target in resolved:
             planner.commit_tensor(item, target)
@@ -212,9 +212,7 @@ def load(state_dict: dict[str, Any], location: str | Path | Checkpoint, **option
     Raises:
         CheckpointError: see `Reader`.
     """
-    read_state_dict(
-        state_dict, storage_reader=Reader(location, **options), planner=Planner()
-    )
+    read_state_dict(state_dict, storage_reader=Reader(location, **options), planner=Planner())
 
 
 class Writer(FileSystemWriter):

@@ -141,9 +141,13 @@ def num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 _PLAN = "the parts of one plan, each computed apart; callers give few of them, by keyword"
 _RUN = "one call for a whole run: its inputs and settings, by keyword; only its verb calls it"
+_API = "a function of the Python API: its options, by keyword"
 _KERNEL = "an operation: tensors and the numbers that go with them, as the kernel behind it takes"
 
 ALLOWED_LONG_LISTS = {
+    "megtool/access/checkpoint.py: as_": _API,
+    "megtool/access/checkpoint.py: stream": _API,
+    "megtool/access/state_dict.py: load_state_dict": _API,
     "megtool/checkpoint/formats/torch_dist_layout.py: plan_torch_dist_layout": _PLAN,
     "megtool/checkpoint/formats/zarr_layout.py: plan_zarr_layout": _PLAN,
     "megtool/checkpoint/planner.py: build_plan": _PLAN,

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megtool.access.lazy_tensor import TensorView
+from megtool.access.lazy_tensor import NamedView
 from megtool.access.naming import NAMINGS, name_tensors
 from megtool.access.read_boxes import BoxReader
 from megtool.checkpoint.storage.location import location as to_location
@@ -56,7 +56,7 @@ class Checkpoint:
         return self.source.known_config
 
     @cached_property
-    def tensors(self) -> TensorView:
+    def tensors(self) -> NamedView:
         """Its tensors as stored (decoded where they are quantized)."""
         return self.as_("stored")
 
@@ -75,7 +75,7 @@ class Checkpoint:
         rank: int | None = None,
         dtype: str | None = None,
         framework: str | None = None,
-    ) -> TensorView:
+    ) -> NamedView:
         """Its tensors under other names, whole or as one rank of a layout has them.
 
         Args:
@@ -109,7 +109,7 @@ class Checkpoint:
             dtype=named_dtype(dtype) if dtype else None,
         )
         reader = BoxReader(self.source.catalogue, named.source, named.target, threads=self._threads)
-        return TensorView(named, reader, framework=framework or self._framework)
+        return NamedView(named, reader, framework=framework or self._framework)
 
 
 def open_checkpoint(
@@ -203,7 +203,7 @@ def stream(
     return _stream(view, progress)
 
 
-def _stream(view: TensorView, progress: Progress) -> Iterator[tuple[str, Any]]:
+def _stream(view: NamedView, progress: Progress) -> Iterator[tuple[str, Any]]:
     """The tensors of a view, the next batch read while one is used."""
     total = view.num_bytes
     for batch in _read_ahead(view):
@@ -213,7 +213,7 @@ def _stream(view: TensorView, progress: Progress) -> Iterator[tuple[str, Any]]:
             yield name, tensor
 
 
-def _read_ahead(view: TensorView) -> Iterator[dict[str, Any]]:
+def _read_ahead(view: NamedView) -> Iterator[dict[str, Any]]:
     """Batches of tensors; a thread reads the next one."""
     ready: queue.Queue[dict[str, Any] | BaseException | None] = queue.Queue(maxsize=1)
     stopped = threading.Event()
@@ -249,7 +249,7 @@ def _read_ahead(view: TensorView) -> Iterator[dict[str, Any]]:
         thread.join()
 
 
-def _batches(view: TensorView) -> Iterator[list[str]]:
+def _batches(view: NamedView) -> Iterator[list[str]]:
     """Names in their order, about `BATCH_BYTES` together."""
     names: list[str] = []
     size = 0

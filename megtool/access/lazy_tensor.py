@@ -15,7 +15,7 @@ from megtool.checkpoint.memory import Memory, allocate, as_torch
 from megtool.console import Progress, silent
 from megtool.convert.rank_tensors import cut_local
 from megtool.dtypes import DType
-from megtool.errors import MappingError, MissingPackageError, UsageError, listed
+from megtool.errors import MappingError, UsageError, listed
 from megtool.tensors.box import numel
 from megtool.tensors.sharded import GlobalTensor
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FRAMEWORKS = ("numpy", "torch")
 
 
-class TensorView(Mapping[str, "LazyTensor"]):
+class NamedView(Mapping[str, "LazyTensor"]):
     """The tensors of a checkpoint under one naming and layout, none of them read yet.
 
     `view[name]` is a lazy tensor; `read` reads several in one go.
@@ -80,16 +80,16 @@ class TensorView(Mapping[str, "LazyTensor"]):
                 error_id="missing-tensors",
             )
         tensors = [self.stored_tensor(n) for n in chosen]
-        filled = allocate(tensors)
+        memory = allocate(tensors)
         reads = [BoxRead(tensor=self.named.tensors[t.name], dtype=t.dtype) for t in tensors]
-        self.reader.read(reads, [filled[t.name] for t in tensors], progress)
-        return {t.name: self.wrap(filled[t.name], t) for t in tensors}
+        self.reader.read(reads, [memory[t.name] for t in tensors], progress)
+        return {t.name: self.wrap(memory[t.name], t) for t in tensors}
 
-    def wrap(self, filled: Memory, tensor: GlobalTensor) -> Any:
+    def wrap(self, memory: Memory, tensor: GlobalTensor) -> Any:
         """Memory as an array or a torch tensor."""
         if self.framework == "torch":
-            return as_torch(filled, tensor)
-        return filled.view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+            return as_torch(memory, tensor)
+        return memory.view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
 
 
 class LazyTensor:
@@ -98,7 +98,7 @@ class LazyTensor:
     It is indexed with integers, slices and `...`. The result has memory of its own.
     """
 
-    def __init__(self, view: TensorView, name: str) -> None:
+    def __init__(self, view: NamedView, name: str) -> None:
         self._view, self.name = view, name
 
     @property
@@ -139,12 +139,12 @@ class LazyTensor:
         kind = self._view.named.dtypes[self.name]
         shape = tuple(max(b - a, 0) for a, b in zip(lo, hi, strict=True))
         tensor = GlobalTensor(name=self.name, shape=shape, dtype=kind)
-        filled = allocate([tensor])[self.name]
+        memory = allocate([tensor])[self.name]
         if numel(shape):
             whole = self._view.named.tensors[self.name]
             read = BoxRead(tensor=cut_local(whole, lo, hi, self.name), dtype=kind)
-            self._view.reader.read([read], [filled])
-        return _pick(self._view.wrap(filled, tensor), rest)
+            self._view.reader.read([read], [memory])
+        return _pick(self._view.wrap(memory, tensor), rest)
 
     def numpy(self) -> NDArray[Any]:
         """All elements as an array."""
@@ -157,7 +157,7 @@ class LazyTensor:
         return tensor
 
     def _as(self, framework: str) -> Any:
-        view = TensorView(self._view.named, self._view.reader, framework=framework)
+        view = NamedView(self._view.named, self._view.reader, framework=framework)
         return view[self.name][...]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
@@ -176,22 +176,13 @@ class LazyTensor:
 
 
 def numpy_dtype(kind: DType) -> np.dtype[Any]:
-    """numpy's type of the same elements; of those that numpy lacks, the one of `ml_dtypes`.
-
-    Raises:
-        MissingPackageError: that package is missing.
-    """
+    """numpy's type of the same elements; of those that numpy lacks, the one of `ml_dtypes`."""
     if kind.view.name == kind.name:
         return kind.view
-    try:
-        import ml_dtypes
-    except ImportError as e:
-        raise MissingPackageError(
-            f"numpy has no {kind.name}",
-            hint="pip install ml_dtypes, or take torch tensors: framework='torch'",
-        ) from e
-    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, kind.name))
-    return found
+    import ml_dtypes
+
+    other: np.dtype[Any] = np.dtype(getattr(ml_dtypes, kind.name))
+    return other
 
 
 _Rest = tuple[int | slice, ...]
@@ -203,11 +194,11 @@ def _bounds(index: Any, shape: Sequence[int]) -> tuple[list[int], list[int], _Re
     dots = [n for n, i in enumerate(given) if i is Ellipsis]
     if len(dots) > 1:
         raise IndexError("an index has one `...` at most")
-    at = dots[0] if dots else len(given)
+    split = dots[0] if dots else len(given)
     missing = len(shape) - len(given) + len(dots)
     if missing < 0:
         raise IndexError(f"{len(given) - len(dots)} indices for {len(shape)} dimensions")
-    full = [*given[:at], *[slice(None)] * missing, *given[at + len(dots) :]]
+    full = [*given[:split], *[slice(None)] * missing, *given[split + len(dots) :]]
     lo, hi, rest = [], [], list[int | slice]()
     for size, i in zip(shape, full, strict=True):
         if isinstance(i, slice):

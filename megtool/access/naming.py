@@ -135,7 +135,10 @@ def seat_of(parallel: ParallelConfig, rank: int) -> RankCoordinates:
             f"rank {rank} is none of the layout's {parallel.world_size}",
             hint=f"ranks are 0 to {parallel.world_size - 1}",
         )
-    at = Mesh(parallel).position(rank)
+    position = Mesh(parallel).position(rank)
     return RankCoordinates(
-        stage=int(at["pp"]), tp=int(at["tp"]), ep=int(at["ep"]), etp=int(at["etp"])
+        stage=int(position["pp"]),
+        tp=int(position["tp"]),
+        ep=int(position["ep"]),
+        etp=int(position["etp"]),
     )

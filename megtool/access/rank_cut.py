@@ -57,25 +57,25 @@ def cut_for_rank(
     )
     ranks = rank_parameters(megatron.tensors, megatron.config or config, parallel)
     index = IndexedTarget.of(megatron)
-    found: dict[str, dict[tuple[Interval, ...], None]] = defaultdict(dict)
-    for held in local_tensors(ranks, seat, num_chunks=parallel.vpp).values():
-        boxes = Boxes.of([(list(lo), list(hi)) for lo, hi in held.boxes], len(held.boxes[0][0]))
-        for p in index.parts.get(held.key, ()):
+    boxes_of: dict[str, dict[tuple[Interval, ...], None]] = defaultdict(dict)
+    for local in local_tensors(ranks, seat, num_chunks=parallel.vpp).values():
+        boxes = Boxes.of([(list(lo), list(hi)) for lo, hi in local.boxes], len(local.boxes[0][0]))
+        for p in index.parts.get(local.key, ()):
             there = target.placements.get(p.canonical)
             if there is None:
                 continue
             if 0 in p.shape:
-                found[there.stored][()] = None
+                boxes_of[there.stored][()] = None
                 continue
             here, there = refine(p, there)
             _, views = pieces(here, boxes)
             for lo, hi in zip(views.lo.tolist(), views.hi.tolist(), strict=True):
                 for box in _image(narrow(there, lo, hi)):
-                    found[there.stored][box] = None
+                    boxes_of[there.stored][box] = None
     return {
-        t.name: _joined(t.name, t.shape, list(found[t.name]))
+        t.name: _joined(t.name, t.shape, list(boxes_of[t.name]))
         for t in target.tensors
-        if t.name in found
+        if t.name in boxes_of
     }
 
 
@@ -126,8 +126,8 @@ def _joined(name: str, shape: Sequence[int], boxes: Sequence[tuple[Interval, ...
             name=name, key=name, shape=tuple(shape), boxes=(whole,), offsets=(start,)
         )
     axes = [_merged([box[d] for box in boxes]) for d in range(len(shape))]
-    local = tuple(sum(hi - lo for lo, hi in axis) for axis in axes)
-    if sum(prod(hi - lo for lo, hi in box) for box in boxes) != prod(local):
+    shape_of_rank = tuple(sum(hi - lo for lo, hi in axis) for axis in axes)
+    if sum(prod(hi - lo for lo, hi in box) for box in boxes) != prod(shape_of_rank):
         raise LayoutError(
             "a rank has other columns of some of its rows than of others",
             tensor=name,
@@ -138,7 +138,7 @@ def _joined(name: str, shape: Sequence[int], boxes: Sequence[tuple[Interval, ...
     return LocalTensor(
         name=name,
         key=name,
-        shape=local,
+        shape=shape_of_rank,
         boxes=tuple(
             (
                 tuple(axes[d][i][0] for d, i in enumerate(index)),

@@ -143,7 +143,9 @@ def _in_batches(reads: Sequence[BoxRead], numbers: Sequence[int]) -> list[list[i
     for number in numbers:
         tensor = reads[number].tensor
         fits = (
-            n for n, held in enumerate(boxes) if held.get(tensor.key, tensor.boxes) == tensor.boxes
+            n
+            for n, tensors in enumerate(boxes)
+            if tensors.get(tensor.key, tensor.boxes) == tensor.boxes
         )
         chosen = next(fits, len(batches))
         if chosen == len(batches):

@@ -44,7 +44,7 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class TensorRequest:
     """A tensor to fill: its name, its whole shape, and the box of it that `local` is."""
 
     name: str
@@ -54,7 +54,7 @@ class Wanted:
     local: torch.Tensor
 
     @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> Wanted:
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorRequest:
         """This rank's part of a tensor, which may be a DTensor."""
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
@@ -123,8 +123,8 @@ def load_state_dict(
             location, family=family, like=like, iteration=iteration, optimizer=False
         )
     state = model if isinstance(model, Mapping) else model.state_dict()
-    wanted = [Wanted.of(n, t) for n, t in state.items() if isinstance(t, torch.Tensor)]
-    if on_meta := [w.name for w in wanted if w.local.is_meta]:
+    requests = [TensorRequest.of(n, t) for n, t in state.items() if isinstance(t, torch.Tensor)]
+    if on_meta := [w.name for w in requests if w.local.is_meta]:
         raise UsageError(
             f"{len(on_meta)} tensors have no memory, such as {on_meta[0]!r}",
             hint='model.to_empty(device="cpu") gives them some',
@@ -132,8 +132,8 @@ def load_state_dict(
     parallel = None
     if rank is not None:
         parallel = ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
-    named = choose_naming(checkpoint, [w.name for w in wanted], naming, parallel, rank or 0)
-    present, missing = check_fit(checkpoint, named, wanted, strict=strict)
+    named = choose_naming(checkpoint, [w.name for w in requests], naming, parallel, rank or 0)
+    present, missing = check_fit(checkpoint, named, requests, strict=strict)
     reader = BoxReader(checkpoint.source.catalogue, named.source, named.target, threads=threads)
     names = {w.name for w in present}
     try:
@@ -173,9 +173,9 @@ def choose_naming(
         except (MappingError, UsageError) as e:
             reasons.append(f"{candidate}: {e.message}")
             continue
-        found = sum(n in named.tensors for n in names)
-        if found > hits:
-            best, hits = named, found
+        count = sum(n in named.tensors for n in names)
+        if count > hits:
+            best, hits = named, count
     if best is None:
         why = "; ".join(reasons)
         raise MappingError(
@@ -190,8 +190,8 @@ def choose_naming(
 
 
 def check_fit(
-    checkpoint: Checkpoint, named: NamedTensors, wanted: Sequence[Wanted], *, strict: bool
-) -> tuple[list[Wanted], list[str]]:
+    checkpoint: Checkpoint, named: NamedTensors, requests: Sequence[TensorRequest], *, strict: bool
+) -> tuple[list[TensorRequest], list[str]]:
     """What can be filled, and the names of what cannot.
 
     A tensor that shares its memory with one that is filled needs no tensor of its own.
@@ -199,11 +199,11 @@ def check_fit(
     Raises:
         MappingError: tensors are missing (if `strict`), or have other shapes: all are named.
     """
-    present = [w for w in wanted if w.name in named.tensors]
+    present = [w for w in requests if w.name in named.tensors]
     filled = {_place(w.local) for w in present}
     missing = [
         w.name
-        for w in wanted
+        for w in requests
         if w.name not in named.tensors
         and not w.name.endswith(_EXTRA)
         and (not w.num_bytes or _place(w.local) not in filled)
@@ -221,7 +221,7 @@ def check_fit(
     if faults:
         first = (missing if strict and missing else [o.partition(" ")[0] for o in other])[0]
         raise MappingError(
-            f"the model's {len(wanted)} tensors do not fit the checkpoint's by their "
+            f"the model's {len(requests)} tensors do not fit the checkpoint's by their "
             f"{named.naming!r} names; {'; '.join(faults)}",
             file=checkpoint.location,
             tensor=first,
@@ -241,7 +241,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
 def fill_tensors(
     reader: BoxReader,
     tensors: Mapping[str, LocalTensor],
-    wanted: Sequence[Wanted],
+    requests: Sequence[TensorRequest],
     progress: Progress = silent,
 ) -> None:
     """Fill tensors: those in contiguous memory of the CPU directly, others in batches.
@@ -250,36 +250,36 @@ def fill_tensors(
         CheckpointError: a read failed.
         UsageError: an element type cannot be converted.
     """
-    total = sum(w.num_bytes for w in wanted)
+    total = sum(w.num_bytes for w in requests)
 
     def tell(stage: str, num_bytes: int, total_bytes: int) -> None:
         progress(stage, num_bytes, total)
 
-    reads = {w.name: _box_read(reader, tensors[w.name], w) for w in wanted}
-    direct = [w for w in wanted if w.local.device.type == "cpu" and w.local.is_contiguous()]
+    reads = {w.name: _box_read(reader, tensors[w.name], w) for w in requests}
+    direct = [w for w in requests if w.local.device.type == "cpu" and w.local.is_contiguous()]
     reader.read([reads[w.name] for w in direct], [memory_of(w.local) for w in direct], tell)
-    others = [w for w in wanted if not (w.local.device.type == "cpu" and w.local.is_contiguous())]
+    others = [w for w in requests if not (w.local.device.type == "cpu" and w.local.is_contiguous())]
     for batch in _batches(others, lambda w: w.num_bytes):
-        held = [
+        parts = [
             GlobalTensor(name=w.name, shape=tuple(w.local.shape), dtype=reads[w.name].dtype)
             for w in batch
         ]
-        memory = allocate(held)
+        memory = allocate(parts)
         reader.read([reads[w.name] for w in batch], [memory[w.name] for w in batch], tell)
-        for w, t in zip(batch, held, strict=True):
+        for w, t in zip(batch, parts, strict=True):
             with torch.no_grad():
                 w.local.copy_(as_torch(memory[w.name], t))
 
 
-def _box_read(reader: BoxReader, tensor: LocalTensor, wanted: Wanted) -> BoxRead:
-    kind = named_dtype(str(wanted.local.dtype))
+def _box_read(reader: BoxReader, tensor: LocalTensor, request: TensorRequest) -> BoxRead:
+    kind = named_dtype(str(request.local.dtype))
     stored = reader.target.tensors[tensor.key].dtype
     if kind != stored and not (kind.is_float and stored.is_float):
         raise UsageError(
-            f"{wanted.name!r} is {stored} in the checkpoint and {kind} in the model",
+            f"{request.name!r} is {stored} in the checkpoint and {kind} in the model",
             hint="only floating numbers are cast: load it into a tensor of its own type",
         )
-    return BoxRead(tensor=cut_local(tensor, wanted.lo, wanted.hi, wanted.name), dtype=kind)
+    return BoxRead(tensor=cut_local(tensor, request.lo, request.hi, request.name), dtype=kind)
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
@@ -288,8 +288,10 @@ def memory_of(tensor: torch.Tensor) -> Memory:
     return memory
 
 
-def _batches(items: Sequence[Wanted], size: Callable[[Wanted], int]) -> Iterator[list[Wanted]]:
-    batch: list[Wanted] = []
+def _batches(
+    items: Sequence[TensorRequest], size: Callable[[TensorRequest], int]
+) -> Iterator[list[TensorRequest]]:
+    batch: list[TensorRequest] = []
     total = 0
     for item in items:
         if batch and total + size(item) > BATCH_BYTES:

@@ -81,7 +81,7 @@ class Weights:
         self._kinds = {t.name: t.dtype for t in self._target.tensors}
         self._threads = threads
         self._memory_bytes, self._progress = memory_bytes, progress
-        self._made: BoxReader | None = None
+        self._box_reader: BoxReader | None = None
         self._plans: dict[tuple[str, ...], PlannedReads] = {}
 
     def _written(self, vocab_multiple: int) -> TargetView:
@@ -120,7 +120,7 @@ class Weights:
         self._target = replace(self._target, placements=placements)
         places = {n: replace(p, shift=0.0) for n, p in self._side.placements.items()}
         self._side = replace(self._side, placements=places)
-        self._made = None
+        self._box_reader = None
         self._plans.clear()
 
     def kind(self, name: str) -> DType:
@@ -160,15 +160,15 @@ class Weights:
 
     def _reader(self) -> BoxReader:
         """The reader of all tensors, made at first use."""
-        if self._made is None:
-            self._made = BoxReader(
+        if self._box_reader is None:
+            self._box_reader = BoxReader(
                 self.catalogue,
                 self._side,
                 self._target,
                 threads=self._threads,
                 memory_bytes=self._memory_bytes,
             )
-        return self._made
+        return self._box_reader
 
 
 def group_of(name: str) -> str:
