@@ -297,13 +297,17 @@ def _plan(
     num_slots: int,
     layout: ParallelConfig,
 ) -> GeneratePlan:
+    import torch
+
+    from megtool.model.cache import num_cache_bytes
+
     c = source.config
     sizes = (r.num_positions + len(r.source) for r in requests)
     positions = sorted(sizes, reverse=True)[:num_slots]
-    index_size = c.index_head_dim if c.index_num_heads else 0
-    latent_size = c.kv_lora_rank + c.qk_rope_head_dim + index_size if c.kv_lora_rank else 0
-    num_layers = c.num_decoder_layers or c.num_layers
-    entry_bytes = (latent_size or 2 * c.num_kv_heads * c.head_dim) * 2 * num_layers
+    if c.num_decoder_layers:  # whose keys and values are those of both, a token's of each alike
+        cache_bytes = 4 * c.num_kv_heads * c.head_dim * c.num_decoder_layers * sum(positions)
+    else:
+        cache_bytes = sum(num_cache_bytes(c, n, dtype=torch.bfloat16) for n in positions)
     axes = [f"{a}={n}" for a in ("tp", "pp", "ep") if (n := getattr(layout, a)) > 1]
     return GeneratePlan(
         path=str(source.path),
@@ -315,5 +319,5 @@ def _plan(
         max_tokens=sum(r.max_new_tokens for r in requests),
         batch_size=num_slots,
         weight_bytes=source.num_bytes,
-        cache_bytes=entry_bytes * sum(positions),
+        cache_bytes=cache_bytes,
     )

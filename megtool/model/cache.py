@@ -155,6 +155,14 @@ def entry_sizes(config: ModelConfig, layers: Iterable[int], tp: int = 1) -> dict
     return {n: EntrySize.of(config.at_layer(n), tp) for n in layers if n in own}
 
 
+def num_cache_bytes(config: ModelConfig, num_tokens: int, *, dtype: torch.dtype) -> int:
+    """What a sequence of so many tokens takes in a cache of all layers: keys and values, the keys
+    that tokens are compressed to, and states of recurrent mixers."""
+    cache = ContiguousCache(config, num_rows=1, max_tokens=num_tokens, dtype=dtype, device="meta")
+    kept = (*cache.keys.values(), *cache.values.values())
+    return sum(t.nbytes for t in (*kept, *cache.states.tensors, *cache.compressed.tensors))
+
+
 class ContiguousCache(KVCache):
     """One stretch of `max_tokens` slots for each row; all rows grow together.
 

@@ -22,7 +22,7 @@ from megtool.errors import LayoutError, UsageError
 from megtool.inference.load import load
 from megtool.inference.speculative import check_speculative
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache, PagedCache
+from megtool.model.cache import ContiguousCache, PagedCache, num_cache_bytes
 from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.open_source import open_decoder
@@ -163,6 +163,15 @@ def test_rows_of_a_paged_cache_are_as_each_alone(carry: Carry) -> None:
                 cache.truncate({row: lengths[row] for row, _ in step})
             for row, count in step:
                 lengths[row] += count
+
+
+def test_a_dry_run_counts_what_a_cache_keeps(carry: Carry) -> None:
+    """A key of each token, one of each window, and what the last tokens give to the next."""
+    config = decoder_of(carry).config
+    keys = 3 * 20 * 16 + (20 // 4) * (16 + 8) + (20 // 8) * 16
+    scratch = 16 + 8 + 16
+    state = 7 * (2 * 2 * 16 + 2 * 2 * 8) + 7 * 2 * 16
+    assert num_cache_bytes(config, 20, dtype=torch.bfloat16) == 2 * (keys + scratch + state)
 
 
 def test_fewer_tokens_than_are_compressed_to_one_key(carry: Carry) -> None:
