@@ -37,7 +37,7 @@ _KEY = f"l not in shared_kv_layers and {_GQA}"
 _VALUE = f"l not in tied_value_layers and {_KEY}"
 _LOW_RANK_Q = f"q_lora_rank and {_ATTN}"
 _DENSE, _MOE = "l in dense_layers", "l in moe_layers"
-_LAYERNORM = "norm == 'layernorm' and norm_bias"
+_LAYERNORM = "norm == 'layernorm' and norm_bias and norm_weight"
 _QK_NORM = "({} if qk_norm_of == 'all' else 1) * head_dim"
 _ATTN_NORM = "norm_weight and pre_norms and (first_attn_norm or l > 0)"
 _MLP_NORM = "norm_weight and pre_norms and not shared_norm"
@@ -333,9 +333,9 @@ VOCABULARY: Mapping[str, Weight] = MappingProxyType(
             for name, p in _LAYERS_AND_ENDS.items()
             if name.startswith(_LAYER)
         },
-        "mtp.{m}.embed_norm.weight": Weight(_HIDDEN),
+        "mtp.{m}.embed_norm.weight": Weight(_HIDDEN, "norm_weight"),
         "mtp.{m}.embed_norm.bias": Weight(_HIDDEN, _LAYERNORM),
-        "mtp.{m}.hidden_norm.weight": Weight(_HIDDEN),
+        "mtp.{m}.hidden_norm.weight": Weight(_HIDDEN, "norm_weight"),
         "mtp.{m}.hidden_norm.bias": Weight(_HIDDEN, _LAYERNORM),
         "mtp.{m}.proj.weight": Weight(
             ("hidden_size", "2 * hidden_size"), "not mtp_hidden_first and not hyper_streams"
@@ -346,7 +346,7 @@ VOCABULARY: Mapping[str, Weight] = MappingProxyType(
             f"mtp.{{m}}.hyper_head.{x}": Weight(s, _STREAMS, keeps_dtype=True)
             for x, s in _HYPER_HEAD
         },
-        "mtp.{m}.norm.weight": Weight(_HIDDEN),
+        "mtp.{m}.norm.weight": Weight(_HIDDEN, "norm_weight"),
         "mtp.{m}.norm.bias": Weight(_HIDDEN, _LAYERNORM),
     }
 )

@@ -17,6 +17,7 @@ from megtool.convert.rank_parameters import EMBEDDING, Parameter, RankPlace, ran
 from megtool.convert.sharding import shard
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError
+from megtool.model.decoder import Decoder
 from megtool.model_config import ModelConfig
 from megtool.parallel.mesh import Mesh
 from megtool.reshard.megatron.box_runs import split_into_boxes
@@ -78,6 +79,17 @@ def test_every_element_is_held_as_often_as_its_tensor(name: str, data: Any) -> N
         homes = 2 if key == EMBEDDING and model.tied_embeddings and parallel.pp > 1 else 1
         assert times <= {homes, homes * ranks_of_it}, key
     assert sum(c.size for c in held.values()) == sum(t.numel for t in tensors)
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_norms_without_weights_are_no_tensors_anywhere(norm: Any) -> None:
+    """Not in layers of multi-token prediction either: what a decoder has is what is expected."""
+    model = config(norm=norm, norm_weight=False, num_mtp_layers=2)
+    (found,) = rank_parameters(stored(model), model, ParallelConfig()).values()
+    own = {n for n, _ in Decoder(model).named_parameters()}
+    assert {p.key for p in found} == own
+    assert any("eh_proj" in n for n in own)
+    assert not any("norm" in n for n in own)
 
 
 @pytest.mark.parametrize("name", MODELS)
