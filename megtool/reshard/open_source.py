@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.digest import SIDECAR, read_sidecar
-from megtool.checkpoint.formats import open_checkpoint
+from megtool.checkpoint.formats import STATE_DICT_FORMATS, open_checkpoint
 from megtool.checkpoint.formats.auxiliary_files import check_json_size
 from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.checkpoint.read import CheckpointReader
@@ -273,7 +273,8 @@ def _choose_dialect(
     has_decoder = model.config is not None and bool(model.config.num_decoder_layers)
     if dialect == "megatron" and is_encoder_decoder(names) and not has_decoder:
         return "identity"  # carried under Megatron's own names
-    if for_format == catalogue.format == "dcp" and _is_compound(names, catalogue):
+    is_same = {for_format, catalogue.format} <= set(STATE_DICT_FORMATS)
+    if is_same and _is_compound(names, catalogue):
         return "identity"  # the program that saved it loads all of it by these names
     return dialect
 

@@ -11,7 +11,12 @@ from dataclasses import replace
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Destination
-from megtool.checkpoint.formats import ARRAY_FORMATS, RANK_SHARDED_FORMATS, find_format
+from megtool.checkpoint.formats import (
+    ARRAY_FORMATS,
+    RANK_SHARDED_FORMATS,
+    STATE_DICT_FORMATS,
+    find_format,
+)
 from megtool.checkpoint.megatron_metadata import saved_args, vocab_divisor
 from megtool.checkpoint.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megtool.checkpoint.plan import DroppedItem
@@ -49,7 +54,7 @@ from megtool.reshard.megatron.master_weight_check import (
 from megtool.reshard.megatron.optimizer import LEGACY, choose_optimizer, uses_local_layers
 from megtool.reshard.open_source import tensor_blocks
 from megtool.reshard.source import CheckpointSource, unknown_model
-from megtool.reshard.writers import hf, megatron_legacy, torch_dist, zarr
+from megtool.reshard.writers import hf, megatron_legacy, torch_checkpointing, torch_dist, zarr
 from megtool.reshard.writers.target_spec import Target, TargetOptions, make_fill
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
@@ -63,6 +68,7 @@ WRITERS = {
     "megatron": megatron_legacy.plan_megatron_legacy_layout,
     "torch_dist": torch_dist.plan_torch_dist_layout,
     "dcp": torch_dist.plan_torch_dist_layout,
+    "torch_checkpointing": torch_checkpointing.plan_torch_checkpointing_layout,
     **dict.fromkeys(ARRAY_FORMATS, zarr.plan_zarr_layout),
 }
 """The planner of each format that can be written."""
@@ -212,7 +218,7 @@ def _state_names(kind: str, dialect: str) -> str | None:
     """How optimizer state is named; None for the dialect's usual names."""
     if dialect != "hf" or kind == "hf":
         return None
-    return STATE_LAST if kind == "dcp" else STATE_FIRST
+    return STATE_LAST if kind in STATE_DICT_FORMATS else STATE_FIRST
 
 
 def _target_dialect(source: CheckpointSource, kind: str) -> str:
@@ -231,7 +237,7 @@ def _target_dialect(source: CheckpointSource, kind: str) -> str:
     if source_dialect != "identity":
         return dialect
     stored_dialect = detect_dialect([t.name for t in source.catalogue.tensors])
-    if kind in ("dcp", "safetensors", *ARRAY_FORMATS) or stored_dialect == dialect:
+    if kind in (*STATE_DICT_FORMATS, "safetensors", *ARRAY_FORMATS) or stored_dialect == dialect:
         return "identity"
     reason = source.reason
     if reason is not None and not isinstance(reason, UnknownFamilyError):
@@ -265,11 +271,14 @@ def _choose_layout(
                 error_id="option-without-effect",
             )
         return None
-    if kind == "dcp" and not _is_megatron(source) and (axes := [k for k in explicit if k != "dp"]):
+    by_rows = kind == "torch_checkpointing" or (kind == "dcp" and not _is_megatron(source))
+    if by_rows and (axes := [k for k in explicit if k != "dp"]):
+        needs = "needs Megatron's names" if kind == "dcp" else f"has no effect with --to {kind}"
         raise UsageError(
-            f"--{_flag(axes[0])} needs Megatron's names",
-            hint="--dp N cuts tensors into N ranks' rows",
+            f"--{_flag(axes[0])} {needs}", hint="--dp N cuts tensors into N ranks' rows"
         )
+    if kind == "torch_checkpointing":
+        return ParallelConfig(dp=layout.dp or 1)
     config = source.known_config
     if source.view.dialect == "identity" and layout.tp not in (
         None,

@@ -64,8 +64,11 @@ class CheckpointFormat:
         return cast(FormatModule, importlib.import_module(self.module))
 
 
-RANK_SHARDED_FORMATS = ("torch_dist", "dcp", "megatron")
+RANK_SHARDED_FORMATS = ("torch_dist", "dcp", "torch_checkpointing", "megatron")
 """Formats whose files hold the shards of ranks; the others hold whole tensors."""
+
+STATE_DICT_FORMATS = ("dcp", "torch_checkpointing")
+"""Formats that hold any nested state dict, values that are not tensors among them."""
 
 ARRAY_FORMATS = ("zarr", "tensorstore", "ocdbt")
 """Formats with one array per tensor, in folders or in one database."""
@@ -135,6 +138,16 @@ FORMATS: tuple[CheckpointFormat, ...] = (
         description="a DeepSpeed folder global_step*",
         name_patterns=("global_step*", "*_model_states.pt", "zero"),
         writable=False,
+    ),
+    CheckpointFormat(
+        contents={
+            "torch_checkpointing": "PyTorch's `torch_checkpointing`: a file `ITEM_RANK.pt` for "
+            "each item and rank (safetensors and JSON are read, too), and `metadata.pkl`, which "
+            "is not run",
+        },
+        module="megtool.checkpoint.formats.torch_checkpointing",
+        description="a folder with metadata.pkl or model_0.pt",
+        name_patterns=("metadata.pkl", "*_0.pt"),
     ),
     CheckpointFormat(
         contents={

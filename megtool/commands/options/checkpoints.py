@@ -139,8 +139,8 @@ class ReshardOptions(
     )
     to: str | None = option(
         OUTPUT,
-        "torch_dist, megatron (mp_rank folders), hf, safetensors, dcp, zarr, tensorstore or ocdbt; "
-        "default: the source's own (hf for GGUF).",
+        "torch_dist, megatron (mp_rank folders), hf, safetensors, dcp, torch_checkpointing, zarr, "
+        "tensorstore or ocdbt; default: the source's own (hf for GGUF).",
         metavar="FORMAT",
     )
     optimizer_format: Literal["fully_reshardable", "dp_reshardable", "legacy", "none"] | None = (

@@ -12,6 +12,7 @@ from megtool.checkpoint.containers.te_extra_state import decode, to_tree
 from megtool.checkpoint.containers.te_grouped_state import join_gemms
 from megtool.checkpoint.containers.zip_reader import load_object
 from megtool.checkpoint.containers.zip_writer import encode_object
+from megtool.checkpoint.formats import STATE_DICT_FORMATS
 from megtool.checkpoint.megatron_metadata import read_object
 from megtool.checkpoint.param_groups import is_group_object
 from megtool.checkpoint.plan import DroppedItem
@@ -80,9 +81,13 @@ def plan_objects(
     has_state = any(is_optimizer_state(t.name) for t in tensors)
     obstacle = _obstacle_finder(catalogue, parallel, target)
     for name in catalogue.objects:
-        if is_group_object(name) and target != "dcp":
+        if is_group_object(name) and target not in STATE_DICT_FORMATS:
             _place_group(out, source, name, target, has_state)
-        elif catalogue.format == "dcp" and target != "dcp" and name.startswith(_IN_COMMON):
+        elif (
+            catalogue.format == "dcp"
+            and target not in STATE_DICT_FORMATS
+            and name.startswith(_IN_COMMON)
+        ):
             out.derived.append(name)
         elif (reason := obstacle(name)) is not None:
             idle = is_rerun_object(name) and is_rerun_idle(catalogue)
@@ -156,7 +161,7 @@ def _obstacle_finder(
     """A function that says why an object cannot be carried, None if it can or is an extra state."""
 
     def reason(name: str) -> str | None:
-        if target == "dcp":
+        if target in STATE_DICT_FORMATS:
             return None
         if is_rng_object(name):
             return find_rng_obstacle(catalogue, name, parallel)
@@ -231,7 +236,7 @@ def encode_stored_object(catalogue: Catalogue, stored: StoredObject) -> bytes:
         FormatError: it is damaged, or names what no checkpoint needs.
     """
     if stored.extent is None:
-        return encode_object([stored.value])
+        return encode_object(stored.value if stored.kind == "leaf" else [stored.value])
     path = catalogue.path(stored.extent[0])
     with opened(path) as fd:
         tree = load_object(fd, *stored.extent[1:], file=path)
