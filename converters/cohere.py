@@ -12,6 +12,7 @@ from megtool.convert import (
     OneOf,
     Rope,
     Row,
+    Stacked,
 )
 
 FAMILY = Family(
@@ -50,11 +51,21 @@ FAMILY = Family(
         *HF_MODEL,
         Row("model.layers.{l}.input_layernorm.weight", "layers.{l}.attn_norm.weight"),
         *HF_ATTENTION,
-        Row("model.layers.{l}.self_attn.q_norm.weight", "layers.{l}.attn.q_norms.weight"),
-        Row("model.layers.{l}.self_attn.k_norm.weight", "layers.{l}.attn.k_norms.weight"),
+        Row(
+            "model.layers.{l}.self_attn.q_norm.weight",
+            Stacked("layers.{l}.attn.q_norms.{h}.weight", "h"),
+        ),
+        Row(
+            "model.layers.{l}.self_attn.k_norm.weight",
+            Stacked("layers.{l}.attn.k_norms.{g}.weight", "g"),
+        ),
         *HF_GATED_MLP,
     ),
-    gguf=GGUF_DECODER,
+    gguf=(
+        *GGUF_DECODER,
+        Row("blk.{l}.attn_q_norm.weight", Stacked("layers.{l}.attn.q_norms.{h}.weight", "h")),
+        Row("blk.{l}.attn_k_norm.weight", Stacked("layers.{l}.attn.k_norms.{g}.weight", "g")),
+    ),
     limits=(
         (True, "Megatron's layer norms have a bias, and none feeds attention and MLP at once"),
         (True, "Megatron has no multiplier of logits"),

@@ -9,15 +9,15 @@ from megtool.convert import (
     Family,
     Key,
     OneOf,
-    Refused,
     Rope,
+    Row,
 )
 
 FAMILY = Family(
     name="stablelm",
     architectures=("StableLmForCausalLM",),
     model_types=("stablelm",),
-    traits={"norm": "layernorm", "gated": True},
+    traits={"norm": "layernorm", "gated": True, "qk_norm_of": "each"},
     config=(
         Key("num_hidden_layers", "num_layers"),
         Key("hidden_size", "hidden_size"),
@@ -32,10 +32,26 @@ FAMILY = Family(
         Key("use_qkv_bias", "qkv_bias", False),
         Key("use_parallel_residual", "parallel_residual", False),
         Derived("shared_norm", "parallel_residual"),
-        Refused("qk_layernorm", True, "each head has a norm that is a tensor of its own"),
+        Key("qk_layernorm", "qk_norm", False),
         OneOf("hidden_act", "activation", ("silu",)),
         Rope(10000.0, percent_key="partial_rotary_factor", percent=0.25),
     ),
-    hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP),
-    limits=(("shared_norm", "Megatron has no norm that feeds attention and MLP at once"),),
+    hf=(
+        *HF_MODEL,
+        *HF_NORMS,
+        *HF_ATTENTION,
+        Row(
+            "model.layers.{l}.self_attn.q_layernorm.norms.{h}.weight",
+            "layers.{l}.attn.q_norms.{h}.weight",
+        ),
+        Row(
+            "model.layers.{l}.self_attn.k_layernorm.norms.{g}.weight",
+            "layers.{l}.attn.k_norms.{g}.weight",
+        ),
+        *HF_GATED_MLP,
+    ),
+    limits=(
+        ("shared_norm", "Megatron has no norm that feeds attention and MLP at once"),
+        ("qk_norm", "Megatron has one norm for all heads of queries and keys, not one for each"),
+    ),
 )

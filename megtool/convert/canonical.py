@@ -38,6 +38,7 @@ _VALUE = f"l not in tied_value_layers and {_KEY}"
 _LOW_RANK_Q = f"q_lora_rank and {_ATTN}"
 _DENSE, _MOE = "l in dense_layers", "l in moe_layers"
 _LAYERNORM = "norm == 'layernorm' and norm_bias and norm_weight"
+_QK_BIAS = f"qk_norm and qk_norm_of == 'head' and {_LAYERNORM}"
 _QK_NORM = "({} if qk_norm_of == 'all' else 1) * head_dim"
 _ATTN_NORM = "norm_weight and pre_norms and (first_attn_norm or l > 0)"
 _MLP_NORM = "norm_weight and pre_norms and not shared_norm"
@@ -233,11 +234,13 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
         "layers.{l}.attn.k_norm.weight": Weight(
             (_QK_NORM.format("num_kv_heads"),), f"qk_norm_of != 'each' and {_KEY}", flag="qk_norm"
         ),
-        "layers.{l}.attn.q_norms.weight": Weight(
-            ("num_heads", _D), f"qk_norm_of == 'each' and {_GQA}", flag="qk_norm"
+        "layers.{l}.attn.q_norm.bias": Weight((_D,), f"{_QK_BIAS} and {_GQA}"),
+        "layers.{l}.attn.k_norm.bias": Weight((_D,), f"{_QK_BIAS} and {_KEY}"),
+        "layers.{l}.attn.q_norms.{h}.weight": Weight(
+            (_D,), f"qk_norm_of == 'each' and {_GQA}", flag="qk_norm"
         ),
-        "layers.{l}.attn.k_norms.weight": Weight(
-            ("num_kv_heads", _D), f"qk_norm_of == 'each' and {_KEY}", flag="qk_norm"
+        "layers.{l}.attn.k_norms.{g}.weight": Weight(
+            (_D,), f"qk_norm_of == 'each' and {_KEY}", flag="qk_norm"
         ),
         "layers.{l}.attn.q_down.weight": Weight(("q_lora_rank", "hidden_size"), _LOW_RANK_Q),
         "layers.{l}.attn.q_down_norm.weight": Weight(("q_lora_rank",), _LOW_RANK_Q, flag="qk_norm"),
@@ -355,6 +358,8 @@ DOMAINS = MappingProxyType(
     {
         "l": "num_layers",
         "e": "num_experts",
+        "h": "num_heads",
+        "g": "num_kv_heads",
         "m": "num_mtp_layers",
         "d": "num_decoder_layers",
         "k": "num_mtp_inner",

@@ -84,9 +84,21 @@ _DECODER: Table = (
         for part in ("weight", "bias")
     ),
     *(
-        Row(f"{_A}{x}_layernorm.weight", f"{_ATTN}{x}_norm{s}.weight", when=f"{_NOT_MLA} and {c}")
-        for s, c in (("", "qk_norm_of != 'each'"), ("s", "qk_norm_of == 'each'"))
+        Row(
+            f"{_A}{x}_layernorm.{kind}",
+            f"{_ATTN}{x}_norm.{kind}",
+            when=f"{_NOT_MLA} and qk_norm_of != 'each'",
+        )
         for x in "qk"
+        for kind in ("weight", "bias")
+    ),
+    *(
+        Row(
+            f"{_A}{x}_layernorm.weight",
+            Stacked(f"{_ATTN}{x}_norms.{{{over}}}.weight", over),
+            when=f"{_NOT_MLA} and qk_norm_of == 'each'",
+        )
+        for x, over in ("qh", "kg")
     ),
     Row(_A + "linear_proj.weight", _ATTN + "o.weight"),
     Row(_A + "linear_proj.bias", _ATTN + "o.bias"),

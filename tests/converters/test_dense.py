@@ -438,7 +438,6 @@ FALCON = {"mamba_n_heads": 4, "mamba_d_ssm": 64, "mamba_d_state": 8}
         ("bamba", {"attn_layer_indices": [2]}, r"attn_layer_indices is \[2\]"),
         ("bamba", {"attn_layer_indices": "all"}, "attn_layer_indices is all"),
         ("bamba", {"mamba_n_heads": 7}, "mamba_n_heads is 7"),
-        ("stablelm", {"qk_layernorm": True}, "a tensor of its own"),
         ("openelm", OPENELM | {"num_query_heads": [4]}, r"num_query_heads is \[4\]"),
         ("openelm", OPENELM | {"num_kv_heads": [2, 0]}, r"num_kv_heads is \[2, 0\]"),
         ("openelm", OPENELM | {"ffn_multipliers": [1.0, "2"]}, "ffn_multipliers is"),

@@ -90,6 +90,7 @@ CONSTANT: dict[str, Any] = {
     "weight_decay": 0.1,
     "lr_decay_style": "constant",
 }
+PARALLEL = {"use_parallel_residual": True}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DENSE_GRANITE = {
     "num_local_experts": 0,
@@ -124,7 +125,9 @@ OF_TRANSFORMERS = [
             Case("olmo", UNTIED, "olmo"),
             Case("nanochat", UNTIED, "nanochat"),
             Case("stablelm", UNTIED, "stablelm"),
-            Case("stablelm", TIED | {"use_parallel_residual": True}, "stablelm-parallel"),
+            Case("stablelm", UNTIED | {"qk_layernorm": True}, "stablelm-qk-norms"),
+            Case("phi", UNTIED | {"qk_layernorm": True}, "phi-qk-norms"),
+            Case("stablelm", TIED | PARALLEL, "stablelm-parallel"),
         )
     ),
     Case("bamba", TIED | MIXED | {"attn_layer_indices": [1]}, "bamba"),
@@ -147,8 +150,10 @@ def test_a_run_of_a_family_is_that_of_transformers_and_adamw(case: Case, tmp_pat
         data = MaskedNumbers()
         positions = positions + mine.stages[0].config.position_offset
     found = losses(replace(mine, dataset=data))
-    plain = [p for p in theirs.parameters() if p.dim() == 1]
-    decay = [p for p in theirs.parameters() if p.dim() > 1]
+    # Norms of heads, each for itself, are the rows of one matrix, as in Command R+.
+    split = {n: p.dim() > 1 or ".norms." in n for n, p in theirs.named_parameters()}
+    plain = [p for n, p in theirs.named_parameters() if not split[n]]
+    decay = [p for n, p in theirs.named_parameters() if split[n]]
     adam = torch.optim.AdamW(
         [{"params": decay}, {"params": plain, "weight_decay": 0.0}], lr=1e-3, weight_decay=0.1
     )

@@ -43,8 +43,8 @@ from megtool.model_config import ModelConfig
 _TIED: Limit = (lambda c: c.tied_embeddings, "llama.cpp has an output matrix beside the embedding")
 
 _NORMED_HEADS: Limit = (
-    lambda c: c.qk_norm or c.num_layers >= 64,
-    "llama.cpp normalizes queries and keys in models of 64 layers and more",
+    lambda c: c.qk_norm != (c.num_layers >= 64),
+    "llama.cpp normalizes queries and keys in models of 64 layers and more, and in no others",
 )
 
 

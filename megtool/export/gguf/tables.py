@@ -51,8 +51,18 @@ POST_NORMS: Table = (
 
 _OUTPUT: Table = (
     *(Row(f"blk.{{l}}.attn_output.{kind}", f"{_ATTN}o.{kind}") for kind in _KINDS),
-    Row("blk.{l}.attn_q_norm.weight", _ATTN + "q_norm.weight"),
-    Row("blk.{l}.attn_k_norm.weight", _ATTN + "k_norm.weight"),
+    Row("blk.{l}.attn_q_norm.weight", _ATTN + "q_norm.weight", when="qk_norm_of != 'each'"),
+    Row("blk.{l}.attn_k_norm.weight", _ATTN + "k_norm.weight", when="qk_norm_of != 'each'"),
+    Row(
+        "blk.{l}.attn_q_norm.weight",
+        Stacked(_ATTN + "q_norms.{h}.weight", "h"),
+        when="qk_norm_of == 'each'",
+    ),
+    Row(
+        "blk.{l}.attn_k_norm.weight",
+        Stacked(_ATTN + "k_norms.{g}.weight", "g"),
+        when="qk_norm_of == 'each'",
+    ),
     Row("blk.{l}.attn_sinks.weight", _ATTN + "sinks"),
 )
 ATTENTION: Table = (

@@ -361,7 +361,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_family_without_a_name_is_refused(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(
-        transformers.HeliumConfig(
+        transformers.NanoChatConfig(
             vocab_size=99,
             hidden_size=32,
             intermediate_size=32,
@@ -375,7 +375,7 @@ def test_a_family_without_a_name_is_refused(tmp_path: Path) -> None:
         )
     )
     model.save_pretrained(tmp_path / "hf")
-    with raises(MappingError, match="family 'helium'", hint="llama, mixtral, qwen2"):
+    with raises(MappingError, match="family 'nanochat'", hint="llama, mixtral, qwen2"):
         export_gguf(tmp_path / "hf", tmp_path / "m.gguf")
 
 

@@ -184,6 +184,12 @@ MORE = [
     Case("youtu", TIED | LATENT, "youtu"),
     Case("olmo", UNTIED, "olmo"),
     Case("nanochat", UNTIED, "nanochat"),
+    Case(
+        "stablelm",
+        UNTIED | {"qk_layernorm": True, "use_parallel_residual": True},
+        "stablelm-qk-norms",
+    ),
+    Case("phi", UNTIED | {"qk_layernorm": True}, "phi-qk-norms"),
     Case("openelm", UNTIED | LAYERS | {"normalize_qk_projections": False}),
 ]
 """Cases of the slow tests, of which the fast ones compute the logits alone."""

@@ -186,6 +186,8 @@ MORE = [
     Case("cwm", UNTIED | LAYERS4 | {"head_dim": 8, "sliding_window": 5}, "cwm"),
     Case("ministral", TIED | {"head_dim": 16, "sliding_window": 5}, "ministral"),
     Case("phi", UNTIED, "phi"),
+    Case("phi", UNTIED | {"qk_layernorm": True}, "phi-qk-norms"),
+    Case("stablelm", UNTIED | {"qk_layernorm": True}, "stablelm-qk-norms"),
     Case("hyperclovax", UNTIED | BIASED | MULTIPLIED, "hyperclovax"),
     Case("vaultgemma", TIED | LAYERS4 | {"head_dim": 8, "sliding_window": 5}, "vaultgemma"),
     Case("youtu", TIED | LATENT, "youtu"),

@@ -316,6 +316,11 @@ COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", {"hidden_act": "gelu_new"}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
+    "stablelm-12b": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    "cohere-plus": (
+        "cohere",
+        {"num_hidden_layers": 64, "use_qk_norm": True, "tie_word_embeddings": True},
+    ),
     "granitemoeshared": (
         "granitemoeshared",
         GRANITE
