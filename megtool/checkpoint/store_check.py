@@ -71,6 +71,13 @@ def _check_above(destination: StorePath, folder: StorePath) -> None:
             file=folder,
             hint="choose another destination",
         )
+    info = folder.store.head(folder.key)
+    if info is not None and info.size:  # folders of some tools are empty objects
+        raise DestinationError(
+            f"{str(folder)!r} is a file, so nothing is written below it",
+            file=destination,
+            hint="choose another destination",
+        )
     holder = find_live_run(staging_prefix(folder))
     if holder:
         raise DestinationError(

@@ -57,6 +57,39 @@ def test_an_error_of_the_first_request_names_the_place_that_was_given(hf: Path, 
         megtool.inspect(place)
 
 
+def test_nothing_is_written_below_a_file(hf: Path) -> None:
+    store = MemoryStore("memory://file-above")
+    register_store(store)
+    store.put("run/model.safetensors", b"data")
+    store.put("folder", b"")  # as some tools make folders
+    place = f"{store.url}/run/model.safetensors/out"
+    with raises(DestinationError, "is a file, so nothing is written below it", file=place):
+        megtool.reshard(hf, place, to="torch_dist")
+    assert [info.key for info in store.list("run", recursive=True).objects] == [
+        "run/model.safetensors"
+    ]
+    megtool.reshard(hf, f"{store.url}/folder/out", to="torch_dist")
+
+
+@pytest.mark.parametrize(
+    ("place", "endpoint", "message"),
+    [
+        ("s3://Bad_Bucket!/m", "http://127.0.0.1:9", "this is no name that a bucket can have"),
+        ("s3://bucket/m", "nonsense", "a setting of S3 is no use: Invalid endpoint: nonsense"),
+    ],
+)
+def test_settings_that_no_store_can_have_are_said(
+    place: str, endpoint: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("boto3")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with raises(StorageError, message, file=place) as caught:
+        megtool.inspect(place)
+    assert caught.value.hint
+
+
 def test_an_unknown_host_is_said(tmp_path: Path) -> None:
     store = FsspecStore(f"fsspec+file://{tmp_path}")
     with raises(StorageError, "did not find the host", file=f"{store.url}/a"):

@@ -53,7 +53,7 @@ def location(text: str | Path) -> Path:
             )
         return Path("/" + path.lstrip("/"))
     names = [part for part in rest.split("/") if part]
-    if len(names) < _BUCKET_PARTS.get(scheme, 1):
+    if len(names) < _BUCKET_PARTS.get(scheme, 1) or rest.startswith("/"):
         raise UsageError(
             f"{text!r} names no bucket",
             hint=f"{scheme}://BUCKET/PREFIX"

@@ -79,7 +79,11 @@ def open_s3(bucket: str, url: str) -> S3Clients:
     except BotoCoreError as e:
         raise client_error(e, url) from e
     except ValueError as e:  # botocore: an endpoint that is no URL
-        raise StorageError(f"a setting of S3 is no use: {e}", file=url) from e
+        raise StorageError(
+            f"a setting of S3 is no use: {e}",
+            file=url,
+            hint="AWS_ENDPOINT_URL is a whole URL: https://HOST",
+        ) from e
     options = _obstore_options(clients[0], bucket, region, attempts)
     if credentials is None:
         options["skip_signature"] = True

@@ -204,6 +204,12 @@ def client_error(error: Exception, place: str) -> StorageError:
             file=place,
             hint=f"check the network and the proxy; {_ENDPOINT_HINT}",
         )
+    if name == "ParamValidationError" and "bucket name" in str(error):
+        return StorageError(
+            "this is no name that a bucket can have",
+            file=place,
+            hint="s3://BUCKET/PREFIX, with a bucket of small letters, digits, dots and hyphens",
+        )
     return StorageError(
         f"the client of the store failed ({name}): {_clean(str(error))}", file=place
     )

@@ -62,6 +62,12 @@ def test_a_url_that_lost_a_slash_is_no_local_folder(text: str) -> None:
         location(text)
 
 
+@pytest.mark.parametrize("text", ["s3://", "s3:///run", "gs:///bucket/run", "hf://org"])
+def test_a_url_without_a_bucket_is_refused(text: str) -> None:
+    with raises(UsageError, "names no bucket", id="usage"):
+        location(text)
+
+
 def test_a_path_made_of_a_url_is_no_destination(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
