@@ -95,6 +95,7 @@ _FLAGS = (
     "mlp_bias",
     "qk_norm",
     "qk_norm_rotated",
+    "relative_per_layer",
     "attn_output_gate",
     "router_pre_softmax",
     "router_bias",

@@ -108,6 +108,14 @@ from megtool.convert.native_rows import HF_DEEPSEEK_V4, HF_MISTRAL_LARGE_3
 from megtool.convert.nested import LLAVA_NAMES, LLAVA_TOWERS, Nested
 from megtool.convert.scaled_layers import ScaledLayers
 from megtool.convert.shared_keys import LayerInputs, SharedKeys
+from megtool.convert.t5_rows import (
+    HF_T5,
+    MEGATRON_T5,
+    MT5_SIZES,
+    T5_LIMITS,
+    T5_WEIGHTS,
+    t5_keys,
+)
 from megtool.convert.tower_names import QWEN_VISION
 
 __all__ = [
@@ -137,14 +145,19 @@ __all__ = [
     "HF_SHARED_EXPERTS",
     "HF_SHARED_KV_ATTENTION",
     "HF_STACKED_EXPERTS",
+    "HF_T5",
     "HF_XIELU",
     "LLAVA_NAMES",
     "LLAVA_TOWERS",
     "MEGATRON_MASKED_MODEL",
     "MEGATRON_POST_NORMS",
+    "MEGATRON_T5",
     "MEGATRON_XIELU",
+    "MT5_SIZES",
     "POST_NORM_WEIGHTS",
     "QWEN_VISION",
+    "T5_LIMITS",
+    "T5_WEIGHTS",
     "XIELU_WEIGHTS",
     "Alike",
     "Assumed",
@@ -214,5 +227,6 @@ __all__ = [
     "in_inner_mtp",
     "in_mtp",
     "stacked_experts",
+    "t5_keys",
     "with_bias",
 ]

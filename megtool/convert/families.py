@@ -61,6 +61,7 @@ _FORWARD = (
     "qk_l2_norm",
     "qk_norm_of",
     "qk_norm_rotated",
+    "relative_per_layer",
     "residual_scale",
     "rope_reversed",
     "router_fp32",
@@ -88,7 +89,9 @@ class Family:
     `config` maps config.json to ModelConfig; `hf`, `gguf` and `megatron` map stored tensors to
     canonical ones, the last in addition to Megatron's own names; `vocabulary` adds canonical
     tensors that no other family has. `limits` are conditions on the configuration, each with what
-    Megatron cannot run, or cannot be told by its args, where it holds.
+    Megatron cannot run, or cannot be told by its args, where it holds. With `head_unties` a stored
+    output layer that differs from the embedding is one of its own, even if config.json says that
+    they are tied (transformers 5 always says so of T5, and loads both).
 
     `nested` says that the model is a larger one, whose text model is of another family: `config`,
     `hf`, `megatron`, `traits`, `vocabulary` and `limits` are then that family's.
@@ -105,6 +108,7 @@ class Family:
     traits: Mapping[str, Any] = field(default_factory=dict)
     vocabulary: Mapping[str, Weight] = field(default_factory=dict)
     limits: tuple[tuple[Expression, str], ...] = ()
+    head_unties: bool = False
     nested: Nested | None = None
 
     def of_text(self, metadata: Mapping[str, Any]) -> Family:

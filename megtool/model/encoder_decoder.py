@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from megtool.model_config import ModelConfig
 from megtool.parallel.pipeline_split import split_stacks
 from megtool.parallel.process_groups import ProcessGroups
 
+_OWN_BIASES = "relative_pos_emb"
+"""A layer's own relative position biases are a module of its attention."""
+
 
 def encoder_config(config: ModelConfig) -> ModelConfig:
     """The configuration of the encoder of a model of two stacks, as a stack of its own."""
@@ -41,8 +45,9 @@ class EncoderDecoder(Decoder):
 
     A batch has a source for each row, `source_BE`, which the encoder reads, all of it both ways.
     With a cache that has keys and values of sources (`KVCache.sources`) later passes have none.
-    Both stacks share the embedding; each has its relative position biases. Of `config`, the
-    decoder's, `num_layers` counts the decoder's layers; `encoder_config` is that of the encoder.
+    Both stacks share the embedding; each has its relative position biases, or each layer has. Of
+    `config`, the decoder's, `num_layers` counts the decoder's layers; `encoder_config` is that of
+    the encoder.
 
     A pipeline stage has layers of one stack (see `stack_stage`). The encoder's send its rows, and
     the decoder's, up to the last one, send them on with theirs. The first stage of each has the
@@ -96,10 +101,8 @@ class EncoderDecoder(Decoder):
             NormSpec.of(own), own.hidden_size, partial=partial, dtype=dtype, device=device
         )
         self.encoder = Block(layers, norm if stage.encoder_norm else None)
-        self.encoder_relative_pos_emb = RelativeBias(own, self.groups, dtype=dtype, device=device)
-        self.decoder_relative_pos_emb = RelativeBias(
-            self.config, self.groups, dtype=dtype, device=device
-        )
+        self.encoder_relative_pos_emb = self._place_biases(own, self.encoder, dtype, device)
+        self.decoder_relative_pos_emb = self._place_biases(self.config, self.decoder, dtype, device)
         pp = self.groups.pp
         if self.embedding is not None and pp.size > 1:
             mark(
@@ -109,6 +112,17 @@ class EncoderDecoder(Decoder):
                 copy=not pp.is_first,
                 over="ends" if config.tied_embeddings else "inputs",
             )
+
+    def _place_biases(
+        self, config: ModelConfig, stack: Block, dtype: torch.dtype, device: torch.device | str
+    ) -> RelativeBias | None:
+        """The relative position biases of a stack, unless each layer is given its own."""
+        if not config.relative_per_layer:
+            return RelativeBias(config, self.groups, dtype=dtype, device=device)
+        for layer in stack.layers.values():
+            bias = RelativeBias(config, self.groups, is_shared=False, dtype=dtype, device=device)
+            layer.get_submodule("self_attention").register_module(_OWN_BIASES, bias)
+        return None
 
     @property
     def is_encoder(self) -> bool:
@@ -176,7 +190,8 @@ class EncoderDecoder(Decoder):
         """Set in a pass what the decoder's layers attend to: biases, and the encoder's states, or,
         where there are none, what the cache has of them."""
         masks = frame.masks[0]
-        frame.masks = biased_masks(self.decoder_relative_pos_emb, masks, self.groups.cp)
+        biases = _biases(self.decoder, self.decoder_relative_pos_emb)
+        frame.masks = biased_masks(biases, masks, self.groups.cp)
         cache = None if frame.source is None else frame.source.cache
         source_BE, valid_BE = batch.source_BE, batch.source_valid_BE
         if source_BE is not None:
@@ -203,12 +218,13 @@ class EncoderDecoder(Decoder):
         places = torch.arange(source_BE.shape[1], device=source_BE.device)[None]
         span = KeySpan.fresh(Batch(tokens_BS=source_BE, positions_BS=places, valid_BS=valid_BE))
         masks = Masks(self.encoder_config, span)
+        biases = _biases(self.encoder, self.encoder_relative_pos_emb)
         frame = ForwardContext(
             num_rows=source_BE.shape[0],
             num_tokens=source_BE.shape[1],
             positions_BS=span.positions_BS,
             rotary=self.encoder_rotary,
-            masks=biased_masks(self.encoder_relative_pos_emb, masks, self.groups.cp),
+            masks=biased_masks(biases, masks, self.groups.cp),
             draws=Draws.of(self.dropout, self.groups.tp, self.sequence_parallel)
             if self.training
             else None,
@@ -217,6 +233,16 @@ class EncoderDecoder(Decoder):
         for layer in self.encoder.layers.values():
             x_TH = layer(x_TH, frame)
         return x_TH if self.encoder.norm is None else self.encoder.norm(x_TH)
+
+
+def _biases(stack: Block, shared: RelativeBias | None) -> dict[int | None, RelativeBias]:
+    """The relative position biases of a stack: those of all layers (None), or of each by number."""
+    if shared is not None:
+        return {None: shared}
+    return {
+        int(n): cast(RelativeBias, layer.get_submodule(f"self_attention.{_OWN_BIASES}"))
+        for n, layer in stack.layers.items()
+    }
 
 
 def stack_stage(config: ModelConfig, groups: ProcessGroups) -> Stage:

@@ -1,8 +1,9 @@
-"""Relative position biases of attention scores, which all layers of a stack share (T5)."""
+"""Relative position biases of attention scores (T5), of a stack's layers together or of each."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,8 @@ class RelativeBias(nn.Module):
     Half of the buckets are distances of one token each, and the others grow with the distance, up
     to `relative_max_distance`. In a bidirectional stack keys behind a query have half of all
     buckets; else they are never attended to. The parameter, `relative_attention_bias.weight`
-    [buckets, all heads], is whole on every rank, which uses the columns of its own heads. Every
-    pipeline stage has it as well.
+    [buckets, all heads], is whole on every rank, which uses the columns of its own heads. Biases
+    that all layers share are on every pipeline stage as well.
 
     Raises:
         MappingError: there are too few buckets, or the largest distance is one of the first ones.
@@ -33,6 +34,7 @@ class RelativeBias(nn.Module):
         config: ModelConfig,
         groups: ProcessGroups,
         *,
+        is_shared: bool = True,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "meta",
     ) -> None:
@@ -54,8 +56,8 @@ class RelativeBias(nn.Module):
             mark(
                 parameter,
                 partial=groups.tp.size > 1,
-                tied=pp.size > 1,
-                copy=not pp.is_first,
+                tied=is_shared and pp.size > 1,
+                copy=is_shared and not pp.is_first,
                 over="pp",
             )
 
@@ -88,28 +90,36 @@ class RelativeBias(nn.Module):
 
 
 class BiasedMasks(Masks):
-    """The mask of all layers of a stack, with relative position biases."""
+    """The masks of a stack's layers, with relative position biases.
 
-    def __init__(self, masks: Masks, bias_BNSL: Tensor) -> None:
+    `biases` are by layer, or that of all of them under None.
+    """
+
+    def __init__(self, masks: Masks, biases: Mapping[int | None, Tensor]) -> None:
         super().__init__(
             masks.config, masks.span, documents_BS=masks.documents_BS, is_part=masks.is_part
         )
-        mask, (num_queries, num_keys) = masks.of(0), bias_BNSL.shape[2:]
-        allowed = mask.square(num_queries, num_keys, bias_BNSL.device)
-        self._mask = Mask(allowed=allowed, scores=bias_BNSL)
-        self._mask.bias(bias_BNSL.dtype)  # not within a layer, which may be computed again
+        self._biased: dict[int | None, Mask] = {}
+        for layer, bias_BNSL in biases.items():
+            num_queries, num_keys = bias_BNSL.shape[2:]
+            allowed = masks.of(0).square(num_queries, num_keys, bias_BNSL.device)
+            self._biased[layer] = mask = Mask(allowed=allowed, scores=bias_BNSL)
+            mask.bias(bias_BNSL.dtype)  # not within a layer, which may be computed again
 
     def of(self, layer: int) -> Mask:
-        """The mask of a layer, which is that of all."""
-        return self._mask
+        """The mask of a layer."""
+        mask = self._biased.get(layer)
+        return self._biased[None] if mask is None else mask
 
 
-def biased_masks(bias: RelativeBias, masks: Masks, cp: Group) -> tuple[Masks, ...]:
-    """The masks of a pass on a rank that has whole rows, with biases.
+def biased_masks(
+    biases: Mapping[int | None, RelativeBias], masks: Masks, cp: Group
+) -> tuple[Masks, ...]:
+    """The masks of a pass on a rank that has whole rows, with biases (by layer, None: of all).
 
     Raises:
         MappingError: context parallelism cuts the rows.
     """
     if cp.size > 1:
         raise MappingError("relative positions are not computed for parts of rows")
-    return (BiasedMasks(masks, bias(masks.span)),)
+    return (BiasedMasks(masks, {layer: bias(masks.span) for layer, bias in biases.items()}),)

@@ -42,6 +42,7 @@ from megtool.options.groups import SourceOptions
 from megtool.reshard.megatron.master_weight_check import check_masters
 from megtool.reshard.megatron.model_space import to_model_space
 from megtool.reshard.megatron.nemo_config import read_foreign_args
+from megtool.reshard.repeated_tensors import has_own_head
 from megtool.reshard.source import HF_FOLDER, CheckpointSource, ModelIdentity
 
 _LOG = logging.getLogger(__name__)
@@ -118,6 +119,9 @@ def open_source(
         if options.family or options.like:
             raise
         reason = e
+    if model is not None and has_own_head(catalogue, model):
+        _LOG.info("the output layer is not the embedding, though config.json ties them: both stay")
+        model = replace(model, config=replace(model.config, tied_embeddings=False))
     before = len(catalogue.tensors)
     config = model.config if model else None
     catalogue = to_model_space(catalogue, config, compare_all=prove_all, lenient=lenient)

@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from megtool.checkpoint.catalogue import Catalogue, Destination
 from megtool.checkpoint.formats import (
     ARRAY_FORMATS,
@@ -20,9 +18,6 @@ from megtool.checkpoint.formats import (
 from megtool.checkpoint.megatron_metadata import saved_args, vocab_divisor
 from megtool.checkpoint.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megtool.checkpoint.plan import DroppedItem
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.cast import numeric_values
 from megtool.config import LayoutOptions, ParallelConfig
 from megtool.convert.dialects import (
     STATE_FIRST,
@@ -46,18 +41,13 @@ from megtool.errors import FormatError, LayoutError, UnknownFamilyError, UsageEr
 from megtool.reshard.foreign_objects import screen_renamed, screen_source
 from megtool.reshard.megatron.master_weight_check import (
     check_masters,
-    place_box,
-    sample_runs,
-    split_box,
-    unravel_in_box,
 )
 from megtool.reshard.megatron.optimizer import LEGACY, choose_optimizer, uses_local_layers
 from megtool.reshard.open_source import tensor_blocks
+from megtool.reshard.repeated_tensors import find_false_copies
 from megtool.reshard.source import CheckpointSource, unknown_model
 from megtool.reshard.writers import hf, megatron_legacy, torch_checkpointing, torch_dist, zarr
 from megtool.reshard.writers.target_spec import Target, TargetOptions, make_fill
-from megtool.tensors.box import numel
-from megtool.tensors.placement import Placement
 
 MEGATRON = ("torch_dist", "megatron")
 """Formats whose tensors have Megatron's names."""
@@ -392,61 +382,3 @@ def apply_renames(names: Sequence[str], renames: Sequence[str]) -> list[str]:
     if duplicates:
         raise UsageError(f"renaming gives two tensors the name {min(duplicates)!r}")
     return names
-
-
-_TIED = {"head.weight": "embed.weight"}
-"""Canonical tensors that are absent where embeddings are tied, and the ones that replace them."""
-
-
-def find_false_copies(source: CheckpointSource, *, compare_all: bool = False) -> dict[str, str]:
-    """Stored tensors that should be copies of others and differ, each with the difference.
-
-    Some elements of each are compared, all with `compare_all`. Where the original is not selected,
-    nothing is compared.
-    """
-    side = source.view
-    out: dict[str, str] = {}
-    if not side.copies:
-        return out
-    with CheckpointReader(source.catalogue, Files()) as reader:
-        for name, canonical in side.copies.items():
-            if canonical not in side.placements:
-                canonical = _TIED.get(canonical, canonical)
-            original = side.placements.get(canonical)
-            if original is None:
-                continue
-            difference = _find_difference(reader, name, original, compare_all=compare_all)
-            if difference is not None:
-                out[name] = f"not a copy of {original.stored}, though it should be: {difference}"
-    return out
-
-
-def _find_difference(
-    reader: CheckpointReader, name: str, original: Placement, *, compare_all: bool
-) -> str | None:
-    """How a stored tensor differs from a canonical one, which may be longer by padding."""
-    stored = reader.catalogue[name]
-    if not original.is_identity:
-        return f"{original.stored} has another layout"
-    shape = original.shape
-    if len(stored.shape) != len(shape) or any(
-        n < m if d == 0 else n != m
-        for d, (n, m) in enumerate(zip(stored.shape, shape, strict=True))
-    ):
-        return f"its shape is {list(stored.shape)}, not {list(shape)}"
-    if not numel(shape):
-        return None
-    original_dtype = reader.catalogue[original.stored].dtype
-    lo, hi = [0] * len(shape), list(shape)
-    for box in split_box(lo, hi) if compare_all else sample_runs(lo, hi, (0.0, 0.5, 1.0)):
-        a, b = (
-            reader.open_canonical(place_box(n, *box)).read().reshape(-1)
-            for n in (original.stored, name)
-        )
-        x, y = numeric_values(a, original_dtype), numeric_values(b, stored.dtype)
-        differ = np.flatnonzero(~np.isclose(x, y, rtol=0.0, atol=0.0, equal_nan=True))
-        if len(differ):
-            k = int(differ[0])
-            index = list(unravel_in_box(k, *box))
-            return f"{float(y[k]):g} where that has {float(x[k]):g}, at {index}"
-    return None

@@ -72,6 +72,7 @@ _MAMBA_STATE = ("mixer.dt_bias", "mixer.A_log", "mixer.D")
 _MAMBA_NORM = ("mixer.in_proj.layer_norm_weight", "mixer.in_proj.layer_norm_bias")
 _MAMBA_OUT = ("mixer.norm.weight", "mixer.out_proj.weight")
 _CROSS = (
+    "self_attention.relative_pos_emb.relative_attention_bias.weight",
     "pre_cross_attn_layernorm.weight",
     "cross_attention.linear_proj.weight",
     "cross_attention.linear_q.weight",

@@ -31,13 +31,15 @@ PROMPTS = (
     "translate English to German: the house is wonderful, and so is the garden.",
     "And now for something else",
 )
+NAMES = [*tiny_t5.KEYS, *(pytest.param(n, marks=pytest.mark.slow) for n in tiny_t5.MODEL_TYPES)]
 CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
     root = tmp_path_factory.mktemp("t5")
-    return {n: (root / n, tiny_t5.save(root / n, **keys)) for n, keys in tiny_t5.KEYS.items()}
+    cases = tiny_t5.KEYS | {name: {"family": name} for name in tiny_t5.MODEL_TYPES}
+    return {n: (root / n, tiny_t5.save(root / n, **keys)) for n, keys in cases.items()}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", tiny_t5.KEYS)
+@pytest.mark.parametrize("name", NAMES)
 def test_texts_are_those_of_transformers(name: str, models: dict[str, tuple[Path, Any]]) -> None:
     """Prompts of unequal length, all at once, and two at a time."""
     folder, theirs = models[name]
@@ -71,7 +73,7 @@ def test_texts_are_those_of_transformers(name: str, models: dict[str, tuple[Path
     assert [a.text for a in drawn[0].answers] == [a.text for a in drawn[1].answers]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", tiny_t5.KEYS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_score_is_that_of_transformers(
     name: str, models: dict[str, tuple[Path, Any]], pairs: Path, tmp_path: Path
 ) -> None:
@@ -98,13 +100,20 @@ def test_a_score_is_that_of_transformers(
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("t5", "pairs"), ("t5", "texts"), pytest.param("flan", "pairs", marks=pytest.mark.slow)],
+    [
+        ("t5", "pairs"),
+        ("t5", "texts"),
+        pytest.param("flan", "pairs", marks=pytest.mark.slow),
+        pytest.param("mt5", "pairs", marks=pytest.mark.slow),
+        pytest.param("umt5", "pairs", marks=pytest.mark.slow),
+    ],
 )
 def test_steps_are_those_of_transformers_and_adamw(
     name: str, kind: str, pairs: Path, data: Path, tmp_path: Path
 ) -> None:
-    keys = tiny_t5.KEYS[name]
-    model = tiny_model("t5", tmp_path / "hf", sizes=tiny_t5.SIZES, **keys).eval()
+    keys = tiny_t5.KEYS.get(name, {"family": name, "fill": tiny_t5.untie})
+    model = tiny_model(**{"family": "t5", "sizes": tiny_t5.SIZES} | keys, folder=tmp_path / "hf")
+    model.eval()
     tiny_t5.save_tokenizer(tmp_path / "hf")
     file = pairs if kind == "pairs" else data
     how: dict[str, Any] = {
@@ -141,7 +150,7 @@ def test_steps_are_those_of_transformers_and_adamw(
         optimizer.step()
     assert len(losses) == 5
     export(tmp_path / "out", tmp_path / "trained", to="hf")
-    trained = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "trained")
+    trained = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "trained")
     for name, parameter in trained.named_parameters():
         assert (parameter - model.get_parameter(name)).abs().max() < 1e-4, name
 
@@ -188,6 +197,8 @@ LAYOUTS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("t5", 3, {"pp": 3, "encoder_pp": 1}),
     ("flan", 4, {"pp": 4, "encoder_pp": 1, "dist_ckpt_optim_format": "dp_reshardable"}),
     ("t5", 4, {"pp": 2, "encoder_pp": 1, "dp": 2, "use_distributed_optimizer": True}),
+    ("mt5", 2, {"pp": 2, "encoder_pp": 1, "dist_ckpt_optim_format": "dp_reshardable"}),
+    ("umt5", 4, {"tp": 2, "pp": 2, "encoder_pp": 1, "dist_ckpt_optim_format": "dp_reshardable"}),
 )
 
 
@@ -203,7 +214,8 @@ def test_a_run_goes_on_at_another_layout(
     """Two steps on one rank, and two on several, draw the curve of four on one; so do all four on
     several, and the weights are the same."""
     model, whole, out = str(tmp_path / "hf"), tmp_path / "whole", tmp_path / "out"
-    tiny_model("t5", tmp_path / "hf", sizes=tiny_t5.SIZES, **tiny_t5.KEYS[name])
+    keys = tiny_t5.KEYS.get(name, {"family": name, "fill": tiny_t5.untie})
+    tiny_model(**{"family": "t5", "sizes": tiny_t5.SIZES} | keys, folder=tmp_path / "hf")
     tiny_t5.save_tokenizer(tmp_path / "hf")
     how: dict[str, Any] = {"lr_decay_iters": 4, "save_interval": 2, "global_batch_size": 4}
     how["adam_eps"] = 1e-4  # steps of small gradients are not of the size of large ones
@@ -236,7 +248,11 @@ def on_stages(rank: int, size: int, model: str, file: str, more: dict[str, Any])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("t5", {"pp": 3, "encoder_pp": 2}), ("flan", {"pp": 4, "encoder_pp": 1})],
+    [
+        ("t5", {"pp": 3, "encoder_pp": 2}),
+        ("flan", {"pp": 4, "encoder_pp": 1}),
+        ("umt5", {"pp": 2, "encoder_pp": 1}),
+    ],
     ids=str,
 )
 def test_stages_write_and_score_what_one_process_does(

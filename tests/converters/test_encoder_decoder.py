@@ -20,10 +20,11 @@ from megtool.tensors.sharded import GlobalTensor
 from tests.support.errors import raises
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored
+from tests.support.models import tiny_t5
 from tests.support.models.dense_cases import fill_uniform
 from tests.support.models.tiny_model import tiny_model
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 SIZES: dict[str, Any] = {
     "d_model": 32,
@@ -41,11 +42,19 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "flan, more layers in the decoder": FLAN | {"num_decoder_layers": 3},
     "more layers in the encoder": {"num_layers": 3, "num_decoder_layers": 1},
+    "mt5": {"family": "mt5"},
+    "umt5": {"family": "umt5", "num_decoder_layers": 3},
 }
 
 
-def save(folder: Path, **keys: Any) -> Path:
-    tiny_model("t5", folder, sizes=SIZES, dtype="bfloat16", fill=fill_uniform, **keys)
+def fill_untied(model: Any) -> None:
+    tiny_t5.untie(model)
+    fill_uniform(model)
+
+
+def save(folder: Path, family: str = "t5", **keys: Any) -> Path:
+    fill = fill_uniform if family == "t5" else fill_untied
+    tiny_model(family, folder, sizes=SIZES, dtype="bfloat16", fill=fill, **keys)
     return folder
 
 
@@ -54,14 +63,20 @@ def flan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("t5") / "hf", **CASES["flan, more layers in the decoder"])
 
 
-@pytest.mark.parametrize("keys", CASES.values(), ids=list(CASES))
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [pytest.param(keys, id=n, marks=SLOW if "family" in keys else ()) for n, keys in CASES.items()],
+)
 def test_weights_come_back_to_the_same_bytes(keys: dict[str, Any], tmp_path: Path) -> None:
     """Stacked and cut, as rank files, one key per layer, and under the first names again."""
     source = save(tmp_path / "hf", **keys)
     found = open_source(source)
     assert found.model is not None
     assert found.model.family is not None
-    assert found.model.family.name == "t5"
+    assert found.model.family.name == keys.get("family", "t5")
     assert {p.stored for p in found.view.placements.values()} == set(stored(source))
     at = source
     layouts: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -83,6 +98,63 @@ def test_weights_come_back_to_the_same_bytes(keys: dict[str, Any], tmp_path: Pat
         if to == "hf":
             assert stored(at) == stored(source)
             assert read_config(at) == read_config(source)
+
+
+@pytest.mark.parametrize("name", [pytest.param("t5", marks=SLOW), "mt5"])
+def test_an_output_layer_that_repeats_the_embedding_is_tied(name: str, tmp_path: Path) -> None:
+    """What config.json says is believed unless the two differ: then both matrices stay."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "hf"
+    tiny_model(name, folder, sizes=SIZES)
+    file = folder / "model.safetensors"
+    for is_copy in (True, False):
+        tensors = load_file(file)
+        tensors["lm_head.weight"] = tensors["shared.weight"] + float(not is_copy)
+        save_file(tensors, file, metadata={"format": "pt"})
+        config = open_source(folder).view.config
+        assert config is not None
+        assert config.tied_embeddings is is_copy
+        report = reshard(folder, tmp_path / f"{is_copy}", to="torch_dist", fsync=False)
+        assert not [d for d in report.dropped if d.is_lost]
+        reshard(tmp_path / f"{is_copy}", tmp_path / f"{is_copy}-hf", to="hf", fsync=False)
+        assert ("lm_head.weight" in stored(tmp_path / f"{is_copy}-hf")) is not is_copy
+        theirs = [
+            transformers.AutoModelForSeq2SeqLM.from_pretrained(at).eval()
+            for at in (folder, tmp_path / f"{is_copy}-hf")
+        ]
+        tokens = torch.arange(14).view(2, 7)
+        with torch.no_grad():
+            logits = [m(input_ids=tokens, decoder_input_ids=tokens).logits for m in theirs]
+        assert torch.equal(*logits)
+
+
+def test_published_files_of_mt5_have_few_keys() -> None:
+    """Those of google/mt5-small: sizes, an output layer of its own, and none that has a default."""
+    config = family("mt5").read_config(
+        {
+            "d_ff": 1024,
+            "d_kv": 64,
+            "d_model": 512,
+            "feed_forward_proj": "gated-gelu",
+            "num_decoder_layers": 8,
+            "num_heads": 6,
+            "num_layers": 8,
+            "relative_attention_num_buckets": 32,
+            "tie_word_embeddings": False,
+            "vocab_size": 250112,
+        }
+    )
+    assert (config.activation, config.gated) == ("gelu_new", True)
+    assert config.logit_scale == 1.0
+    assert not config.tied_embeddings
+    assert config == family("mt5").read_config({"tie_word_embeddings": False})
+    of_umt5 = family("umt5").read_config({})
+    assert of_umt5.relative_per_layer
+    assert of_umt5.logit_scale == 512**-0.5
+    assert family("umt5").read_config({"tie_word_embeddings": False}).logit_scale == 1.0
+    assert "one table of relative positions" in " ".join(megatron_limits(of_umt5, family("umt5")))
 
 
 def test_names_and_cuts_are_those_of_megatrons_t5(flan: Path, tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "t5": {},
     "flan": tiny_t5.FLAN,
     "more layers in the encoder": {"num_layers": 3, "num_decoder_layers": 1},
+    "mt5": {"family": "mt5"},
+    "umt5": {"family": "umt5", "num_decoder_layers": 3},
 }
 SOURCE, TARGET = 28, 14
 
@@ -94,8 +96,11 @@ def test_logits_and_loss_are_those_of_transformers(
     assert (ours(without) - got).abs().max() > 1e-2  # padding is attended to
 
 
-def test_gradients_are_those_of_transformers(folders: dict[str, tuple[Path, Any]]) -> None:
-    folder, theirs = folders["flan"]
+@pytest.mark.parametrize("case", ["flan", "umt5"])
+def test_gradients_are_those_of_transformers(
+    case: str, folders: dict[str, tuple[Path, Any]]
+) -> None:
+    folder, theirs = folders[case]
     batch, labels = inputs()
     ours = loaded(folder).requires_grad_(True)
     loss, count = ours.loss(batch, labels)
@@ -106,9 +111,18 @@ def test_gradients_are_those_of_transformers(folders: dict[str, tuple[Path, Any]
     assert all(g is not None and g.any() for g in own.values())
     block = "{}.block.{}.layer.{}.{}.weight"
     bias = "relative_attention_bias"
-    pairs = {
+    biases = {
         f"encoder_relative_pos_emb.{bias}": ("encoder", 0, 0, f"SelfAttention.{bias}"),
         f"decoder_relative_pos_emb.{bias}": ("decoder", 0, 0, f"SelfAttention.{bias}"),
+    }
+    if case == "umt5":
+        layer = "{}.layers.{}.self_attention.relative_pos_emb." + bias
+        biases = {
+            layer.format(stack, number): (stack, number, 0, f"SelfAttention.{bias}")
+            for stack, number in (("encoder", 1), ("decoder", 0), ("decoder", 2))
+        }
+    pairs = {
+        **biases,
         "encoder.layers.1.mlp.linear_fc2": ("encoder", 1, 1, "DenseReluDense.wo"),
         "decoder.layers.2.pre_cross_attn_layernorm": ("decoder", 2, 1, "layer_norm"),
         "decoder.layers.0.cross_attention.linear_q": ("decoder", 0, 1, "EncDecAttention.q"),
@@ -139,11 +153,12 @@ def test_buckets_are_those_of_transformers() -> None:
             assert torch.equal(ours.bucket(distance), want)
 
 
+@pytest.mark.parametrize("case", ["flan", "umt5"])
 def test_a_decoder_that_goes_on_reads_its_sources_once(
-    folders: dict[str, tuple[Path, Any]],
+    case: str, folders: dict[str, tuple[Path, Any]]
 ) -> None:
     """Token by token, with the rows' slots in another order."""
-    ours, (batch, _) = loaded(folders["flan"][0]), inputs()
+    ours, (batch, _) = loaded(folders[case][0]), inputs()
     whole = ours(batch)
     cache = ContiguousCache(ours.config, num_rows=4, max_tokens=TARGET)
     cache.sources = SourceCache(
@@ -246,6 +261,10 @@ def on_rank(rank: int, size: int, folder: str, answer: str, layout: dict[str, An
         ("flan", {"pp": 4, "encoder_pp": 1}),
         ("flan", {"tp": 2, "pp": 2, "encoder_pp": 1, "sequence_parallel": True}),
         ("more layers in the encoder", {"pp": 4, "encoder_pp": 3}),
+        ("mt5", {"tp": 2}),
+        ("mt5", {"pp": 2, "encoder_pp": 1}),
+        ("umt5", {"tp": 2, "sequence_parallel": True}),
+        ("umt5", {"pp": 4, "encoder_pp": 1}),
     ],
     ids=str,
 )

@@ -26,7 +26,9 @@ GPT2_NAMES = {
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }
-WITHOUT_GROUPS = {"gpt2", "gpt_neox", "bert", "roberta", "modernbert", "t5", "bert_post_norm"}
+WITHOUT_GROUPS = {
+    *("bert", "bert_post_norm", "gpt2", "gpt_neox", "modernbert", "mt5", "roberta", "t5", "umt5"),
+}
 """Families whose attention has as many heads of keys and values as of queries."""
 
 CLASSES: dict[str, tuple[str, str]] = {
@@ -77,6 +79,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "mistral4": ("Mistral4ForCausalLM", "Mistral4Config"),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig"),
     "modernbert": ("ModernBertForMaskedLM", "ModernBertConfig"),
+    "mt5": ("MT5ForConditionalGeneration", "MT5Config"),
     "nanochat": ("NanoChatForCausalLM", "NanoChatConfig"),
     "nemotron": ("NemotronForCausalLM", "NemotronConfig"),
     "nemotron_h": ("NemotronHForCausalLM", "NemotronHConfig"),
@@ -102,6 +105,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "solar_open": ("SolarOpenForCausalLM", "SolarOpenConfig"),
     "stablelm": ("StableLmForCausalLM", "StableLmConfig"),
     "t5": ("T5ForConditionalGeneration", "T5Config"),
+    "umt5": ("UMT5ForConditionalGeneration", "UMT5Config"),
     "vaultgemma": ("VaultGemmaForCausalLM", "VaultGemmaConfig"),
     "youtu": ("YoutuForCausalLM", "YoutuConfig"),
     "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config"),

@@ -29,6 +29,8 @@ FLAN: dict[str, Any] = {
     "num_decoder_layers": 3,
 }
 KEYS: dict[str, dict[str, Any]] = {"t5": {}, "flan": FLAN}
+MODEL_TYPES = ("mt5", "umt5")
+"""Families that are like T5; their tiny models have an output layer of its own."""
 
 
 def fill(model: Any) -> None:
@@ -36,6 +38,9 @@ def fill(model: Any) -> None:
     import torch
 
     for name, parameter in model.named_parameters():
+        if name == "lm_head.weight":
+            parameter.copy_(torch.randn(parameter.shape) * 0.1)
+            continue
         size = 1.0 if name.endswith((".o.weight", ".wo.weight")) else 0.3
         if name.endswith("norm.weight"):
             parameter.copy_(torch.rand(parameter.shape) + 0.5)
@@ -43,9 +48,24 @@ def fill(model: Any) -> None:
             parameter.copy_(torch.randn(parameter.shape) * size)
 
 
-def save(folder: Path, **keys: Any) -> Any:
+def untie(model: Any) -> None:
+    """Give the output layer a matrix of its own, as published mT5s have."""
+    import torch
+
+    model.lm_head.weight = torch.nn.Parameter(model.shared.weight.detach().flip(0).clone())
+
+
+def fill_untied(model: Any) -> None:
+    """Random weights as of `fill`, and an output layer of its own."""
+    untie(model)
+    fill(model)
+
+
+def save(folder: Path, family: str = "t5", **keys: Any) -> Any:
     """A Hugging Face folder with random weights and a tokenizer; returns transformers' model."""
-    model = tiny_model("t5", folder, sizes=SIZES, fill=fill, **keys)
+    model = tiny_model(
+        family, folder, sizes=SIZES, fill=fill if family == "t5" else fill_untied, **keys
+    )
     save_tokenizer(folder)
     return model.eval()
 
