@@ -1,0 +1,1 @@
+"""Loaders for inference engines, which read any checkpoint without a converted copy of it."""
