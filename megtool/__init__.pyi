@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Literal
 
 from megtool import dcp as dcp
+from megtool import megatron as megatron
+from megtool import transformers as transformers
 from megtool.access.checkpoint import Checkpoint as Checkpoint
+from megtool.access.checkpoint import open_checkpoint as open  # noqa: F401
 from megtool.access.checkpoint import stream as stream
 from megtool.access.state_dict import load_state_dict as load_state_dict
 from megtool.checkpoint.plan import ReshardPlan

@@ -27,7 +27,7 @@ FLOORS = (
     {"quant/pipeline"},
     {"export", "train"},
     {"commands"},
-    {"dcp"},
+    {"dcp", "megatron", "transformers"},
     {"cli"},
     {"__main__"},
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,9 +63,13 @@ class NamedView(Mapping[str, "LazyTensor"]):
         return sum(self.stored_tensor(name).num_bytes for name in self)
 
     def read(
-        self, names: Sequence[str] | None = None, *, progress: Progress = silent
+        self,
+        names: Sequence[str] | None = None,
+        *,
+        dtypes: Mapping[str, DType] = MappingProxyType({}),
+        progress: Progress = silent,
     ) -> dict[str, Any]:
-        """Tensors (all, by default) by name, as arrays or torch tensors.
+        """Tensors (all, by default) by name, as arrays or torch tensors; `dtypes` casts some.
 
         Raises:
             MappingError: there are no such tensors.
@@ -79,7 +84,7 @@ class NamedView(Mapping[str, "LazyTensor"]):
                 hint=f"names are {self.named.naming!r} names, such as {next(iter(self), None)!r}",
                 error_id="missing-tensors",
             )
-        tensors = [self.stored_tensor(n) for n in chosen]
+        tensors = [self.stored_tensor(n, dtypes.get(n)) for n in chosen]
         memory = allocate(tensors)
         reads = [BoxRead(tensor=self.named.tensors[t.name], dtype=t.dtype) for t in tensors]
         self.reader.read(reads, [memory[t.name] for t in tensors], progress)

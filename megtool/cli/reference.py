@@ -94,8 +94,10 @@ def _escape(text: str) -> str:
 
 _ACCESS = (
     "from megtool import dcp as dcp",
+    "from megtool import megatron as megatron",
+    "from megtool import transformers as transformers",
     "from megtool.access.checkpoint import Checkpoint as Checkpoint",
-    "from megtool.access.checkpoint import open_checkpoint as open",
+    "from megtool.access.checkpoint import open_checkpoint as open  # noqa: F401",
     "from megtool.access.checkpoint import stream as stream",
     "from megtool.access.state_dict import load_state_dict as load_state_dict",
 )
@@ -117,10 +119,10 @@ def render_api_stub() -> str:
     standard = [m for m in sorted(imports) if not m.startswith("megtool")]
     for module in standard:
         lines += _import_lines(module, imports[module])
-    lines.append("")
+    lines += ["", *_ACCESS]
     for module in sorted(set(imports) - set(standard)):
         lines += _import_lines(module, imports[module])
-    lines += ["", *_ACCESS, "", "__version__: str", ""]
+    lines += ["", "__version__: str", ""]
     for function in functions:
         lines += function.lines
     return "\n".join(lines) + "\n"

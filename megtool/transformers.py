@@ -1,0 +1,323 @@
+"""`transformers` models from any checkpoint, without a converted copy.
+
+    model = megtool.transformers.from_pretrained("s3://bucket/run/iter_0005000")
+
+transformers asks for one tensor after another under Hugging Face's names; each is read where it
+lies, and decoded if it is quantized.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megtool.access.checkpoint import BATCH_BYTES, Checkpoint, open_checkpoint
+from megtool.access.lazy_tensor import LazyTensor, NamedView
+from megtool.dtypes import dtype as named_dtype
+from megtool.errors import FormatError, MappingError, MissingPackageError, UsageError, listed
+from megtool.reshard.source import collect_hf_files, unknown_model
+
+if TYPE_CHECKING:
+    import transformers
+
+__all__ = ["from_pretrained"]
+
+_LOG = logging.getLogger(__name__)
+
+CAST_BYTES = 16 << 20
+"""Larger matrices are cast while they are read, so that they are never in memory in two types."""
+
+
+def from_pretrained(
+    location: str | Path | Checkpoint,
+    *,
+    dtype: str | torch.dtype | None = None,
+    family: str | None = None,
+    like: str | Path | None = None,
+    iteration: int | str | None = None,
+    device_map: Any = None,
+    **model_arguments: Any,
+) -> transformers.PreTrainedModel:
+    """A model of transformers with the weights of a checkpoint of any format, local or in a store.
+
+    Its class is the one that config.json names; where the checkpoint has no config.json, it is made
+    from what the checkpoint says of its model. About 128 MiB beside the model are in memory (more
+    where transformers stacks the experts of one layer that are larger), and nothing is written.
+
+    Args:
+        location: A checkpoint, or where one is.
+        dtype: The type of the weights; by default the one in config.json, or else that of most.
+        family: The model family, if the checkpoint names none.
+        like: A Hugging Face folder to take the configuration from.
+        iteration: Which iteration of a save folder; by default the latest.
+        device_map: Where transformers puts the weights.
+        **model_arguments: Further arguments of transformers' own `from_pretrained`.
+
+    Raises:
+        FormatError: no checkpoint, or a damaged one.
+        MappingError: its family is not known; transformers has no such class; or the model has
+            tensors that the checkpoint lacks, or of other shapes.
+        MissingPackageError: transformers is missing.
+        StorageError: it cannot be read.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError as e:
+        raise MissingPackageError(
+            "models need the transformers package", hint="pip install 'megtool[hf]'"
+        ) from e
+    for name in ("config", "state_dict", "output_loading_info", "gguf_file"):
+        if name in model_arguments:
+            raise UsageError(f"{name!r} is no argument here: it follows from the checkpoint")
+    checkpoint = location
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = open_checkpoint(
+            checkpoint, family=family, like=like, iteration=iteration, optimizer=False
+        )
+    view = checkpoint.as_("hf", framework="torch")
+    files = collect_hf_files(checkpoint.source, None)
+    config = _make_config(checkpoint, files)
+    kind = _class_of(checkpoint, config)
+    weight_dtype = _dtype_of(dtype, config, view)
+    reads = _ReadAhead(
+        view, weight_dtype if _is_free_to_cast(kind, config, weight_dtype, view) else None
+    )
+    with reads, _one_after_another():
+        model, info = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict={name: _Entry(reads, name) for name in view},
+            dtype=weight_dtype,
+            device_map=device_map,
+            output_loading_info=True,
+            **model_arguments,
+        )
+    _check(checkpoint, info)
+    model.config._name_or_path = model.name_or_path = str(checkpoint.location)
+    if "generation_config.json" in files and model.can_generate():
+        generation = json.loads(files["generation_config.json"])
+        model.generation_config = transformers.GenerationConfig.from_dict(generation)
+    loaded: transformers.PreTrainedModel = model
+    return loaded
+
+
+def _make_config(checkpoint: Checkpoint, files: Mapping[str, bytes]) -> Any:
+    """transformers' configuration of the model."""
+    from transformers import CONFIG_MAPPING
+
+    if "config.json" not in files:
+        raise unknown_model(checkpoint.source, "a model of transformers needs a config.json")
+    try:
+        values = json.loads(files["config.json"])
+        kind = values["model_type"]
+    except (ValueError, KeyError, TypeError) as e:
+        raise FormatError(
+            "config.json has no model_type, or is damaged", file=checkpoint.location
+        ) from e
+    if kind not in CONFIG_MAPPING:
+        raise _unsupported(checkpoint, f"the model_type {kind!r}")
+    return CONFIG_MAPPING[kind].from_dict(values)
+
+
+def _class_of(checkpoint: Checkpoint, config: Any) -> Any:
+    """The class that config.json names, or that of a language model of its type."""
+    import transformers
+
+    for name in config.architectures or ():
+        kind = getattr(transformers, name, None)
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+            return kind
+    if config.architectures:
+        raise _unsupported(checkpoint, f"the class {config.architectures[0]!r}")
+    try:
+        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        raise _unsupported(
+            checkpoint, f"a language model of model_type {config.model_type!r}"
+        ) from None
+
+
+def _unsupported(checkpoint: Checkpoint, what: str) -> MappingError:
+    import transformers
+
+    return MappingError(
+        f"transformers {transformers.__version__} does not have {what}",
+        file=checkpoint.location,
+        hint="another release may have it; code that a checkpoint brings is never run",
+    )
+
+
+def _dtype_of(requested: str | torch.dtype | None, config: Any, view: NamedView) -> torch.dtype:
+    """The type of the weights: as requested, as config.json says, or that of most bytes."""
+    if isinstance(requested, torch.dtype):
+        return requested
+    if requested not in (None, "auto"):
+        kind = getattr(torch, named_dtype(str(requested)).name, None)
+    else:
+        kind = config.dtype
+        if isinstance(kind, str):
+            kind = getattr(torch, kind, None)
+        if kind is None:
+            sizes: Counter[str] = Counter()
+            for tensor in view.values():
+                if named_dtype(tensor.dtype).is_float:
+                    sizes[tensor.dtype] += tensor.num_bytes
+            kind = getattr(torch, sizes.most_common(1)[0][0] if sizes else "float32", None)
+    if not isinstance(kind, torch.dtype):
+        raise UsageError(f"torch has no type {requested!r}", hint="for example bfloat16")
+    return kind
+
+
+def _is_free_to_cast(kind: Any, config: Any, dtype: torch.dtype, view: NamedView) -> bool:
+    """Whether large matrices may be cast while they are read: the model keeps none in float32."""
+    name = named_dtype(str(dtype)).name
+    if all(t.dtype == name for t in view.values() if _is_large(t)):
+        return False  # there is nothing to cast
+    with torch.device("meta"):
+        model = kind(config)
+    flags = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return not any(getattr(model, flag, None) for flag in flags)
+
+
+def _is_large(tensor: LazyTensor) -> bool:
+    is_float = named_dtype(tensor.dtype).is_float
+    return is_float and tensor.ndim > 1 and tensor.num_bytes > CAST_BYTES
+
+
+@contextmanager
+def _one_after_another() -> Iterator[None]:
+    """Let transformers ask for tensors when it needs them: its threads would read all experts
+    before the first ones are stacked.
+    """
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _check(checkpoint: Checkpoint, info: Mapping[str, Any]) -> None:
+    """Check that all of the model was in the checkpoint.
+
+    Raises:
+        MappingError: some was not, or has another shape.
+    """
+    faults = []
+    missing = sorted(info.get("missing_keys", ()))
+    other = sorted(str(key[0]) for key in info.get("mismatched_keys", ()))
+    if missing:
+        faults.append(f"the checkpoint lacks {len(missing)} tensors of it: {listed(missing, 20)}")
+    if other:
+        faults.append(f"{len(other)} have other shapes: {listed(other, 20)}")
+    if faults:
+        raise MappingError(
+            f"the model of transformers does not fit; {'; '.join(faults)}",
+            file=checkpoint.location,
+            tensor=(missing or other)[0],
+            hint="is config.json that of another model?",
+            error_id="missing-tensors",
+        )
+
+
+class _ReadAhead:
+    """Reads tensors in batches in the order in which transformers asks, one batch ahead.
+
+    Matrices larger than `CAST_BYTES` are read as `dtype`, if it is given. Use in `with`.
+    """
+
+    def __init__(self, view: NamedView, dtype: torch.dtype | None) -> None:
+        from transformers.core_model_loading import dot_natural_key
+
+        self.view = view
+        self._dtype = None if dtype is None else named_dtype(str(dtype))
+        self._batches: list[list[str]] = []
+        self._number: dict[str, int] = {}
+        size = BATCH_BYTES
+        for name in sorted(view, key=dot_natural_key):
+            num_bytes = view[name].num_bytes
+            if size + num_bytes > BATCH_BYTES:
+                self._batches.append([])
+                size = 0
+            self._batches[-1].append(name)
+            self._number[name] = len(self._batches) - 1
+            size += num_bytes
+        self._reads: dict[int, Future[dict[str, torch.Tensor]]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megtool-read-ahead")
+
+    def __enter__(self) -> _ReadAhead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._reads.clear()
+
+    def take(self, name: str) -> torch.Tensor:
+        """A tensor, which is handed out once; asked for again it is read again."""
+        number = self._number[name]
+        for n in (number, number + 1):
+            if n not in self._reads and n < len(self._batches):
+                self._reads[n] = self._thread.submit(self._read, self._batches[n])
+        tensor = self._reads[number].result().pop(name, None)
+        return self._read([name])[name] if tensor is None else tensor
+
+    def _read(self, names: list[str]) -> dict[str, torch.Tensor]:
+        cast = {}
+        if self._dtype is not None:
+            cast = {n: self._dtype for n in names if _is_large(self.view[n])}
+        tensors: dict[str, torch.Tensor] = self.view.read(names, dtypes=cast)
+        return tensors
+
+
+class _Entry:
+    """What transformers takes for a tensor of a state dict."""
+
+    def __init__(self, reads: _ReadAhead, name: str) -> None:
+        self._reads, self._name = reads, name
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+        return torch.Size(self._reads.view[self._name].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its type as it is stored, or decoded."""
+        kind: torch.dtype = getattr(torch, self._reads.view[self._name].dtype)
+        return kind
+
+    def get_shape(self) -> list[int]:
+        """Its shape, as slices of safetensors say it."""
+        return list(self.shape)
+
+    def get_dtype(self) -> torch.dtype:
+        """Its type."""
+        return self.dtype
+
+    def is_floating_point(self) -> bool:
+        """Whether its elements are floating numbers."""
+        return self.dtype.is_floating_point
+
+    def dim(self) -> int:
+        """Its number of dimensions."""
+        return len(self.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """What is read, all of it or a part."""
+        if index is Ellipsis:
+            return self._reads.take(self._name)
+        part: torch.Tensor = self._reads.view[self._name][index]
+        return part
