@@ -17,6 +17,7 @@ from megtool.convert import (
     Nullable,
     OneOf,
     Only,
+    Refused,
     Rope,
     RopeInWindows,
     Row,
@@ -40,7 +41,8 @@ FAMILY = Family(
         "router_fp32": True,
         "router_group_best": 2,
     },
-    # The layer of multi-token prediction has an MLP, not experts.
+    # The layer of multi-token prediction has an MLP, not experts, and attends to all tokens without
+    # rotary embedding, like other layers without a window.
     config=(
         Key("num_hidden_layers", "num_layers"),
         Key("hidden_size", "hidden_size"),
@@ -63,6 +65,8 @@ FAMILY = Family(
         Only("norm_topk_prob", True),
         OneOf("num_nextn_predict_layers", "num_mtp_layers", (0, 1)),
         Assumed("mtp_kind", "'*-' if num_mtp_layers else ''"),
+        Refused("mtp_layer_types", ["sliding_attention"], "its layer attends to all tokens"),
+        Only("swiglu_limits", None),
         Only("hidden_act", "silu"),
         Rope(10000.0),
         Window(default=4096, every=4, every_key="sliding_window_pattern"),

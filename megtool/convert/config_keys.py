@@ -142,8 +142,8 @@ class Only(Setting):
         return (self.key,)
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
-        """The one value."""
-        if self.key not in config.extra:
+        """The one value; null is not written."""
+        if self.key not in config.extra and self.value is not None:
             into[self.key] = self.value
 
 

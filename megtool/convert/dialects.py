@@ -26,7 +26,7 @@ from megtool.convert.nested import TIED
 from megtool.convert.sharding import shard
 from megtool.dtypes import DType
 from megtool.errors import MappingError, UnknownTensorsError
-from megtool.model_config import ModelConfig
+from megtool.model_config import ATTENTION, MLP, ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 
 __all__ = [
@@ -89,6 +89,8 @@ def read_side(
         )
     by_state, states = _sorted_by_state(tensors, dialect)
     config = _tie(config, dialect, by_state.get("", {}), family, partial=partial)
+    if dialect == "megatron":
+        config = _with_mlp_in_mtp(config, by_state.get("", {}))
     is_hybrid = dialect == "megatron" and are_hybrid(by_state.get("", {}), config)
     if is_hybrid:
         by_state = _numbered_as(config, by_state)
@@ -493,6 +495,20 @@ def _tie(
     if dialect == "gguf" or (is_unsaid and not partial):
         has_head = any(f".{k}".endswith(_HEADS) for k in keys)
         return replace(config, tied_embeddings=not has_head)
+    return config
+
+
+_MTP_MLP = "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight"
+
+
+def _with_mlp_in_mtp(config: ModelConfig, keys: Collection[str]) -> ModelConfig:
+    """The configuration with an MLP in layers of multi-token prediction where names say so.
+
+    GPTModel builds them like the last layer, and no args say that a bridge has not (K-EXAONE).
+    """
+    is_like_last = config.num_mtp_layers and not config.mtp_kind and config.layer_kinds is None
+    if is_like_last and config.num_layers - 1 in config.moe_layers and _MTP_MLP in keys:
+        return replace(config, mtp_kind=ATTENTION + MLP)
     return config
 
 

@@ -20,6 +20,7 @@ from megtool.model.hyper_connections import HyperHead
 from megtool.model.layer import TransformerLayer
 from megtool.model.linear import ColumnLinear
 from megtool.model.norm import NormLayer, NormSpec
+from megtool.model.rotary import has_window
 from megtool.model_config import ATTENTION, EXPERTS, MAMBA, MLP, ModelConfig
 from megtool.parallel.collectives import gather_columns, scatter_rows
 from megtool.parallel.process_groups import ProcessGroups
@@ -48,7 +49,11 @@ def is_hybrid(config: ModelConfig) -> bool:
 
 def with_mtp_layers(config: ModelConfig) -> ModelConfig:
     """The configuration in which layers of multi-token prediction are numbered like the others,
-    on from the last one: one for each, or (HybridModel) one for each of its branches."""
+    on from the last one: one for each, or (HybridModel) one for each of its branches.
+
+    Where layers turn queries and keys if they have a window, and do not if they have none, these
+    have none (K-EXAONE: TensorRT-LLM's `modeling_exaone_moe.py`, vLLM's `exaone_moe.py`).
+    """
     depths = config.num_mtp_layers
     if not depths:
         return config
@@ -59,6 +64,10 @@ def with_mtp_layers(config: ModelConfig) -> ModelConfig:
     kinds += tuple(config.mtp_branches if is_hybrid(config) else [config.mtp_branches]) * depths
     ratios = config.compress_ratios
     skip, without = config.window_skip_freq, config.no_rope_layers
+    flags = tuple(int(has_window(config, n)) for n in range(config.num_layers))
+    is_global = any(flags) and without == tuple(1 - f for f in flags)
+    if is_global:
+        skip = (*flags, 0)
     shared = config.shared_index_layers
     return replace(
         config,
@@ -68,7 +77,7 @@ def with_mtp_layers(config: ModelConfig) -> ModelConfig:
         moe_layer_freq=1,
         mtp_kind="",
         window_skip_freq=_longer(skip, len(kinds), skip[-1]) if isinstance(skip, tuple) else skip,
-        no_rope_layers=None if without is None else _longer(without, len(kinds), 0),
+        no_rope_layers=None if without is None else _longer(without, len(kinds), int(is_global)),
         shared_index_layers=None if shared is None else _longer(shared, len(kinds), 0),
         compress_ratios=None if ratios is None else _longer(ratios, len(kinds), 0),
     )

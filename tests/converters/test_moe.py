@@ -206,7 +206,13 @@ def test_layers_of_multi_token_prediction_travel(tmp_path: Path) -> None:
     assert read_config(tmp_path / "back")["num_nextn_predict_layers"] == 2
 
 
-@pytest.mark.parametrize("name", mtp_models.FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow) if n == "exaone_moe" else n
+        for n in mtp_models.FAMILIES
+    ],
+)
 def test_published_families_with_multi_token_prediction(
     name: str, carry: Callable[..., dict[str, np.ndarray]], tmp_path: Path
 ) -> None:

@@ -119,6 +119,15 @@ def qwen3_5_moe(folder: Path) -> tuple[Any, str]:
     return model, "qwen3_5_moe"
 
 
+def exaone_moe(folder: Path) -> tuple[Any, str]:
+    """A K-EXAONE, whose layer has an MLP."""
+    case = next(c for c in moe_cases.MORE if c[0] == "exaone_moe")
+    model = moe_cases.save(case, folder)
+    _add_outer_layer(folder, "model.layers.0.")
+    moe_cases.change_config(folder, num_nextn_predict_layers=1)
+    return model, "exaone_moe"
+
+
 def nemotron_h(folder: Path) -> tuple[Any, str]:
     """A Nemotron-H: each of its two further layers is an attention layer and one of experts."""
     model = moe_cases.save(moe_cases.FIRST["nemotron_h"], folder)
@@ -148,7 +157,7 @@ FAMILIES: dict[str, Callable[[Path], tuple[Any, str]]] = {
     f.__name__: f
     for f in (
         *(glm4_moe, deepseek_v32, bailing_moe_v2, mimo),
-        *(qwen3_next, qwen3_5_text, qwen3_5_moe, nemotron_h),
+        *(qwen3_next, qwen3_5_text, qwen3_5_moe, nemotron_h, exaone_moe),
     )
 }
 """Each saves a model to a folder, and returns its twin and the family's name."""
@@ -159,7 +168,7 @@ PROJECTIONS = {
     "bailing_moe_v2": "model.layers.5.eh_proj.weight",
     "mimo": "model.mtp_layers.1.input_proj.weight",
     "nemotron_h": "mtp.layers.2.eh_proj.weight",
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe"), "mtp.fc.weight"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe", "exaone_moe"), "mtp.fc.weight"),
 }
 """The projection of both inputs of the last further layer, as it is stored."""
 

@@ -25,10 +25,21 @@ DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 
 
+EXAONE = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+
+
+def _inside(name: str) -> str:
+    """A tensor that lies beside the only further layer, as if it lay in it."""
+    is_beside = name.startswith("mtp.") and not name.startswith("mtp.layers.")
+    return name.replace("mtp.", "mtp.layers.0.", 1) if is_beside else name
+
+
 class MtpReference(nn.Module):
     """A model in a folder, in float32, with its layers of multi-token prediction.
 
-    `family` is deepseek_v3, glm4_moe or mimo. All of it is parameters: `loss` has a backward pass.
+    `family` is deepseek_v3, glm4_moe, mimo or exaone_moe. All of it is parameters: `loss` has a
+    backward pass. Of K-EXAONE, whose layer transformers leaves out, it is as TensorRT-LLM and vLLM
+    have it: an MLP, and attention to all tokens.
     """
 
     def __init__(self, folder: Path, scratch: Path, family: str) -> None:
@@ -49,6 +60,11 @@ class MtpReference(nn.Module):
             config.pop("layer_types", None)
             config["max_window_layers"] = 0
         first = 0 if family == "mimo" else self.num_layers
+        if family == "exaone_moe":
+            names, layer = EXAONE, "mtp.layers.{}."
+            first, stored = 0, {_inside(n): t for n, t in stored.items()}
+            config["layer_types"] = [*config["layer_types"], "full_attention"]
+            config["mlp_layer_types"] = [*config["mlp_layer_types"], "dense"]
         ordinary = dict(stored)
         self.around = nn.ModuleList()
         for m in range(self.depths):
@@ -85,7 +101,11 @@ class MtpReference(nn.Module):
         turn = inner.rotary_emb(h, positions)
 
         def run(layer: Any, x: Tensor) -> Tensor:
-            out = layer(x, attention_mask=mask, position_embeddings=turn, position_ids=positions)
+            seen = mask
+            if getattr(layer.self_attn, "is_sliding", False):
+                far = torch.ones(length, length).tril(-layer.self_attn.sliding_window).bool()
+                seen = mask.masked_fill(far, -torch.inf)
+            out = layer(x, attention_mask=seen, position_embeddings=turn, position_ids=positions)
             y: Tensor = out[0] if isinstance(out, tuple) else out
             return y
 
