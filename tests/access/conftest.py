@@ -1,0 +1,42 @@
+"""A tiny Llama in many formats and layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megtool import reshard
+from tests.support.models import tiny_llama
+
+LAYOUTS: dict[str, dict[str, object]] = {
+    "torch_dist": {"to": "torch_dist", "tp": 2, "pp": 2},
+    "megatron": {"to": "megatron", "tp": 2, "pp": 2},
+    "dcp": {"to": "dcp", "dp": 3},
+    "zarr": {"to": "zarr"},
+    "safetensors": {"to": "safetensors"},
+}
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder in three files."""
+    return tiny_llama.save(tmp_path_factory.mktemp("access") / "hf", parts=3)
+
+
+@pytest.fixture(scope="session")
+def tensors(llama: Path) -> dict[str, torch.Tensor]:
+    """What the folder holds."""
+    files = sorted(llama.glob("*.safetensors"))
+    return {n: t for file in files for n, t in load_file(file).items()}
+
+
+@pytest.fixture(scope="session")
+def anywhere(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same model in other formats."""
+    out = tmp_path_factory.mktemp("anywhere")
+    for name, options in LAYOUTS.items():
+        reshard(llama, out / name, **options)
+    return {"hf": llama, **{name: out / name for name in LAYOUTS}}

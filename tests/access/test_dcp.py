@@ -1,0 +1,201 @@
+"""`megtool.dcp`: torch's own `dcp.load` and `dcp.save` over any checkpoint, in real worlds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+
+import megtool
+from megtool.checkpoint.storage.files import Files
+from megtool.errors import MappingError, UsageError
+from tests.support.errors import raises
+from tests.support.worlds.gloo_world import run_world
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+class Scale(nn.Module):
+    """A norm, as far as its name goes."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+
+
+def model_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """Modules with the names and shapes of tensors, without memory."""
+    root = nn.Module()
+    for name, tensor in tensors.items():
+        *path, last, _ = name.split(".")
+        parent = root
+        for part in path:
+            if not hasattr(parent, part):
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        is_matrix = tensor.ndim == 2
+        leaf = nn.Linear(*reversed(tensor.shape), bias=False) if is_matrix else Scale(len(tensor))
+        parent.add_module(last, leaf)
+    return root.to(torch.bfloat16)
+
+
+def sharded_model(tensors: dict[str, torch.Tensor], size: int) -> nn.Module:
+    """Llama's modules under FSDP2, on four ranks under tensor parallelism too."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    with torch.device("meta"):
+        model = model_of(tensors)
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    for layer in model.get_submodule("model.layers").children():
+        if size > 2:
+            parallelize_module(layer, mesh["tp"], plan)
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    model.to_empty(device="cpu")
+    return model
+
+
+def whole_tensors(llama: Path) -> dict[str, torch.Tensor]:
+    return {n: t for file in llama.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+class CountingFiles:
+    """Counts the bytes that `Files` reads from files while it is active."""
+
+    def __enter__(self) -> CountingFiles:
+        self.num_bytes, self._system = 0, Files.system
+
+        def count(files: Files, function: Callable[..., Any], /, *args: Any) -> Any:
+            result = self._system(files, function, *args)
+            self.num_bytes += result if function is os.preadv else 0
+            return result
+
+        Files.system = count  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Files.system = self._system  # type: ignore[method-assign]
+
+
+def load_everywhere(rank: int, size: int, llama: Path, sources: list[Path]) -> list[float]:
+    """What each load read, over what the rank needs; every tensor is compared."""
+    dist.init_process_group("gloo")
+    whole = whole_tensors(llama)
+    shares = []
+    for source in sources:
+        for through_dcp in (False, True):
+            model = sharded_model(whole, size)
+            opened = megtool.open(source, like=llama, optimizer=False)
+            reader = megtool.dcp.Reader(opened)
+            assert Q in reader.by_name
+            with CountingFiles() as files:
+                if through_dcp:
+                    dcp.load(model.state_dict(), storage_reader=reader)
+                else:
+                    megtool.load_state_dict(model, opened)
+            state: dict[str, Any] = model.state_dict()
+            needed = sum(t.to_local().numel() * 2 for t in state.values())
+            shares.append(files.num_bytes / needed)
+            for name, tensor in state.items():
+                assert tensor.full_tensor().equal(whole[name]), (source, name)
+    return shares
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_sharded_models_are_filled_from_every_format(
+    size: int, llama: Path, anywhere: dict[str, Path]
+) -> None:
+    names = ["hf", "torch_dist"] if size == 2 else list(anywhere)
+    for shares in run_world(load_everywhere, size, llama, [anywhere[n] for n in names]):
+        assert max(shares) <= 1.05
+
+
+def test_a_model_finds_its_own_names(anywhere: dict[str, Path], llama: Path) -> None:
+    """Names of Hugging Face, of Megatron and the stored ones, in one state dict."""
+    stored = "decoder.layers.self_attention.linear_qkv.weight"
+    state = {
+        Q: torch.empty(32, 32),
+        "decoder.layers.3.mlp.linear_fc2.weight": torch.empty(32, 48),
+        stored: torch.empty(4, 64, 32),
+    }
+    megtool.dcp.load(state, anywhere["torch_dist"])
+    opened = megtool.open(llama, framework="torch")
+    assert state[Q].equal(opened.as_("hf", dtype="float32")[Q][...])
+    qkv = opened.as_("megatron", dtype="float32")
+    for layer in range(4):
+        name = f"decoder.layers.{layer}.self_attention.linear_qkv.weight"
+        assert state[stored][layer].equal(qkv[name][...])
+    prefixed = {"model": {Q: torch.empty(32, 32)}}
+    dcp.load(prefixed, storage_reader=megtool.dcp.Reader(llama, prefix="model."))
+    assert prefixed["model"][Q].equal(state[Q])
+    only = megtool.dcp.Reader(anywhere["torch_dist"], naming="stored")
+    assert Q not in only.read_metadata().state_dict_metadata
+
+
+def test_one_error_names_all_faults(llama: Path) -> None:
+    state = {Q: torch.zeros(32, 31), "a.weight": torch.zeros(2), "b.weight": torch.zeros(2)}
+    with pytest.raises(dcp.CheckpointException) as caught:
+        megtool.dcp.load(state, llama)
+    (error,) = {str(e) for e, _ in caught.value.failures.values()}
+    assert all(text in error for text in ("a.weight", "b.weight", Q, "[32, 31]", "[32, 32]"))
+    assert not state[Q].any()
+
+
+def test_what_is_no_tensor_is_named(llama: Path) -> None:
+    with pytest.raises(dcp.CheckpointException, match="a number"):
+        megtool.dcp.load({Q: torch.zeros(32, 32), "a number": 3}, llama)
+
+
+def save_sharded(rank: int, size: int, llama: Path, out: Path) -> None:
+    dist.init_process_group("gloo")
+    model = sharded_model(whole_tensors(llama), size)
+    megtool.load_state_dict(model, llama)
+    state = model.state_dict()
+    dcp.save(state, storage_writer=megtool.dcp.Writer(out / "hf", to="hf", like=llama))
+    dist.barrier()
+    writer = megtool.dcp.Writer(out / "torch_dist", to="torch_dist", like=llama, tp=2)
+    dcp.save(state, storage_writer=writer)
+
+
+def test_a_sharded_model_becomes_a_folder_with_digests(
+    llama: Path, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    run_world(save_sharded, 2, llama, tmp_path)
+    for name in ("hf", "torch_dist"):
+        assert megtool.verify(tmp_path / name).exit_status == 0
+        values = megtool.open(tmp_path / name, framework="torch").as_("hf").read()
+        assert values.keys() == tensors.keys()
+        assert all(t.equal(tensors[n]) for n, t in values.items()), name
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "torch_dist"]
+
+
+def test_a_destination_in_a_store_needs_a_folder() -> None:
+    with raises(UsageError, hint="staging"):
+        megtool.dcp.Writer("s3://bucket/out")
+
+
+def test_a_reader_of_nothing_is_refused(tmp_path: Path) -> None:
+    with raises(MappingError, hint="--family"):
+        path = tmp_path / "model.safetensors"
+        torch.save({}, tmp_path / "x")
+        from safetensors.torch import save_file
+
+        save_file({"w": torch.zeros(2)}, path)
+        megtool.dcp.Reader(path, naming="megatron").read_metadata()
