@@ -176,6 +176,8 @@ def choose_naming(
         count = sum(n in named.tensors for n in names)
         if count > hits:
             best, hits = named, count
+        if hits == len(names):
+            break
     if best is None:
         why = "; ".join(reasons)
         raise MappingError(

@@ -9,15 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from megtool import reshard
+from tests.support.checkpoints.layouts import LAYOUTS
 from tests.support.models import tiny_llama
-
-LAYOUTS: dict[str, dict[str, object]] = {
-    "torch_dist": {"to": "torch_dist", "tp": 2, "pp": 2},
-    "megatron": {"to": "megatron", "tp": 2, "pp": 2},
-    "dcp": {"to": "dcp", "dp": 3},
-    "zarr": {"to": "zarr"},
-    "safetensors": {"to": "safetensors"},
-}
 
 
 @pytest.fixture(scope="session")
