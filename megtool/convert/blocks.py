@@ -14,7 +14,7 @@ from typing import Any
 
 from megtool.convert.config_keys import Setting, num_layers
 from megtool.convert.hybrid import kinds_of
-from megtool.errors import MappingError
+from megtool.errors import MappingError, listed
 from megtool.model_config import ATTENTION, MLP, MOST_LAYERS, ModelConfig
 
 BLOCKS, _PATH = "heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path"
@@ -83,6 +83,29 @@ def block_args(config: ModelConfig, known: Mapping[str, Any]) -> dict[str, Any]:
     }
     # A path that is not None makes Megatron read the list, which is then in the other arg.
     return out | {BLOCKS: json.dumps(encoded), _PATH: known.get(_PATH) or ""}
+
+
+def block_limits(config: ModelConfig) -> list[str]:
+    """What Megatron-LM's training script refuses of a model of blocks, one sentence each.
+
+    Source: `validate_model_config_args_from_heterogeneous_config` of Megatron-LM's
+    megatron/training/arguments.py. Megatron Core itself builds and loads all of them.
+    """
+    if config.layer_kinds is None or config.layer_sizes is None:
+        return []
+    out = []
+    groups = sorted({config.at_layer(n).num_kv_heads for n in config.attn_layers})
+    if len(groups) > 1:
+        out.append(
+            f"layers have {listed([str(n) for n in groups])} query groups: Megatron-LM's training "
+            "script loads such a heterogeneous model only with as many in every layer"
+        )
+    if (config.rope_scaling or {}).get("rope_type") != "llama3":
+        out.append(
+            "Megatron-LM's training script takes heterogeneous models only with Llama 3's rotary "
+            "scaling, which this model has not"
+        )
+    return out
 
 
 def _said(config: ModelConfig) -> dict[str, Any]:

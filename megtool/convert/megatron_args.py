@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megtool.config import ParallelConfig
+from megtool.convert.blocks import block_limits
 from megtool.convert.config_keys import num_layers
 from megtool.convert.expression import evaluate
 from megtool.convert.families import Family
@@ -239,7 +240,7 @@ def megatron_limits(config: ModelConfig, family: Family | None = None) -> list[s
     if config.rope_scaling is not None and not _is_llama3(config) and not is_yarn(config):
         kind = config.rope_scaling.get("rope_type")
         out.append(f"rotary scaling of type {kind!r} has to be set by hand in Megatron")
-    return out
+    return out + block_limits(config)
 
 
 def _is_gqa(args: Mapping[str, Any]) -> bool:

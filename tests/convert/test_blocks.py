@@ -14,7 +14,7 @@ from megtool.convert.canonical import VOCABULARY, CanonicalModel
 from megtool.convert.dialects import DialectOptions, read_side, write_side
 from megtool.convert.families import family
 from megtool.convert.layer_subset import edited_config, of_layers
-from megtool.convert.megatron_args import args_from_config, config_from_args
+from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
 from megtool.convert.sharding import check_layout
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError, MappingError
@@ -62,6 +62,17 @@ def test_args_hold_the_list_that_megatron_reads() -> None:
     fewer = of_layers(said, (0, 3))
     new = args_from_config(fewer, base_args=args | {ARG: own})
     assert config_from_args(new).layer_sizes == fewer.layer_sizes
+
+
+def test_what_megatrons_training_script_refuses_is_told() -> None:
+    """It compares the list with its own args, which have one number of query groups."""
+    told = megatron_limits(config(), FAMILY)
+    assert "layers have 1, 2, 4 query groups" in " ".join(told)
+    assert "Llama 3's rotary scaling" in " ".join(told)
+    alike = [dict(b, attention=BLOCKS[0]["attention"]) for b in BLOCKS]
+    scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+    scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    assert megatron_limits(config(block_configs=alike, rope_scaling=scaling), FAMILY) == []
 
 
 def test_a_configuration_without_the_list_is_written_as_factors() -> None:
