@@ -180,6 +180,26 @@ def test_a_create_whose_reply_was_lost_succeeds(
     assert bytes(store.read("new", 0, 1000, version=info.version)) == DATA
 
 
+@pytest.mark.parametrize("action", [Action.CUT, Action.LOSE_REPLY, Action.ANSWER_AFTERWARDS])
+def test_a_replacement_whose_reply_was_lost_succeeds(
+    bucket: S3Bucket, fault_proxy: FaultProxy, action: Action
+) -> None:
+    """It is tried again as well, unless another program has replaced the object meanwhile."""
+    store = s3_module.S3Store(bucket.url())
+    first = store.put("new", DATA)
+    fault_proxy.inject(action, "PUT", status=500, code="InternalError")
+    second = store.put("new", DATA[::-1], version=first.version)
+    assert bytes(store.read("new", 0, 1000, version=second.version)) == DATA[::-1]
+    fault_proxy.inject(action, "PUT", status=500, code="InternalError")
+    with pytest.raises(ConditionError):
+        store.put("new", DATA, version=first.version)
+    assert bytes(store.read("new", 0, 1000)) == DATA[::-1]
+    store.delete(["new"])
+    fault_proxy.inject(action, "PUT", status=500, code="InternalError")
+    with pytest.raises(ConditionError):
+        store.put("new", DATA, version=second.version)
+
+
 @pytest.mark.parametrize("action", [Action.LOSE_REPLY, Action.ANSWER_AFTERWARDS])
 @pytest.mark.parametrize("create", [False, True])
 def test_a_completion_whose_reply_was_lost_can_be_read_back(

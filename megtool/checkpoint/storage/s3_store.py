@@ -272,34 +272,29 @@ class S3Store:
     ) -> ObjectInfo:
         """See `Store.put`."""
         body = bytes(data)
-        if create:
-            return self._repeat(lambda is_repeated: self._create(key, body, is_repeated))
-        condition = {"IfMatch": version} if version else {}
-        call = self._call_once if condition else self._call
-        client = self._single if condition else self._client
-        try:
-            reply = call(
-                key, client.put_object, Key=key, Body=body, **self._checksum(body), **condition
-            )
-        except ObjectMissingError as e:
-            if version and e.id != "object-missing":
-                raise
-            if version and self.head(key) is None:
-                raise ConditionError("the object is gone", file=self._place(key)) from e
-            raise
-        return _info(key, memoryview(data).nbytes, reply["ETag"], None)
+        if create or version:
+            condition = {"IfNoneMatch": "*"} if create else {"IfMatch": version}
+            return self._repeat(lambda is_repeated: self._put_if(key, body, condition, is_repeated))
+        reply = self._call(key, self._client.put_object, Key=key, Body=body, **self._checksum(body))
+        return _info(key, len(body), reply["ETag"], None)
 
-    def _create(self, key: str, body: bytes, is_repeated: bool) -> ObjectInfo:
-        """Put an object where there is none, or only this one, if the request is repeated."""
+    def _put_if(
+        self, key: str, body: bytes, condition: dict[str, str], is_repeated: bool
+    ) -> ObjectInfo:
+        """Put an object under a condition, or find there this one, if the request is repeated."""
         try:
             reply = self._call_once(
                 key,
                 self._single.put_object,
                 Key=key,
                 Body=body,
-                IfNoneMatch="*",
                 **self._checksum(body),
+                **condition,
             )
+        except ObjectMissingError as e:
+            if "IfMatch" in condition and e.id == "object-missing" and self.head(key) is None:
+                raise ConditionError("the object is gone", file=self._place(key)) from e
+            raise
         except ConditionError:
             info = self.head(key) if is_repeated else None
             if info is None or info.size != len(body):

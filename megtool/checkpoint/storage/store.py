@@ -82,7 +82,8 @@ class Store(Protocol):
 
     Every method raises `StorageError`, with the URL, for what the store refuses: a missing bucket,
     missing permission, expired credentials, a wrong region, or a failure that retries do not cure.
-    Nothing here retries a conditional request whose reply was lost: the caller reads back.
+    A conditional request whose reply was lost is repeated only where its own success can be told
+    from what another program wrote; else it is an error, and the caller reads back.
     """
 
     @property
