@@ -176,6 +176,22 @@ def test_what_is_no_tensor_is_named(llama: Path) -> None:
         megtool.dcp.load({Q: torch.zeros(32, 32), "a number": 3}, llama)
 
 
+def check_folder(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    assert megtool.verify(folder).exit_status == 0
+    values = megtool.open(folder, framework="torch").as_("hf").read()
+    assert values.keys() == tensors.keys()
+    assert all(t.equal(tensors[n]) for n, t in values.items())
+
+
+def test_what_is_saved_becomes_a_folder_with_digests(
+    llama: Path, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    writer = megtool.dcp.Writer(tmp_path / "out", to="hf", like=llama)
+    dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+    check_folder(tmp_path / "out", tensors)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
 def save_sharded(rank: int, size: int, llama: Path, out: Path) -> None:
     dist.init_process_group("gloo")
     model = sharded_model(whole_tensors(llama), size)
@@ -187,15 +203,13 @@ def save_sharded(rank: int, size: int, llama: Path, out: Path) -> None:
     dcp.save(state, storage_writer=writer)
 
 
+@pytest.mark.slow
 def test_a_sharded_model_becomes_a_folder_with_digests(
     llama: Path, tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     run_world(save_sharded, 2, llama, tmp_path)
     for name in ("hf", "torch_dist"):
-        assert megtool.verify(tmp_path / name).exit_status == 0
-        values = megtool.open(tmp_path / name, framework="torch").as_("hf").read()
-        assert values.keys() == tensors.keys()
-        assert all(t.equal(tensors[n]) for n, t in values.items()), name
+        check_folder(tmp_path / name, tensors)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "torch_dist"]
 
 
