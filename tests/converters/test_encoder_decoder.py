@@ -15,6 +15,7 @@ from megtool.convert.families import family
 from megtool.convert.megatron_args import args_from_config, megatron_limits
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError, MappingError
+from megtool.export.gguf.architectures import find_architecture
 from megtool.reshard.open_source import open_source
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.errors import raises
@@ -22,7 +23,7 @@ from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored
 from tests.support.models import tiny_t5
 from tests.support.models.dense_cases import fill_uniform
-from tests.support.models.tiny_model import tiny_model
+from tests.support.models.tiny_model import sizes_of, tiny_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -217,6 +218,14 @@ def test_one_key_names_the_activation_and_the_gate(said: str, gated: bool, activ
     config = family("t5").read_config(SIZES | {"feed_forward_proj": said})
     assert (config.gated, config.activation) == (gated, activation)
     assert family("t5").write_config(config)["feed_forward_proj"] == said
+
+
+@pytest.mark.parametrize("name", ["t5", "bert", "roberta"])
+def test_a_gguf_file_is_for_decoders(name: str) -> None:
+    sizes = SIZES if name == "t5" else sizes_of(name)
+    config = family(name).read_config(sizes)
+    with raises(MappingError, "which has an encoder", hint="convert_hf_to_gguf.py"):
+        find_architecture(family(name), config)
 
 
 def test_what_cannot_be_is_refused(flan: Path, tmp_path: Path) -> None:

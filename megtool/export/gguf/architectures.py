@@ -368,6 +368,14 @@ def find_architecture(model: Family, config: ModelConfig) -> Architecture:
     """
     text = find_text_family(model, config)
     name = model.name if model.name in _CHOICES else text.name
+    if name not in _CHOICES and (config.bidirectional or config.num_decoder_layers):
+        raise MappingError(
+            f"the model is of family {model.name!r}, which has an encoder: only decoders are "
+            "exported to GGUF",
+            hint="--to hf writes a folder, of which llama.cpp's own convert_hf_to_gguf.py makes a "
+            "file if it knows the class",
+            error_id="unsupported-by-engine",
+        )
     if name not in _CHOICES:
         raise MappingError(
             f"the model is of family {model.name!r}, which is not exported to GGUF",
