@@ -46,7 +46,7 @@ _ACCESS = {
 }
 """What is no verb: where it is, and its name there."""
 
-_MODULES = ("dcp", "megatron", "transformers")
+_MODULES = ("dcp", "megatron", "torch_checkpointing", "transformers")
 """Modules of other frameworks' words, imported when they are first used."""
 
 # In a checkout the folders converters/ and quant_recipes/ are next to this package, not inside it.

@@ -6,6 +6,7 @@ from typing import Literal
 
 from megtool import dcp as dcp
 from megtool import megatron as megatron
+from megtool import torch_checkpointing as torch_checkpointing
 from megtool import transformers as transformers
 from megtool.access.checkpoint import Checkpoint as Checkpoint
 from megtool.access.checkpoint import open_checkpoint as open  # noqa: F401

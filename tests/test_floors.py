@@ -27,7 +27,7 @@ FLOORS = (
     {"quant/pipeline"},
     {"export", "train"},
     {"commands"},
-    {"dcp", "megatron", "transformers"},
+    {"dcp", "megatron", "torch_checkpointing", "transformers"},
     {"cli"},
     {"__main__"},
 )

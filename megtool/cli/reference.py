@@ -95,6 +95,7 @@ def _escape(text: str) -> str:
 _ACCESS = (
     "from megtool import dcp as dcp",
     "from megtool import megatron as megatron",
+    "from megtool import torch_checkpointing as torch_checkpointing",
     "from megtool import transformers as transformers",
     "from megtool.access.checkpoint import Checkpoint as Checkpoint",
     "from megtool.access.checkpoint import open_checkpoint as open  # noqa: F401",
