@@ -37,19 +37,23 @@ LATENCY, BANDWIDTH = 0.02, 1024
 
 
 COPIER = """
-import sys
-from concurrent.futures import ThreadPoolExecutor
+import asyncio, sys
 import obstore
 from obstore.store import S3Store
 bucket, source, target = sys.argv[1:]
-store = S3Store(bucket, client_options={"allow_http": True})
-def copy(path):
-    data = obstore.get(store, path).bytes()
-    obstore.put(store, target + path[len(source):], data, chunk_size=8 << 20)
-paths = [meta["path"] for batch in obstore.list(store, prefix=source) for meta in batch]
-with ThreadPoolExecutor(4) as pool:
-    list(pool.map(copy, paths))
+store = S3Store(bucket, client_options={"allow_http": True, "timeout": "300s"})
+async def copy(path, gate):
+    async with gate:
+        data = (await obstore.get_async(store, path)).stream(min_chunk_size=8 << 20)
+        name = target + path[len(source):]
+        await obstore.put_async(store, name, data, chunk_size=8 << 20, max_concurrency=4)
+async def main():
+    gate = asyncio.Semaphore(4)
+    paths = [meta["path"] for batch in obstore.list(store, prefix=source) for meta in batch]
+    await asyncio.gather(*(copy(path, gate) for path in paths))
+asyncio.run(main())
 """
+"""Streams four objects at a time, so that its memory does not grow with their sizes."""
 
 
 def measure_copy(bench: Bench) -> Table:
