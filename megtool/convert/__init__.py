@@ -107,7 +107,7 @@ from megtool.convert.moe_config_keys import (
 from megtool.convert.native_rows import HF_DEEPSEEK_V4, HF_MISTRAL_LARGE_3
 from megtool.convert.nested import LLAVA_NAMES, LLAVA_TOWERS, Nested
 from megtool.convert.scaled_layers import ScaledLayers
-from megtool.convert.shared_keys import LayerInputs, SharedKeys
+from megtool.convert.shared_keys import GroupedHeads, LayerInputs, SharedKeys
 from megtool.convert.t5_rows import (
     HF_T5,
     MEGATRON_T5,
@@ -174,6 +174,7 @@ __all__ = [
     "FeedForward",
     "GlobalHeads",
     "Grouped",
+    "GroupedHeads",
     "HashLayers",
     "Implied",
     "IndexerTypes",

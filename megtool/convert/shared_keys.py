@@ -1,4 +1,4 @@
-"""Config keys of layers that share keys and values, and of embeddings per layer (Gemma 4)."""
+"""Config keys of layers, and of heads, that share keys and values; embeddings per layer."""
 
 from __future__ import annotations
 
@@ -83,6 +83,47 @@ class LayerInputs(Setting):
         into[_INPUT] = config.layer_input_size
         if config.layer_input_size:
             into[_INPUT_WORDS] = config.vocab_size
+
+
+_NEW, _ONE, _PARALLEL = "new_decoder_architecture", "multi_query", "parallel_attn"
+_GROUPS, _NORMS = "num_kv_heads", "num_ln_in_parallel_attn"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedHeads(Setting):
+    """Falcon's heads of keys, and norms of attention and MLP in parallel, by flags that overrule
+    each other. The keys are preserved verbatim in `extra`.
+    """
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """Fields, after `num_heads`."""
+        is_new = bool(stored.get(_NEW))
+        into["parallel_residual"] = is_new or bool(stored.get(_PARALLEL, True))
+        into["shared_norm"] = into["parallel_residual"]
+        if is_new:
+            norms = stored.get(_NORMS)
+            into["num_kv_heads"] = stored.get(_GROUPS) or into["num_heads"]
+            into["shared_norm"] = norms == 1
+            if norms not in (None, 1, 2):
+                raise MappingError(f"{_NORMS} is {norms!r}", hint="1 or 2")
+        else:
+            into["num_kv_heads"] = 1 if stored.get(_ONE, True) else into["num_heads"]
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """All flags, where none was kept."""
+        if _NEW in config.extra:
+            return
+        groups, is_parallel = config.num_kv_heads, config.parallel_residual
+        if not is_parallel and groups not in (1, config.num_heads):
+            raise MappingError(
+                f"num_kv_heads is {groups}",
+                hint="in this family it is 1, or num_heads, unless attention and MLP are in "
+                "parallel (parallel_residual)",
+            )
+        into |= {_NEW: is_parallel, _ONE: groups == 1, _PARALLEL: is_parallel, _GROUPS: groups}
+        if is_parallel:
+            into[_NORMS] = 1 if config.shared_norm else 2
 
 
 def shared_args(config: ModelConfig) -> dict[str, Any]:

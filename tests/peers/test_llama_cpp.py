@@ -30,6 +30,8 @@ ROUGH = {
     "gpt_oss": 1e-3,
     "gpt_neox": 1e-3,
     "phi": 1e-3,
+    "falcon-7b": 1e-3,
+    "falcon-40b": 1e-3,
     "gemma3_multimodal": 5e-3,
     "gemma4_multimodal": 3e-3,
     "gemma4_unified": 3e-3,

@@ -28,13 +28,14 @@ from megtool.train.run_log import RunLog
 from megtool.train.run_plan import RunPlan, freeze, make_lr_schedule, make_optimizer, plan_run
 from tests.support.errors import raises
 from tests.support.models import moe_models, tiny_text
-from tests.support.models.dense_cases import ALPHA, GEMMA4_SMALL, LATENT, LOCAL, PADDED
+from tests.support.models.dense_cases import ALPHA, GEMMA4_SMALL, LATENT, LOCAL, NEW_FALCON, PADDED
 from tests.support.models.dense_decoders import CASES, MIXED, MUP, fill_spread
 from tests.support.models.moe_cases import (
     EXAONE,
     GEMMA4_EXPERTS,
     GLM,
     HUNYUAN,
+    HY3,
     MISTRAL4,
     PHIMOE,
     SOLAR,
@@ -124,6 +125,11 @@ OF_TRANSFORMERS = [
             Case("youtu", TIED | LATENT, "youtu"),
             Case("olmo", UNTIED, "olmo"),
             Case("nanochat", UNTIED, "nanochat"),
+            Case("falcon", TIED, "falcon-7b"),
+            Case("falcon", UNTIED | NEW_FALCON, "falcon-40b"),
+            Case("persimmon", UNTIED, "persimmon"),
+            Case("gptj", UNTIED | {"rotary_dim": 4}, "gptj"),
+            Case("hy_v3", HY3, "hy_v3"),
             Case("stablelm", UNTIED, "stablelm"),
             Case("stablelm", UNTIED | {"qk_layernorm": True}, "stablelm-qk-norms"),
             Case("phi", UNTIED | {"qk_layernorm": True}, "phi-qk-norms"),

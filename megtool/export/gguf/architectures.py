@@ -311,6 +311,20 @@ _ARCHITECTURES: Mapping[str, Choice] = {
         ),
         limits=(BIASED,),
     ),
+    "falcon": written(
+        "falcon",
+        tables.FALCON_NORMS,
+        tables.FUSED_ATTENTION,
+        tables.MLP,
+        limits=(
+            BIASED,
+            (
+                lambda c: not c.parallel_residual,
+                "llama.cpp has attention and MLP in parallel, the model one after the other",
+            ),
+        ),
+        oddities=(EXACT_GELU,),
+    ),
     "glm": written("chatglm", tables.NORMS, tables.ATTENTION, tables.FUSED_MLP),
     "helium": written("llama", tables.NORMS, tables.ATTENTION, tables.MLP),
     "hunyuan_v1_dense": written("hunyuan-dense", tables.NORMS, tables.ATTENTION, tables.MLP),

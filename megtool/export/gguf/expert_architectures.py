@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megtool.convert.mapping import Row, Table
 from megtool.export.gguf import tables
 from megtool.export.gguf.architecture import (
     BIASED,
@@ -80,6 +81,8 @@ _LLAMA_4_LIMITS: tuple[Limit, ...] = (
     BIASED,
 )
 
+
+_PLAIN_BIAS: Table = (Row("blk.{l}.exp_probs_b", "layers.{l}.mlp.router.expert_bias"),)
 
 MOES: Mapping[str, Choice] = {
     "granitemoe": written(
@@ -167,6 +170,16 @@ MOES: Mapping[str, Choice] = {
         runs=("groups",),
         keys=group_keys,
         limits=(BIASED_OUTPUTS,),
+    ),
+    "hy_v3": written(
+        "hy_v3",
+        tables.NORMS,
+        tables.ATTENTION,
+        tables.MLP,
+        _PLAIN_BIAS,
+        tables.EXPERTS,
+        keys=expert_keys,
+        limits=(MIXED_LAYERS,),
     ),
     "hunyuan_v1_moe": written(
         "hunyuan-moe", tables.NORMS, tables.ATTENTION, tables.EXPERTS, limits=(UNNORMALIZED,)

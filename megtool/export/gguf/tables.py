@@ -44,6 +44,17 @@ NORMS = _norms("attn_norm", "ffn_norm")
 LATER_NORMS = _norms("attn_norm", "post_attention_norm")
 """With the norm before the MLP called after what it follows."""
 
+FALCON_NORMS: Table = tuple(
+    Row(f"blk.{{l}}.{stored}.{kind}", f"{_OURS}{name}.{kind}", when=when)
+    for stored, name, when in (
+        ("attn_norm", "attn_norm", "shared_norm"),
+        ("attn_norm", "mlp_norm", "not shared_norm"),
+        ("attn_norm_2", "attn_norm", "not shared_norm"),
+    )
+    for kind in _KINDS
+)
+"""A second norm is that of attention, the first one that of the MLP."""
+
 POST_NORMS: Table = (
     Row("blk.{l}.post_attention_norm.weight", _OURS + "attn_post_norm.weight"),
     Row("blk.{l}.post_ffw_norm.weight", _OURS + "mlp_post_norm.weight"),

@@ -15,6 +15,7 @@ from tests.support.models.unequal_layers import BLOCKS, block
 transformers = pytest.importorskip("transformers")
 
 
+NEW_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2}
 PADDED = {"pad_token_id": 1}
 LOCAL = PADDED | {"cls_token_id": 0, "sep_token_id": 0, "local_attention": 6}
 WITH_BIASES = {"norm_bias": True, "mlp_bias": True, "classifier_bias": True}
@@ -190,6 +191,12 @@ MORE = [
         "stablelm-qk-norms",
     ),
     Case("phi", UNTIED | {"qk_layernorm": True}, "phi-qk-norms"),
+    Case("falcon", TIED | {"num_kv_heads": 4}, "falcon-7b"),
+    Case("falcon", UNTIED | NEW_FALCON, "falcon-40b"),
+    Case("falcon", UNTIED | NEW_FALCON | {"num_ln_in_parallel_attn": 1}, "falcon-11b"),
+    Case("falcon", TIED | {"parallel_attn": False, "multi_query": False, "bias": True}),
+    Case("persimmon", UNTIED, "persimmon"),
+    Case("gptj", UNTIED | {"rotary_dim": 4}, "gptj"),
     Case("openelm", UNTIED | LAYERS | {"normalize_qk_projections": False}),
 ]
 """Cases of the slow tests, of which the fast ones compute the logits alone."""

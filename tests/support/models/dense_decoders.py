@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.models.dense_cases import ALPHA, FULL, GEMMA4, GEMMA4_SMALL, LATENT
+from tests.support.models.dense_cases import ALPHA, FULL, GEMMA4, GEMMA4_SMALL, LATENT, NEW_FALCON
 from tests.support.models.openelm_model import LAYERS
 from tests.support.models.tiny_model import BIASED, TIED, UNTIED, Case, fill_tables
 from tests.support.models.unequal_layers import BLOCKS
@@ -186,6 +186,11 @@ MORE = [
     Case("cwm", UNTIED | LAYERS4 | {"head_dim": 8, "sliding_window": 5}, "cwm"),
     Case("ministral", TIED | {"head_dim": 16, "sliding_window": 5}, "ministral"),
     Case("phi", UNTIED, "phi"),
+    Case("falcon", TIED, "falcon-7b"),
+    Case("falcon", UNTIED | NEW_FALCON, "falcon-40b"),
+    Case("falcon", UNTIED | {"parallel_attn": False, "bias": True}, "falcon-sequential"),
+    Case("persimmon", UNTIED, "persimmon"),
+    Case("gptj", UNTIED | {"rotary_dim": 4}, "gptj"),
     Case("phi", UNTIED | {"qk_layernorm": True}, "phi-qk-norms"),
     Case("stablelm", UNTIED | {"qk_layernorm": True}, "stablelm-qk-norms"),
     Case("hyperclovax", UNTIED | BIASED | MULTIPLIED, "hyperclovax"),

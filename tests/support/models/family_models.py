@@ -230,6 +230,12 @@ MORE: dict[str, dict[str, Any]] = {
     "olmo": {"num_key_value_heads": 1, "intermediate_size": 256},
     "nanochat": {"num_key_value_heads": 1, "intermediate_size": 256},
     "stablelm": {"num_key_value_heads": 1, "intermediate_size": 256},
+    "falcon": {"ffn_hidden_size": 256},
+    "persimmon": {"intermediate_size": 256},
+    "gptj": {"n_inner": 256, "rotary_dim": 32},
+    "hy_v3": _GROUPED
+    | {"moe_intermediate_size": 64, "intermediate_size": 128}
+    | {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1},
 }
 """Families of the slow tests."""
 

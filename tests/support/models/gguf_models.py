@@ -307,6 +307,18 @@ COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention"],
         },
     ),
+    "falcon-7b": ("falcon", {"tie_word_embeddings": True}),
+    "falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "hy_v3": (
+        "hy_v3",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "head_dim": 16,
+        },
+    ),
     "glm": ("glm", {"head_dim": 16}),
     "helium": ("helium", {"head_dim": 16}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", HUNYUAN),

@@ -323,6 +323,15 @@ EXAONE = {
     "sliding_window": 5,
 }
 
+HY3 = {
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 2,
+    "head_dim": 8,
+}
+
 MORE: list[tuple[str, str, dict[str, Any]]] = [
     ("phimoe", "Phimoe", EIGHT | {"tie_word_embeddings": True, "sliding_window": 16}),
     ("phimoe", "Phimoe", PHIMOE),
@@ -341,6 +350,7 @@ MORE: list[tuple[str, str, dict[str, Any]]] = [
         "ExaoneMoe",
         EXAONE | {"mlp_layer_types": ["sparse"] * 4, "n_group": 2, "topk_group": 1},
     ),
+    ("hy_v3", "HYV3", HY3),
 ]
 """Cases of the slow tests."""
 

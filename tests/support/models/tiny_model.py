@@ -28,6 +28,7 @@ GPT2_NAMES = {
 }
 WITHOUT_GROUPS = {
     *("bert", "bert_post_norm", "gpt2", "gpt_neox", "modernbert", "mt5", "roberta", "t5", "umt5"),
+    *("falcon", "gptj", "persimmon"),
 }
 """Families whose attention has as many heads of keys and values as of queries."""
 
@@ -49,6 +50,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeConfig"),
     "exaone_moe": ("ExaoneMoeForCausalLM", "ExaoneMoeConfig"),
     "exaone4": ("Exaone4ForCausalLM", "Exaone4Config"),
+    "falcon": ("FalconForCausalLM", "FalconConfig"),
     "falcon_h1": ("FalconH1ForCausalLM", "FalconH1Config"),
     "gemma": ("GemmaForCausalLM", "GemmaConfig"),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config"),
@@ -62,6 +64,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config"),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig"),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig"),
+    "gptj": ("GPTJForCausalLM", "GPTJConfig"),
     "granite": ("GraniteForCausalLM", "GraniteConfig"),
     "granitemoe": ("GraniteMoeForCausalLM", "GraniteMoeConfig"),
     "granitemoehybrid": ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig"),
@@ -70,6 +73,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "hunyuan_v1_dense": ("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Config"),
     "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Config"),
     "hyperclovax": ("HyperCLOVAXForCausalLM", "HyperCLOVAXConfig"),
+    "hy_v3": ("HYV3ForCausalLM", "HYV3Config"),
     "llama": ("LlamaForCausalLM", "LlamaConfig"),
     "llama4": ("Llama4ForCausalLM", "Llama4TextConfig"),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config"),
@@ -89,6 +93,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "olmo3": ("Olmo3ForCausalLM", "Olmo3Config"),
     "olmoe": ("OlmoeForCausalLM", "OlmoeConfig"),
     "openelm": ("OpenELMForCausalLM", "OpenELMConfig"),
+    "persimmon": ("PersimmonForCausalLM", "PersimmonConfig"),
     "phi": ("PhiForCausalLM", "PhiConfig"),
     "phi3": ("Phi3ForCausalLM", "Phi3Config"),
     "phimoe": ("PhimoeForCausalLM", "PhimoeConfig"),
@@ -133,7 +138,9 @@ def sizes_of(family: str, sizes: Mapping[str, Any] = SIZES) -> dict[str, Any]:
     named = {
         k: v for k, v in sizes.items() if family not in WITHOUT_GROUPS or k != "num_key_value_heads"
     }
-    return {GPT2_NAMES.get(k, k): v for k, v in named.items()} if family == "gpt2" else named
+    return (
+        {GPT2_NAMES.get(k, k): v for k, v in named.items()} if family in ("gpt2", "gptj") else named
+    )
 
 
 def class_of(name: str) -> Any:
