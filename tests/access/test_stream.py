@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,42 @@ def test_experts_go_to_their_ranks(tmp_path: Path) -> None:
     assert experts[0] | experts[1] == {n for n in whole if ".experts." in n}
     for part in parts:
         assert all(t.equal(whole[n]) for n, t in part.items())
+
+
+EVERY = [
+    *(pytest.param(dense_cases.save, c, id=str(c)) for c in dense_cases.CASES + dense_cases.MORE),
+    *(pytest.param(moe_cases.save, c, id=f"{c[0]}-{n}") for n, c in enumerate(moe_cases.CASES)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("save", "case"), EVERY)
+def test_ranks_of_every_family_have_every_element_once(
+    save: Callable[[Any, Path], None], case: Any, tmp_path: Path
+) -> None:
+    """Stages and expert ranks share tensors out, and tensor ranks the elements of each."""
+    save(case, tmp_path / "hf")
+    files = (tmp_path / "hf").glob("*.safetensors")
+    whole = {n: t for file in files for n, t in load_file(file).items()}
+    for axis in ("tp", "pp", "ep"):
+        try:
+            parts = parts_of(tmp_path / "hf", 2, **{axis: 2})
+        except LayoutError as e:
+            assert e.hint
+            continue
+        assert {n for p in parts for n in p} == set(whole) - dropped(tmp_path / "hf")
+        for name, tensor in whole.items():
+            held = [p[name] for p in parts if name in p]
+            if all(t.shape == tensor.shape for t in held):
+                assert all(t.equal(tensor) for t in held)
+                continue
+            values = torch.cat([t.float().flatten() for t in held]).sort().values
+            assert values.equal(tensor.float().flatten().sort().values), (axis, name)
+
+
+def dropped(folder: Path) -> set[str]:
+    """Stored tensors that are no tensors of the model, such as copies of tied embeddings."""
+    return {name for name, _ in megtool.open(folder).source.view.dropped}
 
 
 def test_batches_are_bounded(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
