@@ -62,11 +62,21 @@ FAMILY = Family(
                 "e",
             ),
             also=("model.layers.{l}.block_sparse_moe.experts.gate_up_proj",),
+            plain=True,
         ),
         Row(
             "model.layers.{l}.block_sparse_moe.output_linear.weight",
             Stacked("layers.{l}.mlp.experts.{e}.down.weight", "e"),
             also=("model.layers.{l}.block_sparse_moe.experts.down_proj",),
+            plain=True,
+        ),
+        # vLLM looks for codes of experts one by one.
+        *(
+            Row(
+                f"model.layers.{{l}}.block_sparse_moe.experts.{{e}}.{x}.weight",
+                f"layers.{{l}}.mlp.experts.{{e}}.{y}.weight",
+            )
+            for x, y in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
         ),
     ),
     limits=((True, "Megatron has no multipliers of embeddings, attention, residuals, logits"),),

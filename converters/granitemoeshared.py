@@ -71,11 +71,18 @@ FAMILY = Family(
             _STORED + "block_sparse_moe.input_linear.weight",
             Stacked(Cat(_EXPERT + "gate.weight", _EXPERT + "up.weight"), "e"),
             also=(_STORED + "block_sparse_moe.experts.gate_up_proj",),
+            plain=True,
         ),
         Row(
             _STORED + "block_sparse_moe.output_linear.weight",
             Stacked(_EXPERT + "down.weight", "e"),
             also=(_STORED + "block_sparse_moe.experts.down_proj",),
+            plain=True,
+        ),
+        # vLLM looks for codes of experts one by one.
+        *(
+            Row(f"{_STORED}block_sparse_moe.experts.{{e}}.{x}.weight", f"{_EXPERT}{y}.weight")
+            for x, y in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
         ),
     ),
     limits=((True, "Megatron has no multipliers of embeddings, attention, residuals, logits"),),

@@ -197,6 +197,9 @@ MORE: dict[str, dict[str, Any]] = {
     "phimoe": _GROUPED
     | _EXPERTS
     | {"intermediate_size": 64, "attention_bias": True, "lm_head_bias": True},
+    "granitemoe": _EXPERTS | {"num_key_value_heads": 1, "intermediate_size": 64},
+    "granitemoeshared": _EXPERTS
+    | {"num_key_value_heads": 1, "intermediate_size": 64, "shared_intermediate_size": 128},
     "hunyuan_v1_dense": _GROUPED | {"intermediate_size": 256},
     "hunyuan_v1_moe": _GROUPED
     | {"intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
