@@ -261,7 +261,9 @@ def load(
     if options.get("distributed", True):
         for one in optimizers:
             one._init_optimizer_states_with_dummy_values()
-    if kind == "legacy":
+    if options.get("via"):
+        load_by_megtool(chunks, optimizer, folder, options)
+    elif kind == "legacy":
         load_ranks(chunks, optimizer, folder)
     else:
         from megatron.core import dist_checkpointing
@@ -280,6 +282,49 @@ def load(
     if rank == 0:
         groups = optimizers[0].optimizer.param_groups
         print("loaded", [g.get("step") for g in groups], [g["lr"] for g in groups])
+
+
+def load_by_megtool(
+    chunks: list[Any], optimizer: Any, folder: Path, options: dict[str, Any]
+) -> None:
+    """Load whatever `folder` is: by `megtool.megatron.load`, its strategy, or once installed."""
+    from megatron.core import dist_checkpointing
+
+    import megtool
+
+    via = options["via"]
+    installed = megtool.megatron.install() if via == "install" else None
+    if via == "strategy":
+        metadata = dict(dist_checkpointing.load_content_metadata(str(folder)))
+    elif via == "install":
+        metadata = dict(dist_checkpointing.load_content_metadata(str(folder)) or {})
+    else:
+        metadata = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "chained_optim_avoid_prefix": True,
+            **options.get("metadata", {}),
+        }
+    state = {
+        n: c.sharded_state_dict(metadata=metadata)
+        for n, c in zip(names(chunks), chunks, strict=True)
+    }
+    if options.get("optimizer", True):
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state, is_loading=True, metadata=dict(metadata)
+        )
+    if via == "load":
+        out = megtool.megatron.load(state, folder)
+    elif via == "install":
+        out = dist_checkpointing.load(state, str(folder))
+        installed.undo()
+    else:
+        strategy = megtool.megatron.LoadStrategy()
+        out = dist_checkpointing.load(state, str(folder), sharded_strategy=strategy)
+    for name, c in zip(names(chunks), chunks, strict=True):
+        c.load_state_dict(out[name])
+    if options.get("optimizer", True):
+        optimizer.load_state_dict(out["optimizer"])
+        assert out["iteration"] == ITERATION
 
 
 def names(chunks: list[Any]) -> list[str]:

@@ -1,0 +1,67 @@
+"""What of a Megatron state dict does not fit a checkpoint, gathered from all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from megtool.access.megatron_keys import BUCKETS
+from megtool.convert.dialects import is_optimizer_state
+from megtool.errors import MappingError, listed
+from megtool.reshard.source import CheckpointSource
+
+_FRESH = "--finetune or --no-load-optim starts with a fresh optimizer"
+
+
+def world_size() -> int:
+    """The number of processes."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def gather(value: Any) -> list[Any]:
+    """A value of every rank."""
+    out: list[Any] = [value]
+    if world_size() > 1:
+        out = [None] * world_size()
+        dist.all_gather_object(out, value)
+    return out
+
+
+@dataclass(slots=True, kw_only=True)
+class MegatronFaults:
+    """What does not fit, by key: of one rank, or of all."""
+
+    missing: dict[str, None] = field(default_factory=dict)
+    misshapen: dict[str, str] = field(default_factory=dict)
+    requested: set[tuple[str, str]] = field(default_factory=set)
+
+    def check(self, source: CheckpointSource, *, lenient: bool) -> None:
+        """Refuse what does not fit, all of it at once.
+
+        Raises:
+            MappingError: tensors are missing (unless `lenient`) or have other shapes.
+        """
+        states = [k for k in self.missing if is_optimizer_state(k) or BUCKETS.match(k)]
+        texts = []
+        hint = "nothing was loaded; is it the same model?"
+        missing = [] if lenient else list(self.missing)
+        if missing and len(states) == len(missing):
+            texts.append(f"the checkpoint has no such optimizer state: {listed(missing, 20)}")
+            hint = f"nothing was loaded; {_FRESH}"
+            if any(BUCKETS.match(k) for k in missing):
+                hint += ", --dist-ckpt-optim-fully-reshardable asks for state of any layout"
+        elif missing:
+            texts.append(f"the checkpoint lacks {len(missing)} of them: {listed(missing, 20)}")
+        if self.misshapen:
+            shapes = listed(list(self.misshapen.values()), 20)
+            texts.append(f"{len(self.misshapen)} have other shapes: {shapes}")
+        if texts:
+            raise MappingError(
+                "the tensors that Megatron asks for do not fit the checkpoint; " + "; ".join(texts),
+                file=source.path,
+                tensor=(missing or list(self.misshapen))[0],
+                hint=hint,
+                error_id="missing-tensors",
+            )
