@@ -35,8 +35,8 @@ from megtool.model_config import ModelConfig
 from megtool.options.groups import SourceOptions
 from megtool.reshard.execute import ExecutionOptions, expected_digests, source_paths
 from megtool.reshard.open_source import open_source
+from megtool.reshard.repeated_tensors import find_false_copies
 from megtool.reshard.source import CheckpointSource, collect_saved_tokenizer, unknown_model
-from megtool.reshard.target import find_false_copies
 
 _LOG = logging.getLogger(__name__)
 _FILES = (

@@ -28,8 +28,8 @@ from megtool.export.trtllm_legacy.quantized_weights import QuantizedWeights, fin
 from megtool.options.groups import SourceOptions
 from megtool.reshard.execute import ExecutionOptions, source_paths
 from megtool.reshard.open_source import open_source
+from megtool.reshard.repeated_tensors import find_false_copies
 from megtool.reshard.source import CheckpointSource, unknown_model
-from megtool.reshard.target import find_false_copies
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32"}
 _ENGINE_MAKES = "W8A16"
