@@ -7,6 +7,11 @@ from megtool.convert import (
     HF_MODEL,
     HF_NORMS,
     HF_SHARED_EXPERTS,
+    TORCHTITAN_EXPERTS,
+    TORCHTITAN_LATENT_ATTENTION,
+    TORCHTITAN_MLP,
+    TORCHTITAN_MODEL,
+    TORCHTITAN_NORMS,
     Default,
     Derived,
     Family,
@@ -19,6 +24,7 @@ from megtool.convert import (
     Rope,
     Row,
     hf_mtp,
+    torchtitan_mtp,
 )
 
 _LAYERS = (
@@ -31,6 +37,12 @@ _LAYERS = (
         "layers.{l}.mlp.router.expert_bias",
     ),
     *HF_SHARED_EXPERTS,
+)
+_TORCHTITAN_LAYERS = (
+    *TORCHTITAN_NORMS,
+    *TORCHTITAN_LATENT_ATTENTION,
+    *TORCHTITAN_MLP,
+    *TORCHTITAN_EXPERTS,
 )
 
 FAMILY = Family(
@@ -86,4 +98,5 @@ FAMILY = Family(
         *_LAYERS,
         *hf_mtp(_LAYERS),
     ),
+    torchtitan=(*TORCHTITAN_MODEL, *_TORCHTITAN_LAYERS, *torchtitan_mtp(_TORCHTITAN_LAYERS)),
 )

@@ -4,6 +4,10 @@ from megtool.convert import (
     HF_ATTENTION,
     HF_MODEL,
     HF_NORMS,
+    TORCHTITAN_ATTENTION,
+    TORCHTITAN_BIASED_EXPERTS,
+    TORCHTITAN_MODEL,
+    TORCHTITAN_NORMS,
     Assumed,
     Default,
     Family,
@@ -79,5 +83,11 @@ FAMILY = Family(
             Stacked(Interleaved(_EXPERT + "gate.weight", _EXPERT + "up.weight"), "e"),
         ),
         Row(_EXPERTS + "down_proj_blocks", Stacked(_EXPERT + "down.weight", "e")),
+    ),
+    torchtitan=(
+        *TORCHTITAN_MODEL,
+        *TORCHTITAN_NORMS,
+        *TORCHTITAN_ATTENTION,
+        *TORCHTITAN_BIASED_EXPERTS,
     ),
 )

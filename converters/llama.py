@@ -1,6 +1,20 @@
 """Llama 2 and 3, Mistral, SmolLM, and whatever else has exactly their layout."""
 
-from megtool.convert import Default, Dropped, Family, Key, Only, Permuted, Rope, Row, Window
+from megtool.convert import (
+    TORCHTITAN_MLP,
+    TORCHTITAN_MODEL,
+    TORCHTITAN_NORMS,
+    TORCHTITAN_PAIRED_ATTENTION,
+    Default,
+    Dropped,
+    Family,
+    Key,
+    Only,
+    Permuted,
+    Rope,
+    Row,
+    Window,
+)
 
 FAMILY = Family(
     name="llama",
@@ -94,5 +108,11 @@ FAMILY = Family(
         Row("output_norm.weight", "norm.weight"),
         Row("output.weight", "head.weight", when="not tied_embeddings"),
         Dropped("rope_freqs.weight", "rotary factors: rope_scaling in config.json says them"),
+    ),
+    torchtitan=(
+        *TORCHTITAN_MODEL,
+        *TORCHTITAN_NORMS,
+        *TORCHTITAN_PAIRED_ATTENTION,
+        *TORCHTITAN_MLP,
     ),
 )

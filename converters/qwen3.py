@@ -7,6 +7,10 @@ from megtool.convert import (
     HF_MODEL,
     HF_NORMS,
     HF_QK_NORMS,
+    TORCHTITAN_ATTENTION,
+    TORCHTITAN_MLP,
+    TORCHTITAN_MODEL,
+    TORCHTITAN_NORMS,
     Default,
     Family,
     Key,
@@ -40,4 +44,5 @@ FAMILY = Family(
     ),
     hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_QK_NORMS, *HF_GATED_MLP),
     gguf=GGUF_DECODER,
+    torchtitan=(*TORCHTITAN_MODEL, *TORCHTITAN_NORMS, *TORCHTITAN_ATTENTION, *TORCHTITAN_MLP),
 )

@@ -9,6 +9,11 @@ from megtool.convert import (
     HF_MODEL,
     HF_NORMS,
     HF_QK_NORMS,
+    TORCHTITAN_ATTENTION,
+    TORCHTITAN_EXPERTS,
+    TORCHTITAN_MLP,
+    TORCHTITAN_MODEL,
+    TORCHTITAN_NORMS,
     Default,
     EitherKey,
     Family,
@@ -57,4 +62,11 @@ FAMILY = Family(
         *HF_EXPERTS,
     ),
     gguf=(*GGUF_DECODER, *GGUF_EXPERTS),
+    torchtitan=(
+        *TORCHTITAN_MODEL,
+        *TORCHTITAN_NORMS,
+        *TORCHTITAN_ATTENTION,
+        *TORCHTITAN_MLP,
+        *TORCHTITAN_EXPERTS,
+    ),
 )

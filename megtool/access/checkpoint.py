@@ -79,7 +79,7 @@ class Checkpoint:
         """Its tensors under other names, whole or as one rank of a layout has them.
 
         Args:
-            naming: `hf`, `megatron` or `stored`.
+            naming: `hf`, `megatron`, `torchtitan` or `stored`.
             tp: Tensor-parallel size.
             pp: Pipeline-parallel size.
             vpp: Virtual chunks of each pipeline stage.

@@ -28,9 +28,12 @@ from megtool.errors import LayoutError, UsageError
 from megtool.parallel.mesh import Mesh
 from megtool.reshard.source import CheckpointSource, unknown_model
 
-NAMINGS = ("stored", "hf", "megatron")
+NAMINGS = ("stored", "hf", "megatron", "torchtitan")
 """`stored`: the checkpoint's own names; `hf`: those of a Hugging Face folder; `megatron`: those of
-Megatron's modules, one key per layer."""
+Megatron's modules, one key per layer; `torchtitan`: those of its models, experts stacked."""
+
+_EMBEDDING, _HEAD = "tok_embeddings.weight", "lm_head.weight"
+"""Of a model that ties them, torchtitan's state dict has both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +92,9 @@ def name_tensors(
     dtypes = {t.name: t.dtype for t in target.tensors}
     if parallel is not None:
         tensors = _of_rank(source, view, target, naming, parallel, rank)
-        dtypes = {name: dtypes[t.key] for name, t in tensors.items()}
+    if naming == "torchtitan" and _HEAD not in tensors and (tied := tensors.get(_EMBEDDING)):
+        tensors[_HEAD] = replace(tied, name=_HEAD)
+    dtypes = {name: dtypes[t.key] for name, t in tensors.items()}
     return NamedTensors(naming=naming, tensors=tensors, dtypes=dtypes, source=view, target=target)
 
 

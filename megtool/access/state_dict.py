@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +100,8 @@ def load_state_dict(
     Args:
         model: A module, or tensors by name.
         location: A checkpoint, or where one is.
-        naming: What the model's names are: `hf`, `megatron` or `stored`; by default what fits.
+        naming: What the model's names are: `hf`, `megatron`, `torchtitan` or `stored`; by default
+            what fits.
         tp: Tensor-parallel size, for plain tensors of one rank; so are `pp`, `vpp`, `ep`, `etp`.
         rank: Which rank of that layout.
         strict: False leaves tensors alone that the checkpoint does not have.
@@ -142,6 +143,7 @@ def load_state_dict(
         more = "the tensors are filled in part: load them again, or do not use them"
         e.hint = f"{e.hint}; {more}" if e.hint else more
         raise
+    _give_copies(model, state, names)
     return LoadReport(
         naming=named.naming,
         num_tensors=len(present),
@@ -149,6 +151,29 @@ def load_state_dict(
         missing=tuple(missing),
         unused=tuple(n for n in named.tensors if n not in names and ":" not in n),
     )
+
+
+def _give_copies(
+    model: nn.Module | Mapping[str, Any], state: Mapping[str, Any], names: Collection[str]
+) -> None:
+    """Give a module what was filled and is not its own memory.
+
+    Hooks may make tensors of the state dict from others: torchtitan's fused projections of queries,
+    keys and values are three there.
+    """
+    if isinstance(model, Mapping):
+        return
+    with torch.no_grad():
+        own = {
+            _storage(t) for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"
+        }
+        if any(_storage(state[n]) not in own for n in names):
+            model.load_state_dict({n: state[n] for n in names}, strict=False)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr() if local.numel() else 0
 
 
 def choose_naming(

@@ -116,6 +116,17 @@ from megtool.convert.t5_rows import (
     T5_WEIGHTS,
     t5_keys,
 )
+from megtool.convert.torchtitan_rows import (
+    TORCHTITAN_ATTENTION,
+    TORCHTITAN_BIASED_EXPERTS,
+    TORCHTITAN_EXPERTS,
+    TORCHTITAN_LATENT_ATTENTION,
+    TORCHTITAN_MLP,
+    TORCHTITAN_MODEL,
+    TORCHTITAN_NORMS,
+    TORCHTITAN_PAIRED_ATTENTION,
+    torchtitan_mtp,
+)
 from megtool.convert.tower_names import QWEN_VISION
 
 __all__ = [
@@ -158,6 +169,14 @@ __all__ = [
     "QWEN_VISION",
     "T5_LIMITS",
     "T5_WEIGHTS",
+    "TORCHTITAN_ATTENTION",
+    "TORCHTITAN_BIASED_EXPERTS",
+    "TORCHTITAN_EXPERTS",
+    "TORCHTITAN_LATENT_ATTENTION",
+    "TORCHTITAN_MLP",
+    "TORCHTITAN_MODEL",
+    "TORCHTITAN_NORMS",
+    "TORCHTITAN_PAIRED_ATTENTION",
     "XIELU_WEIGHTS",
     "Alike",
     "Assumed",
@@ -229,5 +248,6 @@ __all__ = [
     "in_mtp",
     "stacked_experts",
     "t5_keys",
+    "torchtitan_mtp",
     "with_bias",
 ]

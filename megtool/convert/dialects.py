@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,7 +41,8 @@ __all__ = [
     "write_side",
 ]
 
-DIALECTS = ("hf", "megatron", "gguf", "identity")
+DIALECTS = ("hf", "megatron", "gguf", "torchtitan", "identity")
+WRITTEN = ("hf", "megatron", "torchtitan")
 
 STATE_FIRST = "optimizer.state.{state}.{name}"
 STATE_LAST = "optimizer.state.{name}.{state}"
@@ -48,12 +50,19 @@ STATE_LAST = "optimizer.state.{name}.{state}"
 
 
 def detect_dialect(names: Sequence[str]) -> str:
-    """The dialect of stored names: `megatron`, `gguf`, or `hf` for anything else."""
+    """The dialect of stored names: `megatron`, `gguf`, `torchtitan`, or `hf` for anything else."""
     if megatron.is_megatron(names):
         return "megatron"
     if any(n.startswith("blk.") or n == "token_embd.weight" for n in names):
         return "gguf"
+    if any(_TORCHTITAN.search(n) for n in names):
+        return "torchtitan"
     return "hf"
+
+
+_TORCHTITAN = re.compile(
+    r"\blayers\.\d+\.(attention\.(qkv_linear\.|wkv_a\.)|moe\.routed_experts\.inner_experts\.)"
+)
 
 
 def read_side(
@@ -219,7 +228,7 @@ def _read_states(
         if per_layer not in bindings:
             table = _table(out.dialect, out.family, per_layer=per_layer)
             bindings[per_layer] = Binding(table, model)
-        if out.dialect == "hf":
+        if out.dialect in _STATE_DICTS:
             tensors_of_state = _unwrapped(tensors_of_state, bindings[per_layer])
         stored = {key: tensor.name for key, tensor in tensors_of_state.items()}
         reading = bindings[per_layer].read(
@@ -238,6 +247,9 @@ def _read_states(
         unmatched += [stored[key] for key in reading.unmatched]
     return unmatched
 
+
+_STATE_DICTS = ("hf", "torchtitan")
+"""Dialects of state dicts, which may have the parts of an optimizer, and of wrappers."""
 
 _SHIFTED = ("", megatron.MAIN)
 """Weights and their master weights are stored shifted (`mapping.Shifted`), moments are not."""
@@ -312,8 +324,10 @@ def write_side(
         return under_same_names(
             source, config, dtype, parallel, options.divisible_by, per_layer=bool(per_layer)
         )
-    if dialect not in ("hf", "megatron"):
-        raise MappingError(f"dialect {dialect!r} cannot be written", hint="known: hf, megatron")
+    if dialect not in WRITTEN:
+        raise MappingError(
+            f"dialect {dialect!r} cannot be written", hint=f"known: {', '.join(WRITTEN)}"
+        )
     if config is None:
         raise MappingError(
             f"writing {dialect!r} tensors needs the model's configuration",
@@ -461,7 +475,7 @@ def _table(
         return (*family_rows, *(megatron.IN_PARTS if in_parts else megatron.PER_LAYER))
     if family is None:
         raise MappingError(f"{dialect!r} names need a family", hint="name it with --family")
-    table = {"hf": family.hf, "gguf": family.gguf}.get(dialect)
+    table = {"hf": family.hf, "gguf": family.gguf, "torchtitan": family.torchtitan}.get(dialect)
     if table is None:
         raise MappingError(
             f"the dialect {dialect!r} is unknown", hint=f"known: {', '.join(DIALECTS)}"
@@ -515,7 +529,7 @@ def _with_mlp_in_mtp(config: ModelConfig, keys: Collection[str]) -> ModelConfig:
 def _split(dialect: str, name: str) -> tuple[str, str, str]:
     if dialect == "megatron":
         return megatron.split_state(name)
-    return megatron.split_optimizer(name) if dialect == "hf" else ("", "", name)
+    return megatron.split_optimizer(name) if dialect in _STATE_DICTS else ("", "", name)
 
 
 def _by_state(canonical: Mapping[str, GlobalTensor]) -> dict[str, dict[str, GlobalTensor]]:

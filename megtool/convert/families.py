@@ -86,12 +86,12 @@ class Family:
     `architectures` and `model_types` are what a Hugging Face config.json calls it (the first of
     each is written), `gguf_architectures` what a GGUF file does (`llama with experts`: llama.cpp
     has one name for Llama and Mixtral). `traits` are ModelConfig fields true of every member.
-    `config` maps config.json to ModelConfig; `hf`, `gguf` and `megatron` map stored tensors to
-    canonical ones, the last in addition to Megatron's own names; `vocabulary` adds canonical
-    tensors that no other family has. `limits` are conditions on the configuration, each with what
-    Megatron cannot run, or cannot be told by its args, where it holds. With `head_unties` a stored
-    output layer that differs from the embedding is one of its own, even if config.json says that
-    they are tied (transformers 5 always says so of T5, and loads both).
+    `config` maps config.json to ModelConfig; `hf`, `gguf`, `torchtitan` and `megatron` map stored
+    tensors to canonical ones, the last in addition to Megatron's own names; `vocabulary` adds
+    canonical tensors that no other family has. `limits` are conditions on the configuration, each
+    with what Megatron cannot run, or cannot be told by its args, where it holds. With `head_unties`
+    a stored output layer that differs from the embedding is one of its own, even if config.json
+    says that they are tied (transformers 5 always says so of T5, and loads both).
 
     `nested` says that the model is a larger one, whose text model is of another family: `config`,
     `hf`, `megatron`, `traits`, `vocabulary` and `limits` are then that family's.
@@ -104,6 +104,7 @@ class Family:
     hf: Table = ()
     gguf_architectures: tuple[str, ...] = ()
     gguf: Table = ()
+    torchtitan: Table = ()
     megatron: Table = ()
     traits: Mapping[str, Any] = field(default_factory=dict)
     vocabulary: Mapping[str, Weight] = field(default_factory=dict)
