@@ -71,12 +71,17 @@ FAMILY = Family(
             plain=True,
         ),
         # vLLM looks for codes of experts one by one.
-        *(
-            Row(
-                f"model.layers.{{l}}.block_sparse_moe.experts.{{e}}.{x}.weight",
-                f"layers.{{l}}.mlp.experts.{{e}}.{y}.weight",
-            )
-            for x, y in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
+        Row(
+            "model.layers.{l}.block_sparse_moe.experts.{e}.w1.weight",
+            "layers.{l}.mlp.experts.{e}.gate.weight",
+        ),
+        Row(
+            "model.layers.{l}.block_sparse_moe.experts.{e}.w3.weight",
+            "layers.{l}.mlp.experts.{e}.up.weight",
+        ),
+        Row(
+            "model.layers.{l}.block_sparse_moe.experts.{e}.w2.weight",
+            "layers.{l}.mlp.experts.{e}.down.weight",
         ),
     ),
     limits=((True, "Megatron has no multipliers of embeddings, attention, residuals, logits"),),

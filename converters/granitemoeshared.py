@@ -80,9 +80,17 @@ FAMILY = Family(
             plain=True,
         ),
         # vLLM looks for codes of experts one by one.
-        *(
-            Row(f"{_STORED}block_sparse_moe.experts.{{e}}.{x}.weight", f"{_EXPERT}{y}.weight")
-            for x, y in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
+        Row(
+            _STORED + "block_sparse_moe.experts.{e}.w1.weight",
+            _EXPERT + "gate.weight",
+        ),
+        Row(
+            _STORED + "block_sparse_moe.experts.{e}.w3.weight",
+            _EXPERT + "up.weight",
+        ),
+        Row(
+            _STORED + "block_sparse_moe.experts.{e}.w2.weight",
+            _EXPERT + "down.weight",
         ),
     ),
     limits=((True, "Megatron has no multipliers of embeddings, attention, residuals, logits"),),
