@@ -150,9 +150,9 @@ class _TensorFile:
 
     def __init__(self, checkpoint: Checkpoint, naming: str | None) -> None:
         self.tensors: dict[str, LazyTensor] = {}
-        for one in NAMINGS if naming is None else (naming,):
+        for known in NAMINGS if naming is None else (naming,):
             try:
-                view = checkpoint.as_(one, framework="torch")
+                view = checkpoint.as_(known, framework="torch")
             except (MappingError, UsageError):
                 if naming is not None:
                     raise
@@ -197,12 +197,12 @@ class _TensorFile:
             data = self.header[position : position + len(memory)]
             memory[: len(data)] = data
             return len(data)
-        at = bisect_right(self.starts, position - head) - 1
-        while at >= 0 and not self._order[at].num_bytes:
-            at -= 1
-        if at < 0 or position >= self.size:
+        number = bisect_right(self.starts, position - head) - 1
+        while number >= 0 and not self._order[number].num_bytes:
+            number -= 1
+        if number < 0 or position >= self.size:
             return 0
-        tensor, offset = self._order[at], position - head - self.starts[at]
+        tensor, offset = self._order[number], position - head - self.starts[number]
         count = min(len(memory), tensor.num_bytes - offset)
         if not tensor.shape:
             rows, first = tensor[...], 0

@@ -52,7 +52,7 @@ def loader_class() -> type:
     """
     from sglang.srt.model_loader.loader import BaseModelLoader, DefaultModelLoader
 
-    class MegtoolModelLoader(DefaultModelLoader):  # type: ignore[misc]
+    class SglangModelLoader(DefaultModelLoader):  # type: ignore[misc]
         """Streams a checkpoint of any format and layout into SGLang's model."""
 
         def __init__(self, load_config: Any) -> None:
@@ -75,4 +75,4 @@ def loader_class() -> type:
             self.counter_before_loading_weights = time.perf_counter()
             yield from checkpoint.tensors()
 
-    return MegtoolModelLoader
+    return SglangModelLoader

@@ -50,7 +50,7 @@ def weight_loader_class() -> type:
     """The loader of weights alone."""
     from tensorrt_llm._torch.models.checkpoints.base_weight_loader import BaseWeightLoader
 
-    class MegtoolWeightLoader(BaseWeightLoader):  # type: ignore[misc]
+    class TrtllmWeightLoader(BaseWeightLoader):  # type: ignore[misc]
         """Reads a checkpoint of any format and layout as a dict of tensors."""
 
         def __init__(self, settings: dict[str, Any] | None = None) -> None:
@@ -66,7 +66,7 @@ def weight_loader_class() -> type:
             """
             return dict(EngineCheckpoint.of(str(checkpoint_dir), self._settings).tensors())
 
-    return MegtoolWeightLoader
+    return TrtllmWeightLoader
 
 
 @cache
@@ -77,7 +77,7 @@ def loader_class() -> type:
     """
     from tensorrt_llm._torch.models.checkpoints.hf.checkpoint_loader import HfCheckpointLoader
 
-    class MegtoolCheckpointLoader(HfCheckpointLoader):  # type: ignore[misc]
+    class TrtllmCheckpointLoader(HfCheckpointLoader):  # type: ignore[misc]
         """Loads weights from any checkpoint, configuration and tokenizer from the model's folder.
 
         Arguments are the settings of `EngineCheckpoint`.
@@ -97,4 +97,4 @@ def loader_class() -> type:
                 config_loader=config_loader,
             )
 
-    return MegtoolCheckpointLoader
+    return TrtllmCheckpointLoader

@@ -39,7 +39,7 @@ def loader_class() -> type:
     """The loader, a subclass of vLLM's default one with other weights."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    class MegtoolModelLoader(DefaultModelLoader):  # type: ignore[misc]
+    class VllmModelLoader(DefaultModelLoader):  # type: ignore[misc]
         """Streams a checkpoint of any format and layout into vLLM's model."""
 
         def __init__(self, load_config: Any) -> None:
@@ -64,4 +64,4 @@ def loader_class() -> type:
             self.counter_before_loading_weights = time.perf_counter()
             yield from checkpoint.tensors()
 
-    return MegtoolModelLoader
+    return VllmModelLoader

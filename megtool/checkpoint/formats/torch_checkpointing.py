@@ -29,7 +29,7 @@ from megtool.checkpoint.containers.torch_file import StorageBudget
 from megtool.checkpoint.formats.auxiliary_files import find_megatron_auxiliary_files
 from megtool.checkpoint.formats.header_reader import check_inside, list_names, read_exact
 from megtool.checkpoint.formats.torch_checkpointing_files import (
-    LocalTensor,
+    ItemTensor,
     RankItem,
     find_differences,
     read_rank_item,
@@ -216,7 +216,7 @@ class _Builder:
     def _add_item(self, item: str, parts: list[tuple[int, RankItem]], prefix: str) -> None:
         sharded = self.table.items.get(item) if self.table else None
         paths: dict[NestedPath, None] = dict.fromkeys(sharded.tensors if sharded else ())
-        stored: dict[NestedPath, list[tuple[int, RankItem, LocalTensor]]] = defaultdict(list)
+        stored: dict[NestedPath, list[tuple[int, RankItem, ItemTensor]]] = defaultdict(list)
         joined = {".".join(map(str, p)): p for p in paths}
         for number, part in parts:
             for path, local in part.tensors.items():
@@ -249,7 +249,7 @@ class _Builder:
         self,
         name: str,
         tensor: ShardedTensor,
-        holders: list[tuple[int, RankItem, LocalTensor]],
+        holders: list[tuple[int, RankItem, ItemTensor]],
     ) -> None:
         """Add a tensor whose parts the metadata describes."""
         by_rank = {part.rank: (number, local) for number, part, local in holders}
@@ -279,7 +279,7 @@ class _Builder:
         self._add(GlobalTensor(name=name, shape=tensor.shape, dtype=kind), [*boxes.values()])
 
     def _piece(
-        self, name: str, window: Window, local: LocalTensor, number: int, count: int
+        self, name: str, window: Window, local: ItemTensor, number: int, count: int
     ) -> _Piece:
         """The bytes of a box that begins at a corner of a rank's part."""
         lo, hi, corner = window
@@ -304,7 +304,7 @@ class _Builder:
             strides=None if plain else steps,
         )
 
-    def _add_whole(self, name: str, holders: list[tuple[int, RankItem, LocalTensor]]) -> None:
+    def _add_whole(self, name: str, holders: list[tuple[int, RankItem, ItemTensor]]) -> None:
         """Add a tensor of which nothing says that it is split: each rank has the whole."""
         number, part, local = holders[0]
         for other_number, other, tensor in holders:
@@ -340,7 +340,7 @@ class _Builder:
         self._add(GlobalTensor(name=name, shape=local.shape, dtype=local.dtype), pieces[:1])
 
     def _are_copies(
-        self, first: tuple[RankItem, LocalTensor], second: tuple[RankItem, LocalTensor]
+        self, first: tuple[RankItem, ItemTensor], second: tuple[RankItem, ItemTensor]
     ) -> bool:
         """Whether two ranks' tensors have one form, and the same bytes where some are looked at."""
         (a_part, a), (b_part, b) = first, second

@@ -28,7 +28,7 @@ _UNSUPPORTED_HINT = "load it with the tool that wrote it, and save plain tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalTensor:
+class ItemTensor:
     """A rank's part of a tensor: its bytes, and its element strides unless they are row-major.
 
     `is_dtensor`: the file says that it is a part of a larger tensor (`global_shape`).
@@ -54,7 +54,7 @@ class RankItem:
     item: str
     rank: int
     stored: StoredFile
-    tensors: dict[NestedPath, LocalTensor] = field(default_factory=dict)
+    tensors: dict[NestedPath, ItemTensor] = field(default_factory=dict)
     values: dict[NestedPath, Any] = field(default_factory=dict)
     sequences: dict[NestedPath, str] = field(default_factory=dict)
 
@@ -84,7 +84,7 @@ def read_rank_item(
     elif file.serialization == "Safetensors":
         header = read_header(path, stored.size)
         for entry in header.entries:
-            out.tensors[(entry.name,)] = LocalTensor(
+            out.tensors[(entry.name,)] = ItemTensor(
                 dtype=entry.dtype,
                 shape=entry.shape,
                 offset=header.start + entry.begin,
@@ -107,7 +107,7 @@ def _read_torch(out: RankItem, path: Path, budget: StorageBudget) -> None:
             length = (
                 view.span_bytes - view.start * view.dtype.itemsize if 0 not in view.shape else 0
             )
-            out.tensors[place] = LocalTensor(
+            out.tensors[place] = ItemTensor(
                 dtype=view.dtype,
                 shape=view.shape,
                 offset=offset,

@@ -220,9 +220,9 @@ class _Parser:
                 self._fail(f"rank {rank} is not in its mesh", name)
             coordinate = _unravel(place, sizes)
             runs: list[Runs] = [((0, 0, n),) if n else () for n in shape]
-            for (dim, split), size, at in zip(placements, sizes, coordinate, strict=True):
+            for (dim, split), size, index in zip(placements, sizes, coordinate, strict=True):
                 if dim is not None:
-                    runs[dim] = _take_chunk(runs[dim], size, at, split)
+                    runs[dim] = _take_chunk(runs[dim], size, index, split)
             if math.prod(max(len(r), 1) for r in runs) > _MAX_RUNS:
                 self._fail("a rank's part is in too many pieces", name)
             yield RankPart(
@@ -263,8 +263,8 @@ class _Parser:
         if len(lists) != 3 or len({len(c) for c in lists}) != 1 or len(lists[0]) > _MAX_RUNS:
             self._fail("its offsets and sizes do not belong together", name)
         windows = []
-        for at, local, size in zip(*lists, strict=True):
-            lo, corner, sizes = (self._sizes(v, name) for v in (at, local, size))
+        for start, local, size in zip(*lists, strict=True):
+            lo, corner, sizes = (self._sizes(v, name) for v in (start, local, size))
             if not len(lo) == len(corner) == len(sizes) == len(shape):
                 self._fail("a box of it has another number of dims", name)
             if math.prod(sizes):
@@ -326,13 +326,13 @@ def _check_file_path(path: Any, file: Path) -> str:
 def _unravel(place: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     out = []
     for n in reversed(sizes):
-        place, at = divmod(place, n)
-        out.append(at)
+        place, index = divmod(place, n)
+        out.append(index)
     return tuple(reversed(out))
 
 
-def _take_chunk(runs: Runs, count: int, at: int, split: int) -> Runs:
-    """Chunk `at` of `count` near equal chunks of some runs, as torch.chunk cuts them.
+def _take_chunk(runs: Runs, count: int, index: int, split: int) -> Runs:
+    """Chunk `index` of `count` near equal chunks of some runs, as torch.chunk cuts them.
 
     With `split` they are cut into so many pieces first, and each piece into `count` chunks, as a
     strided shard is.
@@ -344,7 +344,7 @@ def _take_chunk(runs: Runs, count: int, at: int, split: int) -> Runs:
     for first in range(0, total, max(piece, 1)):
         last = min(first + piece, total)
         chunk = -(-(last - first) // count)
-        lo = min(first + at * chunk, last)
+        lo = min(first + index * chunk, last)
         hi = min(lo + chunk, last)
         for start, local, n in runs:
             a, b = max(lo, local), min(hi, local + n)
