@@ -34,6 +34,13 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 # What the encoder's first stage has of an embedding, the decoder's has too; what all stages have.
 _EMBEDDINGS, EVERYWHERE = "embedding.", re.compile(r"(?:encoder|decoder)_relative_pos_emb\.")
 
+_SECOND_NAMES = {
+    "embedding.position_embeddings.weight": "position_embeddings.weight",
+    "lm_head.output_layer.weight": "output_layer.weight",
+    "lm_head.output_layer.bias": "output_layer.bias",
+}
+"""Modules of Megatron's T5Model that have two names; the last of them names optimizer state."""
+
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -128,6 +135,12 @@ class Homes:
             elif self.tied:
                 homes.append((places[0]["last"], places[1]["last"], OUTPUT))
         return homes
+
+
+def each_once(weights: Sequence[GlobalTensor]) -> list[GlobalTensor]:
+    """The weights whose parameters an optimizer has: a module with two names is stored twice."""
+    names = {t.name for t in weights}
+    return [t for t in weights if _SECOND_NAMES.get(t.name) not in names]
 
 
 def rank_parameters(

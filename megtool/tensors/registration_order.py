@@ -74,9 +74,13 @@ _MAMBA_OUT = ("mixer.norm.weight", "mixer.out_proj.weight")
 _CROSS = (
     "self_attention.relative_pos_emb.relative_attention_bias.weight",
     "pre_cross_attn_layernorm.weight",
+    "pre_cross_attn_layernorm.bias",
     "cross_attention.linear_proj.weight",
+    "cross_attention.linear_proj.bias",
     "cross_attention.linear_q.weight",
+    "cross_attention.linear_q.bias",
     "cross_attention.linear_kv.weight",
+    "cross_attention.linear_kv.bias",
 )
 _MLP = (
     "pre_mlp_layernorm.weight",
@@ -114,6 +118,7 @@ _MTP = ("enorm.weight", "enorm.bias", "hnorm.weight", "hnorm.bias", "eh_proj.wei
 _SECTIONS = (
     "embedding.word_embeddings.weight",
     "embedding.position_embeddings.weight",
+    "position_embeddings.weight",  # T5Model's second name for them
     "embedding.tokentype_embeddings.weight",
     "embedding.norm.weight",
     "embedding.norm.bias",

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megtool import reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
+from megtool.checkpoint.read import CheckpointReader
+from megtool.checkpoint.storage.files import Files
+from megtool.convert.megatron import split_state
 from megtool.errors import LayoutError
+from megtool.reshard.open_source import open_source
 from tests.support.paths import PEERS
+from tests.support.peers.old_core_world import LAYERS, state_of
 from tests.support.peers.release import install_release
 
 pytest.importorskip("megatron.core")
@@ -160,3 +167,43 @@ def test_megatrons_t5_has_the_logits_of_transformers(tmp_path: Path) -> None:
     assert set(answer["missing"]) == {"lm_head.output_layer.bias", "output_layer.bias"}
     assert logits.std() > 0.1
     assert answer["apart"] < 1e-4
+
+
+def run_optimizer_world(folder: Path, **options: Any) -> str:
+    done = subprocess.run(
+        [sys.executable, str(PEERS / "old_core_world.py"), str(folder), json.dumps(options)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def assert_states(folder: Path) -> int:
+    """Every optimizer state is what the world filled in: their number."""
+    opened, count = open_source(folder, prove_all=True), 0
+    opened.catalogue.check()
+    with CheckpointReader(opened.catalogue, Files()) as reader:
+        for t in opened.catalogue.tensors:
+            state, _, key = split_state(t.name)
+            if not state:
+                continue
+            state = "param" if state == "main" else state
+            match = re.fullmatch(r"(\w+\.layers\.)(\d+)\.(.+)", key)
+            if match:
+                num_layers = 2 if key.startswith("encoder.") else LAYERS
+                whole = state_of(state, match[1] + match[3], (num_layers, *t.shape))[int(match[2])]
+            else:
+                whole = state_of(state, key, t.shape)
+            found = reader.open_stored(t.name).read().view(np.float32)
+            assert np.array_equal(found, whole.numpy().reshape(found.shape)), t.name
+            count += 1
+    return count
+
+
+def test_optimizer_state_of_a_t5_is_read_from_buckets(tmp_path: Path) -> None:
+    """Buckets are in the order in which T5Model registers its parameters, each of them once."""
+    run_optimizer_world(tmp_path / "0", t5=True, sharding="dp_reshardable", world=2)
+    assert assert_states(tmp_path / "0") == 321

@@ -17,6 +17,7 @@ from megtool.convert.megatron import split_state
 from megtool.convert.rank_parameters import (
     Parameter,
     RankPlace,
+    each_once,
     in_buffer,
     of_tensor_rank,
     rank_parameters,
@@ -109,7 +110,7 @@ def read_dp_reshardable(
         FormatError: buckets are missing, or have another size than declared; see `decode_buckets`.
     """
     catalogue = join_parts(catalogue)
-    weights = [t for t in catalogue.tensors if _is_parameter(t)]
+    weights = each_once([t for t in catalogue.tensors if _is_parameter(t)])
     buffers = find_buffers(catalogue)
     if not catalogue.metadata.get(COALESCED):
         check_sizes(catalogue, buffers)

@@ -13,7 +13,13 @@ from typing import Any
 from megtool.checkpoint.containers.pickle_reader import inert_global
 from megtool.checkpoint.rechunk import Rechunking
 from megtool.config import ParallelConfig
-from megtool.convert.rank_parameters import Parameter, RankPlace, of_tensor_rank, rank_parameters
+from megtool.convert.rank_parameters import (
+    Parameter,
+    RankPlace,
+    each_once,
+    of_tensor_rank,
+    rank_parameters,
+)
 from megtool.convert.sharding import is_tower
 from megtool.dtypes import DType
 from megtool.errors import LayoutError
@@ -73,7 +79,7 @@ def plan_buckets(
     Raises:
         LayoutError: buckets cannot hold experts at this layout.
     """
-    weights = [t for t in weights if not (is_module_buffer(t.name) or is_tower(t.name))]
+    weights = each_once([t for t in weights if not (is_module_buffer(t.name) or is_tower(t.name))])
     ranks = rank_parameters(weights, config, parallel)
     has_expert_chain = parallel.ep > 1 and any(
         p.is_expert for parameters in ranks.values() for p in parameters

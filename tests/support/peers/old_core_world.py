@@ -2,7 +2,8 @@
 
     PYTHONPATH=CORE python old_core_world.py FOLDER [options as JSON]
 
-With `"load": true` it loads instead, and compares everything it loaded.
+With `"load": true` it loads instead, and compares everything it loaded; with `"t5": true` the model
+is a T5 (`t5_world`), not a GPT.
 
 Weights are filled from key-seeded global tensors (`megatron_world.expected`), master weights and
 moments from what `state_of` makes of them, so every layout and every way to store the state has a
@@ -100,7 +101,8 @@ def work(rank: int, folder: str, port: int, options: dict[str, Any]) -> None:
 
     tp, pp, ep = options.get("tp", 1), options.get("pp", 1), options.get("ep", 1)
     parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
-    chunk = WORLD["build"]({"tp": tp, "pp": pp, "ep": ep}, {**options, "dtype": "bfloat16"})[0]
+    build = t5_world()["build"] if options.get("t5") else WORLD["build"]
+    chunk = build({"tp": tp, "pp": pp, "ep": ep}, {**options, "dtype": "bfloat16"})[0]
     kind = options["sharding"]
     metadata = {
         "distrib_optim_sharding_type": kind,
@@ -117,6 +119,13 @@ def work(rank: int, folder: str, port: int, options: dict[str, Any]) -> None:
         save(rank, where, chunk, optimizer, metadata, options)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def t5_world() -> dict[str, Any]:
+    """What the world of T5s has; it imports the other one by its name."""
+    here = Path(__file__).parent
+    sys.path.insert(0, str(here))
+    return runpy.run_path(str(here / "t5_world.py"), run_name="t5_world")
 
 
 def save(
@@ -171,6 +180,10 @@ def save(
         params_dtype=torch.bfloat16,
         bf16=True,
     )
+    if options.get("t5"):
+        vars(args).update({**t5_world()["ARGS"], "swiglu": False})
+        vars(args).update(num_query_groups=HEADS, untie_embeddings_and_output_weights=False)
+        vars(args).update(vocab_size=128, padded_vocab_size=128, group_query_attention=False)
     common = {"iteration": ITERATION, "args": args, "checkpoint_version": 3.0}
     whole = {**state, "optimizer": held, **common}
     try:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import megatron_world as world
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -59,6 +60,8 @@ def build(layout: dict[str, Any], options: dict[str, Any]) -> list[Any]:
             gradient_accumulation_fusion=False,
             persist_layer_norm=False,
             bias_dropout_fusion=False,
+            params_dtype=getattr(torch, options.get("dtype", "float32")),
+            bf16=options.get("dtype") == "bfloat16",
         )
         for layers in (world.LAYERS, 2)
     )
@@ -71,7 +74,7 @@ def build(layout: dict[str, Any], options: dict[str, Any]) -> list[Any]:
         max_sequence_length=16,
         share_embeddings_and_output_weights=True,
     )
-    return [model]
+    return [model.to(getattr(torch, options.get("dtype", "float32")))]
 
 
 def main() -> None:
