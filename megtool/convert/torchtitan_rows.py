@@ -92,7 +92,7 @@ TORCHTITAN_MLP: Table = tuple(
 
 TORCHTITAN_EXPERTS: Table = (
     Row(_MOE + "router.gate.weight", _OURS + "mlp.router.weight"),
-    Row(_MOE + "expert_bias_E", _OURS + "mlp.router.expert_bias"),
+    Row(_MOE + "expert_bias_E", _OURS + "mlp.router.expert_bias", when="router_expert_bias"),
     *(
         Row(
             _INNER + stored,
