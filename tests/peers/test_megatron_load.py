@@ -135,6 +135,7 @@ def test_every_fault_is_named_before_anything_is_read(trained: Path) -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     import megtool
+    import megtool.errors
 
     def shard(key: str, *shape: int) -> Any:
         return ShardedTensor.from_rank_offsets(key, torch.full(shape, 7.0))
@@ -157,6 +158,33 @@ def test_every_fault_is_named_before_anything_is_read(trained: Path) -> None:
     assert not (out["fits"] == 7).any()
     assert out["iteration"] == 7
     assert out["own"] == {"seed": 3}
+
+
+def test_keys_of_every_spelling_are_the_same_elements(trained: Path, tmp_path: Path) -> None:
+    """Layers with an axis or a key each, and halves with keys of their own; no optimizer in hf."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    import megtool
+    import megtool.errors
+
+    hf = tmp_path / "hf"
+    reshard(trained / "fully_reshardable", hf, to="hf", optimizer_format="none", family="llama")
+    stacked = ShardedTensor.from_rank_offsets(
+        "decoder.layers.mlp.linear_fc2.weight", torch.zeros(32, 48), (0, 2, 4), prepend_axis_num=1
+    )
+    half = ShardedTensor.from_rank_offsets(
+        "decoder.layers.2.mlp.linear_fc1.weight_v", torch.zeros(24, 32), (0, 1, 2)
+    )
+    out = megtool.megatron.load({"stacked": stacked, "half": half}, hf)
+    want = megtool.open(hf, framework="torch").tensors
+    down, up = (want[f"model.layers.2.mlp.{n}_proj.weight"].torch() for n in ("down", "up"))
+    assert torch.equal(out["stacked"], down.float())
+    assert torch.equal(out["half"], up[24:].float())
+    state = ShardedTensor.from_rank_offsets(
+        "optimizer.state.exp_avg.decoder.final_layernorm.weight", torch.zeros(32)
+    )
+    with pytest.raises(megtool.errors.MappingError, match="no such optimizer state"):
+        megtool.megatron.load({"state": state}, hf)
 
 
 def test_flat_ranges_are_boxes_in_order() -> None:
