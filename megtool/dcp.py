@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,8 @@ class Reader(StorageReader):
                     if self._naming is not None:
                         raise
                     continue
+                if naming == "hf":
+                    named = _with_tied_head(named)
                 reader = BoxReader(
                     source.catalogue, named.source, named.target, threads=self._threads
                 )
@@ -163,6 +166,22 @@ class Reader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+
+_HEAD = "lm_head.weight"
+
+
+def _with_tied_head(named: NamedTensors) -> NamedTensors:
+    """The tensors, and the output matrix of a tied model, which files lack and state dicts have."""
+    embedding = named.target.placements.get("embed.weight")
+    if _HEAD in named.tensors or embedding is None or not embedding.is_identity:
+        return named
+    tied = replace(named.tensors[embedding.stored], name=_HEAD)
+    return replace(
+        named,
+        tensors={**named.tensors, _HEAD: tied},
+        dtypes={**named.dtypes, _HEAD: named.dtypes[embedding.stored]},
+    )
 
 
 class Planner(DefaultLoadPlanner):

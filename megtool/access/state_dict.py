@@ -282,20 +282,22 @@ def fill_tensors(
     def tell(stage: str, num_bytes: int, total_bytes: int) -> None:
         progress(stage, num_bytes, total)
 
-    reads = {w.name: _box_read(reader, tensors[w.name], w) for w in requests}
-    direct = [w for w in requests if w.local.device.type == "cpu" and w.local.is_contiguous()]
-    reader.read([reads[w.name] for w in direct], [memory_of(w.local) for w in direct], tell)
-    others = [w for w in requests if not (w.local.device.type == "cpu" and w.local.is_contiguous())]
-    for batch in _batches(others, lambda w: w.num_bytes):
+    reads = [_box_read(reader, tensors[r.name], r) for r in requests]
+    is_direct = [r.local.device.type == "cpu" and r.local.is_contiguous() for r in requests]
+    direct = [n for n, is_first in enumerate(is_direct) if is_first]
+    places = [memory_of(requests[n].local) for n in direct]
+    reader.read([reads[n] for n in direct], places, tell)
+    others = [n for n, is_first in enumerate(is_direct) if not is_first]
+    for batch in _batches(others, lambda n: requests[n].num_bytes):
         parts = [
-            GlobalTensor(name=w.name, shape=tuple(w.local.shape), dtype=reads[w.name].dtype)
-            for w in batch
+            GlobalTensor(name=str(n), shape=tuple(requests[n].local.shape), dtype=reads[n].dtype)
+            for n in batch
         ]
         memory = allocate(parts)
-        reader.read([reads[w.name] for w in batch], [memory[w.name] for w in batch], tell)
-        for w, t in zip(batch, parts, strict=True):
+        reader.read([reads[n] for n in batch], [memory[t.name] for t in parts], tell)
+        for n, t in zip(batch, parts, strict=True):
             with torch.no_grad():
-                w.local.copy_(as_torch(memory[w.name], t))
+                requests[n].local.copy_(as_torch(memory[t.name], t))
 
 
 def _box_read(reader: BoxReader, tensor: LocalTensor, request: TensorRequest) -> BoxRead:
@@ -315,10 +317,9 @@ def memory_of(tensor: torch.Tensor) -> Memory:
     return memory
 
 
-def _batches(
-    items: Sequence[TensorRequest], size: Callable[[TensorRequest], int]
-) -> Iterator[list[TensorRequest]]:
-    batch: list[TensorRequest] = []
+def _batches(items: Sequence[int], size: Callable[[int], int]) -> Iterator[list[int]]:
+    """Numbers in their order, `BATCH_BYTES` together or little more."""
+    batch: list[int] = []
     total = 0
     for item in items:
         if batch and total + size(item) > BATCH_BYTES:

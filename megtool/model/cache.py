@@ -159,8 +159,8 @@ def num_cache_bytes(config: ModelConfig, num_tokens: int, *, dtype: torch.dtype)
     """What a sequence of so many tokens takes in a cache of all layers: keys and values, the keys
     that tokens are compressed to, and states of recurrent mixers."""
     cache = ContiguousCache(config, num_rows=1, max_tokens=num_tokens, dtype=dtype, device="meta")
-    kept = (*cache.keys.values(), *cache.values.values())
-    return sum(t.nbytes for t in (*kept, *cache.states.tensors, *cache.compressed.tensors))
+    tensors = (*cache.keys.values(), *cache.values.values())
+    return sum(t.nbytes for t in (*tensors, *cache.states.tensors, *cache.compressed.tensors))
 
 
 class ContiguousCache(KVCache):

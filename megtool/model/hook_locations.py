@@ -69,9 +69,9 @@ _WITHIN = {
     "attn.index_k": f"{_INDEXER}.linear_wk",
     "attn.index_heads": f"{_INDEXER}.linear_weights_proj",
     **{
-        f"{name}{ours}": f"{core}.compressor.linear_{theirs}"
+        f"{name}{ours}": f"{core}.compressor.linear_{megatron}"
         for name, core in _COMPRESSORS
-        for ours, theirs in (("kv", "wkv"), ("gate", "wgate"))
+        for ours, megatron in (("kv", "wkv"), ("gate", "wgate"))
     },
     "delta.qkvz": "self_attention.in_proj",
     "delta.ba": "self_attention",

@@ -295,10 +295,10 @@ class AzureStore:
         """See `Store.is_made_of`: the object names the upload."""
         blob = self._container.get_blob_client(info.key)
         try:
-            found = self._call(info.key, blob.get_blob_properties, **_condition(info.version))
+            properties = self._call(info.key, blob.get_blob_properties, **_condition(info.version))
         except (ConditionError, ObjectMissingError):
             return False
-        return bool((found.metadata or {}).get(_UPLOAD) == upload_id)
+        return bool((properties.metadata or {}).get(_UPLOAD) == upload_id)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """See `Store.abort_upload`.

@@ -39,7 +39,7 @@ class MemoryStore:
         self._min_part_bytes = min_part_bytes
         self._objects: dict[str, tuple[ObjectInfo, bytes]] = {}
         self._uploads: dict[str, _Upload] = {}
-        self._made: dict[str, str] = {}  # versions of uploaded objects, and the uploads
+        self._upload_of: dict[str, str] = {}  # versions of uploaded objects, and the uploads
         self._lock = threading.RLock()
         self._number = 0
 
@@ -188,13 +188,13 @@ class MemoryStore:
                 raise StorageError("a part is too small", file=self._place(key))
             del self._uploads[upload_id]
             info = self._store(key, b"".join(chosen))
-            self._made[info.version] = upload_id
+            self._upload_of[info.version] = upload_id
             return info
 
     def is_made_of(self, info: ObjectInfo, upload_id: str, num_parts: int) -> bool:
         """See `Store.is_made_of`."""
         with self._lock:
-            return self._made.get(info.version) == upload_id
+            return self._upload_of.get(info.version) == upload_id
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """See `Store.abort_upload`."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megtool.access.read_boxes import BUFFER_BYTES
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.megatron_metadata import read_object, saved_args, vocab_divisor
 from megtool.checkpoint.param_groups import read_groups
@@ -19,7 +20,7 @@ from megtool.convert.megatron import MAIN
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
 from megtool.inference.layer_streaming import units_of
-from megtool.inference.rank_weights import BUFFER_BYTES, Weights
+from megtool.inference.rank_weights import Weights
 from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.source import CheckpointSource

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import megtool
+from megtool.access.state_dict import TensorRequest, fill_tensors
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import MappingError, UsageError
 from tests.support.checkpoints.layouts import LAYOUTS
@@ -160,6 +161,27 @@ def test_a_model_finds_its_own_names(anywhere: dict[str, Path], llama: Path) -> 
     assert prefixed["model"][Q].equal(state[Q])
     only = megtool.dcp.Reader(anywhere["torch_dist"], naming="stored")
     assert Q not in only.read_metadata().state_dict_metadata
+
+
+def test_a_tied_model_has_its_output_matrix_too(tmp_path: Path) -> None:
+    tied = tiny_llama.save(tmp_path / "hf", tie_word_embeddings=True)
+    state = {n: torch.zeros(101, 32) for n in ("lm_head.weight", "model.embed_tokens.weight")}
+    dcp.load(state, storage_reader=megtool.dcp.Reader(tied))
+    assert state["lm_head.weight"].any()
+    assert state["lm_head.weight"].equal(state["model.embed_tokens.weight"])
+
+
+def test_two_parts_of_one_tensor_are_read(llama: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """A plan may have several items of one name."""
+    view = megtool.open(llama).as_("hf")
+    halves = [torch.zeros(5, 32), torch.zeros(3, 32)]
+    requests = [
+        TensorRequest(name=Q, shape=(32, 32), lo=(2, 0), hi=(7, 32), local=halves[0]),
+        TensorRequest(name=Q, shape=(32, 32), lo=(20, 0), hi=(23, 32), local=halves[1]),
+    ]
+    fill_tensors(view.reader, view.named.tensors, requests)
+    assert halves[0].equal(tensors[Q][2:7].float())
+    assert halves[1].equal(tensors[Q][20:23].float())
 
 
 def test_one_error_names_all_faults(llama: Path) -> None:
