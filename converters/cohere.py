@@ -1,7 +1,7 @@
 """Command R: one layer norm without a bias feeds attention and MLP, which are in parallel."""
 
 from megtool.convert import (
-    GGUF_DECODER,
+    GGUF_WITHOUT_QK_NORMS,
     HF_ATTENTION,
     HF_GATED_MLP,
     HF_MODEL,
@@ -62,7 +62,7 @@ FAMILY = Family(
         *HF_GATED_MLP,
     ),
     gguf=(
-        *GGUF_DECODER,
+        *GGUF_WITHOUT_QK_NORMS,
         Row("blk.{l}.attn_q_norm.weight", Stacked("layers.{l}.attn.q_norms.{h}.weight", "h")),
         Row("blk.{l}.attn_k_norm.weight", Stacked("layers.{l}.attn.k_norms.{g}.weight", "g")),
     ),

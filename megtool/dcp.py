@@ -33,7 +33,7 @@ from megtool.access.checkpoint import Checkpoint, open_checkpoint
 from megtool.access.naming import NAMINGS, NamedTensors, name_tensors
 from megtool.access.read_boxes import BoxReader
 from megtool.access.state_dict import TensorRequest, fill_tensors
-from megtool.checkpoint.storage.location import is_remote
+from megtool.checkpoint.storage.location import is_remote, require_local
 from megtool.checkpoint.storage.location import location as to_location
 from megtool.errors import MappingError, UsageError, listed
 
@@ -262,7 +262,8 @@ class Writer(FileSystemWriter):
                 file=self._location,
                 hint="staging=FOLDER, which all ranks see",
             )
-        place = self._location.parent if staging is None else Path(staging)
+        place = self._location.parent if staging is None else to_location(staging)
+        require_local(place, "staging")
         self._staging = place / f".{self._location.name}.dcp"
         self._options = {"to": to, **options}
         super().__init__(self._staging)

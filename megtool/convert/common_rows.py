@@ -156,6 +156,14 @@ GGUF_DECODER: Table = (
 )
 
 
+_GGUF_QK_NORMS = ("blk.{l}.attn_q_norm.weight", "blk.{l}.attn_k_norm.weight")
+
+GGUF_WITHOUT_QK_NORMS: Table = tuple(
+    row for row in GGUF_DECODER if getattr(row, "stored", "") not in _GGUF_QK_NORMS
+)
+"""For families whose norms of queries and keys are one for each head."""
+
+
 _EXPERT, _SHARED = _OURS + "mlp.experts.{e}.", _OURS + "mlp.shared."
 
 HF_EXPERT_BIAS: Table = (

@@ -225,7 +225,12 @@ class _Solver:
             return False
         if site.norm.endswith(".attn_norm"):
             parent = site.norm.removesuffix("_norm")
-            readers = {f"{parent}.{name}" for name in ATTN_NORM_READERS} & set(self.decisions)
+            names = [f"{parent}.{name}" for name in ATTN_NORM_READERS]
+            readers = {
+                n
+                for n in names
+                if n in self.decisions and self.decisions[n].module.kind == "linear"
+            }
             return readers <= set(site.modules)
         return True
 

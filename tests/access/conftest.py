@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megtool import reshard
 from tests.support.checkpoints.layouts import LAYOUTS
+from tests.support.folders import torch_tensors
 from tests.support.models import tiny_llama
 
 
@@ -22,8 +22,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tensors(llama: Path) -> dict[str, torch.Tensor]:
     """What the folder holds."""
-    files = sorted(llama.glob("*.safetensors"))
-    return {n: t for file in files for n, t in load_file(file).items()}
+    return torch_tensors(llama)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
 from torch import nn
 
 import megtool
@@ -20,6 +19,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.errors import MappingError, UsageError
 from tests.support.checkpoints.layouts import LAYOUTS
 from tests.support.errors import raises
+from tests.support.folders import torch_tensors
 from tests.support.models import tiny_llama
 from tests.support.worlds.gloo_world import run_world
 
@@ -75,10 +75,6 @@ def sharded_model(tensors: dict[str, torch.Tensor], size: int) -> nn.Module:
     return model
 
 
-def whole_tensors(llama: Path) -> dict[str, torch.Tensor]:
-    return {n: t for file in llama.glob("*.safetensors") for n, t in load_file(file).items()}
-
-
 class CountingFiles:
     """Counts the bytes that `Files` reads from files while it is active."""
 
@@ -100,7 +96,7 @@ class CountingFiles:
 def load_everywhere(rank: int, size: int, llama: Path, sources: list[Path]) -> list[float]:
     """What each load read, over what the rank needs; every tensor is compared."""
     dist.init_process_group("gloo")
-    whole = whole_tensors(llama)
+    whole = torch_tensors(llama)
     shares = []
     for source in sources:
         for through_dcp in (False, True):
@@ -216,7 +212,7 @@ def test_what_is_saved_becomes_a_folder_with_digests(
 
 def save_sharded(rank: int, size: int, llama: Path, out: Path) -> None:
     dist.init_process_group("gloo")
-    model = sharded_model(whole_tensors(llama), size)
+    model = sharded_model(torch_tensors(llama), size)
     megtool.load_state_dict(model, llama)
     state = model.state_dict()
     dcp.save(state, storage_writer=megtool.dcp.Writer(out / "hf", to="hf", like=llama))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch_checkpointing import CheckpointManager, ItemSpec
@@ -23,6 +22,7 @@ from megtool.checkpoint.storage.memory_store import MemoryStore
 from megtool.errors import FormatError, UsageError
 from megtool.torch_checkpointing import MetadataFormat, StorageConfig
 from tests.support.errors import raises
+from tests.support.folders import torch_tensors
 from tests.support.models import tiny_llama
 from tests.support.worlds.gloo_world import run_world
 
@@ -51,12 +51,8 @@ def megatron(tmp_path_factory: pytest.TempPathFactory, hf: Path) -> Path:
     return out
 
 
-def expected_of(hf: Path) -> dict[str, torch.Tensor]:
-    return {k: v for path in hf.glob("*.safetensors") for k, v in load_file(path).items()}
-
-
 def test_a_megatron_checkpoint_fills_a_model_of_transformers(hf: Path, megatron: Path) -> None:
-    expected = expected_of(hf)
+    expected = torch_tensors(hf)
     state = {n: torch.zeros_like(t) for n, t in expected.items()}
     load(str(megatron), {"model": state})
     assert all(torch.equal(state[n], t) for n, t in expected.items())
@@ -93,7 +89,7 @@ def test_what_cannot_be_loaded_is_said(hf: Path, tmp_path: Path) -> None:
 def test_a_checkpoint_in_a_store_is_loaded(hf: Path) -> None:
     register_store(MemoryStore("memory://loader"))
     reshard(hf, "memory://loader/run", to="torch_dist")
-    expected = expected_of(hf)
+    expected = torch_tensors(hf)
     state = {n: torch.zeros_like(t) for n, t in expected.items()}
     load("memory://loader/run", {"model": state})
     assert all(torch.equal(state[n], t) for n, t in expected.items())
@@ -102,7 +98,7 @@ def test_a_checkpoint_in_a_store_is_loaded(hf: Path) -> None:
 def load_on_a_rank(rank: int, size: int, source: str, hf: str) -> bool:
     dist.init_process_group("gloo", rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", (size,))
-    expected = expected_of(Path(hf))
+    expected = torch_tensors(Path(hf))
     state = {
         n: distribute_tensor(torch.zeros_like(t), mesh, [Shard(k % t.ndim)])
         for k, (n, t) in enumerate(expected.items())

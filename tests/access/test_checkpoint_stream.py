@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import megtool
 from megtool.access import checkpoint as access
 from megtool.errors import LayoutError, StorageError
 from tests.support.errors import raises
+from tests.support.folders import torch_tensors
 from tests.support.models import dense_cases, moe_cases
 from tests.support.models.tiny_model import Case
 
@@ -87,7 +87,7 @@ def pick(cases: list[Any], model_type: str) -> Case:
 def test_fused_rows_are_cut_part_by_part(tmp_path: Path) -> None:
     """Phi-3's `qkv_proj` and `gate_up_proj`: a rank has rows of every part."""
     dense_cases.save(pick(dense_cases.CASES, "phi3"), tmp_path / "phi3")
-    whole = load_file(tmp_path / "phi3" / "model.safetensors")
+    whole = torch_tensors(tmp_path / "phi3")
     name = "model.layers.0.mlp.gate_up_proj.weight"
     parts = parts_of(tmp_path / "phi3", 2, **TP2)
     gate, up = whole[name].chunk(2)
@@ -101,9 +101,7 @@ def test_fused_rows_are_cut_part_by_part(tmp_path: Path) -> None:
 
 def test_experts_go_to_their_ranks(tmp_path: Path) -> None:
     moe_cases.save(moe_cases.CASES[0], tmp_path / "moe")
-    whole = {
-        n: t for f in (tmp_path / "moe").glob("*.safetensors") for n, t in load_file(f).items()
-    }
+    whole = torch_tensors(tmp_path / "moe")
     parts = parts_of(tmp_path / "moe", 2, ep=2)
     experts = [{n for n in p if ".experts." in n} for p in parts]
     assert experts[0].isdisjoint(experts[1])
@@ -125,8 +123,7 @@ def test_ranks_of_every_family_have_every_element_once(
 ) -> None:
     """Stages and expert ranks share tensors out, and tensor ranks the elements of each."""
     save(case, tmp_path / "hf")
-    files = (tmp_path / "hf").glob("*.safetensors")
-    whole = {n: t for file in files for n, t in load_file(file).items()}
+    whole = torch_tensors(tmp_path / "hf")
     for axis in ("tp", "pp", "ep"):
         try:
             parts = parts_of(tmp_path / "hf", 2, **{axis: 2})

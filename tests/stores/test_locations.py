@@ -15,7 +15,6 @@ LOCAL = {
     # Folders that megtool makes itself.
     ("checkpoint/formats/gguf_tokenizer.py", "Path(folder)"),
     ("checkpoint/formats/ocdbt_listing.py", "Path(folder)"),
-    ("checkpoint/memory.py", "Path(name)"),
     ("checkpoint/spooled_stage.py", "Path(self._folder.name)"),
     ("commands/demo.py", "Path(place)"),
     ("commands/demo.py", "Path(temporary)"),

@@ -6,9 +6,12 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors
+
+if TYPE_CHECKING:
+    import torch
 
 
 def stored_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -19,6 +22,14 @@ def stored_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
         for file in files
         for name, t in safetensors.deserialize(file.read_bytes())
     }
+
+
+def torch_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in a folder of safetensors, as torch has it."""
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def contents(folder: Path) -> dict[str, bytes] | None:
