@@ -30,12 +30,13 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from megtool.access.checkpoint import Checkpoint, open_checkpoint
-from megtool.access.naming import NAMINGS, NamedTensors, name_tensors
+from megtool.access.fit import refuse_misfits
+from megtool.access.naming import NamedTensors, fitting_namings
 from megtool.access.read_boxes import BoxReader
 from megtool.access.state_dict import TensorRequest, fill_tensors
 from megtool.checkpoint.storage.location import is_remote, require_local
 from megtool.checkpoint.storage.location import location as to_location
-from megtool.errors import MappingError, UsageError, listed
+from megtool.errors import MappingError, UsageError
 
 __all__ = ["Planner", "Reader", "Writer", "load"]
 
@@ -69,9 +70,7 @@ class Reader(StorageReader):
         self._opened(location)
 
     def _opened(self, location: str | Path | Checkpoint) -> None:
-        if not isinstance(location, Checkpoint):
-            location = open_checkpoint(location, **self._open, optimizer=False)  # type: ignore[arg-type]
-        self.checkpoint = location
+        self.checkpoint = open_checkpoint(location, **self._open, optimizer=False)  # type: ignore[arg-type]
         self._named: dict[str, tuple[NamedTensors, BoxReader]] | None = None
 
     @property
@@ -80,14 +79,8 @@ class Reader(StorageReader):
         if self._named is None:
             self._named = {}
             source = self.checkpoint.source
-            for naming in NAMINGS if self._naming is None else [self._naming]:
-                try:
-                    named = name_tensors(source, naming)
-                except (MappingError, UsageError):
-                    if self._naming is not None:
-                        raise
-                    continue
-                if naming == "hf":
+            for named in fitting_namings(source, self._naming):
+                if named.naming == "hf":
                     named = _with_tied_head(named)
                 reader = BoxReader(
                     source.catalogue, named.source, named.target, threads=self._threads
@@ -203,26 +196,18 @@ class Planner(DefaultLoadPlanner):
             return
         stored = metadata.state_dict_metadata
         missing = [n for n in self.state_dict if n not in stored]
-        other = []
+        misshapen = {}
         for name, tensor in self.state_dict.items():
             entry = stored.get(name)
             if not isinstance(tensor, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
                 continue
             if tensor.shape != entry.size:
-                other.append(f"{name} is {list(tensor.shape)}, and here {list(entry.size)}")
-        faults = []
-        if missing and not self.allow_partial_load:
-            faults.append(f"the checkpoint lacks {len(missing)} of them: {listed(missing, 20)}")
-        if other:
-            faults.append(f"{len(other)} have other shapes: {listed(other, 20)}")
-        if faults:
-            raise MappingError(
-                f"the state dict's {len(self.state_dict)} entries do not fit the checkpoint; "
-                + "; ".join(faults),
-                tensor=missing[0] if missing else other[0].partition(" ")[0],
-                hint="nothing was loaded; is it the same model?",
-                error_id="missing-tensors",
-            )
+                misshapen[name] = f"{name} is {list(tensor.shape)}, and here {list(entry.size)}"
+        refuse_misfits(
+            f"the state dict's {len(self.state_dict)} entries",
+            missing=[] if self.allow_partial_load else missing,
+            misshapen=misshapen,
+        )
 
 
 def load(state_dict: dict[str, Any], location: str | Path | Checkpoint, **options: Any) -> None:

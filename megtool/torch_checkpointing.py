@@ -45,12 +45,13 @@ from torch_checkpointing.storage.filesystem import (
 )
 
 from megtool.access.checkpoint import Checkpoint, open_checkpoint
-from megtool.access.lazy_tensor import LazyTensor
-from megtool.access.naming import NAMINGS
+from megtool.access.lazy_tensor import LazyTensor, NamedView
+from megtool.access.naming import fitting_namings
+from megtool.access.read_boxes import BoxReader
 from megtool.checkpoint.formats.safetensors_header import SafetensorsEntry, encode_header
 from megtool.checkpoint.storage.location import location as to_location
 from megtool.dtypes import DType, dtype
-from megtool.errors import MappingError, UsageError
+from megtool.errors import UsageError
 from megtool.tensors.box import strides
 
 __all__ = ["MetadataFormat", "StorageConfig"]
@@ -150,13 +151,10 @@ class _TensorFile:
 
     def __init__(self, checkpoint: Checkpoint, naming: str | None) -> None:
         self.tensors: dict[str, LazyTensor] = {}
-        for known in NAMINGS if naming is None else (naming,):
-            try:
-                view = checkpoint.as_(known, framework="torch")
-            except (MappingError, UsageError):
-                if naming is not None:
-                    raise
-                continue
+        source = checkpoint.source
+        for named in fitting_namings(source, naming):
+            reader = BoxReader(source.catalogue, named.source, named.target)
+            view = NamedView(named, reader, framework="torch")
             for name in view:
                 self.tensors.setdefault(name, view[name])
         self.dtypes: dict[str, DType] = {n: dtype(t.dtype) for n, t in self.tensors.items()}

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megtool.access.checkpoint import BATCH_BYTES, Checkpoint, open_checkpoint
+from megtool.access.checkpoint import Checkpoint, in_batches, open_checkpoint
+from megtool.access.fit import refuse_misfits
 from megtool.access.lazy_tensor import LazyTensor, NamedView
 from megtool.dtypes import dtype as named_dtype
-from megtool.errors import FormatError, MappingError, MissingPackageError, UsageError, listed
+from megtool.errors import FormatError, MappingError, MissingPackageError, UsageError
 from megtool.reshard.source import collect_hf_files, unknown_model
 
 if TYPE_CHECKING:
@@ -78,11 +79,9 @@ def from_pretrained(
     for name in ("config", "state_dict", "output_loading_info", "gguf_file"):
         if name in model_arguments:
             raise UsageError(f"{name!r} is no argument here: it follows from the checkpoint")
-    checkpoint = location
-    if not isinstance(checkpoint, Checkpoint):
-        checkpoint = open_checkpoint(
-            checkpoint, family=family, like=like, iteration=iteration, optimizer=False
-        )
+    checkpoint = open_checkpoint(
+        location, family=family, like=like, iteration=iteration, optimizer=False
+    )
     view = checkpoint.as_("hf", framework="torch")
     files = collect_hf_files(checkpoint.source, None)
     config = _make_config(checkpoint, files)
@@ -216,21 +215,13 @@ def _check(checkpoint: Checkpoint, info: Mapping[str, Any]) -> None:
     Raises:
         MappingError: some was not, or has another shape.
     """
-    faults = []
-    missing = sorted(info.get("missing_keys", ()))
-    other = sorted(str(key[0]) for key in info.get("mismatched_keys", ()))
-    if missing:
-        faults.append(f"the checkpoint lacks {len(missing)} tensors of it: {listed(missing, 20)}")
-    if other:
-        faults.append(f"{len(other)} have other shapes: {listed(other, 20)}")
-    if faults:
-        raise MappingError(
-            f"the model of transformers does not fit; {'; '.join(faults)}",
-            file=checkpoint.location,
-            tensor=(missing or other)[0],
-            hint="is config.json that of another model?",
-            error_id="missing-tensors",
-        )
+    refuse_misfits(
+        "the tensors of transformers' model",
+        missing=sorted(info.get("missing_keys", ())),
+        misshapen={n: n for n in sorted(str(key[0]) for key in info.get("mismatched_keys", ()))},
+        file=checkpoint.location,
+        hint="is config.json that of another model?",
+    )
 
 
 class _ReadAhead:
@@ -244,17 +235,9 @@ class _ReadAhead:
 
         self.view = view
         self._dtype = None if dtype is None else named_dtype(str(dtype))
-        self._batches: list[list[str]] = []
-        self._number: dict[str, int] = {}
-        size = BATCH_BYTES
-        for name in sorted(view, key=dot_natural_key):
-            num_bytes = view[name].num_bytes
-            if size + num_bytes > BATCH_BYTES:
-                self._batches.append([])
-                size = 0
-            self._batches[-1].append(name)
-            self._number[name] = len(self._batches) - 1
-            size += num_bytes
+        names = sorted(view, key=dot_natural_key)
+        self._batches = list(in_batches(names, lambda name: view[name].num_bytes))
+        self._number = {name: n for n, batch in enumerate(self._batches) for name in batch}
         self._reads: dict[int, Future[dict[str, torch.Tensor]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megtool-read-ahead")
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megtool.access.lazy_tensor import NamedView
 from megtool.access.naming import NAMINGS, name_tensors
@@ -24,6 +23,8 @@ from megtool.reshard.source import CheckpointSource
 
 BATCH_BYTES = 64 << 20
 """About how much `stream` reads at a time; the next batch is read while one is used."""
+
+T = TypeVar("T")
 
 
 class Checkpoint:
@@ -113,7 +114,7 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    location: str | Path,
+    location: str | Path | Checkpoint,
     *,
     family: str | None = None,
     like: str | Path | None = None,
@@ -128,7 +129,8 @@ def open_checkpoint(
         ckpt.as_("hf")["model.layers.0.self_attn.q_proj.weight"][:128]
 
     Args:
-        location: A folder, a save folder or a file; a path or a URL.
+        location: A folder, a save folder or a file; a path or a URL. An open checkpoint is
+            returned as it is.
         family: The model family, if the checkpoint names none.
         like: A Hugging Face folder to take the configuration from.
         iteration: Which iteration of a save folder; by default the latest.
@@ -141,6 +143,8 @@ def open_checkpoint(
         MappingError: its tensors do not fit the model that it names.
         StorageError: it cannot be read.
     """
+    if isinstance(location, Checkpoint):
+        return location
     options = SourceOptions(
         family=family,
         like=None if like is None else to_location(like),
@@ -178,17 +182,14 @@ def stream(
     Raises:
         MegtoolError: it cannot be opened, named, cut or read.
     """
-    if isinstance(location, Checkpoint):
-        checkpoint = location
-    else:
-        checkpoint = open_checkpoint(
-            location,
-            family=family,
-            like=like,
-            iteration=iteration,
-            optimizer=False,
-            threads=threads,
-        )
+    checkpoint = open_checkpoint(
+        location,
+        family=family,
+        like=like,
+        iteration=iteration,
+        optimizer=False,
+        threads=threads,
+    )
     view = checkpoint.as_(
         to,
         tp=tp,
@@ -215,53 +216,29 @@ def _stream(view: NamedView, progress: Progress) -> Iterator[tuple[str, Any]]:
 
 def _read_ahead(view: NamedView) -> Iterator[dict[str, Any]]:
     """Batches of tensors; a thread reads the next one."""
-    ready: queue.Queue[dict[str, Any] | BaseException | None] = queue.Queue(maxsize=1)
-    stopped = threading.Event()
-
-    def put(item: dict[str, Any] | BaseException | None) -> None:
-        while not stopped.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return
-
-    def read() -> None:
-        try:
-            for names in _batches(view):
-                if stopped.is_set():
-                    return
-                put(view.read(names))
-        except BaseException as e:  # raised again where the tensors are used
-            put(e)
-        else:
-            put(None)
-
-    thread = threading.Thread(target=read, name="megtool-stream", daemon=True)
-    thread.start()
-    try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        stopped.set()
-        thread.join()
+    with ThreadPoolExecutor(1, thread_name_prefix="megtool-stream") as thread:
+        ahead = None
+        for names in in_batches(view, lambda name: view[name].num_bytes):
+            ready, ahead = ahead, thread.submit(view.read, names)
+            if ready is not None:
+                yield ready.result()
+                del ready
+        if ahead is not None:
+            yield ahead.result()
 
 
-def _batches(view: NamedView) -> Iterator[list[str]]:
-    """Names in their order, about `BATCH_BYTES` together."""
-    names: list[str] = []
+def in_batches(items: Iterable[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """Items in their order, `BATCH_BYTES` together at most, or a larger one alone."""
+    batch: list[T] = []
     size = 0
-    for name in view:
-        num_bytes = view[name].num_bytes
-        if names and size + num_bytes > BATCH_BYTES:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += num_bytes
-    if names:
-        yield names
+    for item in items:
+        if batch and size + num_bytes(item) > BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += num_bytes(item)
+    if batch:
+        yield batch
 
 
 __all__ = ["NAMINGS", "Checkpoint", "open_checkpoint", "stream"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megtool.access.fit import refuse_misfits
 from megtool.access.megatron_keys import BUCKETS
 from megtool.convert.dialects import is_optimizer_state
-from megtool.errors import MappingError, listed
 from megtool.reshard.source import CheckpointSource
 
 _FRESH = "--finetune or --no-load-optim starts with a fresh optimizer"
@@ -44,24 +44,19 @@ class MegatronFaults:
             MappingError: tensors are missing (unless `lenient`) or have other shapes.
         """
         states = [k for k in self.missing if is_optimizer_state(k) or BUCKETS.match(k)]
-        texts = []
+        lacks = None
         hint = "nothing was loaded; is it the same model?"
         missing = [] if lenient else list(self.missing)
         if missing and len(states) == len(missing):
-            texts.append(f"the checkpoint has no such optimizer state: {listed(missing, 20)}")
+            lacks = "the checkpoint has no such optimizer state"
             hint = f"nothing was loaded; {_FRESH}"
             if any(BUCKETS.match(k) for k in missing):
                 hint += ", --dist-ckpt-optim-fully-reshardable asks for state of any layout"
-        elif missing:
-            texts.append(f"the checkpoint lacks {len(missing)} of them: {listed(missing, 20)}")
-        if self.misshapen:
-            shapes = listed(list(self.misshapen.values()), 20)
-            texts.append(f"{len(self.misshapen)} have other shapes: {shapes}")
-        if texts:
-            raise MappingError(
-                "the tensors that Megatron asks for do not fit the checkpoint; " + "; ".join(texts),
-                file=source.path,
-                tensor=(missing or list(self.misshapen))[0],
-                hint=hint,
-                error_id="missing-tensors",
-            )
+        refuse_misfits(
+            "the tensors that Megatron asks for",
+            missing=missing,
+            misshapen=self.misshapen,
+            file=source.path,
+            lacks=lacks,
+            hint=hint,
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megtool.access.rank_cut import cut_for_rank
@@ -24,7 +24,7 @@ from megtool.convert.rank_tensors import (
     whole_tensor,
 )
 from megtool.dtypes import DType
-from megtool.errors import LayoutError, UsageError
+from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.parallel.mesh import Mesh
 from megtool.reshard.source import CheckpointSource, unknown_model
 
@@ -96,6 +96,34 @@ def name_tensors(
         tensors[_HEAD] = replace(tied, name=_HEAD)
     dtypes = {name: dtypes[t.key] for name, t in tensors.items()}
     return NamedTensors(naming=naming, tensors=tensors, dtypes=dtypes, source=view, target=target)
+
+
+def fitting_namings(
+    source: CheckpointSource,
+    naming: str | None = None,
+    *,
+    parallel: ParallelConfig | None = None,
+    rank: int = 0,
+    reasons: list[str] | None = None,
+) -> Iterator[NamedTensors]:
+    """The tensors under `naming`, or under one naming after another of those that they have.
+
+    Why a naming is left out is added to `reasons`.
+
+    Raises:
+        MegtoolError: `naming` is none of theirs; see `name_tensors`.
+    """
+    if naming is not None:
+        yield name_tensors(source, naming, parallel=parallel, rank=rank)
+        return
+    for candidate in NAMINGS:
+        try:
+            named = name_tensors(source, candidate, parallel=parallel, rank=rank)
+        except (MappingError, UsageError) as e:
+            if reasons is not None:
+                reasons.append(f"{candidate}: {e.message}")
+            continue
+        yield named
 
 
 def _canonical_view(source: CheckpointSource, naming: str) -> CanonicalView:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,15 +11,16 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from megtool.access.checkpoint import BATCH_BYTES, Checkpoint, open_checkpoint
-from megtool.access.naming import NAMINGS, NamedTensors, name_tensors
+from megtool.access.checkpoint import Checkpoint, in_batches, open_checkpoint
+from megtool.access.fit import refuse_misfits
+from megtool.access.naming import NamedTensors, fitting_namings
 from megtool.access.read_boxes import BoxRead, BoxReader
 from megtool.checkpoint.memory import Memory, allocate, as_torch
 from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.convert.rank_tensors import LocalTensor, cut_local
 from megtool.dtypes import dtype as named_dtype
-from megtool.errors import CheckpointError, MappingError, UsageError, listed
+from megtool.errors import CheckpointError, MappingError, UsageError
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:
@@ -117,12 +118,9 @@ def load_state_dict(
         CheckpointError: it cannot be opened or read; if reading had begun, the hint says that the
             model is filled in part.
     """
-    if isinstance(location, Checkpoint):
-        checkpoint = location
-    else:
-        checkpoint = open_checkpoint(
-            location, family=family, like=like, iteration=iteration, optimizer=False
-        )
+    checkpoint = open_checkpoint(
+        location, family=family, like=like, iteration=iteration, optimizer=False
+    )
     state = model if isinstance(model, Mapping) else model.state_dict()
     requests = [TensorRequest.of(n, t) for n, t in state.items() if isinstance(t, torch.Tensor)]
     if on_meta := [w.name for w in requests if w.local.is_meta]:
@@ -188,16 +186,11 @@ def choose_naming(
     Raises:
         MappingError: no naming has any of the names.
     """
-    if naming is not None:
-        return name_tensors(checkpoint.source, naming, parallel=parallel, rank=rank)
-    best, hits = None, 0
+    best, hits = None, -1 if naming else 0
     reasons: list[str] = []
-    for candidate in NAMINGS:
-        try:
-            named = name_tensors(checkpoint.source, candidate, parallel=parallel, rank=rank)
-        except (MappingError, UsageError) as e:
-            reasons.append(f"{candidate}: {e.message}")
-            continue
+    for named in fitting_namings(
+        checkpoint.source, naming, parallel=parallel, rank=rank, reasons=reasons
+    ):
         count = sum(n in named.tensors for n in names)
         if count > hits:
             best, hits = named, count
@@ -235,29 +228,19 @@ def check_fit(
         and not w.name.endswith(_EXTRA)
         and (not w.num_bytes or _place(w.local) not in filled)
     ]
-    faults = []
-    if missing and strict:
-        faults.append(f"the checkpoint lacks {len(missing)} of them: {listed(missing, 20)}")
-    other = [
-        f"{w.name} is {list(w.shape)}, and here {list(named.tensors[w.name].shape)}"
+    misshapen = {
+        w.name: f"{w.name} is {list(w.shape)}, and here {list(named.tensors[w.name].shape)}"
         for w in present
         if w.shape != named.tensors[w.name].shape
-    ]
-    if other:
-        faults.append(f"{len(other)} have other shapes: {listed(other, 20)}")
-    if faults:
-        first = (missing if strict and missing else [o.partition(" ")[0] for o in other])[0]
-        raise MappingError(
-            f"the model's {len(requests)} tensors do not fit the checkpoint's by their "
-            f"{named.naming!r} names; {'; '.join(faults)}",
-            file=checkpoint.location,
-            tensor=first,
-            hint="nothing was loaded; is it the same model? strict=False leaves what is missing "
-            "as it is"
-            if not other
-            else "nothing was loaded; is it the same model?",
-            error_id="missing-tensors",
-        )
+    }
+    hint = "nothing was loaded; is it the same model?"
+    refuse_misfits(
+        f"the model's {len(requests)} tensors, by their {named.naming!r} names,",
+        missing=missing if strict else [],
+        misshapen=misshapen,
+        file=checkpoint.location,
+        hint=hint if misshapen else f"{hint} strict=False leaves what is missing as it is",
+    )
     return present, missing
 
 
@@ -288,7 +271,7 @@ def fill_tensors(
     places = [memory_of(requests[n].local) for n in direct]
     reader.read([reads[n] for n in direct], places, tell)
     others = [n for n, is_first in enumerate(is_direct) if not is_first]
-    for batch in _batches(others, lambda n: requests[n].num_bytes):
+    for batch in in_batches(others, lambda n: requests[n].num_bytes):
         parts = [
             GlobalTensor(name=str(n), shape=tuple(requests[n].local.shape), dtype=reads[n].dtype)
             for n in batch
@@ -315,17 +298,3 @@ def memory_of(tensor: torch.Tensor) -> Memory:
     """The bytes of a contiguous tensor on the CPU."""
     memory: Memory = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memory
-
-
-def _batches(items: Sequence[int], size: Callable[[int], int]) -> Iterator[list[int]]:
-    """Numbers in their order, `BATCH_BYTES` together or little more."""
-    batch: list[int] = []
-    total = 0
-    for item in items:
-        if batch and total + size(item) > BATCH_BYTES:
-            yield batch
-            batch, total = [], 0
-        batch.append(item)
-        total += size(item)
-    if batch:
-        yield batch

@@ -216,24 +216,11 @@ class Catalogue:
         chosen = np.array([keep(t.name) for t in self.tensors], bool)
         rows = np.flatnonzero(chosen[self.shards.tensor]) if len(self.shards) else np.zeros(0, int)
         number = np.cumsum(chosen) - 1
-        shards = Shards(
-            number[self.shards.tensor[rows]].astype(np.int32),
-            self.shards.boxes[rows],
-            self.shards.owner[rows],
-        )
-        e, locate, chunks = self.extents, self.locate_contained, self.encoded_chunks
-        return Catalogue(
-            format=self.format,
-            root=self.root,
+        return self._at(
+            rows,
+            number[self.shards.tensor[rows]],
             files=self.files,
             tensors=[t for t, c in zip(self.tensors, chosen, strict=True) if c],
-            shards=shards,
-            extents=Extents(
-                file=e.file[rows],
-                offset=e.offset[rows],
-                length=e.length[rows],
-                contained=e.contained,
-            ),
             objects=self.objects,
             auxiliary_files=self.auxiliary_files,
             metadata=self.metadata,
@@ -245,10 +232,6 @@ class Catalogue:
             packed={name: parts for name, parts in self.packed.items() if keep(name)},
             ignored=[s for s in self.ignored if keep(s.name)],
             warnings=self.warnings,
-            locate_contained=(lambda ids: locate(rows[ids])) if locate else None,
-            encoded_chunks=EncodedChunks(chunks.mask[rows], lambda i: chunks.read(int(rows[i])))
-            if chunks
-            else None,
         )
 
     def pick(self, names: Iterable[str]) -> Catalogue:
@@ -262,34 +245,43 @@ class Catalogue:
             [np.zeros(0, np.int64), *(np.arange(s.start, s.stop) for s in slices)]
         )
         counts = [s.stop - s.start for s in slices]
-        e, locate, chunks = self.extents, self.locate_contained, self.encoded_chunks
         tensors = [self.tensors[n] for n in numbers]
         parts = {t.name: self.packed[t.name] for t in tensors if t.name in self.packed}
-        used = sorted({*e.file[rows].tolist(), *(p.file for ps in parts.values() for p in ps)})
-        return Catalogue(
-            format=self.format,
-            root=self.root,
+        file = self.extents.file[rows]
+        used = sorted({*file.tolist(), *(p.file for ps in parts.values() for p in ps)})
+        picked = self._at(
+            rows,
+            np.repeat(np.arange(len(numbers)), counts),
             files=[self.files[n] for n in used],
             tensors=tensors,
-            shards=Shards(
-                np.repeat(np.arange(len(numbers), dtype=np.int32), counts),
-                self.shards.boxes[rows],
-                self.shards.owner[rows],
-            ),
-            extents=Extents(
-                file=np.searchsorted(used, e.file[rows]).astype(np.int32),
-                offset=e.offset[rows],
-                length=e.length[rows],
-                contained=e.contained,
-            ),
             packed={
                 name: tuple(replace(p, file=used.index(p.file)) for p in ps)
                 for name, ps in parts.items()
             },
+        )
+        extents = replace(picked.extents, file=np.searchsorted(used, file).astype(np.int32))
+        return replace(picked, extents=extents)
+
+    def _at(self, rows: Ints, tensor: Ints, **others: Any) -> Catalogue:
+        """The catalogue of some shards; `tensor` numbers the tensor of each."""
+        e, locate, chunks = self.extents, self.locate_contained, self.encoded_chunks
+        return Catalogue(
+            format=self.format,
+            root=self.root,
+            shards=Shards(
+                tensor.astype(np.int32), self.shards.boxes[rows], self.shards.owner[rows]
+            ),
+            extents=Extents(
+                file=e.file[rows],
+                offset=e.offset[rows],
+                length=e.length[rows],
+                contained=e.contained,
+            ),
             locate_contained=(lambda ids: locate(rows[ids])) if locate else None,
             encoded_chunks=EncodedChunks(chunks.mask[rows], lambda i: chunks.read(int(rows[i])))
             if chunks
             else None,
+            **others,
         )
 
     def check(self) -> None:

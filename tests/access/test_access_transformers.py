@@ -160,7 +160,7 @@ def test_a_model_with_missing_tensors_is_not_returned(tmp_path: Path) -> None:
     tiny_model("llama", tmp_path / "hf")
     classifier = ["LlamaForSequenceClassification"]
     edit_config(tmp_path / "hf", lambda c: c.update(architectures=classifier))
-    with raises(MappingError, "lacks 1 tensors of it", tensor="score.weight"):
+    with raises(MappingError, "lacks 1 of them", tensor="score.weight"):
         from_pretrained(tmp_path / "hf")
 
 

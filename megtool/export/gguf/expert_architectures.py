@@ -84,16 +84,18 @@ _LLAMA_4_LIMITS: tuple[Limit, ...] = (
 
 _PLAIN_BIAS: Table = (Row("blk.{l}.exp_probs_b", "layers.{l}.mlp.router.expert_bias"),)
 
+_GRANITE = written(
+    "granitemoe",
+    tables.NORMS,
+    tables.PAIRED_ATTENTION,
+    tables.EXPERTS,
+    scales_logits=True,
+    runs=("residual_scale",),
+    keys=granite_keys,
+)
+
 MOES: Mapping[str, Choice] = {
-    "granitemoe": written(
-        "granitemoe",
-        tables.NORMS,
-        tables.PAIRED_ATTENTION,
-        tables.EXPERTS,
-        scales_logits=True,
-        runs=("residual_scale",),
-        keys=granite_keys,
-    ),
+    "granitemoe": _GRANITE,
     "olmoe": written(
         "olmoe",
         tables.NORMS,
@@ -184,15 +186,7 @@ MOES: Mapping[str, Choice] = {
     "hunyuan_v1_moe": written(
         "hunyuan-moe", tables.NORMS, tables.ATTENTION, tables.EXPERTS, limits=(UNNORMALIZED,)
     ),
-    "granitemoeshared": written(
-        "granitemoe",
-        tables.NORMS,
-        tables.PAIRED_ATTENTION,
-        tables.EXPERTS,
-        scales_logits=True,
-        runs=("residual_scale",),
-        keys=granite_keys,
-    ),
+    "granitemoeshared": _GRANITE,
     "exaone_moe": written(
         "exaone-moe",
         tables.NORMS,
