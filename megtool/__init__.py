@@ -17,6 +17,7 @@ __all__ = [
     "clean",
     "demo",
     "derive_amax",
+    "doctor",
     "evaluate",
     "explain_recipe",
     "export",

@@ -16,6 +16,7 @@ from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.clean import CleanReport
 from megtool.commands.demo import DemoReport
+from megtool.commands.doctor import DoctorReport
 from megtool.commands.evaluate_report import EvaluatePlan, EvaluateReport
 from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
 from megtool.commands.generate_report import Answer, GeneratePlan, GenerateReport
@@ -54,6 +55,9 @@ def derive_amax(
     like: str | Path | None = ...,
     dry_run: bool = ...,
 ) -> DeriveReport: ...
+def doctor(
+    location: str | Path = ...,
+) -> DoctorReport: ...
 def evaluate(
     source: str | Path,
     *,

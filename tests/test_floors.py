@@ -25,7 +25,7 @@ FLOORS = (
     {"lint"},
     {"quant/verification"},
     {"quant/pipeline"},
-    {"export", "train"},
+    {"export", "machine", "train"},
     {"commands"},
     {"dcp", "megatron", "torch_checkpointing", "transformers"},
     {"cli"},

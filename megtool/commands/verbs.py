@@ -197,6 +197,13 @@ VERBS = (
         function_path="megtool.commands.clean:clean",
     ),
     Verb(
+        command="doctor",
+        api="doctor",
+        summary="Show what this machine has, and what of megtool works with it.",
+        options_path=f"{_OPTIONS}.checkpoints:DoctorOptions",
+        function_path="megtool.commands.doctor:doctor",
+    ),
+    Verb(
         command="recipe list",
         api="list_recipes",
         summary="List the shipped recipes.",

@@ -34,9 +34,7 @@ def probe_store(folder: StorePath, *, is_unsafe: bool = False) -> tuple[str, ...
             hint="write to s3://, or to a local folder",
             error_id="destination-not-writable",
         )
-    faults = _PROBED.get(store)
-    if faults is None:
-        faults = _PROBED[store] = tuple(_find_faults(folder))
+    faults = find_store_faults(folder)
     if faults and not is_unsafe:
         raise DestinationError(
             f"the store {faults[0]}",
@@ -48,8 +46,19 @@ def probe_store(folder: StorePath, *, is_unsafe: bool = False) -> tuple[str, ...
     return tuple(f"the store {fault}: --unsafe-store was given" for fault in faults)
 
 
+def find_store_faults(folder: StorePath) -> tuple[str, ...]:
+    """What a store does not keep, each as the rest of a sentence; asked once per process.
+
+    Raises:
+        StorageError: a request failed.
+    """
+    faults = _PROBED.get(folder.store)
+    if faults is None:
+        faults = _PROBED[folder.store] = tuple(_find_faults(folder))
+    return faults
+
+
 def _find_faults(folder: StorePath) -> list[str]:
-    """What a store does not keep, as the rest of a sentence."""
     store, key = folder.store, (folder / f"probe-{secrets.token_hex(8)}").key
     faults: list[str] = []
     uploads: list[str] = []

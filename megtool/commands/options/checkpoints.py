@@ -484,6 +484,22 @@ class CleanOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DoctorOptions(Options):
+    """Show what this machine has, and what of megtool works with it.
+
+    Processors, memory, GPUs, NCCL, optional packages, launchers and engines; and what the file
+    system or the store of a location does, by small files that are removed again. The list says
+    what to install for what does not work.
+
+    Example: megtool doctor s3://bucket/run
+    """
+
+    location: Path = argument(
+        "A folder, or a prefix of a store, to try; default: this folder.", "LOCATION", Path()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DemoOptions(Options):
     """Take a real model through every format and layout, and back to the same bytes.
 

@@ -20,7 +20,8 @@ from megtool.kernels.fp8 import Quantized, dequantize
 from megtool.optim.fp8.scaling import Fp8Scaling
 
 _MULTIPLE = 16  # what FP8 products on CUDA need rows, columns and sums to be
-_LEAST = (8, 9)
+LEAST_CAPABILITY = (8, 9)
+"""GPUs with FP8 products: Ada, Hopper and later. Source: NVIDIA's CUDA programming guide."""
 
 
 def require_products(device: torch.device) -> None:
@@ -29,7 +30,7 @@ def require_products(device: torch.device) -> None:
     Raises:
         UsageError: the CUDA device is too old.
     """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise UsageError(
             f"{name} cannot multiply FP8",

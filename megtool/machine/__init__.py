@@ -1,0 +1,1 @@
+"""What a machine has, and what of megtool it can run: `megtool doctor`."""

@@ -1,0 +1,65 @@
+"""A location is tried by what megtool does there, and nothing is left."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megtool.checkpoint.storage.connect import register_store
+from megtool.checkpoint.storage.location import StorePath
+from megtool.checkpoint.storage.location_probe import FolderProbe, StoreProbe, probe_location
+from megtool.checkpoint.storage.memory_store import MemoryStore
+from megtool.checkpoint.storage.store import ObjectInfo
+from megtool.errors import StorageError
+from tests.support.errors import raises
+
+URL = "memory://doctor"
+
+
+class CarelessStore(MemoryStore):
+    """Replaces objects that must only be created."""
+
+    def put(self, key: str, data: bytes | memoryview, **conditions: Any) -> ObjectInfo:
+        return super().put(key, data)
+
+
+def test_a_folder_is_described_and_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    probe = probe_location(tmp_path)
+    assert isinstance(probe, FolderProbe)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+    df = subprocess.run(
+        ["df", "--output=fstype", str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert probe.kind == df.stdout.split()[-1]
+    assert probe.is_writable
+    assert probe.copies in ("shared blocks", "kernel", "buffer")
+    assert probe.free_bytes > 0
+
+
+def test_a_folder_that_takes_no_files() -> None:
+    probe = probe_location(Path("/proc"))
+    assert isinstance(probe, FolderProbe)
+    assert (probe.kind, probe.is_writable, probe.copies) == ("proc", False, "")
+
+
+@pytest.mark.parametrize("name", ["file", "missing"])
+def test_what_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with raises(StorageError, "no folder", file=tmp_path / name):
+        probe_location(tmp_path / name)
+
+
+@pytest.mark.parametrize(("kind", "num_faults"), [(MemoryStore, 0), (CarelessStore, 1)])
+def test_a_store_is_asked_what_it_keeps(kind: type[MemoryStore], num_faults: int) -> None:
+    store = kind(URL)
+    register_store(store)
+    probe = probe_location(StorePath(f"{URL}/run"))
+    assert isinstance(probe, StoreProbe)
+    assert len(probe.faults) == num_faults
+    assert all("If-None-Match" in fault for fault in probe.faults)
+    assert not store.list("", recursive=True).objects
+    assert not store.list_uploads("")
