@@ -39,19 +39,12 @@ def check_speculative(config: ModelConfig, *, stream_layers: bool = False) -> No
     """Refuse models that cannot draft for themselves.
 
     Raises:
-        UsageError: there are no layers of multi-token prediction, they read residuals side by
-            side, or layers are not kept in memory.
+        UsageError: there are no layers of multi-token prediction, or layers are not kept in memory.
     """
     if not config.num_mtp_layers:
         raise UsageError(
             "--speculative mtp, and the model has no layers of multi-token prediction",
             hint="--speculative none",
-        )
-    if config.hyper_streams:
-        raise UsageError(
-            "--speculative mtp, and layers of multi-token prediction read residuals side by side "
-            "(DeepSeek-V4), which are not kept between passes",
-            hint="--speculative none; megtool finetune trains such layers",
         )
     if stream_layers:
         raise UsageError(
@@ -65,7 +58,8 @@ def check_speculative(config: ModelConfig, *, stream_layers: bool = False) -> No
 class _Row:
     """What is kept of a sequence between passes.
 
-    `hidden` are the model's states of its last tokens, which layer 0 has not read yet. Layer m has
+    `hidden` is what layer 0 has not read yet of the model's last tokens: states after the final
+    norm, or the residuals side by side that they are made of. Layer m has
     read `starts[m]` tokens for good, and `tails[m]` are the states of its input that it has to read
     again since their further token was a draft. `drafts` are tokens, and with sampling `probs` the
     probabilities that they were drawn from.
@@ -139,8 +133,9 @@ class SpeculativeSlots:
         x_BSH = self._hidden(self._cache, [r.request.number for r in rows], prompts)
         tokens_B = None
         if x_BSH is not None:
+            read_BSC = self._mtp_input(x_BSH)
             for n, running in enumerate(rows):
-                self._rows[running.request.number].hidden = x_BSH[n, : len(prompts[n])]
+                self._rows[running.request.number].hidden = read_BSC[n, : len(prompts[n])]
             last_BH = torch.stack([x_BSH[n, len(p) - 1] for n, p in enumerate(prompts)])
             tokens_B = choose(self._forward.logits(last_BH), self._sampling, generators)
         return [[t] for t in self._forward.agree(tokens_B, len(rows)).tolist()]
@@ -156,8 +151,9 @@ class SpeculativeSlots:
         tokens = [[r.tokens[-1], *self._of(r).drafts] for r in rows]
         x_BSH = self._hidden(self._cache, numbers, tokens, revertible=True)
         width = self._depths + 2
-        result_BN = None
+        result_BN = read_BSC = None
         if x_BSH is not None:
+            read_BSC = self._mtp_input(x_BSH)
             accepted = [
                 self._verify(self._of(r), logits_SV)
                 for r, logits_SV in zip(rows, self._all_logits(x_BSH), strict=True)
@@ -171,8 +167,8 @@ class SpeculativeSlots:
             self.num_drafted += len(row.drafts)
             self.num_accepted += count - 1
             lengths[running.request.number] = running.length - 1 + count
-            if x_BSH is not None:
-                row.hidden = x_BSH[n, :count]
+            if read_BSC is not None:
+                row.hidden = read_BSC[n, :count]
             out.append(more[:count])
         self._cache.truncate(lengths)
         return out
@@ -220,6 +216,11 @@ class SpeculativeSlots:
         padded = [[*row, *[_PAD] * (width - len(row))] for row in tokens]
         return Batch(tokens_BS=torch.tensor(padded, device=device), valid_BS=valid_BS)
 
+    def _mtp_input(self, x_BSH: Tensor) -> Tensor:
+        """What layer 0 reads of the pass that these states are of, [B, S, C]."""
+        read_TC = self._forward.decoder.mtp_input(x_BSH.flatten(0, 1))
+        return read_TC.view(*x_BSH.shape[:2], -1)
+
     def _all_logits(self, x_BSH: Tensor) -> Tensor:
         """Logits [B, S, V]."""
         rows, width, _ = x_BSH.shape
@@ -250,7 +251,7 @@ class SpeculativeSlots:
                 row.starts[depth] = max(0, running.length - 1 - depth)
 
     def _read(self, depth: int, rows: Sequence[Running], inputs: dict[int, Tensor]) -> Tensor:
-        """Let a layer read what it has not; the states [B, H] of the last positions.
+        """Let a layer read what it has not; its states [B, H] at the last positions.
 
         `inputs` has the states of its input from where the layer before it began to read, and
         afterwards the layer's own.
@@ -282,12 +283,13 @@ class SpeculativeSlots:
         for number in lengths:
             inputs[number] = torch.cat([out[number] for out in outs if number in out])
         self._mtp_caches[depth].truncate(lengths)
-        return torch.stack([inputs[number][-1] for number in lengths])
+        last_BC = torch.stack([inputs[number][-1] for number in lengths])
+        return self._forward.decoder.mtp_state(depth, last_BC)
 
     def _read_parts(
         self, depth: int, parts: Sequence[_Part], *, revertible: bool
     ) -> dict[int, Tensor]:
-        """A layer's states [S, H] of the tokens that it reads of each sequence."""
+        """What a layer gives to the next one of the tokens that it reads of each sequence."""
         if not parts:
             return {}
         cache = self._mtp_caches[depth]

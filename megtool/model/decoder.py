@@ -25,7 +25,7 @@ from megtool.model.indexer import check_sources
 from megtool.model.layer import TransformerLayer
 from megtool.model.linear import ColumnLinear, vocab_logits
 from megtool.model.masks import masks_of
-from megtool.model.mtp import MultiTokenPrediction, is_hybrid, with_mtp_layers
+from megtool.model.mtp import MtpLayer, MultiTokenPrediction, is_hybrid, with_mtp_layers
 from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.rotary import Rotary
 from megtool.model.shared_kv import check_kv_sources
@@ -330,9 +330,13 @@ class Decoder(nn.Module):
         the context of their pass; None if there are none, or they are not trained."""
         if self.mtp is None or not self.mtp.is_trained:
             return None
+        return self.mtp.loss(self, self.mtp_input(x_TH), batch, labels_BS, frame)
+
+    def mtp_input(self, x_TH: Tensor) -> Tensor:
+        """What layers of multi-token prediction read of the last pass: its states of `hidden`, or
+        the residuals side by side that they were made of, once."""
         streams_TH, self._streams_TH = self._streams_TH, None
-        before_TH = x_TH if streams_TH is None else streams_TH
-        return self.mtp.loss(self, before_TH, batch, labels_BS, frame)
+        return x_TH if streams_TH is None else streams_TH
 
     def loss_of(self, x_TH: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         """The output of `loss`, from the states of `hidden`."""
@@ -373,21 +377,33 @@ class Decoder(nn.Module):
         return x_TH
 
     def mtp_hidden(self, depth: int, x_TH: Tensor, batch: Batch, cache: KVCache) -> Tensor:
-        """The states after a layer of multi-token prediction, which `cache` is for, x_TH.
+        """What a layer of multi-token prediction, which `cache` is for, gives to the next one.
 
-        `x_TH` are those of its input, and the batch has the tokens that it adds to them.
+        `x_TH` is its input, and the batch has the tokens that it adds. `mtp_state` is what its
+        logits are made of.
 
         Raises:
             UsageError: this stage has no such layers.
         """
-        if self.mtp is None:
-            raise UsageError("this stage has no layers of multi-token prediction")
-        frame = self.frame(batch, cache)
-        layer = self.mtp.layer(depth)
-        out: Tensor = layer(x_TH, self.embed_tokens(batch.tokens_BS, frame), frame)
+        frame, layer = self.frame(batch, cache), self._mtp_layer(depth)
+        x_TH = layer.advance(x_TH, self.embed_tokens(batch.tokens_BS, frame), frame)
         self.rotary.forget()
         cache.advance()
-        return out
+        return x_TH if layer.num_streams else layer.finish(x_TH)
+
+    def mtp_state(self, depth: int, x_TH: Tensor) -> Tensor:
+        """The states after a layer's final norm, of what `mtp_hidden` gives.
+
+        Raises:
+            UsageError: this stage has no such layers.
+        """
+        layer = self._mtp_layer(depth)
+        return layer.finish(x_TH) if layer.num_streams else x_TH
+
+    def _mtp_layer(self, depth: int) -> MtpLayer:
+        if self.mtp is None:
+            raise UsageError("this stage has no layers of multi-token prediction")
+        return self.mtp.layer(depth)
 
     def frame(self, batch: Batch, cache: KVCache | None = None) -> ForwardContext:
         """The context that all layers of a pass over the batch share; allocates the cache's slots
@@ -499,8 +515,8 @@ class Decoder(nn.Module):
         """
         if self.decoder.norm is not None:
             if self.config.hyper_streams:
-                has_loss = self.mtp is not None and self.mtp.is_trained and self.training
-                self._streams_TH = x_TH if has_loss else None
+                is_read = self.mtp is not None and (self.mtp.is_trained or not self.training)
+                self._streams_TH = x_TH if is_read else None
                 x_TH = self.decoder.read_head(x_TH)
             x_TH = self.decoder.norm(x_TH)
         if not self.stage.head:

@@ -55,7 +55,25 @@ _DELTA = {
     "linear_value_head_dim": 4,
     "linear_conv_kernel": 4,
 }
+_COMPRESSED = {
+    "num_layers": 4,
+    "num_heads": 2,
+    "compress_ratios": (0, 4, 8, 4),
+    "q_lora_rank": 4,
+    "out_groups": 2,
+    "out_lora_rank": 4,
+    "window_size": 3,
+    "index_num_heads": 2,
+    "index_head_dim": 4,
+    "index_topk": 2,
+    "rotary_percent": 0.5,
+    "qk_norm": True,
+    "attn_sinks": True,
+    "hyper_streams": 2,
+    "norm_eps": 1e-3,
+}
 RECURRENT: dict[str, dict[str, Any]] = {
+    "compressed keys": _COMPRESSED,
     "delta nets": _DELTA | {"num_layers": 2, "layer_kinds": ("G-", "*-"), "mtp_kind": "*-"},
     "mamba": _MAMBA | {"num_layers": 3, "layer_kinds": ("M", "*", "-"), "mtp_kind": "*-"},
     "mamba, predicted by several layers": _MAMBA
@@ -242,6 +260,38 @@ def test_drafts_are_those_of_the_formula(
     assert Counter(checked)[1] > 10
 
 
+def test_drafts_of_residuals_side_by_side_are_those_of_a_pass_over_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek-V4, whose loss by its equations is compared where its attention is tested."""
+    mtp_models.save_deepseek_v4(tmp_path)
+    forward = Forward(load(open_source(tmp_path), dtype="float32", keeps_mtp=True))
+    plain, _ = run(forward, MIXED, num_slots=4)
+    decoder, checked = forward.decoder, 0
+    draft = SpeculativeSlots._draft
+
+    def compare(self: SpeculativeSlots, rows: Any) -> None:
+        nonlocal checked
+        draft(self, rows)
+        for running in rows:
+            text = torch.tensor([[*running.request.prompt, *running.tokens]])
+            before = decoder.mtp_input(decoder.hidden(Batch(tokens_BS=text)))
+            for token in self._of(running).drafts:
+                following = Batch(tokens_BS=torch.cat((text[:, 1:], text[:, :1]), 1))
+                frame = decoder.frame(following)
+                layer = decoder.mtp.layer(0)  # type: ignore[union-attr]
+                embedded = decoder.embed_tokens(following.tokens_BS, frame)
+                state = layer(before, embedded, frame)[-2]  # the last reads no further token
+                logits = decoder.logits(state[None])[0]
+                assert float(logits.max() - logits[token]) < 1e-4
+                checked += 1
+
+    monkeypatch.setattr(SpeculativeSlots, "_draft", compare)
+    drafted, meter = run(forward, MIXED, num_slots=4, speculative=True)
+    assert drafted == plain
+    assert checked == meter.num_drafted > 20
+
+
 def test_drafts_of_a_model_that_agrees_are_accepted_at_any_depth() -> None:
     """The caches of both layers go on from what was accepted, whether none, one or two were."""
     forward = agreeable()
@@ -320,11 +370,14 @@ def on_rank(rank: int, size: int, folder: str, layout: dict[str, int], how: Any)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mimo", "qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("name", ["mimo", "qwen3_next", "nemotron_h", "deepseek_v4"])
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9)], ids=["greedy", "t"])
 def test_ranks_write_the_texts_of_one(name, layout, sampling, tmp_path: Path) -> None:
-    mtp_models.save(name, tmp_path)
+    if name == "deepseek_v4":
+        mtp_models.save_deepseek_v4(tmp_path)
+    else:
+        mtp_models.save(name, tmp_path)
     forward = Forward(load(open_source(tmp_path), dtype="float32", keeps_mtp=True))
     expected, _ = run(forward, MIXED, speculative=True, num_slots=3, sampling=sampling)
     if sampling.is_greedy:

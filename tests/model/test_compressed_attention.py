@@ -20,7 +20,6 @@ from megtool.config import ParallelConfig
 from megtool.convert.sharding import check_layout
 from megtool.errors import LayoutError, UsageError
 from megtool.inference.load import load
-from megtool.inference.speculative import check_speculative
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache, PagedCache, num_cache_bytes
 from megtool.model.decoder import Decoder
@@ -198,8 +197,6 @@ def test_what_is_not_run_is_refused(carry: Carry) -> None:
     places = torch.arange(8)[None] + 3
     with raises(UsageError, "by counting tokens", hint="valid_BS"):
         decoder(Batch(tokens_BS=tokens, positions_BS=places), cache)
-    with raises(UsageError, "read residuals side by side", hint="--speculative none"):
-        check_speculative(replace(decoder.config, num_mtp_layers=1))
 
 
 def layer_of_mtp(folder: Path, held: dict[str, torch.Tensor]) -> Any:
