@@ -10,7 +10,7 @@ from megtool.convert import (
     HF_MODEL,
     HF_POST_NORMS,
     HF_SHARED_KV_ATTENTION,
-    MEGATRON_POST_NORMS,
+    MEGATRON_EXPERT_POST_NORMS,
     POST_NORM_WEIGHTS,
     Assumed,
     Family,
@@ -116,12 +116,7 @@ FAMILY = Family(
         Row("model.layers.{l}.post_per_layer_input_norm.weight", "layers.{l}.input_norm.weight"),
     ),
     megatron=(
-        Row(
-            "decoder.layers.{l}.post_ffn_layernorm.weight",
-            "layers.{l}.mlp_post_norm.weight",
-            when="l in moe_layers",
-        ),
-        *MEGATRON_POST_NORMS,
+        *MEGATRON_EXPERT_POST_NORMS,
         Row("decoder.layers.{l}.layer_scalar", "layers.{l}.scalar"),
         Row(
             "decoder.layers.{l}.mlp.shared_experts.linear_fc1.layer_norm_weight",

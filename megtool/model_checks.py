@@ -188,6 +188,24 @@ def check_numbers(config: ModelConfig) -> None:
         )
 
 
+def check_alibi(config: ModelConfig) -> None:
+    """Refuse slopes of scores beside what no model has with them.
+
+    Raises:
+        MappingError: the message names the field.
+    """
+    if config.position_embedding != "alibi":
+        return
+    others = ("kv_lora_rank", "attn_sinks", "attn_softcap", "compress_ratios", "bidirectional")
+    for name in others:
+        if value := getattr(config, name):
+            raise MappingError(
+                f"{name} is {value!r} in a model whose scores have a slope (alibi)",
+                hint="such slopes are added to plain scores of tokens before",
+                error_id="unsupported-model",
+            )
+
+
 def check_sizes(config: ModelConfig) -> None:
     """Refuse sizes by layer that are not one positive number for each, or that do not fit.
 

@@ -10,6 +10,7 @@ from typing import Any
 from megtool.errors import MappingError
 from megtool.model_checks import (
     OVERLAP_RATIO,
+    check_alibi,
     check_compressed,
     check_fields,
     check_kinds,
@@ -20,7 +21,7 @@ from megtool.model_checks import (
 
 MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000  # more is no model, but an attack on our memory
 NORMS = ("rmsnorm", "layernorm")
-POSITIONS = ("rope", "learned", "relative", "none")
+POSITIONS = ("rope", "learned", "relative", "alibi", "none")
 QK_NORMS = ("head", "each", "all")
 ATTENTION, MAMBA, DELTA_NET, MLP, EXPERTS = LAYER_SYMBOLS = ("*", "M", "G", "-", "E")
 """Branches of a layer, as Megatron's HybridModel calls them."""
@@ -110,7 +111,9 @@ class ModelConfig:
     With `num_decoder_layers` the layers are an encoder's, and as many of a decoder attend to its
     output. Relative positions have `relative_num_buckets` biases for each head; tokens that are
     `relative_max_distance` or more apart share the last. Layers of a stack share the biases, unless
-    they are `relative_per_layer`.
+    they are `relative_per_layer`. With `alibi` a score is less by the distance of its key times a
+    slope, which is one over two to a number that is larger from head to head, up to
+    `alibi_bias_max`.
 
     `pre_norms` is false where nothing is normalized before attention and MLP, `first_attn_norm`
     where nothing is before the first layer's attention; `shared_norm` is true where one norm feeds
@@ -198,6 +201,7 @@ class ModelConfig:
     relative_num_buckets: int = 0
     relative_max_distance: int = 0
     relative_per_layer: bool = False
+    alibi_bias_max: float = 8.0
     num_experts: int = 0
     num_experts_per_token: int = 0
     moe_ffn_hidden_size: int = 0
@@ -291,7 +295,7 @@ class ModelConfig:
                 f"num_layers is {self.num_layers}, num_experts {self.num_experts}",
                 hint=f"at most {MOST_LAYERS:,} layers, with {MOST_EXPERTS:,} experts in all",
             )
-        for name in ("norm_eps", "rope_base", "rotary_percent"):
+        for name in ("norm_eps", "rope_base", "rotary_percent", "alibi_bias_max"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise MappingError(f"{name} is {value!r}", hint="a positive number")
@@ -318,6 +322,7 @@ class ModelConfig:
                 hint="latent attention needs the sizes of its heads",
             )
         check_numbers(self)
+        check_alibi(self)
         check_layers(self)
         check_compressed(self)
         check_kinds(self, LAYER_SYMBOLS, _SIZES_OF)

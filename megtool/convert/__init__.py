@@ -1,5 +1,11 @@
 """Conversion between dialects: the mapping language and its interpreter."""
 
+from megtool.convert.attention_keys import (
+    EmbeddingSwitch,
+    LocalLayers,
+    MptAttention,
+    MultiQuery,
+)
 from megtool.convert.blocks import BlockConfigs
 from megtool.convert.canonical import Weight
 from megtool.convert.common_rows import (
@@ -24,6 +30,7 @@ from megtool.convert.common_rows import (
     HF_SHARED_EXPERTS,
     HF_STACKED_EXPERTS,
     HF_XIELU,
+    MEGATRON_EXPERT_POST_NORMS,
     MEGATRON_MASKED_MODEL,
     MEGATRON_POST_NORMS,
     MEGATRON_XIELU,
@@ -162,6 +169,7 @@ __all__ = [
     "HF_XIELU",
     "LLAVA_NAMES",
     "LLAVA_TOWERS",
+    "MEGATRON_EXPERT_POST_NORMS",
     "MEGATRON_MASKED_MODEL",
     "MEGATRON_POST_NORMS",
     "MEGATRON_T5",
@@ -190,6 +198,7 @@ __all__ = [
     "Derived",
     "Dropped",
     "EitherKey",
+    "EmbeddingSwitch",
     "EveryLayer",
     "Family",
     "FeedForward",
@@ -206,11 +215,14 @@ __all__ = [
     "Larger",
     "LayerInputs",
     "LayerKinds",
+    "LocalLayers",
     "MambaHeads",
     "MambaScales",
     "MoeLayers",
     "MoeSpan",
+    "MptAttention",
     "MtpKind",
+    "MultiQuery",
     "Multiple",
     "Nested",
     "NoRope",

@@ -68,6 +68,15 @@ MEGATRON_POST_NORMS: Table = tuple(
     for branch, last in (("attn", "self_attention.linear_proj"), ("mlp", "mlp.linear_fc2"))
 )
 
+MEGATRON_EXPERT_POST_NORMS: Table = (
+    Row(
+        "decoder.layers.{l}.post_ffn_layernorm.weight",
+        f"{_OURS}mlp_post_norm.weight",
+        when="l in moe_layers",
+    ),
+    *MEGATRON_POST_NORMS,
+)
+
 # Megatron's BERT has these, but for the norm of embeddings; word types follow positions.
 MEGATRON_MASKED_MODEL: Table = (
     Row("embedding.tokentype_embeddings.weight", "token_types.weight"),

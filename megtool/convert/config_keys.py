@@ -124,7 +124,10 @@ class Default:
 
 @dataclass(frozen=True, slots=True)
 class Only(Setting):
-    """A stored key for which the family knows one value, or an absence (or null) that means it."""
+    """A stored key for which the family knows one value, or an absence (or null) that means it.
+
+    The value may be a `Default("expression")` over the fields read before it.
+    """
 
     key: str
     value: Any
@@ -134,17 +137,23 @@ class Only(Setting):
         value = stored.get(self.key)
         if value is None:
             return ()  # null stays null
-        if value != self.value:
+        want = self.value
+        if isinstance(want, Default):
+            want = evaluate(want.expression, into)
+        if value != want:
             raise MappingError(
-                f"the configuration says {self.key}={value!r}, but the family knows {self.value!r}",
+                f"the configuration says {self.key}={value!r}, but the family knows {want!r}",
                 error_id="unsupported-model",
             )
         return (self.key,)
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The one value; null is not written."""
-        if self.key not in config.extra and self.value is not None:
-            into[self.key] = self.value
+        value = self.value
+        if isinstance(value, Default):
+            value = evaluate(value.expression, config)
+        if self.key not in config.extra and value is not None:
+            into[self.key] = value
 
 
 @dataclass(frozen=True, slots=True)

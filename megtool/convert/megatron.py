@@ -251,19 +251,15 @@ def split_optimizer(name: str) -> tuple[str, str, str]:
     return MAIN if spelled in _MAIN_NAMES else spelled, spelled, name
 
 
+_MEGATRON = re.compile(
+    r"decoder\.(layers\.(?!\d+\.(self_attn|fc[12]|final_layer_norm))|final_layernorm\.|final_norm\.)"
+    r"|embedding\.word_embeddings\."
+)
+
+
 def is_megatron(names: Iterable[str]) -> bool:
-    """Some of the names are Megatron's."""
-    return any(
-        split_state(n)[2].startswith(
-            (
-                "decoder.layers.",
-                "decoder.final_layernorm.",
-                "decoder.final_norm.",
-                "embedding.word_embeddings.",
-            )
-        )
-        for n in names
-    )
+    """Some of the names are Megatron's, and not those of fairseq's decoders (OPT)."""
+    return any(_MEGATRON.match(split_state(n)[2]) for n in names)
 
 
 def is_encoder_decoder(names: Iterable[str]) -> bool:

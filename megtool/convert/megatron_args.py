@@ -23,6 +23,7 @@ _POSITIONS = {
     "learned": "learned_absolute",
     "rope": "rope",
     "relative": "relative",
+    "alibi": "alibi",  # as Megatron-DeepSpeed has it
     "none": "none",
 }
 # With a pattern, pipeline chunks and further layers are part of it.
@@ -90,6 +91,7 @@ def config_from_args(args: Mapping[str, Any]) -> ModelConfig:
         qk_norm=bool(get("qk_layernorm", False)),
         attn_output_gate=bool(get("attention_output_gate", False)),
         position_embedding=_positions(args),
+        alibi_bias_max=get("alibi_bias_max", 8.0),
         rotary_percent=float(get("rotary_percent", 1.0)),
         rope_base=float(get("rotary_base", 10000)),
         rope_scaling=_scaling(args),
@@ -128,6 +130,7 @@ def args_from_config(
         "num_layers": config.num_layers,
         "encoder_num_layers": config.num_layers,
         **_encoder_decoder_args(config),
+        **_alibi_args(config),
         "hidden_size": config.hidden_size,
         "ffn_hidden_size": config.ffn_hidden_size,
         "num_attention_heads": config.num_heads,
@@ -220,6 +223,8 @@ def megatron_limits(config: ModelConfig, family: Family | None = None) -> list[s
         for condition, message in (family.limits if family else ())
         if evaluate(condition, config)
     ]
+    if config.position_embedding == "alibi":
+        out.append("Megatron-core has no slopes of attention scores (ALiBi)")
     if config.parallel_layers:
         out.append("Megatron-core has no layer with several mixers side by side")
     if not has_steps(config):
@@ -311,6 +316,12 @@ def _encoder_decoder_args(config: ModelConfig) -> dict[str, Any]:
         "relative_attention_num_buckets": config.relative_num_buckets,
         "relative_attention_max_distance": config.relative_max_distance,
     }
+
+
+def _alibi_args(config: ModelConfig) -> dict[str, Any]:
+    """An arg of our own, which Megatron has none for."""
+    is_alibi = config.position_embedding == "alibi"
+    return {"alibi_bias_max": config.alibi_bias_max} if is_alibi else {}
 
 
 def _sides(config: ModelConfig) -> tuple[int, int]:

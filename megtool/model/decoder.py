@@ -436,7 +436,7 @@ class Decoder(nn.Module):
             num_tokens=tokens,
             positions_BS=own_tokens(span.positions_BS, cp),
             rotary=self.rotary,
-            masks=masks_of(self._numbered, span, batch.documents_BS, cp),
+            masks=masks_of(self._numbered, span, batch.documents_BS, cp, self.groups.tp),
             span=span,
             cache=cache,
             cp=cp,

@@ -21,7 +21,7 @@ from megtool.model.mamba import MambaMixer
 from megtool.model.mla import DownLinear, LatentAttention
 from megtool.model.mlp import Mlp
 from megtool.model.moe import MoeMlp
-from megtool.model.norm import NormLayer, NormSpec
+from megtool.model.norm import NoNorm, NormLayer, NormSpec
 from megtool.model.param_attributes import mark
 from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
@@ -91,12 +91,14 @@ class TransformerLayer(nn.Module):
         elif layer in config.mamba_layers:
             self.mixer = build(MambaMixer)
         self.is_moe = layer in config.moe_layers
-        if self.is_moe and (config.shared_norm or not config.pre_norms):
+        if self.is_moe and config.shared_norm:
             raise MappingError(
                 f"layer {layer} has experts without a norm of their own before them",
                 hint="such a model is converted, but not run",
             )
-        self.pre_mlp_layernorm = norm_layer() if self.is_moe else None
+        self.pre_mlp_layernorm: NormLayer | NoNorm | None = None
+        if self.is_moe:
+            self.pre_mlp_layernorm = norm_layer() if config.pre_norms else NoNorm()
         self.mlp: nn.Module | None = None
         if self.is_moe:
             self.mlp = build(MoeMlp)
@@ -185,7 +187,7 @@ class TransformerLayer(nn.Module):
         return hyper.add(x_TH, dropped(self.feed(normal_TH, frame), second), post_TN, mix_TNM)
 
     @property
-    def mlp_norm(self) -> NormLayer | ColumnLinear | None:
+    def mlp_norm(self) -> NormLayer | NoNorm | ColumnLinear | None:
         """The module of the norm before the MLP; None in a layer without one."""
         if self.mlp is None:
             return None

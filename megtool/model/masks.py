@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megtool.model.alibi import biases, slopes_of
 from megtool.model.cache import KeySpan
 from megtool.model.rotary import has_rotation, has_window
 from megtool.model_config import ModelConfig
 from megtool.parallel.context_parallel import chunk_size, chunks_of
-from megtool.parallel.process_groups import Group
+from megtool.parallel.process_groups import ALONE, Group
 
 
 @dataclass(slots=True)
@@ -51,11 +52,15 @@ class Mask:
 
 
 def masks_of(
-    config: ModelConfig, span: KeySpan, documents_BS: Tensor | None, cp: Group
+    config: ModelConfig, span: KeySpan, documents_BS: Tensor | None, cp: Group, tp: Group = ALONE
 ) -> tuple[Masks, ...]:
-    """The masks of each stretch of a rank's queries: of all, or of two (context parallelism)."""
+    """The masks of each stretch of a rank's queries: of all, or of two (context parallelism).
+
+    `tp` has the rank's heads, which slopes of scores depend on.
+    """
+    slopes_N = slopes_of(config, tp, span.queries_BS.device)
     if cp.size == 1:
-        return (Masks(config, span, documents_BS=documents_BS),)
+        return (Masks(config, span, documents_BS=documents_BS, slopes_N=slopes_N),)
     size = chunk_size(span.num_keys, cp.size)
     ends = [(number + 1) * size for number in chunks_of(cp)]
     return tuple(
@@ -64,6 +69,7 @@ def masks_of(
             span.part(end - size, end),
             documents_BS=None if documents_BS is None else documents_BS[:, :end],
             is_part=True,
+            slopes_N=slopes_N,
         )
         for end in ends
     )
@@ -73,7 +79,8 @@ class Masks:
     """The masks of one forward pass, each built when a layer first needs its kind.
 
     `documents_BS` are those of all keys. With `is_part` the queries are the last of the keys' own
-    tokens, and others of the same pass are not here (context parallelism).
+    tokens, and others of the same pass are not here (context parallelism). `slopes_N` are those of
+    this rank's heads, where scores have them (ALiBi).
     """
 
     def __init__(
@@ -83,9 +90,10 @@ class Masks:
         *,
         documents_BS: Tensor | None = None,
         is_part: bool = False,
+        slopes_N: Tensor | None = None,
     ) -> None:
         self.config, self.span, self.documents_BS = config, span, documents_BS
-        self.is_part = is_part
+        self.is_part, self.slopes_N = is_part, slopes_N
         self._masks: dict[tuple[int, int], Mask] = {}
 
     def of(self, layer: int) -> Mask:
@@ -98,8 +106,16 @@ class Masks:
         if chunk >= span.num_keys and span.is_counted:
             chunk = 0
         if (window, chunk) not in self._masks:
-            self._masks[window, chunk] = self._make(window, chunk)
+            self._masks[window, chunk] = self._sloped(self._make(window, chunk))
         return self._masks[window, chunk]
+
+    def _sloped(self, mask: Mask) -> Mask:
+        """The mask with the slopes of scores, if there are any."""
+        if self.slopes_N is None:
+            return mask
+        num_queries, num_keys = self.span.queries_BS.shape[1], self.span.num_keys
+        allowed = mask.square(num_queries, num_keys, self.slopes_N.device)
+        return Mask(allowed=allowed, scores=biases(self.slopes_N, self.span))
 
     def _make(self, window: int, chunk: int) -> Mask:
         span = self.span

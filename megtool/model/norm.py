@@ -124,6 +124,18 @@ class NormLayer(nn.Module):
         return self.norm.of_sum(x, residual, self.weight, self.bias)
 
 
+class NoNorm(nn.Module):
+    """What stands where a layer has no norm: rows come back as they are."""
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """The rows."""
+        return x
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """`x + residual`, twice."""
+        return (total := x + residual), total
+
+
 class HeadsNorm(nn.Module):
     """A norm of queries or keys whose `weight` differs from head to head.
 

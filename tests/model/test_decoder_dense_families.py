@@ -216,6 +216,8 @@ def test_loss_and_gradients(case: Case, pair: Callable[..., Any]) -> None:
                 "0.feed_forward.down_proj.weight",
                 "0.ffn.proj_2.weight",
                 "0.mlp.fc2.weight",
+                "layers.0.fc2.weight",
+                "0.ffn.down_proj.weight",
                 "0.mlp.fc_out.weight",
             )
         )

@@ -28,10 +28,20 @@ from megtool.train.run_log import RunLog
 from megtool.train.run_plan import RunPlan, freeze, make_lr_schedule, make_optimizer, plan_run
 from tests.support.errors import raises
 from tests.support.models import moe_models, tiny_text
-from tests.support.models.dense_cases import ALPHA, GEMMA4_SMALL, LATENT, LOCAL, NEW_FALCON, PADDED
-from tests.support.models.dense_decoders import CASES, MIXED, MUP, fill_spread
+from tests.support.models.dense_cases import (
+    ALPHA,
+    GEMMA4_SMALL,
+    LATENT,
+    LOCAL,
+    NEO,
+    NEW_FALCON,
+    PADDED,
+)
+from tests.support.models.dense_decoders import ALIBI, CASES, MIXED, MUP, fill_spread
 from tests.support.models.moe_cases import (
+    AFMOE,
     EXAONE,
+    FLEX,
     GEMMA4_EXPERTS,
     GLM,
     HUNYUAN,
@@ -93,6 +103,7 @@ CONSTANT: dict[str, Any] = {
 }
 PARALLEL = {"use_parallel_residual": True}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+NO_PDROP = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 DENSE_GRANITE = {
     "num_local_experts": 0,
     "shared_intermediate_size": 40,
@@ -130,6 +141,14 @@ OF_TRANSFORMERS = [
             Case("persimmon", UNTIED, "persimmon"),
             Case("gptj", UNTIED | {"rotary_dim": 4}, "gptj"),
             Case("hy_v3", HY3, "hy_v3"),
+            *ALIBI,
+            Case("opt", TIED | {"dropout": 0.0}, "opt"),
+            Case("codegen", UNTIED | {"rotary_dim": 4}, "codegen"),
+            Case("gpt_bigcode", TIED | NO_PDROP, "gpt_bigcode"),
+            Case("gpt_neo", TIED | NEO, "gpt_neo"),
+            Case("jais2", UNTIED, "jais2"),
+            Case("afmoe", AFMOE, "afmoe"),
+            Case("flex_olmo", FLEX, "flex_olmo"),
             Case("vaultgemma", TIED | {"head_dim": 8, "sliding_window": 6}, "vaultgemma"),
             Case("cwm", UNTIED | {"head_dim": 8, "sliding_window": 6}, "cwm"),
             Case("ministral", UNTIED | {"head_dim": 8, "sliding_window": 6}, "ministral"),

@@ -31,6 +31,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
+NEO = {"attention_types": [[["global", "local"], 1]], "window_size": 5}
+
 MIXED = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 4}
 
 FULL = ["full_attention"]
@@ -197,6 +199,19 @@ MORE = [
     Case("falcon", TIED | {"parallel_attn": False, "multi_query": False, "bias": True}),
     Case("persimmon", UNTIED, "persimmon"),
     Case("gptj", UNTIED | {"rotary_dim": 4}, "gptj"),
+    Case("bloom", TIED, "bloom"),
+    Case("bloom", UNTIED | {"n_head": 2}),
+    Case("mpt", TIED, "mpt"),
+    Case("mpt", UNTIED | {"attn_config": {"alibi_bias_max": 16}}, "mpt-16"),
+    Case("opt", TIED, "opt"),
+    Case("opt", UNTIED | {"enable_bias": False, "activation_function": "gelu"}),
+    Case("codegen", UNTIED | {"rotary_dim": 4}, "codegen"),
+    Case("gpt_bigcode", TIED, "gpt_bigcode"),
+    Case("gpt_bigcode", UNTIED | {"multi_query": False}),
+    Case("gpt_neo", TIED | NEO, "gpt_neo"),
+    Case("gpt_neo", UNTIED | {"attention_types": [[["global"], 2]]}),
+    Case("jais2", UNTIED, "jais2"),
+    Case("jais2", TIED | {"attention_bias": False, "mlp_bias": False}),
     Case("openelm", UNTIED | LAYERS | {"normalize_qk_projections": False}),
 ]
 """Cases of the slow tests, of which the fast ones compute the logits alone."""

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.models.dense_cases import ALPHA, FULL, GEMMA4, GEMMA4_SMALL, LATENT, NEW_FALCON
+from tests.support.models.dense_cases import (
+    ALPHA,
+    FULL,
+    GEMMA4,
+    GEMMA4_SMALL,
+    LATENT,
+    NEO,
+    NEW_FALCON,
+)
 from tests.support.models.openelm_model import LAYERS
 from tests.support.models.tiny_model import BIASED, TIED, UNTIED, Case, fill_tables
 from tests.support.models.unequal_layers import BLOCKS
@@ -172,6 +180,13 @@ CASES = [
     Case("helium", TIED | {"head_dim": 8}, "helium"),
 ]
 
+ALIBI = [
+    Case("bloom", TIED, "bloom"),
+    Case("bloom", UNTIED | {"n_head": 6, "hidden_size": 48}, "bloom-6"),
+    Case("mpt", TIED, "mpt"),
+]
+"""Positions are slopes of scores; six heads are no power of two."""
+
 MORE = [
     Case("hunyuan_v1_dense", UNTIED | BIASED | ALPHA | {"head_dim": 12}, "hunyuan_v1_dense"),
     Case("stablelm", UNTIED, "stablelm"),
@@ -198,6 +213,13 @@ MORE = [
     Case("youtu", TIED | LATENT, "youtu"),
     Case("olmo", TIED | BIASED, "olmo"),
     Case("nanochat", UNTIED, "nanochat"),
+    *ALIBI,
+    Case("opt", TIED, "opt"),
+    Case("codegen", UNTIED | {"rotary_dim": 4}, "codegen"),
+    Case("gpt_bigcode", TIED, "gpt_bigcode"),
+    Case("gpt_bigcode", UNTIED | {"multi_query": False}, "gpt_bigcode-heads"),
+    Case("gpt_neo", TIED | NEO, "gpt_neo"),
+    Case("jais2", UNTIED, "jais2"),
 ]
 """Cases of the slow tests, of which the fast ones compute the logits alone."""
 

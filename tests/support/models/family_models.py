@@ -236,6 +236,17 @@ MORE: dict[str, dict[str, Any]] = {
     "falcon": {"ffn_hidden_size": 256},
     "persimmon": {"intermediate_size": 256},
     "gptj": {"n_inner": 256, "rotary_dim": 32},
+    "bloom": {},
+    "mpt": {},
+    "opt": {"ffn_dim": 256},
+    "codegen": {"n_inner": 256, "rotary_dim": 32},
+    "gpt_bigcode": {"n_inner": 256},
+    "gpt_neo": {"intermediate_size": 256, "attention_types": [[["global", "local"], 1]]},
+    "jais2": {"num_key_value_heads": 1, "intermediate_size": 256},
+    "afmoe": _GROUPED
+    | {"intermediate_size": 128, "moe_intermediate_size": 64, "num_experts": 4}
+    | {"num_experts_per_tok": 2, "num_shared_experts": 1, "sliding_window": 16},
+    "flex_olmo": _GROUPED | {"intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
     "hy_v3": _GROUPED
     | {"moe_intermediate_size": 64, "intermediate_size": 128}
     | {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1},

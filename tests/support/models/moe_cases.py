@@ -332,6 +332,20 @@ HY3 = {
     "head_dim": 8,
 }
 
+AFMOE = {
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "head_dim": 8,
+    "mup_enabled": True,
+    "global_attn_every_n_layers": 2,
+    "sliding_window": 5,
+}
+
+FLEX = {"intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+
 MORE: list[tuple[str, str, dict[str, Any]]] = [
     ("phimoe", "Phimoe", EIGHT | {"tie_word_embeddings": True, "sliding_window": 16}),
     ("phimoe", "Phimoe", PHIMOE),
@@ -351,6 +365,10 @@ MORE: list[tuple[str, str, dict[str, Any]]] = [
         EXAONE | {"mlp_layer_types": ["sparse"] * 4, "n_group": 2, "topk_group": 1},
     ),
     ("hy_v3", "HYV3", HY3),
+    ("afmoe", "Afmoe", AFMOE),
+    ("afmoe", "Afmoe", AFMOE | {"mup_enabled": False, "num_dense_layers": 0}),
+    ("flex_olmo", "FlexOlmo", FLEX),
+    ("flex_olmo", "FlexOlmo", FLEX | {"norm_topk_prob": True, "attention_bias": True}),
 ]
 """Cases of the slow tests."""
 

@@ -271,6 +271,8 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"num_experts": 8, "sliding_window_pattern": 2, "num_attention_heads": 4},
     ),
     "hy_v3": ("hy_v3", "HYV3", moe_cases.HY3 | {"num_experts": 8, "num_experts_per_tok": 3}),
+    "afmoe": ("afmoe", "Afmoe", moe_cases.AFMOE | {"num_experts": 8, "route_scale": 1.5}),
+    "flex_olmo": ("flex_olmo", "FlexOlmo", moe_cases.FLEX | {"num_experts": 8}),
 }
 """Cases of the slow tests, of which the fast ones compute the logits alone."""
 

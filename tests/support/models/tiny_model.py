@@ -26,9 +26,24 @@ GPT2_NAMES = {
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }
+_NUMBERS = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("gpt2", "gptj", "codegen", "gpt_bigcode"), GPT2_NAMES),
+    "bloom": _NUMBERS | {"max_position_embeddings": "seq_length", "intermediate_size": ""},
+    "gpt_neo": {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"},
+    "mpt": {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "max_position_embeddings": "max_seq_len",
+        "intermediate_size": "",
+    },
+    "opt": {"intermediate_size": "ffn_dim"},
+}
+"""What families call sizes; nothing where they have no word."""
 WITHOUT_GROUPS = {
     *("bert", "bert_post_norm", "gpt2", "gpt_neox", "modernbert", "mt5", "roberta", "t5", "umt5"),
-    *("falcon", "gptj", "persimmon"),
+    *("falcon", "gptj", "persimmon", "bloom", "codegen", "gpt_bigcode", "gpt_neo", "mpt", "opt"),
 }
 """Families whose attention has as many heads of keys and values as of queries."""
 
@@ -36,10 +51,13 @@ CLASSES: dict[str, tuple[str, str]] = {
     "cohere": ("CohereForCausalLM", "CohereConfig"),
     "cohere2": ("Cohere2ForCausalLM", "Cohere2Config"),
     "bamba": ("BambaForCausalLM", "BambaConfig"),
+    "afmoe": ("AfmoeForCausalLM", "AfmoeConfig"),
     "apertus": ("ApertusForCausalLM", "ApertusConfig"),
     "arcee": ("ArceeForCausalLM", "ArceeConfig"),
     "bert": ("MegatronBertForMaskedLM", "MegatronBertConfig"),
     "bert_post_norm": ("BertForMaskedLM", "BertConfig"),
+    "bloom": ("BloomForCausalLM", "BloomConfig"),
+    "codegen": ("CodeGenForCausalLM", "CodeGenConfig"),
     "cwm": ("CwmForCausalLM", "CwmConfig"),
     "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepseekV2Config"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config"),
@@ -52,6 +70,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "exaone4": ("Exaone4ForCausalLM", "Exaone4Config"),
     "falcon": ("FalconForCausalLM", "FalconConfig"),
     "falcon_h1": ("FalconH1ForCausalLM", "FalconH1Config"),
+    "flex_olmo": ("FlexOlmoForCausalLM", "FlexOlmoConfig"),
     "gemma": ("GemmaForCausalLM", "GemmaConfig"),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config"),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig"),
@@ -62,6 +81,8 @@ CLASSES: dict[str, tuple[str, str]] = {
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig"),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig"),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config"),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig"),
+    "gpt_neo": ("GPTNeoForCausalLM", "GPTNeoConfig"),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig"),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig"),
     "gptj": ("GPTJForCausalLM", "GPTJConfig"),
@@ -74,6 +95,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Config"),
     "hyperclovax": ("HyperCLOVAXForCausalLM", "HyperCLOVAXConfig"),
     "hy_v3": ("HYV3ForCausalLM", "HYV3Config"),
+    "jais2": ("Jais2ForCausalLM", "Jais2Config"),
     "llama": ("LlamaForCausalLM", "LlamaConfig"),
     "llama4": ("Llama4ForCausalLM", "Llama4TextConfig"),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config"),
@@ -83,6 +105,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "mistral4": ("Mistral4ForCausalLM", "Mistral4Config"),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig"),
     "modernbert": ("ModernBertForMaskedLM", "ModernBertConfig"),
+    "mpt": ("MptForCausalLM", "MptConfig"),
     "mt5": ("MT5ForConditionalGeneration", "MT5Config"),
     "nanochat": ("NanoChatForCausalLM", "NanoChatConfig"),
     "nemotron": ("NemotronForCausalLM", "NemotronConfig"),
@@ -93,6 +116,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "olmo3": ("Olmo3ForCausalLM", "Olmo3Config"),
     "olmoe": ("OlmoeForCausalLM", "OlmoeConfig"),
     "openelm": ("OpenELMForCausalLM", "OpenELMConfig"),
+    "opt": ("OPTForCausalLM", "OPTConfig"),
     "persimmon": ("PersimmonForCausalLM", "PersimmonConfig"),
     "phi": ("PhiForCausalLM", "PhiConfig"),
     "phi3": ("Phi3ForCausalLM", "Phi3Config"),
@@ -138,9 +162,8 @@ def sizes_of(family: str, sizes: Mapping[str, Any] = SIZES) -> dict[str, Any]:
     named = {
         k: v for k, v in sizes.items() if family not in WITHOUT_GROUPS or k != "num_key_value_heads"
     }
-    return (
-        {GPT2_NAMES.get(k, k): v for k, v in named.items()} if family in ("gpt2", "gptj") else named
-    )
+    names = RENAMED.get(family, {})
+    return {name: v for k, v in named.items() if (name := names.get(k, k))}
 
 
 def class_of(name: str) -> Any:

@@ -48,6 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
         activation="gelu",
         mlp_bias=True,
     ),
+    "slopes": DENSE | dict(position_embedding="alibi", embedding_norm=True),
     "by length": DENSE | dict(rope_scaling=LONG, max_positions=20),
     "latent": SIZES | moe_layouts.MODELS["latent"],
     "sparse": SIZES | moe_layouts.MODELS["sparse"],
