@@ -30,6 +30,10 @@ ROUGH = {
     "gpt_oss": 1e-3,
     "gpt_neox": 1e-3,
     "phi": 1e-3,
+    "bloom": 1e-3,
+    "bloom-6": 1e-3,
+    "mpt": 1e-3,
+    "gpt_bigcode": 1e-3,
     "falcon-7b": 1e-3,
     "falcon-40b": 1e-3,
     "gemma3_multimodal": 5e-3,
@@ -48,6 +52,10 @@ ROUGH = {
 SHORT = ("deepseek_v32", "glm_moe_dsa")
 """Models whose indexers llama.cpp gives keys of float16: of many tokens it chooses others, where
 two are nearly as good, and so of these at most one may be left out."""
+
+
+LONG = ("deepseek_v4", "deepseek_v4-yarn")
+"""Models that compress 128 tokens to a key."""
 
 
 @pytest.fixture(scope="session")
@@ -106,6 +114,8 @@ def _compare(name: str, model: Any, package: Path, folder: Path) -> Any:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(2, size - 30, (40,), generator=generator).tolist()
     prompts = [tokens[:n] for n in (1, 2, 5, 17, 40) if n < 40 or name not in SHORT]
+    if name in LONG:
+        prompts.append(tokens * 4)
     (folder / "job.json").write_text(json.dumps({"prompts": prompts, "vocab_size": size}))
     actual = torch.tensor(_answer(package, folder))
     with torch.no_grad():

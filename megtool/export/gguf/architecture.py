@@ -26,7 +26,7 @@ from megtool.model_config import ModelConfig
 Limit = tuple[Callable[[ModelConfig], bool], str]
 
 
-YARN_KINDS = ("", "deepseek", "mistral")
+YARN_KINDS = ("", "deepseek", "mistral", "unscaled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

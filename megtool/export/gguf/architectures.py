@@ -34,6 +34,7 @@ from megtool.export.gguf.architecture import (
     standing_pairs,
     written,
 )
+from megtool.export.gguf.compressed_architectures import COMPRESSED
 from megtool.export.gguf.expert_architectures import MOES
 from megtool.export.gguf.gemma_architectures import GEMMAS
 from megtool.export.gguf.hybrid_architectures import HYBRIDS
@@ -141,6 +142,12 @@ _OTHER_BASE: Limit = (
 def _window_keys(c: ModelConfig) -> dict[str, Any]:
     """Which layers have a window, and multipliers that are all one."""
     return granite_keys(c) | {"attention.sliding_window_pattern": list(list_windows(c))}
+
+
+_STEEPER: Limit = (
+    lambda c: c.alibi_bias_max != 8,
+    "llama.cpp has slopes of one over two to at most 8 (alibi_bias_max)",
+)
 
 
 def _no_sinks(c: ModelConfig) -> dict[str, NDArray[np.float32]]:
@@ -354,11 +361,24 @@ _ARCHITECTURES: Mapping[str, Choice] = {
     ),
     "cwm": _windowed_llama,
     "ministral": _windowed_llama,
+    "bloom": written("bloom", tables.NORMS, tables.FUSED_ATTENTION, tables.MLP, limits=(_STEEPER,)),
+    "mpt": written(
+        "mpt",
+        tables.NORMS,
+        tables.FUSED_ATTENTION,
+        tables.MLP,
+        keys=lambda c: {"attention.max_alibi_bias": float(c.alibi_bias_max)},
+        oddities=(EXACT_GELU,),
+    ),
+    "gpt_bigcode": written(
+        "starcoder", tables.NORMS, tables.FUSED_ATTENTION, tables.MLP, limits=(EXACT_GELU,)
+    ),
+    "jais2": written("jais2", tables.NORMS, tables.ATTENTION, tables.MLP),
     "gpt2": written("gpt2", tables.NORMS, tables.FUSED_ATTENTION, tables.MLP, limits=(EXACT_GELU,)),
 }
 
 
-_CHOICES = {**_ARCHITECTURES, **MOES, **GEMMAS, **HYBRIDS, **LATENTS}
+_CHOICES = {**_ARCHITECTURES, **MOES, **GEMMAS, **HYBRIDS, **LATENTS, **COMPRESSED}
 
 
 def is_exported(model: Family) -> bool:

@@ -183,6 +183,28 @@ MOES: Mapping[str, Choice] = {
         keys=expert_keys,
         limits=(MIXED_LAYERS,),
     ),
+    "afmoe": written(
+        "afmoe",
+        tables.NORMS,
+        tables.POST_NORMS,
+        tables.ATTENTION,
+        (Row("blk.{l}.attn_gate.weight", "layers.{l}.attn.gate.weight"),),
+        tables.MLP,
+        tables.EXPERTS,
+        has_window=True,
+        runs=("no_rope", "gate"),
+        keys=expert_keys,
+        limits=(
+            MIXED_LAYERS,
+            BIASED,
+            (differs_from_every(4), "llama.cpp has a window in all but every fourth layer"),
+            (lacks_rope_elsewhere(4), "llama.cpp has no rotary embedding in every fourth layer"),
+            (
+                lambda c: c.embedding_scale != c.hidden_size**0.5,
+                "llama.cpp multiplies embeddings by sqrt(hidden_size) (mup_enabled)",
+            ),
+        ),
+    ),
     "hunyuan_v1_moe": written(
         "hunyuan-moe", tables.NORMS, tables.ATTENTION, tables.EXPERTS, limits=(UNNORMALIZED,)
     ),

@@ -21,6 +21,10 @@ from megtool.tensors.sharded import GlobalTensor
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types that are plain elements, by torch's name."""
 
+INTEGER = "I32"
+"""The type of tables of integers."""
+
+_ELEMENTS = {**PLAIN, INTEGER: "int32"}
 _ALIGNMENT = 32
 _MAX_NAME = 63
 
@@ -36,8 +40,8 @@ class GgufTensor:
     @property
     def stored(self) -> GlobalTensor:
         """What is written: plain elements, or rows of blocks as bytes."""
-        if self.kind in PLAIN:
-            return GlobalTensor(name=self.name, shape=self.shape, dtype=dtype(PLAIN[self.kind]))
+        if kind := _ELEMENTS.get(self.kind):
+            return GlobalTensor(name=self.name, shape=self.shape, dtype=dtype(kind))
         width = row_bytes(f"gguf:{self.kind}", self.shape[-1])
         return GlobalTensor(name=self.name, shape=(*self.shape[:-1], width), dtype=dtype("uint8"))
 

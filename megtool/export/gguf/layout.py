@@ -14,7 +14,8 @@ from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError, UsageError
 from megtool.export.gguf.architecture import Architecture
 from megtool.export.gguf.block_encoder import UNCHANGED, Change, plan_encoding
-from megtool.export.gguf.header import PLAIN, GgufTensor
+from megtool.export.gguf.header import INTEGER, PLAIN, GgufTensor
+from megtool.export.gguf.integer_table import IntegerFeed
 from megtool.export.gguf.latent_split import HALVES_OF_KV
 from megtool.export.gguf.metadata_keys import RopeFactors
 from megtool.model_config import ModelConfig
@@ -62,6 +63,9 @@ def plan_gguf_tensors(
     changes = architecture.changes(config) if architecture.changes else {}
     shapes = {t.name: t for t in written.tensors}
     for tensor in written.tensors:
+        if not tensor.dtype.is_float:
+            typed[tensor.name] = GgufTensor(name=tensor.name, shape=tensor.shape, kind=INTEGER)
+            continue
         type_name = choose_tensor_type(tensor.name, tensor.shape, kind, tied=config.tied_embeddings)
         if not has_whole_blocks(type_name, tensor.shape):
             out.fallen_back.append(tensor.name)
@@ -69,6 +73,9 @@ def plan_gguf_tensors(
         typed[tensor.name] = GgufTensor(name=tensor.name, shape=tensor.shape, kind=type_name)
     for name, to in written.placements.items():
         target, placement = typed[to.stored], source[name]
+        if target.kind == INTEGER:
+            out.feeds.append(IntegerFeed(placement=placement, tensor=target.stored))
+            continue
         read_as = _read_type(stored[placement.stored])
         change = _find_change(name, to.stored, changes, architecture)
         if target.kind in PLAIN and change == UNCHANGED:
@@ -130,6 +137,7 @@ def _read_type(stored: DType) -> DType:
     return stored if stored.name in PLAIN.values() else dtype("float32")
 
 
+_SMALL = ("_norm.", "ffn_gate_inp", "ssm_conv1d", "hc_", "_ape.")
 _ENDS = ("token_embd.weight", "output.weight")
 _FINER = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
 _TERNARY = ("TQ1_0", "TQ2_0")
@@ -154,12 +162,12 @@ def parse_tensor_type(text: str) -> str:
 def choose_tensor_type(name: str, shape: Sequence[int], kind: str, *, tied: bool) -> str:
     """The type of one tensor of a file of this kind, where blocks divide its rows.
 
-    Vectors, norms, routers and short convolutions are F32. The output matrix (the embedding, where
-    it serves as such) is Q8_0 in files of four and five bits: llama.cpp makes it Q6_K, which its
-    package cannot encode. Ternary files have both ends in F16, and MXFP4 is for experts alone,
-    beside Q8_0.
+    Vectors, norms, routers, short convolutions, hyper-connections and position biases are F32. The
+    output matrix (the embedding, where it serves as such) is Q8_0 in files of four and five bits:
+    llama.cpp makes it Q6_K, which its package cannot encode. Ternary files have both ends in F16,
+    and MXFP4 is for experts alone, beside Q8_0.
     """
-    is_small = any(x in name for x in ("_norm.", "ffn_gate_inp", "ssm_conv1d"))
+    is_small = any(x in name for x in _SMALL)
     if len(shape) < 2 or is_small or not name.endswith(".weight"):
         return "F32"
     if kind in PLAIN:

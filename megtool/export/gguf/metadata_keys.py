@@ -169,7 +169,9 @@ def _odd_yarn(scaling: Mapping[str, Any], architecture: Architecture) -> str:
     usual = 1 + 0.1 * math.log(factor)
     is_odd = temperature is not None and not math.isclose(temperature, usual, rel_tol=1e-5)
     whole, part = scaling.get("mscale_all_dim"), scaling.get("mscale")
-    if architecture.yarn:
+    if architecture.yarn == "unscaled":
+        is_odd = temperature not in (None, 1.0) or bool(whole or part)
+    elif architecture.yarn:
         is_odd |= whole != part or not whole
     else:
         is_odd |= bool(whole or part)

@@ -24,6 +24,8 @@ _KINDS = ("weight", "bias")
 ENDS: Table = (
     Row("token_embd.weight", "embed.weight"),
     Row("position_embd.weight", "positions.weight"),
+    Row("token_embd_norm.weight", "embed_norm.weight"),
+    Row("token_embd_norm.bias", "embed_norm.bias"),
     Row("output_norm.weight", "norm.weight"),
     Row("output_norm.bias", "norm.bias"),
     Row("output.weight", "head.weight", when="not tied_embeddings"),

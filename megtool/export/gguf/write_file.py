@@ -24,7 +24,7 @@ from megtool.export.gguf.architectures import (
     find_text_family,
     list_oddities,
 )
-from megtool.export.gguf.header import PLAIN, plan_gguf_file
+from megtool.export.gguf.header import INTEGER, PLAIN, plan_gguf_file
 from megtool.export.gguf.latent_split import split_latent
 from megtool.export.gguf.layout import GgufContents, parse_tensor_type, plan_gguf_tensors
 from megtool.export.gguf.metadata_keys import build_model_keys, build_rope_factors
@@ -237,7 +237,7 @@ def _note_other_types(contents: GgufContents, kind: str) -> list[str]:
     """Which weights are of another type than the one asked for."""
     by_type: dict[str, list[str]] = {}
     for t in contents.tensors:
-        if t.kind not in (kind, "F32") and t.name not in contents.fallen_back:
+        if t.kind not in (kind, "F32", INTEGER) and t.name not in contents.fallen_back:
             by_type.setdefault(t.kind, []).append(t.name)
     notes = [
         f"{len(names)} of {len(contents.tensors)} tensors are {type_name}: {_first(names)}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.support.models import openelm_model
 from tests.support.models.mtp_models import rename_as_ling
-from tests.support.models.tiny_model import CLASSES, class_of, tiny_model
+from tests.support.models.tiny_model import CLASSES, class_of, fill_tables, tiny_model
 from tests.support.models.unequal_layers import block
 
 TEXTS = (
@@ -79,6 +79,48 @@ YARN = {
 }
 MISTRAL_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+AFMOE = {
+    "num_hidden_layers": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "head_dim": 16,
+    "sliding_window": 16,
+    "mup_enabled": True,
+}
+V4 = {
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 256,
+    "num_key_value_heads": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 64,
+    "partial_rotary_factor": 0.25,
+    "q_lora_rank": 32,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "sliding_window": 16,
+    "layer_types": [
+        *("sliding_attention", "compressed_sparse_attention"),
+        *("heavily_compressed_attention", "compressed_sparse_attention"),
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+    "index_topk": 64,
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    "hc_mult": 4,
+}
+V4_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
 HUNYUAN = {
     "head_dim": 16,
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 3.0, "factor": 1.0},
@@ -320,6 +362,12 @@ COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm": ("glm", {"head_dim": 16}),
+    "bloom": ("bloom", {"tie_word_embeddings": True}),
+    "bloom-6": ("bloom", {"n_head": 6, "hidden_size": 96}),
+    "mpt": ("mpt", {"tie_word_embeddings": True}),
+    "gpt_bigcode": ("gpt_bigcode", {"tie_word_embeddings": True}),
+    "jais2": ("jais2", {}),
+    "afmoe": ("afmoe", AFMOE),
     "helium": ("helium", {"head_dim": 16}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", HUNYUAN),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", HUNYUAN | {"num_experts": 4, "moe_topk": 2}),
@@ -355,6 +403,8 @@ COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ling": ("glm4_moe", SIGMOID | {"use_qk_norm": True, "rope_parameters": HALF}),
     "youtu": ("youtu", YOUTU),
+    "deepseek_v4": ("deepseek_v4", V4),
+    "deepseek_v4-yarn": ("deepseek_v4", V4 | {"rope_parameters": V4_YARN}),
     "qwen3_next": ("qwen3_next", DELTA_EXPERTS),
     "qwen3_5": ("qwen3_5_text", DELTA),
     "qwen3_5-moe": ("qwen3_5_moe_text", DELTA_EXPERTS),
@@ -413,6 +463,7 @@ def fill_noise(model: Any) -> None:
 
     for tensor in model.parameters():
         tensor.add_(torch.randn_like(tensor) * 0.05)
+    fill_tables(model)
 
 
 def save(folder: Path, name: str, *, dtype: str = "float32", **more: Any) -> Path:
