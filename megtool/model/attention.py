@@ -98,7 +98,8 @@ def attend(
         query = query_BNSD
         if query.is_cuda and query.shape[1] != key_BKLD.shape[1]:
             # Kernels that share keys among heads take neither masks nor fp32 (torch to 2.13).
-            if query.shape[2] == 1 and not is_causal:
+            is_of_heads = bias is not None and bias.shape[1] > 1
+            if query.shape[2] == 1 and not is_causal and not is_of_heads:
                 query = query.reshape(query.shape[0], key_BKLD.shape[1], -1, query.shape[3])
             elif bias is not None or query.dtype == torch.float32:
                 key_BKLD, value_BKLD = _for_each_head(query, key_BKLD, value_BKLD)
