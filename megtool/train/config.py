@@ -13,6 +13,7 @@ from megtool.options.field import LAYOUT, flag, layout_size, option
 from megtool.options.groups import INPUT, RUNNING, SourceOptions, TokenizerOptions
 from megtool.train.loss_options import FurtherLossOptions
 from megtool.train.optimizer_options import OptimizerOptions
+from megtool.train.profile_options import ProfileOptions
 
 TRAINING = "Training"
 PRECISION, MEMORY = "Precision", "Memory and overlap"
@@ -30,7 +31,9 @@ DTYPE_FLAGS = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(OptimizerOptions, FurtherLossOptions, SourceOptions, TokenizerOptions):
+class TrainConfig(
+    OptimizerOptions, FurtherLossOptions, ProfileOptions, SourceOptions, TokenizerOptions
+):
     """The options of a training run. Steps are optimizer steps; a sample is a row of `seq_length`.
 
     None stands for the default, which each option's help describes. The command line, YAML files

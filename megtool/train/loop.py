@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import resource
 import signal
 import threading
 import time
@@ -16,11 +17,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from megtool.console import Progress, silent
 from megtool.errors import TrainingError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
+from megtool.model.flops import training_flops
 from megtool.model.pipeline import PipelineSchedule
 from megtool.optim.optimizer import Optimizer, StepResult
 from megtool.optim.scaler import DynamicGradScaler
@@ -33,6 +36,7 @@ from megtool.train.cuda_graph import GraphedSchedule
 from megtool.train.evaluation import Evaluation, evaluate, world_sum
 from megtool.train.features.registry import TrainingFeatures
 from megtool.train.nonfinite import find_nonfinite_parameter, find_nonfinite_tensor, nonfinite_error
+from megtool.train.profile import StepProfiler
 from megtool.train.run_log import RunLog, format_line
 from megtool.train.run_plan import RunPlan, rates_at
 
@@ -104,6 +108,7 @@ class _TrainLoop:
         if job.folder is not None and has_iteration(job.folder, state.iteration):
             self.outcome.saved_iteration = state.iteration
         self.evaluations = job.log.evaluations()
+        self.flops = training_flops(job.stages[0].config, job.plan.seq_length)
         self.start_time = time.monotonic()
 
     def run(self) -> TrainOutcome:
@@ -114,8 +119,20 @@ class _TrainLoop:
             self.evaluate()
         elif state.iteration < plan.train_iters and self.patience_exhausted():
             self.outcome.stop_reason = "patience"
+        settings, groups = self.job.settings, self.groups
+        settings.check_profile(state.iteration, plan.train_iters, groups.parallel.world_size)
+        with StepProfiler(settings, self.job.folder, groups.rank, groups.device) as profiler:
+            self.run_steps(profiler)
+        self.outcome.seconds = time.monotonic() - self.start_time
+        return self.outcome
+
+    def run_steps(self, profiler: StepProfiler) -> None:
+        """Run steps until there are no more, or a reason to stop."""
+        plan, state = self.job.plan, self.state
         while state.iteration < plan.train_iters and self.outcome.stop_reason == "done":
+            profiler.begin(state.iteration)
             self.step()
+            profiler.end(state.iteration)
             self.progress("train", plan.tokens, plan.tokens * plan.train_iters)
             last = state.iteration == plan.train_iters
             every = self.job.settings.eval_interval or max(1, plan.train_iters // 10)
@@ -126,15 +143,14 @@ class _TrainLoop:
             if last or reason or (interval and state.iteration % interval == 0):
                 self.save(last=last or reason is not None)
             self.outcome.stop_reason = reason or "done"
-        self.outcome.seconds = time.monotonic() - self.start_time
-        return self.outcome
 
     def step(self) -> None:
         """Do one step of the optimizer, and log it."""
         job, plan, state = self.job, self.job.plan, self.state
         began = time.monotonic()
         first = state.consumed_samples + self.groups.dp.rank * plan.rows
-        batch, labels_BS = collate_rows(job.dataset.rows(first, plan.rows), self.groups.device)
+        with record_function("data"):
+            batch, labels_BS = collate_rows(job.dataset.rows(first, plan.rows), self.groups.device)
         rate, weight_decay = rates_at(job.schedule, state.num_steps)
         job.optimizer.zero_grad()
         job.optimizer.begin(plan.num_microbatches)
@@ -142,15 +158,18 @@ class _TrainLoop:
             self.wait_for_parameters()
             self.wait_for_copy()
         job.features.begin_step(labels_BS, job.optimizer.loss_scale)
-        with job.features.around_passes(state.iteration, batch):
+        passes = job.features.around_passes(state.iteration, batch)
+        with record_function("forward and backward"), passes:
             loss, count = self.schedule.step(batch, labels_BS)
         loss_sum, num_labels = world_sum([float(loss), float(count)], self.groups)
         state.iteration += 1
         if not math.isfinite(loss_sum):
             raise self.nonfinite_error(f"the loss is {loss_sum}", batch, labels_BS)
-        job.optimizer.finish(torch.tensor(num_labels, device=self.groups.device))
+        with record_function("reduce gradients"):
+            job.optimizer.finish(torch.tensor(num_labels, device=self.groups.device))
         self.wait_for_copy()
-        result = job.optimizer.step(rate, weight_decay)
+        with record_function("optimizer"):
+            result = job.optimizer.step(rate, weight_decay)
         feature_metrics = job.features.end_step()
         if not result.ok:
             self.check_skipped_step(result)
@@ -171,8 +190,12 @@ class _TrainLoop:
             "consumed_samples": state.consumed_samples,
             "seconds": round(seconds, 6),
             "tokens_per_second": round(plan.tokens / seconds, 3),
+            "peak_memory_bytes": _peak_memory(self.groups.device),
             **feature_metrics,
         }
+        if self.flops is not None:
+            flops = self.flops * plan.global_batch_size / self.groups.parallel.world_size
+            line["tflops"] = round(flops / seconds / 1e12, 6)
         if result.num_zeros is not None:
             line["num_zeros"] = result.num_zeros
         if isinstance(job.optimizer.scaler, DynamicGradScaler):
@@ -338,6 +361,13 @@ def _make_schedule(job: TrainJob) -> PipelineSchedule:
         shape=(plan.micro_batch_size, plan.seq_length),
         is_steady=lambda: features.is_steady,
     )
+
+
+def _peak_memory(device: torch.device) -> int:
+    """The most bytes that were in use: of torch on a GPU, of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def patience_exhausted(evaluations: Sequence[tuple[int, float]], patience: int) -> bool:

@@ -34,7 +34,12 @@ _MEGATRON_NAMES = {
     "global_batch_size": "batch-size",
     "num_zeros": "num-zeros",
     "tokens_per_second": "tokens-per-second",
+    "tflops": "throughput",
+    "peak_memory_bytes": "mem-max-allocated-bytes",
 }
+
+MEASUREMENTS = frozenset({"seconds", "tokens_per_second", "tflops", "peak_memory_bytes"})
+"""Fields that differ between equal runs."""
 
 _NOT_FINITE = ("nan", "inf", "-inf")  # as `_text` writes them: JSON has no such numbers
 
@@ -199,6 +204,8 @@ def format_line(line: Mapping[str, Any], last: int, seconds_left: float | None =
     else:
         parts.append(f"grad norm {line['grad_norm']:.3g}")
     parts.append(f"{line['tokens_per_second']:,.0f} tokens/s")
+    if "tflops" in line:
+        parts.append(f"{line['tflops']:.3g} TFLOP/s a rank")
     if seconds_left is not None:
         parts.append(f"{format_duration(seconds_left)} left")
     return f"{progress}: {', '.join(parts)}"
