@@ -63,4 +63,5 @@ FAMILY = Family(
         Dropped("*.attn.attention.bias", "the causal mask"),
         Dropped("*.attn.attention.masked_bias", "the causal mask's value"),
     ),
+    limits=((True, "scores are not scaled: softmax_scale has to be set by hand in Megatron"),),
 )
