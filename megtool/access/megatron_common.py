@@ -12,6 +12,12 @@ import torch.distributed as dist
 
 from megtool.access.live_objects import live_value
 from megtool.checkpoint.param_groups import FULLY_RESHARDABLE, SHARDING_TYPE, scalar_value
+from megtool.checkpoint.random_state import (
+    find_rerun_obstacle,
+    find_rng_obstacle,
+    is_rerun_object,
+    is_rng_object,
+)
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
 from megtool.errors import listed
@@ -34,7 +40,8 @@ def load_common_state(source: CheckpointSource, sharding_type: str | None = None
     has_states = any(is_optimizer_state(t.name) for t in tensors)
     kind = sharding_type or (_any_layout() if has_states else None)
     layout = current_layout() or read_saved_layout(source.catalogue)
-    tree = make_common_state(source, layout, tensors, None, kind)
+    objects = _objects_of_ranks(source, layout)
+    tree = make_common_state(source, layout, tensors, None, kind, objects=objects)
     left_out: list[str] = []
     state: dict[str, Any] = live_value(tree, "common state", left_out)
     if left_out:
@@ -46,6 +53,18 @@ def load_common_state(source: CheckpointSource, sharding_type: str | None = None
         args.no_save_optim = args.no_save_rng = True
     _add_common_step(state)
     return state
+
+
+def _objects_of_ranks(source: CheckpointSource, layout: ParallelConfig) -> list[str]:
+    """The random state and rerun state that the ranks of a layout can go on from."""
+    catalogue = source.catalogue
+    out = []
+    for name in catalogue.objects:
+        find = find_rng_obstacle if is_rng_object(name) else find_rerun_obstacle
+        known = is_rng_object(name) or is_rerun_object(name)
+        if known and find(catalogue, name, layout) is None:
+            out.append(name)
+    return out
 
 
 def _add_common_step(state: Mapping[str, Any]) -> None:

@@ -37,6 +37,11 @@ class MegatronFaults:
     misshapen: dict[str, str] = field(default_factory=dict)
     requested: set[tuple[str, str]] = field(default_factory=set)
 
+    @property
+    def count(self) -> int:
+        """How many tensors do not fit."""
+        return len(self.missing) + len(self.misshapen)
+
     def check(self, source: CheckpointSource, *, lenient: bool) -> None:
         """Refuse what does not fit, all of it at once.
 
