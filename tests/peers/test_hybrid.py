@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -160,6 +161,17 @@ def test_its_optimizer_goes_to_another_layout(
     assert_loaded(core, tmp_path / "out", folder, target, **options | {"layout": layout})
 
 
+@pytest.mark.parametrize(("source", "via"), [("legacy", "load"), ("dp_reshardable", "install")])
+def test_it_is_loaded_at_another_layout_without_a_copy(
+    core: Path, trained: Run, tmp_path: Path, source: str, via: str
+) -> None:
+    """By `megtool.megatron`, weights, master weights and moments."""
+    folder, options = trained
+    layout = {"tp": 2, "ep": 1} if options["layout"].get("tp", 1) == 1 else {"tp": 1}
+    place = shutil.copytree(folder / source, tmp_path / source)
+    assert_loaded(core, place, folder, source, **options | {"layout": layout}, via=via)
+
+
 @pytest.mark.parametrize("target", ["dp_reshardable", "legacy"])
 def test_its_optimizer_goes_over_stages_and_back(core: Path, tmp_path: Path, target: str) -> None:
     """Multi-token prediction is on the last stage, with a copy of the embedding."""
@@ -186,6 +198,27 @@ def test_an_older_format_and_one_that_is_gone(core: Path, tmp_path: Path) -> Non
     saves = [[k, str(tmp_path / k)] for k in kinds]
     run_world("train", core=core, saves=saves, pattern="M-*E", layout={})
     assert verify(tmp_path / kinds[0], tmp_path / kinds[1]).verdict == "equal"
+
+
+@pytest.mark.parametrize("as_hybrid", [False, True])
+def test_a_gpt_is_loaded_without_a_copy(core: Path, tmp_path: Path, as_hybrid: bool) -> None:
+    """By `megtool.megatron`, also into a HybridModel, where a layer's key is another layer's."""
+    folder, dump = tmp_path / "trained", tmp_path / "dump"
+    saves = [[k, str(folder / k)] for k in ("fully_reshardable", "legacy")]
+    run_world("train", core=core, saves=saves, layout={})
+    hybrid = {"pattern": "*-" * 4, "plain": True} if as_hybrid else {}
+    said = run_world(
+        "load",
+        core=core,
+        kind="legacy",
+        folder=str(folder / "legacy"),
+        dump=str(dump),
+        layout={"tp": 2},
+        via="load",
+        **hybrid,
+    )
+    assert "loaded [2.0" in said
+    assert verify(dump, folder / "fully_reshardable").verdict == "equal"
 
 
 @pytest.mark.parametrize("experts", [None, 4])
