@@ -233,6 +233,26 @@ def test_layers_that_share_keys_are_resumed(
     assert saved_bytes(made.run(resume_folder=tmp_path / "work"), tmp_path / "resumed") == wanted
 
 
+@pytest.mark.slow
+def test_residuals_side_by_side_are_spilled_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek-V4 has several for each token, which weights of the head make one of: rows are
+    wider than the hidden size, on every way to a layer's input."""
+    made = case(family_models.save("deepseek_v4", tmp_path / "model", **family_models.SHORT_V4))
+    config = made.source.config
+    assert config.residual_size == 2 * config.hidden_size
+    wanted = saved_bytes(made.run(resident=True), tmp_path / "resident")
+    assert saved_bytes(made.run(), tmp_path / "loaded on demand") == wanted
+    work = tmp_path / "work"
+    with monkeypatch.context() as patched:
+        stop_behind(patched, 0)
+        with pytest.raises(KeyboardInterrupt):
+            made.run(resume_folder=work, spills=True)
+    assert list(work.glob("into-*")), "the input of the next layer is kept"
+    assert saved_bytes(made.run(resume_folder=work, spills=True), tmp_path / "resumed") == wanted
+
+
 def test_a_finished_run_loads_nothing(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

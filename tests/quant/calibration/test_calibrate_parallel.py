@@ -11,6 +11,7 @@ import pytest
 from megtool.errors import CalibrationError
 from megtool.quant.calibration.calibration_file import CalibrationFile
 from megtool.quant.calibration.statistics import ActivationStatistics
+from tests.support.models import family_models
 from tests.support.quant.calibrated import case, on_rank, random_moe
 from tests.support.worlds.gloo_world import run_world
 
@@ -63,6 +64,15 @@ def test_experts_on_several_ranks(mixture: Path, layout: dict[str, int], size: i
     wanted = case(mixture).run()
     for statistics, _ in run_world(on_rank, size, mixture, "fp8", layout, {}):
         same(statistics, wanted.statistics, exact=False)
+
+
+@pytest.mark.slow
+def test_stages_send_residuals_side_by_side(tmp_path: Path) -> None:
+    """DeepSeek-V4's, of which each token has several."""
+    folder = family_models.save("deepseek_v4", tmp_path / "model", **family_models.SHORT_V4)
+    wanted = case(folder).run()
+    for statistics, _ in run_world(on_rank, 2, folder, "fp8", {"pp": 2}, {}):
+        same(statistics, wanted.statistics, exact=True)
 
 
 @pytest.mark.slow

@@ -266,6 +266,14 @@ def fill_matrices(model: Any) -> None:
             p.copy_(torch.empty(p.shape).normal_(0, 0.05))
 
 
+SHORT_V4: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "layer_types": ["compressed_sparse_attention", "sliding_attention"],
+    "mlp_layer_types": ["hash_moe", "moe"],
+}
+"""What `save` takes for a DeepSeek-V4 of two layers."""
+
+
 def save(family: str, folder: Path, **more: Any) -> Path:
     """A Hugging Face folder in bfloat16 with random weights, and a tokenizer of bytes."""
     keys = FAMILIES[family] | more
