@@ -11,8 +11,48 @@ from pathlib import Path
 from megtool.checkpoint.nested_runs import check_runs_within
 from megtool.checkpoint.storage.file_kinds import describe_kind, is_special
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import is_remote
+from megtool.checkpoint.storage.location import StorePath, is_remote
 from megtool.errors import DestinationError
+
+
+def check_place(path: Path, *, files: Files | None = None) -> None:
+    """Refuse a location where nothing can be written, whatever it is to be.
+
+    This is asked before anything else is looked at. Of a store it takes one request.
+
+    Raises:
+        DestinationError: the store is only read, or it is the whole bucket; or what is above it
+            is no folder, or cannot be written.
+        StorageError: there is no such bucket, or the store refused.
+    """
+    if isinstance(path, StorePath):
+        from megtool.checkpoint.store_check import check_writable, has_objects
+
+        check_writable(path)
+        has_objects(path)
+        return
+    system, real = files or Files(), Path(os.path.realpath(path))
+    if system.stat(real) is None and real.name:
+        _check_above(system, real)
+
+
+def _check_above(files: Files, path: Path) -> None:
+    """Refuse a path below a file, or below a folder that cannot be written."""
+    above = next(p for p in path.parents if files.stat(p) is not None)
+    status = files.stat(above)
+    if status is None or not stat.S_ISDIR(status.st_mode):
+        raise DestinationError(
+            "a folder of the destination is a file",
+            file=above,
+            hint="choose a destination inside a folder",
+        )
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise DestinationError(
+            "cannot be written to: read-only, or no permission",
+            file=above,
+            hint="choose another destination, or check the permissions",
+            error_id="destination-not-writable",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,20 +98,7 @@ class DestinationCheck:
                     hint="choose another destination",
                     error_id="destination-in-source",
                 )
-        above = next(p for p in path.parents if self.files.stat(p) is not None)
-        if not stat.S_ISDIR(self._mode(above)):
-            raise DestinationError(
-                "a folder of the destination is a file",
-                file=above,
-                hint="choose a destination inside a folder",
-            )
-        if not os.access(above, os.W_OK | os.X_OK):
-            raise DestinationError(
-                "cannot be written to: read-only, or no permission",
-                file=above,
-                hint="choose another destination, or check the permissions",
-                error_id="destination-not-writable",
-            )
+        _check_above(self.files, path)
         mode = self._mode(self.staging, True)
         if mode and not stat.S_ISDIR(mode):
             raise DestinationError(

@@ -15,12 +15,11 @@ from megtool.errors import DestinationError, StorageError
 _STAGING = re.compile(r"\.(.*)\.megtool", re.DOTALL)
 
 
-def check_surroundings(destination: StorePath, sources: Sequence[Path]) -> None:
-    """Refuse a destination that overlaps a source, or that another run replaces.
+def check_writable(destination: StorePath) -> None:
+    """Refuse a location that no store takes, without a request.
 
     Raises:
-        DestinationError: it does, it is a whole bucket, or its store is only read.
-        StorageError: the store refused.
+        DestinationError: it is a whole bucket, or its store is only read.
     """
     if not destination.store.can_write:
         raise DestinationError(
@@ -35,6 +34,16 @@ def check_surroundings(destination: StorePath, sources: Sequence[Path]) -> None:
             file=destination,
             hint=f"name a prefix: {destination}/model",
         )
+
+
+def check_surroundings(destination: StorePath, sources: Sequence[Path]) -> None:
+    """Refuse a destination that overlaps a source, or that another run replaces.
+
+    Raises:
+        DestinationError: it does, it is a whole bucket, or its store is only read.
+        StorageError: the store refused.
+    """
+    check_writable(destination)
     for source in sources:
         if not isinstance(source, StorePath):
             continue

@@ -54,18 +54,32 @@ class Verb:
     def call(self, options: Any, callbacks: Mapping[str, Any]) -> Any:
         """Do the work; `progress` is passed on if the function takes it.
 
+        Before anything is read, places where nothing can be written are refused.
+
         Raises:
+            DestinationError: a location that is to be written has no place, or is only read.
             StorageError: a system call failed that no other error describes.
         """
         function = self.function
         accepted = inspect.signature(function).parameters
         keywords = {k: v for k, v in callbacks.items() if k != "progress" or k in accepted}
         try:
+            _check_places(options)
             return function(options, **keywords)
         except BrokenPipeError:  # nobody reads what a callback prints
             raise
         except OSError as e:
             raise _to_storage_error(e) from e
+
+
+def _check_places(options: Any) -> None:
+    from megtool.options.field import written_locations
+
+    if locations := written_locations(options):
+        from megtool.checkpoint.destination_check import check_place
+
+        for path in locations:
+            check_place(path)
 
 
 def _to_storage_error(error: OSError) -> StorageError:

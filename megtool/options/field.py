@@ -47,6 +47,7 @@ class OptionSpec:
     `flags` are its flags in full where they do not follow from the name (`--name`, and for a
     boolean `--name/--no-name`); `alias` is another one. `minimum` is the least value allowed.
     `needs` are conditions without which it has no effect. An argument has no flag but a position.
+    Something is written where an option `is_written` names a location.
     """
 
     panel: str
@@ -57,6 +58,7 @@ class OptionSpec:
     alias: str | None = None
     needs: tuple[OptionCondition, ...] = ()
     is_argument: bool = False
+    is_written: bool = False
 
 
 def option(
@@ -104,9 +106,11 @@ def layout_size(
     return option(LAYOUT, text, default, metavar="N", minimum=minimum, **more)
 
 
-def argument(text: str, metavar: str, default: Any = REQUIRED) -> Any:
+def argument(text: str, metavar: str, default: Any = REQUIRED, *, is_written: bool = False) -> Any:
     """A field that is a positional argument."""
-    spec = OptionSpec(panel="Arguments", help=text, metavar=metavar, is_argument=True)
+    spec = OptionSpec(
+        panel="Arguments", help=text, metavar=metavar, is_argument=True, is_written=is_written
+    )
     return dataclasses.field(default=default, metadata={"option": spec})
 
 
@@ -229,6 +233,12 @@ def option_fields(cls: type[Any]) -> tuple[OptionField, ...]:
     """The options that a verb offers."""
     hidden: frozenset[str] = getattr(cls, "not_offered", frozenset())
     return tuple(e for e in all_fields(cls) if e.name not in hidden)
+
+
+def written_locations(options: Any) -> tuple[Path, ...]:
+    """The locations of a verb's options where something is written, arguments first."""
+    values = (getattr(options, e.name) for e in all_fields(type(options)) if e.spec.is_written)
+    return tuple(value for value in values if value is not None)
 
 
 def _names(cls: type[Any]) -> Iterator[str]:

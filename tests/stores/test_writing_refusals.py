@@ -12,8 +12,11 @@ import megtool
 from megtool.checkpoint.storage.adapter_stores import FsspecStore
 from megtool.checkpoint.storage.connect import register_store
 from megtool.checkpoint.storage.memory_store import MemoryStore
-from megtool.checkpoint.storage.store import Listing, ObjectInfo
+from megtool.checkpoint.storage.store import Listing, ObjectInfo, ObjectMissingError
+from megtool.cli.app import main
+from megtool.commands.verbs import VERBS
 from megtool.errors import DestinationError, StorageError, UsageError
+from megtool.options.field import all_fields
 from tests.support.errors import raises
 from tests.support.models import tiny_llama
 
@@ -31,6 +34,13 @@ class LockedStore(MemoryStore):
         self._refuse(prefix)
 
 
+class EmptyStore(LockedStore):
+    """A bucket that does not exist."""
+
+    def _refuse(self, key: str) -> Any:
+        raise ObjectMissingError("there is no bucket of this name", file=self.url)
+
+
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama.save(tmp_path_factory.mktemp("made") / "hf")
@@ -45,6 +55,70 @@ def test_what_needs_a_disk_is_refused_in_a_store(hf: Path) -> None:
 def test_a_store_that_is_only_read(hf: Path, place: str) -> None:
     with raises(DestinationError, "this kind of store is only read", file=place):
         megtool.reshard(hf, place, to="torch_dist")
+
+
+WRITING = {
+    "reshard": ("SRC", "DST"),
+    "export": ("SRC", "DST", "--to=vllm"),
+    "quantize": ("SRC", "DST", "--recipe=fp8"),
+    "quantize --calibrate-only": ("SRC", "DST", "--recipe=fp8", "--data=x"),
+    "quantize --save-calibration=DST": ("SRC", "out", "--recipe=fp8", "--data=x"),
+    "quantize --report=DST": ("SRC", "out", "--recipe=fp8"),
+    "amax fix": ("SRC", "DST"),
+    "amax strip": ("SRC", "DST"),
+    "amax derive": ("SRC", "DST"),
+    "finetune": ("SRC", "DST", "--data=x"),
+    "tokenize": ("SRC", "DST", "--tokenizer=x"),
+}
+"""Every verb that writes, with too little to do anything else."""
+
+
+def test_every_location_that_is_written_is_among_them() -> None:
+    flags = {
+        (verb.command, e.name if e.spec.is_argument else e.flag)
+        for verb in VERBS
+        for e in all_fields(verb.options)
+        if e.spec.is_written
+    }
+    tried = {
+        (words.partition(" --")[0], "destination" if "DST" in more else flag_of(words))
+        for words, more in WRITING.items()
+    }
+    assert flags == tried
+
+
+def flag_of(words: str) -> str:
+    return "--" + words.partition(" --")[2].partition("=")[0]
+
+
+@pytest.mark.parametrize("words", WRITING)
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("memory://nothing/out", "there is no bucket of this name"),
+        ("memory://full", "a whole bucket cannot be a destination"),
+        ("hf://org/name", "this kind of store is only read"),
+        ("FILE/out", "a folder of the destination is a file"),
+    ],
+)
+def test_a_destination_is_looked_at_before_anything_else(
+    words: str,
+    place: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").touch()
+    register_store(EmptyStore("memory://nothing"))
+    register_store(MemoryStore("memory://full"))
+    command = [w.replace("DST", place) for w in (*words.split(), *WRITING[words])]
+    status = main([*command, "--json"])
+    said = capsys.readouterr()
+    assert status in (2, 3), said
+    assert message in said.out + said.err
+    assert [p.name for p in tmp_path.iterdir()] == ["FILE"]
 
 
 @pytest.mark.parametrize("key", ["run", "runs/7/run"])

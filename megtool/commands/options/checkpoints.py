@@ -114,7 +114,7 @@ class ReshardOptions(
     """
 
     source: Path = argument(SOURCE, "SRC")
-    destination: Path = argument(DESTINATION, "DST")
+    destination: Path = argument(DESTINATION, "DST", is_written=True)
     select: tuple[str, ...] = option(
         INPUT, "Only tensors of these names; repeatable.", (), metavar="GLOB"
     )
@@ -333,7 +333,7 @@ class ExportOptions(SourceOptions, EngineOptions, CopyOptions, OutputOptions, Wo
 
     source: Path = argument(SOURCE, "SRC")
     destination: Path = argument(
-        "The folder (or GGUF file) to write; it appears when complete.", "DST"
+        "The folder (or GGUF file) to write; it appears when complete.", "DST", is_written=True
     )
     to: Literal[
         "hf",
@@ -427,7 +427,9 @@ class RewriteAmaxOptions(SourceOptions, CopyOptions, OutputOptions, ObjectOption
     """What `amax fix` and `amax strip` take."""
 
     source: Path = argument(SOURCE, "SRC")
-    destination: Path = argument("The new checkpoint; it appears when complete.", "DST")
+    destination: Path = argument(
+        "The new checkpoint; it appears when complete.", "DST", is_written=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -460,7 +462,7 @@ class DeriveAmaxOptions(SourceOptions, DryRunOptions):
     """
 
     source: Path = argument(SOURCE, "SRC")
-    destination: Path = argument("The calibration file to write.", "FILE")
+    destination: Path = argument("The calibration file to write.", "FILE", is_written=True)
     overwrite: bool = option("Dangerous", "Replace FILE.", False, flags=("--overwrite",))
 
 

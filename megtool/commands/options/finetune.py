@@ -24,7 +24,9 @@ class FinetuneOptions(TrainConfig, DryRunOptions, ObjectOptions):
     """
 
     source: Path = argument(SOURCE, "SRC")
-    destination: Path = argument("Megatron's save folder to write; a run in it resumes.", "DST")
+    destination: Path = argument(
+        "Megatron's save folder to write; a run in it resumes.", "DST", is_written=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

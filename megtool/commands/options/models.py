@@ -180,7 +180,9 @@ class TokenizeOptions(OutputOptions):
     sources: tuple[str, ...] = argument(
         "Files of text, JSON lines or parquet, folders of them, or NAME[:CONFIG][:SPLIT].", "SRC"
     )
-    destination: Path = argument("Writes DST.bin and DST.idx; they appear when complete.", "DST")
+    destination: Path = argument(
+        "Writes DST.bin and DST.idx; they appear when complete.", "DST", is_written=True
+    )
     tokenizer: Path = option(
         INPUT,
         "A folder with a tokenizer, or a checkpoint that has one.",

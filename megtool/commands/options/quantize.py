@@ -220,7 +220,7 @@ class QuantizeOptions(
 
     source: Path = argument(SOURCE, "SRC")
     destination: Path = argument(
-        "The folder to write; with --calibrate-only the calibration file.", "DST"
+        "The folder to write; with --calibrate-only the calibration file.", "DST", is_written=True
     )
     bits: float | None = option(
         RECIPE,
@@ -307,6 +307,7 @@ class QuantizeOptions(
         OUTPUT,
         "Also save the calibration.",
         metavar="FILE",
+        is_written=True,
         needs=(_MAKES_CALIBRATION, _MEGTOOL),
     )
     calibrate_only: bool = option(
@@ -338,6 +339,7 @@ class QuantizeOptions(
         CHECK,
         "Also write the report as an HTML page with plots.",
         metavar="HTML",
+        is_written=True,
         needs=(_QUANTIZES,),
     )
     max_shard_size: str | None = option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,25 @@ from tests.support.paths import ROOT
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 TO = ["--to", "torch_dist", "--tp", "2", "--threads", "1"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+OPEN_MPI = ["mpirun", "--oversubscribe", "--allow-run-as-root", "-n"]
 LAUNCHERS = {
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"],
+    "torchrun": [*TORCHRUN, "3"],
+    "openmpi": [*OPEN_MPI, "3", sys.executable],
     "mpich": [str(MPIEXEC), "-n", "3", sys.executable],
 }
+
+KILLED = """#!/bin/bash
+# The megtool of worker 2 dies once, by kill -9, as soon as it has begun to write.
+if [ "${RANK:-$OMPI_COMM_WORLD_RANK}" = 2 ] && mkdir killed 2> /dev/null; then
+    "$@" &
+    until compgen -G ".out.megtool/*" > /dev/null; do sleep 0.01; done
+    kill -9 $!
+    wait $!
+    exit $?
+fi
+exec "$@"
+"""
 
 
 @pytest.fixture
@@ -28,11 +44,21 @@ def hf(tmp_path: Path) -> Path:
     return tiny_llama.save(tmp_path / "hf", parts=2)
 
 
-def launch(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+def require(launcher: str) -> None:
+    """Skip the test where a launcher is not installed."""
+    if launcher == "mpich" and not MPIEXEC.exists():
+        pytest.skip("mpich is not installed")
+    if launcher == "openmpi" and shutil.which("mpirun") is None:
+        pytest.skip("mpirun missing: apt-get install openmpi-bin")
+
+
+def launch(
+    command: list[str], *, folder: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
         command,
-        cwd=ROOT,
+        cwd=folder,
         env=env | {"OMP_NUM_THREADS": "1"} | variables,
         capture_output=True,
         text=True,
@@ -44,8 +70,7 @@ def launch(command: list[str], **variables: str) -> subprocess.CompletedProcess[
 def test_every_process_of_a_launcher_does_its_share(
     tmp_path: Path, hf: Path, launcher: str
 ) -> None:
-    if launcher == "mpich" and not MPIEXEC.exists():
-        pytest.skip("mpich is not installed")
+    require(launcher)
     reshard(hf, tmp_path / "one", to="torch_dist", tp=2)
     out = tmp_path / "out"
     run = launch([*LAUNCHERS[launcher], "-m", "megtool", "reshard", str(hf), str(out), *TO])
@@ -53,6 +78,33 @@ def test_every_process_of_a_launcher_does_its_share(
     assert contents(out) == contents(tmp_path / "one")
     assert run.stdout.count("all are complete, and it has published the checkpoint") == 1
     assert "worker 1 of 3" in run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "openmpi"])
+def test_one_of_four_that_is_killed_goes_on_when_it_is_started_again(
+    tmp_path: Path, hf: Path, launcher: str
+) -> None:
+    """torchrun starts all again by itself; mpirun ends all, and is started once more."""
+    require(launcher)
+    reshard(hf, tmp_path / "expected", to="torch_dist", tp=2)
+    script = tmp_path / "worker.sh"
+    script.write_text(KILLED)
+    script.chmod(0o755)
+    words = [str(script), sys.executable, "-m", "megtool", "reshard", "hf", "out", *TO]
+    start = {
+        "torchrun": [*TORCHRUN, "4", "--max-restarts", "3", "--no-python"],
+        "openmpi": [*OPEN_MPI, "4"],
+    }[launcher]
+    paths = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    run = launch([*start, *words], folder=tmp_path, **paths)
+    assert (tmp_path / "killed").is_dir()
+    if launcher == "openmpi":
+        assert run.returncode == 137, run.stderr
+        run = launch([*start, *words], folder=tmp_path, **paths)
+    assert run.returncode == 0, run.stderr
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    assert [p.name for p in (tmp_path / ".out.megtool").iterdir()] == ["published"]
 
 
 def test_slurm_starts_each_task_with_its_own_index(tmp_path: Path, hf: Path) -> None:
