@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.store_index import inode_of
 from megtool.errors import CoverageError, FormatError, SourceChangedError
 from megtool.number_formats.packed_parts import PackedPart
 from megtool.tensors.box import Boxes, Ints, cover_fault, outside
@@ -53,6 +54,11 @@ class StoredFile:
         if not full.is_file():
             raise FormatError("it is not a regular file", file=full)
         return cls(path=path, size=st.st_size, mtime_ns=st.st_mtime_ns, inode=st.st_ino)
+
+    @property
+    def has_version(self) -> bool:
+        """Whether a change would be noticed; some web servers tell neither a version nor a time."""
+        return bool(self.mtime_ns) or self.inode != inode_of("")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

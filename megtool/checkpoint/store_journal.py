@@ -17,7 +17,7 @@ from megtool.checkpoint.digest import crc32c, reject_constant
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.store import read_object
 
-VERSION = 1
+VERSION = 2
 BATCH_UNITS = 16
 """Finished units that one object of the journal holds."""
 
@@ -26,13 +26,15 @@ BATCH_UNITS = 16
 class UnitRecord:
     """A finished unit: the parts that it wrote to, and what it added to digests.
 
-    `parts` are numbers of files and of parts in them, `tensors` the linear CRC and bytes by
-    canonical tensor, `sections` the linear CRC by file and section (see `FileDigests`).
+    `parts` are numbers of files and of parts in them, `objects` the versions of files that were put
+    whole, `tensors` the linear CRC and bytes by canonical tensor, `sections` the linear CRC by file
+    and section (see `FileDigests`).
     """
 
     unit: int
     note: str = ""
     parts: set[tuple[int, int]] = field(default_factory=set)
+    objects: dict[int, str] = field(default_factory=dict)
     tensors: dict[str, tuple[int, int]] = field(default_factory=dict)
     sections: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -42,6 +44,7 @@ class UnitRecord:
             self.unit,
             self.note,
             sorted(self.parts),
+            sorted(self.objects.items()),
             {name: list(value) for name, value in sorted(self.tensors.items())},
             [[file, section, crc] for (file, section), crc in sorted(self.sections.items())],
         ]
@@ -53,13 +56,14 @@ def parse_unit(values: Any) -> UnitRecord:
     Raises:
         ValueError, TypeError: it is no record.
     """
-    unit, note, parts, tensors, sections = values
+    unit, note, parts, objects, tensors, sections = values
     if not isinstance(unit, int) or not isinstance(note, str) or not isinstance(tensors, Mapping):
         raise ValueError("no record of a unit")
     return UnitRecord(
         unit=unit,
         note=note,
         parts={(int(file), int(part)) for file, part in parts},
+        objects={int(file): str(version) for file, version in objects},
         tensors={str(name): (int(crc), int(n)) for name, (crc, n) in tensors.items()},
         sections={(int(file), int(section)): int(crc) for file, section, crc in sections},
     )

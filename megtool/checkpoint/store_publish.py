@@ -206,10 +206,23 @@ def is_there(path: StorePath, data: bytes | memoryview) -> bool:
     Raises:
         StorageError: the store refused.
     """
+    return find_same(path, data) is not None
+
+
+def find_same(path: StorePath, data: bytes | memoryview) -> ObjectInfo | None:
+    """The object, if it has these bytes.
+
+    Raises:
+        StorageError: the store refused.
+    """
     info, size = path.store.head(path.key), memoryview(data).nbytes
     if info is None or info.size != size:
-        return False
-    return not size or path.store.read(path.key, 0, size) == data
+        return None
+    try:
+        is_same = not size or path.store.read(path.key, 0, size, version=info.version) == data
+    except (ConditionError, ObjectMissingError):  # another program is at work
+        return None
+    return info if is_same else None
 
 
 def remove_objects(path: StorePath, *, check: Callable[[], None] | None = None) -> int:
@@ -261,7 +274,8 @@ def put_once(path: StorePath, data: bytes | memoryview) -> ObjectInfo:
     try:
         return store.put(path.key, data, create=True)
     except ConditionError as e:
-        if is_there(path, data) and (info := store.head(path.key)) is not None:
+        info = find_same(path, data)
+        if info is not None:
             return info
         raise _conflict(path) from e
 

@@ -41,6 +41,7 @@ from megtool.checkpoint.store_publish import (
     Publication,
     complete_once,
     delete_keys,
+    find_same,
     is_there,
     publishing_order,
     put_once,
@@ -48,6 +49,7 @@ from megtool.checkpoint.store_publish import (
     remove_objects,
     staging_prefix,
 )
+from megtool.checkpoint.store_resume import EarlierObjects
 from megtool.checkpoint.unit_tracker import UnitTracker
 from megtool.checkpoint.upload_pool import UploadPool
 from megtool.checkpoint.work_threads import map_in_threads
@@ -118,12 +120,12 @@ class StoreStage:
         self._transfers = UploadPool(1, 0)
         self._writers: list[ObjectWriter] = []
         self._numbers: dict[StorePath, int] = {}
-        self._uploads: dict[int, str] = {}
+        self._earlier = EarlierObjects(self._staged_path(UPLOADS))
         self._small: dict[str, bytes] = {}
         self._records: dict[int, UnitRecord] = {}
         self._finished: set[int] = set()
         self._by_number: dict[int, ObjectWriter] = {}
-        self._units = UnitTracker(lambda record: self._require_journal().add(record))
+        self._units = UnitTracker(self._add_record)
         self._replaces = self._is_complete = self._committed = self._is_following = False
         self._has_leftovers = False  # of an earlier run, beside the destination
         self._overflows: Callable[[], bool] = bool
@@ -189,7 +191,7 @@ class StoreStage:
         is_same = run.get("identity") == identity
         is_completed = state == "complete"
         is_trace = self._has_leftovers and not run and not state  # such as a probe's
-        if is_completed or is_trace or (run and not is_same):
+        if is_completed or is_trace or ((run or state) and not is_same):
             if is_completed or is_trace:
                 self._abort_uploads()
             else:
@@ -214,26 +216,17 @@ class StoreStage:
         self._journal = StoreJournal(self._staged_path(JOURNAL), identity)
         if run:
             self._records = {r.unit: r for r in self._journal.read()}
-            self._read_uploads()
+            self._earlier.note(self._records.values())
+            self._earlier.read_ids()
 
     def _discard_other(self, run: Mapping[str, Any], state: str) -> None:
         """Drop the work of an earlier run with another plan."""
         self.messages.append(
             "discarded what an earlier run with another source or other options had uploaded"
         )
-        if state == "writing" or (state == "removing" and run.get("replaces")):
+        if state == "writing" or (state == "removing" and run.get("replaces", True)):
             remove_objects(self.destination)
         self._abort_uploads()
-
-    def _read_uploads(self) -> None:
-        """The uploads that an earlier run has begun, by number of the file."""
-        folder = self._staged_path(UPLOADS)
-        for info in self._store.list(folder.key).objects:
-            name = info.key.rpartition("/")[2]
-            if name.isdecimal():
-                data = read_object(folder / name, info)
-                if data is not None:
-                    self._uploads[int(name)] = data.decode()
 
     # ---- writing
 
@@ -274,7 +267,8 @@ class StoreStage:
                 raise RuntimeError(f"{path} is created twice")
             self._numbers[path], self._by_number[number] = number, writer
             self._writers.append(writer)
-        self._adopt(writer, number)
+        is_publishing = self._publication.state in ("writing", "complete")
+        self._earlier.adopt(writer, number, is_publishing=is_publishing)
         self._fill(writer, number)
         if cuts is not None:
             self.digests.register(path, num_bytes, cuts)
@@ -285,25 +279,6 @@ class StoreStage:
     def _show(self, path: StorePath, info: ObjectInfo) -> None:
         if self._staged is not None:
             self._staged.set(path, info)
-
-    def _adopt(self, writer: ObjectWriter, number: int) -> None:
-        """Take what an earlier run has uploaded of an object."""
-        upload_id = self._uploads.get(number)
-        if upload_id is not None:
-            with contextlib.suppress(ObjectMissingError):
-                writer.adopt(self._store.list_parts(writer.path.key, upload_id))
-                writer.upload_id = upload_id
-                return
-        if self._publication.state in ("writing", "complete"):
-            info = self._store.head(writer.path.key)
-            parts = len(writer.layout)
-            if info and upload_id and not self._store.is_made_of(info, upload_id, parts):
-                info = None  # of another program
-            if info is not None and info.size == writer.size:
-                writer.adopt_object(info)
-                return
-        if upload_id is not None:  # aborted by somebody: begin a new one
-            self._store.delete([self._upload_path(number).key])
 
     def _fill(self, writer: ObjectWriter, number: int) -> None:
         """Add what other processes have left of parts of an object: nothing."""
@@ -369,6 +344,13 @@ class StoreStage:
         else:
             self._units.finish(unit, note, lambda p: self._by_number[p[0]].is_uploaded(p[1]))
 
+    def _add_record(self, record: UnitRecord) -> None:
+        for file, _ in record.parts:
+            writer = self._by_number.get(file)  # one that publishes opens files one by one
+            if writer is not None and writer.completed is not None:
+                record.objects[file] = writer.completed.version
+        self._require_journal().add(record)
+
     def uploaded(self, writer: ObjectWriter, part: int) -> None:
         """See `PartTarget`."""
         self._units.uploaded((self._numbers[writer.path], part))
@@ -386,7 +368,9 @@ class StoreStage:
             self.uploaded_bytes += data.nbytes
         if len(writer.layout) == 1 and not self._replaces:
             self._begin_publishing()
-            writer.completed = put_once(writer.path, data)
+            if writer.path in self._earlier.doubtful:
+                writer.completed = find_same(writer.path, data)
+            writer.completed = writer.completed or put_once(writer.path, data)
             return UploadedPart(number=1, size=data.nbytes, tag="")
         upload_id = self._begin_upload(writer)
         return self._store.upload_part(writer.path.key, upload_id, part + 1, data)
@@ -417,14 +401,11 @@ class StoreStage:
             self.copied_bytes += run.num_bytes
         return tag
 
-    def _upload_path(self, number: int) -> StorePath:
-        return self._staged_path(f"{UPLOADS}/{number}")
-
     def _begin_upload(self, writer: ObjectWriter) -> str:
         """The upload of an object: the one that the first of all workers has begun."""
         with writer.lock:
             if not writer.upload_id:
-                path = self._upload_path(self._numbers[writer.path])
+                path = self._earlier.path(self._numbers[writer.path])
                 upload_id = self._store.begin_upload(writer.path.key)
                 try:
                     self._store.put(path.key, upload_id.encode(), create=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -87,6 +88,8 @@ class WriteOptions:
         if self.worker is not None:
             run["worker"] = self.worker
         if isinstance(destination, StorePath):
+            if self.worker is None and plan is not None and not _has_versions(plan):
+                run["fingerprint"] += f" {secrets.token_hex(8)}"  # no other run is to go on
             make = StoreStage if self.worker is None else SharedStoreStage
             stage = make(destination, is_unsafe=self.unsafe_store, **run)
             return self._follow_plan(stage, plan, rewrites_data)
@@ -295,3 +298,8 @@ def written_files(plan: ReshardPlan) -> tuple[str, ...]:
     target = plan.target
     names = [f.path for f in target.catalogue.files]
     return tuple(sorted([*names, *(path for path, _ in target.iter_small_files())]))
+
+
+def _has_versions(plan: ReshardPlan) -> bool:
+    """Whether a change of the sources changes the fingerprint of the plan."""
+    return all(file.has_version for source in plan.sources for file in source.files)

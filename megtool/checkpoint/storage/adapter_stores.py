@@ -131,7 +131,7 @@ class FsspecStore(_AdapterStore):
         return ObjectInfo(
             key=key,
             size=size,
-            version=tag or f"{modified_ns}-{size}",
+            version=tag or (f"{modified_ns}-{size}" if modified_ns else ""),
             modified_ns=modified_ns,
         )
 

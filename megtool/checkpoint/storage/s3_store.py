@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import random
-import re
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -41,6 +41,11 @@ _DAMAGED = {
     "XAmzContentSHA256Mismatch",
     "XAmzContentChecksumMismatch",
 }
+
+_UPLOAD = "megtool-upload"
+_NAME_BYTES = 8
+_SEPARATOR = "|"
+"""Between the name of an upload, in the metadata of its object, and the id that the store gave."""
 
 _PAGE = 1000
 _MULTI_DELETE = 4
@@ -337,9 +342,19 @@ class S3Store:
     # ---- objects in parts
 
     def begin_upload(self, key: str) -> str:
-        """See `Store.begin_upload`."""
-        reply = self._call(key, self._client.create_multipart_upload, field="UploadId", Key=key)
-        return str(reply["UploadId"])
+        """See `Store.begin_upload`.
+
+        The id begins with a name, which the object that is made of the upload will have.
+        """
+        name = secrets.token_hex(_NAME_BYTES)
+        reply = self._call(
+            key,
+            self._client.create_multipart_upload,
+            field="UploadId",
+            Key=key,
+            Metadata={_UPLOAD: name},
+        )
+        return f"{name}{_SEPARATOR}{reply['UploadId']}"
 
     def upload_part(
         self, key: str, upload_id: str, number: int, data: bytes | memoryview
@@ -350,7 +365,7 @@ class S3Store:
             key,
             self._client.upload_part,
             Key=key,
-            UploadId=upload_id,
+            UploadId=_id_of(upload_id),
             PartNumber=number,
             Body=body,
             **self._checksum(body),
@@ -372,7 +387,7 @@ class S3Store:
             self._client.upload_part_copy,
             field="CopyPartResult",
             Key=key,
-            UploadId=upload_id,
+            UploadId=_id_of(upload_id),
             PartNumber=number,
             CopySource={"Bucket": self._bucket, "Key": source.key},
             CopySourceRange=f"bytes={offset}-{offset + num_bytes - 1}",
@@ -383,7 +398,7 @@ class S3Store:
 
     def list_parts(self, key: str, upload_id: str) -> Sequence[UploadedPart]:
         """See `Store.list_parts`."""
-        arguments: dict[str, Any] = {"Key": key, "UploadId": upload_id}
+        arguments: dict[str, Any] = {"Key": key, "UploadId": _id_of(upload_id)}
         newest: dict[int, tuple[Any, UploadedPart | None]] = {}
         while True:
             page = self._call(key, self._client.list_parts, field="IsTruncated", **arguments)
@@ -429,7 +444,7 @@ class S3Store:
                 key,
                 self._single.complete_multipart_upload,
                 Key=key,
-                UploadId=upload_id,
+                UploadId=_id_of(upload_id),
                 MultipartUpload={"Parts": chosen},
                 **({"IfNoneMatch": "*"} if create else {}),
             )
@@ -442,24 +457,30 @@ class S3Store:
         return info
 
     def is_made_of(self, info: ObjectInfo, upload_id: str, num_parts: int) -> bool:
-        """See `Store.is_made_of`.
+        """See `Store.is_made_of`: the object has the name of the upload."""
+        from botocore.exceptions import BotoCoreError, ClientError
 
-        An upload that can still be listed has become nothing, and a version that is a digest ends
-        in the number of parts.
-        """
-        tag = re.fullmatch(r"[0-9a-f]{32}(?:-(\d+))?", info.version.strip('"'))
-        if tag is not None and tag[1] != str(num_parts):
-            return False
         try:
-            self.list_parts(info.key, upload_id)
-        except ObjectMissingError:
-            return True
-        return False
+            reply = self._client.head_object(
+                Bucket=self._bucket, Key=info.key, IfMatch=info.version
+            )
+        except ClientError as e:
+            answer = reply_of(e)
+            if answer.code in MISSING_CODES or answer.status == 412:
+                return False
+            self._explain(info.key)
+            self._raise(answer, info.key, e)
+        except BotoCoreError as e:
+            raise client_error(e, self._place(info.key)) from e
+        name, separator, _ = upload_id.partition(_SEPARATOR)
+        return bool(separator and reply.get("Metadata", {}).get(_UPLOAD) == name)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """See `Store.abort_upload`."""
         with contextlib.suppress(ObjectMissingError):
-            self._call(key, self._client.abort_multipart_upload, Key=key, UploadId=upload_id)
+            self._call(
+                key, self._client.abort_multipart_upload, Key=key, UploadId=_id_of(upload_id)
+            )
 
 
 class _BrokenReplyError(Exception):
@@ -478,6 +499,12 @@ def _as_body(data: bytes | memoryview) -> bytes | bytearray:
     if isinstance(whole, bytes | bytearray) and len(whole) == data.nbytes:
         return whole
     return bytes(data)
+
+
+def _id_of(upload_id: str) -> str:
+    """The id that the store gave an upload."""
+    name, separator, rest = upload_id.partition(_SEPARATOR)
+    return rest if separator and len(name) == 2 * _NAME_BYTES else upload_id
 
 
 def _tag(text: str) -> str:

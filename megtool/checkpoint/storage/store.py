@@ -70,7 +70,11 @@ class UploadedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """An upload that is neither completed nor aborted."""
+    """An upload that is neither completed nor aborted.
+
+    By `upload_id`, its parts are listed, or it is aborted. It is, or is the end of, what
+    `begin_upload` gave, which names more on S3.
+    """
 
     key: str
     upload_id: str

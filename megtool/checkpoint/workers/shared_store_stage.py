@@ -187,9 +187,10 @@ class SharedStoreStage(StoreStage):
         self.record = self._read_record(self.worker.index)
         folder = self._staged_path(f"{JOURNAL}-{self.worker.index}")
         self._journal = StoreJournal(folder, identity)
-        self._read_uploads()
+        self._earlier.read_ids()
         if self.record is None:
             self._records = {r.unit: r for r in self._journal.read()}
+            self._earlier.note(self._records.values())
 
     def _begin_run(self) -> dict[str, Any]:
         """Begin a run, unless another worker does so at the same time; returns what it is.
@@ -236,11 +237,12 @@ class SharedStoreStage(StoreStage):
                 name = f"{FRAGMENTS}/{number}/{part}-{self.worker.index}"
                 whole = json.dumps({"ranges": ranges}).encode() + b"\n" + data
                 self._transfers.run(len(whole), partial(self._put, name, whole))
-                own.append([number, part, name])
+                own.append([number, part, name, ""])
         self._transfers.settle()
         for writer in self._writers:
             number, parts = self._numbers[writer.path], range(len(writer.layout))
-            own += [[number, part, ""] for part in parts if writer.is_uploaded(part)]
+            version = "" if writer.completed is None else writer.completed.version
+            own += [[number, part, "", version] for part in parts if writer.is_uploaded(part)]
         self._require_journal().flush()
         index = self.worker.index
         parts_key = self._staged_path(f"worker-{index}.parts").key
@@ -296,8 +298,8 @@ class SharedStoreStage(StoreStage):
             self.is_published = self._find_published()
             self._release_publication()
             return None
-        self._uploads.clear()
-        self._read_uploads()
+        self._earlier.clear()
+        self._earlier.read_ids()
         self._publication.read()
         for index in range(self.worker.count):
             self._read_parts(index)
@@ -309,11 +311,13 @@ class SharedStoreStage(StoreStage):
 
     def _read_parts(self, index: int) -> None:
         values = read_json(self._staged_path(f"worker-{index}.parts"))
-        for number, part, name in values.get("parts", ()):
+        for number, part, name, version in values.get("parts", ()):
             if name:
                 self._fragments[number].append((part, name))
-            else:
-                self._places.add((number, part))
+                continue
+            self._places.add((number, part))
+            if version:
+                self._earlier.versions[number] = version
 
     def _fill(self, writer: ObjectWriter, number: int) -> None:
         """Add the fragments of an object, and check that no part is lost.
@@ -342,7 +346,8 @@ class SharedStoreStage(StoreStage):
         return FormatError(
             f"a worker has written {what}, and the store does not have it any more",
             file=writer.path,
-            hint=f"another program has removed it: start again after {clean_command(self.staging)}",
+            hint="another program has removed or replaced it: start again after "
+            f"{clean_command(self.staging)}",
         )
 
     def follow(self, context: Any) -> Container[int]:

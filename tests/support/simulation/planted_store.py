@@ -14,6 +14,7 @@ from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.object_writer import ObjectWriter
 from megtool.checkpoint.storage.store import ConditionError, UploadedPart
 from megtool.checkpoint.store_publish import Publication
+from megtool.checkpoint.store_resume import EarlierObjects
 from megtool.checkpoint.store_stage import StoreStage
 from tests.support.simulation.planted_local import Plant
 
@@ -121,7 +122,7 @@ def _uploads_not_aborted() -> AbstractContextManager[Any]:
 
 def _upload_not_remembered() -> AbstractContextManager[Any]:
     """The uploads that a run has begun are not looked for by the next."""
-    return patch.object(StoreStage, "_read_uploads", lambda self: None)
+    return patch.object(EarlierObjects, "read_ids", lambda self: None)
 
 
 def _publishing_not_told() -> AbstractContextManager[Any]:
