@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megtool import reshard
+from megtool.cli.app import main
 from tests.support.folders import contents
 from tests.support.models import tiny_llama
 from tests.support.paths import ROOT
@@ -121,6 +123,29 @@ def test_slurm_starts_each_task_with_its_own_index(tmp_path: Path, hf: Path) -> 
     assert contents(tmp_path / "out") == contents(tmp_path / "one")
     batch = launch([*command[:5], str(tmp_path / "alone"), *TO, "--json"], **job)
     assert json.loads(batch.stdout)["worker"] is None
+
+
+def test_the_pods_of_the_job_of_kubernetes_are_its_workers(
+    tmp_path: Path, hf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job file as it is, but for the places and the sizes."""
+    job = yaml.safe_load((ROOT / "examples" / "many_hosts" / "reshard-job.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    assert job["spec"]["completionMode"] == "Indexed"
+    pod = job["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # as backoffLimitPerIndex needs it
+    (container,) = pod["containers"]
+    for variable in container["env"]:
+        monkeypatch.setenv(variable["name"], variable["value"])
+    assert container["command"] == ["megtool", "reshard"]
+    options = [a for a in container["args"] if a.startswith("--")]
+    words = ["reshard", str(hf), str(tmp_path / "out"), *options, "--tp=2", "--pp=2", "--json"]
+    for index in range(job["spec"]["completions"]):
+        assert not (tmp_path / "out").exists()
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
+        assert main(words) == 0
+    reshard(hf, tmp_path / "one", to="torch_dist", tp=2, pp=2)
+    assert contents(tmp_path / "out") == contents(tmp_path / "one")
 
 
 def test_the_innermost_launcher_decides_and_an_option_before_it(tmp_path: Path, hf: Path) -> None:
