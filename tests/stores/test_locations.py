@@ -35,6 +35,7 @@ LOCAL = {
     # Local where the code before has asked.
     ("checkpoint/commit.py", "Path(os.path.realpath(destination))"),
     ("checkpoint/destination_check.py", "Path(os.path.realpath(source))"),
+    ("checkpoint/destination_check.py", "Path(os.path.realpath(path))"),
     ("checkpoint/left_overs.py", "Path(os.path.realpath(location))"),
     ("data/dataset_writer.py", "Path(os.path.realpath(self.prefix))"),
     ("train/checkpointing/save.py", "Path(os.path.realpath(self.folder))"),
