@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from megtool.tensors.buckets import fit, lay_out, padded
-from tests.support.paths import PEERS
+from tests.support.peers.forked_worlds import run_forked
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
-
-SCRIPT = PEERS / "bucket_world.py"
 
 
 def random_case(rng: random.Random) -> dict[str, Any]:
@@ -35,15 +30,8 @@ def random_case(rng: random.Random) -> dict[str, Any]:
 def test_buckets_are_megatrons() -> None:
     rng = random.Random(3)
     cases = [random_case(rng) for _ in range(400)]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), json.dumps(cases)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    said = run_forked("bucket_world.py", json.dumps(cases))
+    lines = [line for line in said.splitlines() if line.startswith("{")]
     assert len(lines) == len(cases)
     several = 0
     for case, line in zip(cases, lines, strict=True):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +12,12 @@ import torch
 from megtool import reshard
 from tests.support.models.tiny_model import class_of
 from tests.support.models.unequal_layers import BLOCKS
-from tests.support.paths import PEERS
+from tests.support.peers.forked_worlds import run_forked
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
-SCRIPT = PEERS / "family_world.py"
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -78,20 +74,8 @@ def test_megatron_core_computes_the_same(
     reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", tp=2, fsync=False)
     tokens = np.arange(24).reshape(2, 12) * 7 % 101
     np.save(tmp_path / "tokens.npy", tokens)
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(SCRIPT),
-            str(tmp_path / "meg" / "release"),
-            str(tmp_path / "tokens.npy"),
-            str(tmp_path / "logits.npy"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    files = [str(tmp_path / n) for n in ("meg/release", "tokens.npy", "logits.npy")]
+    run_forked("family_world.py", *files)
     with torch.no_grad():
         out = ours(torch.from_numpy(tokens))
     want = (out.prediction_logits if "prediction_logits" in out else out.logits).numpy()

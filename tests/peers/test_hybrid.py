@@ -10,10 +10,7 @@ there); `fsdp_dtensor` is saved by Megatron-FSDP, which wants CUDA.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ import torch
 
 from megtool import reshard, verify
 from megtool.reshard.open_source import open_source
-from tests.support.paths import PEERS
+from tests.support.peers.forked_worlds import run_forked
 from tests.support.peers.release import install_release
 from tests.support.peers.run_trained import read_with_torch, run_world
 
@@ -37,16 +34,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(core: Path, action: str, folder: Path, **options: Any) -> str:
-    done = subprocess.run(
-        [sys.executable, str(PEERS / "hybrid_world.py"), action, str(folder), json.dumps(options)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(core)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run_forked("hybrid_world.py", action, str(folder), json.dumps(options), core=core)
 
 
 def test_megatron_loads_what_became_of_its_own_save(core: Path, tmp_path: Path) -> None:
@@ -86,8 +74,7 @@ def test_a_gpt_becomes_a_hybrid_that_megatron_loads(core: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("pattern", ["D-DE", "+-+E"])
 def test_latent_and_sparse_attention(core: Path, tmp_path: Path, pattern: str) -> None:
-    """Indexers are whole on every tensor-parallel rank. Their forward pass, and that of absorbed
-    latent attention, need kernels."""
+    """Indexers are whole on every tensor-parallel rank; test_moe_families.py has their logits."""
     run(core, "save", tmp_path / "0", tp=2, pp=1, pattern=pattern)
     reshard(tmp_path / "0", tmp_path / "1", to="megatron", tp=2, fsync=False)
     reshard(tmp_path / "1", tmp_path / "2", to="torch_dist", tp=1, fsync=False)
@@ -191,6 +178,25 @@ def test_its_optimizer_goes_over_stages_and_back(core: Path, tmp_path: Path, tar
     assert_loaded(core, there, folder, target, pattern="M-G|E*E/*E", layout=layout)
     reshard(there, tmp_path / "back", to="torch_dist", pp=1, fsync=False)
     assert verify(tmp_path / "back", folder / "fully_reshardable").verdict == "equal"
+
+
+def test_optimizer_state_of_indexers(core: Path, tmp_path: Path) -> None:
+    """Sparse attention, whose indexers every tensor-parallel rank has whole: weights, master
+    weights and moments as trained on two ranks, then on one, from and to rank files."""
+    options: dict[str, Any] = {"pattern": "D-DE"}
+    saves = [[k, str(tmp_path / k)] for k in KINDS]
+    run_world("train", core=core, saves=saves, layout={"tp": 2}, **options)
+    for kind in KINDS[1:]:
+        assert verify(tmp_path / KINDS[0], tmp_path / kind).verdict == "equal"
+    names = set(read_with_torch(tmp_path / KINDS[0]))
+    assert "optimizer.state.exp_avg.decoder.layers.2.self_attention.core_attention.indexer" in {
+        n.rpartition(".linear_wk")[0] for n in names
+    }
+    one, two = tmp_path / "one", tmp_path / "two"
+    reshard(tmp_path / "legacy", one, to="torch_dist", optimizer_format=KINDS[1], tp=1, fsync=False)
+    assert_loaded(core, one, tmp_path, KINDS[1], layout={"tp": 1}, **options)
+    reshard(tmp_path / KINDS[1], two, to="megatron", tp=1, fsync=False)
+    assert_loaded(core, two, tmp_path, "legacy", layout={"tp": 1}, **options)
 
 
 def test_an_older_format_and_one_that_is_gone(core: Path, tmp_path: Path) -> None:

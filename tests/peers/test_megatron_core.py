@@ -3,57 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats.torch_dist import open_checkpoint, plan_torch_dist_layout
 from megtool.tensors.box import split
 from megtool.tensors.sharded import Shards, widest
-from tests.support.paths import PEERS
+from tests.support.peers.forked_worlds import run_forked
+from tests.support.peers.megatron_world import expected
+from tests.support.worlds.gloo_world import WorldError
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.peers
 
-SCRIPT = PEERS / "megatron_world.py"
 
-
-def run_world(action: str, folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), action, str(folder), json.dumps(options)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
-def checked(result: subprocess.CompletedProcess[str]) -> str:
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
+def run_world(action: str, folder: Path, **options: Any) -> str:
+    return run_forked("megatron_world.py", action, str(folder), json.dumps(options))
 
 
 def known(c: Catalogue) -> dict[str, np.ndarray]:
     """What every tensor must hold, by its key."""
-    code = (
-        "import sys, runpy, json, torch, numpy\n"
-        "expected = runpy.run_path(sys.argv[1])['expected']\n"
-        "all = json.loads(sys.argv[2])\n"
-        "out = {k: expected(k, tuple(s), torch.float32).numpy() for k, s in all}\n"
-        "numpy.savez(sys.argv[3], **out)\n"
-    )
-    path = c.root.parent / "known.npz"
-    wanted = json.dumps([(t.name, t.shape) for t in c.tensors])
-    subprocess.run([sys.executable, "-c", code, str(SCRIPT), wanted, str(path)], check=True)
-    with np.load(path) as found:
-        return dict(found)
+    return {t.name: expected(t.name, t.shape, torch.float32).numpy() for t in c.tensors}
 
 
 def contents(c: Catalogue) -> dict[str, np.ndarray]:
@@ -77,7 +53,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A checkpoint of two tensor-parallel (or expert-parallel) ranks, and the model's options."""
     folder = tmp_path_factory.mktemp("megatron") / "save"
     layout = {"ep": 2} if request.param else {"tp": 2}
-    checked(run_world("save", folder, layouts=[layout], **request.param))
+    run_world("save", folder, layouts=[layout], **request.param)
     return folder, request.param
 
 
@@ -133,7 +109,7 @@ def test_what_we_write_megatron_loads_under_other_layouts(
     write(c, tmp_path, objects, materialize)
     layouts: list[dict[str, int]] = [{"tp": 2}, {"pp": 2}]
     layouts += [{"ep": 2}] if options else [{"pp": 2, "vpp": 2}]
-    out = checked(run_world("load", tmp_path, layouts=layouts, strict="raise_all", **options))
+    out = run_world("load", tmp_path, layouts=layouts, strict="raise_all", **options)
     assert out.count("loaded") == 3
     assert open_checkpoint(tmp_path).metadata["args"]["num_layers"] == 4
 
@@ -146,12 +122,8 @@ def test_extra_state_is_asked_for_by_default(
     extra = [n for n in c.objects if "_extra_state/" in n]
     assert extra
     write(c, tmp_path / "with", dict.fromkeys(extra), materialize)
-    checked(run_world("load", tmp_path / "with", layouts=[{"tp": 2}], **options))
+    run_world("load", tmp_path / "with", layouts=[{"tp": 2}], **options)
     write(c, tmp_path / "without", {}, materialize)
-    result = run_world("load", tmp_path / "without", layouts=[{"tp": 2}], **options)
-    assert result.returncode != 0
-    assert "_extra_state" in result.stderr
-    lenient = run_world(
-        "load", tmp_path / "without", layouts=[{"tp": 2}], strict="log_unexpected", **options
-    )
-    checked(lenient)
+    with pytest.raises(WorldError, match="_extra_state"):
+        run_world("load", tmp_path / "without", layouts=[{"tp": 2}], **options)
+    run_world("load", tmp_path / "without", layouts=[{"tp": 2}], strict="log_unexpected", **options)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +13,24 @@ from megtool.model.batch import Batch
 from megtool.model.pipeline import PipelineSchedule
 from megtool.reshard.open_source import open_source
 from megtool.train.build_model import load_for_training
-from tests.support.models.moe_cases import DEEPSEEK, EIGHT, QWEN, YARN, Case, case_config, with_mtp
+from tests.support.models.moe_cases import (
+    DEEPSEEK,
+    EIGHT,
+    QWEN,
+    SPARSE,
+    YARN,
+    Case,
+    case_config,
+    with_mtp,
+)
 from tests.support.models.mtp_reference import save_tunable
-from tests.support.paths import PEERS
+from tests.support.peers.forked_worlds import run_forked
+from tests.support.peers.release import install_release
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
-SCRIPT = PEERS / "moe_world.py"
 SHARED = {"shared_expert_intermediate_size": 48}
 LIMITED = {
     "topk_method": "group_limited_greedy",
@@ -44,8 +50,36 @@ MODELS: list[Case] = [
 ]
 
 
+SHARED_INDEX = {"indexer_types": ["full", "shared", "shared", "full"], "n_group": 1}
+SPARSE_MODELS: list[Case] = [
+    ("deepseek_v32", "DeepseekV32", SPARSE),
+    ("deepseek_v32", "DeepseekV32", SPARSE | {"rope_parameters": YARN}),
+    ("glm_moe_dsa", "GlmMoeDsa", SPARSE | SHARED_INDEX),
+]
+
+
 @pytest.mark.parametrize("case", MODELS, ids=lambda c: c[0])
 def test_megatron_core_computes_the_same(case: Case, tmp_path: Path) -> None:
+    assert_same_logits(case, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a release that has sparse attention, apart from the one that is installed."""
+    folder = tmp_path_factory.mktemp("core")
+    return install_release("megatron-core==0.19.2", folder, "--ignore-requires-python")
+
+
+@pytest.mark.parametrize("case", SPARSE_MODELS, ids=lambda c: c[0])
+def test_attention_to_what_an_indexer_chooses_is_megatrons(
+    case: Case, core: Path, tmp_path: Path
+) -> None:
+    """By the release's own layers, without its fused kernels: fewer tokens than a row has."""
+    assert_same_logits(case, tmp_path, core)
+
+
+def assert_same_logits(case: Case, tmp_path: Path, core: Path | None = None) -> None:
+    """What transformers made is converted; Megatron's logits are its own."""
     torch.manual_seed(0)
     ours = getattr(transformers, f"{case[1]}ForCausalLM")(case_config(case))
     with torch.no_grad():
@@ -55,7 +89,7 @@ def test_megatron_core_computes_the_same(case: Case, tmp_path: Path) -> None:
     reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", tp=2, ep=2, fsync=False)
     tokens = np.arange(24).reshape(2, 12) * 7 % 101
     np.save(tmp_path / "tokens.npy", tokens)
-    compute(tmp_path)
+    compute(tmp_path, core)
     with torch.no_grad():
         want = ours(torch.from_numpy(tokens)).logits.numpy()
     got = np.load(tmp_path / "logits.npy")[..., :101]
@@ -63,16 +97,9 @@ def test_megatron_core_computes_the_same(case: Case, tmp_path: Path) -> None:
     np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4 * np.abs(want).max())
 
 
-def compute(folder: Path) -> None:
+def compute(folder: Path, core: Path | None = None) -> None:
     files = [str(folder / n) for n in ("meg/release", "tokens.npy", "logits.npy")]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *files],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_forked("moe_world.py", *files, core=core)
 
 
 def test_megatron_core_loads_layers_of_multi_token_prediction(tmp_path: Path) -> None:

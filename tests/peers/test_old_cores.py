@@ -24,6 +24,7 @@ from megtool.convert.megatron import split_state
 from megtool.reshard.megatron.fully_sharded_model_space import has_flattened_cells
 from megtool.reshard.open_source import open_source
 from tests.support.paths import PEERS
+from tests.support.peers.forked_worlds import run_forked
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
@@ -40,9 +41,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def run(core: str | None, folder: Path, **options: Any) -> str:
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    if core is not None:
-        env["PYTHONPATH"] = core
+    if core is None:
+        return run_forked("old_core_world.py", str(folder), json.dumps(options))
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": core}
     result = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder), json.dumps(options)],
         capture_output=True,

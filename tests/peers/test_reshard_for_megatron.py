@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +11,14 @@ import pytest
 from megtool import reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.errors import LayoutError
-from tests.support.paths import PEERS
+from tests.support.peers.forked_worlds import run_forked
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.peers
 
-SCRIPT = PEERS / "megatron_world.py"
-
 
 def run_world(action: str, folder: Path, **options: Any) -> str:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), action, str(folder), json.dumps(options)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run_forked("megatron_world.py", action, str(folder), json.dumps(options))
 
 
 @pytest.fixture(scope="module")

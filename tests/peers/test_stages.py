@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -18,12 +15,11 @@ from megtool.dtypes import dtype
 from megtool.parallel.mesh import Mesh
 from megtool.parallel.pipeline_split import Pipeline
 from megtool.tensors.sharded import GlobalTensor
-from tests.support.paths import PEERS
+from tests.support.peers.forked_worlds import run_forked
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
-SCRIPT = PEERS / "megatron_stages.py"
 MODELS: list[tuple[int, int, dict[str, Any]]] = [
     (6, 0, {"pp": 3}),
     (8, 0, {"pp": 2, "vpp": 2}),
@@ -60,15 +56,8 @@ def held() -> list[dict[str, Any]]:
         split = {field: args[name] for field, name in WORDS.items()}
         sizes = {"layers": layers, "pp": parallel.pp, "vpp": parallel.vpp, "mtp": mtp}
         asked.append({**sizes, **split})
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), json.dumps(asked)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout)
+    said = run_forked("megatron_stages.py", json.dumps(asked))
+    found: list[dict[str, Any]] = json.loads(said)
     return found
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +10,13 @@ import pytest
 import torch
 
 from megtool import verify
-from tests.support.paths import PEERS
+from tests.support.peers.forked_worlds import run_forked
 from tests.support.runs.train_runs import Trained
 from tests.support.worlds.gloo_world import run_world
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
-SCRIPT = PEERS / "trained_world.py"
 KINDS = ("fully_reshardable", "dp_reshardable", "legacy")
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -36,15 +32,7 @@ BUCKET = 4000
 
 
 def megatron(action: str, **options: Any) -> str:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), action, json.dumps(options)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run_forked("trained_world.py", action, json.dumps(options))
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -78,7 +78,9 @@ def main() -> None:
     options = json.loads(sys.argv[3])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = options["tp"] * options["pp"]
-    mp.spawn(work, (action, folder, store.port, world, options), nprocs=world, join=True)
+    mp.start_processes(
+        work, (action, folder, store.port, world, options), nprocs=world, start_method="fork"
+    )
 
 
 def work(

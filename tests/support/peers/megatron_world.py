@@ -2,7 +2,7 @@
 
     python megatron_world.py ACTION FOLDER [options as JSON]
 
-Run as a script of its own: worlds are spawned, and megatron-core spawns further processes. Every
+Run as a script of its own, or by `run_forked`: megatron-core spawns further processes. Every
 shard is filled from a global tensor seeded by its key, so any layout has a known content, and
 `expected` computes it without megatron-core.
 """
@@ -36,7 +36,12 @@ def main() -> None:
     action, folder = sys.argv[1:3]
     options = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(work, (action, folder, store.port, options), nprocs=options.get("world", 2), join=True)
+    mp.start_processes(
+        work,
+        (action, folder, store.port, options),
+        nprocs=options.get("world", 2),
+        start_method="fork",
+    )
 
 
 def work(rank: int, action: str, folder: str, port: int, options: dict[str, Any]) -> None:

@@ -48,6 +48,16 @@ SAME = (
     "glu_linear_offset",
     "activation_func_clamp_value",
 )
+SPARSE = (
+    "experimental_attention_variant",
+    "dsa_indexer_n_heads",
+    "dsa_indexer_head_dim",
+    "dsa_indexer_topk",
+    "dsa_indexer_topk_freq",
+    "dsa_indexer_skip_topk_offset",
+    "dsa_indexer_rope_interleaved",
+    "dsa_indexer_k_norm_epsilon",
+)
 LATENT = (
     "q_lora_rank",
     "kv_lora_rank",
@@ -83,8 +93,8 @@ def main() -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    is_latent = args.multi_latent_attention
-    wanted = {"model": named_as_te(model.sharded_state_dict(), is_latent)}
+    has_fused_norms = args.multi_latent_attention and not is_sparse(args)
+    wanted = {"model": named_as_te(model.sharded_state_dict(), has_fused_norms)}
     state = dist_checkpointing.load(wanted, str(folder))
     model.load_state_dict(state["model"], strict=True)
     held = model.state_dict().items()
@@ -117,7 +127,12 @@ def losses(model: Any, tokens: Any, where: Any, mask: Any) -> dict[str, Any]:
     return out | {"loss": loss.detach().numpy(), "further": further}
 
 
-def named_as_te(state: dict[str, Any], is_latent: bool) -> dict[str, Any]:
+def is_sparse(args: Any) -> bool:
+    """Attention is limited to the tokens that an indexer chooses (of megatron-core 0.19)."""
+    return getattr(args, "experimental_attention_variant", None) == "dsa"
+
+
+def named_as_te(state: dict[str, Any], has_fused_norms: bool) -> dict[str, Any]:
     """Norms by the names of Transformer Engine's layers, which is what checkpoints hold."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedBase
@@ -127,7 +142,7 @@ def named_as_te(state: dict[str, Any], is_latent: bool) -> dict[str, Any]:
     moe = {v.key.removesuffix(router) for v in held if v.key.endswith(router)}
     inside, outside = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
     for v in held:
-        for name in ("q", "kv") if is_latent else ():
+        for name in ("q", "kv") if has_fused_norms else ():
             v.key = v.key.replace(f".{name}_layernorm.", f".linear_{name}_up_proj.layer_norm_")
         for old, new, is_moe in ((inside, outside, True), (outside, inside, False)):
             at, found, rest = v.key.partition(old)
@@ -178,12 +193,17 @@ def gpt(args: Any) -> Any:
 
     patch_attention()
     names = SAME + (LATENT if args.multi_latent_attention else ())
+    names += SPARSE if is_sparse(args) else ()
     said = {n: getattr(args, n) for n in names if getattr(args, n, None) is not None}
     if args.multi_latent_attention:
         said["q_lora_rank"] = args.q_lora_rank
+    # The Hadamard rotation of queries and keys, which is a CUDA kernel's, leaves their products.
+    more = {"dsa_indexer_rotate_activation": False} if is_sparse(args) else {}
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     config = kind(
         **said,
+        **more,
+        transformer_impl="local",
         num_moe_experts=args.num_experts,
         layernorm_epsilon=args.norm_epsilon,
         gated_linear_unit=args.swiglu or args.quick_geglu,
@@ -203,10 +223,13 @@ def gpt(args: Any) -> Any:
     )
     for name in (n for n in vars(args) if n.startswith("yarn_")):
         setattr(config, name, getattr(args, name))
-    spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=args.normalization
-    )
-    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    if is_sparse(args):
+        spec, mtp = sparse_spec(config), None
+    else:
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=args.normalization
+        )
+        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     return GPTModel(
         config,
         spec,
@@ -218,6 +241,28 @@ def gpt(args: Any) -> Any:
         rotary_base=args.rotary_base,
         mtp_block_spec=mtp,
     )
+
+
+def sparse_spec(config: Any) -> Any:
+    """The release's own layers of sparse attention, of local modules: its spec's function takes a
+    backend, and the one around it wants Transformer Engine."""
+    from hybrid_layers import Duplicated
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    class Backend(LocalSpecProvider):
+        """Local modules, and the linear layer that every rank has whole."""
+
+        def linear(self) -> Any:
+            return Duplicated
+
+    absorbed_mla.TELinear = Duplicated
+    backend = Backend()
+    layers = specs.get_transformer_layer_with_experimental_attention_variant_spec(config, backend)
+    norm = backend.layer_norm(rms_norm=True, for_qk=False)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 if __name__ == "__main__":

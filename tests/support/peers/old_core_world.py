@@ -80,7 +80,9 @@ def main() -> None:
     folder = sys.argv[1]
     options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(work, (folder, store.port, options), nprocs=options.get("world", 2), join=True)
+    mp.start_processes(
+        work, (folder, store.port, options), nprocs=options.get("world", 2), start_method="fork"
+    )
 
 
 def work(rank: int, folder: str, port: int, options: dict[str, Any]) -> None:

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.support.paths import PEERS
-
-SCRIPT = PEERS / "trained_world.py"
+from tests.support.peers.forked_worlds import run_forked
 
 ITERATION = "iter_0000007"
 
 
 def run_world(action: str, *, core: Path | None = None, **options: Any) -> str:
     """Run an action, of the megatron-core in the folder `core` or of the one that is installed."""
-    elsewhere = {"PYTHONPATH": str(core)} if core else {}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), action, json.dumps(options)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | elsewhere,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run_forked("trained_world.py", action, json.dumps(options), core=core)
 
 
 def read_with_torch(folder: Path) -> dict[str, torch.Tensor]:

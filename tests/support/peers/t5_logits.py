@@ -1,7 +1,9 @@
 """Real megatron-core's T5 with weights that megtool converted, against transformers' logits.
 
-python t5_logits.py RANK_FILE INPUTS: prints the largest difference, and names that either side
-lacks. INPUTS is what `torch.save` wrote of the texts, sizes and transformers' logits.
+python t5_logits.py SOURCE INPUTS [TP]: prints the largest difference, and names that either side
+lacks. SOURCE is a rank file, or the folder of an iteration that megatron-core's dist_checkpointing
+loads on TP tensor ranks. INPUTS is what `torch.save` wrote of the texts, sizes and transformers'
+logits.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ import contextlib
 import json
 import os
 import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 
 def attend(
@@ -33,7 +38,7 @@ def attend(
     return (weights @ v).permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
 
 
-def build(sizes: dict[str, int]) -> Any:
+def build(sizes: dict[str, int], tp: int) -> Any:
     """A T5 of local layers, with the norms after the last ones that Transformer Engine's has."""
     from megatron.core.models.T5.t5_model import T5Model
     from megatron.core.models.T5.t5_spec import (
@@ -51,6 +56,7 @@ def build(sizes: dict[str, int]) -> Any:
     decoder, encoder = (
         TransformerConfig(
             num_layers=n,
+            tensor_model_parallel_size=tp,
             hidden_size=sizes["hidden"],
             num_attention_heads=sizes["heads"],
             kv_channels=sizes["head"],
@@ -95,18 +101,67 @@ def local_name(name: str) -> str:
     return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 
-def main() -> None:
-    file, inputs = sys.argv[1:]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    dist.init_process_group("gloo", rank=0, world_size=1)
-    from megatron.core import parallel_state
+def load_shards(model: Any, folder: str) -> tuple[list[str], list[str]]:
+    """Load a folder by dist_checkpointing, and return names that either side lacks: no bias of the
+    output layer is in the folder, so that training has to load it with `log_all`."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
+    from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    parallel_state.initialize_model_parallel(1, 1)
+    state = {"model": model.sharded_state_dict()}
+    for value in nested_values(state):
+        if isinstance(value, ShardedBase):
+            value.key = fused_name(value.key)
+    # It calls unexpected what the folder lacks, and missing what the model does.
+    held, unexpected, missing = dist_checkpointing.load(
+        state, folder, strict=StrictHandling.RETURN_ALL
+    )
+    found = model.load_state_dict(held["model"], strict=False)
+    pairs = (missing, found.missing_keys), (unexpected, found.unexpected_keys)
+    # Transformer Engine's modules and the local ones have extra states of different modules.
+    lacking, surplus = (sorted(n for n in {*a, *b} if "_extra_state" not in n) for a, b in pairs)
+    return lacking, surplus
+
+
+def fused_name(name: str) -> str:
+    """The name of a local layer's norm in Transformer Engine's, which checkpoints have."""
+    name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+    return name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+
+
+def main() -> None:
+    source, inputs, *more = sys.argv[1:]
+    tp = int(more[0]) if more else 1
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.start_processes(work, (source, inputs, store.port, tp), nprocs=tp, start_method="fork")
+
+
+def work(rank: int, source: str, inputs: str, port: int, tp: int) -> None:
+    """One tensor rank; the first prints."""
+    warnings.filterwarnings("ignore")
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    cpu = torch.device("cpu")
+    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
+    dist.init_process_group("gloo", rank=rank, world_size=tp)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    parallel_state.initialize_model_parallel(tp, 1)
     said = torch.load(inputs, weights_only=False)
-    held = torch.load(file, weights_only=False)["model"]
-    model = build(said["sizes"])
-    weights = {local_name(n): t for n, t in held.items() if isinstance(t, torch.Tensor)}
-    found = model.load_state_dict(weights, strict=False)
+    model = build(said["sizes"], tp)
+    if Path(source).is_dir():
+        missing, unexpected = load_shards(model, source)
+    else:
+        held = torch.load(source, weights_only=False)["model"]
+        weights = {local_name(n): t for n, t in held.items() if isinstance(t, torch.Tensor)}
+        found = model.load_state_dict(weights, strict=False)
+        missing, unexpected = found.missing_keys, found.unexpected_keys
     encoder, decoder = said["encoder"], said["decoder"]
     rows, s, t = len(encoder), encoder.shape[1], decoder.shape[1]
     causal = torch.ones(t, t).triu(1).bool().expand(rows, 1, t, t)
@@ -118,13 +173,16 @@ def main() -> None:
             causal,
             torch.zeros(rows, 1, t, s, dtype=torch.bool),
         )
+        logits = gather_from_tensor_model_parallel_region(logits)
     want = said["logits"]
     answer = {
         "apart": float((logits[..., : want.shape[-1]] - want).abs().max()),
-        "missing": found.missing_keys,
-        "unexpected": found.unexpected_keys,
+        "missing": missing,
+        "unexpected": unexpected,
     }
-    print(json.dumps(answer))
+    if rank == 0:
+        print(json.dumps(answer))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -81,7 +81,12 @@ def main() -> None:
     action, folder = sys.argv[1:3]
     options = json.loads(sys.argv[3])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(work, (action, folder, store.port, options), nprocs=options.get("world", 2), join=True)
+    mp.start_processes(
+        work,
+        (action, folder, store.port, options),
+        nprocs=options.get("world", 2),
+        start_method="fork",
+    )
 
 
 if __name__ == "__main__":

@@ -90,7 +90,9 @@ def pretend_cuda() -> None:
 def main() -> None:
     action, options = sys.argv[1], json.loads(sys.argv[2])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(work, (action, store.port, options), nprocs=options.get("world", 2), join=True)
+    mp.start_processes(
+        work, (action, store.port, options), nprocs=options.get("world", 2), start_method="fork"
+    )
 
 
 def work(rank: int, action: str, port: int, options: dict[str, Any]) -> None:
