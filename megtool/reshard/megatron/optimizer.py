@@ -56,7 +56,7 @@ def choose_optimizer(
             hint="leave --optimizer-format out",
         )
     if not side.states:
-        return None
+        return _choose_for_stored_names(requested, source, side, to)
     by_weights = to == "megatron" or requested == DP_RESHARDABLE
     if by_weights and not any(":" not in name for name in side.canonical):
         raise UsageError(
@@ -91,6 +91,31 @@ def choose_optimizer(
         return requested
     is_distributed = read_sharding_type(source) is not None or source.format == "megatron"
     return FULLY_RESHARDABLE if is_distributed or side.states.get(MAIN) == "param" else None
+
+
+def _choose_for_stored_names(
+    requested: str | None, source: Catalogue, side: CanonicalView, to: str
+) -> str | None:
+    """The format of state whose names stay as they are read, since no table has the model's.
+
+    State in buckets is read by parameter, which is how `fully_reshardable` has it.
+
+    Raises:
+        MappingError: a format by the places of parameters is asked for.
+    """
+    state = next((n for n in side.canonical if is_optimizer_state(n)), None)
+    if state is None:
+        return None
+    if requested in (DP_RESHARDABLE, LEGACY):
+        raise MappingError(
+            f"optimizer state as {requested!r} needs the model's family, which is not known",
+            tensor=state,
+            hint=f"--to torch_dist --optimizer-format {FULLY_RESHARDABLE} holds the state by name; "
+            "--optimizer-format none leaves it out",
+        )
+    declared = read_sharding_type(source)
+    is_changed = declared is not None and declared != FULLY_RESHARDABLE
+    return FULLY_RESHARDABLE if to == "torch_dist" and is_changed else None
 
 
 def read_sharding_type(source: Catalogue) -> str | None:
