@@ -155,10 +155,13 @@ def test_steps_are_those_of_transformers_and_adamw(
         assert (parameter - model.get_parameter(name)).abs().max() < 1e-4, name
 
 
+@pytest.mark.parametrize(
+    "name", ["flan", *(pytest.param(n, marks=pytest.mark.slow) for n in tiny_t5.MODEL_TYPES)]
+)
 def test_a_run_goes_on_with_the_same_bits(
-    models: dict[str, tuple[Path, Any]], data: Path, tmp_path: Path
+    name: str, models: dict[str, tuple[Path, Any]], data: Path, tmp_path: Path
 ) -> None:
-    folder = models["flan"][0]
+    folder = models[name][0]
     how: dict[str, Any] = {"train_iters": 3, "eval_split": 0.2, "device": "cpu", "seq_length": 40}
     how["dist_ckpt_optim_format"] = "dp_reshardable"  # buckets, in Megatron's order of parameters
     tune(folder, tmp_path / "reference", data, **how)

@@ -28,7 +28,7 @@ class WorldError(AssertionError):
 
 
 def run_world(
-    function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0
+    function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 300.0
 ) -> list[Any]:
     """`function(rank, size, *args)` on `size` ranks with torchrun's environment; their results.
 
