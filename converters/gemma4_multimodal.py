@@ -12,7 +12,12 @@ FAMILY = Family(
         towers=(
             Tower("vision_tower.", stored="model.vision_tower."),
             Tower("embed_vision.", stored="model.embed_vision."),
-            Tower("audio_tower.", stored="model.audio_tower.", is_required=False),
+            Tower(
+                "audio_tower.",
+                stored="model.audio_tower.",
+                is_required=False,
+                projector="embed_audio.",
+            ),
             Tower("embed_audio.", stored="model.embed_audio.", is_required=False),
         ),
         verbatim=("rope_parameters",),

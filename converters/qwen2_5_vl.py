@@ -10,7 +10,7 @@ FAMILY = Family(
         texts={"qwen2_5_vl_text": "qwen2"},
         # Published files have `model.` and `visual.`; transformers 4.52 and later also the others.
         names=(("model.", ("model.", "model.language_model.")), ("lm_head.", ("lm_head.",))),
-        towers=(Tower("visual.", also=("model.visual.",)),),
+        towers=(Tower("visual.", also=("model.visual.",), projector="visual.merger."),),
         is_flat=True,
         defaults={
             "num_attention_heads": 64,

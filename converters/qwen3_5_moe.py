@@ -9,7 +9,14 @@ FAMILY = Family(
     nested=Nested(
         texts={"qwen3_5_moe_text": "qwen3_5_moe_text"},
         names=(("model.", ("model.language_model.",)), ("lm_head.", ("lm_head.",))),
-        towers=(Tower("visual.", stored="model.visual.", megatron=QWEN_VISION),),
+        towers=(
+            Tower(
+                "visual.",
+                stored="model.visual.",
+                projector="visual.merger.",
+                megatron=QWEN_VISION,
+            ),
+        ),
         # The sections of rotary embedding for images: text has one position in all of them.
         verbatim=("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"),
     ),

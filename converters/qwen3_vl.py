@@ -9,7 +9,14 @@ FAMILY = Family(
     nested=Nested(
         texts={"qwen3_vl_text": "qwen3"},
         names=(("model.", ("model.language_model.",)), ("lm_head.", ("lm_head.",))),
-        towers=(Tower("visual.", stored="model.visual.", megatron=QWEN_VISION),),
+        towers=(
+            Tower(
+                "visual.",
+                stored="model.visual.",
+                projector="visual.merger.",
+                megatron=QWEN_VISION,
+            ),
+        ),
         defaults={
             "num_attention_heads": 32,
             "num_key_value_heads": 32,

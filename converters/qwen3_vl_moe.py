@@ -9,7 +9,14 @@ FAMILY = Family(
     nested=Nested(
         texts={"qwen3_vl_moe_text": "qwen3_moe"},
         names=(("model.", ("model.language_model.",)), ("lm_head.", ("lm_head.",))),
-        towers=(Tower("visual.", stored="model.visual.", megatron=QWEN_VISION),),
+        towers=(
+            Tower(
+                "visual.",
+                stored="model.visual.",
+                projector="visual.merger.",
+                megatron=QWEN_VISION,
+            ),
+        ),
         # Files have all experts of a layer in two tensors, with columns as rows.
         first_rows=(
             Row(

@@ -47,13 +47,23 @@ class Read:
     unmatched: list[str] = field(default_factory=list)
 
 
-def _other_count(index: str, config: ModelConfig) -> str:
-    """A hint about a stored tensor whose index is beyond what the configuration counts."""
+def _other_count(index: str, config: ModelConfig, *, has_mtp: bool) -> str:
+    """A hint about a stored tensor whose index is beyond what the configuration counts.
+
+    `has_mtp` says whether the family numbers layers of multi-token prediction behind the others.
+    """
     hint = "the configuration belongs to another model"
     if index in ("l", "m") and config.num_mtp_layers:
         hint += (
             ", or the tensors are of more layers of multi-token prediction than the "
             f"{config.num_mtp_layers} it counts: correct that number, or --exclude GLOB"
+        )
+    elif index == "l" and config.layer_kinds:
+        hint += ", or its list of layers is too short"
+    elif index == "l" and has_mtp:
+        hint += (
+            ", or it counts no layer of multi-token prediction (num_nextn_predict_layers), and the "
+            "tensors are of one: correct that number, or --exclude GLOB"
         )
     return hint
 
@@ -78,6 +88,7 @@ class Binding:
     def __init__(self, table: Table, model: CanonicalModel) -> None:
         self.model = model
         self.rows = [x for r in table if isinstance(r, Row) for x in without_computed(r, model)]
+        self._has_mtp = any(isinstance(r, Row) and "{num_layers+m}" in r.stored for r in table)
         self.drops = [r for r in table if isinstance(r, Dropped)]
         self.towers = [r for r in table if isinstance(r, Tower)]
         self._layouts: dict[tuple[int, int], TensorLayout] = {}
@@ -185,7 +196,7 @@ class Binding:
                     beyond = MappingError(
                         f"{name!r} is {n}={v}, but {DOMAINS[n]} is {self.model.size(n)}",
                         tensor=name,
-                        hint=_other_count(n, self.model.config),
+                        hint=_other_count(n, self.model.config, has_mtp=self._has_mtp),
                     )
                     break
             else:

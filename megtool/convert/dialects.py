@@ -119,15 +119,15 @@ def read_side(
         model = CanonicalModel(config, model.vocabulary, blocks)
     if unmatched:
         raise UnknownTensorsError(
-            f"{len(unmatched)} stored tensors are not known to "
+            f"{_count(len(unmatched), 'stored tensor')} not known to "
             f"{family.name if family else dialect!r}: {summarize(unmatched)}",
             tensor=unmatched[0],
-            hint=_what_to_do(unmatched),
+            hint=_what_to_do(unmatched, _table(dialect, family, per_layer=True), model),
         )
     absent, flags = missing(out.canonical, model)
     if absent and not partial:
         raise MappingError(
-            f"{len(absent)} tensors are missing: {summarize(absent)}",
+            f"{_count(len(absent), 'tensor')} missing: {summarize(absent)}",
             tensor=absent[0],
             hint=_say_absent(absent, config),
             error_id="missing-tensors",
@@ -138,17 +138,26 @@ def read_side(
 
 
 def _check_towers(family: Family | None, canonical: Collection[str]) -> None:
-    """Check that every part of a larger model is there.
+    """Check that every part of a larger model is there, with what projects its outputs.
 
     Raises:
         MappingError: one has no tensor.
     """
-    for tower in family.towers if family else ():
-        if tower.is_required and not any(n.startswith(tower.name) for n in canonical):
+    towers = family.towers if family else ()
+    stored = {t.name: t.prefixes[0] for t in towers}
+    for tower in towers:
+        prefixes = [tower.name] if tower.is_required else []
+        if any(n.startswith(tower.name) for n in canonical) and tower.projector:
+            prefixes.append(tower.projector)
+        for part in prefixes:
+            if any(n.startswith(part) for n in canonical):
+                continue
+            begin = next(s + part.removeprefix(n) for n, s in stored.items() if part.startswith(n))
             raise MappingError(
-                f"there is no tensor {tower.prefixes[0] + '*'!r}, which every model of family "
-                f"{family.name if family else ''!r} has",
-                tensor=tower.prefixes[0] + "*",
+                f"there is no tensor {begin + '*'!r}, which every model of family "
+                f"{family.name if family else ''!r} has"
+                + (f" beside {tower.prefixes[0] + '*'!r}" if part != tower.name else ""),
+                tensor=begin + "*",
                 hint="the checkpoint is incomplete; a text model alone has the class of a text "
                 "model in `architectures` of its config.json",
                 error_id="missing-tensors",
@@ -166,8 +175,9 @@ def _numbered_as(
 def _say_absent(absent: Sequence[str], config: ModelConfig) -> str:
     """A hint about canonical tensors that are missing."""
     if all(name.startswith("mtp.") for name in absent):
+        num = "1 layer" if config.num_mtp_layers == 1 else f"{config.num_mtp_layers} layers"
         return (
-            f"the configuration counts {config.num_mtp_layers} layers of multi-token prediction: "
+            f"the configuration counts {num} of multi-token prediction: "
             "either it is another number, or the checkpoint is incomplete; --exclude GLOB leaves "
             "such a layer out as a whole"
         )
@@ -177,12 +187,26 @@ def _say_absent(absent: Sequence[str], config: ModelConfig) -> str:
 _QUANTIZED = (".weight_scale", ".weight_packed", ".qweight", "_blocks", "_scales")
 
 
-def _what_to_do(unknown: Sequence[str]) -> str:
-    """A hint about stored tensors that no table knows."""
+def _count(number: int, noun: str) -> str:
+    return f"1 {noun} is" if number == 1 else f"{number} {noun}s are"
+
+
+def _what_to_do(unknown: Sequence[str], table: Table, model: CanonicalModel) -> str:
+    """A hint about stored tensors that no row holds: of this model, or of none of its family."""
     if any(mark in n for n in unknown for mark in _QUANTIZED):
         return (
             "they look like parts of quantized weights, which are read where config.json has the "
             "quantization_config they were saved with"
+        )
+    if all(map(Binding(table, model).knows, unknown)):
+        kinds = (
+            "its list of layers is another model's"
+            if model.config.layer_kinds
+            else ("a setting is another model's")
+        )
+        return (
+            "the family has them, but not in such layers by this configuration: "
+            f"{kinds}, or --exclude GLOB leaves them out"
         )
     return "exclude them, or add rows for them to the family's table"
 

@@ -90,9 +90,11 @@ class LayerKinds(Setting):
             every = (stored.get(self.every_key) if self.every_key else None) or self.every
             linear, full = self.kinds[0][1], self.kinds[1][1]
             return [linear if (i + 1) % every else full for i in range(layers)]
-        key = self.key if self.key in stored or not self.pattern_key else self.pattern_key
+        by_pattern = self.key not in stored and stored.get(self.pattern_key or "") is not None
+        key = (self.pattern_key if by_pattern else None) or self.key
         if not isinstance(listed, Sequence) or not 0 < len(listed) <= MOST_LAYERS:
-            raise MappingError(f"{key} is {str(listed)[:80]!r}", hint="one kind for each layer")
+            problem = f"is {str(listed)[:80]!r}" if listed is not None else "is missing"
+            raise MappingError(f"{key} {problem}", hint="one kind for each layer")
         if unknown := [k for k in listed if not isinstance(k, str) or k not in by_name]:
             raise MappingError(
                 f"{key} has a layer of the kind {unknown[0]!r}",

@@ -336,15 +336,17 @@ class Tower:
 
     All tensors whose names begin with `name` are, and the rest of a name may be anything.
     `stored` is how their names begin in Hugging Face folders, if not with `name`; `also` are other
-    beginnings accepted when reading. A part that `is_required` has at least one tensor. `megatron`
-    are the names of a tower that Megatron-Bridge has as Megatron's layers: Megatron's formats are
-    read with either names, and written with these where `writes_megatron` says so.
+    beginnings accepted when reading. A part that `is_required` has at least one tensor. A part with
+    tensors needs those whose names, like its own, begin with `projector`. `megatron` are the names
+    of a tower that Megatron-Bridge has as Megatron's layers: Megatron's formats are read with
+    either names, and written with these where `writes_megatron` says so.
     """
 
     name: str
     stored: str = ""
     also: tuple[str, ...] = ()
     is_required: bool = True
+    projector: str = ""
     megatron: TowerNames | None = None
     writes_megatron: bool = False
 

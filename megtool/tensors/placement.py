@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,6 +110,13 @@ def _recut(p: Placement, suffixes: list[int]) -> Placement:
         dims.append(p.dims[j])
         mults.append(p.mults[j] * (inner // full_strides[j]))
     return replace(p, shape=tuple(shape), dims=tuple(dims), mults=tuple(mults))
+
+
+def place_in(stored: NDArray[Any], p: Placement) -> NDArray[Any]:
+    """The elements of a stored array where `p` has a canonical tensor, as a view of its shape."""
+    corner = stored[tuple(slice(n, None) for n in p.base)]
+    steps = [m * stored.strides[d] for d, m in zip(p.dims, p.mults, strict=True)]
+    return np.lib.stride_tricks.as_strided(corner, p.shape, steps)
 
 
 def narrow(p: Placement, lo: Sequence[int], hi: Sequence[int]) -> Placement:

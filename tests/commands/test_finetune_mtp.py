@@ -176,7 +176,7 @@ def test_a_tensor_that_is_missing_is_named(
     held = weights(model)
     del held[f"model.layers.3.{missing}.weight"]
     save_file(held, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(MappingError, match=r"1 tensors are missing: 'mtp\.1\.") as caught:
+    with pytest.raises(MappingError, match=r"1 tensor is missing: 'mtp\.1\.") as caught:
         finetune(broken, tmp_path / "out", data=[str(data)], seq_length=32)
     assert "counts 2 layers of multi-token prediction" in (caught.value.hint or "")
 

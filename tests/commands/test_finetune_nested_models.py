@@ -80,6 +80,18 @@ def test_finetune_saves_towers_unchanged(gemma: Path, tuned: Path, tmp_path: Pat
     assert verify(tuned).exit_status == 0
 
 
+def test_finetune_saves_towers_under_megatrons_names(data: Path, tmp_path: Path) -> None:
+    source = save(QWEN, tmp_path / "hf")
+    options: dict[str, Any] = {"train_iters": 1, "seq_length": 32, "threads": 1, "fsync": False}
+    finetune(source, tmp_path / "tuned", data=[str(data)], lr=1e-3, **options)
+    names = {t.name for t in open_source(tmp_path / "tuned").catalogue.tensors}
+    assert "vision_model.decoder.layers.self_attention.linear_qkv.weight" in names
+    reshard(tmp_path / "tuned", tmp_path / "back", to="hf", fsync=False)
+    before, after = stored(source), stored(tmp_path / "back")
+    assert after.keys() == before.keys()
+    assert {n for n in before if after[n] == before[n]} == {n for n in before if ".visual." in n}
+
+
 def test_state_of_the_text_model_is_resharded(tuned: Path, tmp_path: Path) -> None:
     reshard(tuned, tmp_path / "two", tp=2, pp=2, fsync=False)
     reshard(tmp_path / "two", tmp_path / "dcp", to="dcp", fsync=False)

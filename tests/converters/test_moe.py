@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -27,7 +28,7 @@ from megtool.tensors.sharded import GlobalTensor
 from tests.support.errors import raises
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored
-from tests.support.models import mtp_models
+from tests.support.models import moe_models, mtp_models
 from tests.support.models.moe_cases import (
     CASES,
     DEEPSEEK,
@@ -42,6 +43,7 @@ from tests.support.models.moe_cases import (
     save,
     with_mtp,
 )
+from tests.support.models.tiny_model import tiny_model
 from tests.support.runs.loading import source_of
 
 IDS = [f"{name}-{i}" for i, (name, _, _) in enumerate([*CASES, *MORE])]
@@ -262,7 +264,7 @@ def test_a_missing_tensor_of_multi_token_prediction_is_named(name: str, tmp_path
     held = load_file(file)
     del held[lost]
     save_file(held, file, metadata={"format": "pt"})
-    with raises(MappingError, "1 tensors are missing", "proj.weight", id="missing-tensors"):
+    with raises(MappingError, "1 tensor is missing", "proj.weight", id="missing-tensors"):
         open_source(tmp_path)
 
 
@@ -533,3 +535,20 @@ def test_yarn_reaches_megatrons_args() -> None:
     assert args["window_size"] == (127, 0)
     assert megatron_limits(config, family("deepseek_v2")) == []
     assert megatron_limits(oss, family("gpt_oss")) == []
+
+
+@pytest.mark.parametrize(
+    ("layers", "told"),
+    [
+        (["moe", "linear_attention", "full_attention", "mlp"], "list of layers is another model's"),
+        (["linear_attention", "moe", "full_attention"], "list of layers is too short"),
+    ],
+)
+def test_a_list_of_layers_that_does_not_fit_is_told(
+    layers: list[str], told: str, tmp_path: Path
+) -> None:
+    tiny_model("nemotron_h", tmp_path, **moe_models.HYBRID)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"layers_block_type": layers}))
+    with raises(MappingError, "backbone.layers.", hint=told):
+        reshard(tmp_path, tmp_path / "out", to="torch_dist", fsync=False)

@@ -374,6 +374,16 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     assert caught.value.id == "unsupported-model"
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
+def test_a_tower_without_its_projector_is_named(family: str, tmp_path: Path) -> None:
+    next(c for c in CASES if c.family == family).build(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    held = {n: t for n, t in load_file(file).items() if ".merger." not in n}
+    save_file(held, file, {"format": "pt"})
+    with raises(MappingError, "visual.merger.*", "visual.*", id="missing-tensors", hint=True):
+        reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
+
+
 def test_a_text_model_of_an_unknown_type_is_named(tmp_path: Path) -> None:
     MISTRAL.build(tmp_path / "hf")
     edit_config(tmp_path / "hf", lambda config: config["text_config"].update(model_type="other"))

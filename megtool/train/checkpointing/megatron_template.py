@@ -33,7 +33,8 @@ from megtool.reshard.megatron.dp_reshardable_writer import (
 from megtool.reshard.megatron.optimizer import NONE, choose_bucket_settings, warn_unknown_order
 from megtool.reshard.source import CheckpointSource, unknown_model
 from megtool.reshard.target import make_target
-from megtool.reshard.writers.target_spec import TargetOptions
+from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.tensors.placement import place_in
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:
@@ -93,26 +94,36 @@ def make_save_template(
             if path.removeprefix(folder) not in (".metadata", COMMON_FILE, CONFIG_FILE)
             and path.startswith(folder)
         },
-        carried=_load_towers(weights) if carries else {},
+        carried=_load_towers(weights, target) if carries else {},
         plan_buckets=partial(_plan_buckets, opened, tensors, opened.model.config, parallel, run),
     )
 
 
-def _load_towers(opened: CheckpointSource) -> dict[str, Tensor]:
-    """The parts of a model other than its text, as they are stored, in memory."""
+def _load_towers(opened: CheckpointSource, target: Target) -> dict[str, Tensor]:
+    """The parts of a model other than its text as the target stores them, in memory."""
     import torch
 
+    whole: dict[str, np.ndarray[Any, Any]] = {}
     names = opened.view.towers()
-    out: dict[str, Tensor] = {}
     if not names:
-        return out
+        return {}
+    sizes = {t.name: t.shape for t in target.side.tensors}
+    kinds: dict[str, torch.dtype] = {}
     with CheckpointReader(opened.catalogue, Files()) as reader:
         for name in names:
-            view = reader.open_canonical(opened.placement_of(name))
-            elements = np.atleast_1d(view.read()).view(np.uint8)
-            kind: torch.dtype = getattr(torch, opened.view.canonical[name].dtype.name)
-            out[name] = torch.from_numpy(elements).view(kind).reshape(view.shape)
-    return out
+            values = reader.open_canonical(opened.placement_of(name)).read()
+            placement = target.side.placements[name]
+            stored = placement.stored
+            kinds[stored] = getattr(torch, opened.view.canonical[name].dtype.name)
+            into = whole.setdefault(stored, np.zeros(sizes[stored], values.dtype))
+            place_in(into, placement)[...] = values.reshape(placement.shape)
+    return {
+        # numpy lacks the dtypes that elements may have, and a scalar's bytes are no array.
+        stored: torch.from_numpy(elements.reshape(-1).view(np.uint8))
+        .view(kinds[stored])
+        .reshape(elements.shape)
+        for stored, elements in whole.items()
+    }
 
 
 def _without_optimizer(opened: CheckpointSource) -> CheckpointSource:
