@@ -130,6 +130,10 @@ for _name, _seed, _eps in (("nemotron_h", 4, 0.01), ("nemotron_h-latent", 2, 0.1
     MOE[_name] = partial(
         moe_models.transformers_model, _name, seed=_seed, layer_norm_epsilon=_eps, **FOUR
     )
+# So do norms after experts alone.
+MOE["flex_olmo"] = partial(
+    moe_models.transformers_model, "flex_olmo", seed=1, rms_norm_eps=0.1, **FOUR
+)
 MOE["granitemoehybrid"] = partial(
     moe_models.transformers_model,
     "granitemoehybrid",
