@@ -15,195 +15,21 @@ import torch
 from megtool.config import ParallelConfig
 from megtool.data.packing import PackedRows
 from megtool.errors import LayoutError, TrainingError, UsageError
-from megtool.model.decoder import Decoder
-from megtool.parallel.process_groups import ProcessGroups
-from megtool.reshard.open_source import open_decoder
-from megtool.train.build_model import load_for_training
 from megtool.train.collate import collate_rows
 from megtool.train.config import TrainConfig
 from megtool.train.evaluation import evaluate
 from megtool.train.features.registry import TrainingFeatures
-from megtool.train.loop import TrainJob, TrainOutcome, TrainState, patience_exhausted, train
-from megtool.train.run_log import RunLog
-from megtool.train.run_plan import RunPlan, freeze, make_lr_schedule, make_optimizer, plan_run
+from megtool.train.loop import patience_exhausted
+from megtool.train.run_plan import RunPlan, plan_run
 from tests.support.errors import raises
-from tests.support.models import moe_models, tiny_text
-from tests.support.models.dense_cases import (
-    ALPHA,
-    GEMMA4_SMALL,
-    LATENT,
-    LOCAL,
-    NEO,
-    NEW_FALCON,
-    PADDED,
-)
-from tests.support.models.dense_decoders import ALIBI, CASES, MIXED, MUP, fill_spread
-from tests.support.models.moe_cases import (
-    AFMOE,
-    EXAONE,
-    FLEX,
-    GEMMA4_EXPERTS,
-    GLM,
-    HUNYUAN,
-    HY3,
-    MISTRAL4,
-    PHIMOE,
-    SOLAR,
-)
-from tests.support.models.openelm_model import LAYERS
-from tests.support.models.tiny_model import TIED, UNTIED, Case
-from tests.support.models.unequal_layers import BLOCKS
-from tests.support.runs.numbered_data import LENGTH, MaskedNumbers, Numbers
+from tests.support.models import tiny_text
+from tests.support.runs.loop_runs import job, load, losses, run
+from tests.support.runs.numbered_data import LENGTH, Numbers
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_text.save(tmp_path_factory.mktemp("made") / "model")
-
-
-def load(model: Path, dtype: str = "float32") -> list[Decoder]:
-    torch.set_num_threads(1)
-    stored = open_decoder(model, encoders=True)
-    return load_for_training(stored, ProcessGroups.alone(), dtype=dtype, threads=1)
-
-
-def job(
-    model: Path, *, folder: Path | None = None, dtype: str = "float32", **options: Any
-) -> TrainJob:
-    settings = TrainConfig(**{"train_iters": 4, "lr": 1e-3, "global_batch_size": 4} | options)
-    stages = load(model, dtype)
-    freeze(stages, settings.freeze)
-    plan = plan_run(settings, seq_length=LENGTH, num_samples=12, layout=ParallelConfig())
-    return TrainJob(
-        stages=stages,
-        optimizer=make_optimizer(stages, settings, plan, ProcessGroups.alone()),
-        dataset=Numbers(),
-        plan=plan,
-        settings=settings,
-        schedule=make_lr_schedule(settings, plan),
-        log=RunLog(folder or Path(model) / "logs"),
-    )
-
-
-def run(job: TrainJob) -> TrainOutcome:
-    with job.log:
-        return train(job, TrainState())
-
-
-def losses(job: TrainJob) -> list[float]:
-    run(job)
-    return [loss for _, loss in job.log.losses()]
-
-
-CONSTANT: dict[str, Any] = {
-    "train_iters": 5,
-    "clip_grad": 0.0,
-    "weight_decay": 0.1,
-    "lr_decay_style": "constant",
-}
-PARALLEL = {"use_parallel_residual": True}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-NO_PDROP = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-DENSE_GRANITE = {
-    "num_local_experts": 0,
-    "shared_intermediate_size": 40,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-SPARSE = UNTIED | moe_models.SIZES | moe_models.CASES["deepseek_v32"][2]
-COMPRESSED = UNTIED | moe_models.SIZES | moe_models.CASES["deepseek_v4"][2]
-OF_TRANSFORMERS = [
-    Case("llama", UNTIED, "llama"),
-    Case("nemotron_nas", UNTIED | {"num_hidden_layers": 4, "block_configs": BLOCKS}, "blocks"),
-    next(c for c in CASES if c.family == "gemma4"),
-    Case("mistral4", MISTRAL4 | {"intermediate_size": 40}, "mistral4"),
-    *(
-        pytest.param(case, marks=pytest.mark.slow)
-        for case in (
-            Case("gemma4", UNTIED | GEMMA4_SMALL | {"rms_norm_eps": 1e-3}, "gemma4-small"),
-            Case("gemma4", UNTIED | {"num_hidden_layers": 4} | GEMMA4_EXPERTS, "gemma4-experts"),
-            Case("arcee", UNTIED, "arcee"),
-            Case("helium", UNTIED | {"head_dim": 8}, "helium"),
-            Case("dots1", GLM | {"norm_topk_prob": True, "num_experts_per_tok": 2}, "dots1"),
-            Case("hunyuan_v1_dense", UNTIED | ALPHA | {"head_dim": 8}, "hunyuan_v1_dense"),
-            Case("hunyuan_v1_moe", HUNYUAN | {"num_experts_per_tok": 2}, "hunyuan_v1_moe"),
-            Case("solar_open", SOLAR | {"num_experts_per_tok": 2}, "solar_open"),
-            Case("exaone_moe", EXAONE | {"num_experts_per_tok": 2}, "exaone_moe"),
-            Case("openelm", TIED | LAYERS, "openelm"),
-            Case("apertus", UNTIED, "apertus"),
-            Case("glm", UNTIED | {"head_dim": 8}, "glm"),
-            Case("phi", UNTIED, "phi"),
-            Case("hyperclovax", UNTIED, "hyperclovax"),
-            Case("youtu", TIED | LATENT, "youtu"),
-            Case("olmo", UNTIED, "olmo"),
-            Case("nanochat", UNTIED, "nanochat"),
-            Case("falcon", TIED, "falcon-7b"),
-            Case("falcon", UNTIED | NEW_FALCON, "falcon-40b"),
-            Case("persimmon", UNTIED, "persimmon"),
-            Case("gptj", UNTIED | {"rotary_dim": 4}, "gptj"),
-            Case("hy_v3", HY3, "hy_v3"),
-            *ALIBI,
-            Case("opt", TIED | {"dropout": 0.0}, "opt"),
-            Case("codegen", UNTIED | {"rotary_dim": 4}, "codegen"),
-            Case("gpt_bigcode", TIED | NO_PDROP, "gpt_bigcode"),
-            Case("gpt_neo", TIED | NEO, "gpt_neo"),
-            Case("jais2", UNTIED, "jais2"),
-            Case("afmoe", AFMOE, "afmoe"),
-            Case("flex_olmo", FLEX, "flex_olmo"),
-            Case("vaultgemma", TIED | {"head_dim": 8, "sliding_window": 6}, "vaultgemma"),
-            Case("cwm", UNTIED | {"head_dim": 8, "sliding_window": 6}, "cwm"),
-            Case("ministral", UNTIED | {"head_dim": 8, "sliding_window": 6}, "ministral"),
-            Case("stablelm", UNTIED, "stablelm"),
-            Case("stablelm", UNTIED | {"qk_layernorm": True}, "stablelm-qk-norms"),
-            Case("phi", UNTIED | {"qk_layernorm": True}, "phi-qk-norms"),
-            Case("stablelm", TIED | PARALLEL, "stablelm-parallel"),
-        )
-    ),
-    Case("bamba", TIED | MIXED | {"attn_layer_indices": [1]}, "bamba"),
-    Case("granitemoehybrid", UNTIED | MIXED | DENSE_GRANITE, "granite 4"),
-    Case("falcon_h1", UNTIED | MUP, "falcon_h1"),
-    Case("roberta", TIED | PADDED | NO_DROPOUT | {"max_position_embeddings": 18}, "roberta"),
-    # The indexer has no gradient, and stays as it is.
-    Case("deepseek_v32", SPARSE, "deepseek_v32"),
-    Case("deepseek_v4", COMPRESSED, "deepseek_v4"),
-    Case("modernbert", TIED | LOCAL | {"num_hidden_layers": 4}, "modernbert"),
-]
-
-
-@pytest.mark.parametrize("case", OF_TRANSFORMERS, ids=str)
-def test_a_run_of_a_family_is_that_of_transformers_and_adamw(case: Case, tmp_path: Path) -> None:
-    theirs = case.build(tmp_path / "model", attn_implementation="eager", fill=fill_spread).train()
-    mine, data = job(tmp_path / "model", folder=tmp_path / "logs", **CONSTANT), Numbers()
-    positions = torch.arange(LENGTH)[None]
-    if mine.stages[0].config.bidirectional:
-        data = MaskedNumbers()
-        positions = positions + mine.stages[0].config.position_offset
-    found = losses(replace(mine, dataset=data))
-    # Norms of heads, each for itself, are the rows of one matrix, as in Command R+.
-    split = {n: p.dim() > 1 or ".norms." in n for n, p in theirs.named_parameters()}
-    plain = [p for n, p in theirs.named_parameters() if not split[n]]
-    decay = [p for n, p in theirs.named_parameters() if split[n]]
-    adam = torch.optim.AdamW(
-        [{"params": decay}, {"params": plain, "weight_decay": 0.0}], lr=1e-3, weight_decay=0.1
-    )
-    expected = []
-    for step in range(5):
-        batch, labels = collate_rows(data.rows(4 * step, 4), torch.device("cpu"))
-        logits = theirs(batch.tokens_BS, position_ids=positions).logits.float()
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        adam.zero_grad()
-        loss.backward()
-        expected.append(loss.item())
-        adam.step()
-    assert expected[-1] != pytest.approx(expected[0], rel=1e-2)
-    assert found == pytest.approx(expected, rel=1e-5)
-
-
-def test_experts_that_are_drawn_by_chance_in_training_are_not_trained(tmp_path: Path) -> None:
-    """Phi-MoE's: transformers samples them."""
-    case = Case("phimoe", UNTIED | PHIMOE | {"num_experts_per_tok": 2})
-    case.build(tmp_path / "model")
-    with raises(UsageError, "sampled", "SparseMixer", hint="evaluate"):
-        losses(job(tmp_path / "model", folder=tmp_path / "logs"))
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.5])

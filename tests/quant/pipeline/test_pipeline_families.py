@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megtool import evaluate, export, generate, lint, quantize, reshard, verify
+from megtool.convert.families import families, family_names
 from megtool.errors import FormatError, MappingError, RecipeError
 from megtool.inference.load import load
 from megtool.model.batch import Batch
@@ -110,6 +111,21 @@ CASES = [
     *(pytest.param("qwen3_5_moe_text", r, marks=pytest.mark.slow) for r in ("fp8", "nvfp4")),
     *(pytest.param(n, "fp8", marks=pytest.mark.slow) for n in family_models.MORE),
 ]
+
+
+NOT_QUANTIZED = {
+    **dict.fromkeys(
+        ("bert", "bert_post_norm", "roberta", "modernbert", "t5", "mt5", "umt5"),
+        "encoders: no engine loads them quantized",
+    ),
+    **dict.fromkeys(("bailing_moe_v2", "mimo"), "transformers has no class"),
+}
+
+
+def test_every_decoder_family_is_here() -> None:
+    covered = {name.partition("-")[0] for name in family_models.FAMILIES}
+    covered |= {f.name for f in families() if f.nested}  # tests/commands: as their text models
+    assert covered | set(NOT_QUANTIZED) == set(family_names())
 
 
 def logits(folder: Path, settlement: QParams, *, weights: bool) -> Tensor:

@@ -186,12 +186,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_h1": _MIXED | {"num_key_value_heads": 1, "intermediate_size": 256, "mamba_d_ssm": 128},
 }
 
+_LATENT = {
+    "num_key_value_heads": 2,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
+_INDEXER = {"index_n_heads": 4, "index_head_dim": 64, "index_topk": 8}
 _SIGMOID = {
     "moe_intermediate_size": 64,
     "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
 }
+
+_SHARED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
 
 MORE: dict[str, dict[str, Any]] = {
     "phimoe": _GROUPED
@@ -221,15 +232,7 @@ MORE: dict[str, dict[str, Any]] = {
     "vaultgemma": _GROUPED | {"intermediate_size": 256, "sliding_window": 16},
     "cwm": _GROUPED | {"intermediate_size": 256, "sliding_window": 16},
     "ministral": _GROUPED | {"intermediate_size": 256, "sliding_window": 16},
-    "youtu": {
-        "num_key_value_heads": 2,
-        "intermediate_size": 256,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 64,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 32,
-        "v_head_dim": 64,
-    },
+    "youtu": _LATENT | {"intermediate_size": 256},
     "olmo": {"num_key_value_heads": 1, "intermediate_size": 256},
     "nanochat": {"num_key_value_heads": 1, "intermediate_size": 256},
     "stablelm": {"num_key_value_heads": 1, "intermediate_size": 256},
@@ -250,6 +253,49 @@ MORE: dict[str, dict[str, Any]] = {
     "hy_v3": _GROUPED
     | {"moe_intermediate_size": 64, "intermediate_size": 128}
     | {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1},
+    "llama": _GROUPED | {"intermediate_size": 256},
+    "arcee": _GROUPED | {"intermediate_size": 256},
+    "exaone4": _GROUPED | {"intermediate_size": 256, "sliding_window": 16, "num_hidden_layers": 4},
+    "gemma": _GROUPED | {"intermediate_size": 256},
+    "gemma2": _GROUPED | {"intermediate_size": 256, "sliding_window": 16},
+    "gemma3": _GROUPED
+    | {
+        "intermediate_size": 256,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "glm4": _GROUPED | {"intermediate_size": 256},
+    "granite": {"num_key_value_heads": 1, "intermediate_size": 256},
+    "helium": _GROUPED | {"intermediate_size": 256},
+    "ministral3": _GROUPED | {"intermediate_size": 256},
+    "nemotron": _GROUPED | {"intermediate_size": 256},
+    "qwen2": {"num_key_value_heads": 1, "intermediate_size": 256},
+    "qwen3": _GROUPED | {"intermediate_size": 256},
+    "smollm3": {"num_key_value_heads": 1, "intermediate_size": 256, "num_hidden_layers": 4},
+    "starcoder2": {"num_key_value_heads": 1, "intermediate_size": 256},
+    "mixtral": _EXPERTS | {"num_key_value_heads": 1, "intermediate_size": 64},
+    "olmoe": {"intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
+    "minimax_m2": _GROUPED | _EXPERTS | {"intermediate_size": 64, "rotary_dim": 32},
+    "ernie4_5_moe": {"num_key_value_heads": 1, "intermediate_size": 128}
+    | {"moe_intermediate_size": 64, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1}
+    | {"moe_layer_start_index": 1},
+    "qwen2_moe": _ONE_FOR_ALL | {"num_key_value_heads": 1, "intermediate_size": 128},
+    "qwen3_moe": _GROUPED
+    | {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
+    "dots1": _GROUPED | _SIGMOID | _SHARED | {"intermediate_size": 128, "norm_topk_prob": True},
+    "glm4_moe": _GROUPED | _SIGMOID | _SHARED | {"intermediate_size": 128},
+    "deepseek_v2": _LATENT | _SIGMOID | _SHARED | {"intermediate_size": 128},
+    "deepseek_v3": _LATENT | _SIGMOID | _SHARED | {"intermediate_size": 128},
+    "deepseek_v32": _LATENT | _SIGMOID | _SHARED | _INDEXER | {"intermediate_size": 128},
+    "glm_moe_dsa": _LATENT
+    | _SIGMOID
+    | _SHARED
+    | _INDEXER
+    | {"intermediate_size": 128, "indexer_types": ["full", "shared"]},
+    "glm4_moe_lite": _LATENT
+    | _SIGMOID
+    | {k: v for k, v in _SHARED.items() if k != "first_k_dense_replace"}
+    | {"intermediate_size": 128},
 }
 """Families of the slow tests."""
 

@@ -1,0 +1,53 @@
+"""Runs of the training loop without the command: a model, `Numbers`, and what it logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megtool.config import ParallelConfig
+from megtool.model.decoder import Decoder
+from megtool.parallel.process_groups import ProcessGroups
+from megtool.reshard.open_source import open_decoder
+from megtool.train.build_model import load_for_training
+from megtool.train.config import TrainConfig
+from megtool.train.loop import TrainJob, TrainOutcome, TrainState, train
+from megtool.train.run_log import RunLog
+from megtool.train.run_plan import freeze, make_lr_schedule, make_optimizer, plan_run
+from tests.support.runs.numbered_data import LENGTH, Numbers
+
+
+def load(model: Path, dtype: str = "float32") -> list[Decoder]:
+    torch.set_num_threads(1)
+    stored = open_decoder(model, encoders=True)
+    return load_for_training(stored, ProcessGroups.alone(), dtype=dtype, threads=1)
+
+
+def job(
+    model: Path, *, folder: Path | None = None, dtype: str = "float32", **options: Any
+) -> TrainJob:
+    settings = TrainConfig(**{"train_iters": 4, "lr": 1e-3, "global_batch_size": 4} | options)
+    stages = load(model, dtype)
+    freeze(stages, settings.freeze)
+    plan = plan_run(settings, seq_length=LENGTH, num_samples=12, layout=ParallelConfig())
+    return TrainJob(
+        stages=stages,
+        optimizer=make_optimizer(stages, settings, plan, ProcessGroups.alone()),
+        dataset=Numbers(),
+        plan=plan,
+        settings=settings,
+        schedule=make_lr_schedule(settings, plan),
+        log=RunLog(folder or Path(model) / "logs"),
+    )
+
+
+def run(job: TrainJob) -> TrainOutcome:
+    with job.log:
+        return train(job, TrainState())
+
+
+def losses(job: TrainJob) -> list[float]:
+    run(job)
+    return [loss for _, loss in job.log.losses()]
