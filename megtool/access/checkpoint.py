@@ -201,10 +201,10 @@ def stream(
         dtype=dtype,
         framework=framework,
     )
-    return _stream(view, progress)
+    return stream_view(view, progress)
 
 
-def _stream(view: NamedView, progress: Progress) -> Iterator[tuple[str, Any]]:
+def stream_view(view: NamedView, progress: Progress = silent) -> Iterator[tuple[str, Any]]:
     """The tensors of a view, the next batch read while one is used."""
     total = view.num_bytes
     for batch in _read_ahead(view):
@@ -241,4 +241,4 @@ def in_batches(items: Iterable[T], num_bytes: Callable[[T], int]) -> Iterator[li
         yield batch
 
 
-__all__ = ["NAMINGS", "Checkpoint", "open_checkpoint", "stream"]
+__all__ = ["NAMINGS", "Checkpoint", "in_batches", "open_checkpoint", "stream", "stream_view"]

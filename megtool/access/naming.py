@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megtool.access.rank_cut import cut_for_rank
+from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.megatron_metadata import vocab_divisor
 from megtool.config import ParallelConfig
 from megtool.convert.canonical_view import CanonicalView, TargetView
@@ -124,6 +125,19 @@ def fitting_namings(
                 reasons.append(f"{candidate}: {e.message}")
             continue
         yield named
+
+
+def name_as_stored(catalogue: Catalogue) -> NamedTensors:
+    """The tensors of a catalogue under their own names, whatever model they are of."""
+    side = read_side(catalogue.tensors, dialect="identity")
+    target = write_side(side, dialect="identity")
+    return NamedTensors(
+        naming="stored",
+        tensors={t.name: whole_tensor(t) for t in target.tensors},
+        dtypes={t.name: t.dtype for t in target.tensors},
+        source=side,
+        target=target,
+    )
 
 
 def _canonical_view(source: CheckpointSource, naming: str) -> CanonicalView:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,9 @@ from torch import nn
 
 import megtool
 from megtool.access.state_dict import TensorRequest, fill_tensors
-from megtool.checkpoint.storage.files import Files
 from megtool.errors import MappingError, UsageError
 from tests.support.checkpoints.layouts import LAYOUTS
+from tests.support.counted_reads import CountedReads
 from tests.support.errors import raises
 from tests.support.folders import torch_tensors
 from tests.support.models import tiny_llama
@@ -75,24 +73,6 @@ def sharded_model(tensors: dict[str, torch.Tensor], size: int) -> nn.Module:
     return model
 
 
-class CountingFiles:
-    """Counts the bytes that `Files` reads from files while it is active."""
-
-    def __enter__(self) -> CountingFiles:
-        self.num_bytes, self._system = 0, Files.system
-
-        def count(files: Files, function: Callable[..., Any], /, *args: Any) -> Any:
-            result = self._system(files, function, *args)
-            self.num_bytes += result if function is os.preadv else 0
-            return result
-
-        Files.system = count  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        Files.system = self._system  # type: ignore[method-assign]
-
-
 def load_everywhere(rank: int, size: int, llama: Path, sources: list[Path]) -> list[float]:
     """What each load read, over what the rank needs; every tensor is compared."""
     dist.init_process_group("gloo")
@@ -104,7 +84,7 @@ def load_everywhere(rank: int, size: int, llama: Path, sources: list[Path]) -> l
             opened = megtool.open(source, like=llama, optimizer=False)
             reader = megtool.dcp.Reader(opened)
             assert Q in reader.by_name
-            with CountingFiles() as files:
+            with CountedReads() as files:
                 if through_dcp:
                     dcp.load(model.state_dict(), storage_reader=reader)
                 else:

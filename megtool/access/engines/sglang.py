@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from megtool.access.engines.weights import EngineCheckpoint
+from megtool.access.engines.weights import EngineCheckpoint, has_other_ranks
 from megtool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -73,6 +73,9 @@ def loader_class() -> type:
             settings = self.load_config.model_loader_extra_config
             checkpoint = EngineCheckpoint.of(str(model_config.model_path), settings)
             self.counter_before_loading_weights = time.perf_counter()
-            yield from checkpoint.tensors()
+            yield from checkpoint.tensors(
+                model=str(model_config.model_path) if model_config.quantization else None,
+                in_parts=has_other_ranks(),
+            )
 
     return SglangModelLoader

@@ -59,12 +59,16 @@ def weight_loader_class() -> type:
         def load_weights(
             self, checkpoint_dir: str, mapping: Any, **_: Any
         ) -> dict[str, torch.Tensor]:
-            """All tensors by Hugging Face names, whole: TensorRT-LLM's mappers cut them.
+            """All tensors by Hugging Face names: TensorRT-LLM's mappers and modules cut them.
+
+            For one of several ranks, large tensors are read when they are copied.
 
             Raises:
                 MegtoolError: the checkpoint cannot be opened, named or read.
             """
-            return dict(EngineCheckpoint.of(str(checkpoint_dir), self._settings).tensors())
+            checkpoint = EngineCheckpoint.of(str(checkpoint_dir), self._settings)
+            in_parts = getattr(mapping, "world_size", 1) > 1
+            return dict(checkpoint.tensors(model=str(checkpoint_dir), in_parts=in_parts))
 
     return TrtllmWeightLoader
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from megtool.access.engines.weights import EngineCheckpoint
+from megtool.access.engines.weights import EngineCheckpoint, has_other_ranks
 from megtool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,6 +62,9 @@ def loader_class() -> type:
                 )
             checkpoint = EngineCheckpoint.of(str(model_config.model), self._settings)
             self.counter_before_loading_weights = time.perf_counter()
-            yield from checkpoint.tensors()
+            yield from checkpoint.tensors(
+                model=str(model_config.model) if model_config.quantization else None,
+                in_parts=has_other_ranks(),
+            )
 
     return VllmModelLoader

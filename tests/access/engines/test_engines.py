@@ -17,22 +17,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megtool import reshard
-from megtool.access.engines import sglang, trtllm, vllm
+from megtool import quantize, reshard
+from megtool.access.engines import sglang, trtllm, vllm, weights
 from megtool.access.engines.weights import EngineCheckpoint
 from megtool.errors import UsageError
+from tests.support.counted_reads import CountedReads
 from tests.support.engines.replayed import (
     EngineLoadConfig,
     EngineModel,
+    ShardedEngineModel,
     put_sglang,
     put_trtllm,
     put_vllm,
 )
 from tests.support.errors import raises
-from tests.support.models import tiny_llama
+from tests.support.models import tiny_llama, tiny_models
 from tests.support.paths import ROOT
+from tests.support.worlds.gloo_world import run_world
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +125,9 @@ def test_sglang_fills_its_model(
     config = engine.LoadConfig(load_format="MegTool", model_loader_extra_config=settings)
     loader = engine.get_model_loader(config)
     model = model_for(hf)
-    model_config = SimpleNamespace(model_path=str(config_only), create_model=lambda: model)
+    model_config = SimpleNamespace(
+        model_path=str(config_only), quantization=None, create_model=lambda: model
+    )
     loader.download_model(model_config)
     assert loader.load_model(model_config=model_config, device_config=None) is model
     assert_filled(model, hf)
@@ -140,6 +146,87 @@ def test_trtllm_gets_a_dict_of_weights(
     trtllm.register()
     weights = engine.construct("megtool").load_weights(str(hf), mapping=object())
     assert all(torch.equal(weights[n], t) for n, t in expected_of(hf).items())
+
+
+def load_shards(rank: int, size: int, megatron: str, config: str, hf: Path) -> float:
+    """vLLM's calls on one of two ranks; what was read over what the rank keeps."""
+    dist.init_process_group("gloo")
+    weights.DEFERRED_BYTES = 64 << 10
+    with pytest.MonkeyPatch.context() as patch:
+        registry = put_vllm(patch)
+        vllm.register()
+        loader = registry["megtool"](
+            EngineLoadConfig(model_loader_extra_config={"location": megatron})
+        )
+        model = ShardedEngineModel(expected_of(hf), rank, size)
+        model_config = SimpleNamespace(model=config, revision=None, quantization=None)
+        with CountedReads() as files:
+            loader.load_weights(model, model_config)
+        vllm.loader_class.cache_clear()
+    for name, tensor in model.expected.items():
+        assert torch.equal(model.get_parameter(model.names[name]), tensor), name
+    return files.num_bytes / sum(p.nbytes for p in model.parameters())
+
+
+def test_a_rank_reads_what_it_copies(tmp_path: Path) -> None:
+    """Rows and columns of tensor parallelism, and nothing of a layer on another stage."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 16}
+    sizes |= {"head_dim": 64, "num_hidden_layers": 2}
+    hf = tiny_llama.save(tmp_path / "hf", **sizes)
+    reshard(hf, tmp_path / "megatron", to="torch_dist", tp=4, fsync=False)
+    for share in run_world(load_shards, 2, str(tmp_path / "megatron"), str(hf), hf):
+        assert share <= 1.05
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+QUANTIZED = ("int8_weight_only", "fp8_block128", "w4a16_nvfp4", "int4_weight_only")
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(r, marks=pytest.mark.slow) if n else r for n, r in enumerate(QUANTIZED)]
+)
+def test_quantized_weights_are_given_as_the_engine_takes_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recipe: str, megatron: Path
+) -> None:
+    """As stored for an engine that loads a quantized model, decoded for any other."""
+    tiny_models.llama(tmp_path / "hf")
+    quantize(tmp_path / "hf", tmp_path / "coded", recipe=recipe, fsync=False)
+    reshard(tmp_path / "coded", tmp_path / "decoded", to="hf", fsync=False)
+    registry = put_vllm(monkeypatch)
+    vllm.register()
+    loader = registry["megtool"](EngineLoadConfig())
+    config = SimpleNamespace(model=str(tmp_path / "coded"), quantization="modelopt")
+    for quantization, folder in (("modelopt", "coded"), (None, "decoded")):
+        config.quantization = quantization
+        loaded = dict(loader.get_all_weights(config, None))
+        expected = expected_of(tmp_path / folder)
+        assert loaded.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert loaded[name].dtype == tensor.dtype, name
+            assert torch.equal(raw(loaded[name]), raw(tensor)), name
+    put_trtllm(monkeypatch)
+    given = trtllm.loader_class()().load_weights(str(tmp_path / "coded"), mapping=object())
+    assert given.keys() == expected_of(tmp_path / "coded").keys()
+    config.quantization = "modelopt"
+    other = registry["megtool"](
+        EngineLoadConfig(model_loader_extra_config={"location": str(megatron)})
+    )
+    with raises(UsageError, "quantized", file=megatron, hint="megtool export"):
+        list(other.get_all_weights(config, None))
+
+
+def test_an_engine_that_quantizes_itself_gets_plain_weights(
+    monkeypatch: pytest.MonkeyPatch, hf: Path
+) -> None:
+    registry = put_vllm(monkeypatch)
+    vllm.register()
+    config = SimpleNamespace(model=str(hf), quantization="fp8")
+    loaded = dict(registry["megtool"](EngineLoadConfig()).get_all_weights(config, None))
+    assert loaded.keys() == expected_of(hf).keys()
 
 
 def test_settings_say_where_the_weights_are(tmp_path: Path, config_only: Path) -> None:

@@ -46,6 +46,36 @@ class EngineModel(torch.nn.Module):
         return loaded
 
 
+COLUMNS = ("o_proj.weight", "down_proj.weight")
+
+
+class ShardedEngineModel(EngineModel):
+    """A stage with the first layer alone, whose matrices are cut for one rank.
+
+    Sources: vLLM's `ColumnParallelLinear.weight_loader` and `RowParallelLinear.weight_loader`
+    (`layers/linear.py`: `narrow` along the output or the input dim, then `copy_`), and
+    `is_pp_missing_parameter` (`models/utils.py`: names of layers on other stages are passed over).
+    """
+
+    def __init__(self, whole: dict[str, torch.Tensor], rank: int, size: int) -> None:
+        self.expected: dict[str, torch.Tensor] = {}
+        self.cuts: dict[str, tuple[int, int, int]] = {}
+        for name, tensor in whole.items():
+            if ".layers." in name and ".layers.0." not in name:
+                continue
+            dim = int(name.endswith(COLUMNS))
+            length = tensor.shape[dim]
+            is_cut = ".layers." in name and tensor.ndim == 2
+            cut = (dim, rank * length // size, length // size) if is_cut else (0, 0, len(tensor))
+            self.cuts[name], self.expected[name] = cut, tensor.narrow(*cut)
+        super().__init__({n: tuple(t.shape) for n, t in self.expected.items()})
+        self.to(next(iter(whole.values())).dtype)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        cut = ((n, t.narrow(*self.cuts[n])) for n, t in weights if n in self.cuts)
+        return super().load_weights(cut)
+
+
 @dataclasses.dataclass
 class EngineLoadConfig:
     """The part of both engines' LoadConfig that loaders read."""
