@@ -74,11 +74,11 @@ class DeferredTensor(torch.Tensor):
     def __new__(cls, source: LazyTensor, cut: TensorCut | None = None) -> DeferredTensor:
         """A part of a lazy tensor, by default all of it."""
         cut = cut or TensorCut.whole(source.shape)
-        out = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, cut.shape, dtype=getattr(torch, source.dtype), device="cpu"
+        out = torch.Tensor._make_wrapper_subclass(
+            cls, cut.shape, dtype=getattr(torch, source.dtype), device=torch.device("cpu")
         )
         out.source, out.cut = source, cut
-        return out  # type: ignore[no-any-return]
+        return out
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<{self.source.name}: {self.source.dtype}{list(self.cut.shape)}, not read>"
@@ -94,10 +94,13 @@ class DeferredTensor(torch.Tensor):
         tensor: torch.Tensor = self.source[box]
         gone = tuple(d for d in range(len(box)) if d not in cut.dims)
         order = (*cut.dims, *gone)
-        return tensor.permute(order)[(..., *[0] * len(gone))].contiguous()
+        tensor = tensor.permute(order)
+        for _ in gone:
+            tensor = tensor.select(-1, 0)
+        return tensor.contiguous()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Cut without reading, or read and do whatever is asked for."""
