@@ -17,7 +17,15 @@ import pytest
 from megtool import inspect, reshard, verify
 from megtool.cli.app import main
 from megtool.errors import FormatError, MappingError
-from tests.support.checkpoints.damage import DIGESTED, FORMATS, SMALL, attempt, files_of, put
+from tests.support.checkpoints.damage import (
+    DATA_FILES,
+    DIGESTED,
+    FORMATS,
+    SMALL,
+    attempt,
+    files_of,
+    put,
+)
 from tests.support.folders import contents, staging_folders, stored_tensors
 from tests.support.models import tiny_llama
 
@@ -157,7 +165,7 @@ def test_a_data_file_that_is_a_link_out_is_refused(
     copied: Callable[[str], Path], kind: str
 ) -> None:
     path = copied(kind)
-    file = next(f for f in files_of(path) if f.name.endswith((".distcp", ".safetensors")))
+    file = next(f for f in files_of(path) if f.name.endswith(DATA_FILES))
     away = path.parent / "elsewhere"
     away.mkdir()
     file.rename(away / file.name)
@@ -205,7 +213,7 @@ def test_the_command_line_tells_damage_in_one_line(
     copied: Callable[[str], Path], capsys: pytest.CaptureFixture[str], kind: str, verb: str
 ) -> None:
     path = copied(kind)
-    first = (".metadata", "model-00001-of-", path.name)
+    first = (".metadata", "metadata.pkl", "model-00001-of-", path.name)
     file = next(f for f in files_of(path) if f.name.startswith(first))
     put(file, file.read_bytes()[:100])
     out = path.parent / "result"

@@ -21,6 +21,7 @@ from megtool.errors import (
     FormatError,
 )
 from tests.support.checkpoints.damage import (
+    DATA_FILES,
     DIGESTED,
     FORMATS,
     SMALL,
@@ -187,7 +188,7 @@ def test_every_truncation_is_refused(copied: Callable[[str], Path], kind: str, e
 def test_a_missing_file_is_named(copied: Callable[[str], Path], kind: str) -> None:
     path = copied(kind)
     for file in files_of(path):
-        if not file.name.endswith((".distcp", ".safetensors")):
+        if not file.name.endswith(DATA_FILES):
             continue
         file.rename(path.parent / "away")
         error = attempt(path)
@@ -204,7 +205,7 @@ def test_an_extra_shard_changes_nothing(
     path = copied(kind)
     assert attempt(path, to="hf") is None
     want = result(path)
-    one = next(f for f in files_of(path) if f.name.endswith((".distcp", ".safetensors")))
+    one = next(f for f in files_of(path) if f.name.endswith(DATA_FILES))
     name = "__9_0.distcp" if one.suffix == ".distcp" else "extra.safetensors"
     shutil.copy(one, one.with_name(name))
     caplog.set_level("WARNING")
@@ -216,7 +217,7 @@ def test_an_extra_shard_changes_nothing(
 @pytest.mark.parametrize("kind", DIGESTED)
 def test_swapped_files_are_refused(copied: Callable[[str], Path], kind: str) -> None:
     path = copied(kind)
-    one, two, *_ = [f for f in files_of(path) if f.name.endswith((".distcp", ".safetensors"))]
+    one, two, *_ = [f for f in files_of(path) if f.name.endswith(DATA_FILES)]
     a, b = one.read_bytes(), two.read_bytes()
     put(one, b)
     put(two, a)
@@ -230,7 +231,7 @@ def test_a_shard_of_an_older_iteration_is_refused(
     path = copied(kind)
     older = tiny_llama.save(tmp_path / "older", seed=3, dtype="float16", **SMALL)
     reshard(older, tmp_path / "old", **FORMATS[kind])
-    stale = next(f for f in files_of(path) if f.name.endswith((".distcp", ".safetensors")))
+    stale = next(f for f in files_of(path) if f.name.endswith(DATA_FILES))
     put(stale, (tmp_path / "old" / stale.relative_to(path)).read_bytes())
     assert isinstance(attempt(path), DigestError)
     assert verify(path).verdict == "different"

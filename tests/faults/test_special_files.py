@@ -24,6 +24,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "hf": {},
     "torch_dist": {"to": "torch_dist", "tp": 2},
     "dcp": {"to": "dcp"},
+    "torch_checkpointing": {"to": "torch_checkpointing", "dp": 2},
     "megatron": {"to": "megatron", "tp": 2},
     "zarr": {"to": "zarr"},
     "gguf": {},

@@ -33,6 +33,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "torch_dist": {"to": "torch_dist", "tp": 2, "pp": 2},
     "hf": {"to": "hf", "max_shard_size": "30KB"},
     "dcp": {"to": "dcp"},
+    "torch_checkpointing": {"to": "torch_checkpointing", "dp": 2},
     "megatron": {"to": "megatron", "tp": 2},
     "zarr": {"to": "zarr"},
     "tensorstore": {"to": "tensorstore"},

@@ -31,6 +31,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "torch_dist": {"to": "torch_dist", "tp": 2, "pp": 2},
     "megatron": {"to": "megatron", "tp": 4},
     "dcp": {"to": "dcp"},
+    "torch_checkpointing": {"to": "torch_checkpointing", "dp": 2},
     "zarr": {"to": "zarr"},
     "read back": {"to": "torch_dist", "tp": 4, "verify": True},
 }

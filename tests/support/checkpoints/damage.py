@@ -23,8 +23,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "safetensors": {"to": "safetensors"},
     "torch_dist": {"to": "torch_dist", "tp": 2},
     "dcp": {"to": "dcp", "dp": 2},
+    "torch_checkpointing": {"to": "torch_checkpointing", "dp": 2},
 }
-DIGESTED = ("hf", "torch_dist", "dcp")
+DATA_FILES = (".distcp", ".safetensors", ".pt")
+DIGESTED = ("hf", "torch_dist", "dcp", "torch_checkpointing")
 
 
 def save_formats(root: Path) -> dict[str, Path]:

@@ -8,6 +8,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "torch_dist": {"to": "torch_dist", "tp": 2, "pp": 2},
     "megatron": {"to": "megatron", "tp": 2, "pp": 2},
     "dcp": {"to": "dcp", "dp": 3},
+    "torch_checkpointing": {"to": "torch_checkpointing", "dp": 3},
     "zarr": {"to": "zarr"},
     "safetensors": {"to": "safetensors"},
 }
