@@ -34,6 +34,10 @@ def load_script(name: str) -> Any:
 generate_docs, run_docs = load_script("generate"), load_script("run_commands")
 PAGES = run_docs.pages()
 FOREIGN = {
+    "--ckpt-format",  # Megatron-LM
+    "--finetune",
+    "--no-load-optim",
+    "--use-checkpoint-args",
     "--kv-cache-dtype",  # vLLM
     "--nnodes",  # torchrun
     "--nproc-per-node",

@@ -64,8 +64,8 @@ class _ImportWatch(MetaPathFinder):
         if name not in self._awaited:
             return None
         others = (f for f in sys.meta_path if f is not self)
-        found = (f.find_spec(name, path, target) for f in others)
-        spec = next((s for s in found if s is not None), None)
+        specs = (f.find_spec(name, path, target) for f in others)
+        spec = next((s for s in specs if s is not None), None)
         if spec is not None and spec.loader is not None:
             self._act_after(name, spec.loader)
         return spec

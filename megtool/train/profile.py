@@ -78,10 +78,9 @@ class StepProfiler:
             sort_by="self_cuda_time_total" if self._has_cuda else "self_cpu_time_total",
             row_limit=_NUM_ROWS,
         )
-        with tempfile.TemporaryDirectory(prefix="megtool-") as scratch:
-            place = Path(scratch) / "trace.json.gz"
-            trace.export_chrome_trace(str(place))
-            data = place.read_bytes()
+        with tempfile.NamedTemporaryFile(prefix="megtool-", suffix=".json.gz") as file:
+            trace.export_chrome_trace(file.name)
+            data = file.read()
         files = Files()
         files.mkdir(folder)
         files.replace_file(folder / f"{name}.json.gz", data, f".{name}.json.gz.new")

@@ -18,7 +18,7 @@ class ProfileOptions(Options):
     profile: Literal["torch", "nsys"] | None = option(
         PROFILING,
         "torch: traces (for Perfetto) and tables in DST/profile. nsys: a range of the CUDA "
-        "profiler with NVTX names, for `nsys profile --capture-range=cudaProfilerApi`.",
+        "profiler with NVTX names, for Nsight Systems (its capture range is cudaProfilerApi).",
     )
     profile_step_start: int = option(
         PROFILING, "Profile the steps after this one, ...", 10, minimum=0
