@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megtool.access.gc_pause import paused_collection
 from megtool.access.lazy_tensor import NamedView
 from megtool.access.naming import NAMINGS, name_tensors
 from megtool.access.read_boxes import BoxReader
@@ -113,6 +114,7 @@ class Checkpoint:
         return NamedView(named, reader, framework=framework or self._framework)
 
 
+@paused_collection()
 def open_checkpoint(
     location: str | Path | Checkpoint,
     *,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from megtool.access.gc_pause import paused_collection
 from megtool.access.rank_cut import cut_for_rank
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.megatron_metadata import vocab_divisor
@@ -48,6 +49,7 @@ class NamedTensors:
     target: TargetView
 
 
+@paused_collection()
 def name_tensors(
     source: CheckpointSource,
     naming: str,

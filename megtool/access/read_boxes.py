@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megtool.access.gc_pause import paused_collection
 from megtool.checkpoint import memory
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.copy import execute
@@ -59,6 +60,7 @@ class BoxReader:
         self._memory_bytes = memory_bytes
         self._files = Files()
 
+    @paused_collection()
     def plan(self, reads: Sequence[BoxRead]) -> PlannedReads:
         """Plan to read boxes, once for as many times as they are read.
 

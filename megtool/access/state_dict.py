@@ -13,6 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megtool.access.checkpoint import Checkpoint, in_batches, open_checkpoint
 from megtool.access.fit import refuse_misfits
+from megtool.access.gc_pause import paused_collection
 from megtool.access.naming import NamedTensors, fitting_namings
 from megtool.access.read_boxes import BoxRead, BoxReader
 from megtool.checkpoint.memory import Memory, allocate, as_torch
@@ -265,7 +266,8 @@ def fill_tensors(
     def tell(stage: str, num_bytes: int, total_bytes: int) -> None:
         progress(stage, num_bytes, total)
 
-    reads = [_box_read(reader, tensors[r.name], r) for r in requests]
+    with paused_collection():
+        reads = [_box_read(reader, tensors[r.name], r) for r in requests]
     is_direct = [r.local.device.type == "cpu" and r.local.is_contiguous() for r in requests]
     direct = [n for n, is_first in enumerate(is_direct) if is_first]
     places = [memory_of(requests[n].local) for n in direct]

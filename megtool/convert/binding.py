@@ -348,15 +348,15 @@ def missing(
     """
     absent: list[str] = []
     flags: dict[str, bool] = {}
+    names = {pattern: model.names(pattern) for pattern in model.vocabulary}
     for pattern, entry in model.vocabulary.items():
-        names = model.names(pattern)
-        is_present = [n in canonical for n in names]
         if entry.flag is not None:
-            flags[entry.flag] = flags.get(entry.flag, False) or any(is_present)
+            is_present = any(n in canonical for n in names[pattern])
+            flags[entry.flag] = flags.get(entry.flag, False) or is_present
     for pattern, entry in model.vocabulary.items():
         is_expected = entry.flag is None or flags[entry.flag] or model.value(entry.flag)
         if is_expected:
-            absent += [n for n in model.names(pattern) if n not in canonical]
+            absent += [n for n in names[pattern] if n not in canonical]
     return absent, flags
 
 

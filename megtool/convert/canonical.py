@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 from megtool.convert.expression import Expression, evaluate, names_in
 from megtool.errors import MappingError
@@ -394,6 +395,7 @@ class CanonicalModel:
     _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     _layers: dict[int, CanonicalModel] = field(default_factory=dict, repr=False)
     _branches: dict[int, dict[str, bool]] = field(default_factory=dict, repr=False)
+    _values: dict[tuple[str, tuple[Any, ...]], int] = field(default_factory=dict, repr=False)
 
     def at(self, index: Mapping[str, int]) -> CanonicalModel:
         """The vocabulary with the sizes of the layer `l` of an index; itself where none vary."""
@@ -427,10 +429,14 @@ class CanonicalModel:
         With `k` in the index, what layers of multi-token prediction have (`has_mtp_attn`) is said
         of the layer with this number inside them.
         """
+        if not isinstance(text, str):
+            return text
         if index is not None and "k" in index:
             index = {**index, **self._inner(index["k"])}
-        value: int = evaluate(text, self.config, index)
-        return value
+        key = text, tuple([index.get(n) for n in names_in(text)]) if index else ()
+        if key not in self._values:
+            self._values[key] = evaluate(text, self.config, index)
+        return self._values[key]
 
     def _inner(self, number: int) -> dict[str, bool]:
         if number not in self._branches:

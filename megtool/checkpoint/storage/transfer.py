@@ -20,6 +20,7 @@ from megtool.checkpoint.storage.open_objects import (
     as_bytes,
     open_objects,
 )
+from megtool.checkpoint.storage.populate import populate
 from megtool.checkpoint.storage.store import truncated
 from megtool.errors import StorageError
 
@@ -270,8 +271,9 @@ class FileTransfer:
     ) -> None:
         """Copy where a side is an object of a store: by the store itself, if both are in it."""
         if (memory := self.opened_memory(target)) is not None:
-            end = target_offset + num_bytes
-            self.pread_into(source, memory[target_offset:end], source_offset)
+            part = memory[target_offset : target_offset + num_bytes]
+            populate(part)
+            self.pread_into(source, part, source_offset)
             return
         if min(source, target) >= FIRST_NUMBER and self.objects[target].copy_from(
             self.objects[source], source_offset, target_offset, num_bytes

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.populate import populate
 
 Array = NDArray[Any]
 
@@ -197,6 +198,7 @@ class MemoryBlock:
     def write(self, files: Files, fd: int, shift: int) -> None:
         """Assign the tile to the memory."""
         place = self._place(shift)
+        populate(place)
         choose_assign(place, self.values)(place, self.values)
 
     def repair(self, files: Files, fd: int, shift: int, buffers: Buffers) -> bool:
