@@ -8,9 +8,11 @@ the checkpoint. Names may be those of Hugging Face, of Megatron, or the checkpoi
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import shutil
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +26,56 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as read_state_dict
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
-from megtool.access.checkpoint import Checkpoint, open_checkpoint
+from megtool.access.checkpoint import Checkpoint
 from megtool.access.fit import refuse_misfits
-from megtool.access.naming import NamedTensors, fitting_namings
-from megtool.access.read_boxes import BoxReader
+from megtool.access.gc_pause import paused_collection
+from megtool.access.optimizer_state import ABSENT
 from megtool.access.state_dict import TensorRequest, fill_tensors
+from megtool.access.state_dict_entries import (
+    Entry,
+    SettingEntry,
+    StateDictEntries,
+    StepEntry,
+    TensorEntry,
+    ValueEntry,
+)
+from megtool.access.tensor_finder import NamingIndex, TensorMatch
 from megtool.checkpoint.storage.location import is_remote, require_local
 from megtool.checkpoint.storage.location import location as to_location
-from megtool.errors import MappingError, UsageError
+from megtool.convert.dialects import is_optimizer_state
+from megtool.errors import MappingError, UsageError, listed
+from megtool.reshard.state_dict_groups import PARAMS
 
 __all__ = ["Planner", "Reader", "Writer", "load"]
+
+_LOG = logging.getLogger(__name__)
+_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum")
+_WITHOUT_OPTIMIZER = ("hf", "safetensors")
 
 
 class Reader(StorageReader):
     """A storage reader over a checkpoint of any format, local or in a store.
 
+        state = {"model": weights, "optim": states}  # of torch's `get_state_dict`
+        dcp.load(state, storage_reader=megtool.dcp.Reader("ckpt"))
+
     Without `naming`, tensors are known by all names that they have: those of Hugging Face, of
-    Megatron and the stored ones, so that a model of either kind finds its own. `prefix` comes
-    before each name, for state dicts such as `{"model": model.state_dict()}` (`prefix="model."`).
-    The other arguments are those of `megtool.open`.
+    Megatron, of torchtitan and the stored ones, so that a model of either kind finds its own, alone
+    or as the part `model`. `prefix` is what else comes before each name. Entries of `optim` or
+    `optimizer` are the optimizer's state, steps and param groups. `masters` fills float32
+    parameters with the master weights, which bfloat16 weights are roundings of: by default where
+    the optimizer is loaded, too. The other arguments are those of `megtool.open`.
 
     Raises:
         CheckpointError: it cannot be opened, or its tensors do not fit its model.
@@ -59,6 +87,7 @@ class Reader(StorageReader):
         *,
         naming: str | None = None,
         prefix: str = "",
+        masters: bool | None = None,
         family: str | None = None,
         like: str | Path | None = None,
         iteration: int | str | None = None,
@@ -67,27 +96,22 @@ class Reader(StorageReader):
         super().__init__()
         self._open = {"family": family, "like": like, "iteration": iteration}
         self._naming, self._prefix, self._threads = naming, prefix, threads
+        self._masters = masters
         self._opened(location)
 
     def _opened(self, location: str | Path | Checkpoint) -> None:
-        self.checkpoint = open_checkpoint(location, **self._open, optimizer=False)  # type: ignore[arg-type]
-        self._named: dict[str, tuple[NamedTensors, BoxReader]] | None = None
+        self._entries = StateDictEntries(
+            location,
+            self._open,
+            naming=self._naming,
+            prefix=self._prefix,
+            threads=self._threads,
+        )
 
     @property
-    def by_name(self) -> dict[str, tuple[NamedTensors, BoxReader]]:
-        """The naming that each name belongs to, and what reads it."""
-        if self._named is None:
-            self._named = {}
-            source = self.checkpoint.source
-            for named in fitting_namings(source, self._naming):
-                if named.naming == "hf":
-                    named = _with_tied_head(named)
-                reader = BoxReader(
-                    source.catalogue, named.source, named.target, threads=self._threads
-                )
-                for name in named.tensors:
-                    self._named.setdefault(name, (named, reader))
-        return self._named
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint; opened without its optimizer state, unless it was open already."""
+        return self._entries.checkpoint
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, of another checkpoint if one is named."""
@@ -100,18 +124,8 @@ class Reader(StorageReader):
         return bool(str(checkpoint_id))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """All tensors as single chunks, of which planners take what a rank needs."""
-        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        for name, (named, _) in self.by_name.items():
-            size = torch.Size(named.tensors[name].shape)
-            kind = getattr(torch, named.dtypes[name].name, None)
-            if isinstance(kind, torch.dtype):
-                entries[self._prefix + name] = TensorStorageMetadata(
-                    properties=TensorProperties(dtype=kind),
-                    size=size,
-                    chunks=[ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
-                )
-        return Metadata(state_dict_metadata=entries)
+        """Tensors as single chunks, of which planners take what a rank needs."""
+        return Metadata(state_dict_metadata=_MetadataOfEntries(self._entries))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -126,54 +140,161 @@ class Reader(StorageReader):
         """The plans as they are."""
         return plans
 
+    @paused_collection()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for, all of it in one go, into the planner's tensors.
+
+        Settings that the checkpoint does not have keep their values, and a warning names them.
 
         Raises:
             CheckpointError: a read failed.
         """
-        requests: dict[int, tuple[NamedTensors, BoxReader, list[TensorRequest]]] = {}
+        requests: dict[int, tuple[NamingIndex, list[TensorRequest]]] = {}
         resolved = []
+        unchanged: dict[str, None] = {}
         for item in plan.items:
+            entry = self._entries.find(item.storage_index.fqn)
             if item.type is LoadItemType.BYTE_IO:
-                raise MappingError(
-                    "it is no tensor, and this reader has tensors alone",
-                    file=self.checkpoint.location,
-                    tensor=item.storage_index.fqn,
-                    hint="load tensors with this reader, and other values from their own file",
-                )
-            name = item.storage_index.fqn.removeprefix(self._prefix)
-            named, reader = self.by_name[name]
+                self._give_value(item, entry, planner, unchanged)
+                continue
             target = planner.resolve_tensor(item).detach()
             resolved.append((item, target))
+            if isinstance(entry, StepEntry):
+                target.fill_(entry.value)
+                continue
+            if not isinstance(entry, TensorEntry):
+                raise self._no_tensor(item)
+            match = self._tensor_for(entry, target)
             lo = tuple(item.storage_offsets)
             hi = tuple(a + n for a, n in zip(lo, item.lengths, strict=True))
-            shape = named.tensors[name].shape
-            requests.setdefault(id(reader), (named, reader, []))[2].append(
-                TensorRequest(name=name, shape=shape, lo=lo, hi=hi, local=target)
+            requests.setdefault(id(match.naming), (match.naming, []))[1].append(
+                TensorRequest(name=match.name, shape=match.tensor.shape, lo=lo, hi=hi, local=target)
             )
-        for named, reader, boxes in requests.values():
-            fill_tensors(reader, named.tensors, boxes)
+        for naming, boxes in requests.values():
+            fill_tensors(naming.reader, naming.named.tensors, boxes)
         for item, target in resolved:
             planner.commit_tensor(item, target)
+        self._warn_kept(unchanged)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
+    def _tensor_for(self, entry: TensorEntry, target: torch.Tensor) -> TensorMatch:
+        """The tensor to read: the master weight where `masters` says so."""
+        masters = self._entries.has_optimizer if self._masters is None else self._masters
+        if masters and entry.name and target.dtype == torch.float32:
+            return self._entries.main_weight(entry) or entry.match
+        return entry.match
 
-_HEAD = "lm_head.weight"
+    def _give_value(
+        self, item: ReadItem, entry: Entry | None, planner: LoadPlanner, unchanged: dict[str, None]
+    ) -> None:
+        """Give the planner a value that is no tensor, or note that its own stays."""
+        value: Any = ABSENT
+        if isinstance(entry, SettingEntry):
+            name = f"{entry.optimizer}.param_groups.{entry.group}.{PARAMS}"
+            params = getattr(planner, "state_dict", {}).get(name)
+            value = self._entries.setting(entry, params)
+            if value is ABSENT and entry.key in _HYPERPARAMETERS:
+                unchanged[entry.key] = None
+        elif isinstance(entry, ValueEntry):
+            value = self._entries.value(entry)
+            if value is ABSENT:
+                unchanged[entry.name] = None
+        else:
+            raise self._no_tensor(item)
+        if value is not ABSENT:
+            data = io.BytesIO()
+            torch.save(value, data)
+            data.seek(0)
+            planner.load_bytes(item, data)
+
+    def _no_tensor(self, item: ReadItem) -> MappingError:
+        return MappingError(
+            "the state dict has a tensor there or the checkpoint has one, and the other has not",
+            file=self.checkpoint.location,
+            tensor=item.storage_index.fqn,
+            hint="load other values than tensors from their own file",
+        )
+
+    def _warn_kept(self, unchanged: Iterable[str]) -> None:
+        if unchanged:
+            _LOG.warning(
+                "%s does not have %s of these parameters: the state dict's own values stay",
+                self.checkpoint.location,
+                listed([*unchanged], 20),
+            )
 
 
-def _with_tied_head(named: NamedTensors) -> NamedTensors:
-    """The tensors, and the output matrix of a tied model, which files lack and state dicts have."""
-    embedding = named.target.placements.get("embed.weight")
-    if _HEAD in named.tensors or embedding is None or not embedding.is_identity:
-        return named
-    tied = replace(named.tensors[embedding.stored], name=_HEAD)
-    return replace(
-        named,
-        tensors={**named.tensors, _HEAD: tied},
-        dtypes={**named.dtypes, _HEAD: named.dtypes[embedding.stored]},
+class _MetadataOfEntries(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """Metadata of entries, made when they are asked for.
+
+    To iterate gives all tensors by their stored names, or by those of the reader's naming.
+    """
+
+    def __init__(self, entries: StateDictEntries) -> None:
+        super().__init__()
+        self._entries = entries
+        self._is_complete = False
+
+    def __missing__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        entry = self._entries.find(name)
+        described = None if entry is None else _describe(entry)
+        if described is None:
+            raise KeyError(name)
+        self[name] = described
+        return described
+
+    def __contains__(self, name: object) -> bool:
+        return self.get(str(name)) is not None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The metadata of an entry."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def keys(self) -> Any:
+        """All names."""
+        return self._complete().keys()
+
+    def values(self) -> Any:
+        """All metadata."""
+        return self._complete().values()
+
+    def items(self) -> Any:
+        """All names, with their metadata."""
+        return self._complete().items()
+
+    def _complete(self) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
+        return {name: self[name] for name in self._entries.names() if name in self}
+
+
+def _describe(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata | None:
+    """What planners are told of an entry; None of a tensor whose type torch does not have."""
+    if isinstance(entry, TensorEntry):
+        kind = getattr(torch, entry.match.dtype.name, None)
+        if not isinstance(kind, torch.dtype):
+            return None
+        return _of_tensor(entry.match.tensor.shape, kind)
+    if isinstance(entry, StepEntry):
+        return _of_tensor((), torch.float32)
+    return BytesStorageMetadata()
+
+
+def _of_tensor(shape: Sequence[int], kind: torch.dtype) -> TensorStorageMetadata:
+    size = torch.Size(shape)
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=kind),
+        size=size,
+        chunks=[ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
     )
 
 
@@ -216,7 +337,8 @@ def load(state_dict: dict[str, Any], location: str | Path | Checkpoint, **option
     Raises:
         CheckpointError: see `Reader`.
     """
-    read_state_dict(state_dict, storage_reader=Reader(location, **options), planner=Planner())
+    with paused_collection():
+        read_state_dict(state_dict, storage_reader=Reader(location, **options), planner=Planner())
 
 
 class Writer(FileSystemWriter):
@@ -252,6 +374,24 @@ class Writer(FileSystemWriter):
         self._staging = place / f".{self._location.name}.dcp"
         self._options = {"to": to, **options}
         super().__init__(self._staging)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan of torch's files, unless the format cannot hold what is in it.
+
+        Raises:
+            UsageError: there is optimizer state in it, and Hugging Face folders have none.
+        """
+        states = [i.index.fqn for i in plan.items if is_optimizer_state(i.index.fqn)]
+        is_left_out = self._options.get("optimizer_format") == "none"
+        if states and self._options["to"] in _WITHOUT_OPTIMIZER and not is_left_out:
+            raise UsageError(
+                f"{self._options['to']!r} has no place for the optimizer's state, such as "
+                f"{states[0]!r}",
+                file=self._location,
+                hint='to="torch_dist" holds it; optimizer_format="none" leaves it out',
+            )
+        out: SavePlan = super().prepare_local_plan(plan)
+        return out
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Finish torch's checkpoint, convert it, and remove it.

@@ -83,7 +83,7 @@ def load_everywhere(rank: int, size: int, llama: Path, sources: list[Path]) -> l
             model = sharded_model(whole, size)
             opened = megtool.open(source, like=llama, optimizer=False)
             reader = megtool.dcp.Reader(opened)
-            assert Q in reader.by_name
+            assert Q in reader.read_metadata().state_dict_metadata
             with CountedReads() as files:
                 if through_dcp:
                     dcp.load(model.state_dict(), storage_reader=reader)
@@ -145,6 +145,24 @@ def test_a_tied_model_has_its_output_matrix_too(tmp_path: Path) -> None:
     dcp.load(state, storage_reader=megtool.dcp.Reader(tied))
     assert state["lm_head.weight"].any()
     assert state["lm_head.weight"].equal(state["model.embed_tokens.weight"])
+
+
+def test_a_tied_output_matrix_has_the_name_of_its_family(tmp_path: Path) -> None:
+    """GPT-NeoX calls it `embed_out`; stored, as Megatron stores it, it has neither name."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 101}
+    settings = GPTNeoXConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True)
+    tied = tmp_path / "hf"
+    GPTNeoXForCausalLM(settings).save_pretrained(tied)
+    megtool.reshard(tied, tmp_path / "out", to="torch_dist", tp=2)
+    for source in (tied, tmp_path / "out"):
+        names = ("embed_out.weight", "gpt_neox.embed_in.weight")
+        state = {"model": {n: torch.zeros(101, 32) for n in names}}
+        megtool.dcp.load(state, source)
+        first, second = state["model"].values()
+        assert first.any()
+        assert first.equal(second)
 
 
 def test_two_parts_of_one_tensor_are_read(llama: Path, tensors: dict[str, torch.Tensor]) -> None:

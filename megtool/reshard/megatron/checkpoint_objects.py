@@ -43,6 +43,7 @@ from megtool.reshard.megatron.extra_state_names import (
 from megtool.reshard.megatron.model_space import read_saved_layout
 from megtool.reshard.megatron.rank_objects import is_rank_object
 from megtool.reshard.source import CheckpointSource
+from megtool.reshard.state_dict_groups import is_group_entry
 from megtool.tensors.sharded import GlobalTensor
 
 _IN_COMMON = ("args", "checkpoint_version", "iteration", "num_floating", "opt_param_scheduler.")
@@ -83,11 +84,7 @@ def plan_objects(
     for name in catalogue.objects:
         if is_group_object(name) and target not in STATE_DICT_FORMATS:
             _place_group(out, source, name, target, has_state)
-        elif (
-            catalogue.format == "dcp"
-            and target not in STATE_DICT_FORMATS
-            and name.startswith(_IN_COMMON)
-        ):
+        elif _is_in_common(catalogue, name, target, has_state):
             out.derived.append(name)
         elif (reason := obstacle(name)) is not None:
             idle = is_rerun_object(name) and is_rerun_idle(catalogue)
@@ -99,6 +96,14 @@ def plan_objects(
     if any(is_rng_object(d.name) for d in out.dropped):
         _LOG.warning("random state is left out, it belongs to other ranks: %s", NO_RNG_HINT)
     return out
+
+
+def _is_in_common(catalogue: Catalogue, name: str, target: str, has_state: bool) -> bool:
+    """Whether an object of a state dict becomes part of the common state."""
+    if target == "torch_dist" and has_state and is_group_entry(name):
+        return True
+    is_other = catalogue.format == "dcp" and target not in STATE_DICT_FORMATS
+    return is_other and name.startswith(_IN_COMMON)
 
 
 def _carry(out: CarriedObjects, catalogue: Catalogue, name: str, new: str) -> None:

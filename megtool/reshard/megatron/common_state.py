@@ -33,6 +33,7 @@ from megtool.dtypes import DType
 from megtool.model_config import ModelConfig
 from megtool.reshard.megatron.rank_objects import MODELOPT
 from megtool.reshard.source import CheckpointSource
+from megtool.reshard.state_dict_groups import make_group_state
 from megtool.tensors.sharded import GlobalTensor
 
 
@@ -128,9 +129,11 @@ def _set_optimizer(
                 k: v for k, v in content.items() if k != "distrib_optim_sharding_type"
             }
         return
+    groups = read_groups(source.catalogue) or make_group_state(source.catalogue)
     if optimizer is None:
+        if groups and "optimizer" not in common:
+            common["optimizer"] = build_common_optimizer(groups.for_chain(1), None)
         return
-    groups = read_groups(source.catalogue)
     has_experts = any(".experts." in t.name for t in tensors)
     length = 2 if parallel.ep > 1 and has_experts else 1
     inner = groups.for_chain(length) if groups else [{} for _ in range(length)]
