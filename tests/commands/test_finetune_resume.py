@@ -196,7 +196,7 @@ def test_a_dst_that_cannot_be_is_refused_before_data_are_read(model, tmp_path) -
     with pytest.raises(UsageError, match="DST is inside SRC"):
         tune(model, model / "out", data)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DestinationError, match="file is not a folder"):
+    with pytest.raises(DestinationError, match="a folder of the destination is a file"):
         tune(model, tmp_path / "file/out", data)
 
 

@@ -25,7 +25,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "dcp": {"to": "dcp", "dp": 2},
     "torch_checkpointing": {"to": "torch_checkpointing", "dp": 2},
 }
-DATA_FILES = (".distcp", ".safetensors", ".pt")
+DATA_FILES = (".distcp", ".safetensors", "_0.pt", "_1.pt")
 DIGESTED = ("hf", "torch_dist", "dcp", "torch_checkpointing")
 
 
