@@ -110,7 +110,7 @@ def compare_loads(
 
     For each of ours also what was read over what the rank needs, and the tensors that differ. The
     adapter converts whole tensors: of those that FSDP and tensor parallelism cut (`_StridedShard`)
-    torchtitan 0.3.0 permutes the rows of Llama's keys wrongly.
+    torchtitan 0.3.0 has other rows of Llama's keys than on one process.
     """
     dist.init_process_group("gloo")
     parallel = ParallelModel(case, size, degrees)
