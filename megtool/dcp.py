@@ -235,7 +235,6 @@ class _MetadataOfEntries(dict[str, TensorStorageMetadata | BytesStorageMetadata]
     def __init__(self, entries: StateDictEntries) -> None:
         super().__init__()
         self._entries = entries
-        self._is_complete = False
 
     def __missing__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
         entry = self._entries.find(name)

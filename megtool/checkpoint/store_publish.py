@@ -295,7 +295,7 @@ def complete_once(
     except (ConditionError, ObjectMissingError) as e:
         info = store.head(path.key)
         is_whole = info is not None and info.size == sum(part.size for part in parts)
-        if info is not None and is_whole and store.is_made_of(info, upload_id, len(parts)):
+        if info is not None and is_whole and store.is_made_of(info, upload_id):
             return info
         if isinstance(e, ObjectMissingError):
             raise StorageError(

@@ -84,5 +84,5 @@ class EarlierObjects:
     def _is_own(self, writer: ObjectWriter, number: int, info: ObjectInfo) -> bool:
         upload_id = self.ids.get(number)
         if upload_id is not None:
-            return writer.path.store.is_made_of(info, upload_id, len(writer.layout))
+            return writer.path.store.is_made_of(info, upload_id)
         return not info.size or info.version == self.versions.get(number)

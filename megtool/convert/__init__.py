@@ -1,11 +1,6 @@
 """Conversion between dialects: the mapping language and its interpreter."""
 
-from megtool.convert.attention_keys import (
-    EmbeddingSwitch,
-    LocalLayers,
-    MptAttention,
-    MultiQuery,
-)
+from megtool.convert.attention_keys import LocalLayers, MptAttention, MultiQuery
 from megtool.convert.blocks import BlockConfigs
 from megtool.convert.canonical import Weight
 from megtool.convert.common_rows import (
@@ -46,6 +41,7 @@ from megtool.convert.compressed_keys import CompressRatios, CompressRope, HashLa
 from megtool.convert.config_keys import (
     Default,
     Derived,
+    EmbeddingSwitch,
     FeedForward,
     Key,
     Larger,

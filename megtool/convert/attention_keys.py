@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megtool.convert.config_keys import Setting, num_layers, skip_flags, skip_freq
-from megtool.convert.expression import evaluate
 from megtool.errors import MappingError
 from megtool.model_config import MOST_LAYERS, ModelConfig
 
@@ -120,27 +119,3 @@ def _read_local(types: Any, layers: int | None) -> tuple[int, ...]:
             hint=f"'global' or 'local' for each of {layers} layers",
         )
     return tuple(_KINDS.index(name) for name in names)
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingSwitch(Setting):
-    """A flag that multiplies embeddings by an expression (muP); else they are as they are."""
-
-    key: str
-    scale: str
-
-    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
-        """The field, after those of the expression."""
-        into["embedding_scale"] = evaluate(self.scale, into) if stored.get(self.key) else 1.0
-        return (self.key,)
-
-    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
-        """The flag, if the field has either value."""
-        scale = evaluate(self.scale, config)
-        if config.embedding_scale not in (1.0, scale):
-            raise MappingError(
-                f"embedding_scale is {config.embedding_scale!r}",
-                hint=f"1, or {scale!r} in this family",
-                error_id="unsupported-model",
-            )
-        into[self.key] = config.embedding_scale != 1.0

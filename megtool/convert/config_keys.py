@@ -531,6 +531,30 @@ def skip_flags(freq: int | tuple[int, ...] | None, layers: int) -> tuple[int, ..
     return tuple(int(freq is None or (i + 1) % freq != 0) for i in range(layers))
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingSwitch(Setting):
+    """A flag that multiplies embeddings by an expression (muP); else they are as they are."""
+
+    key: str
+    scale: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The field, after those of the expression."""
+        into["embedding_scale"] = evaluate(self.scale, into) if stored.get(self.key) else 1.0
+        return (self.key,)
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The flag, if the field has either value."""
+        scale = evaluate(self.scale, config)
+        if config.embedding_scale not in (1.0, scale):
+            raise MappingError(
+                f"embedding_scale is {config.embedding_scale!r}",
+                hint=f"1, or {scale!r} in this family",
+                error_id="unsupported-model",
+            )
+        into[self.key] = config.embedding_scale != 1.0
+
+
 def read_settings(
     settings: Sequence[Setting], stored: Mapping[str, Any], traits: Mapping[str, Any]
 ) -> ModelConfig:

@@ -78,14 +78,14 @@ def _kernels_triton(hardware: Hardware) -> Ability:
 
 
 def _kernels_te(hardware: Hardware) -> Ability:
-    from megtool.kernels.transformer_engine import require
+    from megtool.kernels.transformer_engine import load
 
+    name = "--kernels te"
     try:
-        require("cuda" if hardware.gpus else "cpu")
+        load()
     except MissingPackageError as e:
-        reason = e.message.removeprefix("kernels 'te' were requested, but ")
-        return Ability(name="--kernels te", works=False, reason=f"{reason}; {e.hint}")
-    return Ability(name="--kernels te", works=True, reason="Transformer Engine's kernels")
+        return Ability(name=name, works=False, reason=f"{e.message}; {e.hint}")
+    return _on_gpu(hardware, name, "Transformer Engine's kernels")
 
 
 def _fp8(hardware: Hardware) -> Ability:

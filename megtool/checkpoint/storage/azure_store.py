@@ -291,7 +291,7 @@ class AzureStore:
         size = sum(part.size for part in parts)
         return ObjectInfo(key=key, size=size, version=_tag(reply["etag"]))
 
-    def is_made_of(self, info: ObjectInfo, upload_id: str, num_parts: int) -> bool:
+    def is_made_of(self, info: ObjectInfo, upload_id: str) -> bool:
         """See `Store.is_made_of`: the object names the upload."""
         blob = self._container.get_blob_client(info.key)
         try:

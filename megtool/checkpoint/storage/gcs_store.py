@@ -294,7 +294,7 @@ class GcsStore:
         self.abort_upload(key, upload_id)
         return info
 
-    def is_made_of(self, info: ObjectInfo, upload_id: str, num_parts: int) -> bool:
+    def is_made_of(self, info: ObjectInfo, upload_id: str) -> bool:
         """See `Store.is_made_of`: the object names the upload."""
         params = {"ifGenerationMatch": info.version}
         try:

@@ -191,7 +191,7 @@ class MemoryStore:
             self._upload_of[info.version] = upload_id
             return info
 
-    def is_made_of(self, info: ObjectInfo, upload_id: str, num_parts: int) -> bool:
+    def is_made_of(self, info: ObjectInfo, upload_id: str) -> bool:
         """See `Store.is_made_of`."""
         with self._lock:
             return self._upload_of.get(info.version) == upload_id

@@ -77,7 +77,7 @@ class ReadOnlyStore:
         """Refused."""
         self._refuse(key)
 
-    def is_made_of(self, info: ObjectInfo, upload_id: str, num_parts: int) -> bool:
+    def is_made_of(self, info: ObjectInfo, upload_id: str) -> bool:
         """False: nothing is written."""
         return False
 

@@ -456,7 +456,7 @@ class S3Store:
             raise StorageError("the upload was not completed", file=self._place(key))
         return info
 
-    def is_made_of(self, info: ObjectInfo, upload_id: str, num_parts: int) -> bool:
+    def is_made_of(self, info: ObjectInfo, upload_id: str) -> bool:
         """See `Store.is_made_of`: the object has the name of the upload."""
         from botocore.exceptions import BotoCoreError, ClientError
 

@@ -181,7 +181,7 @@ class Store(Protocol):
             ObjectMissingError: there is no such upload.
         """
 
-    def is_made_of(self, info: ObjectInfo, upload_id: str, num_parts: int) -> bool:
+    def is_made_of(self, info: ObjectInfo, upload_id: str) -> bool:
         """Whether an object is what an upload in parts has become, and no other's of its size."""
 
     def abort_upload(self, key: str, upload_id: str) -> None:
