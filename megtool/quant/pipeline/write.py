@@ -190,6 +190,7 @@ def write(
                 before_commit(stage.tree)
             except VerificationError:
                 stage.discard()
+                source.catalogue.check_unchanged()  # or the proof compared with another source
                 raise
 
     copied = write_staged(
