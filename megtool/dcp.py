@@ -13,10 +13,12 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -38,7 +40,7 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from megtool.access.checkpoint import Checkpoint
-from megtool.access.fit import refuse_misfits
+from megtool.access.fit import describe_obstacles, refuse_misfits, say_filled_in_part
 from megtool.access.gc_pause import paused_collection
 from megtool.access.optimizer_state import ABSENT
 from megtool.access.state_dict import TensorRequest, fill_tensors
@@ -51,11 +53,15 @@ from megtool.access.state_dict_entries import (
     ValueEntry,
 )
 from megtool.access.tensor_finder import NamingIndex, TensorMatch
+from megtool.checkpoint.formats import find_format
 from megtool.checkpoint.storage.location import is_remote, require_local
 from megtool.checkpoint.storage.location import location as to_location
+from megtool.commands.options.checkpoints import ReshardOptions
 from megtool.convert.dialects import is_optimizer_state
-from megtool.errors import MappingError, UsageError, listed
-from megtool.reshard.state_dict_groups import PARAMS
+from megtool.dtypes import dtype as named_dtype
+from megtool.errors import DestinationError, MappingError, MegtoolError, UsageError, listed
+from megtool.options.config_file import build_options
+from megtool.reshard.state_dict_groups import PARAMS, STEP
 
 __all__ = ["Planner", "Reader", "Writer", "load"]
 
@@ -147,7 +153,8 @@ class Reader(StorageReader):
         Settings that the checkpoint does not have keep their values, and a warning names them.
 
         Raises:
-            CheckpointError: a read failed.
+            MappingError: tensors cannot hold what is stored; all are named, and nothing was read.
+            CheckpointError: a read failed; the hint says that tensors are filled in part.
         """
         requests: dict[int, tuple[NamingIndex, list[TensorRequest]]] = {}
         resolved = []
@@ -170,8 +177,13 @@ class Reader(StorageReader):
             requests.setdefault(id(match.naming), (match.naming, []))[1].append(
                 TensorRequest(name=match.name, shape=match.tensor.shape, lo=lo, hi=hi, local=target)
             )
-        for naming, boxes in requests.values():
-            fill_tensors(naming.reader, naming.named.tensors, boxes)
+        _refuse_obstacles(requests.values(), self.checkpoint.location)
+        try:
+            for naming, boxes in requests.values():
+                fill_tensors(naming.reader, naming.named.tensors, boxes)
+        except MegtoolError as e:
+            say_filled_in_part(e)
+            raise
         for item, target in resolved:
             planner.commit_tensor(item, target)
         self._warn_kept(unchanged)
@@ -226,8 +238,29 @@ class Reader(StorageReader):
             )
 
 
+def _refuse_obstacles(
+    requests: Iterable[tuple[NamingIndex, list[TensorRequest]]], file: str | Path
+) -> None:
+    """Refuse tensors that cannot hold what is stored, all of them at once.
+
+    Raises:
+        MappingError: there are some.
+    """
+    targets = {
+        r.name: (r.local, naming.named.dtypes[r.name]) for naming, boxes in requests for r in boxes
+    }
+    refuse_misfits(
+        f"the state dict's {len(targets)} tensors",
+        missing=[],
+        misshapen={},
+        mistyped=describe_obstacles(targets),
+        file=file,
+        hint="nothing was loaded",
+    )
+
+
 class _MetadataOfEntries(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
-    """Metadata of entries, made when they are asked for.
+    """Metadata of entries, made when they are targets for.
 
     To iterate gives all tensors by their stored names, or by those of the reader's naming.
     """
@@ -298,7 +331,10 @@ def _of_tensor(shape: Sequence[int], kind: torch.dtype) -> TensorStorageMetadata
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's own planner, whose error names every tensor that is missing or has another shape."""
+    """torch's own planner, whose error names every tensor that does not fit.
+
+    One that is missing, has another shape or cannot hold what is stored.
+    """
 
     def set_up_planner(
         self,
@@ -306,27 +342,38 @@ class Planner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Compare all names and shapes before anything is read.
+        """Compare all names, shapes and types before anything is read.
 
         Raises:
             MappingError: some do not fit.
+            UsageError: some are on the meta device, and torch cannot tell where else to put them.
         """
+        flat = flatten_state_dict(state_dict)[0]
+        on_meta = [n for n, t in flat.items() if isinstance(t, torch.Tensor) and t.is_meta]
+        if on_meta and not torch.distributed.is_initialized():
+            raise UsageError(
+                f"{len(on_meta)} tensors have no memory, such as {on_meta[0]!r}",
+                hint='model.to_empty(device="cpu") gives them some',
+            )
         super().set_up_planner(state_dict, metadata, is_coordinator)
         if metadata is None:
             return
         stored = metadata.state_dict_metadata
         missing = [n for n in self.state_dict if n not in stored]
-        misshapen = {}
-        for name, tensor in self.state_dict.items():
+        misshapen, values = {}, {}
+        for name, value in self.state_dict.items():
             entry = stored.get(name)
-            if not isinstance(tensor, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
+            if not isinstance(entry, TensorStorageMetadata):
                 continue
-            if tensor.shape != entry.size:
-                misshapen[name] = f"{name} is {list(tensor.shape)}, and here {list(entry.size)}"
+            if not name.endswith(f".{STEP}"):
+                values[name] = value, named_dtype(str(entry.properties.dtype))
+            if isinstance(value, torch.Tensor) and value.shape != entry.size:
+                misshapen[name] = f"{name} is {list(value.shape)}, and here {list(entry.size)}"
         refuse_misfits(
             f"the state dict's {len(self.state_dict)} entries",
             missing=[] if self.allow_partial_load else missing,
             misshapen=misshapen,
+            mistyped=describe_obstacles(values),
         )
 
 
@@ -350,7 +397,8 @@ class Writer(FileSystemWriter):
     destination appears with one rename. `options` are those of `megtool.reshard`.
 
     Raises:
-        UsageError: the destination is in a store, and `staging` names no folder.
+        UsageError: there is no such format or option; or the destination is in a store, and
+            `staging` names no folder.
     """
 
     def __init__(
@@ -372,6 +420,11 @@ class Writer(FileSystemWriter):
         require_local(place, "staging")
         self._staging = place / f".{self._location.name}.dcp"
         self._options = {"to": to, **options}
+        find_format(to)
+        build_options(
+            ReshardOptions,
+            {"source": self._staging, "destination": self._location, **self._options},
+        )
         super().__init__(self._staging)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -392,14 +445,39 @@ class Writer(FileSystemWriter):
         out: SavePlan = super().prepare_local_plan(plan)
         return out
 
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans as they are, unless there is something at the destination already.
+
+        Raises:
+            DestinationError: there is, and `overwrite` is not given.
+        """
+        place = self._location
+        is_free = not place.exists() or (place.is_dir() and not any(place.iterdir()))
+        if not is_free and not self._options.get("overwrite"):
+            with suppress(OSError):
+                self._staging.rmdir()  # nothing is in it yet
+            raise DestinationError(
+                "the destination already exists",
+                file=place,
+                hint="choose another destination, or replace this one with overwrite=True",
+                error_id="destination-exists",
+            )
+        out: list[SavePlan] = super().prepare_global_plan(plans)
+        return out
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Finish torch's checkpoint, convert it, and remove it.
 
         Raises:
-            MegtoolError: the conversion failed; torch's checkpoint stays.
+            MegtoolError: the conversion failed; torch's checkpoint stays, and the hint says where.
         """
         from megtool.commands.api import make_function
 
         super().finish(metadata, results)
-        make_function("reshard")(self._staging, self._location, **self._options)
+        try:
+            make_function("reshard")(self._staging, self._location, **self._options)
+        except MegtoolError as e:
+            more = f"what was saved is in {self._staging}, and `megtool reshard` converts it"
+            e.hint = f"{e.hint}; {more}" if e.hint else more
+            raise
         shutil.rmtree(self._staging)

@@ -157,9 +157,10 @@ def _unsupported(checkpoint: Checkpoint, what: str) -> MappingError:
 
 def _dtype_of(requested: str | torch.dtype | None, config: Any, view: NamedView) -> torch.dtype:
     """The type of the weights: as requested, as config.json says, or that of most bytes."""
+    kind: Any
     if isinstance(requested, torch.dtype):
-        return requested
-    if requested not in (None, "auto"):
+        kind = requested
+    elif requested not in (None, "auto"):
         kind = getattr(torch, named_dtype(str(requested)).name, None)
     else:
         kind = config.dtype
@@ -171,8 +172,11 @@ def _dtype_of(requested: str | torch.dtype | None, config: Any, view: NamedView)
                 if named_dtype(tensor.dtype).is_float:
                     sizes[tensor.dtype] += tensor.num_bytes
             kind = getattr(torch, sizes.most_common(1)[0][0] if sizes else "float32", None)
-    if not isinstance(kind, torch.dtype):
-        raise UsageError(f"torch has no type {requested!r}", hint="for example bfloat16")
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise UsageError(
+            f"models of transformers do not have the type {requested!r}",
+            hint="for example bfloat16",
+        )
     return kind
 
 
@@ -218,7 +222,10 @@ def _check(checkpoint: Checkpoint, info: Mapping[str, Any]) -> None:
     refuse_misfits(
         "the tensors of transformers' model",
         missing=sorted(info.get("missing_keys", ())),
-        misshapen={n: n for n in sorted(str(key[0]) for key in info.get("mismatched_keys", ()))},
+        misshapen={
+            str(name): f"{name} is {list(own)}, and here {list(stored)}"
+            for name, stored, own in sorted(info.get("mismatched_keys", ()))
+        },
         file=checkpoint.location,
         hint="is config.json that of another model?",
     )

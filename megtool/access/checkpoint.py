@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megtool.access.gc_pause import paused_collection
 from megtool.access.lazy_tensor import NamedView
@@ -15,12 +15,16 @@ from megtool.access.read_boxes import BoxReader
 from megtool.checkpoint.storage.location import location as to_location
 from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
+from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
-from megtool.errors import LayoutError
+from megtool.errors import LayoutError, UsageError
 from megtool.model_config import ModelConfig
 from megtool.options.groups import SourceOptions
 from megtool.reshard.open_source import open_source
 from megtool.reshard.source import CheckpointSource
+
+if TYPE_CHECKING:
+    import torch
 
 BATCH_BYTES = 64 << 20
 """About how much `stream` reads at a time; the next batch is read while one is used."""
@@ -75,7 +79,7 @@ class Checkpoint:
         ep: int = 1,
         etp: int = 0,
         rank: int | None = None,
-        dtype: str | None = None,
+        dtype: str | torch.dtype | None = None,
         framework: str | None = None,
     ) -> NamedView:
         """Its tensors under other names, whole or as one rank of a layout has them.
@@ -89,11 +93,12 @@ class Checkpoint:
             etp: Tensor-parallel size of experts; 0: that of the rest.
             rank: Which rank of the layout: tp counts fastest, then ep, then pp. Without it tensors
                 are whole.
-            dtype: What floating model weights are cast to, for example `bfloat16`.
+            dtype: What floating model weights are cast to, for example `bfloat16` (or
+                `torch.bfloat16`).
             framework: `numpy` or `torch`, of what is read; by default the checkpoint's.
 
         Raises:
-            UsageError: the naming or the framework is unknown.
+            UsageError: the naming or the framework is unknown, or weights are not cast to `dtype`.
             MappingError: the naming needs a family that is not known.
             LayoutError: the layout does not divide the model, or has no such rank.
         """
@@ -108,10 +113,25 @@ class Checkpoint:
             naming,
             parallel=None if rank is None else parallel,
             rank=rank or 0,
-            dtype=named_dtype(dtype) if dtype else None,
+            dtype=_cast_type(dtype),
         )
         reader = BoxReader(self.source.catalogue, named.source, named.target, threads=self._threads)
         return NamedView(named, reader, framework=framework or self._framework)
+
+
+def _cast_type(requested: Any) -> DType | None:
+    """The element type of a name, or of a type of torch.
+
+    Raises:
+        FormatError: the name is none that megtool knows.
+        UsageError: weights are not cast to it.
+    """
+    if not requested:
+        return None
+    kind = named_dtype(str(requested))
+    if not kind.is_float:
+        raise UsageError(f"weights are not cast to {kind}", hint="for example bfloat16")
+    return kind
 
 
 @paused_collection()
@@ -166,7 +186,7 @@ def stream(
     ep: int = 1,
     etp: int = 0,
     rank: int | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     framework: str = "torch",
     family: str | None = None,
     like: str | Path | None = None,

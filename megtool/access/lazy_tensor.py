@@ -214,6 +214,8 @@ def _bounds(index: Any, shape: Sequence[int]) -> tuple[list[int], list[int], _Re
             rest.append(slice(None, None, numbers.step) if numbers.step != 1 else slice(None))
             continue
         try:
+            if isinstance(i, bool | np.bool):
+                raise TypeError
             number = operator.index(i)
         except TypeError:
             raise IndexError(

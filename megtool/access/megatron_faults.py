@@ -35,18 +35,20 @@ class MegatronFaults:
 
     missing: dict[str, None] = field(default_factory=dict)
     misshapen: dict[str, str] = field(default_factory=dict)
+    mistyped: dict[str, str] = field(default_factory=dict)
     requested: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def count(self) -> int:
         """How many tensors do not fit."""
-        return len(self.missing) + len(self.misshapen)
+        return len(self.missing) + len(self.misshapen) + len(self.mistyped)
 
     def check(self, source: CheckpointSource, *, lenient: bool) -> None:
         """Refuse what does not fit, all of it at once.
 
         Raises:
-            MappingError: tensors are missing (unless `lenient`) or have other shapes.
+            MappingError: tensors are missing (unless `lenient`), have other shapes, or cannot hold
+                what is stored.
         """
         states = [k for k in self.missing if is_optimizer_state(k) or BUCKETS.match(k)]
         lacks = None
@@ -61,6 +63,7 @@ class MegatronFaults:
             "the tensors that Megatron asks for",
             missing=missing,
             misshapen=self.misshapen,
+            mistyped=self.mistyped,
             file=source.path,
             lacks=lacks,
             hint=hint,

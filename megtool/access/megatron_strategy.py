@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megtool.access.checkpoint import open_checkpoint
+from megtool.access.fit import say_filled_in_part
 from megtool.access.live_objects import live_value
 from megtool.access.megatron_common import current_layout, stacked_names
 from megtool.access.megatron_faults import MegatronFaults, gather
@@ -28,7 +29,8 @@ from megtool.checkpoint.storage.location import location as to_location
 from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.megatron import is_vocabulary, split_state
 from megtool.convert.rank_tensors import LocalTensor, whole_tensor
-from megtool.errors import CheckpointError, MappingError, MissingPackageError, listed
+from megtool.dtypes import dtype as named_dtype
+from megtool.errors import MappingError, MegtoolError, MissingPackageError, listed
 from megtool.reshard.megatron.checkpoint_objects import plan_objects
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
@@ -183,6 +185,7 @@ class LoadStrategy:
             for each in gather(faults):
                 everyone.missing |= each.missing
                 everyone.misshapen |= each.misshapen
+                everyone.mistyped |= each.mistyped
                 everyone.requested |= each.requested
             if best is None or everyone.count < best.count:
                 best, self._best = everyone, keys
@@ -224,9 +227,8 @@ class LoadStrategy:
         try:
             for keys, tensors, requests in reads.values():
                 fill_tensors(keys.reader, tensors, requests)
-        except CheckpointError as e:
-            more = "the tensors are filled in part: load them again, or do not use them"
-            e.hint = f"{e.hint}; {more}" if e.hint else more
+        except MegtoolError as e:
+            say_filled_in_part(e)
             raise
         values |= self._objects(source, shards, absent)
         state = core_module(".dict_utils").dict_list_map_outplace(lambda s: values[id(s)], shards)
@@ -347,6 +349,9 @@ def _place(keys: MegatronKeys, shard: Any) -> PlacedBox | tuple[int, ...] | None
 def _find_fault(keys: MegatronKeys, shard: Any, faults: MegatronFaults) -> None:
     place = _place(keys, shard)
     if isinstance(place, PlacedBox):
+        kinds = named_dtype(str(shard.dtype)), place.tensor.dtype
+        if len(set(kinds)) > 1 and not all(k.is_float for k in kinds):
+            faults.mistyped[shard.key] = f"{shard.key} is {kinds[0]}, and here {kinds[1]}"
         faults.requested.add((split_state(shard.key)[0], place.tensor.name))
     elif place is None:
         faults.missing[shard.key] = None

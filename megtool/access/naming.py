@@ -26,7 +26,7 @@ from megtool.convert.rank_tensors import (
     whole_tensor,
 )
 from megtool.dtypes import DType
-from megtool.errors import LayoutError, MappingError, UsageError
+from megtool.errors import LayoutError, MappingError, MegtoolError, UsageError
 from megtool.parallel.mesh import Mesh
 from megtool.reshard.source import CheckpointSource, unknown_model
 
@@ -107,11 +107,11 @@ def fitting_namings(
     *,
     parallel: ParallelConfig | None = None,
     rank: int = 0,
-    reasons: list[str] | None = None,
+    reasons: dict[str, MegtoolError] | None = None,
 ) -> Iterator[NamedTensors]:
     """The tensors under `naming`, or under one naming after another of those that they have.
 
-    Why a naming is left out is added to `reasons`.
+    Why a naming is left out is added to `reasons`, by its name.
 
     Raises:
         MegtoolError: `naming` is none of theirs; see `name_tensors`.
@@ -124,7 +124,7 @@ def fitting_namings(
             named = name_tensors(source, candidate, parallel=parallel, rank=rank)
         except (MappingError, UsageError) as e:
             if reasons is not None:
-                reasons.append(f"{candidate}: {e.message}")
+                reasons[candidate] = e
             continue
         yield named
 
@@ -179,9 +179,9 @@ def seat_of(parallel: ParallelConfig, rank: int) -> RankCoordinates:
     Raises:
         LayoutError: the layout has no such rank.
     """
-    if not 0 <= rank < parallel.world_size:
+    if not isinstance(rank, int) or not 0 <= rank < parallel.world_size:
         raise LayoutError(
-            f"rank {rank} is none of the layout's {parallel.world_size}",
+            f"rank {rank!r} is none of the layout's {parallel.world_size}",
             hint=f"ranks are 0 to {parallel.world_size - 1}",
         )
     position = Mesh(parallel).position(rank)

@@ -12,16 +12,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megtool.access.checkpoint import Checkpoint, in_batches, open_checkpoint
-from megtool.access.fit import refuse_misfits
+from megtool.access.fit import describe_obstacles, refuse_misfits, say_filled_in_part
 from megtool.access.gc_pause import paused_collection
-from megtool.access.naming import NamedTensors, fitting_namings
+from megtool.access.naming import NamedTensors, fitting_namings, seat_of
 from megtool.access.read_boxes import BoxRead, BoxReader
 from megtool.checkpoint.memory import Memory, allocate, as_torch
 from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.convert.rank_tensors import LocalTensor, cut_local
 from megtool.dtypes import dtype as named_dtype
-from megtool.errors import CheckpointError, MappingError, UsageError
+from megtool.errors import LayoutError, MappingError, MegtoolError, UsageError
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:
@@ -114,33 +114,40 @@ def load_state_dict(
         progress: Called with what was read.
 
     Raises:
-        MappingError: tensors are missing or have other shapes, all of which it names.
-        UsageError: a tensor is on the meta device.
+        MappingError: tensors are missing, have other shapes or cannot hold what is stored; all of
+            them are named.
+        UsageError: there are no tensors, or some are on the meta device.
+        LayoutError: the layout does not divide the model, or has no such rank.
         CheckpointError: it cannot be opened or read; if reading had begun, the hint says that the
             model is filled in part.
     """
+    layout = ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
+    parallel = None if rank is None else layout
+    if rank is None and layout.world_size > 1:
+        raise LayoutError(
+            f"tp={tp}, pp={pp} and ep={ep} have {layout.world_size} ranks, and none is named",
+            hint=f"rank=0 to rank={layout.world_size - 1}; DTensors need no layout",
+        )
+    if rank is not None:
+        seat_of(layout, rank)
+    state = _state_of(model)
     checkpoint = open_checkpoint(
         location, family=family, like=like, iteration=iteration, optimizer=False
     )
-    state = model if isinstance(model, Mapping) else model.state_dict()
     requests = [TensorRequest.of(n, t) for n, t in state.items() if isinstance(t, torch.Tensor)]
     if on_meta := [w.name for w in requests if w.local.is_meta]:
         raise UsageError(
             f"{len(on_meta)} tensors have no memory, such as {on_meta[0]!r}",
             hint='model.to_empty(device="cpu") gives them some',
         )
-    parallel = None
-    if rank is not None:
-        parallel = ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
     named = choose_naming(checkpoint, [w.name for w in requests], naming, parallel, rank or 0)
-    present, missing = check_fit(checkpoint, named, requests, strict=strict)
+    present, missing = check_fit(checkpoint, named, requests, state, strict=strict)
     reader = BoxReader(checkpoint.source.catalogue, named.source, named.target, threads=threads)
     names = {w.name for w in present}
     try:
         fill_tensors(reader, named.tensors, present, progress)
-    except CheckpointError as e:
-        more = "the tensors are filled in part: load them again, or do not use them"
-        e.hint = f"{e.hint}; {more}" if e.hint else more
+    except MegtoolError as e:
+        say_filled_in_part(e)
         raise
     _give_copies(model, state, names)
     return LoadReport(
@@ -150,6 +157,25 @@ def load_state_dict(
         missing=tuple(missing),
         unused=tuple(n for n in named.tensors if n not in names and ":" not in n),
     )
+
+
+def _state_of(model: nn.Module | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entries of a model.
+
+    Raises:
+        UsageError: there is no tensor among them.
+    """
+    make = getattr(model, "state_dict", None)
+    state = model if isinstance(model, Mapping) else make() if make is not None else {}
+    if not any(isinstance(t, torch.Tensor) for t in state.values()):
+        is_nested = any(isinstance(v, Mapping) for v in state.values())
+        raise UsageError(
+            f"there are no tensors in the {type(model).__name__}",
+            hint="give one of its parts, or use megtool.dcp.load"
+            if is_nested
+            else "give a module, or a mapping of tensors by name",
+        )
+    return state
 
 
 def _give_copies(
@@ -186,9 +212,10 @@ def choose_naming(
 
     Raises:
         MappingError: no naming has any of the names.
+        LayoutError: the layout does not divide the model.
     """
     best, hits = None, -1 if naming else 0
-    reasons: list[str] = []
+    reasons: dict[str, MegtoolError] = {}
     for named in fitting_namings(
         checkpoint.source, naming, parallel=parallel, rank=rank, reasons=reasons
     ):
@@ -198,7 +225,10 @@ def choose_naming(
         if hits == len(names):
             break
     if best is None:
-        why = "; ".join(reasons)
+        unfit = [e for e in reasons.values() if isinstance(e, LayoutError)]
+        if unfit:
+            raise unfit[0]
+        why = "; ".join(f"{n}: {e.message}" for n, e in reasons.items())
         raise MappingError(
             f"the model's names are none that the checkpoint's tensors have, such as "
             f"{next(iter(names), None)!r}" + (f" ({why})" if why else ""),
@@ -211,14 +241,20 @@ def choose_naming(
 
 
 def check_fit(
-    checkpoint: Checkpoint, named: NamedTensors, requests: Sequence[TensorRequest], *, strict: bool
+    checkpoint: Checkpoint,
+    named: NamedTensors,
+    requests: Sequence[TensorRequest],
+    state: Mapping[str, Any],
+    *,
+    strict: bool,
 ) -> tuple[list[TensorRequest], list[str]]:
     """What can be filled, and the names of what cannot.
 
     A tensor that shares its memory with one that is filled needs no tensor of its own.
 
     Raises:
-        MappingError: tensors are missing (if `strict`), or have other shapes: all are named.
+        MappingError: tensors are missing (if `strict`), have other shapes, or cannot hold what is
+            stored: all are named.
     """
     present = [w for w in requests if w.name in named.tensors]
     filled = {_place(w.local) for w in present}
@@ -234,18 +270,26 @@ def check_fit(
         for w in present
         if w.shape != named.tensors[w.name].shape
     }
+    mistyped = describe_obstacles(
+        {n: (v, named.dtypes[n]) for n, v in state.items() if n in named.tensors}
+    )
     hint = "nothing was loaded; is it the same model?"
     refuse_misfits(
         f"the model's {len(requests)} tensors, by their {named.naming!r} names,",
         missing=missing if strict else [],
         misshapen=misshapen,
+        mistyped=mistyped,
         file=checkpoint.location,
-        hint=hint if misshapen else f"{hint} strict=False leaves what is missing as it is",
+        hint=hint
+        if misshapen or mistyped
+        else f"{hint} strict=False leaves what is missing as it is",
     )
     return present, missing
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    if tensor.layout is not torch.strided:
+        return id(tensor), 0
     return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
 
 

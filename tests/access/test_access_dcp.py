@@ -13,7 +13,7 @@ from torch import nn
 
 import megtool
 from megtool.access.state_dict import TensorRequest, fill_tensors
-from megtool.errors import MappingError, UsageError
+from megtool.errors import DestinationError, MappingError, UsageError
 from tests.support.checkpoints.layouts import LAYOUTS
 from tests.support.counted_reads import CountedReads
 from tests.support.errors import raises
@@ -227,6 +227,35 @@ def test_a_sharded_model_becomes_a_folder_with_digests(
     for name in ("hf", "torch_dist"):
         check_folder(tmp_path / name, tensors)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "torch_dist"]
+
+
+def test_a_writer_refuses_before_anything_is_written(
+    llama: Path, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """A format and an option that do not exist, and a destination that does."""
+    with raises(UsageError, "zz", hint="torch_dist"):
+        megtool.dcp.Writer(tmp_path / "out", to="zz")
+    with raises(UsageError, "tpp", hint=True):
+        megtool.dcp.Writer(tmp_path / "out", tpp=2)
+    (tmp_path / "out").mkdir()
+    writer = megtool.dcp.Writer(tmp_path / "out", like=llama)
+    dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+    (error,) = [e for e, _ in caught.value.failures.values()]
+    assert isinstance(error, DestinationError)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_conversion_that_fails_says_where_the_tensors_are(llama: Path, tmp_path: Path) -> None:
+    writer = megtool.dcp.Writer(tmp_path / "out", like=llama)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.save({Q: torch.zeros(32, 32)}, storage_writer=writer, no_dist=True)
+    (error,) = [e for e, _ in caught.value.failures.values()]
+    assert isinstance(error, MappingError)
+    assert str(tmp_path / ".out.dcp") in (error.hint or "")
+    assert not (tmp_path / "out").exists()
+    assert Q in megtool.open(tmp_path / ".out.dcp").tensors
 
 
 def test_a_destination_in_a_store_needs_a_folder() -> None:

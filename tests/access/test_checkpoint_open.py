@@ -82,7 +82,7 @@ def test_indices_mean_what_numpy_means(
         assert (np.asarray(part, np.float32) == expected).all()
 
 
-@pytest.mark.parametrize("index", [32, -33, (0, 0, 0), [1, 2], "q", (..., ...), 1.5])
+@pytest.mark.parametrize("index", [32, -33, (0, 0, 0), [1, 2], "q", (..., ...), 1.5, True])
 def test_an_index_that_is_none_is_refused(index: Any, llama: Path) -> None:
     with pytest.raises(IndexError):
         megtool.open(llama).as_("hf")[Q][index]
@@ -104,6 +104,13 @@ def test_a_slice_reads_its_own_bytes(llama: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Files, "system", count)
     assert tensor[10:12].shape == (2, 32)
     assert num_bytes == 2 * 32 * 2
+
+
+def test_types_of_torch_name_a_cast(llama: Path) -> None:
+    view = megtool.open(llama).as_("hf", dtype=torch.float16)
+    assert view[Q].dtype == "float16"
+    with raises(UsageError, "int8"):
+        megtool.open(llama).as_("hf", dtype="int8")
 
 
 def test_dlpack_and_numpy_take_a_tensor(llama: Path, tensors: dict[str, torch.Tensor]) -> None:

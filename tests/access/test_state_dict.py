@@ -43,7 +43,7 @@ def test_values_become_the_models_type(llama: Path, tensors: dict[str, torch.Ten
     state = {Q: torch.zeros(32, 64)[:, ::2]}  # not contiguous
     megtool.load_state_dict(state, llama)
     assert state[Q].equal(tensors[Q].float())
-    with raises(UsageError, Q, "int32"):
+    with raises(MappingError, Q, "int32"):
         megtool.load_state_dict({Q: torch.zeros(32, 32, dtype=torch.int32)}, llama)
 
 
