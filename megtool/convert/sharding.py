@@ -88,6 +88,7 @@ _REPLICATED = re.compile(
     r"|\b(?:self_attention|mlp)_hyper_connection\.(?:mapping_proj\.weight|bias|alpha_\w+)$"
     r"|\bhc_head_(?:fn|base|scale)$"
     r"|\blayer_scalar$"
+    r"|\bactivation_func\.(?:alpha_p|alpha_n|beta|eps)$"
     r"|\b(?:layer_proj|input_gate|input_proj)\.weight$"
     r"|\bfc[12]_latent_proj\.weight$"
     r"|\bshared_experts\.gate_weight$"

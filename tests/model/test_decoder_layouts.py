@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from megtool import reshard
 from megtool.convert.families import families, family_names
+from megtool.convert.mapping import Row
 from tests.support.worlds.gloo_world import run_world
 
 pytest.importorskip("transformers")
@@ -24,7 +26,7 @@ pytest.importorskip("transformers")
 from megtool.inference.load import load
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.models import dense_decoders as dense
-from tests.support.models import moe_models
+from tests.support.models import moe_models, mtp_models, nested_cases
 from tests.support.models.dense_cases import GEMMA4_SMALL, LOCAL, PADDED, WITH_BIASES
 from tests.support.models.dense_decoders import LLAMA3, MULTIPLIED, WINDOWED
 from tests.support.models.tiny_model import BIASED, TIED, UNTIED, Case
@@ -40,10 +42,7 @@ NO_FORWARD = {
     ),
     "deepseek_v4": "scalars' gradients cancel out: tests/model/test_compressed_attention.py",
 }
-AS_OTHERS = {  # transformers has no class: tests/converters/test_moe.py computes them
-    "bailing_moe_v2": "glm4_moe",
-    "mimo": "qwen2",
-}
+AS_OTHERS = {"bailing_moe_v2": "glm4_moe", "mimo": "qwen2"}  # transformers has no class
 FOUR = {"num_hidden_layers": 4}
 THREE = {"num_hidden_layers": 3}
 HEAD, WINDOW = {"head_dim": 8}, {"sliding_window": 5}
@@ -155,6 +154,8 @@ Layout = dict[str, int]
 TP2, PP2, TP2_PP2 = {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}
 EP2 = {"ep": 2, "dp": 2}
 TP4 = {"tp": 4}  # more ranks than key and value heads
+CP2 = {"cp": 2}
+EVEN = 12  # tokens that two ranks of context parallelism share
 LAYOUTS: dict[tuple[str, int], list[Layout]] = {
     ("dense", 2): [TP2, PP2],
     ("dense", 4): [TP2_PP2],
@@ -179,10 +180,29 @@ def layouts(kind: str, size: int) -> Iterator[tuple[str, Layout]]:
             yield name, layout | ({"first_stage_layers": 2} if odd else {})
 
 
+OF_MODEL = {case.name: case.family for case in CASES} | {n: moe_models.CASES[n][0] for n in MOE}
+"""The family of each model of `KINDS`."""
+
+WITHIN = {case.family: partial(case.build, dtype="float32") for case in nested_cases.CASES}
+"""Text models within larger models."""
+
+
+def hybrid_families() -> set[str]:
+    """Families with layers of Mamba-2 or gated delta nets, by the rows of their converters."""
+    rows = {f.name: [str(row.when) for row in f.hf if isinstance(row, Row)] for f in families()}
+    kinds = ("mamba_layers", "delta_layers")
+    return {name for name, whens in rows.items() if any(k in w for w in whens for k in kinds)}
+
+
+HYBRIDS = [name for name, its_family in OF_MODEL.items() if its_family in hybrid_families()]
+
+
 def test_every_decoder_family_is_here() -> None:
-    covered = {case.family for case in CASES} | {moe_models.CASES[name][0] for name in MOE}
-    covered |= {f.name for f in families() if f.nested}  # whose text models are of other families
+    covered = {*OF_MODEL.values(), *WITHIN}
+    assert {f.name for f in families() if f.nested} == set(WITHIN)
     assert covered | set(NO_FORWARD) | set(AS_OTHERS) == set(family_names())
+    assert hybrid_families() <= covered
+    assert {OF_MODEL[name] for name in HYBRIDS} == hybrid_families() - set(WITHIN)
 
 
 def reference(model: Any, folder: Path) -> None:
@@ -282,3 +302,63 @@ def test_what_layouts_of_delta_nets_differ_by_is_rounding(tmp_path: Path) -> Non
             assert differences.pop("logits") < 1e-12
             assert differences.pop("decoded") < 1e-12
             assert max(differences.values()) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_two_ranks_of_context_parallelism_have_transformers_logits(
+    name: str, tmp_path: Path
+) -> None:
+    """Also loss and gradients of one process; with experts also at EP=2."""
+    model = (DENSE | MOE)[name]()
+    model.save_pretrained(tmp_path / "hf")
+    tokens, _ = family_layouts.tokens_and_labels()
+    with torch.no_grad():
+        logits = model(tokens[:, :EVEN]).logits
+    alone = load(source_of(tmp_path / "hf"), dtype="float32")
+    ours = family_layouts.answer_of(alone, ProcessGroups.alone(), EVEN)
+    assert dense.largest(logits, ours.logits) < THEIRS
+    torch.save(replace(ours, logits=logits), tmp_path / "answer")
+    places: dict[str, Any] = {"checkpoint": tmp_path / "hf", "answer": tmp_path / "answer"}
+    layouts = [CP2, *([CP2 | {"ep": 2}] if name in MOE else [])]
+    jobs = [Job(name=name, **places, layout=layout, length=EVEN) for layout in layouts]
+    for found in run_world(family_layouts.compare, 2, jobs):
+        assert len(found) == len(jobs)
+        for job, apart in found.items():
+            assert apart.pop("logits") < THEIRS, job
+            worst = max(apart, key=apart.__getitem__)
+            print(f"{job}: {worst} {apart[worst]:.1e}")
+            assert apart[worst] < OURS, (job, worst)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*WITHIN, *AS_OTHERS])
+def test_models_within_others_or_like_others_at_a_layout(name: str, tmp_path: Path) -> None:
+    """Logits of transformers' model, or of the one that computes the same."""
+    build = WITHIN.get(name) or (lambda folder: mtp_models.FAMILIES[name](folder)[0].float())
+    model = build(tmp_path / "hf").eval()
+    tokens, _ = family_layouts.tokens_and_labels()
+    with torch.no_grad():
+        logits = model(input_ids=tokens[:, :EVEN]).logits
+    torch.save(logits, tmp_path / "answer")
+    config = load(source_of(tmp_path / "hf"), dtype="float32").config
+    layouts = [TP2, PP2, *([EP2] if config.num_experts else [])]
+    layouts += [CP2] if name in hybrid_families() else []
+    jobs = []
+    for number, layout in enumerate(layouts):
+        there = tmp_path / f"{number}"
+        cut = {k: v for k, v in layout.items() if k != "cp"}
+        reshard(tmp_path / "hf", there, to="torch_dist", fsync=False, **cut)
+        jobs.append(
+            Job(
+                name=name,
+                checkpoint=there,
+                answer=tmp_path / "answer",
+                layout=layout,
+                length=EVEN,
+            )
+        )
+    for found in run_world(family_layouts.compare_logits, 2, jobs):
+        assert len(found) == len(jobs)
+        print(found)
+        assert not [job for job, apart in found.items() if not apart < THEIRS]

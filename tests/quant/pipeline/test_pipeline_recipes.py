@@ -1,0 +1,99 @@
+"""Every family with every shipped recipe: what is written is what it should be, and engines load it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megtool import export, lint, quantize, verify
+from megtool.errors import MappingError, RecipeError
+from megtool.quant.recipes.dialects import recipe_names
+from megtool.quant.recipes.engine_support import ENGINES
+from megtool.quant.resolve import resolve_recipe
+from tests.support.models import family_models
+
+pytest.importorskip("transformers")
+
+BY_ENGINE = ("auto_nvfp4_fp8", "nvfp4_awq", "w4a8_awq", "int4_awq")
+"""Recipes whose result depends on the engine: which formats it mixes, what is folded."""
+
+IN_COMPRESSED = {
+    "fp8_per_channel": ("vllm", "sglang"),
+    "int8_sq": ("vllm",),
+    "int8_weight_only": ("vllm",),
+    "int4_weight_only": ("vllm", "sglang"),
+}
+"""Recipes with engines that load them exported to compressed-tensors."""
+
+
+def group_size(recipe: str) -> int | None:
+    """Columns of the smallest matrices, instead of 128."""
+    return 64 if recipe.startswith("int4") or recipe == "w4a8_awq" else None
+
+
+def engines_of(source: Path, recipe: str) -> list[str]:
+    """The engines that load what a recipe makes of a model."""
+    found = []
+    for engine in ENGINES:
+        try:
+            resolved = resolve_recipe(
+                source, recipe, target=engine, group_size=group_size(recipe)
+            )
+        except RecipeError:
+            continue
+        found += [] if resolved.doubt else [engine]
+    return found
+
+
+def findings(folder: Path, engine: str) -> list[str]:
+    return [f"{f.severity} {f.id}: {f.module}: {f.message}" for f in lint(folder, target=engine).findings]
+
+
+def check(source: Path, out: Path, recipe: str, engines: list[str], target: str | None) -> None:
+    """Quantize, verify, lint; and again what is exported to compressed-tensors."""
+    report = quantize(
+        source,
+        out,
+        recipe=recipe,
+        target=target,
+        group_size=group_size(recipe),
+        samples=2,
+        seq_length=16,
+        threads=1,
+        fsync=False,
+    )
+    assert report.proof is not None
+    assert report.proof.findings == ()
+    assert verify(source, out).exit_status == 0
+    for engine in engines:
+        told = findings(out, engine)
+        assert not told, (recipe, engine, told)
+    if recipe in IN_COMPRESSED:
+        there = out.with_name("compressed")
+        export(out, there, to="compressed-tensors", fsync=False)
+        for engine in IN_COMPRESSED[recipe]:
+            told = findings(there, engine)
+            assert not told, (recipe, engine, told)
+        shutil.rmtree(there)
+    shutil.rmtree(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", family_models.FAMILIES)
+def test_recipes_that_engines_load_give_what_they_load(family: str, tmp_path: Path) -> None:
+    source = family_models.save(family, tmp_path / "source")
+    clean, refused = [], {}
+    for recipe in recipe_names():
+        engines = engines_of(source, recipe)
+        apart = [([e], e) for e in engines] if recipe in BY_ENGINE else [(engines, None)]
+        for group, target in apart:
+            try:
+                check(source, tmp_path / f"{recipe}-{target}", recipe, group, target)
+            except (RecipeError, MappingError) as error:
+                refused[recipe, target] = str(error)
+                continue
+            clean += group
+    print(family, sorted(set(clean)), refused)
+    assert clean
