@@ -1,6 +1,11 @@
 """Conversion between dialects: the mapping language and its interpreter."""
 
-from megtool.convert.attention_keys import LocalLayers, MptAttention, MultiQuery
+from megtool.convert.attention_keys import (
+    LayerRopeBases,
+    LocalLayers,
+    MptAttention,
+    MultiQuery,
+)
 from megtool.convert.blocks import BlockConfigs
 from megtool.convert.canonical import Weight
 from megtool.convert.common_rows import (
@@ -211,6 +216,7 @@ __all__ = [
     "Larger",
     "LayerInputs",
     "LayerKinds",
+    "LayerRopeBases",
     "LocalLayers",
     "MambaHeads",
     "MambaScales",

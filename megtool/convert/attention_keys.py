@@ -1,4 +1,4 @@
-"""Settings of attention in older families: slopes, a single head of keys, windows by lists."""
+"""Settings of attention: slopes, a single head of keys, windows and rotary bases by lists."""
 
 from __future__ import annotations
 
@@ -119,3 +119,64 @@ def _read_local(types: Any, layers: int | None) -> tuple[int, ...]:
             hint=f"'global' or 'local' for each of {layers} layers",
         )
     return tuple(_KINDS.index(name) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRopeBases(Setting):
+    """A rotary base for each layer, 0 where it does not turn. It comes after `Rope` and `Window`.
+
+    Layers with a window have one base, and the others one. The list is kept verbatim in `extra`.
+    """
+
+    key: str = "layer_rope_theta"
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """Both bases, and a flag for each layer that does not turn; no list changes nothing."""
+        bases, layers = stored.get(self.key), num_layers(into)
+        if bases is None:
+            return ()
+        if not isinstance(bases, list | tuple) or len(bases) != layers:
+            raise MappingError(
+                f"{self.key} is {str(bases)[:80]}", hint=f"a number for each of {layers} layers"
+            )
+        flags = _windows(into["window_size"], into["window_skip_freq"], layers)
+        full, windowed = (
+            sorted({float(b) for b, f in zip(bases, flags, strict=True) if b and f == flag})
+            for flag in (0, 1)
+        )
+        for values, kind in ((full, "without"), (windowed, "with")):
+            if len(values) > 1:
+                raise MappingError(
+                    f"{self.key} has {len(values)} bases for layers {kind} a window: "
+                    f"{', '.join(f'{b:g}' for b in values)}",
+                    hint="one for all of them, or 0 where a layer does not turn",
+                    error_id="unsupported-model",
+                )
+        if full or windowed:
+            into["rope_base"] = (full or windowed)[0]
+        if full and windowed and full != windowed:
+            if into["rope_scaling"]:
+                raise MappingError(
+                    f"{self.key} has two bases, and rotary embeddings are scaled",
+                    hint="such a model is known without rope_scaling alone",
+                    error_id="unsupported-model",
+                )
+            into["rope_local_base"] = windowed[0]
+        still = tuple(int(not b) for b in bases)
+        into["no_rope_layers"] = still if any(still) else None
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The list, unless it was kept."""
+        if self.key in config.extra:
+            return
+        flags = _windows(config.window_size, config.window_skip_freq, config.num_layers)
+        still = config.no_rope_layers or (0,) * config.num_layers
+        of_windows = config.rope_local_base or config.rope_base
+        bases = [of_windows if flag else config.rope_base for flag in flags]
+        into[self.key] = [0 if s else base for s, base in zip(still, bases, strict=True)]
+
+
+def _windows(size: int, freq: Any, layers: int) -> tuple[int, ...]:
+    """A 1 for every layer with a window."""
+    return skip_flags(freq, layers) if size else (0,) * layers

@@ -25,6 +25,14 @@ from megtool.quant.recipes.engine_models import (
 )
 from megtool.quant.recipes.formats import ALGO_SPELLING, FORMATS
 
+_IN_COMPRESSED: Mapping[str, tuple[str, int, str, str]] = {
+    "FP8_PER_CHANNEL_PER_TOKEN": ("float", 8, "channel", "token"),
+    "FP8_PB_WO": ("float", 8, "block", "group"),
+    "W8A16": ("int", 8, "channel", "none"),
+    "W4A16_AWQ": ("int", 4, "group", "none"),
+}
+"""Type, bits, scales and inputs of formats in compressed-tensors."""
+
 
 def effective_config(context: LintContext, engine: EngineTarget) -> QuantConfig | None:
     """The file that the engine follows: vLLM and SGLang read config.json if it declares anything,
@@ -148,6 +156,22 @@ def _check_keys(context: LintContext, engine: EngineTarget) -> Iterator[Finding]
             )
 
 
+def _compressed_hint(engine: EngineTarget, algo: str) -> str:
+    """Where the engine loads the format from a folder of compressed-tensors: that, as a hint."""
+    if algo not in _IN_COMPRESSED:
+        return ""
+    type_, bits, strategy, inputs = _IN_COMPRESSED[algo]
+    if not any(
+        type_ == row.type
+        and bits in row.bits
+        and strategy in row.strategies
+        and inputs in row.inputs
+        for row in rows_for(engine, load_engines().compressed_schemes)
+    ):
+        return ""
+    return f"; {engine.engine} loads {algo} from what megtool export --to compressed-tensors writes"
+
+
 def _check_algorithm(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
     config = effective_config(context, engine)
     if config is None:
@@ -160,7 +184,8 @@ def _check_algorithm(context: LintContext, engine: EngineTarget) -> Iterator[Fin
         if not rows:
             names = ", ".join(sorted({a for s in supported for a in s.algos}))
             text = f"{algo} is {'not supported' if algo in FORMATS else 'unknown'}"
-            yield Finding(module=config.file, message=text, hint=f"supported: {names}")
+            hint = f"supported: {names}{_compressed_hint(engine, algo)}"
+            yield Finding(module=config.file, message=text, hint=hint)
         elif all(s.dense for s in rows):
             experts = [m.name for m in context.quantized() if m.expert is not None]
             experts = [name for name in experts if config.algo_of(name) == algo]

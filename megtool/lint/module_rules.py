@@ -121,11 +121,22 @@ def _needs_codes(context: LintContext, engine: EngineTarget, plain: Sequence[Lin
 
 def _check_fused(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
     for unit, modules in context.units().items():
-        formats = {(m.algo, m.group_size): m for m in modules}
+        formats = {(m.algo, _group_size(m, modules)): m for m in modules}
         if len(formats) > 1:
             parts = ", ".join(f"{m.last} {algo or 'plain'}" for (algo, _), m in formats.items())
             text = f"runs as one matrix, and its parts have several formats: {parts}"
             yield Finding(module=unit, message=text)
+
+
+def _group_size(module: LinearModule, fused: Sequence[LinearModule]) -> int:
+    """Columns under one scale; of a row with one scale, those of the other parts' groups."""
+    is_one_group = not module.group_size and module.algo
+    columns = module.shape[-1]
+    return (
+        columns
+        if is_one_group and any(m.group_size == columns for m in fused)
+        else module.group_size
+    )
 
 
 def _check_format(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:

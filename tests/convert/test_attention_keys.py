@@ -115,3 +115,43 @@ def test_published_settings_of_bloom_have_older_names() -> None:
     config = family("bloom").read_config(old)
     assert (config.hidden_size, config.num_heads, config.ffn_hidden_size) == (32, 4, 128)
     assert config.position_embedding == "alibi"
+
+
+@pytest.mark.parametrize(
+    ("bases", "rope", "local", "still"),
+    [
+        (None, 10000.0, None, None),
+        ([0, 10000.0, 10000.0, 0], 10000.0, None, (1, 0, 0, 1)),
+        ([0, 2e4, 2e4, 2e4], 2e4, None, (1, 0, 0, 0)),
+        ([5e5, 2e4, 0, 2e4], 5e5, 2e4, (0, 0, 1, 0)),
+        ([0, 0, 0, 0], 10000.0, None, (1, 1, 1, 1)),
+    ],
+)
+def test_rotary_bases_of_layers(bases: Any, rope: float, local: Any, still: Any) -> None:
+    """The first of four layers attends to all tokens, and the others have a window."""
+    keys = stored("granite_swa", num_hidden_layers=4, layer_rope_theta=bases)
+    config = family("granite_swa").read_config(keys)
+    assert config.window_skip_freq == (0, 1, 1, 1)
+    assert (config.rope_base, config.rope_local_base, config.no_rope_layers) == (rope, local, still)
+    again = family("granite_swa").write_config(replace(config, extra={}))
+    assert again["layer_rope_theta"] == (bases or [rope] * 4)
+    assert family("granite_swa").read_config(again).rope_local_base == local
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"layer_rope_theta": [1e4]}, "layer_rope_theta is [10000.0]"),
+        ({"layer_rope_theta": [0, 1e4, 2e4, 1e4]}, "2 bases for layers with a window"),
+        (
+            {
+                "layer_rope_theta": [5e5, 1e4, 1e4, 1e4],
+                "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+            },
+            "two bases, and rotary embeddings are scaled",
+        ),
+    ],
+)
+def test_rotary_bases_that_are_not_known_are_refused(keys: dict[str, Any], said: str) -> None:
+    with raises(MappingError, said):
+        family("granite_swa").read_config(stored("granite_swa", num_hidden_layers=4, **keys))

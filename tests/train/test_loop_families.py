@@ -22,6 +22,7 @@ from tests.support.models.dense_cases import (
     NEO,
     NEW_FALCON,
     PADDED,
+    SWASH,
 )
 from tests.support.models.dense_decoders import MIXED, MUP, fill_spread
 from tests.support.models.moe_cases import (
@@ -119,6 +120,7 @@ SLOW = [
     Case("gpt_bigcode", TIED | NO_GPT2_DROPOUT, "gpt_bigcode"),
     Case("gpt_neo", TIED | NEO, "gpt_neo"),
     Case("jais2", UNTIED, "jais2"),
+    Case("granite_swa", TIED | SWASH, "granite_swa"),
     Case("afmoe", AFMOE, "afmoe"),
     Case("flex_olmo", FLEX, "flex_olmo"),
     Case("vaultgemma", TIED | HEAD | WINDOW, "vaultgemma"),
@@ -158,7 +160,13 @@ SLOW = [
             *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v2-groups"),
             *("deepseek_v3", "gpt_oss", "llama4", "olmoe", "glm4_moe", "ernie4_5_moe"),
             *("qwen3_next", "qwen3_5_moe_text", "nemotron_h", "nemotron_h-latent", "minimax_m2"),
-            *("granitemoeshared", "granitemoehybrid", "glm_moe_dsa", "glm4_moe_lite"),
+            *(
+                "granitemoeshared",
+                "granitemoe_swa",
+                "granitemoehybrid",
+                "glm_moe_dsa",
+                "glm4_moe_lite",
+            ),
         )
     ),
 ]

@@ -1,4 +1,4 @@
-"""Every family with every shipped recipe: what is written is what it should be, and engines load it."""
+"""Every family with every shipped recipe: codes are what they should be, and engines load them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megtool import export, lint, quantize, verify
-from megtool.errors import MappingError, RecipeError
+from megtool.errors import MappingError, MegtoolError, RecipeError
 from megtool.quant.recipes.dialects import recipe_names
 from megtool.quant.recipes.engine_support import ENGINES
 from megtool.quant.resolve import resolve_recipe
@@ -38,9 +38,7 @@ def engines_of(source: Path, recipe: str) -> list[str]:
     found = []
     for engine in ENGINES:
         try:
-            resolved = resolve_recipe(
-                source, recipe, target=engine, group_size=group_size(recipe)
-            )
+            resolved = resolve_recipe(source, recipe, target=engine, group_size=group_size(recipe))
         except RecipeError:
             continue
         found += [] if resolved.doubt else [engine]
@@ -48,7 +46,23 @@ def engines_of(source: Path, recipe: str) -> list[str]:
 
 
 def findings(folder: Path, engine: str) -> list[str]:
-    return [f"{f.severity} {f.id}: {f.module}: {f.message}" for f in lint(folder, target=engine).findings]
+    return [
+        f"{f.severity} {f.id}: {f.module}: {f.message}"
+        for f in lint(folder, target=engine).findings
+    ]
+
+
+def check_compressed(quantized: Path, recipe: str) -> None:
+    """What is exported for an engine that loads it exported is sound to `lint`."""
+    for engine in IN_COMPRESSED[recipe]:
+        there = quantized.with_name(f"{quantized.name}-{engine}")
+        try:
+            export(quantized, there, to="compressed-tensors", target=engine, fsync=False)
+        except MegtoolError:
+            continue
+        told = findings(there, engine)
+        assert not told, (recipe, engine, told)
+        shutil.rmtree(there)
 
 
 def check(source: Path, out: Path, recipe: str, engines: list[str], target: str | None) -> None:
@@ -71,12 +85,7 @@ def check(source: Path, out: Path, recipe: str, engines: list[str], target: str 
         told = findings(out, engine)
         assert not told, (recipe, engine, told)
     if recipe in IN_COMPRESSED:
-        there = out.with_name("compressed")
-        export(out, there, to="compressed-tensors", fsync=False)
-        for engine in IN_COMPRESSED[recipe]:
-            told = findings(there, engine)
-            assert not told, (recipe, engine, told)
-        shutil.rmtree(there)
+        check_compressed(out, recipe)
     shutil.rmtree(out)
 
 
@@ -97,3 +106,20 @@ def test_recipes_that_engines_load_give_what_they_load(family: str, tmp_path: Pa
             clean += group
     print(family, sorted(set(clean)), refused)
     assert clean
+
+
+def test_a_format_that_an_engine_loads_exported_alone_is_told_with_the_way(tmp_path: Path) -> None:
+    """SGLang has FP8 with a scale per row in compressed-tensors, not in ModelOpt's form."""
+    source, out = family_models.save("llama", tmp_path / "source"), tmp_path / "out"
+    quantize(source, out, recipe="fp8_per_channel", threads=1, fsync=False)
+    (told,) = lint(out, target="sglang").findings
+    assert (told.severity, told.id) == ("error", "algorithm")
+    assert "sglang loads FP8_PER_CHANNEL_PER_TOKEN from what megtool export" in told.hint
+    check_compressed(out, "fp8_per_channel")
+
+
+def test_experts_whose_rows_are_one_group_are_fused_with_others(tmp_path: Path) -> None:
+    """Their down projection has as many columns as a group."""
+    source, out = family_models.save("qwen3_moe", tmp_path / "source"), tmp_path / "out"
+    quantize(source, out, recipe="int4_weight_only", group_size=64, threads=1, fsync=False)
+    check_compressed(out, "int4_weight_only")

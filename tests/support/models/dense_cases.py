@@ -37,6 +37,17 @@ MIXED = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 4}
 
 FULL = ["full_attention"]
 
+SWASH = {
+    "num_hidden_layers": 4,
+    "sliding_window": 5,
+    "layer_rope_theta": [0, 10000.0, 10000.0, 0],
+}
+TWO_BASES = {
+    "sliding_window": 5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "layer_rope_theta": [500000.0, 10000.0],
+}
+
 GEMMA4 = {
     "head_dim": 8,
     "global_head_dim": 16,
@@ -213,6 +224,8 @@ MORE = [
     Case("jais2", UNTIED, "jais2"),
     Case("jais2", TIED | {"attention_bias": False, "mlp_bias": False}),
     Case("openelm", UNTIED | LAYERS | {"normalize_qk_projections": False}),
+    Case("granite_swa", TIED | SWASH),
+    Case("granite_swa", UNTIED | BIASED | TWO_BASES),
 ]
 """Cases of the slow tests, of which the fast ones compute the logits alone."""
 

@@ -16,6 +16,8 @@ from tests.support.models.dense_cases import (
     LATENT,
     NEO,
     NEW_FALCON,
+    SWASH,
+    TWO_BASES,
 )
 from tests.support.models.openelm_model import LAYERS
 from tests.support.models.tiny_model import BIASED, TIED, UNTIED, Case, fill_tables
@@ -220,6 +222,8 @@ MORE = [
     Case("gpt_bigcode", UNTIED | {"multi_query": False}, "gpt_bigcode-heads"),
     Case("gpt_neo", TIED | NEO, "gpt_neo"),
     Case("jais2", UNTIED, "jais2"),
+    Case("granite_swa", TIED | SWASH | {"attention_multiplier": 0.2}, "granite_swa"),
+    Case("granite_swa", UNTIED | TWO_BASES | {"attention_multiplier": 0.2}, "granite_swa-bases"),
 ]
 """Cases of the slow tests, of which the fast ones compute the logits alone."""
 

@@ -211,6 +211,9 @@ MORE: dict[str, dict[str, Any]] = {
     "granitemoe": _EXPERTS | {"num_key_value_heads": 1, "intermediate_size": 64},
     "granitemoeshared": _EXPERTS
     | {"num_key_value_heads": 1, "intermediate_size": 64, "shared_intermediate_size": 128},
+    "granite_swa": {"num_key_value_heads": 1, "intermediate_size": 256, "sliding_window": 16},
+    "granitemoe_swa": _EXPERTS
+    | {"num_key_value_heads": 1, "intermediate_size": 64, "sliding_window": 16},
     "hunyuan_v1_dense": _GROUPED | {"intermediate_size": 256},
     "hunyuan_v1_moe": _GROUPED
     | {"intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},

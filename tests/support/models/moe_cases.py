@@ -358,6 +358,11 @@ MORE: list[tuple[str, str, dict[str, Any]]] = [
     ("solar_open", "SolarOpen", SOLAR),
     ("granitemoeshared", "GraniteMoeShared", EIGHT | {"shared_intermediate_size": 40}),
     ("granitemoeshared", "GraniteMoeShared", EIGHT | {"attention_bias": True}),
+    (
+        "granitemoe_swa",
+        "GraniteMoeSWA",
+        EIGHT | {"shared_intermediate_size": 40, "sliding_window": 5},
+    ),
     ("exaone_moe", "ExaoneMoe", EXAONE),
     (
         "exaone_moe",

@@ -262,6 +262,11 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteMoeShared",
         CASES["granitemoe"][2] | {"shared_intermediate_size": 40},
     ),
+    "granitemoe_swa": (
+        "granitemoe_swa",
+        "GraniteMoeSWA",
+        CASES["granitemoe"][2] | {"shared_intermediate_size": 40, "sliding_window": 5},
+    ),
     "solar_open": ("solar_open", "SolarOpen", moe_cases.SOLAR | GROUPS | {"n_routed_experts": 8}),
     "exaone_moe": (
         "exaone_moe",

@@ -88,6 +88,8 @@ CLASSES: dict[str, tuple[str, str]] = {
     "gptj": ("GPTJForCausalLM", "GPTJConfig"),
     "granite": ("GraniteForCausalLM", "GraniteConfig"),
     "granitemoe": ("GraniteMoeForCausalLM", "GraniteMoeConfig"),
+    "granite_swa": ("GraniteSWAForCausalLM", "GraniteSWAConfig"),
+    "granitemoe_swa": ("GraniteMoeSWAForCausalLM", "GraniteMoeSWAConfig"),
     "granitemoehybrid": ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig"),
     "granitemoeshared": ("GraniteMoeSharedForCausalLM", "GraniteMoeSharedConfig"),
     "helium": ("HeliumForCausalLM", "HeliumConfig"),
