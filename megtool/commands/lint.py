@@ -127,7 +127,13 @@ def lint(options: LintOptions) -> LintReport:
     path, tp = options.path, options.tp or 1
     targets = [parse_engine(t) for t in dict.fromkeys(options.target or ENGINES)]
     if not path.is_dir():
-        raise FormatError("is no folder", file=path, hint="lint reads exported folders")
+        is_file = path.exists()
+        raise FormatError(
+            "this is a file" if is_file else "the path does not exist",
+            file=path,
+            hint="lint reads exported Hugging Face folders",
+            error_id=None if is_file else "source-not-found",
+        )
     findings: dict[Finding, None] = {}
     applied = set()
     rules = load_rules()

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megtool import lint
-from megtool.errors import UsageError
+from megtool.errors import FormatError, UsageError
 from megtool.lint.rules import CHECKS, load_rules
 from tests.support.checkpoints.compressed_folder import compress, deepseek
 from tests.support.checkpoints.quantized_folder import make_quantized, randomize
+from tests.support.errors import raises
 from tests.support.models import family_models, tiny_models
 from tests.support.quant.write_runs import write_quantized
 
@@ -603,3 +604,11 @@ def test_codes_of_four_bits_in_a_byte_each(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "ct int4", tmp_path / "x")
     both(tensors(unpack), inline(lambda s: s.update(format="int-quantized")))(tmp_path / "x")
     assert "layout" not in {f.id for f in lint(tmp_path / "x").findings}
+
+
+def test_what_is_no_folder_is_told_as_by_other_commands(tmp_path: Path) -> None:
+    with raises(FormatError, "the path does not exist", id="source-not-found", file=tmp_path / "x"):
+        lint(tmp_path / "x")
+    (tmp_path / "file").touch()
+    with raises(FormatError, "this is a file", hint="exported Hugging Face folders"):
+        lint(tmp_path / "file")
