@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import groupby, islice
 
 from megtool.convert.canonical import DOMAINS, CanonicalModel, fill_in, indices_in
@@ -95,7 +96,7 @@ class Binding:
         self._keeps: dict[int, bool] = {}
         self._holds: dict[tuple[int, tuple[int, ...]], bool] = {}
         # By the text between numbers: the rows with that text, and their numbers and indices.
-        self._patterns: dict[tuple[str, ...], list[tuple[int, list[str]]]] = {}
+        self._patterns: dict[tuple[str, ...], list[tuple[int, tuple[str, ...]]]] = {}
         for number, row in enumerate(self.rows):
             for pattern in (row.stored, *row.also):
                 text, numbers = _pattern(pattern)
@@ -367,7 +368,8 @@ def summarize(names: Sequence[str], limit: int = 4) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _pattern(pattern: str) -> tuple[tuple[str, ...], list[str]]:
+@cache
+def _pattern(pattern: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The text of a stored name between numbers, and its numbers and `{indices}`.
 
     Names are split, not matched: a regular expression for every row took longer than all else.
@@ -379,7 +381,7 @@ def _pattern(pattern: str) -> tuple[tuple[str, ...], list[str]]:
                 f"{part!r} in {pattern!r} can be read in several ways",
                 hint="put a dot or a letter between an index and what comes next to it",
             )
-    return tuple(parts[::2]), parts[1::2]
+    return tuple(parts[::2]), tuple(parts[1::2])
 
 
 def _uses(when: Expression, index: str) -> bool:

@@ -16,7 +16,6 @@ from megtool import __version__
 from megtool.checkpoint.copy import CopyReport
 from megtool.checkpoint.digest import TOOL, Sidecar, TensorDigest
 from megtool.checkpoint.parallel_scan import default_threads
-from megtool.checkpoint.part_plan import can_copy_from
 from megtool.checkpoint.plan import DroppedItem, Op, PlanSource, ReshardPlan
 from megtool.checkpoint.plan_summary import PlanSummary, summarize
 from megtool.checkpoint.planner import build_plan
@@ -168,12 +167,14 @@ def _planning_worker(
     That is so where a store copies, which decides how all files are cut, and where files are
     encoded after all data are there.
     """
+    if execution.worker is None or execution.dry_run or target.finish is not None:
+        return None
     store = execution.find_copying_store(destination)
-    sources = [s.catalogue for s in (source, *others)]
-    if execution.dry_run or target.finish is not None:
-        return None
-    if store is not None and can_copy_from(store, sources):
-        return None
+    if store is not None:
+        from megtool.checkpoint.part_plan import can_copy_from
+
+        if can_copy_from(store, [s.catalogue for s in (source, *others)]):
+            return None
     return execution.worker
 
 

@@ -8,34 +8,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.copy import CopyReport, PlanCopy, execute
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.parallel_scan import default_threads
-from megtool.checkpoint.part_plan import plan_file_parts
 from megtool.checkpoint.plan import ReshardPlan
-from megtool.checkpoint.spooled_stage import SpooledStage
 from megtool.checkpoint.stage import CheckpointStage
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.store import Store
-from megtool.checkpoint.store_stage import StoreStage
 from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.checkpoint.workers.record import WorkerStatus
-from megtool.checkpoint.workers.share_copy import (
-    SharedStage,
-    copy_share,
-    merge_shares,
-    own_units,
-)
-from megtool.checkpoint.workers.shared_staging import SharedStaging
-from megtool.checkpoint.workers.shared_store_stage import SharedStoreStage
 from megtool.console import Progress
 from megtool.errors import FormatError, UsageError
 from megtool.reshard.staged_headers import check_headers
 from megtool.reshard.written_digests import write_digests
+
+if TYPE_CHECKING:
+    from megtool.checkpoint.store_stage import StoreStage
+    from megtool.checkpoint.workers.share_copy import SharedStage
 
 _LOG = logging.getLogger(__name__)
 
@@ -90,12 +83,23 @@ class WriteOptions:
         if isinstance(destination, StorePath):
             if self.worker is None and plan is not None and not _has_versions(plan):
                 run["fingerprint"] += f" {secrets.token_hex(8)}"  # no other run is to go on
-            make = StoreStage if self.worker is None else SharedStoreStage
-            stage = make(destination, is_unsafe=self.unsafe_store, **run)
+            stage = self._store_stage()(destination, is_unsafe=self.unsafe_store, **run)
             return self._follow_plan(stage, plan, rewrites_data)
         if self.worker is None:
             return StagingFolder(destination, **run)
+        from megtool.checkpoint.workers.shared_staging import SharedStaging
+
         return SharedStaging(destination, rewrites_data=rewrites_data, **run)
+
+    def _store_stage(self) -> type[StoreStage]:
+        # Imported where needed, as what workers share is: a tenth of the start of a local run.
+        if self.worker is None:
+            from megtool.checkpoint.store_stage import StoreStage
+
+            return StoreStage
+        from megtool.checkpoint.workers.shared_store_stage import SharedStoreStage
+
+        return SharedStoreStage
 
     def find_copying_store(self, destination: Path) -> Store | None:
         """The store of a destination, if it copies what it has itself; that has no digests."""
@@ -118,8 +122,12 @@ class WriteOptions:
                 hint="--worker 0/1, or a local destination",
             )
         if rewrites_data:
+            from megtool.checkpoint.spooled_stage import SpooledStage
+
             return SpooledStage(stage)
         if plan is not None:
+            from megtool.checkpoint.part_plan import plan_file_parts
+
             store = self.find_copying_store(stage.destination)
             stage.follow_plan(
                 partial(
@@ -210,7 +218,7 @@ class _StagedWrite:
         total = plan.target.catalogue.num_bytes
         worker = getattr(stage, "worker", None)
         if worker is not None:
-            return self._run_worker(cast(SharedStage, stage), worker)
+            return self._run_worker(cast("SharedStage", stage), worker)
         stage.require_space(sum(f.size for f in plan.target.catalogue.files))
         self.progress(self.verb, 0, total)
         return execute(
@@ -240,6 +248,8 @@ class _StagedWrite:
             _LOG.warning("%s", message)
 
     def _run_worker(self, stage: SharedStage, worker: WorkerIdentity) -> CopyReport:
+        from megtool.checkpoint.workers.share_copy import copy_share, merge_shares, own_units
+
         num_bytes = 0  # of the share
         share = self._start_copy(lambda n: self.progress(self.verb, n, num_bytes), is_shared=True)
         own = own_units(share, worker)

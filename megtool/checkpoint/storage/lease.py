@@ -122,7 +122,11 @@ class Lease:
             )
 
     def _is_held(self) -> bool:
-        info = self._store.head(self._path.key)
+        key = self._path.key
+        info = self._store.head(key)
+        if info is None:  # a wrong reply would leave the object there: a listing decides
+            listing = self._store.list(self._path.parent.key)
+            info = next((o for o in listing.objects if o.key == key), None)
         if info is None:
             return False
         if info.version and info.version == self._info.version:

@@ -24,6 +24,13 @@ class DamagedReads(CountedStore):
         return memoryview(bytes(data))
 
 
+class WrongHeads(CountedStore):
+    """Every object is said to be missing, though a listing shows it."""
+
+    def head(self, key: str) -> ObjectInfo | None:
+        return None
+
+
 @pytest.fixture
 def path() -> StorePath:
     return StorePath(f"{URL}/.run.megtool/lock")
@@ -31,6 +38,15 @@ def path() -> StorePath:
 
 def test_a_damaged_reply_does_not_keep_the_lock(path: StorePath) -> None:
     store = DamagedReads()
+    register_store(store)
+    lease = Lease(path)
+    lease.check()
+    lease.release()
+    assert store.objects() == {}
+
+
+def test_a_lock_that_is_said_to_be_missing_is_removed(path: StorePath) -> None:
+    store = WrongHeads()
     register_store(store)
     lease = Lease(path)
     lease.check()
