@@ -16,7 +16,8 @@ _pauses: list[bool] = []
 def paused_collection() -> Iterator[None]:
     """Collect no garbage meanwhile.
 
-    Beside imported torch a full collection takes 0.15 s, and the objects of a plan set it off.
+    Beside imported torch a full collection takes 0.15 s, and the objects of a plan, or of the files
+    that it opens, set it off.
     """
     with _lock:
         _pauses.append(gc.isenabled())

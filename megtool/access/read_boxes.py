@@ -125,6 +125,7 @@ class PlannedReads:
     ) -> None:
         self._reader, self._count, self._batches = reader, count, batches
 
+    @paused_collection()
     def fill(self, filled: Sequence[Memory], progress: Progress = silent) -> None:
         """Read all boxes into memory, which is in their order; see `BoxReader.read`."""
         if len(filled) != self._count:

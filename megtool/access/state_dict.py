@@ -73,6 +73,7 @@ class TensorRequest:
         return self.local.numel() * self.local.element_size()
 
 
+@paused_collection()
 def load_state_dict(
     model: nn.Module | Mapping[str, Any],
     location: str | Path | Checkpoint,
@@ -310,8 +311,7 @@ def fill_tensors(
     def tell(stage: str, num_bytes: int, total_bytes: int) -> None:
         progress(stage, num_bytes, total)
 
-    with paused_collection():
-        reads = [_box_read(reader, tensors[r.name], r) for r in requests]
+    reads = [_box_read(reader, tensors[r.name], r) for r in requests]
     is_direct = [r.local.device.type == "cpu" and r.local.is_contiguous() for r in requests]
     direct = [n for n, is_first in enumerate(is_direct) if is_first]
     places = [memory_of(requests[n].local) for n in direct]

@@ -26,6 +26,10 @@ MAX_DIMS = 16
 """Limit on tensor dimensions: the time and memory of the checks double with each."""
 
 
+IN_MEMORY = "memory"
+"""The format of a target in the memory of this process."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
     """One file of a checkpoint. `path` is relative to the root; times and inode detect changes."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
+from megtool.checkpoint.catalogue import IN_MEMORY, Catalogue, Destination, Extents, StoredFile
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.open_objects import MemoryObject, open_objects
 from megtool.errors import FormatError, StorageError
@@ -40,7 +40,7 @@ def plan_memory_layout(tensors: Sequence[GlobalTensor]) -> Destination:
         ((n, (0,) * len(t.shape), t.shape, n) for n, t in enumerate(tensors)), widest(tensors)
     )
     catalogue = Catalogue(
-        format="memory",
+        format=IN_MEMORY,
         root=Path(),
         files=[StoredFile(path=t.name, size=n) for t, n in zip(tensors, sizes, strict=True)],
         tensors=list(tensors),

@@ -172,8 +172,8 @@ def _find_runs(
         if not isinstance(unit, KernelUnit):
             continue
         table, _ = plan_kernel_copies(plan, unit, sources, locator)
-        for source, file, source_offset, offset, num_bytes in table.rows():
+        for source, file, source_offset, number, offset, num_bytes in table.rows():
             path = sources[source].path(file)
             if isinstance(path, StorePath) and path.bucket_url == store.url:
-                out[unit.files[0]].append(CopyRun(offset, num_bytes, path, source_offset))
+                out[number].append(CopyRun(offset, num_bytes, path, source_offset))
     return out

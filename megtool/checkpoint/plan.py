@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue, Destination
+from megtool.checkpoint.catalogue import IN_MEMORY, Catalogue, Destination
 from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.tensors.box import Boxes, Ints, row_major_strides
 from megtool.tensors.placement import Placement
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 KERNEL_RUN_BYTES = 64 * 1024
 """Common runs of at least this many bytes are moved by the kernel, shorter ones by tiles."""
+
+MEMORY_RUN_BYTES = 512
+"""Of what lies in one run of a file, runs of memory of at least this size are filled directly."""
 
 
 class Op(StrEnum):
@@ -195,6 +198,11 @@ class ReshardPlan:
     share: PlanShare | None = None
     _sides: dict[str, _Columns] = field(default_factory=dict, repr=False)
 
+    @property
+    def fills_memory(self) -> bool:
+        """Whether the target is memory of this process."""
+        return self.target.catalogue.format == IN_MEMORY
+
     def source_lattice(self, piece: Ints, view_lo: Ints) -> tuple[Ints, Ints]:
         """Element position inside the shard and stride per view dimension, for view boxes that
         start at `view_lo` (int64 `[n, view]`) inside the given source pieces (all of one source).
@@ -248,7 +256,8 @@ class ReshardPlan:
     def step_runs(self) -> tuple[Ints, NDArray[np.bool_]]:
         """Bytes (in the target) of each step's common runs, and which steps are plain.
 
-        A plain step is a copy whose runs are long on both sides, so the kernel can move them.
+        A plain step is a copy whose runs are long on both sides, so the kernel can move them; one
+        into memory may fill shorter ones with a run of the source.
         """
         n, steps = len(self.steps), self.steps
         run, is_plain = np.zeros(n, np.int64), np.zeros(n, bool)
@@ -264,7 +273,10 @@ class ReshardPlan:
             _, b = self.target_lattice(steps.target_piece[rows], lo)
             elements, is_single_run = common_runs(shape, a, b)
             run[rows] = elements * item[steps.entry[rows]]
-            is_plain[rows] = copies[rows] & (is_single_run | (run[rows] >= KERNEL_RUN_BYTES))
+            is_long = run[rows] >= KERNEL_RUN_BYTES
+            if self.fills_memory:
+                is_long |= common_runs(shape, a, a)[1] & (run[rows] >= MEMORY_RUN_BYTES)
+            is_plain[rows] = copies[rows] & (is_single_run | is_long)
         return run, is_plain
 
 

@@ -227,7 +227,8 @@ class Binding:
         layout = instantiate(self._layout(number, index), index)
         for part in layout.parts:
             self._place_part(_placement(part.name, part, tensor.name), tensor, out)
-            out.canonical[part.name] = replace(out.canonical[part.name], shape=part.size)
+            if part.size != tensor.shape:
+                out.canonical[part.name] = replace(out.canonical[part.name], shape=part.size)
         if layout.padded is not None:
             rows = tensor.shape[layout.padded] - layout.shape[layout.padded]
             if rows:
@@ -241,7 +242,9 @@ class Binding:
                 tensor=tensor.name,
                 hint="exclude one of them",
             )
-        out.placements[name] = replace(placement, stored=tensor.name)
+        if placement.stored != tensor.name:
+            placement = replace(placement, stored=tensor.name)
+        out.placements[name] = placement
         out.canonical[name] = GlobalTensor(name=name, shape=tensor.shape, dtype=tensor.dtype)
 
     def _carried(self, stored: str) -> str | None:
@@ -349,15 +352,15 @@ def missing(
     """
     absent: list[str] = []
     flags: dict[str, bool] = {}
-    names = {pattern: model.names(pattern) for pattern in model.vocabulary}
+    texts = {tuple(_NUMBER.split(name)[::2]) for name in canonical}
     for pattern, entry in model.vocabulary.items():
-        if entry.flag is not None:
-            is_present = any(n in canonical for n in names[pattern])
-            flags[entry.flag] = flags.get(entry.flag, False) or is_present
+        if entry.flag is not None and not flags.setdefault(entry.flag, False):
+            may_be_present = tuple(_NUMBER_OR_INDEX.split(pattern)[::2]) in texts
+            flags[entry.flag] = may_be_present and any(n in canonical for n in model.names(pattern))
     for pattern, entry in model.vocabulary.items():
         is_expected = entry.flag is None or flags[entry.flag] or model.value(entry.flag)
         if is_expected:
-            absent += [n for n in names[pattern] if n not in canonical]
+            absent += [n for n in model.names(pattern) if n not in canonical]
     return absent, flags
 
 

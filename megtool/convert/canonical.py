@@ -459,7 +459,8 @@ class CanonicalModel:
         for some in self._combinations(needed):
             if self.value(when, some):
                 for more in self._combinations(free):
-                    yield {n: {**some, **more}[n] for n in names}
+                    index = {**some, **more}
+                    yield {n: index[n] for n in names}
 
     def _combinations(self, names: tuple[str, ...]) -> Iterator[dict[str, int]]:
         if not names:

@@ -256,14 +256,18 @@ def _read_states(
             tensors_of_state = _unwrapped(tensors_of_state, bindings[per_layer])
         stored = {key: tensor.name for key, tensor in tensors_of_state.items()}
         reading = bindings[per_layer].read(
-            [replace(t, name=key) for key, t in tensors_of_state.items()]
+            [t if t.name == key else replace(t, name=key) for key, t in tensors_of_state.items()]
         )
         lift = f"{state}:" if state else ""
         for name, p in reading.placements.items():
             shift = p.shift if state in _SHIFTED else 0.0
-            p = replace(p, canonical=lift + name, stored=stored[p.stored], shift=shift)
+            tensor = reading.canonical[name]
+            if lift:
+                tensor = replace(tensor, name=lift + name)
+            if lift or shift != p.shift or stored[p.stored] != p.stored:
+                p = replace(p, canonical=lift + name, stored=stored[p.stored], shift=shift)
             out.placements[p.canonical] = p
-            out.canonical[p.canonical] = replace(reading.canonical[name], name=p.canonical)
+            out.canonical[p.canonical] = tensor
         out.dropped.extend((stored[key], reason) for key, reason in reading.dropped)
         if not state:
             out.copies.update({stored[key]: of for key, of in reading.copies.items()})

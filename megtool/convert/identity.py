@@ -78,6 +78,10 @@ def _layers(p: Placement) -> Iterator[Placement]:
         )
 
 
+def _called(p: Placement, name: str) -> Placement:
+    return p if p.stored == name else replace(p, stored=name)
+
+
 def _stacked(side: TargetView) -> TargetView:
     """The same tensors with all layers of a kind on a leading axis."""
     counts = Counter(f"{m[1]}{m[3]}" for t in side.tensors if (m := _LAYER.fullmatch(t.name)))
@@ -151,7 +155,11 @@ def under_same_names(
         tensors.append(GlobalTensor(name=name, shape=shape, dtype=kind))
     by_layer = megatron.is_encoder_decoder(source.canonical)
     placements = {
-        n: Placement.identity(n, p.shape) if by_layer else replace(p, stored=n)
+        n: Placement.identity(n, p.shape)
+        if by_layer
+        else p
+        if p.stored == n
+        else replace(p, stored=n)
         for n, p in source.placements.items()
     }
     out = TargetView(tensors=tensors, placements=placements, shards=None, fills=fills, dropped=[])

@@ -242,6 +242,8 @@ def split_optimizer(name: str) -> tuple[str, str, str]:
     The state comes before the weight's name, or, in what torch.distributed.checkpoint makes of an
     optimizer, behind it.
     """
+    if "optim" not in name:  # as most names
+        return "", "", name
     if match := _STATE_LAST.fullmatch(name):
         name, spelled = match[1] or match[3], match[2] or match[4]
     elif match := _STATE.fullmatch(name):

@@ -190,27 +190,39 @@ def local_side(
     for local in tensors:
         kind = dtypes[local.name] if dtypes else index.tensors[local.key].dtype
         out.tensors.append(GlobalTensor(name=local.name, shape=local.shape, dtype=kind))
-        boxes = Boxes.of([(list(lo), list(hi)) for lo, hi in local.boxes], len(local.shape))
         for p in index.parts.get(local.key, ()):
             if 0 in p.shape:
                 continue
             stored, to = refine(source.placements[p.canonical], p)
-            rows, views = pieces(to, boxes)
-            for row, lo, hi in zip(
-                rows.tolist(), views.lo.tolist(), views.hi.tolist(), strict=True
-            ):
+            for row, lo, hi in _views_in(local, to):
                 name = f"{p.canonical}#{numbers[p.canonical]}"
                 numbers[p.canonical] += 1
                 out.source[name] = replace(narrow(stored, lo, hi), canonical=name)
                 out.target[name] = _moved(narrow(to, lo, hi), local, row, name)
         for fill in index.padding.get(local.key, ()):
-            rows, views = pieces(fill.placement, boxes)
-            for row, lo, hi in zip(
-                rows.tolist(), views.lo.tolist(), views.hi.tolist(), strict=True
-            ):
+            for row, lo, hi in _views_in(local, fill.placement):
                 moved = _moved(narrow(fill.placement, lo, hi), local, row, fill.placement.canonical)
                 out.fills.append(Padding(placement=moved, value=fill.value))
     return out
+
+
+def _views_in(
+    local: LocalTensor, p: Placement
+) -> Iterable[tuple[int, Sequence[int], Sequence[int]]]:
+    """The parts of a placement's view inside a rank's boxes, each with the number of its box."""
+    lo, hi = local.boxes[0] if len(local.boxes) == 1 else ((), ())
+    if 0 not in p.shape and lo == p.base and hi == _end(p):  # most tensors, without arrays
+        return [(0, (0,) * len(p.shape), p.shape)]
+    rows, views = pieces(p, Boxes.of(local.boxes, len(local.shape)))
+    return zip(rows.tolist(), views.lo.tolist(), views.hi.tolist(), strict=True)
+
+
+def _end(p: Placement) -> tuple[int, ...]:
+    """The end of the box of the stored tensor that a placement spans."""
+    end = [b + 1 for b in p.base]
+    for n, d, m in zip(p.shape, p.dims, p.mults, strict=True):
+        end[d] += (n - 1) * m
+    return tuple(end)
 
 
 def _moved(p: Placement, local: LocalTensor, row: int, name: str) -> Placement:

@@ -126,6 +126,32 @@ def test_a_whole_tensor_is_read_into_its_place_in_one_call(saved: Callable[..., 
     assert (filled["a"].view(np.float32) == 1).all()
 
 
+def test_column_shards_fill_the_rows_of_memory_directly(saved: Callable[..., Path]) -> None:
+    """Two shards that follow each other in a file are read by one call, and nothing is copied."""
+
+    buffers: list[int] = []
+
+    class Counting(Files):
+        def system(self, function: Callable[..., Any], /, *args: Any) -> Any:
+            if function is os.preadv:
+                buffers.append(len(args[1]))
+            return super().system(function, *args)
+
+    halves = {n: torch.randn(64, 256) for n in "ab"}
+    catalogue, files = open_checkpoint(saved(halves)), Counting()
+    there = {n: Placement.identity(n, (64, 256)) for n in "ab"}
+    base = {"a": (0, 0), "b": (0, 256)}
+    inside = {n: replace(there[n], stored="w", base=base[n]) for n in "ab"}
+    target = memory.plan_memory_layout([stored("w", (64, 512))])
+    plan = build_plan([PlanSource(catalogue=catalogue, placements=there)], target, inside)
+    filled = memory.allocate(target.catalogue.tensors)
+    with memory.MemoryStage(filled) as stage:
+        execute(plan, stage, files=files, digest=DigestMode.NONE)
+    got = memory.as_torch(filled["w"], target.catalogue.tensors[0])
+    assert got.equal(torch.cat([halves["a"], halves["b"]], dim=1))
+    assert buffers == [128]
+
+
 def test_more_than_there_is_is_refused() -> None:
     with pytest.raises(StorageError, match="bytes of memory"):
         memory.allocate([stored("w", (1 << 60,))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -99,5 +100,6 @@ class OpenFiles:
         excess = len(self._entries) - self._limit
         if excess <= 0:
             return []
-        idle = [p for p, (_, users) in self._entries.items() if not users][:excess]
-        return [self._entries.pop(path)[0] for path in idle]
+        idle = (path for path, (_, users) in self._entries.items() if not users)
+        oldest = list(itertools.islice(idle, excess))
+        return [self._entries.pop(path)[0] for path in oldest]

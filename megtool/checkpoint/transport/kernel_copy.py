@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megtool.checkpoint.plan import ReshardPlan, common_runs
 from megtool.checkpoint.transport.shard_locator import ShardLocator
@@ -19,18 +21,39 @@ _BLOCK = 4096  # file systems share whole blocks only
 
 @dataclass(frozen=True, slots=True)
 class CopyRuns:
-    """Runs of `length` bytes from `source_offset` of a file to `target_offset` of the target."""
+    """Runs of `length` bytes from `source_offset` of a file to `target_offset` of the target's."""
 
     source: Ints
     file: Ints
     source_offset: Ints
+    target_file: Ints
     target_offset: Ints
     length: Ints
 
-    def rows(self) -> list[tuple[int, int, int, int, int]]:
+    def __getitem__(self, rows: Ints | NDArray[np.bool_] | slice) -> CopyRuns:
+        return CopyRuns(*(getattr(self, c)[rows] for c in self.__slots__))
+
+    def rows(self) -> list[tuple[int, int, int, int, int, int]]:
         """The runs one by one."""
-        columns = (self.source, self.file, self.source_offset, self.target_offset, self.length)
-        return list(zip(*(c.tolist() for c in columns), strict=True))
+        return list(zip(*(getattr(self, c).tolist() for c in self.__slots__), strict=True))
+
+    def read_calls(self) -> list[CopyRuns]:
+        """The runs in parts that follow each other in a file, if they are in its order."""
+        end = self.source_offset + self.length
+        follows = (self.source[1:] == self.source[:-1]) & (self.file[1:] == self.file[:-1])
+        follows &= end[:-1] == self.source_offset[1:]
+        first = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(end)]
+        return [self[a:b] for a, b in pairwise(first) if a < b]
+
+    def target_spans(self) -> list[tuple[int, int, int]]:
+        """The files of the target, each with the range in which its runs lie."""
+        files = distinct(self.target_file).tolist()
+        ends = self.target_offset + self.length
+        masks = (self.target_file == file for file in files)
+        return [
+            (file, int(self.target_offset[mask].min()), int(ends[mask].max()))
+            for file, mask in zip(files, masks, strict=True)
+        ]
 
 
 def plan_kernel_copies(
@@ -38,6 +61,7 @@ def plan_kernel_copies(
 ) -> tuple[CopyRuns, list[int]]:
     """The runs of a unit, adjacent ones joined, and the steps that cannot be copied as runs.
 
+    Runs are in order of the target, or of the source where they fill memory.
     The latter read a shard that is not row-major, which is known only once it is located. They are
     listed with the first part of a unit.
     """
@@ -51,9 +75,12 @@ def plan_kernel_copies(
         )
         tables += part
         other_steps += permuted
-    columns = ("source", "file", "source_offset", "target_offset", "length")
+    columns = CopyRuns.__slots__
     table = CopyRuns(*(np.concatenate([getattr(c, name) for c in tables]) for name in columns))
-    table = _join_runs(table)
+    place = (table.target_offset, table.target_file)
+    if plan.fills_memory:
+        place = (table.source_offset, table.file)
+    table = _join_runs(table[np.lexsort(place)])
     if unit.parts > 1:
         table = _cut_window(table, unit.part * unit.part_bytes, _part_end(unit))
     return table, other_steps if unit.part == 0 else []
@@ -81,6 +108,7 @@ def _runs_from_source(
     source_offset = locator.offsets(shard) + base_a * item
     target_offset = target.offsets(plan.target_pieces.shard[to]) + base_b * item
     file = locator.files(shard)
+    target_file = target.files(plan.target_pieces.shard[to])
     permuted = locator.is_permuted(shard)
     run, is_single_run = common_runs(shape, a, b)
     run *= item
@@ -91,6 +119,7 @@ def _runs_from_source(
             source_column,
             file[is_plain],
             source_offset[is_plain],
+            target_file[is_plain],
             target_offset[is_plain],
             run[is_plain],
         )
@@ -109,6 +138,7 @@ def _runs_from_source(
                 every * source,
                 every * file[row],
                 np.array(x, np.int64),
+                every * target_file[row],
                 np.array(y, np.int64),
                 every * run[row],
             )
@@ -126,26 +156,16 @@ def _count_outer_dims(shape: Sequence[int], run: int) -> int:
 
 
 def _join_runs(table: CopyRuns) -> CopyRuns:
-    """Sort by destination and join runs that are adjacent in source and target."""
-    order = np.argsort(table.target_offset, kind="stable")
-    source, file, source_offset, target_offset, length = (
-        c[order]
-        for c in (table.source, table.file, table.source_offset, table.target_offset, table.length)
-    )
-    if not len(order):
+    """Join runs that are adjacent in source and target, and follow each other."""
+    if not len(table.length):
         return table
-    follows = (source[1:] == source[:-1]) & (file[1:] == file[:-1])
-    follows &= (source_offset[:-1] + length[:-1] == source_offset[1:]) & (
-        target_offset[:-1] + length[:-1] == target_offset[1:]
-    )
+    follows = np.ones(len(table.length) - 1, bool)
+    for numbers in (table.source, table.file, table.target_file):
+        follows &= numbers[1:] == numbers[:-1]
+    for offset in (table.source_offset, table.target_offset):
+        follows &= (offset + table.length)[:-1] == offset[1:]
     first = np.flatnonzero(np.concatenate([[True], ~follows]))
-    return CopyRuns(
-        source[first],
-        file[first],
-        source_offset[first],
-        target_offset[first],
-        np.add.reduceat(length, first),
-    )
+    return replace(table[first], length=np.add.reduceat(table.length, first))
 
 
 def _cut_window(table: CopyRuns, begin: int, end: int) -> CopyRuns:
@@ -153,14 +173,13 @@ def _cut_window(table: CopyRuns, begin: int, end: int) -> CopyRuns:
     before = np.cumsum(table.length) - table.length
     lo = _cut_run(table, before, begin)
     hi = _cut_run(table, before, end)
-    keep = lo < hi
-    return CopyRuns(
-        table.source[keep],
-        table.file[keep],
-        (table.source_offset + lo)[keep],
-        (table.target_offset + lo)[keep],
-        (hi - lo)[keep],
+    window = replace(
+        table,
+        source_offset=table.source_offset + lo,
+        target_offset=table.target_offset + lo,
+        length=hi - lo,
     )
+    return window[lo < hi]
 
 
 def _cut_run(table: CopyRuns, before: Ints, position: int) -> Ints:

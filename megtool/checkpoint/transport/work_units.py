@@ -24,13 +24,16 @@ UNIT_BYTES = 64 << 20
 STORE_UNIT_BYTES = 16 << 20
 """Of units that read a store: a thread waits for each, so that even a small share needs several."""
 
+MEMORY_UNIT_BYTES = 32 << 20
+"""Of units that fill memory, which are never resumed: threads end at about the same time."""
+
 MAX_SLABS = 4096
 """Entries in one unit, however small they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelUnit:
-    """Steps that the kernel copies, all into one file.
+    """Steps that the kernel copies, all into one file (or into tensors in memory).
 
     A long step is split into `parts` of `part_bytes`.
     """
@@ -101,6 +104,8 @@ def plan_units(
     selects those of which units are planned, without feeds.
     """
     steps, unit_bytes = plan.steps, choose_unit_size(plan.sources)
+    if plan.fills_memory:
+        unit_bytes = min(unit_bytes, MEMORY_UNIT_BYTES)
     _, is_plain = plan.step_runs()
     is_tiled = np.zeros(len(plan.entries), bool)
     is_tiled[steps.entry[~is_plain]] = True
@@ -140,11 +145,13 @@ def _kernel_units(
     offset = target.offsets(shard) + base * item
     size = steps.boxes.volume()[rows] * item
     file = catalogue.extents.file[shard]
-    order = np.lexsort((offset, file))
+    order = _source_order(plan, rows) if plan.fills_memory else np.lexsort((offset, file))
     rows, offset, size, file = rows[order], offset[order], size[order], file[order]
     before = np.cumsum(size) - size
     is_large = size > unit_bytes
-    is_same_unit = (file[1:] == file[:-1]) & ~is_large[1:] & ~is_large[:-1]
+    is_same_unit = ~is_large[1:] & ~is_large[:-1]
+    if not plan.fills_memory:
+        is_same_unit &= file[1:] == file[:-1]
     is_same_unit &= before[1:] // unit_bytes == before[:-1] // unit_bytes
     first = np.flatnonzero(np.concatenate([[True], ~is_same_unit]))
     total = np.add.reduceat(size, first).tolist()
@@ -155,13 +162,25 @@ def _kernel_units(
             rest = num_bytes - part * unit_bytes
             yield KernelUnit(
                 steps=rows[a:b],
-                files=(int(file[a]),),
+                files=tuple(distinct(file[a:b]).tolist()),
                 offset=int(offset[a]) + part * unit_bytes,
                 num_bytes=min(unit_bytes, rest) if parts > 1 else num_bytes,
                 part=part,
                 parts=parts,
                 part_bytes=unit_bytes,
             )
+
+
+def _source_order(plan: ReshardPlan, rows: Ints) -> Ints:
+    """The order in which the shards of steps lie in the files of the sources."""
+    steps = plan.steps
+    index = np.array([e.source_index for e in plan.entries], np.int64)[steps.entry[rows]]
+    shard = plan.source_pieces.shard[steps.source_piece[rows]]
+    file, offset = np.zeros_like(shard), np.zeros_like(shard)
+    for source in distinct(index).tolist():
+        mask, extents = index == source, plan.sources[source].extents
+        file[mask], offset[mask] = extents.file[shard[mask]], extents.offset[shard[mask]]
+    return np.lexsort((offset, file, index))
 
 
 def _tiled_units(

@@ -17,8 +17,9 @@ from megtool.checkpoint.plan import Op, PlanEntry, ReshardPlan, ShardPieces
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import is_remote
 from megtool.checkpoint.storage.open_files import OpenFiles
+from megtool.checkpoint.storage.populate import populate
 from megtool.checkpoint.transport.cast import add_shift, encode_element
-from megtool.checkpoint.transport.kernel_copy import plan_kernel_copies
+from megtool.checkpoint.transport.kernel_copy import CopyRuns, plan_kernel_copies
 from megtool.checkpoint.transport.quantized_decode import PackedTileReader, open_tile_reader
 from megtool.checkpoint.transport.reduce import WeightedSum, sum_dtype
 from megtool.checkpoint.transport.shard_locator import FileView, ShardLocator
@@ -139,8 +140,11 @@ class Worker:
         table, permuted = plan_kernel_copies(self._plan, unit, run.sources, run.target)
         for row in permuted:
             self._step(row)
+        if self._plan.fills_memory:
+            self._fill(table)
+            return
         with run.writers.use(run.target.path(unit.files[0])) as target:
-            for source, file, source_offset, target_offset, length in table.rows():
+            for source, file, source_offset, _, target_offset, length in table.rows():
                 with run.readers.use(run.sources[source].path(file)) as fd:
                     if self._verify:
                         self._repair(fd, source_offset, target, target_offset, length)
@@ -148,6 +152,27 @@ class Worker:
                         run.files.copy_range(fd, source_offset, target, target_offset, length)
                 self._done[Op.COPY] += length
                 self._report(length)
+
+    def _fill(self, table: CopyRuns) -> None:
+        """Read runs, in order of their source, straight into memory."""
+        run = self._run
+        memory: dict[int, memoryview] = {}
+        for file, lo, hi in table.target_spans():
+            with run.writers.use(run.target.path(file)) as fd:
+                data = run.files.opened_memory(fd)
+            if data is None:
+                raise ValueError(f"{run.target.path(file)} is not memory")
+            populate(data[lo:hi])
+            memory[file] = data.data
+        for runs in table.read_calls():
+            rows = runs.rows()
+            source, file, offset = rows[0][:3]
+            buffers = [memory[to][start : start + n] for _, _, _, to, start, n in rows]
+            with run.readers.use(run.sources[source].path(file)) as fd:
+                run.files.pread_scatter(fd, buffers, offset)
+            num_bytes = int(runs.length.sum())
+            self._done[Op.COPY] += num_bytes
+            self._report(num_bytes)
 
     def _repair(
         self, fd: int, source_offset: int, target: int, target_offset: int, length: int
