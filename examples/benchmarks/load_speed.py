@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -74,7 +75,9 @@ print(json.dumps({"s": seconds, "more": peak - before - num_bytes, "sum": checke
 def run(job: str, folder: Path, source: Path) -> dict[str, float]:
     """One load in its own process: seconds, memory beside the tensors, and a sum to compare."""
     command = [sys.executable, "-c", CHILD, job, str(folder), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Byte code is kept, as that of an installed package is.
+    keeping = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=keeping)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
     answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
