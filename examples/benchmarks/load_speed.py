@@ -20,8 +20,10 @@ from megtool import reshard
 READER_LIMIT, FILE_LIMIT, MEMORY_LIMIT = 10.0, 1.0, 256
 NOTE = (
     "bfloat16 tensors, files in the page cache; every job is a fresh process that times the load "
-    "alone, into a state dict of empty tensors; the fastest of the rounds, which alternate. Memory "
-    "is the largest anonymous memory over that of the process before the load, less the tensors."
+    "alone, into a state dict of empty tensors; the fastest of the rounds, which alternate. CPU "
+    "seconds are those of all threads, the least of the rounds: other work delays them less. "
+    "Memory is the largest anonymous memory over that of the process before the load, less the "
+    "tensors."
 )
 
 CHILD = """
@@ -60,15 +62,15 @@ def watch():
         peak = max(peak, anonymous())
 watcher = threading.Thread(target=watch)
 watcher.start()
-began = time.perf_counter()
+began, used = time.perf_counter(), time.process_time()
 globals()[job]()
-seconds = time.perf_counter() - began
+seconds, used = time.perf_counter() - began, time.process_time() - used
 peak = max(peak, anonymous())
 stopped.set()
 watcher.join()
 checked = sum(int(t.view(torch.int16)[..., -1].sum()) for t in state.values())
 num_bytes = sum(t.nbytes for t in state.values())
-print(json.dumps({"s": seconds, "more": peak - before - num_bytes, "sum": checked}))
+print(json.dumps({"s": seconds, "cpu": used, "more": peak - before - num_bytes, "sum": checked}))
 """
 
 
@@ -101,7 +103,8 @@ def measure(given: argparse.Namespace, root: Path) -> Table:
             answers[name].append(run(job, folder, source))
     if len({a["sum"] for of_job in answers.values() for a in of_job}) != 1:
         raise RuntimeError("the jobs loaded different values")
-    head = ("job", "s", "x faster than the reader", "limit", "x load_file", "limit", "MiB", "limit")
+    ratios = ("x faster than the reader", "limit", "x load_file", "limit")
+    head = ("job", "s", "CPU s", *ratios, "MiB", "limit")
     table = Table(title=f"Loading {given.gib:g} GiB", head=head)
     best = {name: min(a["s"] for a in of_job) for name, of_job in answers.items()}
     reader, file = list(best.values())[:2]
@@ -111,6 +114,7 @@ def measure(given: argparse.Namespace, root: Path) -> Table:
         table.add(
             name,
             f"{seconds:.2f}",
+            f"{min(a['cpu'] for a in answers[name]):.2f}",
             times(faster),
             f"≥ 10 {'✓' if faster >= READER_LIMIT else '✗'}" if is_ours else "",
             times(share),
