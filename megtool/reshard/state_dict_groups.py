@@ -2,26 +2,32 @@
 
 `get_optimizer_state_dict` of torch 2.13 makes `param_groups.N.lr` with the names of the parameters
 in `param_groups.N.params`, or, flattened, `param_groups.NAME.lr`; DeepSpeed has a list of groups.
+Megatron's groups, which name no parameters, become such entries without `params`, and come back.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.pickle_reader import dict_items
 from megtool.checkpoint.formats import STATE_DICT_FORMATS
+from megtool.checkpoint.formats.torch_checkpointing_metadata import NestedPath
 from megtool.checkpoint.megatron_metadata import read_object
-from megtool.checkpoint.param_groups import OptimizerGroups
+from megtool.checkpoint.param_groups import OptimizerGroups, OptimizerState, read_groups
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
+from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.megatron import split_optimizer
+from megtool.tensors.sharded import GlobalTensor
 
 _SETTING = re.compile(r"(?:.*\.)?optim(?:izer)?\.param_groups\.(.+)\.([^.]+)")
 _LIST = "optimizer.param_groups"
+_SCALER = "optimizer.grad_scaler"
+_EXPERT = "is_expert_parallel"
 PARAMS, STEP = "params", "step"
 
 
@@ -51,10 +57,47 @@ def read_state_dict_groups(catalogue: Catalogue) -> list[StateDictGroup]:
     return list(_joined(by_key))
 
 
-def make_group_state(catalogue: Catalogue) -> OptimizerGroups | None:
+def read_any_groups(catalogue: Catalogue) -> OptimizerGroups | None:
+    """The optimizer's small state of any format, as Megatron has it; None if there is none.
+
+    Raises:
+        FormatError: an object or a step is damaged.
+    """
+    return read_groups(catalogue) or _make_group_state(catalogue)
+
+
+def make_group_entries(
+    catalogue: Catalogue, tensors: Iterable[GlobalTensor]
+) -> dict[str, tuple[NestedPath, Any]]:
+    """Megatron's groups as entries of a state dict with `tensors`: places and values, by name.
+
+    Those of the experts' optimizer follow the dense one's. The loss scale is one entry. There are
+    none without optimizer state, or if the checkpoint has such entries already.
+
+    Raises:
+        FormatError: an object is damaged.
+    """
+    out: dict[str, tuple[NestedPath, Any]] = {}
+    has_state = any(is_optimizer_state(t.name) for t in tensors)
+    is_other = catalogue.format not in STATE_DICT_FORMATS
+    groups = read_groups(catalogue) if has_state and is_other else None
+    number = 0
+    for state in groups.chain if groups else ():
+        inner = state.get("optimizer")
+        for group in inner.get("param_groups", ()) if isinstance(inner, Mapping) else ():
+            for key, value in group.items():
+                out[f"{_LIST}.{number}.{key}"] = (*_LIST.split("."), number, str(key)), value
+            number += 1
+        if (scaler := state.get("grad_scaler")) is not None:
+            out.setdefault(_SCALER, (tuple(_SCALER.split(".")), scaler))
+    return out
+
+
+def _make_group_state(catalogue: Catalogue) -> OptimizerGroups | None:
     """The groups as Megatron has them, with the step that all parameters share; None if none.
 
     Megatron tells groups apart by `wd_mult`, which is 0 for parameters without weight decay.
+    Those of experts that are spread over ranks are another optimizer's.
 
     Raises:
         FormatError: an object or a step is damaged.
@@ -67,13 +110,20 @@ def make_group_state(catalogue: Catalogue) -> OptimizerGroups | None:
         if len(steps) == 1:
             settings.setdefault(STEP, int(*steps))
         settings.setdefault("wd_mult", 0.0 if settings.get("weight_decay") == 0 else 1.0)
-        settings |= {"lr_mult": 1.0, "is_expert_parallel": False}
-    return OptimizerGroups(chain=({"optimizer": {"param_groups": groups}},))
+        settings.setdefault("lr_mult", 1.0)
+        settings.setdefault(_EXPERT, False)
+    more: OptimizerState = {}
+    if (scaler := catalogue.objects.get(_SCALER)) is not None:
+        more["grad_scaler"] = read_object(catalogue, scaler)
+    parts = [[g for g in groups if bool(g[_EXPERT]) == is_expert] for is_expert in (False, True)]
+    return OptimizerGroups(
+        chain=tuple({"optimizer": {"param_groups": part}} | more for part in parts if part)
+    )
 
 
 def is_group_entry(name: str) -> bool:
-    """Whether an object is a setting of a state dict's param groups, or a list of groups."""
-    return name == _LIST or _SETTING.fullmatch(name) is not None
+    """Whether an object is a setting of a state dict's param groups, all of them, or its scale."""
+    return name in (_LIST, _SCALER) or _SETTING.fullmatch(name) is not None
 
 
 def read_steps(catalogue: Catalogue) -> dict[str, float]:

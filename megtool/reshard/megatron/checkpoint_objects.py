@@ -46,6 +46,7 @@ from megtool.reshard.source import CheckpointSource
 from megtool.reshard.state_dict_groups import is_group_entry
 from megtool.tensors.sharded import GlobalTensor
 
+_MEGATRON = ("torch_dist", "megatron")
 _IN_COMMON = ("args", "checkpoint_version", "iteration", "num_floating", "opt_param_scheduler.")
 _LOG = logging.getLogger(__name__)
 
@@ -81,8 +82,9 @@ def plan_objects(
     spelling, renumber = StateNaming.of(tensors), _renumbering(source, tensors)
     has_state = any(is_optimizer_state(t.name) for t in tensors)
     obstacle = _obstacle_finder(catalogue, parallel, target)
+    is_state_dict = {target, catalogue.format} <= {*STATE_DICT_FORMATS}
     for name in catalogue.objects:
-        if is_group_object(name) and target not in STATE_DICT_FORMATS:
+        if is_group_object(name) and not is_state_dict:
             _place_group(out, source, name, target, has_state)
         elif _is_in_common(catalogue, name, target, has_state):
             out.derived.append(name)
@@ -100,7 +102,7 @@ def plan_objects(
 
 def _is_in_common(catalogue: Catalogue, name: str, target: str, has_state: bool) -> bool:
     """Whether an object of a state dict becomes part of the common state."""
-    if target == "torch_dist" and has_state and is_group_entry(name):
+    if target in _MEGATRON and has_state and is_group_entry(name):
         return True
     is_other = catalogue.format == "dcp" and target not in STATE_DICT_FORMATS
     return is_other and name.startswith(_IN_COMMON)

@@ -15,7 +15,6 @@ from megtool.checkpoint.param_groups import (
     build_common_optimizer,
     build_content_metadata,
     optimizer_args,
-    read_groups,
 )
 from megtool.checkpoint.plan import DroppedItem
 from megtool.checkpoint.random_state import (
@@ -33,7 +32,7 @@ from megtool.dtypes import DType
 from megtool.model_config import ModelConfig
 from megtool.reshard.megatron.rank_objects import MODELOPT
 from megtool.reshard.source import CheckpointSource
-from megtool.reshard.state_dict_groups import make_group_state
+from megtool.reshard.state_dict_groups import read_any_groups
 from megtool.tensors.sharded import GlobalTensor
 
 
@@ -129,7 +128,7 @@ def _set_optimizer(
                 k: v for k, v in content.items() if k != "distrib_optim_sharding_type"
             }
         return
-    groups = read_groups(source.catalogue) or make_group_state(source.catalogue)
+    groups = read_any_groups(source.catalogue)
     if optimizer is None:
         if groups and "optimizer" not in common:
             common["optimizer"] = build_common_optimizer(groups.for_chain(1), None)
@@ -154,17 +153,23 @@ _OPTIMIZER = ("optimizer", "opt_param_scheduler", "lr_scheduler")
 
 
 def account_for_common(
-    source: CheckpointSource, written: Mapping[str, Any] | None, target: str
+    source: CheckpointSource,
+    written: Mapping[str, Any] | None,
+    target: str,
+    *,
+    has_groups: bool = False,
 ) -> tuple[list[str], list[str], list[DroppedItem]]:
     """What becomes of each part of the common state: moved, derived, or dropped with a reason.
 
     `written` is the target's, None where the format has none: there the args become the model's
-    configuration, and an iteration of 0 has no information, so neither is lost.
+    configuration, and an iteration of 0 has no information, so neither is lost. `has_groups` says
+    that the optimizer's groups are entries of the target's state dict.
     """
     source_state = source.catalogue.metadata.get("common")
     moved: list[str] = []
     derived: list[str] = []
     dropped: list[DroppedItem] = []
+    recoverable = (*_RECOVERABLE, *(["optimizer"] if has_groups else ()))
     if source.catalogue.format == "dcp":
         source_state = None  # its parts are objects, which are listed
     for key, value in source_state.items() if isinstance(source_state, dict) else ():
@@ -173,7 +178,7 @@ def account_for_common(
             continue  # the first rank's; every rank's object is listed
         if written is not None and key in written:
             (moved if written[key] is value else derived).append(name)
-        elif written is None and (key in _RECOVERABLE or (key == "iteration" and value == 0)):
+        elif written is None and (key in recoverable or (key == "iteration" and value == 0)):
             derived.append(name)
         else:
             is_harmless = key == "content_metadata"

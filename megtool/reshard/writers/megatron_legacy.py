@@ -14,7 +14,7 @@ from megtool.checkpoint.formats.auxiliary_files import MODELOPT_FOLDER
 from megtool.checkpoint.formats.megatron_legacy import plan_megatron_legacy_layout as lay_out_files
 from megtool.checkpoint.formats.megatron_legacy_ranks import RankSizes, rank_folder_name
 from megtool.checkpoint.formats.save_folder import folder_name
-from megtool.checkpoint.param_groups import OptimizerState, read_groups
+from megtool.checkpoint.param_groups import OptimizerState
 from megtool.checkpoint.rechunk import rechunk
 from megtool.config import ParallelConfig
 from megtool.console import several
@@ -56,6 +56,7 @@ from megtool.reshard.megatron.optimizer import (
 from megtool.reshard.megatron.rank_files import expert_rank
 from megtool.reshard.megatron.rank_objects import select_chunk_sites, select_rank_state
 from megtool.reshard.source import CheckpointSource, collect_small_files
+from megtool.reshard.state_dict_groups import read_any_groups
 from megtool.reshard.writers.target_spec import Target, TargetOptions
 from megtool.tensors import buckets
 from megtool.tensors.registration_order import registered
@@ -173,7 +174,7 @@ class _RankFileWriter:
     def files(self, common: Mapping[str, Any]) -> dict[str, Any]:
         """Every rank's files by path, their trees with `GlobalTensor` leaves."""
         p = self.parallel
-        groups = read_groups(self.source.catalogue)
+        groups = read_any_groups(self.source.catalogue)
         inner = groups.for_chain(1 + self.has_expert_chain) if groups else []
         out: dict[str, Any] = {}
         sizes = RankSizes(tp=p.tp, pp=p.pp, ep=p.ep, etp=p.etp)

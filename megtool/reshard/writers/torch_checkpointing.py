@@ -20,6 +20,7 @@ from megtool.reshard.megatron.checkpoint_objects import CarriedObjects, plan_obj
 from megtool.reshard.megatron.common_state import account_for_common
 from megtool.reshard.megatron.extra_state_names import is_empty_value
 from megtool.reshard.source import CheckpointSource, collect_small_files
+from megtool.reshard.state_dict_groups import make_group_entries
 from megtool.reshard.writers.target_spec import Target, TargetOptions
 from megtool.reshard.writers.torch_dist import shard_rows
 
@@ -34,8 +35,14 @@ def plan_torch_checkpointing_layout(
     carried = plan_objects(source, tensors, parallel, out.format)
     objects = _select_objects(catalogue, carried)
     out.account(carried.moved, carried.derived, carried.dropped)
-    out.account(*account_for_common(source, None, out.format))
-    paths = _paths(catalogue)
+    entries = {
+        name: entry
+        for name, entry in make_group_entries(catalogue, tensors).items()
+        if is_leaf(entry[1])
+    }
+    objects |= {name: value for name, (_, value) in entries.items()}
+    out.account(*account_for_common(source, None, out.format, has_groups=bool(entries)))
+    paths = _paths(catalogue) | {name: path for name, (path, _) in entries.items()}
     out.destination = lay_out_items(
         tensors,
         shard_rows(tensors, parallel.dp),

@@ -11,7 +11,7 @@ from megtool.checkpoint.formats.auxiliary_files import MODELOPT_FOLDER
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout as lay_out_ranks
 from megtool.checkpoint.megatron_metadata import vocab_divisor
-from megtool.checkpoint.param_groups import DP_RESHARDABLE, read_groups
+from megtool.checkpoint.param_groups import DP_RESHARDABLE
 from megtool.checkpoint.rechunk import rechunk
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
@@ -41,6 +41,7 @@ from megtool.reshard.megatron.optimizer import (
     warn_unknown_order,
 )
 from megtool.reshard.source import CheckpointSource, collect_small_files
+from megtool.reshard.state_dict_groups import make_group_entries, read_any_groups
 from megtool.reshard.writers.target_spec import Target, TargetOptions
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
@@ -91,6 +92,10 @@ def _plan_layout(
     )
     iteration = read_iteration(source.catalogue)
     common = None
+    entries = {} if megatron else make_group_entries(source.catalogue, tensors)
+    objects |= {name: value for name, (_, value) in entries.items()}
+    key_paths = dict(source.catalogue.metadata.get("planner_data") or {})
+    key_paths |= {name: path for name, (path, _) in entries.items()}
     if megatron:
         common = make_common_state(
             source,
@@ -102,7 +107,7 @@ def _plan_layout(
             config=out.side.config,
         )
     out.account(carried.moved, carried.derived, carried.dropped)
-    out.account(*account_for_common(source, common, out.format))
+    out.account(*account_for_common(source, common, out.format, has_groups=bool(entries)))
     if options.bridge:
         small |= _make_bridge_files(source, out, parallel, small, iteration)
     out.destination = lay_out_ranks(
@@ -114,7 +119,7 @@ def _plan_layout(
         iteration=iteration,
         small_files=small,
         core_version=options.core_version,
-        key_paths=source.catalogue.metadata.get("planner_data"),
+        key_paths=key_paths,
         megatron=megatron,
     )
     if megatron:
@@ -179,7 +184,7 @@ def _plan_bucket_layout(
     weights = [t for t in out.side.tensors if not is_optimizer_state(t.name)]
     settings = choose_bucket_settings(source, parallel, weights)
     warn_unknown_order(source.catalogue, settings.order)
-    groups = read_groups(source.catalogue)
+    groups = read_any_groups(source.catalogue)
     layout = plan_buckets(weights, find_state_dtypes(out.side), config, parallel, settings)
     prefixes = {s: f"optimizer.state.{s}." for s in find_state_dtypes(out.side)}
     require_states(
