@@ -120,12 +120,12 @@ def _keep_own(state: dict[Any, Any], own: Mapping[Any, Any], path: str, absent: 
 def install(*, family: str | None = None, like: str | Path | None = None) -> Installed:
     """Make Megatron-Core's loading functions, and the training loops over it, take any checkpoint.
 
-    `dist_checkpointing.load`, `load_common_state_dict`, `load_content_metadata` and
-    `check_is_distributed_checkpoint` read what core itself cannot read; `torch_dist` folders whose
-    tensors are what the model asks for stay core's. Megatron-LM's `--load` and Megatron-Bridge's
-    `checkpoint.load` take folders without a tracker file, too, whether these packages are imported
-    before or afterwards. A model without optimizer state is loaded as a release: the run starts at
-    iteration 0 with a fresh optimizer.
+    `dist_checkpointing.load`, `load_common_state_dict`, `load_content_metadata`,
+    `load_tensors_metadata` and `check_is_distributed_checkpoint` read what core itself cannot read;
+    `torch_dist` folders whose tensors are what the model asks for stay core's. Megatron-LM's
+    `--load` and Megatron-Bridge's `checkpoint.load` take folders without a tracker file, too,
+    whether these packages are imported before or afterwards. A model without optimizer state is
+    loaded as a release: the run starts at iteration 0 with a fresh optimizer.
 
     Call it before Megatron reads its arguments. `family` and `like` say which model it is where
     checkpoints do not.
@@ -160,8 +160,19 @@ def install(*, family: str | None = None, like: str | Path | None = None) -> Ins
         )
         out.replace(training, "checkpoint_exists", checking)
 
+    def describing(original: Any) -> Any:
+        def load_metadata(checkpoint_dir: Any, *args: Any, **options: Any) -> Any:
+            if args or options or is_cores_own(checkpoint_dir):
+                return original(checkpoint_dir, *args, **options)
+            strategy = LoadStrategy(family=family, like=like)
+            return getattr(strategy, original.__name__)(checkpoint_dir)
+
+        return load_metadata
+
     for module in (core, serialization):
         out.replace(module, "load", loading)
+        out.replace(module, "load_tensors_metadata", describing)
+        out.replace(module, "load_sharded_metadata", describing)
         out.replace(module, "load_common_state_dict", reading)
     for module in (core, core_module(".core")):
         out.replace(module, "check_is_distributed_checkpoint", checking)

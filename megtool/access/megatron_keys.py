@@ -17,6 +17,7 @@ from megtool.convert.canonical_view import CanonicalView, TargetView
 from megtool.convert.dialects import STATE_FIRST, DialectOptions, write_side
 from megtool.convert.hybrid import GPT, HYBRID
 from megtool.convert.megatron import split_state
+from megtool.dtypes import DType
 from megtool.errors import MappingError
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
@@ -85,6 +86,19 @@ class MegatronKeys:
     def reader(self) -> BoxReader:
         """What reads boxes of the tensors."""
         return BoxReader(self._source.catalogue, self._view, self.target, threads=self._threads)
+
+    def spelled(self) -> Iterator[tuple[str, tuple[int, ...], DType]]:
+        """Keys, shapes and types: as they are, and with layers on a leading axis."""
+        stacks: dict[str, list[GlobalTensor]] = {}
+        for t in self.target.tensors:
+            yield t.name, t.shape, t.dtype
+            key = split_state(t.name)[2]
+            if match := _LAYER.fullmatch(key):
+                stacked = t.name.removesuffix(key) + match[1] + match[3]
+                stacks.setdefault(stacked, []).append(t)
+        for key, layers in stacks.items():
+            if len({(t.shape, t.dtype) for t in layers}) == 1:
+                yield key, (len(layers), *layers[0].shape), layers[0].dtype
 
     def place(self, box: KeyBox, *, any_shape: bool = False) -> PlacedBox | tuple[int, ...] | None:
         """Where a box lies; a shape if the tensor has another one; None if there is no tensor.

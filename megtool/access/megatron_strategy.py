@@ -122,13 +122,18 @@ class LoadStrategy:
         return state
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """All tensors by Megatron's keys, without data."""
+        """All tensors without data, by every key under which one of Megatron's classes has them.
+
+        Core compares a model's keys with these where `strict` says so. It does not tell a strategy
+        which class asks, so that keys of the others are left over: `load` knows better.
+        """
         kind = core_module(".mapping").ShardedTensor
-        keys = next(self._candidates(self.open(checkpoint_dir), {}))
+        source = self.open(checkpoint_dir)
         out = {}
-        for t in keys.target.tensors:
-            empty = torch.empty(t.shape, dtype=getattr(torch, t.dtype.name), device="meta")
-            out[t.name] = kind.from_rank_offsets(t.name, empty).without_data()
+        for keys in self._candidates(source, {}):
+            for key, shape, dtype in keys.spelled():
+                empty = torch.empty(shape, dtype=getattr(torch, dtype.name), device="meta")
+                out[key] = kind.from_rank_offsets(key, empty).without_data()
         return out
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
@@ -348,7 +353,9 @@ def _place(keys: MegatronKeys, shard: Any) -> PlacedBox | tuple[int, ...] | None
 
 def _find_fault(keys: MegatronKeys, shard: Any, faults: MegatronFaults) -> None:
     place = _place(keys, shard)
-    if isinstance(place, PlacedBox):
+    if isinstance(place, PlacedBox) and shard.data is not None and shard.data.is_meta:
+        faults.mistyped[shard.key] = f"{shard.key} is on the meta device, without memory"
+    elif isinstance(place, PlacedBox):
         kinds = named_dtype(str(shard.dtype)), place.tensor.dtype
         if len(set(kinds)) > 1 and not all(k.is_float for k in kinds):
             faults.mistyped[shard.key] = f"{shard.key} is {kinds[0]}, and here {kinds[1]}"

@@ -5,15 +5,19 @@ from __future__ import annotations
 import enum
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megtool import reshard
 from megtool.errors import MappingError
+from tests.support.models import gguf_models
 from tests.support.models.tiny_model import tiny_model
+from tests.support.runs.exports import export_gguf
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.peers
@@ -60,6 +64,97 @@ def test_a_store_in_memory(tmp_path: Path) -> None:
         check(dist_checkpointing.load({"qkv": shard(name, 64, 32)}, place))
     strategy = megtool.megatron.LoadStrategy(place)
     check(strategy.load({"qkv": shard(name, 64, 32)}, tmp_path))
+
+
+def own_tensors(view: Any) -> dict[str, Any]:
+    """Requests for all tensors of a view, with other values in them."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    empty = {n: torch.full(t.shape, 7.0, dtype=torch.bfloat16) for n, t in view.items()}
+    return {n: ShardedTensor.from_rank_offsets(n, t) for n, t in empty.items()}
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A world of this process alone, of which core gathers keys."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_gguf_and_zarr(tmp_path: Path) -> None:
+    """By each way in: the functions of core, a strategy, and the training loop's one."""
+    from megatron.core import dist_checkpointing
+
+    import megtool
+
+    gguf_models.save(tmp_path / "hf", "llama", dtype="bfloat16")
+    export_gguf(tmp_path / "hf", tmp_path / "model.gguf", fsync=False)
+    reshard(tmp_path / "hf", tmp_path / "run", to="torch_dist", fsync=False)
+    reshard(tmp_path / "run", tmp_path / "zarr", to="zarr", fsync=False)
+    want = megtool.open(tmp_path / "hf", framework="torch").as_("megatron")
+    for place in (tmp_path / "model.gguf", tmp_path / "zarr"):
+        strategy = megtool.megatron.LoadStrategy(place)
+        found = [megtool.megatron.load(own_tensors(want), place)]
+        found.append(strategy.load(own_tensors(want), tmp_path))
+        with megtool.megatron.install():
+            assert dist_checkpointing.check_is_distributed_checkpoint(str(place))
+            assert dist_checkpointing.load_common_state_dict(str(place))["args"].num_layers == 2
+            assert want.keys() <= dist_checkpointing.load_tensors_metadata(str(place)).keys()
+            found.append(dist_checkpointing.load(own_tensors(want), str(place)))
+        for state in found:
+            assert all(torch.equal(state[n], t.torch()) for n, t in want.items())
+
+
+def test_core_compares_keys_of_every_class(tmp_path: Path, one_rank: None) -> None:
+    """With a strategy, core's own load knows a key of any spelling, and names one that is none."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    import megtool
+
+    hf = make_folder(tmp_path / "hf", num_hidden_layers=2)
+    reshard(hf, tmp_path / "run", to="torch_dist", fsync=False)
+    place = tmp_path / "run" / "release"
+    strategy = megtool.megatron.LoadStrategy(hf)
+    second = {"prepend_axis_num": 1}
+    cases: list[tuple[str, tuple[int, ...], Any, dict[str, Any]]] = [
+        ("decoder.layers.1.mlp.linear_fc2.weight", (32, 48), (), {}),
+        ("decoder.layers.mlp.linear_fc2.weight", (32, 48), [(0, 1, 2)], second),
+        ("decoder.layers.3.mlp.linear_fc2.weight", (32, 48), (), {}),  # the second of HybridModel
+        ("decoder.final_norm.weight", (32,), (), {}),
+    ]
+    for key, shape, layer, more in cases:
+        for strict in ("raise_unexpected", "log_unexpected"):
+            tensor = torch.full(shape, 7.0)
+            state = {"x": ShardedTensor.from_rank_offsets(key, tensor, *layer, **more)}
+            out = dist_checkpointing.load(
+                state, str(place), strategy, validate_access_integrity=False, strict=strict
+            )
+            assert not (out["x"] == 7).all(), key
+    state = {"x": shard("no.such.key", 2)}
+    with pytest.raises(dist_checkpointing.core.CheckpointingException, match=r"no\.such"):
+        dist_checkpointing.load(state, str(place), strategy, strict="raise_unexpected")
+
+
+def test_tensors_that_cannot_be_filled(tmp_path: Path) -> None:
+    """Integers, and no memory at all: both are named with what is missing."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    import megtool
+
+    hf = make_folder(tmp_path / "hf", num_hidden_layers=2)
+    norm, fc2 = "decoder.final_layernorm.weight", "decoder.layers.0.mlp.linear_fc2.weight"
+    whole = ShardedTensor.from_rank_offsets
+    state = {
+        "a": whole(norm, torch.zeros(32, dtype=torch.int32)),
+        "b": whole(fc2, torch.zeros(32, 48, device="meta")),
+        "c": shard("no.such.key", 2),
+    }
+    with pytest.raises(MappingError) as caught:
+        megtool.megatron.load(state, hf)
+    for text in (norm, "int32", fc2, "meta device", "no.such.key"):
+        assert text in str(caught.value)
 
 
 def test_another_family_and_heads_that_are_others(tmp_path: Path) -> None:
