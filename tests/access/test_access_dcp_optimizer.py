@@ -21,6 +21,7 @@ import megtool
 from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from tests.support.checkpoints import zero_folders
+from tests.support.checkpoints.old_formats import as_fragments
 from tests.support.checkpoints.trained import config, write
 from tests.support.folders import torch_tensors
 from tests.support.worlds.gloo_world import run_world
@@ -273,11 +274,15 @@ def test_a_folder_of_hugging_face_holds_no_optimizer(like: Path, tmp_path: Path)
     assert folder["lm_head.weight"][...].equal(state["model"]["lm_head.weight"])
 
 
-def test_state_of_deepspeed_is_loaded(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [2, 3, "universal"])
+def test_state_of_deepspeed_is_loaded(stage: int | str, llama: Path, tmp_path: Path) -> None:
     """Its step is the iteration of the run, and float32 weights are the master weights."""
     weights = torch_tensors(llama)
     states = zero_folders.trained(weights)
-    zero_folders.save_zero(tmp_path, weights, states, stage=2, ranks=2)
+    if isinstance(stage, int):
+        zero_folders.save_zero(tmp_path, weights, states, stage=stage, ranks=2)
+    else:
+        zero_folders.save_universal(tmp_path, weights, states)
     moments = ("exp_avg", "exp_avg_sq")
     empty = {
         name: {s: torch.zeros(w.shape) for s in moments} | {"step": torch.tensor(0.0)}
@@ -291,7 +296,63 @@ def test_state_of_deepspeed_is_loaded(llama: Path, tmp_path: Path) -> None:
         assert model[name].equal(states["param"][name]), name
         assert empty[name]["step"].item() == 7
         assert all(empty[name][s].equal(states[s][name]) for s in moments), name
-    assert state["optimizer"]["param_groups"] == [{"lr": 0.01, "params": [*weights]}]
+    lr = 1.0 if stage == "universal" else 0.01  # which has no settings of groups
+    assert state["optimizer"]["param_groups"] == [{"lr": lr, "params": [*weights]}]
+
+
+def test_flattened_state_of_old_cores_is_loaded(
+    trained: Path, like: Path, materialize: Any, tmp_path: Path
+) -> None:
+    """`fully_sharded_model_space`: cells of parameters, cut anywhere."""
+    as_fragments(trained, tmp_path / "old", materialize)
+    expected = stored_states(trained, like)
+    _, _, state = state_of(like, torch.float32)
+    megtool.dcp.load(state, tmp_path / "old", family="llama", like=like)
+    for name, tensor in state["model"].items():
+        assert tensor.equal(expected[name]["param"]), name
+        of_weight = state["optim"]["state"][name]
+        assert all(of_weight[s].equal(expected[name][s]) for s in ("exp_avg", "exp_avg_sq")), name
+        assert of_weight["step"].item() == 7
+
+
+def sgd_state(seed: int, size: int, steps: int) -> tuple[Any, Any, dict[str, Any]]:
+    """A model, its SGD with momentum after some steps, and the state dict of both."""
+    model = decoder(seed, size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 if steps else 5.0, momentum=0.9)
+    train(model, optimizer, steps)
+    weights, states = get_state_dict(model, optimizer)
+    return model, optimizer, {"model": weights, "optim": states}
+
+
+def save_sgd(rank: int, size: int, out: Path) -> tuple[Any, list[float]]:
+    dist.init_process_group("gloo")
+    model, optimizer, state = sgd_state(0, size, 2)
+    if rank == 0:
+        model.config.save_pretrained(out / "like")
+    dcp.save(state, checkpoint_id=out / "dcp")
+    return whole(state["optim"]["state"]), train(model, optimizer, 3)
+
+
+def load_sgd(rank: int, size: int, out: Path, kept: Any) -> list[float]:
+    """The losses of three more steps, by the momentum of another run."""
+    dist.init_process_group("gloo")
+    model, optimizer, state = sgd_state(1, size, 0)
+    megtool.dcp.load(state, out / "dcp", like=out / "like")
+    weights, states = state["model"], state["optim"]
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    found = whole(get_state_dict(model, optimizer)[1]["state"])
+    assert found.keys() == kept.keys()
+    for name, of_parameter in kept.items():
+        assert found[name]["momentum_buffer"].equal(of_parameter["momentum_buffer"]), name
+    return train(model, optimizer, 3)
+
+
+@pytest.mark.slow
+def test_momentum_of_sgd_goes_on(tmp_path: Path) -> None:
+    (kept, expected), *_ = run_world(save_sgd, 2, tmp_path, timeout_s=500)
+    for losses in run_world(load_sgd, 2, tmp_path, kept, timeout_s=500):
+        assert losses == expected
 
 
 def test_values_of_a_state_dict_come_back(like: Path, tmp_path: Path) -> None:

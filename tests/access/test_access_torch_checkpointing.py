@@ -72,6 +72,18 @@ def test_a_model_of_megatron_is_filled_from_a_hugging_face_folder(hf: Path, mega
     assert all(torch.equal(state[n], t) for n, t in expected.items())
 
 
+@pytest.mark.parametrize("recipe", ["fp8_per_channel", "int8_weight_only"])
+def test_a_quantized_folder_is_decoded(recipe: str, hf: Path, tmp_path: Path) -> None:
+    """To the bits of the converted copy, which are not those of the weights."""
+    megtool.quantize(hf, tmp_path / "quantized", recipe, fsync=False)
+    reshard(tmp_path / "quantized", tmp_path / "copy", to="hf", dtype="bfloat16", fsync=False)
+    expected = torch_tensors(tmp_path / "copy")
+    state = {n: torch.zeros_like(t) for n, t in expected.items()}
+    load(str(tmp_path / "quantized"), {"model": state})
+    assert all(torch.equal(state[n], t) for n, t in expected.items())
+    assert any(not torch.equal(t, expected[n]) for n, t in torch_tensors(hf).items())
+
+
 def test_what_cannot_be_loaded_is_said(hf: Path, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="no_such"):
         load(str(hf), {"model": {"no_such.weight": torch.zeros(2)}})
