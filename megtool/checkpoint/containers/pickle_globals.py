@@ -56,7 +56,10 @@ _STORAGES = (
     "IntStorage LongStorage BoolStorage ComplexFloatStorage ComplexDoubleStorage"
 )
 _LAYOUTS = "strided contiguous_format preserve_format channels_last channels_last_3d"
-_ENUMS_OF_LAYERS = "ModelType LayerType AttnType AttnMaskType AttnBackend CudaGraphScope"
+_ENUMS_OF_LAYERS = (
+    "ModelType LayerType AttnType AttnMaskType AttnBackend CudaGraphScope CudaGraphModule "
+    "InferenceCudaGraphScope"
+)
 _INITIALIZERS = (
     "normal_ uniform_ zeros_ ones_ constant_ xavier_uniform_ xavier_normal_ kaiming_uniform_ "
     "kaiming_normal_ trunc_normal_ orthogonal_"

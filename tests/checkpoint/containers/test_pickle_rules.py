@@ -221,3 +221,13 @@ def test_entries_and_attributes_are_left_out_one_by_one() -> None:
     assert drop_problems(evil) == (None, {"": ("mycompany.Settings",)})
     sound = {"a": [1]}
     assert drop_problems(sound)[0] is sound
+
+
+@pytest.mark.parametrize("name", ["CudaGraphModule", "InferenceCudaGraphScope", "CudaGraphScope"])
+def test_enumerations_of_megatrons_args_are_written_as_they_were(name: str) -> None:
+    """Members that every save of Megatron-LM 0.19 has in its args; they pickle as calls."""
+    module = "megatron.core.transformer.enums"
+    data = f"\x80\x02c{module}\n{name}\nK\x02\x85R.".encode("latin-1")
+    tree = pickle_reader.decode(data, file="x")
+    assert find_problems({"args": tree}) == ()
+    assert named_globals(encode(tree)) == {(module, name)}
