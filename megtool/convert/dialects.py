@@ -25,6 +25,7 @@ from megtool.convert.identity import as_they_are, is_optimizer_state, under_same
 from megtool.convert.mapping import Row, Table, Tower, first_gap, stack_layers
 from megtool.convert.nested import TIED
 from megtool.convert.sharding import shard
+from megtool.convert.whole_towers import check_towers
 from megtool.dtypes import DType
 from megtool.errors import MappingError, UnknownTensorsError
 from megtool.model_config import ATTENTION, MLP, ModelConfig
@@ -132,36 +133,9 @@ def read_side(
             hint=_say_absent(absent, config),
             error_id="missing-tensors",
         )
-    if not partial:
-        _check_towers(family, out.canonical)
+    if family is not None and not partial:
+        check_towers(family, out.canonical, config.extra)
     return replace(out, config=replace(config, **flags))  # type: ignore[arg-type]
-
-
-def _check_towers(family: Family | None, canonical: Collection[str]) -> None:
-    """Check that every part of a larger model is there, with what projects its outputs.
-
-    Raises:
-        MappingError: one has no tensor.
-    """
-    towers = family.towers if family else ()
-    stored = {t.name: t.prefixes[0] for t in towers}
-    for tower in towers:
-        prefixes = [tower.name] if tower.is_required else []
-        if any(n.startswith(tower.name) for n in canonical) and tower.projector:
-            prefixes.append(tower.projector)
-        for part in prefixes:
-            if any(n.startswith(part) for n in canonical):
-                continue
-            begin = next(s + part.removeprefix(n) for n, s in stored.items() if part.startswith(n))
-            raise MappingError(
-                f"there is no tensor {begin + '*'!r}, which every model of family "
-                f"{family.name if family else ''!r} has"
-                + (f" beside {tower.prefixes[0] + '*'!r}" if part != tower.name else ""),
-                tensor=begin + "*",
-                hint="the checkpoint is incomplete; a text model alone has the class of a text "
-                "model in `architectures` of its config.json",
-                error_id="missing-tensors",
-            )
 
 
 def _numbered_as(
