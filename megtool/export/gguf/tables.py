@@ -33,17 +33,15 @@ ENDS: Table = (
 )
 
 
-def _norms(attn: str, mlp: str) -> Table:
-    """Norms before attention and MLP under these names."""
-    return tuple(
-        Row(f"blk.{{l}}.{stored}.{kind}", f"{_OURS}{name}.{kind}")
-        for stored, name in ((attn, "attn_norm"), (mlp, "mlp_norm"))
-        for kind in _KINDS
-    )
-
-
-NORMS = _norms("attn_norm", "ffn_norm")
-LATER_NORMS = _norms("attn_norm", "post_attention_norm")
+NORMS: Table = tuple(
+    Row(f"blk.{{l}}.{stored}.{kind}", f"{_OURS}{name}.{kind}")
+    for stored, name in (("attn_norm", "attn_norm"), ("ffn_norm", "mlp_norm"))
+    for kind in _KINDS
+)
+LATER_NORMS: Table = (
+    Row("blk.{l}.attn_norm.weight", _OURS + "attn_norm.weight"),
+    Row("blk.{l}.post_attention_norm.weight", _OURS + "mlp_norm.weight"),
+)
 """With the norm before the MLP called after what it follows."""
 
 FALCON_NORMS: Table = tuple(

@@ -339,6 +339,12 @@ COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         NEMOTRON_H | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
     ),
+    "nemotron_h-latent": (
+        "nemotron_h",
+        NEMOTRON_H
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}
+        | {"moe_latent_size": 32},
+    ),
     "apertus": ("apertus", {}),
     "cwm": ("cwm", {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 16}),
     "ministral": (

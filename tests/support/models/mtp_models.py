@@ -86,17 +86,22 @@ def rename_as_ling(folder: Path) -> None:
 def mimo(folder: Path) -> tuple[Any, str]:
     """A Qwen2 with MiMo's layers of multi-token prediction."""
     model = dense_cases.save(Case("qwen2", UNTIED), folder)
+    rename_as_mimo(folder)
+    return model, "mimo"
+
+
+def rename_as_mimo(folder: Path) -> None:
+    """Turn the folder of a Qwen2 into one of a MiMo, with further layers."""
     names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
     add_layers(folder, "model.layers.1.", "model.mtp_layers.{}.", 0, names)
     config = read_config(folder) | {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
     (folder / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
-    return model, "mimo"
 
 
 def qwen3_next(folder: Path) -> tuple[Any, str]:
     """A Qwen3-Next, whose layer lies beside the model, and of which no key says so."""
     model = moe_cases.save(moe_cases.FIRST["qwen3_next"], folder)
-    _add_outer_layer(folder, "model.layers.3.")
+    add_outer_layer(folder, "model.layers.3.")
     return model, "qwen3_next"
 
 
@@ -104,7 +109,7 @@ def qwen3_5_text(folder: Path) -> tuple[Any, str]:
     """A text model of Qwen3.5."""
     case = next(c for c in dense_cases.CASES if c.model_type == "qwen3_5_text")
     model = dense_cases.save(case, folder)
-    _add_outer_layer(folder, "model.layers.3.")
+    add_outer_layer(folder, "model.layers.3.")
     moe_cases.change_config(folder, mtp_num_hidden_layers=1)
     return model, "qwen3_5_text"
 
@@ -114,7 +119,7 @@ def qwen3_5_moe(folder: Path) -> tuple[Any, str]:
     case = next(c for c in nested_cases.CASES if c.family == "qwen3_5_moe")
     built = case.build(folder)
     model = type(built).from_pretrained(folder, dtype="float32")  # rotary frequencies, too
-    _add_outer_layer(folder, "model.language_model.layers.3.")
+    add_outer_layer(folder, "model.language_model.layers.3.")
     nested_cases.edit_config(folder, lambda c: c["text_config"].update(mtp_num_hidden_layers=1))
     return model, "qwen3_5_moe"
 
@@ -123,7 +128,7 @@ def exaone_moe(folder: Path) -> tuple[Any, str]:
     """A K-EXAONE, whose layer has an MLP."""
     case = next(c for c in moe_cases.MORE if c[0] == "exaone_moe")
     model = moe_cases.save(case, folder)
-    _add_outer_layer(folder, "model.layers.0.")
+    add_outer_layer(folder, "model.layers.0.")
     moe_cases.change_config(folder, num_nextn_predict_layers=1)
     return model, "exaone_moe"
 
@@ -204,7 +209,7 @@ def add_layers(
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _add_outer_layer(folder: Path, like: str) -> None:
+def add_outer_layer(folder: Path, like: str) -> None:
     """Qwen's layer: its parts are beside the model."""
     file, generator = folder / "model.safetensors", torch.Generator().manual_seed(1)
     held = load_file(file)
