@@ -148,6 +148,24 @@ def test_its_optimizer_goes_to_another_layout(
     assert_loaded(core, tmp_path / "out", folder, target, **options | {"layout": layout})
 
 
+def test_rank_files_come_back_with_the_keys_that_they_had(trained: Run, tmp_path: Path) -> None:
+    """Extra states too: Megatron's own linear layers have one, its norms and attention none."""
+    folder, options = trained
+    reshard(folder / "legacy", tmp_path / "there", to="torch_dist", fsync=False)
+    reshard(tmp_path / "there", tmp_path / "back", to="megatron", fsync=False, **options["layout"])
+    keys = {
+        root: {
+            path.parent.name: set(torch.load(path, weights_only=False)["model"])
+            for path in root.rglob("model_optim_rng.pt")
+        }
+        for root in (folder / "legacy", tmp_path / "back")
+    }
+    assert keys[folder / "legacy"] == keys[tmp_path / "back"]
+    assert all(
+        any(n.endswith("_extra_state") for n in names) for names in keys[folder / "legacy"].values()
+    )
+
+
 @pytest.mark.parametrize(("source", "via"), [("legacy", "load"), ("dp_reshardable", "install")])
 def test_it_is_loaded_at_another_layout_without_a_copy(
     core: Path, trained: Run, tmp_path: Path, source: str, via: str

@@ -64,8 +64,30 @@ from megtool.tensors.sharded import GlobalTensor
 
 _LINEAR = tuple(
     f".{n}{SUFFIX}"
-    for n in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj")
+    for n in (
+        "linear_qkv",
+        "linear_q",
+        "linear_kv",
+        "linear_q_proj",
+        "linear_q_down_proj",
+        "linear_q_up_proj",
+        "linear_kv_down_proj",
+        "linear_kv_up_proj",
+        "linear_proj",
+        "linear_fc1",
+        "linear_fc2",
+        "in_proj",
+        "out_proj",
+        "eh_proj",
+        "linear_wq_b",
+        "linear_wk",
+        "linear_weights_proj",
+        "fc1_latent_proj",
+        "fc2_latent_proj",
+        "output_layer",
+    )
 )
+_FINAL_NORMS = tuple(f"decoder.final_{n}.weight" for n in ("norm", "layernorm"))
 _FLAT = "distrib_optim"
 _BUFFERS = (".expert_bias", ".tid2eid")
 
@@ -237,6 +259,8 @@ class _RankFileWriter:
             + SUFFIX: self.extra[site]
             for site in select_chunk_sites(self.extra, layers, experts, modules)
         }
+        if not self.settings.order.fused_norms:  # Megatron's own norms and attention have none
+            extra = {n: v for n, v in extra.items() if v is not None or _is_of_linear(n)}
         tree: dict[str, Any] = {}
         for p in members:
             is_text = not is_tower(p.module_key)
@@ -253,9 +277,11 @@ class _RankFileWriter:
             tree[name] = GlobalTensor(name=stored, shape=p.local_shape, dtype=kind)
             self.runs.append((stored, p.key, p, 0))
             state = name.rpartition(".")[0] + SUFFIX
-            is_linear = is_text and state.endswith(_LINEAR)
+            is_linear = is_text and _is_of_linear(state)
             if state not in tree and (state in extra or is_linear):
                 tree[state] = extra.pop(state, self.empty_state)
+            if name.removeprefix(self.prefix) in _FINAL_NORMS:  # the head's, which may be tied
+                extra.setdefault(f"{self.prefix}output_layer{SUFFIX}", self.empty_state)
         return _ordered_dict(tree | extra)
 
     def _rank_tree(
@@ -317,6 +343,11 @@ class _RankFileWriter:
             buffer["numel_unpadded"] = sum(sizes)
             out[number] = {dtypes: buffer}
         return out
+
+
+def _is_of_linear(state: str) -> bool:
+    """Whether a state is of a module that has one whichever layers the model is built of."""
+    return f".{state}".endswith(_LINEAR)
 
 
 def _check_tensor_names(source: CheckpointSource, weights: Sequence[GlobalTensor]) -> None:

@@ -57,6 +57,12 @@ class Duplicated(nn.Module):
         """The product, and no bias."""
         return nn.functional.linear(x, self.weight), None
 
+    def get_extra_state(self) -> None:
+        """Nothing, under a key of its own."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """There is none."""
+
 
 class Attends(nn.Module):
     """Attention without parameters, of keys and values that may differ in size."""
