@@ -201,6 +201,7 @@ LAYOUTS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("flan", 4, {"pp": 4, "encoder_pp": 1, "dist_ckpt_optim_format": "dp_reshardable"}),
     ("t5", 4, {"pp": 2, "encoder_pp": 1, "dp": 2, "use_distributed_optimizer": True}),
     ("mt5", 2, {"pp": 2, "encoder_pp": 1, "dist_ckpt_optim_format": "dp_reshardable"}),
+    ("umt5", 4, {"pp": 4, "encoder_pp": 2, "dist_ckpt_optim_format": "dp_reshardable"}),
     ("umt5", 4, {"tp": 2, "pp": 2, "encoder_pp": 1, "dist_ckpt_optim_format": "dp_reshardable"}),
 )
 
