@@ -51,7 +51,7 @@ def _signs_off_first() -> AbstractContextManager[Any]:
         copy.run = run
         return record
 
-    return patch("megtool.reshard.staged_write.copy_share", copy_share)
+    return patch.object(share_copy, "copy_share", copy_share)
 
 
 def _fragments_forgotten() -> AbstractContextManager[Any]:
