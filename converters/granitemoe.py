@@ -2,18 +2,17 @@
 
 from megtool.convert import (
     HF_ATTENTION,
+    HF_GRANITE_EXPERTS,
     HF_MODEL,
     HF_NORMS,
     Assumed,
-    Cat,
     Default,
     Family,
     Key,
     Noted,
     Only,
     Rope,
-    Row,
-    Stacked,
+    granite_single_experts,
 )
 
 FAMILY = Family(
@@ -48,41 +47,8 @@ FAMILY = Family(
         *HF_MODEL,
         *HF_NORMS,
         *HF_ATTENTION,
-        Row(
-            "model.layers.{l}.block_sparse_moe.router.layer.weight",
-            "layers.{l}.mlp.router.weight",
-            also=("model.layers.{l}.block_sparse_moe.router.weight",),
-        ),
-        Row(
-            "model.layers.{l}.block_sparse_moe.input_linear.weight",
-            Stacked(
-                Cat(
-                    "layers.{l}.mlp.experts.{e}.gate.weight", "layers.{l}.mlp.experts.{e}.up.weight"
-                ),
-                "e",
-            ),
-            also=("model.layers.{l}.block_sparse_moe.experts.gate_up_proj",),
-            plain=True,
-        ),
-        Row(
-            "model.layers.{l}.block_sparse_moe.output_linear.weight",
-            Stacked("layers.{l}.mlp.experts.{e}.down.weight", "e"),
-            also=("model.layers.{l}.block_sparse_moe.experts.down_proj",),
-            plain=True,
-        ),
-        # vLLM looks for codes of experts one by one.
-        Row(
-            "model.layers.{l}.block_sparse_moe.experts.{e}.w1.weight",
-            "layers.{l}.mlp.experts.{e}.gate.weight",
-        ),
-        Row(
-            "model.layers.{l}.block_sparse_moe.experts.{e}.w3.weight",
-            "layers.{l}.mlp.experts.{e}.up.weight",
-        ),
-        Row(
-            "model.layers.{l}.block_sparse_moe.experts.{e}.w2.weight",
-            "layers.{l}.mlp.experts.{e}.down.weight",
-        ),
+        *HF_GRANITE_EXPERTS,
+        *granite_single_experts("w1", "w3", "w2"),
     ),
     limits=((True, "Megatron has no multipliers of embeddings, attention, residuals, logits"),),
 )

@@ -2,10 +2,10 @@
 
 from megtool.convert import (
     HF_ATTENTION,
+    HF_GRANITE_NEW_EXPERTS,
     HF_MODEL,
     HF_NORMS,
     Assumed,
-    Cat,
     Default,
     Family,
     Key,
@@ -14,12 +14,10 @@ from megtool.convert import (
     Only,
     Rope,
     Row,
-    Stacked,
     Window,
+    granite_shared_expert,
+    granite_single_experts,
 )
-
-_STORED, _MLP = "model.layers.{l}.", "layers.{l}.mlp."
-_EXPERT, _SHARED = _MLP + "experts.{e}.", _MLP + "shared."
 
 FAMILY = Family(
     name="granitemoe_swa",
@@ -56,47 +54,10 @@ FAMILY = Family(
         *HF_MODEL,
         *HF_NORMS,
         *HF_ATTENTION,
-        Row(_STORED + "self_attn.sinks", "layers.{l}.attn.sinks"),
-        Row(
-            _STORED + "shared_mlp.input_linear.weight",
-            Cat(_SHARED + "gate.weight", _SHARED + "up.weight"),
-            when="shared_ffn_hidden_size",
-        ),
-        Row(
-            _STORED + "shared_mlp.output_linear.weight",
-            _SHARED + "down.weight",
-            when="shared_ffn_hidden_size",
-        ),
-        Row(
-            _STORED + "block_sparse_moe.router.weight",
-            _MLP + "router.weight",
-            also=(_STORED + "block_sparse_moe.router.layer.weight",),
-        ),
-        Row(
-            _STORED + "block_sparse_moe.experts.gate_up_proj",
-            Stacked(Cat(_EXPERT + "gate.weight", _EXPERT + "up.weight"), "e"),
-            also=(_STORED + "block_sparse_moe.input_linear.weight",),
-            plain=True,
-        ),
-        Row(
-            _STORED + "block_sparse_moe.experts.down_proj",
-            Stacked(_EXPERT + "down.weight", "e"),
-            also=(_STORED + "block_sparse_moe.output_linear.weight",),
-            plain=True,
-        ),
-        # vLLM looks for codes of experts one by one.
-        Row(
-            _STORED + "block_sparse_moe.experts.{e}.w1.weight",
-            _EXPERT + "gate.weight",
-        ),
-        Row(
-            _STORED + "block_sparse_moe.experts.{e}.w3.weight",
-            _EXPERT + "up.weight",
-        ),
-        Row(
-            _STORED + "block_sparse_moe.experts.{e}.w2.weight",
-            _EXPERT + "down.weight",
-        ),
+        Row("model.layers.{l}.self_attn.sinks", "layers.{l}.attn.sinks"),
+        *granite_shared_expert("shared_ffn_hidden_size"),
+        *HF_GRANITE_NEW_EXPERTS,
+        *granite_single_experts("w1", "w3", "w2"),
     ),
     limits=((True, "Megatron has no multipliers of embeddings, attention, residuals, logits"),),
 )

@@ -2,6 +2,7 @@
 
 from megtool.convert import (
     HF_ATTENTION,
+    HF_GRANITE_EXPERTS,
     HF_MODEL,
     HF_NORMS,
     Assumed,
@@ -17,15 +18,15 @@ from megtool.convert import (
     Only,
     Rope,
     Row,
-    Stacked,
     StepLimit,
+    granite_shared_expert,
+    granite_single_experts,
     hf_mamba,
     in_branches,
 )
 
 _STORED, _MLP = "model.layers.{l}.", "layers.{l}.mlp."
-_EXPERT, _SHARED = _MLP + "experts.{e}.", _MLP + "shared."
-_DENSE, _MOE = "l in dense_layers", "l in moe_layers"
+_DENSE = "l in dense_layers"
 
 _FEEDING = (
     Row(
@@ -34,33 +35,9 @@ _FEEDING = (
         when=_DENSE,
     ),
     Row(_STORED + "shared_mlp.output_linear.weight", _MLP + "down.weight", when=_DENSE),
-    Row(
-        _STORED + "shared_mlp.input_linear.weight",
-        Cat(_SHARED + "gate.weight", _SHARED + "up.weight"),
-        when=_MOE,
-    ),
-    Row(_STORED + "shared_mlp.output_linear.weight", _SHARED + "down.weight", when=_MOE),
-    Row(
-        _STORED + "block_sparse_moe.router.layer.weight",
-        _MLP + "router.weight",
-        also=(_STORED + "block_sparse_moe.router.weight",),
-    ),
-    Row(
-        _STORED + "block_sparse_moe.input_linear.weight",
-        Stacked(Cat(_EXPERT + "gate.weight", _EXPERT + "up.weight"), "e"),
-        also=(_STORED + "block_sparse_moe.experts.gate_up_proj",),
-        plain=True,
-    ),
-    Row(
-        _STORED + "block_sparse_moe.output_linear.weight",
-        Stacked(_EXPERT + "down.weight", "e"),
-        also=(_STORED + "block_sparse_moe.experts.down_proj",),
-        plain=True,
-    ),
-    # vLLM looks for codes of experts one by one.
-    Row(_STORED + "block_sparse_moe.experts.{e}.gate_proj.weight", _EXPERT + "gate.weight"),
-    Row(_STORED + "block_sparse_moe.experts.{e}.up_proj.weight", _EXPERT + "up.weight"),
-    Row(_STORED + "block_sparse_moe.experts.{e}.down_proj.weight", _EXPERT + "down.weight"),
+    *granite_shared_expert("l in moe_layers"),
+    *HF_GRANITE_EXPERTS,
+    *granite_single_experts("gate_proj", "up_proj", "down_proj"),
 )
 
 FAMILY = Family(

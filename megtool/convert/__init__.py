@@ -62,6 +62,12 @@ from megtool.convert.config_keys import (
 from megtool.convert.families import Family
 from megtool.convert.gemma_rows import HF_EXPERTS_BESIDE_MLP, HF_SHARED_KV_ATTENTION
 from megtool.convert.global_heads import GlobalHeads
+from megtool.convert.granite_rows import (
+    HF_GRANITE_EXPERTS,
+    HF_GRANITE_NEW_EXPERTS,
+    granite_shared_expert,
+    granite_single_experts,
+)
 from megtool.convert.indexer_keys import IndexerTypes
 from megtool.convert.layer_kind_keys import (
     EveryLayer,
@@ -154,6 +160,8 @@ __all__ = [
     "HF_FUSED_MLP",
     "HF_GATED_ATTENTION",
     "HF_GATED_MLP",
+    "HF_GRANITE_EXPERTS",
+    "HF_GRANITE_NEW_EXPERTS",
     "HF_HUNYUAN_QK_NORMS",
     "HF_INDEXER",
     "HF_LATENT_ATTENTION",
@@ -256,6 +264,8 @@ __all__ = [
     "Weight",
     "Window",
     "also_named",
+    "granite_shared_expert",
+    "granite_single_experts",
     "hf_mamba",
     "hf_mtp",
     "hf_outer_mtp",
