@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from megtool.access.checkpoint import Checkpoint
-from megtool.access.fit import describe_obstacles, refuse_misfits, say_filled_in_part
+from megtool.access.fit import FILLED_IN_PART, describe_obstacles, refuse_misfits, require_memory
 from megtool.access.gc_pause import paused_collection
 from megtool.access.optimizer_state import ABSENT
 from megtool.access.state_dict import TensorRequest, fill_tensors
@@ -182,7 +182,7 @@ class Reader(StorageReader):
             for naming, boxes in requests.values():
                 fill_tensors(naming.reader, naming.named.tensors, boxes)
         except MegtoolError as e:
-            say_filled_in_part(e)
+            e.add_hint(FILLED_IN_PART)
             raise
         for item, target in resolved:
             planner.commit_tensor(item, target)
@@ -350,11 +350,8 @@ class Planner(DefaultLoadPlanner):
         """
         flat = flatten_state_dict(state_dict)[0]
         on_meta = [n for n, t in flat.items() if isinstance(t, torch.Tensor) and t.is_meta]
-        if on_meta and not torch.distributed.is_initialized():
-            raise UsageError(
-                f"{len(on_meta)} tensors have no memory, such as {on_meta[0]!r}",
-                hint='model.to_empty(device="cpu") gives them some',
-            )
+        if not torch.distributed.is_initialized():
+            require_memory(on_meta)
         super().set_up_planner(state_dict, metadata, is_coordinator)
         if metadata is None:
             return
@@ -478,6 +475,6 @@ class Writer(FileSystemWriter):
             make_function("reshard")(self._staging, self._location, **self._options)
         except MegtoolError as e:
             more = f"what was saved is in {self._staging}, and `megtool reshard` converts it"
-            e.hint = f"{e.hint}; {more}" if e.hint else more
+            e.add_hint(more)
             raise
         shutil.rmtree(self._staging)

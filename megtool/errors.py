@@ -36,6 +36,10 @@ class MegtoolError(Exception):
         self.tensor = tensor
         self.hint = hint
 
+    def add_hint(self, text: str) -> None:
+        """Say one more thing on what to do next."""
+        self.hint = f"{self.hint}; {text}" if self.hint else text
+
     @property
     def id(self) -> str:
         """What kind of error it is, such as `destination-exists`."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
-from megtool.errors import FormatError, MappingError, MegtoolError, listed
+from megtool.errors import FormatError, MappingError, UsageError, listed
 
 if TYPE_CHECKING:
     import torch
 
-IN_PART = "the tensors are filled in part: load them again, or do not use them"
+FILLED_IN_PART = "the tensors are filled in part: load them again, or do not use them"
 """What an error says once reading has begun."""
 
 
@@ -98,6 +98,14 @@ def describe_obstacles(pairs: Mapping[str, tuple[Any, DType]]) -> dict[str, str]
     return {name: f"{name} {reason}" for name, reason in reasons.items() if reason is not None}
 
 
-def say_filled_in_part(error: MegtoolError) -> None:
-    """Add to an error that reading had begun."""
-    error.hint = f"{error.hint}; {IN_PART}" if error.hint else IN_PART
+def require_memory(on_meta: Sequence[str]) -> None:
+    """Refuse tensors on the meta device, which nothing can be read into.
+
+    Raises:
+        UsageError: there are some.
+    """
+    if on_meta:
+        raise UsageError(
+            f"{len(on_meta)} tensors have no memory, such as {on_meta[0]!r}",
+            hint='model.to_empty(device="cpu") gives them some',
+        )

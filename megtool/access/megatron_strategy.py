@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megtool.access.checkpoint import open_checkpoint
-from megtool.access.fit import say_filled_in_part
+from megtool.access.fit import FILLED_IN_PART
 from megtool.access.live_objects import live_value
 from megtool.access.megatron_common import current_layout, stacked_names
 from megtool.access.megatron_faults import MegatronFaults, gather
@@ -233,7 +233,7 @@ class LoadStrategy:
             for keys, tensors, requests in reads.values():
                 fill_tensors(keys.reader, tensors, requests)
         except MegtoolError as e:
-            say_filled_in_part(e)
+            e.add_hint(FILLED_IN_PART)
             raise
         values |= self._objects(source, shards, absent)
         state = core_module(".dict_utils").dict_list_map_outplace(lambda s: values[id(s)], shards)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megtool.access.checkpoint import Checkpoint, in_batches, open_checkpoint
-from megtool.access.fit import describe_obstacles, refuse_misfits, say_filled_in_part
+from megtool.access.fit import FILLED_IN_PART, describe_obstacles, refuse_misfits, require_memory
 from megtool.access.gc_pause import paused_collection
 from megtool.access.naming import NamedTensors, fitting_namings, seat_of
 from megtool.access.read_boxes import BoxRead, BoxReader
@@ -136,11 +136,7 @@ def load_state_dict(
         location, family=family, like=like, iteration=iteration, optimizer=False
     )
     requests = [TensorRequest.of(n, t) for n, t in state.items() if isinstance(t, torch.Tensor)]
-    if on_meta := [w.name for w in requests if w.local.is_meta]:
-        raise UsageError(
-            f"{len(on_meta)} tensors have no memory, such as {on_meta[0]!r}",
-            hint='model.to_empty(device="cpu") gives them some',
-        )
+    require_memory([w.name for w in requests if w.local.is_meta])
     named = choose_naming(checkpoint, [w.name for w in requests], naming, parallel, rank or 0)
     present, missing = check_fit(checkpoint, named, requests, state, strict=strict)
     reader = BoxReader(checkpoint.source.catalogue, named.source, named.target, threads=threads)
@@ -148,7 +144,7 @@ def load_state_dict(
     try:
         fill_tensors(reader, named.tensors, present, progress)
     except MegtoolError as e:
-        say_filled_in_part(e)
+        e.add_hint(FILLED_IN_PART)
         raise
     _give_copies(model, state, names)
     return LoadReport(
