@@ -41,7 +41,6 @@ from torch.futures import Future
 
 from megtool.access.checkpoint import Checkpoint
 from megtool.access.fit import FILLED_IN_PART, describe_obstacles, refuse_misfits, require_memory
-from megtool.access.gc_pause import paused_collection
 from megtool.access.optimizer_state import ABSENT
 from megtool.access.state_dict import TensorRequest, fill_tensors
 from megtool.access.state_dict_entries import (
@@ -56,10 +55,11 @@ from megtool.access.tensor_finder import NamingIndex, TensorMatch
 from megtool.checkpoint.formats import find_format
 from megtool.checkpoint.storage.location import is_remote, require_local
 from megtool.checkpoint.storage.location import location as to_location
-from megtool.commands.options.checkpoints import ReshardOptions
+from megtool.commands.options.reshard import ReshardOptions
 from megtool.convert.dialects import is_optimizer_state
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import DestinationError, MappingError, MegtoolError, UsageError, listed
+from megtool.gc_pause import paused_collection
 from megtool.options.config_file import build_options
 from megtool.reshard.state_dict_groups import PARAMS, STEP
 

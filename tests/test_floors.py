@@ -10,7 +10,7 @@ import pytest
 
 FLOORS = (
     {
-        *("child_process", "config", "console", "dtypes", "errors", "model_checks"),
+        *("child_process", "config", "console", "dtypes", "errors", "gc_pause", "model_checks"),
         *("model_config", "options"),
         "reports",
         "checkpoint/storage",

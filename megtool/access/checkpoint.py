@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megtool.access.gc_pause import paused_collection
 from megtool.access.lazy_tensor import NamedView
 from megtool.access.naming import NAMINGS, name_tensors
 from megtool.access.read_boxes import BoxReader
@@ -18,6 +17,7 @@ from megtool.console import Progress, silent
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import LayoutError, UsageError
+from megtool.gc_pause import paused_collection
 from megtool.model_config import ModelConfig
 from megtool.options.groups import SourceOptions
 from megtool.reshard.open_source import open_source

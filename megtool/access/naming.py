@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from megtool.access.gc_pause import paused_collection
 from megtool.access.rank_cut import cut_for_rank
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.megatron_metadata import vocab_divisor
@@ -27,6 +26,7 @@ from megtool.convert.rank_tensors import (
 )
 from megtool.dtypes import DType
 from megtool.errors import LayoutError, MappingError, MegtoolError, UsageError
+from megtool.gc_pause import paused_collection
 from megtool.parallel.mesh import Mesh
 from megtool.reshard.source import CheckpointSource, unknown_model
 

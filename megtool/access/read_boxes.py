@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megtool.access.gc_pause import paused_collection
 from megtool.checkpoint import memory
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.copy import execute
@@ -20,6 +19,7 @@ from megtool.console import Progress, silent
 from megtool.convert.canonical_view import CanonicalView, TargetView
 from megtool.convert.rank_tensors import IndexedTarget, LocalTensor, LocalView, local_side
 from megtool.dtypes import DType
+from megtool.gc_pause import paused_collection
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
 

@@ -13,7 +13,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megtool.access.checkpoint import Checkpoint, in_batches, open_checkpoint
 from megtool.access.fit import FILLED_IN_PART, describe_obstacles, refuse_misfits, require_memory
-from megtool.access.gc_pause import paused_collection
 from megtool.access.naming import NamedTensors, fitting_namings, seat_of
 from megtool.access.read_boxes import BoxRead, BoxReader
 from megtool.checkpoint.memory import Memory, allocate, as_torch
@@ -22,6 +21,7 @@ from megtool.console import Progress, silent
 from megtool.convert.rank_tensors import LocalTensor, cut_local
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import LayoutError, MappingError, MegtoolError, UsageError
+from megtool.gc_pause import paused_collection
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:

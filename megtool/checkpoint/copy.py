@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -33,12 +33,13 @@ from megtool.checkpoint.transport.work_units import (
 )
 from megtool.checkpoint.transport.worker import CopyContext, Worker
 from megtool.checkpoint.work_threads import run_in_threads
-from megtool.checkpoint.workers.plan_share import plan_share_units
-from megtool.checkpoint.workers.record import WorkerStatus
 from megtool.console import several
 from megtool.dtypes import dtype
 from megtool.errors import CheckpointError, DigestError, listed
 from megtool.tensors.box import numel
+
+if TYPE_CHECKING:
+    from megtool.checkpoint.workers.record import WorkerStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +204,8 @@ class PlanCopy:
         """All units of the plan, or of the share that it is for."""
         is_tiled = self.context.digest is DigestMode.ALL
         if self.plan.share is not None:
+            from megtool.checkpoint.workers.plan_share import plan_share_units
+
             return plan_share_units(self.plan, self.context.target, tiled_only=is_tiled)
         return plan_units(self.plan, self.context.target, tiled_only=is_tiled)
 

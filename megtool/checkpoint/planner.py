@@ -27,11 +27,6 @@ from megtool.checkpoint.plan import (
 from megtool.checkpoint.plan_entries import View, build_entries, placement_view
 from megtool.checkpoint.transport.work_units import choose_unit_size
 from megtool.checkpoint.workers.identity import WorkerIdentity
-from megtool.checkpoint.workers.plan_share import (
-    cut_share,
-    has_interleaved,
-    is_surely_contiguous,
-)
 from megtool.errors import CoverageError
 from megtool.tensors.box import Boxes, Ints, concatenate, join, numel
 from megtool.tensors.placement import Placement, pieces
@@ -73,6 +68,8 @@ def build_plan(
     width = max([len(e.shape) for e in entries], default=0)
     share = None
     if worker is not None and not feeds and not _has_interleaved(entries, catalogues, target):
+        from megtool.checkpoint.workers.plan_share import cut_share
+
         size = choose_unit_size(catalogues)
         share = cut_share(entries, catalogues, target.catalogue, worker, unit_bytes=size)
     own = None if share is None else share.entries.tolist()
@@ -102,6 +99,8 @@ def _has_interleaved(
     entries: Sequence[PlanEntry], catalogues: Sequence[Catalogue], target: Destination
 ) -> bool:
     """Whether some entries are written in short runs between the bytes of others."""
+    from megtool.checkpoint.workers.plan_share import has_interleaved, is_surely_contiguous
+
     tensors, known = target.catalogue.tensors, dict[tuple[View, tuple[int, ...]], bool]()
     suspects = []
     for n, e in enumerate(entries):

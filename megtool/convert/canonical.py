@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -60,6 +61,7 @@ _L_IN = re.compile(r"\bl in (\w+)_layers\b")
 _DIGITS = re.compile(r"\d+")
 
 
+@functools.cache
 def as_mtp(text: Expression) -> Expression:
     """A name or a condition of layers as that of the layers of multi-token prediction.
 
@@ -71,6 +73,7 @@ def as_mtp(text: Expression) -> Expression:
     return _L.sub("num_layers - 1", text)
 
 
+@functools.cache
 def as_inner_mtp(text: Expression) -> Expression:
     """The same for the numbered layers (`k`) inside a layer of multi-token prediction, each of
     which is one branch of `mtp_kind`: `CanonicalModel.value` knows which."""

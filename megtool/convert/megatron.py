@@ -204,10 +204,18 @@ IN_PARTS: Table = _per_layer(megatron_mixers.PARTS, megatron_mixers.WHOLE)
 
 STACKED: Table = stack_layers(PER_LAYER)
 
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
 # Master weights are `param` in Megatron's fully reshardable state and `fp32_param` elsewhere.
 MAIN = "main"
 _MAIN_NAMES = ("param", "fp32_param", "master_param")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+BUCKET = re.compile(
+    r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
+    r"\.dtype_\(torch\.(\w+), torch\.(\w+)\)\.bucket_idx_(\d+)\.(\w+)"
+)
+"""Names of the flat tensors of `dp_reshardable`."""
+
 # A weight may itself be called `param`: behind `exp_avg` that is no state.
 _STATE_LAST = re.compile(
     r"optim(?:izer)?\.state\.(.+)\."

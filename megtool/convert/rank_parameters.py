@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megtool.config import ParallelConfig
-from megtool.convert.megatron import split_state
+from megtool.convert.megatron import EMBEDDING, OUTPUT, split_state
 from megtool.convert.megatron_moe import INDEXER
 from megtool.convert.sections import joined
 from megtool.convert.sharding import (
@@ -30,7 +30,6 @@ from megtool.parallel.pipeline_split import Pipeline
 from megtool.tensors.box import numel
 from megtool.tensors.sharded import GlobalTensor
 
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 # What the encoder's first stage has of an embedding, the decoder's has too; what all stages have.
 _EMBEDDINGS, EVERYWHERE = "embedding.", re.compile(r"(?:encoder|decoder)_relative_pos_emb\.")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megtool.checkpoint.work_threads import BackgroundCall
-from megtool.convert.rank_parameters import EMBEDDING
+from megtool.convert.megatron import EMBEDDING
 from megtool.inference.rank_weights import Weights, group_of
 from megtool.model.decoder import Decoder
 

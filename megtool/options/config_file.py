@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -86,6 +85,8 @@ def _check_names(cls: type[Any], values: Mapping[str, Any], file: str | Path | N
     names = [e.name for e in option_fields(cls) if file is None or not e.spec.is_argument]
     for name in values:
         if name not in names:
+            import difflib
+
             near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
             nearest = " or ".join(flag(n)[2:] for n in near)
             raise UsageError(

@@ -11,7 +11,7 @@ from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.cast import numeric_values
 from megtool.convert.mapping import Row
-from megtool.convert.rank_parameters import EMBEDDING, OUTPUT
+from megtool.convert.megatron import EMBEDDING, OUTPUT
 from megtool.reshard.megatron.master_weight_check import (
     place_box,
     sample_runs,

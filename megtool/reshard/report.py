@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megtool.checkpoint.formats import RANK_SHARDED_FORMATS
 from megtool.checkpoint.plan import DroppedItem
 from megtool.checkpoint.plan_summary import PlanSummary
-from megtool.checkpoint.workers.record import WorkerStatus
 from megtool.console import format_bytes
 from megtool.errors import listed
 from megtool.reports import Report, Row, Section
 from megtool.reshard.inventory import OBJECTS, Inventory
-from megtool.reshard.megatron.amax_report import AmaxReport
 from megtool.reshard.written_digests import describe_digests
+
+if TYPE_CHECKING:
+    from megtool.checkpoint.workers.record import WorkerStatus
+    from megtool.reshard.megatron.amax_report import AmaxReport
 
 _NESTED = ("plan", "inventory", "amax", "worker")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress, silent
+from megtool.gc_pause import paused_collection
 from megtool.reshard.execute import ExecutionOptions, execute, plan_reshard
 from megtool.reshard.report import ReshardReport
 from megtool.reshard.source import CheckpointSource
@@ -36,11 +37,12 @@ def reshard_checkpoint(
         MegtoolError: see `megtool.errors`; nothing is left at the destination.
     """
     start = time.monotonic()
-    source = selection.open(path, target)
-    if check_source is not None:
-        check_source(source)
-    average = selection.open_average(source, target)
-    job = plan_reshard(source, average, target, execution)
+    with paused_collection():
+        source = selection.open(path, target)
+        if check_source is not None:
+            check_source(source)
+        average = selection.open_average(source, target)
+        job = plan_reshard(source, average, target, execution)
     if check is not None:
         check(job.plan)
     return execute(job, execution, files or Files(), progress, start=start)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.formats import gguf, safetensors
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.stage import CheckpointStage
 from megtool.errors import FormatError, MegtoolError, StorageError, listed
@@ -86,6 +85,18 @@ def _entries(catalogue: Catalogue, number: int) -> Iterator[_Entry]:
         )
 
 
+def _open_gguf(path: Path) -> Catalogue:
+    from megtool.checkpoint.formats.gguf import open_checkpoint
+
+    return open_checkpoint(path)
+
+
+def _open_safetensors(path: Path) -> Catalogue:
+    from megtool.checkpoint.formats.safetensors import open_as_stored
+
+    return open_as_stored(path)
+
+
 def _check_file(path: Path, planned: set[_Entry]) -> None:
     """Compare the header of a file with its plan.
 
@@ -94,7 +105,7 @@ def _check_file(path: Path, planned: set[_Entry]) -> None:
     """
     is_gguf = path.suffix == _GGUF
     try:
-        opened = gguf.open_checkpoint(path) if is_gguf else safetensors.open_as_stored(path)
+        opened = _open_gguf(path) if is_gguf else _open_safetensors(path)
     except StorageError:  # says nothing of what was written
         raise
     except MegtoolError as e:

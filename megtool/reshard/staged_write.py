@@ -18,15 +18,14 @@ from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.stage import CheckpointStage
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.store import Store
 from megtool.checkpoint.workers.identity import WorkerIdentity
-from megtool.checkpoint.workers.record import WorkerStatus
 from megtool.console import Progress
 from megtool.errors import FormatError, UsageError
 from megtool.reshard.staged_headers import check_headers
 from megtool.reshard.written_digests import write_digests
 
 if TYPE_CHECKING:
+    from megtool.checkpoint.storage.store import Store
     from megtool.checkpoint.store_stage import StoreStage
     from megtool.checkpoint.workers.share_copy import SharedStage
 
@@ -248,6 +247,7 @@ class _StagedWrite:
             _LOG.warning("%s", message)
 
     def _run_worker(self, stage: SharedStage, worker: WorkerIdentity) -> CopyReport:
+        from megtool.checkpoint.workers.record import WorkerStatus
         from megtool.checkpoint.workers.share_copy import copy_share, merge_shares, own_units
 
         num_bytes = 0  # of the share

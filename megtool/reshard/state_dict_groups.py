@@ -10,12 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.pickle_reader import dict_items
 from megtool.checkpoint.formats import STATE_DICT_FORMATS
-from megtool.checkpoint.formats.torch_checkpointing_metadata import NestedPath
 from megtool.checkpoint.megatron_metadata import read_object
 from megtool.checkpoint.param_groups import OptimizerGroups, OptimizerState, read_groups
 from megtool.checkpoint.read import CheckpointReader
@@ -23,6 +22,9 @@ from megtool.checkpoint.storage.files import Files
 from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.megatron import split_optimizer
 from megtool.tensors.sharded import GlobalTensor
+
+if TYPE_CHECKING:
+    from megtool.checkpoint.formats.torch_checkpointing_metadata import NestedPath
 
 _SETTING = re.compile(r"(?:.*\.)?optim(?:izer)?\.param_groups\.(.+)\.([^.]+)")
 _LIST = "optimizer.param_groups"

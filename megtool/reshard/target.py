@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol, cast
 
 from megtool.checkpoint.catalogue import Catalogue, Destination
 from megtool.checkpoint.formats import (
@@ -46,22 +48,21 @@ from megtool.reshard.megatron.optimizer import LEGACY, choose_optimizer, uses_lo
 from megtool.reshard.open_source import tensor_blocks
 from megtool.reshard.repeated_tensors import find_false_copies
 from megtool.reshard.source import CheckpointSource, unknown_model
-from megtool.reshard.writers import hf, megatron_legacy, torch_checkpointing, torch_dist, zarr
 from megtool.reshard.writers.target_spec import Target, TargetOptions, make_fill
 
 MEGATRON = ("torch_dist", "megatron")
 """Formats whose tensors have Megatron's names."""
 
 WRITERS = {
-    "hf": hf.plan_hf_layout,
-    "safetensors": hf.plan_hf_layout,
-    "megatron": megatron_legacy.plan_megatron_legacy_layout,
-    "torch_dist": torch_dist.plan_torch_dist_layout,
-    "dcp": torch_dist.plan_torch_dist_layout,
-    "torch_checkpointing": torch_checkpointing.plan_torch_checkpointing_layout,
-    **dict.fromkeys(ARRAY_FORMATS, zarr.plan_zarr_layout),
+    "hf": "hf",
+    "safetensors": "hf",
+    "megatron": "megatron_legacy",
+    "torch_dist": "torch_dist",
+    "dcp": "torch_dist",
+    "torch_checkpointing": "torch_checkpointing",
+    **dict.fromkeys(ARRAY_FORMATS, "zarr"),
 }
-"""The planner of each format that can be written."""
+"""The module of `reshard/writers/` for each format that can be written."""
 
 _WITHOUT_PICKLES = ("hf", "safetensors")
 
@@ -78,6 +79,21 @@ def choose_format(source: Catalogue, to: str | None) -> str:
     if not find_format(name).writable:
         raise UsageError(f"format {name!r} can be read but not written", hint="--to hf")
     return name
+
+
+class WriterModule(Protocol):
+    """The function of a writer's module."""
+
+    def plan_layout(
+        self, source: CheckpointSource, options: TargetOptions, out: Target, dtype: DType | None
+    ) -> None:
+        """Plan the files of the format, and record what they cannot hold."""
+
+
+def load_writer(kind: str) -> WriterModule:
+    """The module that plans a format's files; imported at first use."""
+    module = importlib.import_module(f"megtool.reshard.writers.{WRITERS[kind]}")
+    return cast(WriterModule, module)
 
 
 def make_target(source: CheckpointSource, options: TargetOptions) -> Target:
@@ -128,7 +144,7 @@ def make_target(source: CheckpointSource, options: TargetOptions) -> Target:
         dropped=_dropped_tensors(source, side, compare_all=options.prove_all) + foreign,
     )
     try:
-        WRITERS[kind](source, replace(options, optimizer=optimizer), target, dtype)
+        load_writer(kind).plan_layout(source, replace(options, optimizer=optimizer), target, dtype)
     except FormatError as e:
         if e.file is not None:
             raise

@@ -13,7 +13,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from megtool.tensors.registration_order import Order
+
 ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSettings:
+    """The settings of a run that decide how it cuts its buckets.
+
+    `param_dtype` and `grad_dtype` are torch's names; `bucket_size` (elements) is None unless
+    gradient reduction overlaps with the backward pass, as then only the first chunk of the first
+    stage is cut into several buckets.
+    """
+
+    order: Order
+    param_dtype: str
+    grad_dtype: str
+    bucket_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

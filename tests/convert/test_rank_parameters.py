@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megtool.config import ParallelConfig
 from megtool.convert.binding import Binding
 from megtool.convert.canonical import CanonicalModel
-from megtool.convert.megatron import PER_LAYER, STACKED
-from megtool.convert.rank_parameters import EMBEDDING, Parameter, RankPlace, rank_parameters
+from megtool.convert.megatron import EMBEDDING, PER_LAYER, STACKED
+from megtool.convert.rank_parameters import Parameter, RankPlace, rank_parameters
 from megtool.convert.sharding import shard
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError

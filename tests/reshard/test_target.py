@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megtool.checkpoint.formats import FORMATS
-from megtool.reshard.target import WRITERS
+from megtool.reshard.target import WRITERS, load_writer
 
 
 def test_every_writable_format_has_a_writer() -> None:
     assert set(WRITERS) == {name for f in FORMATS if f.writable for name in f.names}
+    assert all(callable(load_writer(name).plan_layout) for name in WRITERS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import sys
-import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -99,6 +98,8 @@ def read_payload(
 
 def is_tar(data: bytes) -> bool:
     """Whether bytes begin with a header that `tarfile` takes: its checksum decides, and no mark."""
+    import tarfile
+
     try:
         tarfile.TarInfo.frombuf(data[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
     except (tarfile.HeaderError, ValueError):

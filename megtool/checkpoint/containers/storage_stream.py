@@ -7,7 +7,6 @@ number, a version, the machine, the storage, its key), the number of elements, a
 from __future__ import annotations
 
 import io
-import pickletools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +53,8 @@ def parse_storage_stream(data: bytes, *, file: str | Path) -> StorageStream:
         raise FormatError("a tensor in an extra state has a storage in an unknown form", file=file)
     if data.startswith(STREAM_HEAD) and (match := _TORCH_PICKLES.match(data, len(STREAM_HEAD))):
         return _read_elements(data, match.end(), match[1].decode(), file)
+    import pickletools
+
     stream = io.BytesIO(data)
     parts: list[bytes] = []
     try:

@@ -38,7 +38,8 @@ class CheckpointFormat:
     `contents` says for each name (of `--to` and of `Catalogue.format`) what the format is, for the
     documentation. `description` is for the error message if no format matches. `name_patterns` and
     `is_file` are a quick filter: `detect` is called only for folders with a name that matches a
-    pattern, and for files if `is_file`.
+    pattern, and for files if `is_file`. `detector` is a smaller module with `detect`, for a format
+    that many folders may have.
     """
 
     contents: Mapping[str, str]
@@ -47,6 +48,7 @@ class CheckpointFormat:
     name_patterns: tuple[str, ...] = ()
     is_file: bool = False
     writable: bool = True
+    detector: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -58,6 +60,11 @@ class CheckpointFormat:
         if names is None:
             return self.is_file
         return any(fnmatchcase(n, p) for p in self.name_patterns for n in names)
+
+    def detect(self, path: Path) -> bool:
+        """Whether the path looks like this format; reads a few bytes at most."""
+        module = importlib.import_module(self.detector or self.module)
+        return cast(FormatModule, module).detect(path)
 
     def load(self) -> FormatModule:
         """The module that reads (and writes) the format; imported at first use."""
@@ -85,6 +92,7 @@ FORMATS: tuple[CheckpointFormat, ...] = (
             "ocdbt": "the same arrays in one OCDBT database, as tensorstore and Orbax write it",
         },
         module="megtool.checkpoint.formats.zarr",
+        detector="megtool.checkpoint.formats.zarr_folder",
         description="a folder of zarr arrays",
         name_patterns=(
             "zarr.json",
@@ -201,7 +209,7 @@ def detect_format(path: Path) -> CheckpointFormat:
         )
     names = Files().names(path) if stat.S_ISDIR(status.st_mode) else None
     for checkpoint_format in FORMATS:
-        if checkpoint_format.may_match(names) and checkpoint_format.load().detect(path):
+        if checkpoint_format.may_match(names) and checkpoint_format.detect(path):
             return checkpoint_format
     files = [n for n in names or () if n.endswith(".gguf")]
     raise FormatError(

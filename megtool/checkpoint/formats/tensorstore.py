@@ -25,14 +25,14 @@ from megtool.checkpoint.formats.zarr_decoding import (
     index_bytes,
     max_stored_bytes,
 )
-from megtool.checkpoint.formats.zarr_metadata import V2_NAME, V3_NAME, read_v2, read_v3
+from megtool.checkpoint.formats.zarr_folder import MANIFEST, V2_NAME, V3_NAME
+from megtool.checkpoint.formats.zarr_metadata import read_v2, read_v3
 from megtool.checkpoint.stage import CheckpointStage
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.local_copy import kept_copy
 from megtool.errors import FormatError, MissingPackageError, StorageError
 from megtool.tensors.sharded import GlobalTensor
 
-MANIFEST = "manifest.ocdbt"
 _DATA = "d"
 _IS_DATA = re.compile(r"(?:ocdbt\.process_[^/]+/)?(?:d/.+|manifest\.ocdbt)")
 LIBRARY_ERRORS = (
@@ -49,11 +49,6 @@ LIBRARY_ERRORS = (
 
 _BATCH_BYTES = 64 << 20
 """Values written together: the limit of values in memory."""
-
-
-def is_database(folder: Path) -> bool:
-    """Whether a folder is an OCDBT database."""
-    return (folder / MANIFEST).is_file()
 
 
 def open_database(folder: Path) -> Catalogue:

@@ -26,13 +26,21 @@ from megtool.checkpoint.formats.header_reader import (
     read_exact,
     short_repr,
 )
-from megtool.checkpoint.formats.save_folder import RELEASE, find_iteration
+from megtool.checkpoint.formats.save_folder import RELEASE
 from megtool.checkpoint.formats.zarr_chunks import ZarrArray, ZarrChunks
-from megtool.checkpoint.formats.zarr_layout import BACKEND, COMMON, OBJECTS, plan_zarr_layout
-from megtool.checkpoint.formats.zarr_metadata import (
-    ONLY_TENSORSTORE,
+from megtool.checkpoint.formats.zarr_folder import (
+    COMMON,
     V2_NAME,
     V3_NAME,
+    detect,
+    find_array_folder,
+    is_database,
+    is_unfinished,
+    saved_backend,
+)
+from megtool.checkpoint.formats.zarr_layout import OBJECTS, plan_zarr_layout
+from megtool.checkpoint.formats.zarr_metadata import (
+    ONLY_TENSORSTORE,
     ArrayMetadata,
     read_v2,
     read_v3,
@@ -49,24 +57,9 @@ NAMES = ("zarr", "tensorstore", "ocdbt")
 MAX_DEPTH = 16
 _MAX_JSON_BYTES = 1 << 30
 _MAX_COMMON_BYTES = 1 << 30
-_GROUPS = (V3_NAME, V2_NAME, ".zgroup", ".zmetadata")
 _AUXILIARY_FOLDERS = ("hf", "tokenizer")
 _AUXILIARY_FILES = ("run_config.yaml",)
-_ITERATIONS = ("weights",)
 _METADATA_KEYS = ("args", "iteration", "checkpoint_version", "content_metadata")
-
-
-def detect(path: Path) -> bool:
-    """Whether `path` is such a folder, or a save folder whose selected iteration is one."""
-    if not path.is_dir():
-        return False
-    folder = _find_array_folder(path, None)
-    return (
-        _backend(folder) in ("zarr", BACKEND)
-        or _is_unfinished(folder)
-        or any((folder / n).is_file() for n in _GROUPS)
-        or tensorstore.is_database(folder)
-    )
 
 
 def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalogue:
@@ -80,8 +73,8 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
         FormatError: metadata or chunk files are missing or invalid, or a name leaves the folder.
         CoverageError: chunks do not tile their tensors.
     """
-    folder = _find_array_folder(path, iteration)
-    if tensorstore.is_database(folder):
+    folder = find_array_folder(path, iteration)
+    if is_database(folder):
         catalogue = tensorstore.open_database(folder)
         scan = _FolderScan(folder, void_is_bfloat16=False, files=catalogue.files)
         scan.walk("", 0)
@@ -89,14 +82,14 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
         catalogue.auxiliary_files, catalogue.warnings = scan.auxiliary_files, scan.warnings
         _add_common(catalogue)
         return catalogue
-    if _is_unfinished(folder):
+    if is_unfinished(folder):
         raise FormatError(
             "an unfinished save: metadata.json is missing, which is written last",
             file=folder,
             hint="choose another iteration, or save again",
             error_id="unfinished-save",
         )
-    backend = _backend(folder)
+    backend = saved_backend(folder)
     scan_result = _FolderScan(folder, void_is_bfloat16=backend == "zarr")
     scan_result.walk("", 0)
     if not scan_result.arrays:
@@ -130,39 +123,6 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     catalogue.check()
     _add_common(catalogue)
     return catalogue
-
-
-def _find_array_folder(path: Path, iteration: int | str | None) -> Path:
-    """The folder of arrays: `path`, an iteration below it, or NeMo's `weights`."""
-    if iteration is None and (_backend(path) or any((path / n).is_file() for n in _GROUPS)):
-        return path
-    folder = find_iteration(path, iteration) or path
-    for name in _ITERATIONS:
-        if _backend(folder / name) in ("zarr", BACKEND):
-            return folder / name
-    return folder
-
-
-def _is_unfinished(folder: Path) -> bool:
-    """Whether Megatron's zarr backend was interrupted while it wrote this folder."""
-    if (folder / "metadata.json").exists() or not (folder / COMMON).is_file():
-        return False
-    return next(folder.glob(f"*/{V2_NAME}"), None) is not None
-
-
-def _backend(folder: Path) -> str | None:
-    """The `sharded_backend` in `metadata.json`; None if there is none."""
-    path = folder / "metadata.json"
-    if not path.is_file():
-        return None
-    check_inside(folder, path.name)
-    data = read_exact(path, 0, min(path.stat().st_size, 1 << 20))
-    try:
-        config = parse_json(data, path)
-    except FormatError:
-        return None
-    backend = config.get("sharded_backend") if isinstance(config, dict) else None
-    return backend if isinstance(backend, str) else None
 
 
 def _check_complete(

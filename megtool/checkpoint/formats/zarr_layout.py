@@ -13,10 +13,10 @@ from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, Stored
 from megtool.checkpoint.containers.zip_writer import encode_object
 from megtool.checkpoint.digest import crc32c
 from megtool.checkpoint.formats.zarr_compression import codec_metadata
+from megtool.checkpoint.formats.zarr_folder import BACKEND, COMMON, V3_NAME
 from megtool.checkpoint.formats.zarr_metadata import (
     DTYPE_ATTRIBUTE,
     ONLY_TENSORSTORE,
-    V3_NAME,
     ArrayMetadata,
     ShardIndex,
 )
@@ -25,10 +25,6 @@ from megtool.errors import UsageError
 from megtool.tensors.box import numel
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
-BACKEND = "zarr3"
-"""The `sharded_backend` in `metadata.json`; no Megatron version uses this name."""
-
-COMMON = "common.pt"
 OBJECTS = "objects"
 DEFAULT_CHUNK_BYTES = 16 << 20
 DEFAULT_SHARD_BYTES = 1 << 30

@@ -31,7 +31,6 @@ from megtool.dtypes import DTYPES, DType, dtype
 from megtool.errors import FormatError
 from megtool.tensors.box import numel
 
-V2_NAME, V3_NAME = ".zarray", "zarr.json"
 DTYPE_ATTRIBUTE = "megtool_dtype"
 """The attribute that names the dtype whose bits are stored as unsigned integers."""
 

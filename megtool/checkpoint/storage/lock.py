@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import socket
 import stat
 import time
 from collections.abc import Callable
@@ -80,7 +79,7 @@ class LockFile:
             return True
         try:
             self._files.truncate(self._fd, 0)
-            self._files.pwrite_all(self._fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+            self._files.pwrite_all(self._fd, f"{os.getpid()} {os.uname().nodename}\n".encode(), 0)
         except StorageError:
             self._files.remove(self._path)
             raise
@@ -139,7 +138,7 @@ def _read_holder(files: Files, path: Path, *, busy: bool) -> str | None:
     """Who a lock file names, if that process is alive; `busy`: somebody holds the lock."""
     text = (files.read_whole(path, at_most=1000) or b"").decode(errors="replace")
     match = re.match(r"(\d+) (\S+)", text)
-    if busy or (match and match[2] == socket.gethostname() and _alive(int(match[1]))):
+    if busy or (match and match[2] == os.uname().nodename and _alive(int(match[1]))):
         return f"process {match[1]} on host {match[2]}" if match else "another process"
     return None
 

@@ -13,7 +13,7 @@ from megtool.checkpoint.formats.torch_dist_gathered import COALESCED
 from megtool.checkpoint.megatron_metadata import read_object, saved_args
 from megtool.checkpoint.param_groups import OPTIMIZER_OBJECT
 from megtool.config import ParallelConfig
-from megtool.convert.megatron import split_state
+from megtool.convert.megatron import BUCKET, split_state
 from megtool.convert.rank_parameters import (
     Parameter,
     RankPlace,
@@ -30,11 +30,6 @@ from megtool.reshard.megatron.master_weight_check import check_copies
 from megtool.tensors.buckets import default_bucket_size
 from megtool.tensors.sharded import GlobalTensor
 
-BUCKET = re.compile(
-    r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
-    r"\.dtype_\(torch\.(\w+), torch\.(\w+)\)\.bucket_idx_(\d+)\.(\w+)"
-)
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class FlatBufferKey:
@@ -45,11 +40,6 @@ class FlatBufferKey:
     number: int
     dtype: str
     grad_dtype: str
-
-
-def has_buckets(catalogue: Catalogue) -> bool:
-    """Whether the checkpoint has optimizer state in buckets."""
-    return any(BUCKET.fullmatch(t.name) for t in catalogue.tensors)
 
 
 def find_buffers(catalogue: Catalogue) -> dict[FlatBufferKey, list[Bucket]]:

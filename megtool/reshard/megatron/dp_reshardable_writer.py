@@ -28,25 +28,11 @@ from megtool.parallel.mesh import Mesh
 from megtool.reshard.megatron.box_runs import BoxRunCollector, split_into_boxes
 from megtool.reshard.megatron.dp_reshardable import is_module_buffer
 from megtool.tensors import buckets
-from megtool.tensors.registration_order import Order, registered
+from megtool.tensors.buckets import BucketSettings
+from megtool.tensors.registration_order import registered
 from megtool.tensors.sharded import GlobalTensor, Shards
 
 _PREFIX = "optimizer.distributed.dp_group_idx_"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketSettings:
-    """The settings of a run that decide how it cuts its buckets.
-
-    `param_dtype` and `grad_dtype` are torch's names; `bucket_size` (elements) is None unless
-    gradient reduction overlaps with the backward pass, as then only the first chunk of the first
-    stage is cut into several buckets.
-    """
-
-    order: Order
-    param_dtype: str
-    grad_dtype: str
-    bucket_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,8 +32,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.cast import cast, numeric_values
 from megtool.checkpoint.transport.strided import Array
 from megtool.convert.dialects import CanonicalView
-from megtool.convert.megatron import MAIN, split_optimizer, split_state
-from megtool.convert.rank_parameters import EMBEDDING
+from megtool.convert.megatron import EMBEDDING, MAIN, split_optimizer, split_state
 from megtool.dtypes import DType
 from megtool.errors import FormatError
 from megtool.tensors.box import numel

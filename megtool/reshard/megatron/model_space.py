@@ -12,17 +12,15 @@ from megtool.config import ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.hybrid import hybrid_form, needs_hybrid
 from megtool.convert.hybrid_pattern import pattern_of
-from megtool.convert.megatron import is_encoder_decoder
+from megtool.convert.megatron import BUCKET, is_encoder_decoder
 from megtool.convert.parallel_args import parallel_from_args
 from megtool.convert.pre_core_names import core_names
 from megtool.errors import FormatError, LayoutError, MegtoolError
 from megtool.model_config import ModelConfig
-from megtool.reshard.megatron.dp_reshardable import has_buckets, read_dp_reshardable
 from megtool.reshard.megatron.fully_sharded_model_space import (
     has_flattened_cells,
     read_fully_sharded_model_space,
 )
-from megtool.reshard.megatron.rank_files import read_rank_files
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,7 +46,8 @@ def to_model_space(
     if not lenient:
         _check_sharding_type(catalogue)
     catalogue = _unflatten(catalogue, lenient)
-    if not has_buckets(catalogue) and catalogue.format != "megatron":
+    has_buckets = any(BUCKET.fullmatch(t.name) for t in catalogue.tensors)
+    if not has_buckets and catalogue.format != "megatron":
         return catalogue
     try:
         return _decode(catalogue, config, compare_all, not lenient)
@@ -127,7 +126,10 @@ def _decode(
     if isinstance(decoder, int) and is_encoder_decoder(t.name for t in catalogue.tensors):
         config = replace(config, num_decoder_layers=decoder)
     try:
-        read = read_rank_files if catalogue.format == "megatron" else read_dp_reshardable
+        if catalogue.format == "megatron":
+            from megtool.reshard.megatron.rank_files import read_rank_files as read
+        else:
+            from megtool.reshard.megatron.dp_reshardable import read_dp_reshardable as read
         return read(
             catalogue,
             config,

@@ -15,8 +15,7 @@ from typing import Any
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.storage.files import read_file
 from megtool.convert.hybrid_pattern import OLD_PATTERN, PATTERN
-from megtool.convert.megatron import split_state
-from megtool.convert.rank_parameters import EMBEDDING
+from megtool.convert.megatron import EMBEDDING, split_state
 from megtool.errors import FormatError
 
 NEMO_FILE, BRIDGE_FILE = "context/model.yaml", "run_config.yaml"

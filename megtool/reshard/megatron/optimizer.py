@@ -14,9 +14,8 @@ from megtool.convert.dialects import CanonicalView, TargetView, is_optimizer_sta
 from megtool.convert.megatron import MAIN, split_state
 from megtool.dtypes import DType
 from megtool.errors import MappingError, UsageError
-from megtool.reshard.megatron.dp_reshardable_writer import BucketSettings
 from megtool.reshard.source import CheckpointSource
-from megtool.tensors.buckets import default_bucket_size
+from megtool.tensors.buckets import BucketSettings, default_bucket_size
 from megtool.tensors.registration_order import Order, likely_orders
 from megtool.tensors.sharded import GlobalTensor
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.rechunk import rechunk
 from megtool.config import ParallelConfig
+from megtool.convert.megatron import EMBEDDING, OUTPUT
 from megtool.convert.rank_parameters import (
-    EMBEDDING,
     EVERYWHERE,
-    OUTPUT,
     Parameter,
     boxes_of_rank,
     in_buffer,

@@ -14,7 +14,7 @@ from megtool.reshard.source import CheckpointSource, collect_hf_files, collect_s
 from megtool.reshard.writers.target_spec import Target, TargetOptions
 
 
-def plan_hf_layout(
+def plan_layout(
     source: CheckpointSource, options: TargetOptions, out: Target, dtype: DType | None
 ) -> None:
     """Plan safetensors files, and record what they cannot hold."""

@@ -39,7 +39,6 @@ from megtool.reshard.megatron.common_state import (
     make_common_state,
     read_iteration,
 )
-from megtool.reshard.megatron.dp_reshardable_writer import BucketSettings
 from megtool.reshard.megatron.extra_state_names import (
     SUFFIX,
     Site,
@@ -59,6 +58,7 @@ from megtool.reshard.source import CheckpointSource, collect_small_files
 from megtool.reshard.state_dict_groups import read_any_groups
 from megtool.reshard.writers.target_spec import Target, TargetOptions
 from megtool.tensors import buckets
+from megtool.tensors.buckets import BucketSettings
 from megtool.tensors.registration_order import registered
 from megtool.tensors.sharded import GlobalTensor
 
@@ -92,7 +92,7 @@ _FLAT = "distrib_optim"
 _BUFFERS = (".expert_bias", ".tid2eid")
 
 
-def plan_megatron_legacy_layout(
+def plan_layout(
     source: CheckpointSource, options: TargetOptions, out: Target, dtype: DType | None
 ) -> None:
     """Plan every rank's `model_optim_rng.pt`, and `distrib_optim.pt` where there is state."""

@@ -25,7 +25,7 @@ from megtool.reshard.writers.target_spec import Target, TargetOptions
 from megtool.reshard.writers.torch_dist import shard_rows
 
 
-def plan_torch_checkpointing_layout(
+def plan_layout(
     source: CheckpointSource, options: TargetOptions, out: Target, dtype: DType | None
 ) -> None:
     """Plan `--dp` ranks' files, with all objects at the places where the source has them."""

@@ -26,11 +26,6 @@ from megtool.reshard.megatron.common_state import (
     make_common_state,
     read_iteration,
 )
-from megtool.reshard.megatron.dp_reshardable_writer import (
-    make_bucket_objects,
-    plan_buckets,
-    plan_regrouping,
-)
 from megtool.reshard.megatron.extra_state_names import list_required_states
 from megtool.reshard.megatron.nemo_config import BRIDGE_FILE
 from megtool.reshard.megatron.optimizer import (
@@ -46,7 +41,7 @@ from megtool.reshard.writers.target_spec import Target, TargetOptions
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 
-def plan_torch_dist_layout(
+def plan_layout(
     source: CheckpointSource, options: TargetOptions, out: Target, dtype: DType | None
 ) -> None:
     """Plan one data file per rank, the objects, and the small files."""
@@ -173,6 +168,12 @@ def _plan_bucket_layout(
     parallel: ParallelConfig,
 ) -> None:
     """Plan weights as tensors and their optimizer state in buckets."""
+    from megtool.reshard.megatron.dp_reshardable_writer import (
+        make_bucket_objects,
+        plan_buckets,
+        plan_regrouping,
+    )
+
     config = out.side.config or (source.model.config if source.model else None)
     if config is None:
         raise MappingError(

@@ -25,7 +25,7 @@ from megtool.tensors.box import numel
 from megtool.tensors.placement import narrow
 
 
-def plan_zarr_layout(
+def plan_layout(
     source: CheckpointSource, options: TargetOptions, out: Target, dtype: DType | None
 ) -> None:
     """Plan the arrays, with all objects and the common state as the source has them.

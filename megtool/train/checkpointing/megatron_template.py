@@ -25,15 +25,12 @@ from megtool.convert.hybrid import GPT, HYBRID, needs_hybrid
 from megtool.dtypes import DType
 from megtool.model_config import ModelConfig
 from megtool.reshard.megatron.common_state import read_iteration
-from megtool.reshard.megatron.dp_reshardable_writer import (
-    BucketSettings,
-    make_bucket_objects,
-    plan_buckets,
-)
+from megtool.reshard.megatron.dp_reshardable_writer import make_bucket_objects, plan_buckets
 from megtool.reshard.megatron.optimizer import NONE, choose_bucket_settings, warn_unknown_order
 from megtool.reshard.source import CheckpointSource, unknown_model
 from megtool.reshard.target import make_target
 from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.tensors.buckets import BucketSettings
 from megtool.tensors.placement import place_in
 from megtool.tensors.sharded import GlobalTensor
 

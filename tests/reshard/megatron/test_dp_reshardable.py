@@ -19,9 +19,10 @@ from megtool import reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout
 from megtool.config import ParallelConfig
+from megtool.convert.megatron import BUCKET
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, LayoutError, UsageError
-from megtool.reshard.megatron.dp_reshardable import BUCKET, find_buffers
+from megtool.reshard.megatron.dp_reshardable import find_buffers
 from megtool.reshard.open_source import open_source
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 from tests.support.checkpoints.old_formats import stored_arrays

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from megtool.access.gc_pause import paused_collection
+from megtool.gc_pause import paused_collection
 
 
 def test_collection_is_on_again_after_the_last_pause() -> None:
