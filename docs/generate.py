@@ -68,7 +68,7 @@ def python_api() -> str:
 def checkpoint_formats() -> str:
     """The formats of checkpoints: what they hold, and which command writes them."""
     from megtool.checkpoint.formats import FORMATS
-    from megtool.commands.options.checkpoints import ExportOptions
+    from megtool.commands.options.export import ExportOptions
     from megtool.options.field import option_fields
 
     (to,) = [x for x in option_fields(ExportOptions) if x.name == "to"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megtool.checkpoint.workers.identity import parse_worker
-from megtool.commands.options.checkpoints import (
+from megtool.commands.options.amax import (
     DeriveAmaxOptions,
     InspectAmaxOptions,
     RewriteAmaxOptions,

@@ -13,7 +13,8 @@ from megtool.checkpoint.formats.safetensors import DEFAULT_SHARD_BYTES
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.workers.identity import parse_worker
-from megtool.commands.options.checkpoints import ExportFacts, ExportOptions, ReshardOptions
+from megtool.commands.options.export import ExportFacts, ExportOptions
+from megtool.commands.options.reshard import ReshardOptions
 from megtool.commands.reshard import make_execution_options, reshard
 from megtool.config import ParallelConfig
 from megtool.console import Progress, several, silent

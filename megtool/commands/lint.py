@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megtool.commands.options.checkpoints import LintOptions
+from megtool.commands.options.export import LintOptions
 from megtool.console import several
 from megtool.errors import FormatError
 from megtool.lint.context import read_context

@@ -12,7 +12,7 @@ from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.workers.identity import WorkerIdentity, parse_worker
-from megtool.commands.options.checkpoints import ReshardFacts, ReshardOptions
+from megtool.commands.options.reshard import ReshardFacts, ReshardOptions
 from megtool.config import LayoutOptions
 from megtool.console import Progress, silent
 from megtool.dtypes import DTYPES, DType

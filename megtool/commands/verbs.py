@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megtool.errors import StorageError
+from megtool.gc_pause import paused_collection
 
 _OPTIONS = "megtool.commands.options"
 
@@ -106,6 +107,7 @@ def _has_folder() -> bool:
     return True
 
 
+@paused_collection()
 def load(path: str) -> Any:
     """The attribute `name` of the module in `module:name`."""
     module, _, name = path.partition(":")
@@ -124,7 +126,7 @@ VERBS = (
         command="reshard",
         api="reshard",
         summary="Copy a checkpoint into another format, parallel layout or dtype.",
-        options_path=f"{_OPTIONS}.checkpoints:ReshardOptions",
+        options_path=f"{_OPTIONS}.reshard:ReshardOptions",
         function_path="megtool.commands.reshard:reshard",
         resumes=True,
         has_config=True,
@@ -150,7 +152,7 @@ VERBS = (
         command="export",
         api="export",
         summary="Write a checkpoint as the files that an engine loads, quantized or not.",
-        options_path=f"{_OPTIONS}.checkpoints:ExportOptions",
+        options_path=f"{_OPTIONS}.export:ExportOptions",
         function_path="megtool.commands.export:export",
         resumes=True,
     ),
@@ -158,7 +160,7 @@ VERBS = (
         command="lint",
         api="lint",
         summary="Check an exported folder against the rules of engines' loaders.",
-        options_path=f"{_OPTIONS}.checkpoints:LintOptions",
+        options_path=f"{_OPTIONS}.export:LintOptions",
         function_path="megtool.commands.lint:lint",
     ),
     Verb(
@@ -243,14 +245,14 @@ VERBS = (
         command="amax inspect",
         api="inspect_amax",
         summary="Show every module's FP8 scaling, and what is wrong with it.",
-        options_path=f"{_OPTIONS}.checkpoints:InspectAmaxOptions",
+        options_path=f"{_OPTIONS}.amax:InspectAmaxOptions",
         function_path="megtool.commands.amax:inspect_amax",
     ),
     Verb(
         command="amax fix",
         api="fix_amax",
         summary="Rebuild FP8 scaling that contradicts the weights, and copy everything else.",
-        options_path=f"{_OPTIONS}.checkpoints:FixAmaxOptions",
+        options_path=f"{_OPTIONS}.amax:FixAmaxOptions",
         function_path="megtool.commands.amax:fix_amax",
         resumes=True,
     ),
@@ -258,7 +260,7 @@ VERBS = (
         command="amax strip",
         api="strip_amax",
         summary="Leave out extra states that hold nothing, if Megatron loads without them.",
-        options_path=f"{_OPTIONS}.checkpoints:StripAmaxOptions",
+        options_path=f"{_OPTIONS}.amax:StripAmaxOptions",
         function_path="megtool.commands.amax:strip_amax",
         resumes=True,
     ),
@@ -267,7 +269,7 @@ VERBS = (
         api="derive_amax",
         summary="Make a calibration file from FP8 training's amax histories: no data, "
         "no model run.",
-        options_path=f"{_OPTIONS}.checkpoints:DeriveAmaxOptions",
+        options_path=f"{_OPTIONS}.amax:DeriveAmaxOptions",
         function_path="megtool.commands.amax:derive_amax",
     ),
 )

@@ -21,6 +21,10 @@ EngineName = str
 """An inference engine, or one with its version: `vllm`, `trtllm`, `sglang`, `vllm@0.16.0`."""
 
 
+SOURCE = "A checkpoint: a folder, a save folder, or a single file."
+DESTINATION = "The folder to write; it appears when complete."
+
+
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions(Options):
     """What is to be known of a checkpoint to read that it does not say itself."""

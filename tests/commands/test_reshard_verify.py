@@ -14,7 +14,7 @@ import pytest
 
 from megtool import quantize, reshard
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.options.checkpoints import ReshardOptions
+from megtool.commands.options.reshard import ReshardOptions
 from megtool.commands.reshard import reshard as reshard_with
 from megtool.config import ParallelConfig
 from megtool.errors import DigestError, UsageError

@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import pytest
 
-from megtool.commands.options.checkpoints import ExportOptions, ReshardOptions, VerifyOptions
+from megtool.commands.options.checkpoints import VerifyOptions
+from megtool.commands.options.export import ExportOptions
 from megtool.commands.options.models import EvaluateOptions, GenerateOptions
+from megtool.commands.options.reshard import ReshardOptions
 from megtool.commands.verbs import VERBS, Verb
 from megtool.errors import FormatError, UsageError
 from megtool.options.config_file import build_options, read_options

@@ -6,10 +6,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megtool.checkpoint.storage.location import is_remote
-from megtool.commands.options.checkpoints import SOURCE
 from megtool.errors import UsageError
 from megtool.options.field import argument
-from megtool.options.groups import DryRunOptions, ObjectOptions
+from megtool.options.groups import SOURCE, DryRunOptions, ObjectOptions
 from megtool.train.config import TrainConfig
 
 

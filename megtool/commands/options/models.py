@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from megtool.commands.options.checkpoints import SOURCE
 from megtool.options.effects import requires
 from megtool.options.field import REQUIRED, OptionCondition, argument, option
 from megtool.options.groups import (
     INPUT,
     OUTPUT,
     RUNNING,
+    SOURCE,
     TEXT,
     DryRunOptions,
     OutputOptions,

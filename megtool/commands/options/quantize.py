@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from megtool.checkpoint.storage.location import location
-from megtool.commands.options.checkpoints import SOURCE
 from megtool.options.effects import requires
 from megtool.options.field import REQUIRED, OptionCondition, Options, argument, option
 from megtool.options.groups import (
     INPUT,
     OUTPUT,
+    SOURCE,
     EngineOptions,
     OutputOptions,
     RuntimeOptions,

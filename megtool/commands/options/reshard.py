@@ -1,0 +1,207 @@
+"""Options of `megtool reshard`, and which of them have an effect together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megtool.config import LayoutOptions
+from megtool.options.effects import requires
+from megtool.options.field import (
+    OptionCondition,
+    argument,
+    option,
+)
+from megtool.options.groups import (
+    DESTINATION,
+    INPUT,
+    OUTPUT,
+    SOURCE,
+    CopyOptions,
+    ObjectOptions,
+    OutputOptions,
+    SourceOptions,
+    WorkerOptions,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReshardFacts:
+    """What `reshard` knows about its target: the format, and how its files are cut."""
+
+    format: str
+    is_sharded: bool
+    is_array: bool
+    is_megatron: bool
+
+    @property
+    def is_torch_dist(self) -> bool:
+        """The target is Megatron's distributed checkpoint format."""
+        return self.format == "torch_dist"
+
+
+_HAS_SHARDS = OptionCondition(
+    holds=lambda options, facts: facts.is_sharded,
+    reason="{has} no effect with --to {format}, whose files are not cut by size",
+    hint="--to hf writes a folder of shards",
+    on_facts=True,
+)
+_IS_ARRAY = OptionCondition(
+    holds=lambda options, facts: facts.is_array,
+    reason="{has} no effect with --to {format}",
+    hint="--to zarr, tensorstore or ocdbt",
+    on_facts=True,
+)
+_IS_TORCH_DIST = OptionCondition(
+    holds=lambda options, facts: facts.is_torch_dist,
+    reason="{has} no effect with --to {format}",
+    hint="--to torch_dist",
+    on_facts=True,
+)
+_IS_MEGATRON = OptionCondition(
+    holds=lambda options, facts: facts.is_megatron,
+    reason="{has} no effect with --to {format}",
+    hint="--to torch_dist or megatron",
+    on_facts=True,
+)
+
+
+_IS_RANK_FILES = OptionCondition(
+    holds=lambda options, facts: facts.format == "megatron",
+    reason="{has} no effect with --to {format}, which holds each tensor once",
+    hint="--to megatron",
+    on_facts=True,
+)
+_WRITES = OptionCondition(
+    holds=lambda options, facts: not options.dry_run,
+    reason="{has} no effect with --dry-run, which writes nothing",
+    hint="leave one of them out",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReshardOptions(
+    SourceOptions, LayoutOptions, CopyOptions, OutputOptions, ObjectOptions, WorkerOptions
+):
+    """Copy a checkpoint into another format, parallel layout or dtype.
+
+    An interrupted run resumes when the same command is given again.
+
+    Example: megtool reshard ./SmolLM2-135M-Instruct ./out --to torch_dist --tp 3 --pp 2
+    """
+
+    source: Path = argument(SOURCE, "SRC")
+    destination: Path = argument(DESTINATION, "DST", is_written=True)
+    select: tuple[str, ...] = option(
+        INPUT, "Only tensors of these names; repeatable.", (), metavar="GLOB"
+    )
+    exclude: tuple[str, ...] = option(
+        INPUT, "No tensors of these names; repeatable.", (), metavar="GLOB"
+    )
+    rename: tuple[str, ...] = option(
+        INPUT, "Write under another name; repeatable.", (), metavar="OLD=NEW"
+    )
+    optimizer_only: bool = option(INPUT, "Optimizer state without the weights.", False)
+    layers: str | None = option(
+        INPUT, "Only these transformer layers, renumbered: 0-15, or 0-3,8.", metavar="LIST"
+    )
+    average: tuple[Path, ...] = option(
+        INPUT, "Write the mean of SRC's weights and these; repeatable.", (), metavar="OTHER"
+    )
+    average_weights: str | None = option(
+        INPUT,
+        "Weights of the mean, SRC's first: 0.5,0.3,0.2; default: equal ones.",
+        metavar="LIST",
+        needs=(requires("average", "--average OTHER names other checkpoints"),),
+    )
+    to: str | None = option(
+        OUTPUT,
+        "torch_dist, megatron (mp_rank folders), hf, safetensors, dcp, torch_checkpointing, zarr, "
+        "tensorstore or ocdbt; default: the source's own (hf for GGUF).",
+        metavar="FORMAT",
+    )
+    optimizer_format: Literal["fully_reshardable", "dp_reshardable", "legacy", "none"] | None = (
+        option(
+            OUTPUT,
+            "Format of optimizer state, none to leave it out; default: one that loads at any "
+            "layout.",
+        )
+    )
+    amax: Literal["keep", "rebuild", "strip"] = option(
+        OUTPUT,
+        "FP8 scaling state: keep it, rebuild what contradicts the weights, or strip empty objects.",
+        "keep",
+        needs=(_IS_MEGATRON,),
+    )
+    te_version: str | None = option(
+        OUTPUT,
+        "Write FP8 scaling state for this release of Transformer Engine, 2.2 for all before 2.3; "
+        "default: the source's.",
+        metavar="1|2|2.2|2.3",
+        needs=(_IS_MEGATRON,),
+    )
+    amax_history: int | None = option(
+        OUTPUT,
+        "Steps of FP8's amax histories; default: as in the source.",
+        metavar="N",
+        minimum=1,
+        needs=(_IS_MEGATRON,),
+    )
+    replicate: tuple[str, ...] = option(
+        OUTPUT,
+        "Write tensors of these names, which no Megatron module has, whole for every "
+        "tensor-parallel rank; repeatable.",
+        (),
+        metavar="GLOB",
+        needs=(_IS_RANK_FILES,),
+    )
+    model_class: Literal["gpt", "hybrid"] | None = option(
+        OUTPUT,
+        "Write for Megatron's GPTModel, or for HybridModel, which numbers attention and MLP as "
+        "layers of their own; default: the source's, or the one that can hold the model.",
+        needs=(_IS_MEGATRON,),
+    )
+    core_version: str | None = option(
+        OUTPUT,
+        "Write for one version of megatron-core; default: what old and new ones load.",
+        metavar="VERSION",
+        needs=(_IS_TORCH_DIST,),
+    )
+    bridge: bool = option(
+        OUTPUT, "Add run_config.yaml for Megatron-Bridge.", False, needs=(_IS_TORCH_DIST,)
+    )
+    dtype: str | None = option(
+        OUTPUT,
+        "Cast model weights (bfloat16, float16, float32, ...), never optimizer state.",
+        metavar="NAME",
+    )
+    max_shard_size: str | None = option(
+        OUTPUT,
+        "Largest file; default: 5GB for hf, 1GiB for zarr and tensorstore.",
+        metavar="SIZE",
+        needs=(_HAS_SHARDS,),
+    )
+    compress: Literal["zstd", "blosc"] | None = option(
+        OUTPUT,
+        "Compress the chunks of zarr, tensorstore or ocdbt; default: uncompressed.",
+        needs=(_IS_ARRAY,),
+    )
+    digest: Literal["all", "buffered", "none"] | None = option(
+        OUTPUT,
+        "Digest all tensors and files; or those that pass through a buffer, so that the rest can "
+        "share blocks with the source where the file system allows it, or be copied by the store "
+        "that both are in; or none. Default: all, but buffered within one store.",
+    )
+    verify: bool = option(
+        OUTPUT,
+        "Read the result back before it is put in place, and compare it with SRC bit by bit.",
+        False,
+        needs=(_WRITES,),
+    )
+    verify_master_weights: bool = option(
+        OUTPUT,
+        "Compare every master weight with its weight, instead of a sample.",
+        False,
+    )
+    strict: bool = option(OUTPUT, "Fail if a tensor would be dropped.", False)
