@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -18,19 +19,21 @@ from tests.support.folders import contents
 from tests.support.models import tiny_llama
 from tests.support.paths import ROOT
 
-MPIEXEC = Path(sys.executable).with_name("mpiexec")
+PROGRAMS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+MPIEXEC = os.environ.get("MPIEXEC") or shutil.which("mpiexec", path=PROGRAMS) or "mpiexec"
+"""MPICH's, whose process manager is Hydra; Open MPI has a program of this name, too."""
 TO = ["--to", "torch_dist", "--tp", "2", "--threads", "1"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 OPEN_MPI = ["mpirun", "--oversubscribe", "--allow-run-as-root", "-n"]
 LAUNCHERS = {
     "torchrun": [*TORCHRUN, "3"],
     "openmpi": [*OPEN_MPI, "3", sys.executable],
-    "mpich": [str(MPIEXEC), "-n", "3", sys.executable],
+    "mpich": [MPIEXEC, "-n", "3", sys.executable],
 }
 
 KILLED = """#!/bin/bash
 # The megtool of worker 2 dies once, by kill -9, as soon as it has begun to write.
-if [ "${RANK:-$OMPI_COMM_WORLD_RANK}" = 2 ] && mkdir killed 2> /dev/null; then
+if [ "${RANK:-${OMPI_COMM_WORLD_RANK:-$PMI_RANK}}" = 2 ] && mkdir killed 2> /dev/null; then
     "$@" &
     until compgen -G ".out.megtool/*" > /dev/null; do sleep 0.01; done
     kill -9 $!
@@ -46,10 +49,19 @@ def hf(tmp_path: Path) -> Path:
     return tiny_llama.save(tmp_path / "hf", parts=2)
 
 
+@functools.cache
+def is_hydra(program: str) -> bool:
+    """Whether an `mpiexec` is MPICH's."""
+    if shutil.which(program) is None:
+        return False
+    said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60)
+    return "HYDRA" in said.stdout
+
+
 def require(launcher: str) -> None:
     """Skip the test where a launcher is not installed."""
-    if launcher == "mpich" and not MPIEXEC.exists():
-        pytest.skip("mpich is not installed")
+    if launcher == "mpich" and not is_hydra(MPIEXEC):
+        pytest.skip("MPICH's mpiexec missing (on PATH, or MPIEXEC names it): pip install mpich")
     if launcher == "openmpi" and shutil.which("mpirun") is None:
         pytest.skip("mpirun missing: apt-get install openmpi-bin")
 
@@ -83,11 +95,15 @@ def test_every_process_of_a_launcher_does_its_share(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "openmpi"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_one_of_four_that_is_killed_goes_on_when_it_is_started_again(
     tmp_path: Path, hf: Path, launcher: str
 ) -> None:
-    """torchrun starts all again by itself; mpirun ends all, and is started once more."""
+    """torchrun starts all again by itself; the other launchers are started once more.
+
+    Open MPI's `mpirun` ends all processes with the one that is killed. MPICH's goes on with the
+    others, as it is told to.
+    """
     require(launcher)
     reshard(hf, tmp_path / "expected", to="torch_dist", tp=2)
     script = tmp_path / "worker.sh"
@@ -97,12 +113,16 @@ def test_one_of_four_that_is_killed_goes_on_when_it_is_started_again(
     start = {
         "torchrun": [*TORCHRUN, "4", "--max-restarts", "3", "--no-python"],
         "openmpi": [*OPEN_MPI, "4"],
+        "mpich": [MPIEXEC, "-disable-auto-cleanup", "-n", "4"],
     }[launcher]
     paths = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     run = launch([*start, *words], folder=tmp_path, **paths)
     assert (tmp_path / "killed").is_dir()
-    if launcher == "openmpi":
+    if launcher != "torchrun":
         assert run.returncode == 137, run.stderr
+        if launcher == "mpich":
+            assert "3 of 4 workers are complete; missing: 2" in run.stdout
+        assert not (tmp_path / "out").exists()
         run = launch([*start, *words], folder=tmp_path, **paths)
     assert run.returncode == 0, run.stderr
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
