@@ -18,7 +18,12 @@ from torch.autograd.function import once_differentiable
 
 from megtool.kernels.dispatch import requested_implementation, use
 from megtool.kernels.lm_head import Softmax, Vocabulary, fold, logits, slope
-from megtool.kernels.wgrad_accumulation import accumulate_product
+from megtool.kernels.wgrad_accumulation import (
+    GradientSum,
+    accumulate_product,
+    gradient_sum,
+    put_product,
+)
 
 
 def linear_cross_entropy(
@@ -49,8 +54,9 @@ def linear_cross_entropy(
     vocabulary = Vocabulary(
         size=vocab_size, local=weight_VH.shape[0], softcap=softcap, scale=scale, group=group
     )
+    total = gradient_sum(weight_VH)
     losses_T: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x_TH, weight_VH, bias, labels_T, vocabulary, ignore_index, chunk
+        x_TH, weight_VH, bias, labels_T, vocabulary, ignore_index, chunk, total
     )
     return losses_T
 
@@ -108,6 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocabulary: Vocabulary,
         ignore_index: int,
         chunk: int | None,
+        total: GradientSum | None,
     ) -> Tensor:
         column_T, kept_T, invalid_T = vocabulary.place(labels_T, ignore_index)
         softmax = Softmax.start(x_TH.shape[0], x_TH)
@@ -116,6 +123,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses_T, log_total_T = _finish(softmax, vocabulary, kept_T, invalid_T)
         ctx.save_for_backward(x_TH, weight_VH, bias_V, column_T, kept_T, log_total_T)
         ctx.vocabulary, ctx.chunk, ctx.asked = vocabulary, chunk, requested_implementation()
+        ctx.total = total
         return losses_T
 
     @staticmethod
@@ -127,10 +135,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         g_T = torch.where(kept_T, g_T, 0.0)
         # Blocks of x's gradient are added up, so in fp32; a block of the weight's is whole.
         sum_TH = torch.zeros_like(x_TH, dtype=log_total_T.dtype) if wants_x else None
-        g_weight_VH = torch.empty_like(weight_VH) if wants_weight else None
+        total: GradientSum | None = ctx.total
+        g_weight_VH, overwrite = None, True
+        if total is not None:
+            g_weight_VH, overwrite = total.begin()
+        elif wants_weight:
+            g_weight_VH = torch.empty_like(weight_VH)
         g_bias_V = torch.empty_like(bias_V) if bias_V is not None and wants_bias else None
-        for g in (g_weight_VH, g_bias_V):
-            if g is not None:
+        for g, is_new in ((g_weight_VH, overwrite), (g_bias_V, True)):
+            if g is not None and is_new:
                 g[vocabulary.num_rows :].zero_()
         for block in vocabulary.blocks(x_TH.shape[0], x_TH.device, ctx.chunk):
             raw_TB = logits(x_TH, weight_VH, bias_V, block)
@@ -140,11 +153,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if sum_TH is not None:
                 accumulate_product(sum_TH, g_TB, weight_VH[block])
             if g_weight_VH is not None:
-                torch.mm(g_TB.t(), x_TH, out=g_weight_VH[block])
+                put_product(g_weight_VH[block], g_TB.t(), x_TH, overwrite=overwrite)
             if g_bias_V is not None:
                 g_bias_V[block] = g_TB.sum(0, dtype=log_total_T.dtype)
         g_x_TH = None if sum_TH is None else sum_TH.to(x_TH.dtype)
-        return g_x_TH, g_weight_VH, g_bias_V, None, None, None, None
+        if total is not None:
+            total.end()
+            g_weight_VH = None
+        return g_x_TH, g_weight_VH, g_bias_V, None, None, None, None, None
 
 
 class _CrossEntropy(torch.autograd.Function):

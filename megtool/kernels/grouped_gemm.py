@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from megtool.kernels import grouped_gemm_triton
 from megtool.kernels.dispatch import Kernel, requested_implementation, use
+from megtool.kernels.wgrad_accumulation import GradientSum, gradient_sum, put_product
 
 
 def permute(x_TH: Tensor, experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,7 +52,8 @@ def grouped_linear(
     y_RF: Tensor
     if x_RH.shape[0] > 0 and x_RH.dtype == weight_EFH.dtype and multiplies_grouped(weight_EFH):
         ends_E = offsets_E.to(torch.int32)
-        y_RF = _GroupedLinear.apply(x_RH, weight_EFH, ends_E)  # type: ignore[no-untyped-call]
+        values = (x_RH, weight_EFH, ends_E, gradient_sum(weight_EFH))
+        y_RF = _GroupedLinear.apply(*values)  # type: ignore[no-untyped-call]
     else:
         y_RF = _loop_linear(x_RH, weight_EFH, counts_E)
     if bias_EF is not None:
@@ -143,20 +145,47 @@ class _GroupedLinear(torch.autograd.Function):
     """`F.grouped_mm` with gradients laid out as it wants them (it refuses expanded ones)."""
 
     @staticmethod
-    def forward(ctx: Any, x_RH: Tensor, weight_EFH: Tensor, offsets_E: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_RH: Tensor,
+        weight_EFH: Tensor,
+        offsets_E: Tensor,
+        total: GradientSum | None,
+    ) -> Tensor:
         ctx.save_for_backward(x_RH, weight_EFH, offsets_E)
+        ctx.total = total
         return F.grouped_mm(x_RH.contiguous(), weight_EFH.transpose(1, 2), offs=offsets_E)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g_RF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, g_RF: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_RH, weight_EFH, offsets_E = ctx.saved_tensors
         g_RF, g_x_RH, g_weight_EFH = g_RF.contiguous(), None, None
         if ctx.needs_input_grad[0]:
             g_x_RH = F.grouped_mm(g_RF, weight_EFH, offs=offsets_E)
-        if ctx.needs_input_grad[1]:
+        if ctx.total is not None:
+            _add_weight_gradients(ctx.total, g_RF, x_RH, offsets_E)
+        elif ctx.needs_input_grad[1]:
             g_weight_EFH = F.grouped_mm(g_RF.t(), x_RH.contiguous(), offs=offsets_E)
-        return g_x_RH, g_weight_EFH, None
+        return g_x_RH, g_weight_EFH, None, None
+
+
+def _add_weight_gradients(
+    total: GradientSum, g_RF: Tensor, x_RH: Tensor, offsets_E: Tensor
+) -> None:
+    """Add every expert's `g.T @ x`, one after the other; on CUDA all are one product before."""
+    main_EFH, overwrite = total.begin()
+    if g_RF.is_cuda:  # the host knows no counts there
+        put = main_EFH.copy_ if overwrite else main_EFH.add_
+        put(F.grouped_mm(g_RF.t(), x_RH.contiguous(), offs=offsets_E))
+    else:
+        start = 0
+        for main_FH, stop in zip(main_EFH, offsets_E.tolist(), strict=True):
+            if overwrite or stop > start:
+                g_SF, x_SH = g_RF[start:stop], x_RH[start:stop]
+                put_product(main_FH, g_SF.t(), x_SH, overwrite=overwrite)
+            start = stop
+    total.end()
 
 
 def waits_for_host(weight_EFH: Tensor) -> bool:

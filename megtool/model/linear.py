@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from megtool.kernels.wgrad_accumulation import GradientSum, add_weight_gradient, gradient_sum
 from megtool.model.hooks import ActivationHook
 from megtool.model.norm import NormSpec
 from megtool.model.param_attributes import mark
@@ -151,9 +153,9 @@ class RowLinear(nn.Module):
         if self.tap is not None:
             x_TF = self.tap(x_TF)
         if self.group.size == 1 and self.product is None:
-            y = F.linear(x_TF, self.weight, self.bias)
+            y = linear(x_TF, self.weight, self.bias)
             return y if self.adapter is None else y + self.adapter(x_TF)
-        part = (F.linear if self.product is None else self.product)(x_TF, self.weight)
+        part = (linear if self.product is None else self.product)(x_TF, self.weight)
         if self.sequence_parallel:
             y = reduce_scatter_rows(part, self.group)
         else:
@@ -189,7 +191,7 @@ class VocabEmbedding(nn.Module):
         self.sequence_parallel = sequence_parallel and group.size > 1
         rows = group.part(padded_vocab, "padded_vocab")
         weight = torch.empty(rows, hidden, dtype=dtype, device=device)
-        self.weight = mark(nn.Parameter(weight), split_dim=0)
+        self.weight = mark(nn.Parameter(weight), split_dim=0, embedding=True)
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         """`[T, H]`, or with sequence parallelism this rank's `[T/tp, H]`."""
@@ -231,6 +233,15 @@ def vocab_logits(
     return gather_columns(y_TV, group)[..., :vocab_size]
 
 
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """`x W^T + b`; the weight's gradient goes into its `GradientSum`, where it has one."""
+    total = gradient_sum(weight_OI)
+    if total is None:
+        return F.linear(x_TI, weight_OI, bias_O)
+    out: Tensor = _Linear.apply(x_TI, weight_OI, bias_O, total)  # type: ignore[no-untyped-call]
+    return out
+
+
 def column_product(
     x_TH: Tensor,
     weight_OH: Tensor,
@@ -245,8 +256,8 @@ def column_product(
     gathered again rather than kept, under way while x's gradient is computed.
     """
     if group.size == 1:
-        return F.linear(x_TH, weight_OH, bias_O)
-    values = (x_TH, weight_OH, bias_O, group, sequence_parallel)
+        return linear(x_TH, weight_OH, bias_O)
+    values = (x_TH, weight_OH, bias_O, group, sequence_parallel, gradient_sum(weight_OH))
     out: Tensor = _Column.apply(*values)  # type: ignore[no-untyped-call]
     return out
 
@@ -260,9 +271,10 @@ class _Column(torch.autograd.Function):
         bias_O: Tensor | None,
         group: Group,
         sequence_parallel: bool,
+        total: GradientSum | None,
     ) -> Tensor:
         ctx.save_for_backward(x_TH, weight_OH)
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.group, ctx.sequence_parallel, ctx.total = group, sequence_parallel, total
         if sequence_parallel:
             x_TH, work = start_gather(x_TH, group)
             work.wait()
@@ -271,7 +283,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, g_TO: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x_TH, weight_OH = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         gathering = None
@@ -287,9 +299,30 @@ class _Column(torch.autograd.Function):
         if gathering is not None:
             gathering.wait()
         gw_OH = None
-        if wants_weight:
+        if wants_weight and ctx.total is not None:
+            add_weight_gradient(ctx.total, g_TO, x_TH)
+        elif wants_weight:
             gw_OH = g_TO.flatten(0, -2).T.matmul(x_TH.flatten(0, -2))
         gb_O = g_TO.flatten(0, -2).sum(0) if wants_bias else None
         if summing is not None:
             summing.wait()
-        return gx_TH, gw_OH, gb_O, None, None
+        return gx_TH, gw_OH, gb_O, None, None, None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, total: GradientSum
+    ) -> Tensor:
+        ctx.save_for_backward(x_TI, weight_OI)
+        ctx.total = total
+        return F.linear(x_TI, weight_OI, bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_TO: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        x_TI, weight_OI = ctx.saved_tensors
+        gx_TI = g_TO.matmul(weight_OI) if ctx.needs_input_grad[0] else None
+        add_weight_gradient(ctx.total, g_TO, x_TI)
+        gb_O = g_TO.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return gx_TI, None, gb_O, None

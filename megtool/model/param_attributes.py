@@ -20,6 +20,7 @@ def mark(
     tied: bool = False,
     copy: bool = False,
     over: str = "ends",
+    embedding: bool = False,
 ) -> nn.Parameter:
     """Set on a parameter, in Megatron's terms, how its gradient is reduced. Returns it.
 
@@ -30,7 +31,8 @@ def mark(
     them up (`sequence_parallel`). `expert`: replicas are those of `expert_dp` (`allreduce` is
     False). `tied`: the first and the last stage both hold it and use it, so gradients are added up
     over both (`shared_embedding`); `copy`: it is the last stage's (`shared`), norms skip it. Other
-    stages hold it in a model with an encoder: `over` is their group (`stages_summed`).
+    stages hold it in a model with an encoder: `over` is their group (`stages_summed`). `embedding`:
+    rows are looked up (`is_embedding_parameter`), whether or not it is the output layer, too.
     """
     facts = {
         "tensor_model_parallel": split_dim is not None,
@@ -40,6 +42,7 @@ def mark(
         "shared_embedding": tied,
         "shared": copy,
         "stages_summed": over if tied else "",
+        "is_embedding_parameter": embedding,
     }
     for name, value in facts.items():
         setattr(parameter, name, value)

@@ -71,6 +71,7 @@ class OptimizerConfig:
     overlap_param_gather: bool = False
     reduce_in_fp32: bool = False
     fp8_param_gather: bool = False
+    fuse_gradient_accumulation: bool = True
     bucket_size: int | None = None
     rules: tuple[GroupRule, ...] = ()
 

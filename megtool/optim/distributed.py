@@ -72,7 +72,10 @@ class DistributedOptimizer(Optimizer):
         backwards = sorted(self.buffers, key=lambda b: -b.kind.chunk)
         buckets = [bucket for buffer in backwards for bucket in buffer.buckets]
         self.grad_reduce = GradReduce(
-            buckets, overlap=settings.overlap_grad_reduce, in_fp32=settings.reduce_in_fp32
+            buckets,
+            overlap=settings.overlap_grad_reduce,
+            in_fp32=settings.reduce_in_fp32,
+            fuse=settings.fuse_gradient_accumulation,
         )
         self.param_gather = ParamGather(
             buckets[::-1],

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megtool.errors import UsageError
+from megtool.kernels.wgrad_accumulation import remove_gradient_sums, set_gradient_sum
 from megtool.optim.buffers import BucketParam, ParamAndGradBucket
 from megtool.optim.flat_shards import Pending, new_tag, start_reduce_scatter
 
@@ -32,6 +33,19 @@ class _Arrival:
     per_pass: int | None = None
     expected: int | None = None
 
+    def require_open(self) -> None:
+        """Refuse a gradient after the bucket was sent.
+
+        Raises:
+            UsageError: it was sent.
+        """
+        if self.of.pending is not None:
+            raise UsageError(
+                f"a gradient of {self.member.param_info.name} arrived after its bucket was sent",
+                hint="call zero_grad and begin before the first backward pass of a step, with the "
+                "number of passes",
+            )
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Progress:
@@ -45,10 +59,30 @@ class _Progress:
     pending: Pending | None = None
 
 
+class _GradientSum:
+    """A parameter's place in its buffer, for layers that add their products themselves."""
+
+    def __init__(self, arrival: _Arrival, reduction: GradReduce) -> None:
+        self._arrival, self._reduction = arrival, weakref.ref(reduction)
+
+    def begin(self) -> tuple[Tensor, bool]:
+        self._arrival.require_open()
+        return self._arrival.member.grad, self._arrival.empty
+
+    def end(self) -> None:
+        if (alive := self._reduction()) is not None:
+            alive.count(self._arrival)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of the parameter in another process has no buffer
+
+
 class GradReduce:
     """Sums gradients over micro batches, in the buffers, and over replicas, bucket by bucket.
 
     A hook takes every gradient as soon as autograd has it, and `parameter.grad` stays None. With
+    `fuse` parameters have a `GradientSum` (`megtool.kernels.wgrad_accumulation`): layers that know
+    of it add their weights' gradients to the buffer themselves. With
     `overlap` a bucket is sent when all of its gradients of the `begin` number of backward passes
     have arrived, and all earlier buckets in the queue are sent: all replicas send in the same
     order, whatever order their gradients arrive in. The first step counts how often a parameter's
@@ -62,7 +96,12 @@ class GradReduce:
     """
 
     def __init__(
-        self, buckets: Sequence[ParamAndGradBucket], *, overlap: bool, in_fp32: bool
+        self,
+        buckets: Sequence[ParamAndGradBucket],
+        *,
+        overlap: bool,
+        in_fp32: bool,
+        fuse: bool = False,
     ) -> None:
         self.overlap, self.in_fp32 = overlap, in_fp32
         self.sent: list[ParamAndGradBucket] = []
@@ -71,6 +110,8 @@ class GradReduce:
         self._in_place = False
         self._handles: list[RemovableHandle] = []
         self._all: list[_Progress] = []
+        fused: list[tuple[nn.Parameter, _GradientSum]] = []
+        self._unfuse = weakref.finalize(self, remove_gradient_sums, fused)
         queues: dict[int, list[_Progress]] = {}  # one for each communicator
         for bucket in buckets:
             queue = queues.setdefault(id(bucket.group.handle), [])
@@ -79,6 +120,9 @@ class GradReduce:
                 arrival = _Arrival(member=member, of=progress)
                 progress.arrivals.append(arrival)
                 self._handles.append(self._hook(arrival))
+                if fuse:
+                    fused.append((member.param_info.parameter, _GradientSum(arrival, self)))
+                    set_gradient_sum(*fused[-1])
             queue.append(progress)
             self._all.append(progress)
 
@@ -128,6 +172,7 @@ class GradReduce:
     def close(self) -> None:
         """Remove the hooks: gradients stay in `parameter.grad` from now on."""
         self._end()
+        self._unfuse()
         for handle in self._handles:
             handle.remove()
 
@@ -146,25 +191,24 @@ class GradReduce:
     @torch.no_grad()
     def _take(self, arrival: _Arrival, parameter: Tensor) -> None:
         grad, parameter.grad = parameter.grad, None
-        progress = arrival.of
         if grad is None:
             return
-        if progress.pending is not None:
-            raise UsageError(
-                f"a gradient of {arrival.member.param_info.name} arrived after its bucket was sent",
-                hint="call zero_grad and begin before the first backward pass of a step, with the "
-                f"number of passes; this step has {self._passes}",
-            )
+        arrival.require_open()
         if arrival.empty:
             arrival.member.grad.copy_(grad)
         else:
             arrival.member.grad.add_(grad)
+        self.count(arrival)
+
+    @torch.no_grad()
+    def count(self, arrival: _Arrival) -> None:
+        """Note that a gradient is in the buffer, and send what is complete."""
         arrival.empty = False
         arrival.count += 1
         if arrival.count == arrival.expected:
-            progress.missing -= 1
-            if not progress.missing:
-                self._send_ready(progress.queue)
+            arrival.of.missing -= 1
+            if not arrival.of.missing:
+                self._send_ready(arrival.of.queue)
 
     def _send_ready(self, queue: list[_Progress]) -> None:
         """Send complete buckets, up to the first incomplete one."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megtool.errors import MappingError
+from megtool.kernels.wgrad_accumulation import remove_gradient_sums, set_gradient_sum
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.segments import Segment, Span, copy_parts
@@ -39,6 +40,7 @@ class ReplicatedOptimizer(Optimizer):
         self._begun: set[int] = set()
         self._in_place = False
         handles: list[RemovableHandle] = []
+        fused: list[tuple[nn.Parameter, _GradientSum]] = []
         segments = []
         for f in self.param_infos:
             if not f.parameter.is_contiguous():
@@ -58,11 +60,16 @@ class ReplicatedOptimizer(Optimizer):
             if flat.dtype != torch.float32:
                 hook = _summing(self._sums, self._begun)
                 handles.append(_register(f.parameter, hook))
+            if settings.fuse_gradient_accumulation:
+                total = _GradientSum(f.parameter, self._sums, self._begun)
+                fused.append((f.parameter, total))
+                set_gradient_sum(f.parameter, total)
             self._flat.append(flat)
             segments.append(segment)
         self.set_segments(segments)
         # Hooks of a deleted optimizer would take gradients away from the next one.
         weakref.finalize(self, _remove, handles)
+        weakref.finalize(self, remove_gradient_sums, fused)
 
     @torch.no_grad()
     def zero_grad(self) -> None:
@@ -128,6 +135,33 @@ class ReplicatedOptimizer(Optimizer):
         ]
         if pairs:
             torch._foreach_copy_([flat for flat, _ in pairs], [main for _, main in pairs])
+
+
+class _GradientSum:
+    """A parameter's `grad` or fp32 sum, for layers that add their products themselves."""
+
+    def __init__(self, parameter: nn.Parameter, sums: dict[int, Tensor], begun: set[int]) -> None:
+        self._parameter, self._sums, self._begun = weakref.ref(parameter), sums, begun
+
+    def begin(self) -> tuple[Tensor, bool]:
+        p = self._parameter()
+        assert p is not None  # a layer has it at hand
+        if p.dtype == torch.float32:
+            is_new = p.grad is None
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+            return p.grad, is_new
+        if id(p) not in self._sums:
+            self._sums[id(p)] = torch.empty(p.numel(), dtype=torch.float32, device=p.device)
+        is_new = id(p) not in self._begun
+        self._begun.add(id(p))
+        return self._sums[id(p)].view(p.shape), is_new
+
+    def end(self) -> None:
+        """Nothing waits for gradients here."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of the parameter in another process has no sum
 
 
 def _summing(sums: dict[int, Tensor], begun: set[int]) -> Callable[[Tensor], None]:

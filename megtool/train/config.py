@@ -216,6 +216,9 @@ class TrainConfig(
     use_distributed_optimizer: bool | None = option(
         MEMORY, "Shard optimizer state over replicas; default: if there are several."
     )
+    gradient_accumulation_fusion: bool = option(
+        MEMORY, "Add products to the sum of a weight's gradients as they are made.", True
+    )
     overlap_grad_reduce: bool = option(MEMORY, "Reduce gradients during the backward pass.", False)
     overlap_param_gather: bool = option(
         MEMORY, "All-gather parameters during the forward pass.", False

@@ -221,6 +221,7 @@ def make_optimizer_config(settings: TrainConfig, plan: RunPlan) -> OptimizerConf
         overlap_param_gather=settings.overlap_param_gather,
         reduce_in_fp32=settings.grad_reduce_in_bf16,
         fp8_param_gather=settings.fp8_param_gather,
+        fuse_gradient_accumulation=settings.gradient_accumulation_fusion,
         bucket_size=settings.ddp_bucket_size,
         rules=_parse_group_rules(settings),
     )

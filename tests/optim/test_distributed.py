@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.worlds.gloo_world import run_world
@@ -104,3 +106,57 @@ def test_two_ranks_train_as_one_process() -> None:
 @pytest.mark.slow
 def test_four_ranks_train_as_one_process() -> None:
     run_world(layouts, 4, FOUR, timeout_s=300)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["tied", "biases", "experts"])
+def test_gradient_accumulation_fusion_has_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    groups = ProcessGroups.alone()
+    fused, plain = (
+        training(
+            name,
+            groups,
+            steps=5,
+            microbatches=2,
+            settings=replace(CLIPPED, fuse_gradient_accumulation=fuse),
+            dtype=dtype,
+        )[0]
+        for fuse in (True, False)
+    )
+    assert fused.losses == plain.losses
+    assert fused.norms == plain.norms
+    assert largest_difference(fused, plain, name, groups) == 0
+
+
+def fused_layouts(rank: int, size: int, cases: list[dict[str, Any]]) -> None:
+    """Both ways under each layout, with gradients that are sent as soon as they are complete."""
+    for how in cases:
+        sizes = dict(how)
+        sequence_parallel = bool(sizes.pop("sequence_parallel", False))
+        name = "experts" if "ep" in sizes else "tied"
+        groups = start(**sizes)
+        fused, plain = (
+            training(
+                name,
+                groups,
+                steps=4,
+                microbatches=2,
+                settings=replace(
+                    CLIPPED, overlap_grad_reduce=True, fuse_gradient_accumulation=fuse
+                ),
+                sequence_parallel=sequence_parallel,
+            )
+            for fuse in (True, False)
+        )
+        assert fused[0].losses == plain[0].losses, how
+        assert all(
+            torch.equal(value, plain[0].parameters[key])
+            for key, value in fused[0].parameters.items()
+        ), how
+        sent = [len(optimizer.grad_reduce.sent) for _, optimizer in (fused, plain)]
+        assert sent[0] == sent[1] > 0, how
+
+
+def test_fused_sums_are_sent_like_the_others() -> None:
+    cases = [{"dp": 2}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"ep": 2}]
+    run_world(fused_layouts, 2, cases)
