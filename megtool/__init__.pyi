@@ -188,6 +188,7 @@ def finetune(
     recompute_granularity: Literal["full", "selective"] | None = ...,
     recompute_num_layers: int | None = ...,
     use_distributed_optimizer: bool | None = ...,
+    gradient_accumulation_fusion: bool = ...,
     overlap_grad_reduce: bool = ...,
     overlap_param_gather: bool = ...,
     ddp_bucket_size: int | None = ...,

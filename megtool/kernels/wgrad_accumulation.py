@@ -40,8 +40,12 @@ class GradientSum(Protocol):
 
 
 def gradient_sum(weight: Tensor) -> GradientSum | None:
-    """Where a layer's backward pass adds the weight's gradient; None if autograd is to have it."""
-    if not (torch.is_grad_enabled() and weight.requires_grad):
+    """Where a layer's backward pass adds the weight's gradient; None if autograd is to have it.
+
+    It has that of a weight with hooks (`Tensor.register_hook`), which want to see the gradient.
+    """
+    has_hooks = bool(weight._backward_hooks)
+    if has_hooks or not (torch.is_grad_enabled() and weight.requires_grad):
         return None
     return cast("GradientSum | None", getattr(weight, "gradient_sum", None))
 

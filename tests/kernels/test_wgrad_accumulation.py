@@ -126,8 +126,8 @@ def test_sums_of_products_have_the_bits_of_autograd(
         (input_gradient,) = torch.autograd.grad(layer(weight), x_TI)
         total = Sum(shape, main)
         set_gradient_sum(weight, total)
-        arrived: list[Tensor | None] = []
-        weight.register_hook(arrived.append)
+        arrived: list[Tensor] = []
+        weight.register_post_accumulate_grad_hook(arrived.append)
         for n in range(3):
             x_TI.grad = None
             layer(weight).backward()
@@ -135,7 +135,7 @@ def test_sums_of_products_have_the_bits_of_autograd(
             assert total.count == n + 1
         assert torch.equal(total.main, want), layer
         assert weight.grad is None
-        assert arrived == [None] * 3
+        assert not arrived
         with torch.no_grad():
             layer(weight)
         assert total.count == 3
@@ -144,6 +144,19 @@ def test_sums_of_products_have_the_bits_of_autograd(
         remove_gradient_sums([(weight, total)])
         layer(weight).backward()
         assert weight.grad is not None
+
+
+def test_hooks_of_a_weight_see_its_gradient() -> None:
+    weight, total = nn.Parameter(torch.ones(2, 3)), Sum((2, 3), torch.float32)
+    set_gradient_sum(weight, total)
+    seen: list[Tensor] = []
+    handle = weight.register_hook(seen.append)
+    linear(torch.ones(4, 3), weight).sum().backward()
+    assert torch.equal(seen[0], torch.full((2, 3), 4.0))
+    assert total.count == 0
+    handle.remove()
+    linear(torch.ones(4, 3), weight).sum().backward()
+    assert total.count == len(seen) == 1
 
 
 def test_embeddings_stay_with_autograd_off_cuda() -> None:

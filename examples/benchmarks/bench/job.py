@@ -189,6 +189,7 @@ JOBS: dict[str, Callable[[Options, Phases], Options]] = {
     "peer_calibrate": models.peer_calibrate,
     "plan": plan,
     "cross_entropy": models.cross_entropy,
+    "gradient_accumulation": models.gradient_accumulation,
     "through_buffer": through_buffer,
     "metadata": metadata,
 }

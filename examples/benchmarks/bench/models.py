@@ -170,3 +170,66 @@ def cross_entropy(options: Options, phase: Phases) -> Options:
     norms = [float(t.grad.float().norm()) for t in (x, weight) if t.grad is not None]
     facts = {"loss": float(found), "norms": norms, "seconds": min(seconds), "on_device": on_device}
     return facts
+
+
+def gradient_accumulation(options: Options, phase: Phases) -> Options:
+    """Backward passes of a decoder's micro-batches, with the optimizer's fusion or without."""
+    import torch
+
+    from megtool.convert.families import family
+    from megtool.model.batch import Batch
+    from megtool.model.decoder import Decoder
+    from megtool.optim.config import OptimizerConfig
+    from megtool.optim.distributed import DistributedOptimizer
+    from megtool.parallel.process_groups import ProcessGroups
+
+    torch.set_num_threads(options["threads"])
+    torch.manual_seed(0)
+    hidden = options["hidden"]
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": options["layers"],
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": 8 * hidden,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    }
+    made = family("llama").read_config(config)
+    decoder = Decoder(made, device="cpu", dtype=getattr(torch, options["dtype"]))
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02)
+    optimizer = DistributedOptimizer(
+        decoder.named_parameters(),
+        OptimizerConfig(fuse_gradient_accumulation=options["fuse"]),
+        ProcessGroups.alone(),
+        chunks=[decoder],
+    )
+    for buffer in optimizer.buffers:
+        buffer.grads.fill_(1.0)  # its memory is there before the passes
+    seconds = []
+    with phase("job"):
+        for _ in range(options["repeat"]):
+            optimizer.zero_grad()
+            optimizer.begin(options["passes"])
+            spent = 0.0
+            for n in range(options["passes"]):
+                generator = torch.Generator().manual_seed(n)
+                shape = (1, options["tokens"])
+                tokens_BS = torch.randint(0, 8 * hidden, shape, generator=generator)
+                loss, _ = decoder.loss(Batch(tokens_BS=tokens_BS), tokens_BS)
+                began = time.process_time()
+                loss.backward()  # type: ignore[no-untyped-call]
+                spent += time.process_time() - began
+            seconds.append(spent)
+    sums = [
+        float(m.grad.double().sum())
+        for b in optimizer.buffers
+        for k in b.buckets
+        for m in k.members
+    ]
+    return {"seconds": min(seconds), "sums": sums}
