@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import is_remote
 from megtool.errors import UsageError
 from megtool.train.profile_options import ProfileOptions
 
@@ -82,7 +83,8 @@ class StepProfiler:
             trace.export_chrome_trace(file.name)
             data = file.read()
         files = Files()
-        files.mkdir(folder)
+        if not is_remote(folder):
+            files.mkdir(folder)
         files.replace_file(folder / f"{name}.json.gz", data, f".{name}.json.gz.new")
         files.replace_file(folder / f"{name}.txt", table.encode(), f".{name}.txt.new")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import gzip
 import json
 import math
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,6 +86,39 @@ def test_a_run_resumes_from_a_store(
     assert report.start_iteration == 1
     here = losses((tmp_path / "ref/log.jsonl").read_bytes())
     assert losses(store.objects("out")["log.jsonl"]) == here
+
+
+def test_an_adapter_in_a_store_is_that_on_a_disk(
+    model: Path, data: Path, tmp_path: Path, store: CountedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    options = {"train_iters": 2, "save_interval": 1, "lora_rank": 4}
+    tune(model, tmp_path / "out", data, **options)
+    tune(model, f"{URL}/out", data, **options, exit_duration_in_mins=1e-9)
+    report = tune(model, f"{URL}/out", data, **options)
+    assert (report.start_iteration, report.adapter) == (1, f"{URL}/out/iter_0000002/adapter")
+    for iteration in ("iter_0000001", "iter_0000002"):
+        folder = tmp_path / "out" / iteration / "adapter"
+        objects = store.objects(f"out/{iteration}/adapter")
+        assert set(objects) == {path.name for path in folder.iterdir()}
+        for name, content in objects.items():
+            if name.endswith(".safetensors"):
+                assert content == (folder / name).read_bytes(), name
+    assert verify(f"{URL}/out").verdict == "ok"
+    assert not [key for key in store.objects() if ".megtool/" in key]
+    assert store.num_uploads == 0
+    gc.collect()
+    assert not [*(tmp_path / "temporary").rglob("*adapter*")]
+
+
+def test_a_profile_is_put_into_the_store(model: Path, data: Path, store: CountedStore) -> None:
+    steps = {"train_iters": 2, "profile_step_start": 1, "profile_step_end": 2}
+    tune(model, f"{URL}/out", data, **steps, profile="torch")
+    objects = store.objects("out/profile")
+    assert set(objects) == {"rank-0-steps-2-2.json.gz", "rank-0-steps-2-2.txt"}
+    trace = json.loads(gzip.decompress(objects["rank-0-steps-2-2.json.gz"]))
+    assert any(event.get("name") == "aten::mm" for event in trace["traceEvents"])
 
 
 def test_old_iterations_are_removed(model: Path, data: Path, store: CountedStore) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megtool.checkpoint.digest import SIDECAR, TOOL, Sidecar, encode_sidecar, parse_sidecar
 from megtool.checkpoint.formats.save_folder import TRACKER
-from megtool.checkpoint.object_upload import ObjectUpload
+from megtool.checkpoint.object_upload import ObjectUpload, upload_object
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.part_buffers import PartBuffers
@@ -25,6 +25,7 @@ from megtool.checkpoint.store_publish import (
 from megtool.errors import StorageError
 from megtool.train.checkpointing.staged_iteration import STAGING, StagedIteration
 
+_CHUNK_BYTES = 1 << 20
 _OPEN = "open"
 """The mark of rank 0 that objects may appear: what was there before is no checkpoint any more."""
 
@@ -116,10 +117,10 @@ class StoreIteration(StagedIteration):
             StorageError: a rank failed, or the store refused; earlier iterations stay.
         """
         self._wait_for_ranks()
-        contents = {
-            name: data if isinstance(data, bytes) else self.files.read_whole(data) or b""
-            for name, data in small.items()
-        }
+        for name, data in small.items():
+            if isinstance(data, Path):
+                self._upload(data, self._target / name)
+        contents = {name: data for name, data in small.items() if isinstance(data, bytes)}
         for name, data in contents.items():
             path = self._target / name
             self._digests.register(path, len(data))
@@ -133,6 +134,24 @@ class StoreIteration(StagedIteration):
             if isinstance(value, Path):
                 self.files.remove(value)
         remove_objects(self._prefix)
+
+    def _upload(self, source: Path, path: StorePath) -> None:
+        """Upload a local file, of any size."""
+        num_bytes = source.stat().st_size
+        self._digests.register(path, num_bytes)
+
+        def fill(fd: int) -> None:
+            offset = 0
+            with source.open("rb") as file:
+                while data := file.read(_CHUNK_BYTES):
+                    self.files.pwrite_all(fd, data, offset)
+                    offset += len(data)
+
+        self.files.recorder = self._digests
+        try:
+            upload_object(path, num_bytes, fill, self.files)
+        finally:
+            self.files.recorder = None
 
     def _whole_sidecar(self) -> Sidecar:
         sidecar = self._own_sidecar()

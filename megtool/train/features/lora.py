@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 import time
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import is_remote, location
 from megtool.convert.families import Family
 from megtool.errors import CheckpointError, FormatError, MegtoolError, UsageError
 from megtool.model.decoder import Decoder
@@ -150,7 +152,7 @@ class LoraFeature(TrainingFeature):
         """The adapter's files on rank 0, by their path in an iteration's folder.
 
         No rank has the whole state of the optimizer: it is written to the file `spool` one matrix
-        at a time. The saver moves this file, and the one with `.peft` added to its name.
+        at a time. The saver takes this file away, and the one with `.peft` added to its name.
 
         Raises:
             StorageError: it cannot be written.
@@ -350,6 +352,15 @@ class LoraSaver:
 
     def __init__(self, saver: CheckpointSaver, lora: LoraFeature) -> None:
         self._saver, self._lora = saver, lora
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    def _spool_folder(self) -> Path:
+        """Where files are written before the saver moves them, or uploads them into a store."""
+        if not is_remote(self._saver.folder):
+            return self._saver.folder / STAGING
+        if self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="megtool-")
+        return location(self._temporary.name)
 
     @property
     def folder(self) -> Path:
@@ -386,7 +397,7 @@ class LoraSaver:
             consumed_samples=metadata.consumed_train_samples,
             num_steps=int(scheduler.get("num_steps", metadata.consumed_train_samples)),
         )
-        spool = self._saver.folder / STAGING / f"{folder_name(iteration)}.{FOLDER}"
+        spool = self._spool_folder() / f"{folder_name(iteration)}.{FOLDER}"
         adapter_files = self._lora.files(optimizer, state, spool, self._saver.files)
         files = {**metadata.files, **adapter_files}
         self._saver.save(
