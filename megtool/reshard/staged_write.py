@@ -250,6 +250,9 @@ class _StagedWrite:
         from megtool.checkpoint.workers.record import WorkerStatus
         from megtool.checkpoint.workers.share_copy import copy_share, merge_shares, own_units
 
+        if not _has_versions(self.plan):
+            self.stage.messages.append(_NO_VERSIONS)
+            _LOG.warning("%s", _NO_VERSIONS)
         num_bytes = 0  # of the share
         share = self._start_copy(lambda n: self.progress(self.verb, n, num_bytes), is_shared=True)
         own = own_units(share, worker)
@@ -308,6 +311,12 @@ def written_files(plan: ReshardPlan) -> tuple[str, ...]:
     target = plan.target
     names = [f.path for f in target.catalogue.files]
     return tuple(sorted([*names, *(path for path, _ in target.iter_small_files())]))
+
+
+_NO_VERSIONS = (
+    "the server of the source tells neither versions nor times of files: if one changes before all "
+    "workers are complete, nobody notices"
+)
 
 
 def _has_versions(plan: ReshardPlan) -> bool:

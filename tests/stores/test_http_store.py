@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megtool import reshard
 from megtool.checkpoint.storage import http_store
 from megtool.checkpoint.storage.connect import connect
 from megtool.checkpoint.storage.location import location
 from megtool.checkpoint.storage.store import ConditionError, ObjectMissingError
 from megtool.cli.app import main
 from megtool.errors import FormatError, StorageError
+from tests.support.folders import contents
 from tests.support.stores.http_files import HttpFiles
 
 pytest.importorskip("requests", reason="requests is not installed")
@@ -196,3 +198,19 @@ def test_links_that_lead_elsewhere_are_no_files() -> None:
     <a href="/run/b%20c.bin">b</a><a href="sub/deep">deep</a><a href="#top">top</a><a>none</a>"""
     names = http_store._names_in_html(page, "https://host/run/")
     assert names == ("a.bin", "sub/", "b c.bin")
+
+
+@pytest.mark.parametrize("has_versions", [True, False])
+def test_workers_of_a_source_that_tells_no_changes_say_so(
+    http_files: HttpFiles, weights: Path, tmp_path: Path, has_versions: bool
+) -> None:
+    shutil.copy(weights, http_files.root)
+    http_files.has_versions = has_versions
+    url = http_files.url(weights.name)
+    for n in range(2):
+        report = reshard(url, tmp_path / "out", to="dcp", worker=f"{n}/2")
+        said = [w for w in report.warnings if "tells neither versions nor times" in w]
+        assert len(said) == (not has_versions)
+    reshard(weights, tmp_path / "one", to="dcp")
+    assert contents(tmp_path / "out") == contents(tmp_path / "one")
+    assert not reshard(url, tmp_path / "alone", to="dcp").warnings

@@ -32,7 +32,10 @@ class _StaticHandler(LoopbackHandler):
             return
         data = path.read_bytes()
         etag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
-        headers = {"ETag": etag, "Last-Modified": self.date_time_string(path.stat().st_mtime)}
+        headers = {}
+        if site.has_versions:
+            modified = self.date_time_string(path.stat().st_mtime)
+            headers = {"ETag": etag, "Last-Modified": modified}
         match_ = self.headers.get("If-Match")
         if match_ is not None and match_ not in ("*", etag):
             self._send(412, headers)
@@ -67,12 +70,16 @@ class _StaticHandler(LoopbackHandler):
 
 @dataclass
 class HttpFiles(LoopbackService):
-    """The files below `root` at `url(path)`; without `has_ranges` every answer is a whole file."""
+    """The files below `root` at `url(path)`; without `has_ranges` every answer is a whole file.
+
+    Without `has_versions` no answer has an ETag or a time.
+    """
 
     handler = _StaticHandler
 
     root: Path
     has_ranges: bool = True
+    has_versions: bool = True
     requests: list[StaticRequest] = field(default_factory=list)
 
     def url(self, path: str = "") -> str:
