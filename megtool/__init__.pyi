@@ -192,6 +192,7 @@ def finetune(
     overlap_grad_reduce: bool = ...,
     overlap_param_gather: bool = ...,
     ddp_bucket_size: int | None = ...,
+    ddp_pad_buckets_for_high_nccl_busbw: bool = ...,
     optimizer_cpu_offload: bool = ...,
     optimizer_offload_fraction: float = ...,
     cuda_graph_impl: Literal["none", "local"] = ...,

@@ -119,12 +119,17 @@ class ParamAndGradBuffer:
 
 @torch.no_grad()
 def make_buffer(
-    kind: BufferKey, facts: Sequence[ParamInfo], group: Group, bucket_size: int | None
+    kind: BufferKey,
+    facts: Sequence[ParamInfo],
+    group: Group,
+    bucket_size: int | None,
+    *,
+    for_bandwidth: bool = False,
 ) -> ParamAndGradBuffer:
     """Move parameters, in registration order, into a new buffer, of which they become views.
 
     Their values stay. `bucket_size` is in elements; None makes one bucket, plus those of tied
-    embeddings.
+    embeddings. `for_bandwidth`: see `padded`.
 
     Raises:
         UsageError: a parameter is not loaded yet.
@@ -137,7 +142,7 @@ def make_buffer(
             )
     numels = [f.parameter.numel() for f in facts]
     slots, sizes = lay_out(numels, [f.is_tied for f in facts], bucket_size=bucket_size)
-    widths = [padded(size, group.size) for size in sizes]
+    widths = [padded(size, group.size, for_bandwidth=for_bandwidth) for size in sizes]
     offsets = [0, *accumulate(widths)]
     device = facts[0].parameter.device
     params = torch.zeros(offsets[-1], dtype=kind.dtype, device=device)

@@ -73,6 +73,7 @@ class OptimizerConfig:
     fp8_param_gather: bool = False
     fuse_gradient_accumulation: bool = True
     bucket_size: int | None = None
+    pad_buckets: bool = False
     rules: tuple[GroupRule, ...] = ()
 
     def __post_init__(self) -> None:

@@ -193,7 +193,13 @@ class DistributedOptimizer(Optimizer):
             kinds.setdefault(kind, []).append(f)
         order = sorted(kinds, key=lambda kind: (kind.chunk, kind.is_expert))
         return [
-            make_buffer(kind, kinds[kind], self._replicas(kind), self._bucket_size(kind))
+            make_buffer(
+                kind,
+                kinds[kind],
+                self._replicas(kind),
+                self._bucket_size(kind),
+                for_bandwidth=self.settings.pad_buckets,
+            )
             for kind in order
         ]
 

@@ -24,13 +24,14 @@ class BucketSettings:
 
     `param_dtype` and `grad_dtype` are torch's names; `bucket_size` (elements) is None unless
     gradient reduction overlaps with the backward pass, as then only the first chunk of the first
-    stage is cut into several buckets.
+    stage is cut into several buckets. `for_bandwidth`: see `padded`.
     """
 
     order: Order
     param_dtype: str
     grad_dtype: str
     bucket_size: int | None = None
+    for_bandwidth: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +111,21 @@ def default_bucket_size(dp: int) -> int:
     return max(40_000_000, 1_000_000 * dp)
 
 
-def padded(numel: int, dp: int) -> int:
-    """Elements of a bucket of `numel` unpadded elements for `dp` replicas, padding included."""
-    unit = math.lcm(dp, 128)
+def padded(numel: int, dp: int, *, for_bandwidth: bool = False) -> int:
+    """Elements of a bucket of `numel` unpadded elements for `dp` replicas, padding included.
+
+    With `for_bandwidth` a multiple of 2^16, too: Megatron-Core's `pad_buckets_for_high_nccl_busbw`.
+    """
+    unit = math.lcm(dp, 128, 1 << 16 if for_bandwidth else 1)
     return -(-numel // unit) * unit
 
 
-def local_ranges(numel: int, dp: int) -> list[tuple[int, int]]:
+def local_ranges(numel: int, dp: int, *, for_bandwidth: bool = False) -> list[tuple[int, int]]:
     """The range of each data-parallel rank in a bucket of `numel` unpadded elements.
 
     Ranges are cut to the unpadded size, so the last ones may be empty.
     """
-    each = padded(numel, dp) // dp
+    each = padded(numel, dp, for_bandwidth=for_bandwidth) // dp
     return [(min(r * each, numel), min((r + 1) * each, numel)) for r in range(dp)]
 
 

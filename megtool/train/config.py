@@ -226,6 +226,9 @@ class TrainConfig(
     ddp_bucket_size: int | None = option(
         MEMORY, "Elements in a gradient bucket.", metavar="N", minimum=1
     )
+    ddp_pad_buckets_for_high_nccl_busbw: bool = option(
+        MEMORY, "Pad gradient buckets to multiples of 65536 elements, for many GPUs.", False
+    )
     optimizer_cpu_offload: bool = option(
         MEMORY, "Keep and update optimizer state on the CPU; all of it without a fraction.", False
     )

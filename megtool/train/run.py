@@ -325,6 +325,7 @@ def _megatron_args(
         "finetune": False,
         "overlap_grad_reduce": optimizer.bucket_size is not None,
         "ddp_bucket_size": settings.ddp_bucket_size,
+        "ddp_pad_buckets_for_high_nccl_busbw": settings.ddp_pad_buckets_for_high_nccl_busbw,
         "accumulate_allreduce_grads_in_fp32": optimizer.sums_in_fp32,
         "fp8": None,
     }

@@ -223,6 +223,7 @@ def make_optimizer_config(settings: TrainConfig, plan: RunPlan) -> OptimizerConf
         fp8_param_gather=settings.fp8_param_gather,
         fuse_gradient_accumulation=settings.gradient_accumulation_fusion,
         bucket_size=settings.ddp_bucket_size,
+        pad_buckets=settings.ddp_pad_buckets_for_high_nccl_busbw,
         rules=_parse_group_rules(settings),
     )
 

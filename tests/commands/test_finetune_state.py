@@ -124,6 +124,7 @@ def test_buckets_are_saved_as_the_run_cuts_them(in_bf16: bool, model, data, tmp_
         "overlap_grad_reduce": True,
         "ddp_bucket_size": 5000,
         "grad_reduce_in_bf16": in_bf16,
+        "ddp_pad_buckets_for_high_nccl_busbw": in_bf16,
         "dist_ckpt_optim_format": "dp_reshardable",
     }
     out = tmp_path / "out"
@@ -137,6 +138,7 @@ def test_buckets_are_saved_as_the_run_cuts_them(in_bf16: bool, model, data, tmp_
     args = state["args"]
     assert (args.overlap_grad_reduce, args.ddp_bucket_size) == (True, 5000)
     assert args.accumulate_allreduce_grads_in_fp32 is not in_bf16
+    assert args.ddp_pad_buckets_for_high_nccl_busbw is in_bf16
     # Read by its own word, and gone on with.
     run_world(on_rank, 2, str(model), str(out), str(data), more | {"train_iters": 3})
     assert [x["iteration"] for x in read_log(out / "log.jsonl") if "loss" in x] == [1, 2, 3]

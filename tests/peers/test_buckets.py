@@ -24,6 +24,7 @@ def random_case(rng: random.Random) -> dict[str, Any]:
         "shared": shared,
         "bucket_size": rng.choice([None, rng.randint(1, 900)]),
         "dp": rng.choice([1, 2, 3, 4, 6, 8, 48]),
+        "busbw": rng.random() < 0.3,
     }
 
 
@@ -39,7 +40,8 @@ def test_buckets_are_megatrons() -> None:
         slots, sizes = lay_out(case["numels"], case["shared"], bucket_size=case["bucket_size"])
         assert [[s.bucket, s.start, s.numel] for s in slots] == theirs["slots"], case
         assert sizes == theirs["unpadded"], case
-        assert [padded(n, case["dp"]) for n in sizes] == theirs["padded"], case
+        wide = case["busbw"]
+        assert [padded(n, case["dp"], for_bandwidth=wide) for n in sizes] == theirs["padded"], case
         assert fit(case["numels"], theirs["unpadded"]) == slots, case
         several += len(sizes) > 1
     assert several > 50

@@ -92,12 +92,12 @@ def test_coalesced_buckets_are_split_where_they_were(
         assert split == expected
 
 
-@given(numel=st.integers(1, 10_000), dp=st.integers(1, 48))
-def test_ranks_hold_every_element_once(numel: int, dp: int) -> None:
-    whole = padded(numel, dp)
-    assert numel <= whole < numel + math.lcm(dp, 128)
+@given(numel=st.integers(1, 10_000), dp=st.integers(1, 48), wide=st.booleans())
+def test_ranks_hold_every_element_once(numel: int, dp: int, wide: bool) -> None:
+    whole = padded(numel, dp, for_bandwidth=wide)
+    assert numel <= whole < numel + math.lcm(dp, 65536 if wide else 128)
     assert whole % dp == 0
-    ranges = local_ranges(numel, dp)
+    ranges = local_ranges(numel, dp, for_bandwidth=wide)
     assert len(ranges) == dp
     assert ranges[0][0] == 0
     assert ranges[-1][1] == numel

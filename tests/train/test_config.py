@@ -26,7 +26,7 @@ NAMES = (
     "exit_duration_in_mins", "data_cache_path", "load", "async_save", "sgd_momentum",
     "muon_momentum", "store_param_remainders", "optimizer_offload_fraction", "exp_avg_dtype",
     "dist_ckpt_optim_format", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
-    "gradient_accumulation_fusion",
+    "gradient_accumulation_fusion", "ddp_pad_buckets_for_high_nccl_busbw",
 )
 # fmt: on
 

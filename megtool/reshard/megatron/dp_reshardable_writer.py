@@ -148,7 +148,9 @@ def _plan_group(
             bucket_size=settings.bucket_size if stage == 0 and chunk == 0 else None,
         )
         number = len(layout.sizes[key])
-        layout.sizes[key].append(([buckets.padded(n, len(owners)) for n in sizes], sizes))
+        wide = settings.for_bandwidth
+        padded = [buckets.padded(n, len(owners), for_bandwidth=wide) for n in sizes]
+        layout.sizes[key].append((padded, sizes))
         buffer = f"{chained}{_PREFIX}{group}.gbuf_idx_{number}.{dtypes}"
         numbers: list[dict[str, int]] = []
         for bucket, size in enumerate(sizes):
@@ -157,7 +159,7 @@ def _plan_group(
                 numbers[-1][state] = len(layout.tensors)
                 name = f"{buffer}.bucket_idx_{bucket}.{state}"
                 layout.tensors.append(GlobalTensor(name=name, shape=(size,), dtype=kind))
-                ranges = buckets.local_ranges(size, len(owners))
+                ranges = buckets.local_ranges(size, len(owners), for_bandwidth=wide)
                 layout.ranges.append(
                     [(a, b, o) for (a, b), o in zip(ranges, owners, strict=True) if a < b]
                 )

@@ -186,6 +186,7 @@ def choose_bucket_settings(
         param_dtype=param,
         grad_dtype=grad,
         bucket_size=size,
+        for_bandwidth=bool(args.get("ddp_pad_buckets_for_high_nccl_busbw")),
     )
 
 

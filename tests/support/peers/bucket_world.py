@@ -2,8 +2,8 @@
 
     python bucket_world.py CASES-AS-JSON
 
-A case is `{numels, shared, bucket_size, dp, pad}`; for each, one line of JSON comes back. Ranks but
-the first exist in name alone: nothing is communicated.
+A case is `{numels, shared, bucket_size, dp, busbw}`; for each, one line of JSON comes back. Ranks
+but the first exist in name alone: nothing is communicated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def laid_out(case: dict[str, Any], group: Any) -> dict[str, Any]:
             p.shared_embedding = True  # type: ignore[attr-defined]
         params.append(p)
     buffer = _ParamAndGradBuffer(
-        DistributedDataParallelConfig(use_distributed_optimizer=True),
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=True, pad_buckets_for_high_nccl_busbw=case["busbw"]
+        ),
         torch.float32,
         torch.float32,
         params,
