@@ -75,6 +75,18 @@ def test_refusals_of_google(gcs_server: GcsServer) -> None:
             call(gcs.GcsStore("gs://missing"))
 
 
+def test_a_bucket_of_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That an object is missing is told with the names of its bucket and itself."""
+    with GcsServer("my-bucket") as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.endpoint)
+        store = gcs.GcsStore("gs://my-bucket")
+        assert store.head("the specified bucket") is None
+        with pytest.raises(ObjectMissingError, match="no such object"):
+            store.read("bucket", 0, 1)
+        store.put("key", b"data")
+        assert bytes(store.read("key", 0, 4)) == b"data"
+
+
 def test_default_credentials_of_google(
     gcs_server: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

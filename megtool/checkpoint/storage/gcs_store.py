@@ -110,7 +110,8 @@ class GcsStore:
                 hint="reading needs roles/storage.objectViewer, writing roles/storage.objectUser",
                 error_id="permission-denied",
             )
-        if reply.status == 404 and "bucket" in text.lower():
+        # Of an object, Google says "No such object: BUCKET/KEY".
+        if reply.status == 404 and text.lower().startswith("the specified bucket"):
             return ObjectMissingError(
                 "there is no bucket of this name", file=place, hint="check the name"
             )
