@@ -21,8 +21,8 @@ from megtool.kernels.lm_head import Softmax, Vocabulary, fold, logits, slope
 from megtool.kernels.wgrad_accumulation import (
     GradientSum,
     accumulate_product,
-    gradient_sum,
     put_product,
+    stored_sum,
 )
 
 
@@ -54,9 +54,8 @@ def linear_cross_entropy(
     vocabulary = Vocabulary(
         size=vocab_size, local=weight_VH.shape[0], softcap=softcap, scale=scale, group=group
     )
-    total = gradient_sum(weight_VH)
     losses_T: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x_TH, weight_VH, bias, labels_T, vocabulary, ignore_index, chunk, total
+        x_TH, weight_VH, bias, labels_T, vocabulary, ignore_index, chunk
     )
     return losses_T
 
@@ -114,7 +113,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocabulary: Vocabulary,
         ignore_index: int,
         chunk: int | None,
-        total: GradientSum | None,
     ) -> Tensor:
         column_T, kept_T, invalid_T = vocabulary.place(labels_T, ignore_index)
         softmax = Softmax.start(x_TH.shape[0], x_TH)
@@ -123,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses_T, log_total_T = _finish(softmax, vocabulary, kept_T, invalid_T)
         ctx.save_for_backward(x_TH, weight_VH, bias_V, column_T, kept_T, log_total_T)
         ctx.vocabulary, ctx.chunk, ctx.asked = vocabulary, chunk, requested_implementation()
-        ctx.total = total
+        ctx.total = stored_sum(weight_VH) if ctx.needs_input_grad[1] else None
         return losses_T
 
     @staticmethod
@@ -160,7 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if total is not None:
             total.end()
             g_weight_VH = None
-        return g_x_TH, g_weight_VH, g_bias_V, None, None, None, None, None
+        return g_x_TH, g_weight_VH, g_bias_V, None, None, None, None
 
 
 class _CrossEntropy(torch.autograd.Function):

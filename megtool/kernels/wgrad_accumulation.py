@@ -44,8 +44,14 @@ def gradient_sum(weight: Tensor) -> GradientSum | None:
 
     It has that of a weight with hooks (`Tensor.register_hook`), which want to see the gradient.
     """
-    has_hooks = bool(weight._backward_hooks)
-    if has_hooks or not (torch.is_grad_enabled() and weight.requires_grad):
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return None
+    return stored_sum(weight)
+
+
+def stored_sum(weight: Tensor) -> GradientSum | None:
+    """The same for a weight that is known to want a gradient, in `autograd.Function.forward`."""
+    if weight._backward_hooks:
         return None
     return cast("GradientSum | None", getattr(weight, "gradient_sum", None))
 

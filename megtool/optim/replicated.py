@@ -141,11 +141,10 @@ class _GradientSum:
     """A parameter's `grad` or fp32 sum, for layers that add their products themselves."""
 
     def __init__(self, parameter: nn.Parameter, sums: dict[int, Tensor], begun: set[int]) -> None:
-        self._parameter, self._sums, self._begun = weakref.ref(parameter), sums, begun
+        self._parameter, self._sums, self._begun = parameter, sums, begun
 
     def begin(self) -> tuple[Tensor, bool]:
-        p = self._parameter()
-        assert p is not None  # a layer has it at hand
+        p = self._parameter
         if p.dtype == torch.float32:
             is_new = p.grad is None
             if p.grad is None:

@@ -56,6 +56,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
     "tied": {"tied": True, "grads_in_fp32": True},
     "bucketed": {"overlap": True, "bucket_size": 9000},
+    "padded": {"busbw": True},
     "experts": {"experts": 4, "layout": {"ep": 2}},
 }
 

@@ -150,6 +150,7 @@ def with_optimizer(chunks: list[Any], options: dict[str, Any]) -> tuple[list[Any
         use_distributed_optimizer=is_distributed,
         overlap_grad_reduce=options.get("overlap", False),
         bucket_size=options.get("bucket_size"),
+        pad_buckets_for_high_nccl_busbw=options.get("busbw", False),
         grad_reduce_in_fp32=options.get("grads_in_fp32", False),
     )
     wrapped = [
@@ -239,6 +240,7 @@ def arguments(options: dict[str, Any]) -> argparse.Namespace:
         use_distributed_optimizer=options.get("distributed", True),
         overlap_grad_reduce=options.get("overlap", False),
         ddp_bucket_size=options.get("bucket_size"),
+        ddp_pad_buckets_for_high_nccl_busbw=options.get("busbw", False),
         accumulate_allreduce_grads_in_fp32=options.get("grads_in_fp32", False),
     )
 
