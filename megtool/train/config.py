@@ -217,12 +217,10 @@ class TrainConfig(
         MEMORY, "Shard optimizer state over replicas; default: if there are several."
     )
     gradient_accumulation_fusion: bool = option(
-        MEMORY, "Add products to the sum of a weight's gradients as they are made.", True
+        MEMORY, "Add products straight to the sums of weights' gradients.", True
     )
     overlap_grad_reduce: bool = option(MEMORY, "Reduce gradients during the backward pass.", False)
-    overlap_param_gather: bool = option(
-        MEMORY, "All-gather parameters during the forward pass.", False
-    )
+    overlap_param_gather: bool = option(MEMORY, "Gather parameters in forward passes.", False)
     ddp_bucket_size: int | None = option(
         MEMORY, "Elements in a gradient bucket.", metavar="N", minimum=1
     )
