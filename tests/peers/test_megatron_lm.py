@@ -22,6 +22,7 @@ from tests.support.models.tiny_model import tiny_model
 from tests.support.paths import PEERS
 from tests.support.peers.release import install_release
 from tests.support.peers.run_trained import read_with_torch
+from tests.support.stores.s3_bucket import S3Bucket
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
@@ -93,7 +94,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Saved(code, folder, found)
 
 
-def load(name: str, place: Path, *words: str, layout: Any, **more: Any) -> dict[str, Any]:
+def load(name: str, place: Path | str, *words: str, layout: Any, **more: Any) -> dict[str, Any]:
     """A run that loads a place, with megtool installed."""
     known = {"name": name, "do": "load", "install": True, "layout": layout}
     return {**known, "words": ["--load", str(place), *words], **more}
@@ -130,6 +131,36 @@ def test_load_goes_on_from_any_format_and_layout(saved: Saved, tmp_path: Path) -
                 want[k] for k in ("samples", "scheduler", "rate")
             ]
             assert (got["random"] == want["random"]) == ("tp" in layout)
+
+
+def test_load_goes_on_from_zarr_and_a_store_into_virtual_stages(
+    saved: Saved, s3_store: S3Bucket, tmp_path: Path
+) -> None:
+    """Two chunks of each of two stages read their own layers; a URL is found as a folder is."""
+    folder = saved.folder
+    reshard(folder / "dist", folder / "zarr", to="zarr", fsync=False)
+    url = s3_store.url("ranks")
+    reshard(folder / "ranks", url, to="megatron", pp=2, fsync=False)
+    chunks = ("--num-layers-per-virtual-pipeline-stage", "1")
+    places: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+        "zarr": (folder / "zarr", {"tp": 2}, ()),
+        "store": (url, {"tp": 2}, ()),
+        "virtual": (folder / "ranks", {"pp": 2, "vpp": 2}, chunks),
+        "virtual from zarr": (folder / "zarr", {"pp": 2, "vpp": 2}, chunks),
+    }
+    runs = [
+        load(name, place, *FORMAT, *words, layout=layout, dump=str(tmp_path / name))
+        for name, (place, layout, words) in places.items()
+    ]
+    found = run_loop(saved.code, runs)
+    for name in places:
+        assert_dumped(tmp_path / name, folder / "truth")
+        for rank in range(2):
+            got, want = found[name, rank], saved.found["dist", rank]
+            assert (got["iteration"], got["flops"]) == (7, 12345), name
+            assert [got[k] for k in ("samples", "scheduler", "rate")] == [
+                want[k] for k in ("samples", "scheduler", "rate")
+            ], name
 
 
 def test_load_starts_from_a_hugging_face_folder(saved: Saved, tmp_path: Path) -> None:
