@@ -19,7 +19,10 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -40,10 +43,18 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from megtool.access.checkpoint import Checkpoint
+from megtool.access.extra_states import (
+    is_empty,
+    is_extra_state,
+    kept_states,
+    refuse_foreign_states,
+    warn_kept,
+)
 from megtool.access.fit import FILLED_IN_PART, describe_obstacles, refuse_misfits, require_memory
 from megtool.access.optimizer_state import ABSENT
 from megtool.access.state_dict import TensorRequest, fill_tensors
 from megtool.access.state_dict_entries import (
+    AbsentStateEntry,
     Entry,
     SettingEntry,
     StateDictEntries,
@@ -81,7 +92,8 @@ class Reader(StorageReader):
     or as the part `model`. `prefix` is what else comes before each name. Entries of `optim` or
     `optimizer` are the optimizer's state, steps and param groups. `masters` fills float32
     parameters with the master weights, which bfloat16 weights are roundings of: by default where
-    the optimizer is loaded, too. The other arguments are those of `megtool.open`.
+    the optimizer is loaded, too. A model may be wrapped (compiled, data-parallel); modules keep
+    extra states that the checkpoint lacks. The other arguments are those of `megtool.open`.
 
     Raises:
         CheckpointError: it cannot be opened, or its tensors do not fit its model.
@@ -154,13 +166,19 @@ class Reader(StorageReader):
 
         Raises:
             MappingError: tensors cannot hold what is stored; all are named, and nothing was read.
+            FormatError: an extra state would run code when its module gets it.
             CheckpointError: a read failed; the hint says that tensors are filled in part.
         """
         requests: dict[int, tuple[NamingIndex, list[TensorRequest]]] = {}
         resolved = []
         unchanged: dict[str, None] = {}
+        absent: dict[str, Any] = {}
         for item in plan.items:
             entry = self._entries.find(item.storage_index.fqn)
+            if isinstance(entry, AbsentStateEntry):
+                name = item.dest_index.fqn
+                absent[name] = getattr(planner, "state_dict", {}).get(name)
+                continue
             if item.type is LoadItemType.BYTE_IO:
                 self._give_value(item, entry, planner, unchanged)
                 continue
@@ -178,6 +196,8 @@ class Reader(StorageReader):
                 TensorRequest(name=match.name, shape=match.tensor.shape, lo=lo, hi=hi, local=target)
             )
         _refuse_obstacles(requests.values(), self.checkpoint.location)
+        states = {r.name for _, boxes in requests.values() for r in boxes if is_extra_state(r.name)}
+        refuse_foreign_states(self.checkpoint.source.catalogue, states)
         try:
             for naming, boxes in requests.values():
                 fill_tensors(naming.reader, naming.named.tensors, boxes)
@@ -187,6 +207,7 @@ class Reader(StorageReader):
         for item, target in resolved:
             planner.commit_tensor(item, target)
         self._warn_kept(unchanged)
+        warn_kept(kept_states(absent, ()), self.checkpoint.location)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -333,7 +354,8 @@ def _of_tensor(shape: Sequence[int], kind: torch.dtype) -> TensorStorageMetadata
 class Planner(DefaultLoadPlanner):
     """torch's own planner, whose error names every tensor that does not fit.
 
-    One that is missing, has another shape or cannot hold what is stored.
+    One that is missing, has another shape or cannot hold what is stored. Extra states of modules
+    that are empty are not loaded.
     """
 
     def set_up_planner(
@@ -353,6 +375,10 @@ class Planner(DefaultLoadPlanner):
         if not torch.distributed.is_initialized():
             require_memory(on_meta)
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        self._num_entries = len(self.state_dict)
+        self.state_dict = {
+            n: v for n, v in self.state_dict.items() if not (is_extra_state(n) and is_empty(v))
+        }
         if metadata is None:
             return
         stored = metadata.state_dict_metadata
@@ -371,6 +397,14 @@ class Planner(DefaultLoadPlanner):
             missing=[] if self.allow_partial_load else missing,
             misshapen=misshapen,
             mistyped=describe_obstacles(values),
+        )
+
+    def create_local_plan(self) -> LoadPlan:
+        """Torch's plan; without what was left out, which torch's own would look for again."""
+        if self.metadata is None or len(self.state_dict) == self._num_entries:
+            return super().create_local_plan()
+        return create_default_local_load_plan(
+            self.state_dict, self.metadata, not self.allow_partial_load
         )
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megtool.access.extra_states import is_extra_state
 from megtool.access.lazy_tensor import NamedView
 from megtool.access.naming import NAMINGS, name_tensors
 from megtool.access.read_boxes import BoxReader
@@ -16,11 +17,11 @@ from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
-from megtool.errors import LayoutError, UsageError
+from megtool.errors import LayoutError, UnknownTensorsError, UsageError
 from megtool.gc_pause import paused_collection
 from megtool.model_config import ModelConfig
 from megtool.options.groups import SourceOptions
-from megtool.reshard.open_source import open_source
+from megtool.reshard.open_source import TensorFilter, open_source
 from megtool.reshard.source import CheckpointSource
 
 if TYPE_CHECKING:
@@ -152,7 +153,8 @@ def open_checkpoint(
 
     Args:
         location: A folder, a save folder or a file; a path or a URL. An open checkpoint is
-            returned as it is.
+            returned as it is. Where the model is known, tensors that are extra states of modules
+            (Transformer Engine's) are left out.
         family: The model family, if the checkpoint names none.
         like: A Hugging Face folder to take the configuration from.
         iteration: Which iteration of a save folder; by default the latest.
@@ -164,6 +166,7 @@ def open_checkpoint(
         FormatError: no checkpoint, or a damaged one.
         MappingError: its tensors do not fit the model that it names.
         StorageError: it cannot be read.
+        UsageError: the location is empty, or no location.
     """
     if isinstance(location, Checkpoint):
         return location
@@ -172,7 +175,12 @@ def open_checkpoint(
         like=None if like is None else to_location(like),
         iteration=None if iteration is None else str(iteration),
     )
-    source = open_source(to_location(location), options, optimizer=optimizer)
+    place = to_location(location)
+    try:
+        source = open_source(place, options, optimizer=optimizer)
+    except UnknownTensorsError:  # a family's names have no place for modules' extra states
+        states = TensorFilter(ignore=is_extra_state)
+        source = open_source(place, options, optimizer=optimizer, tensors=states)
     return Checkpoint(source, framework=framework, threads=threads)
 
 

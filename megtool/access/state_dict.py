@@ -12,9 +12,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megtool.access.checkpoint import Checkpoint, in_batches, open_checkpoint
+from megtool.access.extra_states import (
+    is_extra_state,
+    kept_states,
+    refuse_foreign_states,
+    warn_kept,
+)
 from megtool.access.fit import FILLED_IN_PART, describe_obstacles, refuse_misfits, require_memory
 from megtool.access.naming import NamedTensors, fitting_namings, seat_of
 from megtool.access.read_boxes import BoxRead, BoxReader
+from megtool.access.wrapped_names import find_unwrapped
 from megtool.checkpoint.memory import Memory, allocate, as_torch
 from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
@@ -27,15 +34,13 @@ from megtool.tensors.sharded import GlobalTensor
 if TYPE_CHECKING:
     from torch import nn
 
-_EXTRA = "_extra_state"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """What `load_state_dict` did: the naming that fits, and tensors by what became of them.
 
-    `missing` are tensors of the model that the checkpoint does not have; `unused` those of the
-    checkpoint that the model does not ask for.
+    `missing` are tensors of the model, by its own names, that the checkpoint does not have;
+    `unused` those of the checkpoint that the model does not ask for.
     """
 
     naming: str
@@ -98,7 +103,9 @@ def load_state_dict(
 
     Tensors keep their types and devices; values are cast and decoded. Of a DTensor this rank's part
     alone is read, at the place that its mesh gives it; with `rank`, plain tensors are those of one
-    rank of a layout (see `Checkpoint.as_`). Nothing is read before all names and shapes fit.
+    rank of a layout (see `Checkpoint.as_`). Nothing is read before all names and shapes fit. A
+    model may be wrapped (compiled, data-parallel); modules keep their own extra states where the
+    checkpoint has none.
 
     Args:
         model: A module, or tensors by name.
@@ -121,6 +128,7 @@ def load_state_dict(
         LayoutError: the layout does not divide the model, or has no such rank.
         CheckpointError: it cannot be opened or read; if reading had begun, the hint says that the
             model is filled in part.
+        FormatError: an extra state would run code when its module gets it.
     """
     layout = ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
     parallel = None if rank is None else layout
@@ -137,22 +145,28 @@ def load_state_dict(
     )
     requests = [TensorRequest.of(n, t) for n, t in state.items() if isinstance(t, torch.Tensor)]
     require_memory([w.name for w in requests if w.local.is_meta])
-    named = choose_naming(checkpoint, [w.name for w in requests], naming, parallel, rank or 0)
-    present, missing = check_fit(checkpoint, named, requests, state, strict=strict)
+    names = [w.name for w in requests if not is_extra_state(w.name)] or [w.name for w in requests]
+    named = choose_naming(checkpoint, names, naming, parallel, rank or 0)
+    stored = _stored_names(named, requests)
+    present, missing = check_fit(checkpoint, named, stored, requests, state, strict=strict)
+    extra = [key for name, key in stored.items() if is_extra_state(name)]
+    refuse_foreign_states(checkpoint.source.catalogue, extra)
     reader = BoxReader(checkpoint.source.catalogue, named.source, named.target, threads=threads)
-    names = {w.name for w in present}
+    tensors = {name: named.tensors[key] for name, key in stored.items()}
     try:
-        fill_tensors(reader, named.tensors, present, progress)
+        fill_tensors(reader, tensors, present, progress)
     except MegtoolError as e:
         e.add_hint(FILLED_IN_PART)
         raise
-    _give_copies(model, state, names)
+    _give_copies(model, state, stored)
+    warn_kept(kept_states(state, stored), checkpoint.location)
+    used = set(stored.values())
     return LoadReport(
         naming=named.naming,
         num_tensors=len(present),
         num_bytes=sum(w.num_bytes for w in present),
         missing=tuple(missing),
-        unused=tuple(n for n in named.tensors if n not in names and ":" not in n),
+        unused=tuple(n for n in named.tensors if n not in used and ":" not in n),
     )
 
 
@@ -216,7 +230,7 @@ def choose_naming(
     for named in fitting_namings(
         checkpoint.source, naming, parallel=parallel, rank=rank, reasons=reasons
     ):
-        count = sum(n in named.tensors for n in names)
+        count = sum(find_unwrapped(n, named.tensors) is not None for n in names)
         if count > hits:
             best, hits = named, count
         if hits == len(names):
@@ -237,15 +251,29 @@ def choose_naming(
     return best
 
 
+def _stored_names(named: NamedTensors, requests: Sequence[TensorRequest]) -> dict[str, str]:
+    """What tensors are called in the checkpoint, by the model's names, of those that it has.
+
+    Extra states that are empty are not asked for: nothing can be filled into them.
+    """
+    keys = {
+        r.name: find_unwrapped(r.name, named.tensors)
+        for r in requests
+        if r.num_bytes or not is_extra_state(r.name)
+    }
+    return {name: key for name, key in keys.items() if key is not None}
+
+
 def check_fit(
     checkpoint: Checkpoint,
     named: NamedTensors,
+    stored: Mapping[str, str],
     requests: Sequence[TensorRequest],
     state: Mapping[str, Any],
     *,
     strict: bool,
 ) -> tuple[list[TensorRequest], list[str]]:
-    """What can be filled, and the names of what cannot.
+    """What can be filled, and the names of what cannot; `stored` says what is there.
 
     A tensor that shares its memory with one that is filled needs no tensor of its own.
 
@@ -253,23 +281,21 @@ def check_fit(
         MappingError: tensors are missing (if `strict`), have other shapes, or cannot hold what is
             stored: all are named.
     """
-    present = [w for w in requests if w.name in named.tensors]
+    present = [w for w in requests if w.name in stored]
     filled = {_place(w.local) for w in present}
     missing = [
         w.name
         for w in requests
-        if w.name not in named.tensors
-        and not w.name.endswith(_EXTRA)
+        if w.name not in stored
+        and not is_extra_state(w.name)
         and (not w.num_bytes or _place(w.local) not in filled)
     ]
     misshapen = {
-        w.name: f"{w.name} is {list(w.shape)}, and here {list(named.tensors[w.name].shape)}"
+        w.name: f"{w.name} is {list(w.shape)}, and here {list(shape)}"
         for w in present
-        if w.shape != named.tensors[w.name].shape
+        if w.shape != (shape := named.tensors[stored[w.name]].shape)
     }
-    mistyped = describe_obstacles(
-        {n: (v, named.dtypes[n]) for n, v in state.items() if n in named.tensors}
-    )
+    mistyped = describe_obstacles({n: (state[n], named.dtypes[key]) for n, key in stored.items()})
     hint = "nothing was loaded; is it the same model?"
     refuse_misfits(
         f"the model's {len(requests)} tensors, by their {named.naming!r} names,",

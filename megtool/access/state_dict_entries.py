@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megtool.access.checkpoint import Checkpoint, open_checkpoint
+from megtool.access.extra_states import is_extra_state, refuse_foreign_stream
 from megtool.access.live_objects import live_value
 from megtool.access.optimizer_state import ABSENT, SavedOptimizer
 from megtool.access.tensor_finder import TensorFinder, TensorMatch
@@ -56,7 +57,12 @@ class ValueEntry:
     name: str
 
 
-Entry = TensorEntry | StepEntry | SettingEntry | ValueEntry
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbsentStateEntry:
+    """The extra state of a module, which the checkpoint does not have and the module keeps."""
+
+
+Entry = TensorEntry | StepEntry | SettingEntry | ValueEntry | AbsentStateEntry
 
 
 class StateDictEntries:
@@ -111,7 +117,7 @@ class StateDictEntries:
         stored = self.checkpoint.source.catalogue.objects
         if is_value and name in stored and not OPTIMIZER_OBJECT.fullmatch(name):
             return ValueEntry(name=name)
-        return None
+        return AbsentStateEntry() if is_extra_state(name) else None
 
     def names(self) -> Iterator[str]:
         """The names of all tensors."""
@@ -133,7 +139,7 @@ class StateDictEntries:
         """The value of an object, ABSENT if it cannot be built without running code.
 
         Raises:
-            FormatError: it is damaged.
+            FormatError: it is damaged, or the extra state of a module, which would run code.
         """
         catalogue = self.checkpoint.source.catalogue
         stored = catalogue.objects[entry.name]
@@ -145,6 +151,7 @@ class StateDictEntries:
                 tree = load_object(fd, *stored.extent[1:], file=path)
         left_out: list[str] = []
         value = live_value(tree, entry.name, left_out)
+        refuse_foreign_stream(entry.name, value, self.checkpoint.location)
         return ABSENT if left_out else value
 
     def _find_in_optimizer(self, optimizer: str, part: str, name: str, last: str) -> Entry | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from megtool.access.naming import NamedTensors, fitting_namings
 from megtool.access.read_boxes import BoxReader
+from megtool.access.wrapped_names import unwrapped_names
 from megtool.convert.mapping import Row
 from megtool.convert.megatron import split_optimizer
 from megtool.convert.rank_tensors import LocalTensor
@@ -14,7 +15,7 @@ from megtool.dtypes import DType
 from megtool.reshard.source import CheckpointSource
 
 _HEAD = "lm_head.weight"
-_MODEL_WRAPPERS = ("model.", "module.", "model.module.", "app.model.")
+_MODEL_PARTS = ("model.", "app.model.")
 """What a state dict of several parts puts before the names of its model."""
 
 
@@ -81,15 +82,16 @@ class TensorFinder:
     def find(self, name: str, state: str = "", prefix: str = "") -> TensorMatch | None:
         """A tensor by its name behind `prefix`, or a state of the weight of that name.
 
-        Without `prefix` what a state dict of several parts puts before the name is left out, if no
-        tensor is called so.
+        What PyTorch's wrappers put into the name is left out if no tensor is called so; without
+        `prefix`, what a state dict of several parts puts before it, too.
         """
         if prefix:
-            names = [name.removeprefix(prefix)] if name.startswith(prefix) else []
+            names = [*unwrapped_names(name.removeprefix(prefix))] if name.startswith(prefix) else []
         else:
-            names = [name]
-            names += [name.removeprefix(w) for w in _MODEL_WRAPPERS if name.startswith(w)]
-        for each in names:
+            unwrapped = [*unwrapped_names(name)]
+            parts = [(n, p) for n in unwrapped for p in ("", *_MODEL_PARTS) if n.startswith(p)]
+            names = [n.removeprefix(p) for n, p in parts]
+        for each in dict.fromkeys(names):
             for naming in self._namings():
                 if (tensor := naming.index.get((state, each))) is not None:
                     return TensorMatch(naming=naming, name=tensor)

@@ -173,6 +173,13 @@ def test_what_is_not_there_is_said(llama: Path, tmp_path: Path) -> None:
         alone.as_("hf", tp=2, rank=0)
 
 
+@pytest.mark.parametrize("place", ["", "  ", None, 5, b"ckpt", ["ckpt"]], ids=repr)
+def test_what_is_no_location_is_refused(place: Any) -> None:
+    """An empty text, which a variable without a value gives, is not the folder one is in."""
+    with raises(UsageError, repr(place), hint="s3://"):
+        megtool.open(place)
+
+
 def test_opening_and_reading_imports_no_torch(llama: Path) -> None:
     code = (
         f"import megtool, sys; x = megtool.open({str(llama)!r}).as_('hf', tp=2, rank=1)\n"

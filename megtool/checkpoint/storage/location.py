@@ -28,11 +28,17 @@ def location(text: str | Path) -> Path:
     """The path that a text names: a `StorePath` for a URL such as `s3://bucket/run`.
 
     Raises:
-        UsageError: the URL names no bucket, has a query or credentials in it, is of another host
-            (`file://`), or has lost a slash, which `Path("s3://bucket/run")` does.
+        UsageError: it is empty or no text; or the URL names no bucket, has a query or credentials
+            in it, is of another host (`file://`), or has lost a slash, which
+            `Path("s3://bucket/run")` does.
     """
     if isinstance(text, StorePath):
         return text
+    if not isinstance(text, str | Path) or not str(text).strip():
+        raise UsageError(
+            f"{text!r:.80} names no place",
+            hint="a location is a path or a URL, such as s3://BUCKET/RUN",
+        )
     if one_slash := _ONE_SLASH.fullmatch(str(text)):
         raise UsageError(
             f"{str(text)!r} has one slash behind the colon, so it names no place in a store",
