@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["from_pretrained"]
 
 _LOG = logging.getLogger(__name__)
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 CAST_BYTES = 16 << 20
 """Larger matrices are cast while they are read, so that they are never in memory in two types."""
@@ -116,7 +118,7 @@ def _make_config(checkpoint: Checkpoint, files: Mapping[str, bytes]) -> Any:
     if "config.json" not in files:
         raise unknown_model(checkpoint.source, "a model of transformers needs a config.json")
     try:
-        values = json.loads(files["config.json"])
+        values = json.loads(files["config.json"], object_hook=_decode_float)
         kind = values["model_type"]
     except (ValueError, KeyError, TypeError) as e:
         raise FormatError(
@@ -125,6 +127,14 @@ def _make_config(checkpoint: Checkpoint, files: Mapping[str, bytes]) -> Any:
     if kind not in CONFIG_MAPPING:
         raise _unsupported(checkpoint, f"the model_type {kind!r}")
     return CONFIG_MAPPING[kind].from_dict(values)
+
+
+def _decode_float(node: dict[str, Any]) -> Any:
+    """A float that JSON does not have, which transformers 5 writes as `{"__float__": "Infinity"}`.
+
+    Source: transformers 5.23, `_encode_special_floats` in `configuration_utils.py`.
+    """
+    return _FLOATS.get(str(node["__float__"]), node) if [*node] == ["__float__"] else node
 
 
 def _class_of(checkpoint: Checkpoint, config: Any) -> Any:
