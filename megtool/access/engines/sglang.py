@@ -57,6 +57,7 @@ def loader_class() -> type:
 
         def __init__(self, load_config: Any) -> None:
             BaseModelLoader.__init__(self, load_config)  # the settings are not the default loader's
+            EngineCheckpoint.check_settings(load_config.model_loader_extra_config)
 
         def download_model(self, model_config: Any) -> None:
             """Nothing is downloaded ahead: ranges are read while the model is filled."""

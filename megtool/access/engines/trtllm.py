@@ -54,7 +54,7 @@ def weight_loader_class() -> type:
         """Reads a checkpoint of any format and layout as a dict of tensors."""
 
         def __init__(self, settings: dict[str, Any] | None = None) -> None:
-            self._settings = settings
+            self._settings = EngineCheckpoint.check_settings(settings)
 
         def load_weights(
             self, checkpoint_dir: str, mapping: Any, **_: Any

@@ -46,7 +46,8 @@ def loader_class() -> type:
             plain = copy.copy(load_config)
             plain.model_loader_extra_config = {}  # the settings are not those of vLLM's loader
             super().__init__(plain)
-            self._settings = load_config.model_loader_extra_config
+            settings = load_config.model_loader_extra_config
+            self._settings = EngineCheckpoint.check_settings(settings)
 
         def download_model(self, model_config: Any) -> None:
             """Nothing is downloaded ahead: ranges are read while the model is filled."""

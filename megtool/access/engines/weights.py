@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from megtool.access.checkpoint import in_batches, open_checkpoint, stream_view
+from megtool.access.checkpoint import Checkpoint, in_batches, open_checkpoint, stream_view
 from megtool.access.lazy_tensor import NamedView
 from megtool.access.naming import name_as_stored
 from megtool.access.read_boxes import BoxReader
@@ -21,7 +21,7 @@ from megtool.checkpoint.formats.quantized import QUANT_FILE, quantization_config
 from megtool.checkpoint.formats.safetensors import open_as_stored
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import location as to_location
-from megtool.errors import UsageError
+from megtool.errors import MegtoolError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -53,21 +53,36 @@ class EngineCheckpoint:
         """The checkpoint by the engine's model and the settings that it hands on to its loader.
 
         Raises:
-            UsageError: a setting is unknown, or has a value of another type.
+            UsageError: see `check_settings`.
         """
-        settings = dict(settings or {})
-        known = [f.name for f in fields(cls)]
-        for key, value in settings.items():
-            if key not in known:
-                raise UsageError(
-                    f"the loader has no setting {key!r}", hint=f"known: {', '.join(known)}"
-                )
-            if not isinstance(value, str | int) or isinstance(value, bool):
-                raise UsageError(f"the setting {key!r} is {value!r:.80}, which is no text")
+        settings = cls.check_settings(settings)
         place = _model_location(model)
         if str(settings.get("location", model)) != model:
             settings.setdefault("like", place)
         return cls(**{"location": place, **settings})
+
+    @classmethod
+    def check_settings(cls, settings: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The settings that an engine hands on to its loader, by name.
+
+        Raises:
+            UsageError: they are no mapping, one is unknown, or has a value of another type.
+        """
+        if not isinstance(settings, Mapping | None):
+            raise UsageError(
+                f"the loader's settings are {settings!r:.80}, which are no names with values",
+                hint='for example {"location": "s3://bucket/run"}',
+            )
+        known = [f.name for f in fields(cls)]
+        for key, value in (settings or {}).items():
+            if key not in known:
+                raise UsageError(
+                    f"the loader has no setting {key!r}", hint=f"known: {', '.join(known)}"
+                )
+            is_number = key == "iteration" and isinstance(value, int) and value is not True
+            if not isinstance(value, str) and not is_number:
+                raise UsageError(f"the setting {key!r} is {value!r:.80}, which is no text")
+        return dict(settings or {})
 
     def tensors(
         self, *, model: str | None = None, in_parts: bool = False
@@ -83,20 +98,38 @@ class EngineCheckpoint:
 
         Raises:
             UsageError: the engine wants quantized weights, and these are others.
-            MegtoolError: the checkpoint cannot be opened, named or read.
+            MegtoolError: the checkpoint cannot be opened, named or read, or lacks a tensor.
         """
         if model is not None and declares_quantization(_model_location(model)):
             view = self._open_as_stored(model)
+            self._check_complete()
         else:
-            checkpoint = open_checkpoint(
-                self.location,
-                family=self.family,
-                like=self.like,
-                iteration=self.iteration,
-                optimizer=False,
-            )
-            view = checkpoint.as_("hf", dtype=self.dtype, framework="torch")
+            view = self._open().as_("hf", dtype=self.dtype, framework="torch")
         yield from _deferred(view) if in_parts else stream_view(view)
+
+    def _open(self) -> Checkpoint:
+        return open_checkpoint(
+            self.location,
+            family=self.family,
+            like=self.like,
+            iteration=self.iteration,
+            optimizer=False,
+        )
+
+    def _check_complete(self) -> None:
+        """Check that a quantized folder has all tensors of its model, where megtool decodes it.
+
+        Engines do not: vLLM 0.33.0 checks that every parameter was loaded in models that are not
+        quantized (`default_loader.py`). What else is in the folder is for the engine to judge.
+
+        Raises:
+            MegtoolError: a weight or a scale is missing.
+        """
+        try:
+            self._open()
+        except MegtoolError as e:
+            if e.id == "missing-tensors":
+                raise
 
     def _open_as_stored(self, model: str) -> NamedView:
         """The tensors of a quantized Hugging Face folder: codes and scales apart.

@@ -20,6 +20,7 @@ from megtool.checkpoint.formats.header_reader import short_repr
 from megtool.checkpoint.formats.quantized_parts import (
     AS_STORED_HINT,
     FP8_SCALES,
+    MISSING,
     PackedWeight,
     PartFinder,
     QuantGranularity,
@@ -253,6 +254,7 @@ def _check_not_orphan(catalogue: Catalogue, t: GlobalTensor) -> None:
             file=catalogue.path(int(catalogue.extents.file[catalogue.index[t.name]])),
             tensor=t.name,
             hint=f"is the download complete? {AS_STORED_HINT}",
+            error_id=MISSING,
         )
 
 

@@ -15,6 +15,9 @@ from megtool.tensors.sharded import GlobalTensor
 
 Shape = tuple[int, ...]
 
+MISSING = "missing-tensors"
+"""The id of errors of tensors that belong to others, and are not there."""
+
 AS_STORED_HINT = (
     "name one .safetensors file instead of the folder to have its tensors as they are stored"
 )
@@ -129,15 +132,22 @@ class PartFinder:
                 codes,
                 f"its scale {base + suffixes[0]!r} is missing",
                 hint="is the download complete?",
+                error_id=MISSING,
             )
         return tensor
 
-    def error(self, t: GlobalTensor, message: str, hint: str | None = None) -> FormatError:
+    def error(
+        self,
+        t: GlobalTensor,
+        message: str,
+        hint: str | None = None,
+        error_id: str | None = None,
+    ) -> FormatError:
         """An error about a stored tensor."""
         row = self.catalogue.index[t.name]
         file = self.catalogue.path(int(self.catalogue.extents.file[row]))
         hint = f"{hint} {AS_STORED_HINT}" if hint else AS_STORED_HINT
-        return FormatError(message, file=file, tensor=t.name, hint=hint)
+        return FormatError(message, file=file, tensor=t.name, hint=hint, error_id=error_id)
 
     def scale_spans(
         self, scale: GlobalTensor, shape: Shape, t: GlobalTensor
@@ -295,6 +305,7 @@ def find_byte_codes(stored: PartFinder, t: GlobalTensor, base: str) -> PackedWei
             t,
             "its second scale (weight_scale_2 or weight_global_scale) is missing",
             hint="is the download complete?",
+            error_id=MISSING,
         )
     return _make_weight(t, base, shape, kind, parts)
 
@@ -304,7 +315,12 @@ def find_word_codes(stored: PartFinder, t: GlobalTensor) -> PackedWeight:
     base = t.name.removesuffix("_packed")
     shape_tensor = stored.find(base, "_shape")
     if shape_tensor is None or len(t.shape) != 2:
-        raise stored.error(t, "its shape is missing" if shape_tensor is None else "is not a matrix")
+        is_missing = shape_tensor is None
+        raise stored.error(
+            t,
+            "its shape is missing" if is_missing else "is not a matrix",
+            error_id=MISSING if is_missing else None,
+        )
     shape = _read_shape(stored, shape_tensor)
     bits = next(
         (
