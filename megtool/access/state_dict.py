@@ -13,6 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megtool.access.checkpoint import Checkpoint, in_batches, open_checkpoint
 from megtool.access.extra_states import (
+    is_empty,
     is_extra_state,
     kept_states,
     refuse_foreign_states,
@@ -147,7 +148,7 @@ def load_state_dict(
     require_memory([w.name for w in requests if w.local.is_meta])
     names = [w.name for w in requests if not is_extra_state(w.name)] or [w.name for w in requests]
     named = choose_naming(checkpoint, names, naming, parallel, rank or 0)
-    stored = _stored_names(named, requests)
+    stored = _stored_names(named, state)
     present, missing = check_fit(checkpoint, named, stored, requests, state, strict=strict)
     extra = [key for name, key in stored.items() if is_extra_state(name)]
     refuse_foreign_states(checkpoint.source.catalogue, extra)
@@ -251,15 +252,15 @@ def choose_naming(
     return best
 
 
-def _stored_names(named: NamedTensors, requests: Sequence[TensorRequest]) -> dict[str, str]:
-    """What tensors are called in the checkpoint, by the model's names, of those that it has.
+def _stored_names(named: NamedTensors, state: Mapping[str, Any]) -> dict[str, str]:
+    """What entries are called in the checkpoint, by the model's names, of those that it has.
 
     Extra states that are empty are not asked for: nothing can be filled into them.
     """
     keys = {
-        r.name: find_unwrapped(r.name, named.tensors)
-        for r in requests
-        if r.num_bytes or not is_extra_state(r.name)
+        name: find_unwrapped(name, named.tensors)
+        for name, value in state.items()
+        if not (is_extra_state(name) and is_empty(value))
     }
     return {name: key for name, key in keys.items() if key is not None}
 
