@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import string
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from tests.support.models.tiny_model import tiny_model
 from tests.support.paths import PEERS
 from tests.support.peers.release import install_release
 from tests.support.peers.run_trained import read_with_torch
+from tests.support.runs.exports import export_gguf
 from tests.support.stores.s3_bucket import S3Bucket
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
@@ -164,11 +167,12 @@ def test_load_goes_on_from_zarr_and_a_store_into_virtual_stages(
 
 
 def test_load_starts_from_a_hugging_face_folder(saved: Saved, tmp_path: Path) -> None:
-    """At iteration 0 with a fresh optimizer; args come from the folder where they are asked for."""
+    """At iteration 0 with a fresh optimizer; a GGUF file likewise. Args come from where asked."""
     folder = saved.folder
     hf, tp = folder / "hf", {"tp": 2}
     runs = [
         load("weights", hf, *FORMAT, layout={"pp": 2}, dump=str(tmp_path / "weights")),
+        load("gguf", make_gguf(hf), *FORMAT, layout=tp, dump=str(tmp_path / "gguf")),
         load("args", hf, *FORMAT, "--use-checkpoint-args", layout=tp),
         load("finetune", folder / "ranks", *FORMAT, "--finetune", layout=tp),
         load("nothing", tmp_path / "nothing", *FORMAT, layout=tp),
@@ -177,7 +181,8 @@ def test_load_starts_from_a_hugging_face_folder(saved: Saved, tmp_path: Path) ->
     ]
     found = run_loop(saved.code, runs)
     assert_dumped(tmp_path / "weights", folder / "truth", "decoder.")
-    for name in ("weights", "args", "finetune", "nothing"):
+    assert_dumped(tmp_path / "gguf", folder / "truth", "decoder.")
+    for name in ("weights", "gguf", "args", "finetune", "nothing"):
         for rank in range(2):
             got = found[name, rank]
             assert (got["iteration"], got["samples"], got["scheduler"]) == (0, 0, 0), name
@@ -185,6 +190,23 @@ def test_load_starts_from_a_hugging_face_folder(saved: Saved, tmp_path: Path) ->
         assert "--ckpt-format torch_dist" in found["format", rank]["text"]
         assert found["other", rank]["error"] == "MappingError"
         assert "qkv" in found["other", rank]["text"]
+
+
+def make_gguf(folder: Path) -> Path:
+    """The model of a Hugging Face folder as a GGUF file, with a tokenizer of its 64 tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    copy = shutil.copytree(folder, folder.with_name("hf_tokenizer"))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = [*string.ascii_lowercase, "Ġ"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=60, special_tokens=["<|eos|>"], initial_alphabet=letters, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the model"], trainer)
+    tokenizer.save(str(copy / "tokenizer.json"))
+    export_gguf(copy, copy.with_name("model.gguf"), fsync=False)
+    return copy.with_name("model.gguf")
 
 
 def make_qwen(folder: Path) -> Path:
