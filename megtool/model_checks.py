@@ -83,6 +83,7 @@ _NATURAL = (
     "linear_key_head_dim",
     "linear_value_head_dim",
     "linear_conv_kernel",
+    "short_conv_taps",
     "attn_chunk_size",
     "attn_temperature_floor",
     "router_group_best",
@@ -129,6 +130,7 @@ _FLAGS = (
     "attn_temperature_rotated",
     "mamba_norm",
     "mamba_norm_first",
+    "short_conv_bias",
     "router_scales_input",
     "router_fp32",
 )

@@ -23,8 +23,11 @@ MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000  # more is no model, but an attack
 NORMS = ("rmsnorm", "layernorm")
 POSITIONS = ("rope", "learned", "relative", "alibi", "none")
 QK_NORMS = ("head", "each", "all")
-ATTENTION, MAMBA, DELTA_NET, MLP, EXPERTS = LAYER_SYMBOLS = ("*", "M", "G", "-", "E")
+ATTENTION, MAMBA, DELTA_NET, MLP, EXPERTS = HYBRID_SYMBOLS = ("*", "M", "G", "-", "E")
 """Branches of a layer, as Megatron's HybridModel calls them."""
+SHORT_CONV = "c"
+"""A gated short convolution, which Megatron does not have."""
+LAYER_SYMBOLS = (*HYBRID_SYMBOLS, SHORT_CONV)
 _SIZES_OF = {
     MAMBA: ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),
     DELTA_NET: (
@@ -34,6 +37,7 @@ _SIZES_OF = {
         "linear_value_head_dim",
     ),
     EXPERTS: ("num_experts",),
+    SHORT_CONV: ("short_conv_taps",),
 }
 
 
@@ -52,8 +56,9 @@ class ModelConfig:
 
     `layer_kinds` names the branches of every layer, in order, by the symbols of Megatron's
     HybridModel: `*` attention, `M` Mamba-2, `G` gated delta net, `-` MLP, `E` mixture of experts
-    (`*-` is a layer of a GPT, `M` a layer that is a Mamba mixer alone). None: attention in every
-    layer, and experts or an MLP by `moe_layer_freq`. `mtp_kind` are the branches of each layer of
+    (`*-` is a layer of a GPT, `M` a layer that is a Mamba mixer alone), and `c` for a gated short
+    convolution over `short_conv_taps` tokens. None: attention in every layer, and experts or an
+    MLP by `moe_layer_freq`. `mtp_kind` are the branches of each layer of
     multi-token prediction, those of the last layer where it is empty; HybridModel may have more
     there than a mixer and an MLP (`num_mtp_inner`).
 
@@ -266,6 +271,8 @@ class ModelConfig:
     linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
     linear_conv_kernel: int = 4
+    short_conv_taps: int = 0
+    short_conv_bias: bool = False
     softmax_scale: float | None = None
     attn_softcap: float = 0.0
     logit_softcap: float = 0.0
@@ -354,9 +361,15 @@ class ModelConfig:
         return self._layers_with(DELTA_NET)
 
     @property
+    def conv_layers(self) -> frozenset[int]:
+        """Indices of the layers that have a gated short convolution."""
+        return self._layers_with(SHORT_CONV)
+
+    @property
     def mixer_layers(self) -> frozenset[int]:
-        """Indices of the layers whose first branch mixes tokens: attention, Mamba-2, delta net."""
-        return self._layers_with(ATTENTION + MAMBA + DELTA_NET)
+        """Indices of the layers whose first branch mixes tokens: attention, Mamba-2, delta net,
+        short convolution."""
+        return self._layers_with(ATTENTION + MAMBA + DELTA_NET + SHORT_CONV)
 
     @property
     def index_layers(self) -> frozenset[int]:
@@ -503,9 +516,14 @@ class ModelConfig:
         return DELTA_NET in self._mtp_layer
 
     @property
+    def has_mtp_conv(self) -> bool:
+        """Layers of multi-token prediction have a gated short convolution."""
+        return SHORT_CONV in self._mtp_layer
+
+    @property
     def has_mtp_mixer(self) -> bool:
         """Layers of multi-token prediction have a branch that mixes tokens."""
-        return self.has_mtp_attn or self.has_mtp_mamba or self.has_mtp_delta
+        return bool(set(self._mtp_layer) & {ATTENTION, MAMBA, DELTA_NET, SHORT_CONV})
 
     @property
     def has_mtp_parallel(self) -> bool:
@@ -567,7 +585,7 @@ def _find_layers(kinds: tuple[str, ...] | None, num_layers: int, symbols: str) -
 @lru_cache(maxsize=64)
 def _find_parallel(kinds: tuple[str, ...] | None) -> frozenset[int]:
     """The layers that have more than one branch which mixes tokens."""
-    mixers = {ATTENTION, MAMBA, DELTA_NET}
+    mixers = {ATTENTION, MAMBA, DELTA_NET, SHORT_CONV}
     return frozenset(i for i, kind in enumerate(kinds or ()) if len(set(kind) & mixers) > 1)
 
 

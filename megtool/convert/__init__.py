@@ -79,6 +79,13 @@ from megtool.convert.layer_kind_keys import (
     NotedList,
     StepLimit,
 )
+from megtool.convert.lfm2_rows import (
+    HF_LFM2_ATTENTION,
+    HF_LFM2_EXPERTS,
+    HF_LFM2_MLP,
+    HF_LFM2_MODEL,
+    HF_SHORT_CONV,
+)
 from megtool.convert.mapping import (
     Cat,
     Dropped,
@@ -123,6 +130,7 @@ from megtool.convert.native_rows import HF_DEEPSEEK_V4, HF_MISTRAL_LARGE_3
 from megtool.convert.nested import LLAVA_NAMES, LLAVA_TOWERS, Nested
 from megtool.convert.scaled_layers import ScaledLayers
 from megtool.convert.shared_keys import GroupedHeads, LayerInputs, SharedKeys
+from megtool.convert.short_conv_keys import AdjustedFeedForward
 from megtool.convert.t5_rows import (
     HF_T5,
     MEGATRON_T5,
@@ -165,6 +173,10 @@ __all__ = [
     "HF_HUNYUAN_QK_NORMS",
     "HF_INDEXER",
     "HF_LATENT_ATTENTION",
+    "HF_LFM2_ATTENTION",
+    "HF_LFM2_EXPERTS",
+    "HF_LFM2_MLP",
+    "HF_LFM2_MODEL",
     "HF_MISTRAL_LARGE_3",
     "HF_MODEL",
     "HF_NORMS",
@@ -173,6 +185,7 @@ __all__ = [
     "HF_SHARED_EXPERT",
     "HF_SHARED_EXPERTS",
     "HF_SHARED_KV_ATTENTION",
+    "HF_SHORT_CONV",
     "HF_STACKED_EXPERTS",
     "HF_T5",
     "HF_XIELU",
@@ -197,6 +210,7 @@ __all__ = [
     "TORCHTITAN_NORMS",
     "TORCHTITAN_PAIRED_ATTENTION",
     "XIELU_WEIGHTS",
+    "AdjustedFeedForward",
     "Alike",
     "Assumed",
     "BlockConfigs",

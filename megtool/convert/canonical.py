@@ -49,6 +49,7 @@ _SHARED = "shared_ffn_hidden_size and l in moe_layers"
 _EXPERT_IN = "moe_latent_size or hidden_size"
 _MAMBA, _DELTA = "l in mamba_layers", "l in delta_layers"
 _INNER, _STATE = "mamba_num_heads * mamba_head_dim", "mamba_num_groups * mamba_state_dim"
+_CONV = "l in conv_layers"
 _KEYS = "linear_num_key_heads * linear_key_head_dim"
 _VALUES = "linear_num_value_heads * linear_value_head_dim"
 
@@ -133,6 +134,19 @@ _MIXERS: Mapping[str, Weight] = MappingProxyType(
         },
         "layers.{l}.delta.norm.weight": Weight(("linear_value_head_dim",), _DELTA),
         "layers.{l}.delta.o.weight": Weight(("hidden_size", _VALUES), _DELTA),
+        **{
+            f"layers.{{l}}.short_conv.{part}.{kind}": Weight(
+                shape if kind == "weight" else _HIDDEN,
+                _CONV,
+                flag=None if kind == "weight" else "short_conv_bias",
+            )
+            for kind in ("weight", "bias")
+            for part, shape in (
+                *((f"in_{x}", ("hidden_size", "hidden_size")) for x in ("B", "C", "x")),
+                ("conv_x", ("hidden_size", 1, "short_conv_taps")),
+                ("out", ("hidden_size", "hidden_size")),
+            )
+        },
     }
 )
 

@@ -13,12 +13,20 @@ from dataclasses import replace
 
 from megtool.convert.config_keys import skip_flags
 from megtool.errors import MappingError
-from megtool.model_config import ATTENTION, DELTA_NET, EXPERTS, MAMBA, MLP, ModelConfig
+from megtool.model_config import (
+    ATTENTION,
+    DELTA_NET,
+    EXPERTS,
+    MAMBA,
+    MLP,
+    SHORT_CONV,
+    ModelConfig,
+)
 
 GPT, HYBRID = "gpt", "hybrid"
 MODEL_CLASSES = (GPT, HYBRID)
 
-_MIXERS, _FEEDS = (ATTENTION, MAMBA, DELTA_NET), (MLP, EXPERTS)
+_MIXERS, _FEEDS = (ATTENTION, MAMBA, DELTA_NET, SHORT_CONV), (MLP, EXPERTS)
 _LAYER = re.compile(r"((?:.*\.)?decoder\.layers\.)(\d+)\.(.+)")
 _MTP = re.compile(
     r"((?:.*\.)?mtp\.layers\.\d+\.)(?:transformer_layer|mtp_model_layer)\.(?:layers\.(\d+)\.)?(.+)"
@@ -65,7 +73,8 @@ def hybrid_form(config: ModelConfig) -> ModelConfig:
     """The configuration with one branch in every layer.
 
     Raises:
-        MappingError: branches of a layer run side by side, which HybridModel does not have.
+        MappingError: layers are of a kind that HybridModel does not have, or branches of one run
+            side by side.
     """
     kinds = kinds_of(config)
     if config.layer_sizes is not None:
@@ -77,6 +86,12 @@ def hybrid_form(config: ModelConfig) -> ModelConfig:
     if config.parallel_residual or config.parallel_layers:
         raise MappingError(
             "branches of a layer run side by side, and in Megatron's HybridModel one after another",
+            hint="leave --model-class out",
+            error_id="unsupported-model",
+        )
+    if config.conv_layers:
+        raise MappingError(
+            "layers have gated short convolutions, and Megatron's HybridModel has none",
             hint="leave --model-class out",
             error_id="unsupported-model",
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MappingError
-from megtool.model_config import ATTENTION, LAYER_SYMBOLS, MOST_LAYERS, ModelConfig
+from megtool.model_config import ATTENTION, HYBRID_SYMBOLS, MOST_LAYERS, ModelConfig
 from megtool.parallel.pipeline_split import Pipeline, compact
 
 PATTERN = "hybrid_layer_pattern"
@@ -69,13 +69,13 @@ def parse_pattern(text: str) -> HybridPattern:
         )
     main, *mtp = text.split("/")
     for part in (main.replace("|", ""), *mtp):
-        unknown = next((s for s in part if s not in LAYER_SYMBOLS), None)
+        unknown = next((s for s in part if s not in HYBRID_SYMBOLS), None)
         if unknown is not None:
             meaning = _OTHER_SYMBOLS.get(unknown)
             raise MappingError(
                 f"the layer pattern {text[:60]!r} has the symbol {unknown!r}"
                 + (f" ({meaning})" if meaning else ""),
-                hint=f"known: {' '.join(LAYER_SYMBOLS)}, | between chunks, / before MTP",
+                hint=f"known: {' '.join(HYBRID_SYMBOLS)}, | between chunks, / before MTP",
                 error_id="unsupported-model",
             )
     if len(set(mtp)) > 1 or (mtp and not mtp[0]):

@@ -23,9 +23,10 @@ class LayerKinds(Setting):
     Mamba-2 mixer, every branch is a layer of its own, as in Megatron's HybridModel, and
     `count_key` counts pairs (see `mapping.in_branches`). Without the list,
     `pattern_key` has the symbols themselves as text; or every layer but each `every`-th
-    (`every_key`) is of the first kind, and that of the second. With `by_number` the list has the
-    numbers of the layers of the second kind alone, and no list means none. With `counts` the list
-    says how many layers there are. The keys are kept verbatim in `extra`.
+    (`every_key`) is of the first kind, and that of the second; or `numbers_key` has the numbers of
+    the layers of the second kind, which all are where it is missing, too. With `by_number` the list
+    has the numbers of the layers of the second kind alone, and no list means none. With `counts`
+    the list says how many layers there are. The keys are kept verbatim in `extra`.
     """
 
     key: str
@@ -36,6 +37,7 @@ class LayerKinds(Setting):
     every_key: str | None = None
     every: int = 0
     by_number: bool = False
+    numbers_key: str | None = None
     count_key: str = "num_hidden_layers"
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
@@ -68,7 +70,7 @@ class LayerKinds(Setting):
                 f"a layer is of the kind {unknown[0]!r}, and the family knows {', '.join(names)}",
                 error_id="unsupported-model",
             )
-        keys = (self.key, self.pattern_key, self.every_key)
+        keys = (self.key, self.pattern_key, self.every_key, self.numbers_key)
         is_kept = any(config.extra.get(k) is not None for k in keys if k)
         is_kept |= self.by_number and self.key in config.extra
         if is_kept and self._symbols(config.extra, len(symbols)) == symbols:
@@ -77,19 +79,25 @@ class LayerKinds(Setting):
             into[self.key] = [i for i, s in enumerate(symbols) if s == self.kinds[1][1]]
             return
         into[self.key] = [names[s] for s in symbols]
+        if self.numbers_key and self.numbers_key in config.extra:
+            into[self.numbers_key] = [i for i, s in enumerate(symbols) if s == self.kinds[1][1]]
         if self.pattern_key and self.pattern_key in config.extra:
             into[self.pattern_key] = "".join(symbols)
 
     def _symbols(self, stored: Mapping[str, Any], layers: int | None) -> list[str]:
         listed, by_name = stored.get(self.key), dict(self.kinds)
         if self.by_number and layers is not None:
-            return self._numbered(listed or (), layers)
+            return self._numbered(listed or (), layers, self.key)
         if listed is None and self.pattern_key and stored.get(self.pattern_key) is not None:
             listed, by_name = stored[self.pattern_key], {s: s for _, s in self.kinds}
         if listed is None and self.every and layers is not None:
             every = (stored.get(self.every_key) if self.every_key else None) or self.every
             linear, full = self.kinds[0][1], self.kinds[1][1]
             return [linear if (i + 1) % every else full for i in range(layers)]
+        if listed is None and self.numbers_key and layers is not None:
+            numbers = stored.get(self.numbers_key)
+            everywhere = range(layers) if numbers is None else numbers
+            return self._numbered(everywhere, layers, self.numbers_key)
         by_pattern = self.key not in stored and stored.get(self.pattern_key or "") is not None
         key = (self.pattern_key if by_pattern else None) or self.key
         if not isinstance(listed, Sequence) or not 0 < len(listed) <= MOST_LAYERS:
@@ -108,11 +116,12 @@ class LayerKinds(Setting):
             )
         return [by_name[k] for k in listed]
 
-    def _numbered(self, listed: object, layers: int) -> list[str]:
+    def _numbered(self, listed: Any, layers: int, key: str) -> list[str]:
         """Symbols of every layer by the numbers of those of the second kind."""
-        if not isinstance(listed, list | tuple) or any(i not in range(layers) for i in listed):
+        is_list = isinstance(listed, Sequence) and not isinstance(listed, str)
+        if not is_list or any(i not in range(layers) for i in listed):
             raise MappingError(
-                f"{self.key} is {str(listed)[:80]}",
+                f"{key} is {str(listed)[:80]}",
                 hint=f"a list of numbers of layers, of which there are {layers}",
             )
         others, second = self.kinds[0][1], self.kinds[1][1]

@@ -1,10 +1,11 @@
-"""Megatron's names for Mamba-2 mixers and gated delta nets, whole and in parts.
+"""Megatron's names for Mamba-2 mixers and gated delta nets, whole and in parts; short convolutions.
 
 Projections and convolutions hold several parts, of which tensor parallelism cuts each for itself.
 In a checkpoint with global shapes (`torch_dist`) every part is a tensor of its own (`PARTS`); a
 module, and so whatever is stored by rank, has them one after the other (`WHOLE`). `READ` are
 spellings that are accepted but never written. Mixers beside attention, under one norm, are called
-as in Megatron-Bridge's layer of Falcon-H1. Sources: megatron-core 0.19.2,
+as in Megatron-Bridge's layer of Falcon-H1. Megatron has no gated short convolutions: their names
+are like those of mixers. Sources: megatron-core 0.19.2,
 ssm/{mamba_mixer,gated_delta_net/common}.py and models/hybrid/hybrid_block.py.
 """
 
@@ -17,13 +18,14 @@ from megtool.convert.mapping import Blocks, Row, Shifted, Table
 
 _L = "decoder.layers.{l}."
 _X, _A = _L + "mixer.", _L + "self_attention."
-_BESIDE = _L + "mamba_mixer."
+_BESIDE, _S = _L + "mamba_mixer.", _L + "short_conv."
 _MAMBA = "l in mamba_layers and not l in parallel_layers"
 _PARALLEL = "l in mamba_layers and l in parallel_layers"
-_DELTA = "l in delta_layers"
+_DELTA, _CONVOLVED = "l in delta_layers", "l in conv_layers"
 _NAMED = ((_X, _MAMBA), (_BESIDE, _PARALLEL))
 _NORM_PARTS = ("weight", "bias")
 _OUR_MAMBA, _OUR_DELTA = "layers.{l}.mamba.", "layers.{l}.delta."
+_OUR_CONV = "layers.{l}.short_conv."
 
 _IN = tuple((part, f"in_{part}") for part in ("z", "x", "B", "C", "dt"))
 _CONV = tuple((part, f"conv_{part}") for part in ("x", "B", "C"))
@@ -35,6 +37,7 @@ _DELTA_IN = (
     ("beta", "b"),
     ("alpha", "a"),
 )
+_SHORT_IN = tuple((part, f"in_{part}") for part in ("B", "C", "x"))
 _DELTA_CONV = tuple((long, f"conv_{short}") for long, short in _DELTA_IN[:3])
 
 _INNER, _STATE = "mamba_num_heads * mamba_head_dim", "mamba_num_groups * mamba_state_dim"
@@ -61,6 +64,10 @@ SECTIONS: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
             ("alpha", "linear_num_value_heads"),
         ),
         "self_attention.conv1d.weight": _DELTA_ROWS,
+        **{
+            f"short_conv.in_proj.{kind}": tuple((part, "hidden_size") for part, _ in _SHORT_IN)
+            for kind in _NORM_PARTS
+        },
     }
 )
 """Of each tensor with several parts: the names of the parts and their numbers of rows."""
@@ -94,6 +101,7 @@ _SEVERAL = (
     ),
     _fused(_A + "in_proj.weight", _OUR_DELTA, _DELTA_IN, "weight", _DELTA),
     _fused(_A + "conv1d.weight", _OUR_DELTA, _DELTA_CONV, "weight", _DELTA),
+    *(_fused(f"{_S}in_proj.{x}", _OUR_CONV, _SHORT_IN, x, _CONVOLVED) for x in _NORM_PARTS),
 )
 WHOLE: Table = tuple(row for row, _ in _SEVERAL)
 PARTS: Table = tuple(row for _, rows in _SEVERAL for row in rows)
@@ -109,7 +117,11 @@ WRITTEN: Table = (
             when=when,
         )
         for kind in _NORM_PARTS
-        for stored, norm, when in ((_X, "norm.", _MAMBA), (_A, "input_layernorm.", _DELTA))
+        for stored, norm, when in (
+            (_X, "norm.", _MAMBA),
+            (_A, "input_layernorm.", _DELTA),
+            (_S, "input_layernorm.", _CONVOLVED),
+        )
     ),
     *(Row(_L + f"norm.{x}", f"layers.{{l}}.attn_norm.{x}", when=_PARALLEL) for x in _NORM_PARTS),
     *(
@@ -133,4 +145,9 @@ WRITTEN: Table = (
         when=f"not zero_centered_norm and {_DELTA}",
     ),
     Row(_A + "out_proj.weight", _OUR_DELTA + "o.weight", when=_DELTA),
+    *(
+        Row(f"{_S}{stored}.{kind}", f"{_OUR_CONV}{ours}.{kind}", when=_CONVOLVED)
+        for stored, ours in (("conv1d", "conv_x"), ("out_proj", "out"))
+        for kind in _NORM_PARTS
+    ),
 )

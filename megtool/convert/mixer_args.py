@@ -31,9 +31,19 @@ from megtool.convert.indexer_keys import SPARSE_ATTENTION, indexer_args, indexer
 from megtool.convert.layer_kind_keys import moe_flags
 from megtool.convert.scaled_layers import SIZES, scaled_args, scaled_fields
 from megtool.errors import MappingError
-from megtool.model_config import ATTENTION, DELTA_NET, EXPERTS, MAMBA, MLP, ModelConfig
+from megtool.model_config import (
+    ATTENTION,
+    DELTA_NET,
+    EXPERTS,
+    MAMBA,
+    MLP,
+    SHORT_CONV,
+    ModelConfig,
+)
 
-_VARIANT, _GATED_DELTA_NET = "experimental_attention_variant", "gated_delta_net"
+_VARIANT = "experimental_attention_variant"
+# The second is no variant of Megatron's, which refuses it.
+_MIXERS = {"gated_delta_net": DELTA_NET, "gated_short_conv": SHORT_CONV}
 _FREQ = "linear_attention_freq"
 # Megatron-Bridge's share of the layers with Mamba-2 and attention side by side.
 _ALL_PARALLEL = "falconh1_ratio"
@@ -52,6 +62,7 @@ _DELTA_SIZES = (
     ("linear_value_head_dim", "linear_value_head_dim", 128),
     ("linear_conv_kernel", "linear_conv_kernel_dim", 4),
 )
+_CONV_SIZE, _CONV_BIAS = "short_conv_kernel_dim", "short_conv_bias"
 
 
 def mixer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,6 +111,11 @@ def mixer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
             out["mamba_num_heads"] = 2 * int(args["hidden_size"]) // out["mamba_head_dim"]
     if DELTA_NET in kinds:
         out |= {f: int(args.get(name) or default) for f, name, default in _DELTA_SIZES}
+    if SHORT_CONV in kinds:
+        out |= {
+            "short_conv_taps": int(args.get(_CONV_SIZE) or 3),
+            "short_conv_bias": bool(args.get(_CONV_BIAS)),
+        }
     return out
 
 
@@ -108,20 +124,20 @@ def _linear_layers(args: Mapping[str, Any]) -> list[str] | None:
     variant = args.get(_VARIANT)
     if variant in (None, SPARSE_ATTENTION, COMPRESSED_ATTENTION):
         return None
-    if variant != _GATED_DELTA_NET:
+    if (linear := _MIXERS.get(variant)) is None:
         raise MappingError(
             f"{_VARIANT} is {variant!r}",
-            hint=f"known: {_GATED_DELTA_NET}, {SPARSE_ATTENTION}, {COMPRESSED_ATTENTION}",
+            hint=f"known: {', '.join((*_MIXERS, SPARSE_ATTENTION, COMPRESSED_ATTENTION))}",
             error_id="unsupported-model",
         )
     layers, freq = num_layers(args), args.get(_FREQ)
     if isinstance(freq, int) and freq > 0:
-        return [DELTA_NET if (i + 1) % freq else ATTENTION for i in range(layers)]
+        return [linear if (i + 1) % freq else ATTENTION for i in range(layers)]
     if not isinstance(freq, list | tuple) or len(freq) != layers or set(freq) - {0, 1}:
         raise MappingError(
             f"{_FREQ} is {freq!r:.60}", hint=f"a positive int, or a 0 or 1 for {layers} layers"
         )
-    return [DELTA_NET if f else ATTENTION for f in freq]
+    return [linear if f else ATTENTION for f in freq]
 
 
 def mixer_args(
@@ -151,6 +167,8 @@ def mixer_args(
         out[_ALL_PARALLEL] = 1.0
     if DELTA_NET in joined:
         out |= {name: getattr(config, f) for f, name, _ in _DELTA_SIZES}
+    if SHORT_CONV in joined:
+        out |= {_CONV_SIZE: config.short_conv_taps, _CONV_BIAS: config.short_conv_bias}
     if all(len(kind) == 1 for kind in kinds):
         name = OLD_PATTERN if known.get(OLD_PATTERN) and not known.get(PATTERN) else PATTERN
         depths = config.num_mtp_layers
@@ -163,10 +181,12 @@ def mixer_args(
             out["is_hybrid_model"] = True
         out["moe_layer_freq"] = 1
         return dict.fromkeys(k for k in (_VARIANT, _FREQ) if known.get(k)) | out
-    if DELTA_NET in joined:
-        flags = tuple(int(DELTA_NET in kind) for kind in kinds)
+    for variant, linear in _MIXERS.items():
+        if linear not in joined:
+            continue
+        flags = tuple(int(linear in kind) for kind in kinds)
         freq = skip_freq(flags)
-        out |= {_VARIANT: _GATED_DELTA_NET, _FREQ: freq if isinstance(freq, int) else list(flags)}
+        out |= {_VARIANT: variant, _FREQ: freq if isinstance(freq, int) else list(flags)}
         moe = [int(EXPERTS in kind) for kind in kinds]
         out["moe_layer_freq"] = moe if any(moe) and not all(moe) else 1
     return out | {k: None for k in (PATTERN, OLD_PATTERN) if known.get(k)}

@@ -17,18 +17,20 @@ from megtool.model_config import ModelConfig
 class EitherKey(Setting):
     """A field under one of several keys, which releases of transformers disagree on.
 
-    The first that is there is read; the first of all is written.
+    The first that is there is read; the first of all is written. Without a default one has to be
+    there.
     """
 
     keys: tuple[str, ...]
     field: str
+    default: Any = None
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """The value of the first key that has one."""
         values = [stored[k] for k in self.keys if stored.get(k) is not None]
-        if not values:
+        if not values and self.default is None:
             raise MappingError(f"the configuration lacks {self.keys[0]!r}")
-        into[self.field] = values[0]
+        into[self.field] = values[0] if values else self.default
         return self.keys
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from megtool.config import ParallelConfig
 from megtool.convert.megatron import is_encoder_decoder, split_state
 from megtool.convert.nested import TOWERS
 from megtool.convert.sections import has_parts, section_rows
+from megtool.convert.tp_dims import REPLICATED, TP_DIMS
 from megtool.errors import LayoutError
 from megtool.model_config import ModelConfig
 from megtool.parallel.mesh import Mesh
@@ -21,82 +22,6 @@ from megtool.parallel.pipeline_split import Pipeline, divisors, near, split_stac
 from megtool.tensors.box import Boxes, Ints
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
-# Which dimension tensor parallelism cuts, counted from the end so that leading layer and expert
-# axes do not matter. A name ends with one of these; all others are replicated.
-TP_DIMS: tuple[tuple[str, int], ...] = (
-    ("word_embeddings.weight", -2),
-    ("layer_embeddings.weight", -2),
-    ("output_layer.weight", -2),
-    ("output_layer.bias", -1),
-    ("linear_qkv.weight", -2),
-    ("linear_qkv.bias", -1),
-    ("linear_q_proj.weight", -2),
-    ("linear_q_up_proj.weight", -2),
-    ("linear_kv_up_proj.weight", -2),
-    ("cross_attention.linear_q.weight", -2),
-    ("cross_attention.linear_q.bias", -1),
-    ("cross_attention.linear_kv.weight", -2),
-    ("cross_attention.linear_kv.bias", -1),
-    ("core_attention.softmax_offset", -1),
-    ("core_attention.attn_sink", -1),
-    ("linear_o_group_proj", -2),
-    ("linear_proj.weight", -1),
-    ("linear_fc1.weight", -2),
-    ("linear_fc1.bias", -1),
-    ("linear_fc2.weight", -1),
-    ("eh_proj.weight", -2),
-    ("e_proj.weight", -2),
-    ("h_proj.weight", -2),
-    *(
-        (f"{mixer}.{name}", dim)
-        for mixer in ("mixer", "mamba_mixer")
-        for name, dim in (
-            ("A_log", -1),
-            ("D", -1),
-            ("dt_bias", -1),
-            ("norm.weight", -1),
-            ("out_proj.weight", -1),
-            ("in_proj.weight", -2),
-            *((f"in_proj.weight.{x}", -2) for x in ("z", "x", "B", "C", "dt")),
-            *((f"conv1d{s}weight", -3) for s in "._"),
-            *((f"conv1d{s}bias", -1) for s in "._"),
-            *((f"conv1d.weight.{x}", -3) for x in ("x", "B", "C")),
-            *((f"conv1d.bias.{x}", -1) for x in ("x", "B", "C")),
-        )
-    ),
-    ("self_attention.in_proj.weight", -2),
-    *(
-        (f"self_attention.in_proj.weight.{x}", -2)
-        for x in ("query", "key", "value", "z", "beta", "alpha")
-    ),
-    ("self_attention.conv1d.weight", -3),
-    *((f"self_attention.conv1d.weight.{x}", -3) for x in ("query", "key", "value")),
-    ("self_attention.A_log", -1),
-    ("self_attention.dt_bias", -1),
-    ("self_attention.out_proj.weight", -1),
-)
-
-# What every tensor rank has whole; of any other name it is not known whether it is cut.
-_REPLICATED = re.compile(
-    r"(?:^|[._])(?:\w*norm|layer_norm)[._](?:weight|bias)$"
-    r"|\blinear_(?:proj|fc2)\.bias$"
-    r"|\blinear_(?:q|kv|qkv)_down_proj\.weight$"
-    r"|\bindexer\.linear_(?:wq_b|wk|weights_proj)\.weight$"
-    r"|\brouter\.\w+$"
-    r"|\blinear_kv_proj\.weight$"
-    r"|\bcompressor\.(?:linear_wkv\.weight|linear_wgate\.weight|ape)$"
-    r"|\b(?:self_attention|mlp)_hyper_connection\.(?:mapping_proj\.weight|bias|alpha_\w+)$"
-    r"|\bhc_head_(?:fn|base|scale)$"
-    r"|\blayer_scalar$"
-    r"|\bactivation_func\.(?:alpha_p|alpha_n|beta|eps)$"
-    r"|\b(?:layer_proj|input_gate|input_proj)\.weight$"
-    r"|\bfc[12]_latent_proj\.weight$"
-    r"|\bshared_experts\.gate_weight$"
-    r"|\b(?:position|tokentype)_embeddings\.weight$"
-    r"|\brelative_attention_bias\.weight$"
-    r"|\brotary_pos_emb\.inv_freq$"
-    r"|^(?:lm_head\.dense|binary_head|pooler\.dense)\.(?:weight|bias)$"
-)
 # Other parts of models than their text: every rank of the first stage has them whole, whatever
 # their names end with, unless they are made of Megatron's own layers.
 _TOWER = re.compile(rf"(?:{'|'.join(TOWERS)})\.(?!decoder\.layers\.)")
@@ -326,6 +251,8 @@ def _layer_fault(config: ModelConfig, tp: int) -> str | None:
     for name, layers in _MIXER_HEADS:
         if getattr(config, layers) and (heads := getattr(config, name)) % tp:
             return f"{name}={heads}"
+    if config.conv_layers and config.hidden_size % tp:
+        return f"hidden_size={config.hidden_size}"
     if config.num_heads % tp:
         return f"num_heads={config.num_heads}"
     if config.is_compressed and config.out_groups % tp:
@@ -481,7 +408,7 @@ def is_known(key: str) -> bool:
     if is_tower(key):
         return True
     suffix = _suffix(key)
-    return bool(_tp_dim(suffix) or _REPLICATED.search(suffix))
+    return bool(_tp_dim(suffix) or REPLICATED.search(suffix))
 
 
 def is_tower(key: str) -> bool:

@@ -78,6 +78,8 @@ _WITHIN = {
     "delta.o": "self_attention.out_proj",
     "mamba.in": "mixer.in_proj",
     "mamba.out": "mixer.out_proj",
+    "short_conv.in": "short_conv.in_proj",
+    "short_conv.out": "short_conv.out_proj",
     "mlp.fc1": "mlp.linear_fc1",
     "mlp.down": "mlp.linear_fc2",
     "mlp.router": "mlp.router",
@@ -89,7 +91,7 @@ _WITHIN = {
 
 
 _OF_WHOLE_ROWS = ("attn.index_", *(name for name, _ in _COMPRESSORS))
-_CUT_COLUMNS = ("attn.o", "delta.o", "mamba.out", "mlp.down", "mlp.shared.down")
+_CUT_COLUMNS = ("attn.o", "delta.o", "mamba.out", "short_conv.out", "mlp.down", "mlp.shared.down")
 
 
 _DOWN = ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj", "linear_kv_proj")

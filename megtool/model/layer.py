@@ -23,6 +23,7 @@ from megtool.model.mlp import Mlp
 from megtool.model.moe import MoeMlp
 from megtool.model.norm import NoNorm, NormLayer, NormSpec
 from megtool.model.param_attributes import mark
+from megtool.model.short_conv import GatedShortConv
 from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
 
@@ -30,9 +31,10 @@ from megtool.parallel.process_groups import ProcessGroups
 class TransformerLayer(nn.Module):
     """A layer, under its number in the entire model, with the branches that `layer_kinds` names.
 
-    Tokens are mixed by attention or a gated delta net (`self_attention`) or a Mamba-2 mixer
-    (`mixer`), or not at all; `mlp` is an MLP, experts, or None. Attention may have a Mamba-2 mixer
-    beside it (`mamba_mixer`): both are given the output of `norm`, and their sum is added.
+    Tokens are mixed by attention or a gated delta net (`self_attention`), a Mamba-2 mixer (`mixer`)
+    or a gated short convolution (`short_conv`), or not at all; `mlp` is an MLP, experts, or None.
+    Attention may have a Mamba-2 mixer beside it (`mamba_mixer`): both are given the output of
+    `norm`, and their sum is added.
 
     The norms before attention and MLP are part of their first projections (`layer_norm_weight`),
     except before latent attention (`input_layernorm`) and experts (`pre_mlp_layernorm`). That
@@ -84,6 +86,7 @@ class TransformerLayer(nn.Module):
         elif layer in config.delta_layers:
             self.self_attention = build(GatedDeltaNet)
         self.mixer: nn.Module | None = None
+        self.short_conv = build(GatedShortConv) if layer in config.conv_layers else None
         self.mamba_mixer: nn.Module | None = None
         self.norm: NormLayer | None = None
         if layer in config.parallel_layers:
@@ -156,11 +159,12 @@ class TransformerLayer(nn.Module):
             y_TH: Tensor = self._post_norms[1](self._add(x_TH, self.feed(x_TH, frame), second))
             return y_TH
         norm = self.mlp_norm
-        if norm is None and self.self_attention is None and self.mixer is None:
+        has_mixer = self.token_mixer is not None
+        if norm is None and not has_mixer:
             return x_TH
         if norm is None:
             return self._add(x_TH, self.attend(x_TH, frame), first)
-        if self.self_attention is None and self.mixer is None:
+        if not has_mixer:
             return self._add(x_TH, self.feed(norm.normalize(x_TH), frame, x_TH), second)
         attended = self.attend(x_TH, frame)
         if self.config.parallel_residual:
@@ -185,6 +189,12 @@ class TransformerLayer(nn.Module):
         read_TH, post_TN, mix_TNM = hyper(x_TH)
         normal_TH = read_TH if norm is None else norm.normalize(read_TH)
         return hyper.add(x_TH, dropped(self.feed(normal_TH, frame), second), post_TN, mix_TNM)
+
+    @property
+    def token_mixer(self) -> nn.Module | None:
+        """The module that mixes tokens (attention, where it has another beside it), if any."""
+        mixers = (self.self_attention, self.mixer, self.short_conv)
+        return next((m for m in mixers if m is not None), None)
 
     @property
     def mlp_norm(self) -> NormLayer | NoNorm | ColumnLinear | None:
@@ -212,8 +222,7 @@ class TransformerLayer(nn.Module):
             return self._attend_and_mix(self.norm(x_TH), frame)
         if self.input_layernorm is not None:
             x_TH = self.input_layernorm(x_TH)
-        mixer = self.mixer if self.self_attention is None else self.self_attention
-        y_TH: Tensor = cast(nn.Module, mixer)(x_TH, frame)
+        y_TH: Tensor = cast(nn.Module, self.token_mixer)(x_TH, frame)
         return y_TH if self._branch_norms is None else self._branch_norms[0](y_TH)
 
     def _attend_and_mix(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
@@ -266,11 +275,12 @@ def check_branches(config: ModelConfig, layer: int) -> None:
             ("attention", config.attn_layers),
             ("Mamba-2", config.mamba_layers),
             ("a gated delta net", config.delta_layers),
+            ("a gated short convolution", config.conv_layers),
         )
         if layer in layers
     ]
     odd = config.kv_lora_rank or not config.pre_norms or config.parallel_residual
-    if layer in config.delta_layers or odd:
+    if layer in config.delta_layers | config.conv_layers or odd:
         raise MappingError(
             f"layer {layer} has {' and '.join(mixers)} side by side",
             hint="such a model is converted, but not run",

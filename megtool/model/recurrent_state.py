@@ -1,4 +1,4 @@
-"""States of recurrent mixers between passes: Mamba-2 and the gated delta net."""
+"""States of mixers between passes: Mamba-2, the gated delta net, the gated short convolution."""
 
 from __future__ import annotations
 
@@ -53,6 +53,15 @@ class MixerSize:
         )
 
     @classmethod
+    def short_conv(cls, config: ModelConfig, tp: int = 1) -> MixerSize:
+        """A gated short convolution, cut over `tp` ranks by channels; it sums up nothing."""
+        return cls(
+            num_taps=config.short_conv_taps,
+            num_channels=config.hidden_size // tp,
+            recurrent=(0, 0, 0),
+        )
+
+    @classmethod
     def compressor(cls, config: ModelConfig, layer: int) -> MixerSize:
         """What makes compressed keys, its indexer's among them; the same on every rank."""
         ratio, overlaps = (config.compress_ratios or ())[layer], layer in config.index_layers
@@ -79,6 +88,8 @@ class Mixers:
                 sizes[layer] = MixerSize.mamba(config, tp)
             elif layer in config.delta_layers:
                 sizes[layer] = MixerSize.delta_net(config, tp)
+            elif layer in config.conv_layers:
+                sizes[layer] = MixerSize.short_conv(config, tp)
             elif layer in config.compressed_layers:
                 sizes[layer] = MixerSize.compressor(config, layer)
         return cls(sizes)

@@ -71,6 +71,15 @@ _CONV = ("mixer.conv1d.weight", "mixer.conv1d.bias")
 _MAMBA_STATE = ("mixer.dt_bias", "mixer.A_log", "mixer.D")
 _MAMBA_NORM = ("mixer.in_proj.layer_norm_weight", "mixer.in_proj.layer_norm_bias")
 _MAMBA_OUT = ("mixer.norm.weight", "mixer.out_proj.weight")
+_SHORT_CONV = (
+    "short_conv.in_proj.layer_norm_weight",
+    "short_conv.in_proj.weight",
+    "short_conv.in_proj.bias",
+    "short_conv.conv1d.weight",
+    "short_conv.conv1d.bias",
+    "short_conv.out_proj.weight",
+    "short_conv.out_proj.bias",
+)
 _CROSS = (
     "self_attention.relative_pos_emb.relative_attention_bias.weight",
     "pre_cross_attn_layernorm.weight",
@@ -237,7 +246,8 @@ def _layer(fused: bool, conv_first: bool) -> tuple[str, ...]:
     the norm of both."""
     mamba = _mamba(fused, conv_first)
     parallel = (f"mamba_{n}" for n in mamba if n.startswith("mixer."))
-    return (*parallel, *(_FUSED if fused else _LOCAL), *_delta_net(fused), *mamba, *_CROSS, *_MLP)
+    rest = (*_SHORT_CONV, *_CROSS, *_MLP)
+    return (*parallel, *(_FUSED if fused else _LOCAL), *_delta_net(fused), *mamba, *rest)
 
 
 _LAYERS = {(fused, conv): _layer(fused, conv) for fused in (True, False) for conv in (True, False)}

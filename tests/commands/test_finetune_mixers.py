@@ -20,10 +20,10 @@ pytest.importorskip("transformers")
 HOW: dict[str, Any] = {"save_interval": 2, "train_iters": 4}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["nemotron_h"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source") / "model"
-    family, _, keys = moe_models.CASES["nemotron_h"]
+    family, _, keys = moe_models.CASES[request.param]
     sizes = {"vocab_size": tiny_text.VOCABULARY, "eos_token_id": tiny_text.END}
     tiny_model(family, folder, sizes=moe_models.SIZES, **keys | sizes)
     tiny_text.save_tokenizer(folder)
@@ -43,6 +43,7 @@ def test_a_run_goes_on_with_the_same_bits(model: Path, data: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["nemotron_h", "lfm2_moe"], indirect=True)
 def test_state_in_buckets_goes_on_with_the_same_bits(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -54,7 +55,8 @@ def test_state_in_buckets_goes_on_with_the_same_bits(
     tune(model, out, data, **how)
     assert curve(out) == curve(reference)
     assert verify(out, reference).verdict == "equal"
-    reshard(out, tmp_path / "ranks", to="megatron", tp=2, pp=2, fsync=False)
+    layout = {"tp": 2, "pp": 2, "first_stage_layers": 2}
+    reshard(out, tmp_path / "ranks", to="megatron", fsync=False, **layout)
     assert verify(reference, tmp_path / "ranks").verdict == "equal"
 
 
@@ -76,6 +78,7 @@ def test_ranks_draw_the_curve_of_one(layout, model, data, tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["nemotron_h", "lfm2_moe"], indirect=True)
 def test_adapters_of_mixers_are_trained_and_merged(model: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     tune(model, out, data, **HOW, lora_rank=2)

@@ -75,6 +75,12 @@ _COMPRESSED = {
 RECURRENT: dict[str, dict[str, Any]] = {
     "compressed keys": _COMPRESSED,
     "delta nets": _DELTA | {"num_layers": 2, "layer_kinds": ("G-", "*-"), "mtp_kind": "*-"},
+    "short convolutions": {
+        "num_layers": 2,
+        "layer_kinds": ("c-", "*-"),
+        "mtp_kind": "c-",
+        "short_conv_taps": 5,
+    },
     "mamba": _MAMBA | {"num_layers": 3, "layer_kinds": ("M", "*", "-"), "mtp_kind": "*-"},
     "mamba, predicted by several layers": _MAMBA
     | {"num_layers": 2, "layer_kinds": ("M", "-"), "mtp_kind": "M*-M"},

@@ -214,6 +214,7 @@ def test_loss_and_gradients(case: Case, pair: Callable[..., Any]) -> None:
                 "0.mlp.c_proj.weight",
                 "0.mlp.dense_4h_to_h.weight",
                 "0.feed_forward.down_proj.weight",
+                "0.feed_forward.w2.weight",
                 "0.ffn.proj_2.weight",
                 "0.mlp.fc2.weight",
                 "layers.0.fc2.weight",

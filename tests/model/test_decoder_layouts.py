@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 from megtool.inference.load import load
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.models import dense_decoders as dense
-from tests.support.models import moe_models, mtp_models, nested_cases
+from tests.support.models import moe_cases, moe_models, mtp_models, nested_cases
 from tests.support.models.dense_cases import GEMMA4_SMALL, LOCAL, PADDED, WITH_BIASES
 from tests.support.models.dense_decoders import LLAMA3, MULTIPLIED, WINDOWED
 from tests.support.models.tiny_model import BIASED, TIED, UNTIED, Case
@@ -139,6 +139,12 @@ MOE["granitemoehybrid"] = partial(
     **FOUR,
     layer_types=["linear_attention", "full_attention"] * 2,
 )
+MOE["lfm2_moe"] = partial(
+    moe_models.transformers_model,
+    "lfm2_moe",
+    **FOUR,
+    layer_types=moe_cases.LFM2["layer_types"],
+)
 MOE["gemma4-experts"] = partial(
     moe_models.transformers_model,
     "gemma4-experts",
@@ -188,9 +194,9 @@ WITHIN = {case.family: partial(case.build, dtype="float32") for case in nested_c
 
 
 def hybrid_families() -> set[str]:
-    """Families with layers of Mamba-2 or gated delta nets, by the rows of their converters."""
+    """Families whose layers are not all attention, by the rows of their converters."""
     rows = {f.name: [str(row.when) for row in f.hf if isinstance(row, Row)] for f in families()}
-    kinds = ("mamba_layers", "delta_layers")
+    kinds = ("mamba_layers", "delta_layers", "conv_layers")
     return {name for name, whens in rows.items() if any(k in w for w in whens for k in kinds)}
 
 

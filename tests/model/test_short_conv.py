@@ -9,13 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megtool.errors import UsageError
+from megtool.config import ParallelConfig
+from megtool.errors import LayoutError, UsageError
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache, KeySpan, KVCache, PagedCache
+from megtool.model.decoder import Decoder
 from megtool.model.forward_context import ForwardContext
 from megtool.model.recurrent_state import Mixers, MixerSize
-from megtool.model.short_conv import ShortConv
+from megtool.model.short_conv import GatedShortConv, ShortConv
 from megtool.model_config import ModelConfig
+from megtool.parallel.process_groups import ProcessGroups
+from megtool.train.memory_estimate import meta_groups
+from tests.support.errors import raises
+from tests.support.worlds import context_layouts
+from tests.support.worlds.gloo_world import run_world
 
 CONFIG = ModelConfig(
     num_layers=3,
@@ -151,3 +158,94 @@ def test_sizes_of_states_and_who_has_some() -> None:
     keys = 2 * 2 * 2 * 4 * 8 * 2
     states = 2 * (3 * 2 * (CHANNELS + 32) + 4 * (4 * 4 * 8 + 4 * 3 * 5))
     assert cache.num_bytes == keys + states
+
+
+# ---- as a mixer of their own
+
+GATED = ModelConfig(
+    num_layers=2,
+    hidden_size=16,
+    ffn_hidden_size=24,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=50,
+    layer_kinds=("c-", "*-"),
+    short_conv_taps=3,
+    short_conv_bias=True,
+)
+
+
+def test_a_gated_convolution_with_biases_is_that_of_transformers() -> None:
+    modeling = pytest.importorskip("transformers.models.lfm2.modeling_lfm2")
+    theirs = modeling.Lfm2ShortConv(
+        modeling.Lfm2Config(
+            hidden_size=16,
+            conv_L_cache=3,
+            conv_bias=True,
+            num_hidden_layers=1,
+            layer_types=["conv"],
+        ),
+        0,
+    )
+    ours = GatedShortConv(GATED, 0, ProcessGroups.alone(), device="cpu")
+    names = {"in_proj": "in_proj", "conv1d": "conv", "out_proj": "out_proj"}
+    weights = theirs.state_dict()
+    with torch.no_grad():
+        ours.in_proj.layer_norm_weight.fill_(1.0)
+        for name, parameter in ours.named_parameters():
+            module, _, kind = name.partition(".")
+            if not kind.startswith("layer_norm"):
+                parameter.copy_(weights[f"{names[module]}.{kind}"])
+    frame = ForwardContext(
+        num_rows=2,
+        num_tokens=7,
+        positions_BS=torch.arange(7).expand(2, 7),
+        rotary=None,  # type: ignore[arg-type]
+        masks=(),
+    )
+    x_BSH = numbers(2, 7, 16)
+    got = ours(x_BSH.flatten(0, 1), frame).view(2, 7, 16)
+    want = theirs(ours.in_proj.normalize(x_BSH))
+    torch.testing.assert_close(got, want)
+    (got**2).sum().backward()
+    (want**2).sum().backward()
+    for module, stored in names.items():
+        for kind in ("weight", "bias"):
+            torch.testing.assert_close(
+                ours.get_parameter(f"{module}.{kind}").grad,
+                theirs.get_parameter(f"{stored}.{kind}").grad,
+            )
+
+
+def test_names_of_a_gated_convolution() -> None:
+    decoder = Decoder(GATED)
+    own = [n for n, _ in decoder.named_parameters() if n.startswith("decoder.layers.0.")]
+    module = "decoder.layers.0.short_conv."
+    assert [n.removeprefix(module) for n in own if n.startswith(module)] == [
+        "in_proj.layer_norm_weight",
+        "in_proj.weight",
+        "in_proj.bias",
+        "conv1d.weight",
+        "conv1d.bias",
+        "out_proj.weight",
+        "out_proj.bias",
+    ]
+    assert Mixers.of(GATED, [0, 1], tp=2).sizes == {
+        0: MixerSize(num_taps=3, num_channels=8, recurrent=(0, 0, 0))
+    }
+
+
+@pytest.mark.parametrize("layout", [{"tp": 3}, {"tp": 4, "cp": 8}], ids=str)
+def test_channels_that_do_not_go_evenly_are_refused(layout: Any) -> None:
+    with raises(LayoutError, "16 channels of gated short convolutions cannot be split over tp="):
+        GatedShortConv(GATED, 0, meta_groups(ParallelConfig(**layout), 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"cp": 2}, {"tp": 2}], ids=str)
+def test_ranks_have_the_numbers_of_one_process(layout: dict[str, int]) -> None:
+    jobs = [("short convolutions", kind, layout, "tp" in layout) for kind in ("plain", "documents")]
+    jobs += [("short convolutions", "padded left", layout, False)]
+    for differences in run_world(context_layouts.compare_all, 2, jobs):
+        assert {k: v for k, v in differences.items() if not v < 1e-5} == {}

@@ -16,6 +16,7 @@ from tests.support.errors import raises
 from tests.support.models import dense_decoders as dense
 from tests.support.models.dense_cases import (
     ALPHA,
+    CONV,
     GEMMA4_SMALL,
     LATENT,
     LOCAL,
@@ -121,6 +122,8 @@ SLOW = [
     Case("gpt_neo", TIED | NEO, "gpt_neo"),
     Case("jais2", UNTIED, "jais2"),
     Case("granite_swa", TIED | SWASH, "granite_swa"),
+    Case("lfm2", TIED | CONV, "lfm2"),
+    experts("lfm2_moe", num_hidden_layers=3),
     Case("afmoe", AFMOE, "afmoe"),
     Case("flex_olmo", FLEX, "flex_olmo"),
     Case("vaultgemma", TIED | HEAD | WINDOW, "vaultgemma"),

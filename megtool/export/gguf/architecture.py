@@ -138,9 +138,15 @@ BIASED_OUTPUTS: Limit = (
 Choice = Callable[[Family, ModelConfig], Architecture]
 
 
-def written(name: str, *parts: Table, limits: tuple[Limit, ...] = (), **more: Any) -> Choice:
+def written(
+    name: str,
+    *parts: Table,
+    ends: Table = tables.ENDS,
+    limits: tuple[Limit, ...] = (),
+    **more: Any,
+) -> Choice:
     """With names of its own, by which files are written and not read."""
-    table = tuple(row for part in (tables.ENDS, *parts) for row in part)
+    table = tuple(row for part in (ends, *parts) for row in part)
     return lambda _, c: Architecture(name=name, table=table, limits=limits, **more)
 
 

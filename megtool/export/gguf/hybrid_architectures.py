@@ -1,4 +1,4 @@
-"""llama.cpp's architectures of models with Mamba-2 or gated delta nets."""
+"""llama.cpp's architectures of models with Mamba-2, gated delta nets or short convolutions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from megtool.convert.mapping import in_branches
 from megtool.export.gguf import hybrid_tables, tables
 from megtool.export.gguf.architecture import (
     BIASED,
+    MIXED_LAYERS,
+    OTHER_HEADS,
     PARTLY_MOE,
     UNNORMALIZED,
     Architecture,
@@ -203,6 +205,33 @@ def _turning_keys(c: ModelConfig) -> dict[str, Any]:
     return _delta_keys(c) | {"rope.dimension_sections": list_sections(c, (11, 11, 10))}
 
 
+def _conv_keys(c: ModelConfig) -> dict[str, Any]:
+    """Short convolutions in layers without heads of keys."""
+    out: dict[str, Any] = {
+        "shortconv.l_cache": c.short_conv_taps,
+        "attention.head_count_kv": [c.num_kv_heads * (i in c.attn_layers) for i in _each(c)],
+    }
+    return out | (expert_keys(c) if c.num_experts else {})
+
+
+_CONV_BIASES: Limit = (
+    lambda c: c.short_conv_bias,
+    "llama.cpp has no biases in short convolutions (conv_bias)",
+)
+_ONE_TAP: Limit = (
+    lambda c: bool(c.conv_layers) and c.short_conv_taps < 2,
+    "llama.cpp has short convolutions over two tokens and more (conv_L_cache)",
+)
+_UNBIASED: Limit = (
+    lambda c: not c.router_expert_bias,
+    "llama.cpp has a bias in the choice of experts (use_expert_bias)",
+)
+_SCALED_SHARES: Limit = (
+    lambda c: c.router_scaling != 1,
+    "llama.cpp does not multiply the shares of experts (routed_scaling_factor)",
+)
+
+
 def _delta_changes(_: ModelConfig) -> Mapping[str, Change]:
     return {"layers.delta.A_log": _DECAY}
 
@@ -225,6 +254,7 @@ _FALCON_H1 = written(
     limits=(_TIED_MULTIPLES, _NORM_BEFORE_GATE),
     oddities=(_LIMITED_STEPS,),
 )
+_LFM2_LAYERS = (*tables.NORMS, *tables.ATTENTION, *hybrid_tables.SHORT_CONV, *tables.MLP)
 _QWEN_LAYERS = (*tables.LATER_NORMS, *hybrid_tables.GATED_ATTENTION)
 
 HYBRIDS: Mapping[str, Choice] = {
@@ -240,6 +270,21 @@ HYBRIDS: Mapping[str, Choice] = {
         changes=_mamba_changes,
     ),
     "falcon_h1": _FALCON_H1,
+    "lfm2": written(
+        "lfm2",
+        _LFM2_LAYERS,
+        ends=hybrid_tables.LFM2_ENDS,
+        keys=_conv_keys,
+        limits=(_CONV_BIASES, _ONE_TAP, OTHER_HEADS),
+    ),
+    "lfm2_moe": written(
+        "lfm2moe",
+        _LFM2_LAYERS,
+        tables.EXPERTS,
+        ends=hybrid_tables.LFM2_ENDS,
+        keys=_conv_keys,
+        limits=(_CONV_BIASES, _ONE_TAP, OTHER_HEADS, MIXED_LAYERS, _UNBIASED, _SCALED_SHARES),
+    ),
     "nemotron_h": _nemotron_h,
     "qwen3_next": written(
         "qwen3next",

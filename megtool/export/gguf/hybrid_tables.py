@@ -1,4 +1,4 @@
-"""Names of the tensors of Mamba-2, gated delta nets, and what is beside them, in GGUF files."""
+"""Names in GGUF files of Mamba-2, gated delta nets, short convolutions, and what is beside them."""
 
 from __future__ import annotations
 
@@ -50,6 +50,23 @@ MAMBA: Table = (
     Row(_STORED + "ssm_norm.weight", InRows(_MAMBA + "norm.weight", "mamba_num_groups")),
     Row(_STORED + "ssm_out.weight", _MAMBA + "out.weight"),
 )
+
+LFM2_ENDS: Table = (
+    Row("token_embd.weight", "embed.weight"),
+    Row("token_embd_norm.weight", "norm.weight"),
+    Row("output.weight", "head.weight", when="not tied_embeddings"),
+)
+"""The norm after the last layer is called that of the embedding."""
+
+SHORT_CONV: Table = (
+    Row(
+        _STORED + "shortconv.in_proj.weight",
+        Cat(*(f"{_OURS}short_conv.in_{part}.weight" for part in "BCx")),
+    ),
+    Row(_STORED + "shortconv.conv.weight", Squeezed(_OURS + "short_conv.conv_x.weight")),
+    Row(_STORED + "shortconv.out_proj.weight", _OURS + "short_conv.out.weight"),
+)
+"""Gated short convolutions."""
 
 LATENT_EXPERTS: Table = (
     Row(_STORED + "ffn_latent_down.weight", _OURS + "mlp.latent_in.weight"),

@@ -169,6 +169,7 @@ _ORDER = [
     "attn",
     "delta",
     "mamba",
+    "short_conv",
     *("in_z", "in_x", "in_B", "in_C", "in_dt"),
     "q",
     "k",
@@ -300,7 +301,7 @@ def find_fused_name(module: ModuleInfo) -> str:
     parent, _, last = module.name.rpartition(".")
     if parent.endswith(".delta") and last in ("q", "k", "v", "z"):
         return f"{parent}.qkvz"
-    if parent.endswith(".mamba") and last != "out":
+    if parent.endswith((".mamba", ".short_conv")) and last != "out":
         return f"{parent}.in"
     if "state_gate" in module.roles:
         return f"{parent}.ba"

@@ -47,7 +47,7 @@ _SITES = (
     "linear_weights_proj",
     "k_norm",
     "eh_proj",
-    "in_proj",  # of Mamba-2 mixers and gated delta nets
+    "in_proj",  # of Mamba-2 mixers, gated delta nets, short convolutions
     "out_proj",
     "out_norm",
     "fc1_latent_proj",

@@ -27,6 +27,7 @@ _NORMS = (
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("self_attention.in_proj.layer_norm_", "input_layernorm."),
     ("mixer.in_proj.layer_norm_", "norm."),
+    ("short_conv.in_proj.layer_norm_", "input_layernorm."),
 )
 
 

@@ -176,6 +176,7 @@ _LATENT = {
 
 _DELTA_NET = {"in_proj": ("q", "k", "v", "z", "b", "a"), "out_proj": ("o",)}
 _MAMBA = {"in_proj": ("in_z", "in_x", "in_B", "in_C", "in_dt"), "out_proj": ("out",)}
+_SHORT_CONV = {"in_proj": ("in_B", "in_C", "in_x"), "out_proj": ("out",)}
 
 
 def canonical_modules(name: str, config: ModelConfig) -> tuple[str, ...]:
@@ -194,6 +195,8 @@ def canonical_modules(name: str, config: ModelConfig) -> tuple[str, ...]:
         return (attn + "o",)
     if within in ("mixer", "mamba_mixer"):
         return tuple(f"layers.{number}.mamba.{m}" for m in _MAMBA[last])
+    if within == "short_conv":
+        return tuple(f"layers.{number}.short_conv.{m}" for m in _SHORT_CONV[last])
     if last in _DELTA_NET:
         return tuple(delta + m for m in _DELTA_NET[last])
     if last == "linear_fc1":

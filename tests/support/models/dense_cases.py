@@ -37,6 +37,12 @@ MIXED = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 4}
 
 FULL = ["full_attention"]
 
+CONV = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "block_multiple_of": 8,
+}
+
 SWASH = {
     "num_hidden_layers": 4,
     "sliding_window": 5,
@@ -225,6 +231,8 @@ MORE = [
     Case("jais2", TIED | {"attention_bias": False, "mlp_bias": False}),
     Case("openelm", UNTIED | LAYERS | {"normalize_qk_projections": False}),
     Case("granite_swa", TIED | SWASH),
+    Case("lfm2", TIED | CONV),
+    Case("lfm2", UNTIED | CONV | {"conv_bias": True, "block_auto_adjust_ff_dim": False}),
     Case("granite_swa", UNTIED | BIASED | TWO_BASES),
 ]
 """Cases of the slow tests, of which the fast ones compute the logits alone."""

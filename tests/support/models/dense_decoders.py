@@ -10,6 +10,7 @@ import torch
 
 from tests.support.models.dense_cases import (
     ALPHA,
+    CONV,
     FULL,
     GEMMA4,
     GEMMA4_SMALL,
@@ -223,6 +224,7 @@ MORE = [
     Case("gpt_neo", TIED | NEO, "gpt_neo"),
     Case("jais2", UNTIED, "jais2"),
     Case("granite_swa", TIED | SWASH | {"attention_multiplier": 0.2}, "granite_swa"),
+    Case("lfm2", TIED | CONV, "lfm2"),
     Case("granite_swa", UNTIED | TWO_BASES | {"attention_multiplier": 0.2}, "granite_swa-bases"),
 ]
 """Cases of the slow tests, of which the fast ones compute the logits alone."""

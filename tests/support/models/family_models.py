@@ -204,6 +204,8 @@ _SIGMOID = {
 
 _SHARED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
 
+_CONV = ["conv", "full_attention"]
+
 MORE: dict[str, dict[str, Any]] = {
     "phimoe": _GROUPED
     | _EXPERTS
@@ -252,6 +254,10 @@ MORE: dict[str, dict[str, Any]] = {
     "afmoe": _GROUPED
     | {"intermediate_size": 128, "moe_intermediate_size": 64, "num_experts": 4}
     | {"num_experts_per_tok": 2, "num_shared_experts": 1, "sliding_window": 16},
+    "lfm2": {"num_key_value_heads": 1, "intermediate_size": 256, "layer_types": _CONV},
+    "lfm2_moe": {"num_key_value_heads": 1, "intermediate_size": 128, "layer_types": _CONV}
+    | {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    | {"num_dense_layers": 1},
     "flex_olmo": _GROUPED | {"intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
     "hy_v3": _GROUPED
     | {"moe_intermediate_size": 64, "intermediate_size": 128}

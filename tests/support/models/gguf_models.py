@@ -79,6 +79,7 @@ YARN = {
 }
 MISTRAL_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+LFM2 = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 AFMOE = {
     "num_hidden_layers": 4,
     "num_experts": 4,
@@ -374,6 +375,13 @@ COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bigcode": ("gpt_bigcode", {"tie_word_embeddings": True}),
     "jais2": ("jais2", {}),
     "afmoe": ("afmoe", AFMOE),
+    "lfm2": ("lfm2", LFM2 | {"tie_word_embeddings": True}),
+    "lfm2_moe": (
+        "lfm2_moe",
+        LFM2
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"num_dense_layers": 1},
+    ),
     "helium": ("helium", {"head_dim": 16}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", HUNYUAN),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", HUNYUAN | {"num_experts": 4, "moe_topk": 2}),

@@ -344,6 +344,15 @@ AFMOE = {
     "sliding_window": 5,
 }
 
+LFM2 = {
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_dense_layers": 1,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+}
+
 FLEX = {"intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 
 MORE: list[tuple[str, str, dict[str, Any]]] = [
@@ -373,6 +382,12 @@ MORE: list[tuple[str, str, dict[str, Any]]] = [
     ("afmoe", "Afmoe", AFMOE),
     ("afmoe", "Afmoe", AFMOE | {"mup_enabled": False, "num_dense_layers": 0}),
     ("flex_olmo", "FlexOlmo", FLEX),
+    ("lfm2_moe", "Lfm2Moe", LFM2),
+    (
+        "lfm2_moe",
+        "Lfm2Moe",
+        LFM2 | {"conv_bias": True, "use_expert_bias": False, "tie_word_embeddings": False},
+    ),
     ("flex_olmo", "FlexOlmo", FLEX | {"norm_topk_prob": True, "attention_bias": True}),
 ]
 """Cases of the slow tests."""

@@ -278,6 +278,13 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "hy_v3": ("hy_v3", "HYV3", moe_cases.HY3 | {"num_experts": 8, "num_experts_per_tok": 3}),
     "afmoe": ("afmoe", "Afmoe", moe_cases.AFMOE | {"num_experts": 8, "route_scale": 1.5}),
     "flex_olmo": ("flex_olmo", "FlexOlmo", moe_cases.FLEX | {"num_experts": 8}),
+    "lfm2_moe": (
+        "lfm2_moe",
+        "Lfm2Moe",
+        moe_cases.LFM2
+        | {"num_experts": 8, "routed_scaling_factor": 1.5, "tie_word_embeddings": False}
+        | {"layer_types": ["conv", "full_attention", "conv"]},
+    ),
 }
 """Cases of the slow tests, of which the fast ones compute the logits alone."""
 

@@ -88,6 +88,8 @@ CLASSES: dict[str, tuple[str, str]] = {
     "gptj": ("GPTJForCausalLM", "GPTJConfig"),
     "granite": ("GraniteForCausalLM", "GraniteConfig"),
     "granitemoe": ("GraniteMoeForCausalLM", "GraniteMoeConfig"),
+    "lfm2": ("Lfm2ForCausalLM", "Lfm2Config"),
+    "lfm2_moe": ("Lfm2MoeForCausalLM", "Lfm2MoeConfig"),
     "granite_swa": ("GraniteSWAForCausalLM", "GraniteSWAConfig"),
     "granitemoe_swa": ("GraniteMoeSWAForCausalLM", "GraniteMoeSWAConfig"),
     "granitemoehybrid": ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig"),

@@ -62,6 +62,8 @@ MODELS: dict[str, dict[str, Any]] = {
         linear_key_head_dim=4,
         linear_value_head_dim=6,
     ),
+    "short convolutions": DENSE
+    | dict(layer_kinds=("c-", "*-"), short_conv_taps=3, short_conv_bias=True),
     "biased experts": SIZES | moe_layouts.MODELS["biases"],
 }
 MAMBA = DENSE | dict(
