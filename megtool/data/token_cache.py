@@ -138,9 +138,15 @@ class IndexedStore:
 
 
 def is_indexed(source: str | Path) -> bool:
-    """Whether a name is that of a Megatron data set: a prefix, or one of its two files."""
-    prefix = dataset_prefix(location(source))
-    return bool(prefix.name) and add_suffix(prefix, INDEX).is_file()
+    """Whether a name is that of a Megatron data set: a prefix, or one of its two files.
+
+    A text with the name of a prefix is that text: `text.jsonl` beside `text.jsonl.bin`.
+    """
+    path = location(source)
+    prefix = dataset_prefix(path)
+    if not prefix.name or not add_suffix(prefix, INDEX).is_file():
+        return False
+    return prefix != path or not path.is_file()
 
 
 def store_tokens(

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from megtool.data.token_cache import is_indexed
 from megtool.errors import FormatError, StorageError, UsageError
 from tests.support.errors import raises
 
@@ -147,3 +148,13 @@ def test_files_are_megatrons_byte_for_byte(tmp_path: Path, dtype: type, multimod
         item = read[i][0] if multimodal else read[i]
         assert item.tolist() == back[i].tolist()
     assert (back.modes is not None) == multimodal
+
+
+def test_a_text_beside_its_data_set_is_the_text(tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    write(text, DOCUMENTS)
+    assert is_indexed(text)
+    text.write_text('{"text": "a"}\n')
+    assert not is_indexed(text)
+    assert is_indexed(f"{text}.bin")
+    assert is_indexed(f"{text}.idx")
