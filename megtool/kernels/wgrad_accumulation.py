@@ -8,7 +8,9 @@ factors are cast.
 A weight whose optimizer wants it (`--gradient-accumulation-fusion`) has a `GradientSum`. The layers
 that find one add the product themselves, and autograd gets no gradient of the weight. Off CUDA the
 product is made and added in tiles of rows: the bits are those of a product that is added as a
-whole, and no tensor as large as the weight is needed.
+whole, and no tensor as large as the weight is needed. A weight that is used several times in a
+pass (the output layer of multi-token prediction) gets one sum after the other, where autograd would
+add them to each other first.
 """
 
 from __future__ import annotations
