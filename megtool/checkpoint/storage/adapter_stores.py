@@ -6,6 +6,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from textwrap import shorten
 from typing import Any, NoReturn, TypeVar
 
 from megtool.checkpoint.storage.read_only import ReadOnlyStore
@@ -255,4 +256,4 @@ def knows_fsspec(scheme: str) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]
+    return shorten(str(error).partition("\n")[0], 300, placeholder=" …")

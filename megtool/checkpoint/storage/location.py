@@ -21,6 +21,10 @@ _SIGNATURE = re.compile(
     r"\?(.*&)?(x-(amz|goog|ms)-|(sig|signature|awsaccesskeyid|(access_?)?token|(access_?)?key)=)",
     re.DOTALL | re.IGNORECASE,
 )
+_FORMS = {
+    "hf": "hf://ORG/NAME or hf://ORG/NAME@REVISION",
+    "fsspec+file": "/PATH or file:///PATH, which need no fsspec",
+}
 _BUCKET_PARTS = {"hf": 2}  # `hf://ORG/NAME@REVISION`: the name of the repository has two parts
 
 
@@ -62,9 +66,7 @@ def location(text: str | Path) -> Path:
     if len(names) < _BUCKET_PARTS.get(scheme, 1) or rest.startswith("/"):
         raise UsageError(
             f"{text!r} names no bucket",
-            hint=f"{scheme}://BUCKET/PREFIX"
-            if scheme != "hf"
-            else "hf://ORG/NAME or hf://ORG/NAME@REVISION",
+            hint=_FORMS.get(scheme, f"{scheme}://BUCKET/PREFIX"),
         )
     if "@" in names[0] and scheme != "hf":
         raise UsageError(
