@@ -66,6 +66,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | V4
     | {"num_hidden_layers": 4, "num_nextn_predict_layers": 0, "num_experts_per_tok": 2}
     | {"index_n_heads": 8},  # few scores are equal
+    "Lfm2MoeConfig": COMMON
+    | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
 
 
