@@ -83,7 +83,8 @@ def mark_tied(stages: Stages) -> None:
         words = decoder.embedding.word_embeddings.weight if decoder.embedding else None
         is_copied = decoder.config.tied_embeddings or decoder.config.num_mtp_layers > 0
         if words is not None and is_copied and decoder.groups.ends.size > 1:
-            mark(words, split_dim=0, tied=True, copy=not decoder.stage.embedding)
+            is_copy = not decoder.stage.embedding
+            mark(words, split_dim=0, tied=True, copy=is_copy, embedding=True)
 
 
 def forward_stages(

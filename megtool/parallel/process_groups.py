@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -135,6 +135,8 @@ class ProcessGroups:
             rank, world_size = 0, 1
         parallel = fit(parallel, world_size)
         mesh = Mesh(parallel, order)
+        if target_device.type == "cuda":
+            order_kernels(parallel)
         target_device = _device(target_device, _number(environment, "LOCAL_RANK", rank))
         if world_size == 1 and not started:
             return cls(parallel=parallel, device=target_device)
@@ -246,6 +248,19 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
             hint="start with: torchrun --nproc-per-node NUMBER -m megtool ...",
         )
     return int(text)
+
+
+def order_kernels(
+    parallel: ParallelConfig, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """With tp or cp, have CUDA start kernels in the order in which they were called.
+
+    A reduction is called before the product that it overlaps with, and would otherwise wait for a
+    free multiprocessor behind it. Megatron-LM asks for the same setting before Blackwell. It counts
+    only if CUDA has not been used in this process, and a value of the user's stays.
+    """
+    if parallel.tp * parallel.cp > 1:
+        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _device(device: torch.device, local_rank: int) -> torch.device:

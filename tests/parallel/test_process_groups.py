@@ -17,7 +17,7 @@ from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MissingPackageError
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.mesh import MEGATRON_ORDER, PIPELINE_BEFORE_DATA
-from megtool.parallel.process_groups import Group, ProcessGroups, fit
+from megtool.parallel.process_groups import Group, ProcessGroups, fit, order_kernels
 from tests.support.errors import raises
 from tests.support.worlds.gloo_world import run_world
 
@@ -183,6 +183,16 @@ def test_a_gpu_that_is_not_there_is_an_error(size: str) -> None:
             ParallelConfig(), device="cuda", environment={"RANK": "0", "WORLD_SIZE": size}
         )
     assert "CUDA device 0, and there are 0" in error.value.message
+
+
+def test_kernels_start_in_the_order_of_their_calls() -> None:
+    for layout, want in (({"tp": 2}, "1"), ({"cp": 2}, "1"), ({"pp": 2}, None), ({"dp": 4}, None)):
+        environment: dict[str, str] = {}
+        order_kernels(ParallelConfig(**layout), environment)
+        assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == want
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    order_kernels(ParallelConfig(tp=2), environment)
+    assert environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 
 
 def test_a_part_that_does_not_divide_is_told_what_would() -> None:
