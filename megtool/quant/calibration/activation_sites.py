@@ -139,7 +139,9 @@ def _stored_groups(readers: Iterable[ModuleInfo]) -> tuple[tuple[str, ...], ...]
 
 
 def _foldable_norm(name: str, module: ModuleInfo, config: ModelConfig) -> str:
-    """The norm that feeds only this site, or ""."""
+    """The norm that feeds only this site, or ""; none where norms have no weights."""
+    if not config.norm_weight:
+        return ""
     parent, _, last = name.rpartition(".")
     if module.layer is None:
         return "norm" if module.name == "head" else ""

@@ -103,3 +103,18 @@ def test_of_a_mixture() -> None:
     assert points["layers.0.mlp.fc1"].norm == "layers.0.mlp_norm"
     assert points["head"].norm == "norm"
     assert "layers.1.mlp.router" in points
+
+
+def test_norms_without_weights_take_no_scales() -> None:
+    """Those of OLMo and nanochat: `int8_sq` has nothing to fold its scales into."""
+    config = ModelConfig(
+        **SIZES | {"num_experts": 0, "num_experts_per_token": 0, "norm_weight": False}
+    )
+    tensors = [
+        GlobalTensor(name=n, shape=tuple(t.shape), dtype=dtype("float32"))
+        for n, t in Decoder(config).state_dict().items()
+    ]
+    side = read_side(tensors, config=config)
+    sites = list_activation_sites(list_modules(side).modules, config)
+    assert sites
+    assert not any(site.norm for site in sites)
