@@ -81,10 +81,10 @@ def check(source: Path, out: Path, recipe: str, engines: list[str], target: str 
         fsync=False,
     )
     assert report.proof is not None
-    # GPTQ adds the errors of columns to others, and AWQ scales columns by inputs: an expert that
-    # gets hardly any of the few tokens here may have 2 % of its elements over the scale.
-    is_told = {"clipped"} if recipe in ("int4_gptq", "nvfp4_awq") else set[str]()
-    assert [f for f in report.proof.findings if f.id not in is_told] == []
+    # GPTQ adds the errors of columns to others, and AWQ scales columns by inputs: with the few
+    # tokens here 2 % of an expert's elements may lie over the scale, and one scale far from others.
+    is_told = {"clipped", "scale-outlier"} if recipe.endswith(("_gptq", "_awq")) else set[str]()
+    assert [f for f in report.proof.findings if f.id not in is_told or f.severity == "error"] == []
     assert verify(source, out).exit_status == 0
     for engine in engines:
         told = findings(out, engine)
