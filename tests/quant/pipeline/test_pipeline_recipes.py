@@ -75,8 +75,8 @@ def check(source: Path, out: Path, recipe: str, engines: list[str], target: str 
         recipe=recipe,
         target=target,
         group_size=group_size(recipe),
-        samples=2,
-        seq_length=16,
+        samples=8,
+        seq_length=64,
         threads=1,
         fsync=False,
     )
