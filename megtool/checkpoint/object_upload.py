@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath
@@ -14,6 +15,17 @@ from megtool.checkpoint.storage.part_layout import CopyRun, Coverage, cut_parts
 from megtool.checkpoint.storage.store import ObjectInfo, UploadedPart
 from megtool.checkpoint.store_publish import complete_once, put_once
 from megtool.errors import StorageError
+
+_CHUNK_BYTES = 8 << 20
+
+
+def write_file(source: Path, fd: int, files: Files) -> None:
+    """Write all of a local file to an open one."""
+    offset = 0
+    with source.open("rb") as file:
+        while data := file.read(_CHUNK_BYTES):
+            files.pwrite_all(fd, data, offset)
+            offset += len(data)
 
 
 def upload_object(

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megtool.checkpoint.object_upload import ObjectUpload
+from megtool.checkpoint.object_upload import ObjectUpload, write_file
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath, location
 from megtool.checkpoint.storage.part_buffers import PartBuffers
@@ -20,8 +20,6 @@ from megtool.data.dataset_writer import DATA, INDEX, DatasetFiles, add_suffix, d
 from megtool.errors import DestinationError, MegtoolError
 
 _LOG = logging.getLogger(__name__)
-
-_CHUNK_BYTES = 8 << 20
 
 
 class DatasetUpload:
@@ -100,12 +98,9 @@ class DatasetUpload:
         return self._target.with_name(add_suffix(self.prefix, suffix).name)
 
     def _fill(self, path: StorePath, staged: Path) -> None:
-        target, offset = self._files.open_write(path), 0
+        target = self._files.open_write(path)
         try:
-            with staged.open("rb") as file:
-                while data := file.read(_CHUNK_BYTES):
-                    self._files.pwrite_all(target, data, offset)
-                    offset += len(data)
+            write_file(staged, target, self._files)
         finally:
             self._files.close(target)
 

@@ -15,7 +15,8 @@ add them to each other first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
@@ -39,6 +40,10 @@ class GradientSum(Protocol):
 
     def end(self) -> None:
         """A gradient was added."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """None: a copy of the parameter in another process has no sum."""
+        return type(None), ()
 
 
 def gradient_sum(weight: Tensor) -> GradientSum | None:
@@ -69,7 +74,16 @@ def set_gradient_sum(parameter: nn.Parameter, total: GradientSum) -> None:
     parameter.gradient_sum = total  # type: ignore[attr-defined]
 
 
-def remove_gradient_sums(given: Iterable[tuple[nn.Parameter, GradientSum]]) -> None:
+def set_gradient_sums(
+    owner: object, given: Sequence[tuple[nn.Parameter, GradientSum]]
+) -> weakref.finalize[[Sequence[tuple[nn.Parameter, GradientSum]]], object]:
+    """Have layers add gradients to these sums until the owner is gone, or the result is called."""
+    for parameter, total in given:
+        set_gradient_sum(parameter, total)
+    return weakref.finalize(owner, remove_gradient_sums, given)
+
+
+def remove_gradient_sums(given: Sequence[tuple[nn.Parameter, GradientSum]]) -> None:
     """Let autograd have the gradients again, unless another sum was set since."""
     for parameter, total in given:
         if getattr(parameter, "gradient_sum", None) is total:

@@ -86,7 +86,7 @@ class ShortConv(nn.Module):
 
 
 class GatedShortConv(nn.Module):
-    """The gated short convolution of one layer, `out((C * conv(B * x)))`; its norm is part of
+    """The gated short convolution of one layer, `out(C * conv(B * x))`; its norm is part of
     `in_proj`.
 
     Parameters: `in_proj`, whose rows are [B, C, x], `conv1d`, and `out_proj`. Tensor parallelism

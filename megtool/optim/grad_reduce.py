@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megtool.errors import UsageError
-from megtool.kernels.wgrad_accumulation import remove_gradient_sums, set_gradient_sum
+from megtool.kernels.wgrad_accumulation import GradientSum, set_gradient_sums
 from megtool.optim.buffers import BucketParam, ParamAndGradBucket
 from megtool.optim.flat_shards import Pending, new_tag, start_reduce_scatter
 
@@ -33,19 +33,6 @@ class _Arrival:
     per_pass: int | None = None
     expected: int | None = None
 
-    def require_open(self) -> None:
-        """Refuse a gradient after the bucket was sent.
-
-        Raises:
-            UsageError: it was sent.
-        """
-        if self.of.pending is not None:
-            raise UsageError(
-                f"a gradient of {self.member.param_info.name} arrived after its bucket was sent",
-                hint="call zero_grad and begin before the first backward pass of a step, with the "
-                "number of passes",
-            )
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Progress:
@@ -59,22 +46,20 @@ class _Progress:
     pending: Pending | None = None
 
 
-class _GradientSum:
+class _GradientSum(GradientSum):
     """A parameter's place in its buffer, for layers that add their products themselves."""
 
     def __init__(self, arrival: _Arrival, reduction: GradReduce) -> None:
         self._arrival, self._reduction = arrival, weakref.ref(reduction)
 
     def begin(self) -> tuple[Tensor, bool]:
-        self._arrival.require_open()
+        if (alive := self._reduction()) is not None:
+            alive.require_open(self._arrival)
         return self._arrival.member.grad, self._arrival.empty
 
     def end(self) -> None:
         if (alive := self._reduction()) is not None:
             alive.count(self._arrival)
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a copy of the parameter in another process has no buffer
 
 
 class GradReduce:
@@ -110,8 +95,7 @@ class GradReduce:
         self._in_place = False
         self._handles: list[RemovableHandle] = []
         self._all: list[_Progress] = []
-        fused: list[tuple[nn.Parameter, _GradientSum]] = []
-        self._unfuse = weakref.finalize(self, remove_gradient_sums, fused)
+        fused: list[tuple[nn.Parameter, GradientSum]] = []
         queues: dict[int, list[_Progress]] = {}  # one for each communicator
         for bucket in buckets:
             queue = queues.setdefault(id(bucket.group.handle), [])
@@ -122,9 +106,9 @@ class GradReduce:
                 self._handles.append(self._hook(arrival))
                 if fuse:
                     fused.append((member.param_info.parameter, _GradientSum(arrival, self)))
-                    set_gradient_sum(*fused[-1])
             queue.append(progress)
             self._all.append(progress)
+        self._unfuse = set_gradient_sums(self, fused)
 
     def sum_in_place(self) -> None:
         """Start steps with zeroed buffers from now on, and send nothing before their end.
@@ -193,12 +177,25 @@ class GradReduce:
         grad, parameter.grad = parameter.grad, None
         if grad is None:
             return
-        arrival.require_open()
+        self.require_open(arrival)
         if arrival.empty:
             arrival.member.grad.copy_(grad)
         else:
             arrival.member.grad.add_(grad)
         self.count(arrival)
+
+    def require_open(self, arrival: _Arrival) -> None:
+        """Refuse a gradient after its bucket was sent.
+
+        Raises:
+            UsageError: it was sent.
+        """
+        if arrival.of.pending is not None:
+            raise UsageError(
+                f"a gradient of {arrival.member.param_info.name} arrived after its bucket was sent",
+                hint="call zero_grad and begin before the first backward pass of a step, with the "
+                f"number of passes; this step has {self._passes}",
+            )
 
     @torch.no_grad()
     def count(self, arrival: _Arrival) -> None:

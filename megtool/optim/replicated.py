@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megtool.errors import MappingError
-from megtool.kernels.wgrad_accumulation import remove_gradient_sums, set_gradient_sum
+from megtool.kernels.wgrad_accumulation import GradientSum, set_gradient_sums
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.segments import Segment, Span, copy_parts
@@ -40,7 +40,7 @@ class ReplicatedOptimizer(Optimizer):
         self._begun: set[int] = set()
         self._in_place = False
         handles: list[RemovableHandle] = []
-        fused: list[tuple[nn.Parameter, _GradientSum]] = []
+        fused: list[tuple[nn.Parameter, GradientSum]] = []
         segments = []
         for f in self.param_infos:
             if not f.parameter.is_contiguous():
@@ -63,13 +63,12 @@ class ReplicatedOptimizer(Optimizer):
             if settings.fuse_gradient_accumulation:
                 total = _GradientSum(f.parameter, self._sums, self._begun)
                 fused.append((f.parameter, total))
-                set_gradient_sum(f.parameter, total)
             self._flat.append(flat)
             segments.append(segment)
         self.set_segments(segments)
         # Hooks of a deleted optimizer would take gradients away from the next one.
         weakref.finalize(self, _remove, handles)
-        weakref.finalize(self, remove_gradient_sums, fused)
+        set_gradient_sums(self, fused)
 
     @torch.no_grad()
     def zero_grad(self) -> None:
@@ -137,7 +136,7 @@ class ReplicatedOptimizer(Optimizer):
             torch._foreach_copy_([flat for flat, _ in pairs], [main for _, main in pairs])
 
 
-class _GradientSum:
+class _GradientSum(GradientSum):
     """A parameter's `grad` or fp32 sum, for layers that add their products themselves."""
 
     def __init__(self, parameter: nn.Parameter, sums: dict[int, Tensor], begun: set[int]) -> None:
@@ -158,9 +157,6 @@ class _GradientSum:
 
     def end(self) -> None:
         """Nothing waits for gradients here."""
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a copy of the parameter in another process has no sum
 
 
 def _summing(sums: dict[int, Tensor], begun: set[int]) -> Callable[[Tensor], None]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megtool.checkpoint.digest import SIDECAR, TOOL, Sidecar, encode_sidecar, parse_sidecar
 from megtool.checkpoint.formats.save_folder import TRACKER
-from megtool.checkpoint.object_upload import ObjectUpload, upload_object
+from megtool.checkpoint.object_upload import ObjectUpload, upload_object, write_file
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.part_buffers import PartBuffers
@@ -25,7 +25,6 @@ from megtool.checkpoint.store_publish import (
 from megtool.errors import StorageError
 from megtool.train.checkpointing.staged_iteration import STAGING, StagedIteration
 
-_CHUNK_BYTES = 1 << 20
 _OPEN = "open"
 """The mark of rank 0 that objects may appear: what was there before is no checkpoint any more."""
 
@@ -139,17 +138,11 @@ class StoreIteration(StagedIteration):
         """Upload a local file, of any size."""
         num_bytes = source.stat().st_size
         self._digests.register(path, num_bytes)
-
-        def fill(fd: int) -> None:
-            offset = 0
-            with source.open("rb") as file:
-                while data := file.read(_CHUNK_BYTES):
-                    self.files.pwrite_all(fd, data, offset)
-                    offset += len(data)
-
         self.files.recorder = self._digests
         try:
-            upload_object(path, num_bytes, fill, self.files)
+            upload_object(
+                path, num_bytes, lambda fd: write_file(source, fd, self.files), self.files
+            )
         finally:
             self.files.recorder = None
 
