@@ -29,16 +29,16 @@ SOURCES = {
     "megatron": {"to": "megatron", "tp": 2},
     "zarr": {"to": "zarr"},
 }
-VERBS: dict[str, Callable[[str, Path], object]] = {
-    "stats": lambda url, out: megtool.inspect(url, stats=True),
-    "verify": lambda url, out: megtool.verify(url),
-    "compare": lambda url, out: megtool.verify(url, out.parent / "sources" / "original"),
-    "rows": lambda url, out: megtool.reshard(url, out, to="hf", fsync=False),
-    "columns": lambda url, out: megtool.reshard(url, out, to="torch_dist", tp=4, fsync=False),
-    "digests": lambda url, out: megtool.reshard(
+VERBS: dict[str, Callable[[str, Path, Path], object]] = {
+    "stats": lambda url, _out, _original: megtool.inspect(url, stats=True),
+    "verify": lambda url, _out, _original: megtool.verify(url),
+    "compare": lambda url, _out, original: megtool.verify(url, original),
+    "rows": lambda url, out, _: megtool.reshard(url, out, to="hf", fsync=False),
+    "columns": lambda url, out, _: megtool.reshard(url, out, to="torch_dist", tp=4, fsync=False),
+    "digests": lambda url, out, _: megtool.reshard(
         url, out, to="megatron", tp=2, digest="all", fsync=False
     ),
-    "export": lambda url, out: megtool.export(url, out, to="trtllm-legacy", tp=2, fsync=False),
+    "export": lambda url, out, _: megtool.export(url, out, to="trtllm-legacy", tp=2, fsync=False),
 }
 
 
@@ -69,13 +69,12 @@ def num_bytes(path: Path) -> int:
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("verb", VERBS)
 def test_hardly_more_is_read_than_is_needed(
-    sources: Path, store: CountingStore, name: str, verb: str
+    sources: Path, store: CountingStore, name: str, verb: str, tmp_path: Path
 ) -> None:
-    out = sources.parent / f"{name}-{verb}"
     store.forget()
     is_parallel = verb in ("stats", "compare")
     store.awaited = 9 if is_parallel else 0
-    VERBS[verb](f"{store.url}/{name}", out)
+    VERBS[verb](f"{store.url}/{name}", tmp_path / "out", sources / "original")
     assert store.num_bytes_read <= 1.02 * num_bytes(sources / name)
     assert object_cache().peak_bytes <= CACHE_BYTES
     if is_parallel:
@@ -94,8 +93,10 @@ def test_headers_take_few_requests(sources: Path, store: CountingStore, name: st
     assert store.num_bytes_read < 0.02 * num_bytes(sources / name)
 
 
-def test_a_part_of_a_checkpoint_reads_its_part(sources: Path, store: CountingStore) -> None:
+def test_a_part_of_a_checkpoint_reads_its_part(
+    sources: Path, store: CountingStore, tmp_path: Path
+) -> None:
     store.forget()
-    out = sources.parent / "part"
+    out = tmp_path / "part"
     megtool.reshard(f"{store.url}/hf", out, to="hf", select=["model.layers.1.*"], fsync=False)
     assert store.num_bytes_read < 0.4 * num_bytes(sources / "hf")
