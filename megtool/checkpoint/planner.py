@@ -91,7 +91,8 @@ def build_plan(
         share=share,
     )
     prove_coverage(plan, sources, placements, copies)
-    plan.fingerprint = _fingerprint(plan, options)
+    if not plan.fills_memory:  # a load is never resumed
+        plan.fingerprint = _fingerprint(plan, options)
     return plan
 
 

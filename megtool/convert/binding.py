@@ -317,9 +317,11 @@ class Binding:
         key = (number, tuple(index.values()))
         if key not in self._holds:
             when = self.rows[number].when
-            free = tuple(n for n in DOMAINS if n not in index and _uses(when, n))
-            self._holds[key] = all(
-                self.model.value(when, {**index, **more}) for more in self.model.each(free)
+            free = tuple(n for n in _domains_in(when) if n not in index)
+            self._holds[key] = (
+                all(self.model.value(when, {**index, **more}) for more in self.model.each(free))
+                if free
+                else bool(self.model.value(when, index))
             )
         return self._holds[key]
 
@@ -387,8 +389,10 @@ def _pattern(pattern: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(parts[::2]), tuple(parts[1::2])
 
 
-def _uses(when: Expression, index: str) -> bool:
-    return index in names_in(when)
+@cache
+def _domains_in(when: Expression) -> tuple[str, ...]:
+    """The indices that a condition uses."""
+    return tuple(n for n in DOMAINS if n in names_in(when))
 
 
 def _fits(layout: TensorLayout, shape: tuple[int, ...]) -> bool:

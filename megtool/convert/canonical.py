@@ -413,6 +413,7 @@ class CanonicalModel:
     _layers: dict[int, CanonicalModel] = field(default_factory=dict, repr=False)
     _branches: dict[int, dict[str, bool]] = field(default_factory=dict, repr=False)
     _values: dict[tuple[str, tuple[Any, ...]], int] = field(default_factory=dict, repr=False)
+    _indices: dict[tuple[Any, ...], list[dict[str, int]]] = field(default_factory=dict, repr=False)
 
     def at(self, index: Mapping[str, int]) -> CanonicalModel:
         """The vocabulary with the sizes of the layer `l` of an index; itself where none vary."""
@@ -498,6 +499,9 @@ class CanonicalModel:
 
     def indexed_names(self, pattern: str) -> Iterator[tuple[str, dict[str, int]]]:
         """The tensors of `names`, each with the values of its indices."""
-        weight = self.vocabulary[pattern]
-        for index in self.each(indices_in(pattern), weight.when):
-            yield fill_in(pattern, index), index
+        indices, when = indices_in(pattern), self.vocabulary[pattern].when
+        key = indices, when
+        if key not in self._indices:
+            self._indices[key] = list(self.each(indices, when))
+        for index in self._indices[key]:
+            yield fill_in(pattern, index), dict(index)

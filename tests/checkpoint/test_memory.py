@@ -20,6 +20,7 @@ from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.plan import Fill, PlanSource
 from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.transport.worker import FILL_BYTES
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, StorageError
 from megtool.tensors.placement import Placement
@@ -106,24 +107,28 @@ def test_columns_are_assigned_to_the_callers_memory(saved: Callable[..., Path]) 
     assert torch.from_numpy(given["x"]).view(torch.float64).view(300, 70).equal(source.double())
 
 
-def test_a_whole_tensor_is_read_into_its_place_in_one_call(saved: Callable[..., Path]) -> None:
-    class Counting(Files):
-        reads = 0
+def test_a_whole_tensor_is_read_into_its_place_in_steps(saved: Callable[..., Path]) -> None:
+    """Into memory that got its pages right before; nothing is read twice, and nothing copied."""
+    lengths: list[int] = []
 
+    class Counting(Files):
         def system(self, function: Callable[..., Any], /, *args: Any) -> Any:
-            self.reads += function is os.preadv
+            if function is os.preadv:
+                lengths.append(sum(b.nbytes for b in args[1]))
             return super().system(function, *args)
 
-    path = saved({"a": torch.ones(1 << 20)})
-    catalogue, files = open_checkpoint(path), Counting()
-    places = {"a": Placement.identity("a", (1 << 20,))}
+    count = (5 << 18) + 3  # of four bytes: two steps and a half, and three elements
+    path = saved({"a": torch.arange(count, dtype=torch.float32), "b": torch.ones(3)})
+    catalogue = open_checkpoint(path)
+    places = {t.name: Placement.identity(t.name, t.shape) for t in catalogue.tensors}
     target = memory.plan_memory_layout(catalogue.tensors)
     plan = build_plan([PlanSource(catalogue=catalogue, placements=places)], target, places)
     filled = memory.allocate(catalogue.tensors)
     with memory.MemoryStage(filled) as stage:
-        execute(plan, stage, files=files, digest=DigestMode.NONE)
-    assert files.reads == 1
-    assert (filled["a"].view(np.float32) == 1).all()
+        execute(plan, stage, files=Counting(), digest=DigestMode.NONE)
+    assert lengths == [FILL_BYTES, FILL_BYTES, FILL_BYTES // 2 + 4 * (3 + 3)]
+    assert (filled["a"].view(np.float32) == np.arange(count)).all()
+    assert (filled["b"].view(np.float32) == 1).all()
 
 
 def test_column_shards_fill_the_rows_of_memory_directly(saved: Callable[..., Path]) -> None:

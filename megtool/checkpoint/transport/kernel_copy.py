@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -17,6 +17,9 @@ from megtool.tensors.box import Ints
 from megtool.tensors.grouping import distinct
 
 _BLOCK = 4096  # file systems share whole blocks only
+
+TargetRun = tuple[int, int, int]
+"""A file of the target, an offset in it, and a length in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +48,33 @@ class CopyRuns:
         first = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(end)]
         return [self[a:b] for a, b in pairwise(first) if a < b]
 
-    def target_spans(self) -> list[tuple[int, int, int]]:
-        """The files of the target, each with the range in which its runs lie."""
-        files = distinct(self.target_file).tolist()
-        ends = self.target_offset + self.length
-        masks = (self.target_file == file for file in files)
-        return [
-            (file, int(self.target_offset[mask].min()), int(ends[mask].max()))
-            for file, mask in zip(files, masks, strict=True)
-        ]
+    def in_steps(self, num_bytes: int) -> Iterator[tuple[int, list[TargetRun]]]:
+        """Runs that follow each other in a file, in steps of about `num_bytes`.
+
+        Each step has the offset at which it begins in the file; long runs are cut.
+        """
+        begin, size, step = int(self.source_offset[0]), 0, list[TargetRun]()
+        columns = (self.target_file, self.target_offset, self.length)
+        for file, start, length in zip(*(c.tolist() for c in columns), strict=True):
+            done = 0
+            while done < length:
+                part = min(length - done, num_bytes - size)
+                step.append((file, start + done, part))
+                done, size = done + part, size + part
+                if size == num_bytes:
+                    yield begin, step
+                    begin, size, step = begin + size, 0, []
+        if step:
+            yield begin, step
+
+
+def spans_of(runs: Iterable[TargetRun]) -> dict[int, tuple[int, int]]:
+    """The range in which runs lie, of each file of the target."""
+    spans: dict[int, tuple[int, int]] = {}
+    for file, start, length in runs:
+        lo, hi = spans.get(file, (start, start))
+        spans[file] = min(lo, start), max(hi, start + length)
+    return spans
 
 
 def plan_kernel_copies(

@@ -19,7 +19,7 @@ from megtool.checkpoint.storage.location import is_remote
 from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.checkpoint.storage.populate import populate
 from megtool.checkpoint.transport.cast import add_shift, encode_element
-from megtool.checkpoint.transport.kernel_copy import CopyRuns, plan_kernel_copies
+from megtool.checkpoint.transport.kernel_copy import CopyRuns, plan_kernel_copies, spans_of
 from megtool.checkpoint.transport.quantized_decode import PackedTileReader, open_tile_reader
 from megtool.checkpoint.transport.reduce import WeightedSum, sum_dtype
 from megtool.checkpoint.transport.shard_locator import FileView, ShardLocator
@@ -43,10 +43,14 @@ from megtool.checkpoint.transport.work_units import (
     cut_depth,
 )
 from megtool.tensors.box import strides
+from megtool.tensors.grouping import distinct
 from megtool.tensors.placement import Placement
 
 PROGRESS_BYTES = 4 << 20
 """Progress is reported in steps of at least this many bytes."""
+
+FILL_BYTES = 2 << 20
+"""Memory that gets its pages in one call and is then read into, while the cache holds the pages."""
 
 NUM_BUFFERS = 6
 """Buffers of a thread: tile, raw, scratch, found, and those of decoding."""
@@ -156,23 +160,26 @@ class Worker:
     def _fill(self, table: CopyRuns) -> None:
         """Read runs, in order of their source, straight into memory."""
         run = self._run
-        memory: dict[int, memoryview] = {}
-        for file, lo, hi in table.target_spans():
+        memory: dict[int, Array] = {}
+        for file in distinct(table.target_file).tolist():
             with run.writers.use(run.target.path(file)) as fd:
                 data = run.files.opened_memory(fd)
             if data is None:
                 raise ValueError(f"{run.target.path(file)} is not memory")
-            populate(data[lo:hi])
-            memory[file] = data.data
+            memory[file] = data
         for runs in table.read_calls():
-            rows = runs.rows()
-            source, file, offset = rows[0][:3]
-            buffers = [memory[to][start : start + n] for _, _, _, to, start, n in rows]
-            with run.readers.use(run.sources[source].path(file)) as fd:
-                run.files.pread_scatter(fd, buffers, offset)
-            num_bytes = int(runs.length.sum())
-            self._done[Op.COPY] += num_bytes
-            self._report(num_bytes)
+            source, file = int(runs.source[0]), int(runs.file[0])
+            path = run.sources[source].path(file)
+            step = int(runs.length.sum()) if is_remote(path) else FILL_BYTES
+            with run.readers.use(path) as fd:
+                for offset, rows in runs.in_steps(step):
+                    for to, (lo, hi) in spans_of(rows).items():
+                        populate(memory[to][lo:hi])
+                    buffers = [memory[to].data[start : start + n] for to, start, n in rows]
+                    run.files.pread_scatter(fd, buffers, offset)
+                    num_bytes = sum(b.nbytes for b in buffers)
+                    self._done[Op.COPY] += num_bytes
+                    self._report(num_bytes)
 
     def _repair(
         self, fd: int, source_offset: int, target: int, target_offset: int, length: int
