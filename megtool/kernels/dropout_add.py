@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -36,6 +39,21 @@ def drop(x: Tensor, p: float, seed: int) -> Tensor:
     keep_mask.bernoulli_(1 - p, generator=generator)
     # The factor is no tensor: in 16 bits it would be rounded.
     return x * keep_mask * (1 / (1 - p) if p < 1 else 0.0)
+
+
+@contextmanager
+def drawn_by(seed: int, device: torch.device) -> Iterator[None]:
+    """In the block, torch's generator of a device begins at `seed`; then it is where it was."""
+    generator = torch.default_generator
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
 
 
 def _bias_dropout_add(

@@ -22,10 +22,11 @@ INSTALL = "pip install --no-build-isolation 'megtool[te]'"
 _LEAST = (2, 9)
 SCOPE = (
     "Transformer Engine runs the norms that have weights, and the activations silu, quick_gelu, "
-    "relu, relu2 and gelu by tanh, gated or not, without limit and offset (but not exact gelu); "
-    "rotary embedding, attention, dispatch to experts and cross entropy are megtool's own kernels, "
-    "and matrix products torch's, but for linear layers trained in FP8 (--fp8-recipe), which are "
-    "Transformer Engine's"
+    "relu, relu2 and gelu by tanh, gated or not, without limit and offset (but not exact gelu), "
+    "and in 16 bits attention within documents, chunks and windows of whole rows (without soft "
+    "caps, sinks and dropout); rotary embedding, other attention, dispatch to experts and cross "
+    "entropy are megtool's own kernels, and matrix products torch's, but for linear layers "
+    "trained in FP8 (--fp8-recipe), which are Transformer Engine's"
 )
 
 # Our names of activations; its "gelu" is the tanh approximation, and it has no exact one.

@@ -11,7 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-from megtool.model.cache import KeySpan
 from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import Group
 
@@ -36,11 +35,3 @@ def slopes(num_heads: int, bias_max: float, device: torch.device | str = "cpu") 
     if power == num_heads:
         return slopes_N
     return torch.cat((slopes_N[1::2], slopes_N[::2]))[:num_heads]
-
-
-def biases(slopes_N: Tensor, span: KeySpan) -> Tensor:
-    """What is added to the scores of a pass, [B, N, S, L] (batch may be 1): 0 or less for keys
-    before their query, by positions."""
-    query_BS1, key_B1L = span.positions_BS[:, :, None], span.key_positions_BL[:, None]
-    distance_BSL = (key_B1L - query_BS1).to(slopes_N.dtype)
-    return slopes_N[:, None, None] * distance_BSL[:, None]

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from megtool.errors import LayoutError
-from megtool.kernels.dropout_add import drop
+from megtool.kernels.attention import attention
+from megtool.kernels.attention_mask import Mask
+from megtool.kernels.attention_tiles import ScoreRule
 from megtool.kernels.norm import rms_norm
 from megtool.kernels.rotary import rotate
-from megtool.kernels.softmax import masked_softmax
-from megtool.model.dropout import DropoutSpec, drawn_by
+from megtool.model.dropout import DropoutSpec
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import KVCacheHook
 from megtool.model.linear import ColumnLinear, RowLinear
-from megtool.model.masks import Mask
 from megtool.model.norm import HeadsNorm, NormLayer, NormSpec
 from megtool.model.param_attributes import mark, mark_parts
 from megtool.model.rotary import Rotation, has_rotation
@@ -47,17 +44,6 @@ def attend_all(
     chances: Sequence[DropoutSpec | None] = [None] * len(stretches)
     if frame.draws is not None:
         chances = [frame.draws.attention(layer, n) for n in range(len(stretches))]
-    if len(stretches) == 1:
-        return attend(
-            query_BNSD,
-            key_BKLD,
-            value_BKLD,
-            stretches[0][1],
-            scale=scale,
-            softcap=softcap,
-            sinks_N=sinks_N,
-            chance=chances[0],
-        )
     outs = [
         attend(
             query,
@@ -73,7 +59,7 @@ def attend_all(
             query_BNSD.chunk(len(stretches), 2), stretches, chances, strict=True
         )
     ]
-    return torch.cat(outs, 1)
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 
 def attend(
@@ -87,60 +73,17 @@ def attend(
     sinks_N: Tensor | None = None,
     chance: DropoutSpec | None = None,
 ) -> Tensor:
-    """The attention output of every query: [B, S, N, D of the values].
+    """The attention output of every query: [B, S, N, D of the values] (`kernels.attention`).
 
-    N is a multiple of K: query head n attends to the keys of head `n // (N / K)`. Scores are
-    `scale * q k`, bent by `softcap`; a sink takes a part of each row's weight and gives nothing.
     Dropout leaves weights out by `chance`, of each query and key for itself.
     """
-    if not softcap and sinks_N is None:
-        bias, is_causal = mask.bias(query_BNSD.dtype), mask.is_causal
-        query = query_BNSD
-        if query.is_cuda and query.shape[1] != key_BKLD.shape[1]:
-            # Kernels that share keys among heads take neither masks nor fp32 (torch to 2.13).
-            is_of_heads = bias is not None and bias.shape[1] > 1
-            if query.shape[2] == 1 and not is_causal and not is_of_heads:
-                query = query.reshape(query.shape[0], key_BKLD.shape[1], -1, query.shape[3])
-            elif bias is not None or query.dtype == torch.float32:
-                key_BKLD, value_BKLD = _for_each_head(query, key_BKLD, value_BKLD)
-        if is_causal and query_BNSD.shape[2] != key_BKLD.shape[2]:
-            # What SDPA itself calls causal lets the first query see the first key alone.
-            bias, is_causal = causal_lower_right(query_BNSD.shape[2], key_BKLD.shape[2]), False
-        with nullcontext() if chance is None else drawn_by(chance.seed, query.device):
-            out = F.scaled_dot_product_attention(
-                query,
-                key_BKLD,
-                value_BKLD,
-                attn_mask=bias,
-                dropout_p=0.0 if chance is None else chance.share,
-                is_causal=is_causal,
-                scale=scale,
-                enable_gqa=query.shape[1] != key_BKLD.shape[1],
-            )
-        if query.shape != query_BNSD.shape:
-            out = out.reshape(*query_BNSD.shape[:3], -1)
-        return out.transpose(1, 2)
-    b, n, s, d = query_BNSD.shape
-    k, keys = key_BKLD.shape[1:3]
-    # The queries of one group are so many more rows before its keys.
-    grouped = query_BNSD.reshape(b, k, n // k * s, d)
-    scores = (grouped @ key_BKLD.transpose(-1, -2)).view(b, n, s, keys)
-    weights = masked_softmax(
-        scores,
-        mask.square(s, keys, scores.device),
+    rule = ScoreRule(
         scale=scale,
         softcap=softcap,
-        sinks_N=sinks_N,
+        share=0.0 if chance is None else chance.share,
+        seed=0 if chance is None else chance.seed,
     )
-    if chance is not None:
-        weights = drop(weights, chance.share, chance.seed)
-    out = weights.view(b, k, n // k * s, keys) @ value_BKLD
-    return out.view(b, n, s, -1).transpose(1, 2)
-
-
-def _for_each_head(query: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-    """Keys and values copied for every head of their group; all scores would take more memory."""
-    return tuple(x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in states)
+    return attention(query_BNSD, key_BKLD, value_BKLD, mask, rule, sinks_N)
 
 
 def query_scale(config: ModelConfig, positions_BS: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megtool.errors import LayoutError
+from megtool.kernels.attention_mask import AttentionSizes, Mask
 from megtool.kernels.causal_conv import last_inputs
 from megtool.kernels.norm import rms_norm
 from megtool.kernels.rotary import rotate
@@ -21,10 +22,9 @@ from megtool.model.attention import attend
 from megtool.model.cache import KVCache
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ActivationHook
-from megtool.model.indexer import DuplicatedLinear
+from megtool.model.indexer import DuplicatedLinear, highest, query_parts
 from megtool.model.key_windows import KeyWindows
 from megtool.model.linear import ColumnLinear, RowLinear
-from megtool.model.masks import Mask
 from megtool.model.mla import DownLinear, adjacent_pairs
 from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.param_attributes import mark
@@ -135,26 +135,28 @@ class CompressedIndexer(nn.Module):
         x_BSH: Tensor,
         query_BSC: Tensor,
         keys_BLE: Tensor,
-        ready_BSL: Tensor,
+        ready: Mask,
         turn: Rotation | None,
-    ) -> Tensor:
-        """Which of the compressed keys that are `ready` each token attends to, bool [B, S, L], by
-        keys of its own."""
+    ) -> Mask:
+        """The mask of the compressed keys that each token attends to, chosen among those that are
+        `ready` by keys of its own."""
         config, (b, s, _) = self.config, x_BSH.shape
-        count = min(config.index_topk, keys_BLE.shape[1])
+        sizes = AttentionSizes(s, keys_BLE.shape[1], keys_BLE.device)
+        count = min(config.index_topk, sizes.num_keys)
         if not count:
-            return ready_BSL
+            return ready
         query = self.linear_wq_b(query_BSC).view(b, s, config.index_num_heads, -1)
-        scores = torch.einsum("bsie,ble->bsil", turn_last(query, turn).float(), keys_BLE.float())
-        scores = F.relu(scores) * config.index_head_dim**-0.5
+        query_BSIE = turn_last(query, turn).float()
         weights_BSI = self.linear_weights_proj(x_BSH).float() * config.index_num_heads**-0.5
-        scores_BSL = torch.einsum("bsil,bsi->bsl", scores, weights_BSI)
-        scores_BSL = scores_BSL.masked_fill(~ready_BSL, float("-inf"))
-        chosen = torch.zeros_like(ready_BSL).expand(scores_BSL.shape).contiguous()
-        # Of equal scores the first ones count, however many keys there are.
-        order = scores_BSL.sort(dim=-1, descending=True, stable=True).indices
-        chosen.scatter_(-1, order[..., :count], True)
-        return chosen & ready_BSL
+        parts = []
+        for rows in query_parts(s, b * config.index_num_heads * sizes.num_keys):
+            heads = torch.einsum("bsie,ble->bsil", query_BSIE[:, rows], keys_BLE.float())
+            heads = F.relu(heads) * config.index_head_dim**-0.5
+            scores_BRL = torch.einsum("bsil,bsi->bsl", heads, weights_BSI[:, rows])
+            seen = ready.visible(rows, slice(0, sizes.num_keys), sizes)
+            allowed = None if seen is None else seen[:, 0]
+            parts.append(highest(scores_BRL, allowed, count))
+        return Mask(chosen_BSC=torch.cat(parts, 1))
 
 
 class CompressedCore(nn.Module):
@@ -311,16 +313,18 @@ class CompressedAttention(nn.Module):
 
     def _compressed(
         self, x_TH: Tensor, query_TC: Tensor, frame: ForwardContext
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, Mask]:
         """The compressed keys of whole rows, [B, L, D], and which of them each of this rank's
-        tokens attends to, [B, S, L]; None in a layer without."""
+        tokens attends to; None in a layer without."""
         core = self.core_attention
         if core.compressor is None:
-            return None, None
+            return None, Mask()
         x_BSH = self._whole(x_TH, frame)
         keys_BLD, index_keys = core.keys(x_BSH, frame, self.layer)
-        ready = own_tokens(frame.windows(core.ratio).ready(keys_BLD.shape[1]), frame.cp)
-        if core.indexer is not None:
+        intervals = frame.windows(core.ratio).ready(keys_BLD.shape[1])
+        first_BS, last_BS = (own_tokens(x_BS, frame.cp) for x_BS in intervals)
+        ready = Mask(first_BS=first_BS, last_BS=last_BS)
+        if core.indexer is not None and index_keys is not None:
             query_BSC, turn = self._whole(query_TC, frame), frame.rotation(self.layer)
             turn = adjacent_pairs(turn, self.config)
             ready = core.indexer(x_BSH, query_BSC, index_keys, ready, turn)
@@ -331,29 +335,26 @@ class CompressedAttention(nn.Module):
         query_BNSD: Tensor,
         keys_BLD: Tensor,
         more_BLD: Tensor | None,
-        ready_BSL: Tensor | None,
+        ready: Mask,
         frame: ForwardContext,
     ) -> Tensor:
         """What each token reads of its window and of the compressed keys that are ready,
         [B, S, N, D]."""
-        outs, (b, _, s, _) = [], query_BNSD.shape
+        outs = []
         stretches = frame.stretches(self.layer)
-        size = s // len(stretches)
+        size = query_BNSD.shape[2] // len(stretches)
         for number, (num_keys, mask) in enumerate(stretches):
             part = slice(number * size, (number + 1) * size)
-            keys, allowed = keys_BLD[:, :num_keys], mask.square(size, num_keys, keys_BLD.device)
-            if allowed is None:
-                allowed = torch.ones(1, 1, size, num_keys, dtype=torch.bool, device=keys.device)
-            if more_BLD is not None and ready_BSL is not None:
-                both = (allowed, ready_BSL[:, None, part])
-                allowed = torch.cat([t.expand(b, 1, size, -1) for t in both], -1)
+            keys = keys_BLD[:, :num_keys]
+            if more_BLD is not None:
+                mask = mask.beside(num_keys, ready.of_queries(part))
                 keys = torch.cat((keys, more_BLD), 1)
             outs.append(
                 attend(
                     query_BNSD[:, :, part],
                     keys[:, None],
                     keys[:, None],
-                    Mask(allowed),
+                    mask,
                     scale=self.config.head_dim**-0.5,
                     sinks_N=self.core_attention.attn_sink,
                     chance=None

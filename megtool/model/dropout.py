@@ -7,8 +7,6 @@ left out before, whatever ran in between, and ranks agree, or differ, by what th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -105,18 +103,3 @@ class Draws:
             return None
         digest = hashlib.sha256(f"{self.seed} {place}".encode()).digest()
         return DropoutSpec(share, int.from_bytes(digest[:7], "little"))
-
-
-@contextmanager
-def drawn_by(seed: int, device: torch.device) -> Iterator[None]:
-    """In the block, torch's generator of a device begins at `seed`; then it is where it was."""
-    generator = torch.default_generator
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generator = torch.cuda.default_generators[index]
-    before = generator.get_state()
-    generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        generator.set_state(before)

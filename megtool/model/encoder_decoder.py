@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megtool.errors import LayoutError, MappingError, UsageError
+from megtool.kernels.attention_mask import Mask
 from megtool.model.batch import Batch, check_ids
 from megtool.model.cache import KeySpan, KVCache
 from megtool.model.cross_attention import CrossLayer
@@ -16,12 +17,12 @@ from megtool.model.decoder import VOCAB_MULTIPLE, Block, Decoder, Stage
 from megtool.model.dropout import Draws
 from megtool.model.forward_context import ForwardContext
 from megtool.model.layer import TransformerLayer
-from megtool.model.masks import Mask, Masks
+from megtool.model.masks import Masks
 from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.param_attributes import mark
 from megtool.model.relative_bias import RelativeBias, biased_masks
 from megtool.model.rotary import Rotary
-from megtool.model.source_cache import EncodedSource
+from megtool.model.source_cache import EncodedSource, source_mask
 from megtool.model_config import ModelConfig
 from megtool.parallel.pipeline_split import split_stacks
 from megtool.parallel.process_groups import ProcessGroups
@@ -200,7 +201,7 @@ class EncoderDecoder(Decoder):
                 cache.begin((len(source_BE), width), valid_BE)
             frame.source = EncodedSource(
                 num_tokens=width,
-                mask=Mask(allowed=None if valid_BE is None else valid_BE[:, None, None]),
+                mask=source_mask(valid_BE),
                 states_EH=states_EH,
                 cache=cache,
             )

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
+from megtool.kernels.attention_mask import Mask
 from megtool.model.key_windows import KeyWindows
 from megtool.parallel.process_groups import ALONE, Group
 
 if TYPE_CHECKING:
     from megtool.model.cache import KeySpan, KVCache
     from megtool.model.dropout import Draws
-    from megtool.model.masks import Mask, Masks
+    from megtool.model.masks import Masks
     from megtool.model.rotary import Rotary, Rotation
     from megtool.model.source_cache import EncodedSource
 

@@ -10,17 +10,17 @@ transformers' `deepseek_v32` and `glm_moe_dsa`; megatron-core 0.19.2,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megtool.errors import LayoutError
+from megtool.kernels.attention_mask import AttentionSizes, Mask
 from megtool.kernels.rotary import rotate
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ActivationHook
-from megtool.model.masks import Mask
 from megtool.model.rotary import Rotation
 from megtool.model_config import ModelConfig
 
@@ -28,6 +28,33 @@ EPS = 1e-6
 """Of the norm of keys, in every model."""
 
 _SCORES = 1 << 25  # of all heads, that are in memory at once
+
+
+def query_parts(num_queries: int, num_scores: int) -> Iterator[slice]:
+    """Queries whose scores, so many for each, are in memory at a time."""
+    step = max(1, _SCORES // num_scores)
+    for start in range(0, num_queries, step):
+        yield slice(start, min(start + step, num_queries))
+
+
+def highest(scores_BRL: Tensor, allowed_BRL: Tensor | None, count: int) -> Tensor:
+    """The numbers of the keys with the highest scores among those that are allowed, int32
+    [B, R, count] or fewer; -1 for what lists are filled up with.
+
+    Of equal scores the first ones count, however many keys there are: so every layout of ranks
+    chooses the same.
+    """
+    count = min(count, scores_BRL.shape[-1])
+    if allowed_BRL is not None:
+        scores_BRL = scores_BRL.masked_fill(~allowed_BRL, float("-inf"))
+    least_BR1 = scores_BRL.topk(count, dim=-1).values[..., -1:]
+    chosen, equal = scores_BRL > least_BR1, scores_BRL == least_BR1
+    missing_BR1 = count - chosen.sum(-1, keepdim=True)
+    chosen = chosen | (equal & (equal.cumsum(-1) <= missing_BR1))
+    if allowed_BRL is not None:
+        chosen = chosen & allowed_BRL
+    marked, numbers = chosen.to(torch.uint8).topk(count, dim=-1)
+    return torch.where(marked > 0, numbers, -1).to(torch.int32)
 
 
 def check_sources(config: ModelConfig, layers: Iterable[int]) -> None:
@@ -130,41 +157,27 @@ class Indexer(nn.Module):
         query = self.linear_wq_b(query_BSC).view(b, s, config.index_num_heads, -1)
         query = self._rotate(query, turn).float()
         weights_BSI = self.linear_weights_proj(x_BSH).float() * config.index_num_heads**-0.5
-        out = []
+        out, size = [], s // len(stretches)
         for number, (keys, mask) in enumerate(stretches):
-            part = slice(number * (s // len(stretches)), (number + 1) * (s // len(stretches)))
-            scores = self._scores(query[:, part], weights_BSI[:, part], keys_BLE[:, :keys].float())
-            out.append((keys, self._limited(mask, scores)))
+            part = slice(number * size, (number + 1) * size)
+            keys_B1EL = keys_BLE[:, :keys].float().transpose(1, 2)[:, None]
+            out.append((keys, self._limited(mask, query[:, part], weights_BSI[:, part], keys_B1EL)))
         return out
 
-    def _scores(self, query_BSIE: Tensor, weights_BSI: Tensor, keys_BLE: Tensor) -> Tensor:
-        """Scores of all keys for every query, float32 [B, S, L], some queries at a time."""
+    def _limited(
+        self, mask: Mask, query_BSIE: Tensor, weights_BSI: Tensor, keys_B1EL: Tensor
+    ) -> Mask:
+        """The mask without the keys that are not among the highest scores of its own."""
         b, s, heads, size = query_BSIE.shape
-        step = max(1, _SCORES // (b * heads * keys_BLE.shape[1]))
-        keys_B1EL = keys_BLE.transpose(1, 2)[:, None]
+        sizes = AttentionSizes(s, keys_B1EL.shape[-1], query_BSIE.device)
         parts = []
-        for start in range(0, s, step):
-            rows = slice(start, start + step)
-            heads_BSIL = F.relu(torch.matmul(query_BSIE[:, rows], keys_B1EL) * size**-0.5)
-            parts.append(torch.matmul(weights_BSI[:, rows, None], heads_BSIL).squeeze(2))
-        return torch.cat(parts, 1)
-
-    def _limited(self, mask: Mask, scores_BSL: Tensor) -> Mask:
-        """The mask without the keys that are not among the highest scores of its own.
-
-        Of equal scores the first ones count, however many keys there are: so every layout of ranks
-        chooses the same.
-        """
-        queries, keys = scores_BSL.shape[1:]
-        allowed = mask.square(queries, keys, scores_BSL.device)
-        if allowed is not None:
-            scores_BSL = scores_BSL.masked_fill(~allowed[:, 0], float("-inf"))
-        count = min(self.config.index_topk, keys)
-        least_BS1 = scores_BSL.topk(count, dim=-1).values[..., -1:]
-        chosen, equal = scores_BSL > least_BS1, scores_BSL == least_BS1
-        missing_BS1 = count - chosen.sum(-1, keepdim=True)
-        chosen = chosen | (equal & (equal.cumsum(-1) <= missing_BS1))
-        return Mask(chosen[:, None] if allowed is None else chosen[:, None] & allowed)
+        for rows in query_parts(s, b * heads * sizes.num_keys):
+            heads_BRIL = F.relu(torch.matmul(query_BSIE[:, rows], keys_B1EL) * size**-0.5)
+            scores_BRL = torch.matmul(weights_BSI[:, rows, None], heads_BRIL).squeeze(2)
+            seen = mask.visible(rows, slice(0, sizes.num_keys), sizes)
+            allowed = None if seen is None else seen[:, 0]
+            parts.append(highest(scores_BRL, allowed, self.config.index_topk))
+        return Mask(chosen_BSC=torch.cat(parts, 1), start=sizes.offset if mask.is_causal else None)
 
     def _rotate(self, x_BSIE: Tensor, turn: Rotation | None) -> Tensor:
         """Heads whose first elements are turned: in halves, or in pairs."""

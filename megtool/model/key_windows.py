@@ -7,7 +7,7 @@ of a pass may begin with tokens of the passes before, of which the cache keeps t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ class KeyWindows:
     to the end). `starts_BW` are the numbers of the windows' first tokens; None where they follow
     one another from the first token on. `numbers_BW` count windows from 0 in a document, and
     `exists_BW` is false for what fills rows with fewer windows up. Queries are at `places_BS` in
-    their documents (batch may be 1), which `runs` are the numbers of, of queries and windows.
+    their documents (batch may be 1); where a row has several, `ended_BS` windows have ended up to
+    each.
     """
 
     ratio: int
@@ -38,7 +39,7 @@ class KeyWindows:
     exists_BW: Tensor | None = None
     order_BS: Tensor | None = None
     counts_B: Tensor | None = None
-    runs: tuple[Tensor, Tensor] | None = None
+    ended_BS: Tensor | None = None
 
     @classmethod
     def of(cls, ratio: int, span: KeySpan, runs_BS: Tensor | None = None) -> KeyWindows:
@@ -102,7 +103,7 @@ class KeyWindows:
             places_BS=places_BS,
             starts_BW=(ends_BW - ratio + 1).clamp_min(0),
             exists_BW=ends_BS.gather(1, ends_BW),
-            runs=(runs_BS, runs_BS.gather(1, ends_BW)),
+            ended_BS=ends_BS.cumsum(1),
         )
 
     def tokens_of(self, x_BSC: Tensor, *, before: bool = False) -> Tensor:
@@ -125,19 +126,17 @@ class KeyWindows:
             return x_BSC
         return x_BSC.gather(1, self.order_BS[..., None].expand_as(x_BSC))
 
-    def ready(self, num_keys: int) -> Tensor:
-        """Which of the keys each query comes after and may attend to, bool [B, S, L].
+    def ready(self, num_keys: int) -> tuple[Tensor, Tensor]:
+        """The first and the last of the keys that each query comes after and may attend to,
+        [B, S] (batch may be 1), behind each other where there is none.
 
         Keys are those of this pass' windows; with a cache those of all windows of a row, by their
         numbers.
         """
-        limits_BS1 = (self.places_BS[..., None] + 1) // self.ratio
-        if self.runs is None:
-            return torch.arange(num_keys, device=limits_BS1.device) < limits_BS1
-        runs_BS, runs_BW = self.runs
-        exists_BW = cast(Tensor, self.exists_BW)
-        ready = (self.numbers_BW[:, None] < limits_BS1) & exists_BW[:, None]
-        return ready & (runs_BW[:, None] == runs_BS[..., None])
+        counts_BS = ((self.places_BS + 1) // self.ratio).clamp_max(num_keys)
+        if self.ended_BS is None:
+            return torch.zeros_like(counts_BS), counts_BS - 1
+        return self.ended_BS - counts_BS, self.ended_BS - 1
 
 
 def num_kept_tokens(ratio: int) -> int:

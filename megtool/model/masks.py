@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
-from megtool.model.alibi import biases, slopes_of
+from megtool.kernels.attention_mask import Mask, Segments, Slopes
+from megtool.model.alibi import slopes_of
 from megtool.model.cache import KeySpan
 from megtool.model.rotary import has_rotation, has_window
 from megtool.model_config import ModelConfig
 from megtool.parallel.context_parallel import chunk_size, chunks_of
 from megtool.parallel.process_groups import ALONE, Group
-
-
-@dataclass(slots=True)
-class Mask:
-    """The keys that queries may attend to, in the cheapest form that expresses it.
-
-    All of them where `allowed` is None, or, with `is_causal`, those up to the query's own, the last
-    query's being the last key; else `allowed` is true for them, bool [B, 1, S, L] (batch may be
-    1). A query always may attend to its own key, so that no row is empty. Padding takes no place in
-    a window. `scores` are added to those of attention, [B, N, S, L] (batch may be 1).
-    """
-
-    allowed: Tensor | None = None
-    is_causal: bool = False
-    scores: Tensor | None = None
-    _bias: dict[torch.dtype, Tensor] = field(default_factory=dict)
-
-    def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """`allowed` as an additive bias of scores, `scores` (or 0) or minus infinity; built once
-        for all layers.
-        """
-        if self.allowed is None:
-            return None if self.scores is None else self.scores.to(dtype)
-        if dtype not in self._bias:
-            added = self.scores
-            if added is None:
-                added = torch.zeros((), dtype=dtype, device=self.allowed.device)
-            self._bias[dtype] = torch.where(self.allowed, added.to(dtype), float("-inf"))
-        return self._bias[dtype]
-
-    def square(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
-        """`allowed`, also where it is causal: for kernels that know no other form."""
-        if self.is_causal:
-            ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-            return ones.tril(num_keys - num_queries)[None, None]
-        return self.allowed
 
 
 def masks_of(
@@ -68,7 +31,6 @@ def masks_of(
             config,
             span.part(end - size, end),
             documents_BS=None if documents_BS is None else documents_BS[:, :end],
-            is_part=True,
             slopes_N=slopes_N,
         )
         for end in ends
@@ -78,9 +40,8 @@ def masks_of(
 class Masks:
     """The masks of one forward pass, each built when a layer first needs its kind.
 
-    `documents_BS` are those of all keys. With `is_part` the queries are the last of the keys' own
-    tokens, and others of the same pass are not here (context parallelism). `slopes_N` are those of
-    this rank's heads, where scores have them (ALiBi).
+    `documents_BS` are those of all keys; a document is a run of equal numbers. `slopes_N` are those
+    of this rank's heads, where scores have them (ALiBi).
     """
 
     def __init__(
@@ -89,11 +50,10 @@ class Masks:
         span: KeySpan,
         *,
         documents_BS: Tensor | None = None,
-        is_part: bool = False,
         slopes_N: Tensor | None = None,
     ) -> None:
         self.config, self.span, self.documents_BS = config, span, documents_BS
-        self.is_part, self.slopes_N = is_part, slopes_N
+        self.slopes_N = slopes_N
         self._masks: dict[tuple[int, int], Mask] = {}
 
     def of(self, layer: int) -> Mask:
@@ -106,56 +66,88 @@ class Masks:
         if chunk >= span.num_keys and span.is_counted:
             chunk = 0
         if (window, chunk) not in self._masks:
-            self._masks[window, chunk] = self._sloped(self._make(window, chunk))
+            mask = self._make(window, chunk)
+            if self.slopes_N is not None:
+                mask.bias = Slopes(self.slopes_N, span.positions_BS, span.key_positions_BL)
+            self._masks[window, chunk] = mask
         return self._masks[window, chunk]
 
-    def _sloped(self, mask: Mask) -> Mask:
-        """The mask with the slopes of scores, if there are any."""
-        if self.slopes_N is None:
-            return mask
-        num_queries, num_keys = self.span.queries_BS.shape[1], self.span.num_keys
-        allowed = mask.square(num_queries, num_keys, self.slopes_N.device)
-        return Mask(allowed=allowed, scores=biases(self.slopes_N, self.span))
-
     def _make(self, window: int, chunk: int) -> Mask:
-        span = self.span
+        span, config = self.span, self.config
         num_queries = span.queries_BS.shape[1]
         plain = not window and not chunk and span.valid_BL is None and self.documents_BS is None
         if plain and span.start is not None:
-            if num_queries == 1 or self.config.bidirectional:
+            if num_queries == 1 or config.bidirectional:
                 return Mask()
-            if span.start == 0 and num_queries == span.num_keys:
-                return Mask(is_causal=True)
-            if self.is_part and span.queries_BS.is_cuda:
-                return Mask(is_causal=True)  # kernels there skip what is not attended to
-        query = span.queries_BS[:, :, None]
-        key = torch.arange(span.num_keys, device=query.device)
-        allowed = key <= query
-        if self.config.bidirectional:
-            allowed = torch.ones_like(allowed)
+            return Mask(is_causal=True)
+        own_BS = span.queries_BS
+        last_BS = torch.full_like(own_BS, span.num_keys - 1) if config.bidirectional else own_BS
+        intervals = [(torch.zeros_like(own_BS), last_BS)]
         if window:
-            allowed = allowed & self._near(window)
+            intervals.append(self._near(window))
         if chunk:
-            allowed = allowed & (
-                span.positions_BS[:, :, None] // chunk == span.key_positions_BL[:, None] // chunk
-            )
+            intervals.append(_run_of(own_BS, span.key_positions_BL // chunk))
         if self.documents_BS is not None:
-            own_BS = self.documents_BS[:, span.num_keys - num_queries :]
-            allowed = allowed & (own_BS[:, :, None] == self.documents_BS[:, None])
-        if span.valid_BL is not None:
-            allowed = allowed & span.valid_BL[:, None]
-            allowed |= key == query
-        return Mask(allowed[:, None])
+            intervals.append(_run_of(own_BS, self.documents_BS))
+        firsts, lasts = zip(*intervals, strict=True)
+        first_BS, last_BS = firsts[0], lasts[0]
+        for first, last in zip(firsts[1:], lasts[1:], strict=True):
+            first_BS, last_BS = torch.maximum(first_BS, first), torch.minimum(last_BS, last)
+        return Mask(
+            first_BS=first_BS,
+            last_BS=last_BS,
+            valid_BL=span.valid_BL,
+            own_BS=None if span.valid_BL is None else own_BS,
+            start=None if config.bidirectional else span.start,
+            segments=self._segments(window, chunk),
+        )
 
-    def _near(self, window: int) -> Tensor:
-        """Keys less than `window` tokens before a query, or behind it, [B, S, L]: padding between
-        them does not count. In a bidirectional model those behind are as near."""
+    def _segments(self, window: int, chunk: int) -> Segments | None:
+        """The same for kernels of sequences without padding: for whole rows that begin here.
+
+        Padding attends to padding beside it, which nothing reads.
+        """
+        span = self.span
+        num_queries = span.queries_BS.shape[1]
+        if span.past_B is not None or span.start != 0 or num_queries != span.num_keys:
+            return None
+        if window and span.valid_BL is not None:
+            return None  # padding takes no place in a window
+        kinds = [self.documents_BS, span.valid_BL]
+        if chunk:
+            kinds.append(span.key_positions_BL // chunk)
+        ids_BS: Tensor | None = None
+        for kind in kinds:
+            if kind is not None:
+                changes = torch.zeros_like(kind, dtype=torch.int64)
+                changes[:, 1:] = kind[:, 1:] != kind[:, :-1]
+                ids_BS = changes.cumsum(1) if ids_BS is None else ids_BS + changes.cumsum(1)
+        behind = (window - 1 if window else -1) if self.config.bidirectional else 0
+        return Segments(num_queries, (window - 1 if window else -1, behind), ids_BS)
+
+    def _near(self, window: int) -> tuple[Tensor, Tensor]:
+        """The first and the last key less than `window` tokens from each query: padding between
+        them does not count. Those behind it count as near."""
         span, query_BS = self.span, self.span.queries_BS
-        key_BL = torch.arange(span.num_keys, device=query_BS.device)[None]
-        if span.valid_BL is not None:
-            key_BL = span.valid_BL.cumsum(1)
-            query_BS = key_BL.gather(1, query_BS.expand(key_BL.shape[0], -1))
-        near = key_BL[:, None] > query_BS[:, :, None] - window
-        if self.config.bidirectional:
-            near = near & (key_BL[:, None] < query_BS[:, :, None] + window)
-        return near
+        if span.valid_BL is None:
+            return query_BS - window + 1, query_BS + window - 1
+        count_BL = span.valid_BL.cumsum(1)
+        query_BS = query_BS.expand(len(count_BL), -1)
+        count_BS = count_BL.gather(1, query_BS)
+        first_BS = torch.searchsorted(count_BL, count_BS - window, right=True)
+        return first_BS, torch.searchsorted(count_BL, count_BS + window) - 1
+
+
+def _run_of(own_BS: Tensor, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the last key of the run of equal numbers that each query's own key is in."""
+    places = torch.arange(ids_BL.shape[1], device=ids_BL.device)
+    begins_BL = torch.ones_like(ids_BL, dtype=torch.bool)
+    begins_BL[:, 1:] = ids_BL[:, 1:] != ids_BL[:, :-1]
+    first_BL = (places * begins_BL).cummax(1).values
+    ends_BL = torch.ones_like(begins_BL)
+    ends_BL[:, :-1] = begins_BL[:, 1:]
+    last = ids_BL.shape[1] - 1
+    last_BL = last - ((last - places) * ends_BL).flip(1).cummax(1).values.flip(1)
+    rows = max(len(own_BS), len(ids_BL))
+    own_BS = own_BS.expand(rows, -1)
+    return tuple(x.expand(rows, -1).gather(1, own_BS) for x in (first_BL, last_BL))  # type: ignore[return-value]

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 from megtool.errors import UsageError
+from megtool.kernels.attention import OPERATION
 from megtool.kernels.dispatch import Implementation, requested_implementation, use
 from megtool.kernels.te_linear import Contexts, contexts_again
 from megtool.model.decoder import Decoder
@@ -39,7 +40,7 @@ _KEPT = frozenset(
         "_scaled_dot_product_fused_attention_overrideable",
     )
     if hasattr(torch.ops.aten, name)
-)
+) | {OPERATION}
 
 
 def recompute(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from megtool.errors import MappingError
+from megtool.kernels.attention_mask import BucketBias, Mask
 from megtool.model.cache import KeySpan
-from megtool.model.masks import Mask, Masks
+from megtool.model.masks import Masks
 from megtool.model.param_attributes import mark
 from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
@@ -61,16 +63,12 @@ class RelativeBias(nn.Module):
                 over="pp",
             )
 
-    def forward(self, span: KeySpan) -> Tensor:
-        """Biases of this rank's heads for the queries and keys of a pass, [B, N, S, L] (batch may
-        be 1)."""
-        buckets_BSL = self.bucket(
-            span.key_positions_BL[:, None] - span.positions_BS[:, :, None].to(torch.int64)
-        )
-        bias_BSLN: Tensor = self.relative_attention_bias(buckets_BSL)
-        heads = bias_BSLN.shape[-1] // self.tp.size
+    def forward(self, span: KeySpan) -> BucketBias:
+        """Biases of this rank's heads for the queries and keys of a pass."""
+        table_CN: Tensor = self.relative_attention_bias.weight
+        heads = table_CN.shape[1] // self.tp.size
         own = slice(self.tp.rank * heads, (self.tp.rank + 1) * heads)
-        return bias_BSLN[..., own].permute(0, 3, 1, 2)
+        return BucketBias(table_CN[:, own], self.bucket, span.positions_BS, span.key_positions_BL)
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of each distance of a key from its query (int64, negative before it)."""
@@ -95,16 +93,10 @@ class BiasedMasks(Masks):
     `biases` are by layer, or that of all of them under None.
     """
 
-    def __init__(self, masks: Masks, biases: Mapping[int | None, Tensor]) -> None:
-        super().__init__(
-            masks.config, masks.span, documents_BS=masks.documents_BS, is_part=masks.is_part
-        )
-        self._biased: dict[int | None, Mask] = {}
-        for layer, bias_BNSL in biases.items():
-            num_queries, num_keys = bias_BNSL.shape[2:]
-            allowed = masks.of(0).square(num_queries, num_keys, bias_BNSL.device)
-            self._biased[layer] = mask = Mask(allowed=allowed, scores=bias_BNSL)
-            mask.bias(bias_BNSL.dtype)  # not within a layer, which may be computed again
+    def __init__(self, masks: Masks, biases: Mapping[int | None, BucketBias]) -> None:
+        super().__init__(masks.config, masks.span, documents_BS=masks.documents_BS)
+        plain = masks.of(0)
+        self._biased = {n: replace(plain, bias=bias, _square={}) for n, bias in biases.items()}
 
     def of(self, layer: int) -> Mask:
         """The mask of a layer."""

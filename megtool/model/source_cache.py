@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from megtool.errors import UsageError
-from megtool.model.masks import Mask
+from megtool.kernels.attention_mask import Mask
 from megtool.model_config import ModelConfig
+
+
+def source_mask(valid_BE: Tensor | None) -> Mask:
+    """The mask of queries that attend to all tokens of a source but padding."""
+    return Mask() if valid_BE is None else Mask(valid_BL=valid_BE)
 
 
 class SourceCache:
@@ -83,7 +88,7 @@ class SourceCache:
 
     def mask(self) -> Mask:
         """Which tokens of the chosen rows' sources are attended to."""
-        return Mask(allowed=self.valid_RE[self._rows_B, None, None, : self.width])
+        return source_mask(self.valid_RE[self._rows_B, : self.width])
 
 
 @dataclass(slots=True, kw_only=True)

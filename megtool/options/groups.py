@@ -183,8 +183,9 @@ class RuntimeOptions(Options):
     )
     kernels: Literal["auto", "torch", "triton", "compile", "te"] = option(
         RUNNING,
-        "Which implementation of fused operations runs. te: Transformer Engine's norms and "
-        "activations without limit and offset (no exact gelu); the rest is megtool's own.",
+        "Which implementation of fused operations runs. te: Transformer Engine's norms, "
+        "activations without limit and offset (no exact gelu) and attention of packed rows; the "
+        "rest is megtool's own.",
         "auto",
     )
     threads: int | None = option(

@@ -9,7 +9,8 @@ import torch
 
 from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
 from megtool.errors import MappingError
-from megtool.model.alibi import biases, slopes, slopes_of
+from megtool.kernels.attention_mask import Slopes
+from megtool.model.alibi import slopes, slopes_of
 from megtool.model.batch import Batch
 from megtool.model.cache import KeySpan
 from megtool.model_config import ModelConfig
@@ -57,7 +58,8 @@ def test_biases_grow_with_the_distance_between_places() -> None:
     """Padding takes no place, and keys before a query have less."""
     valid = torch.tensor([[False, True, True, True]])
     span = KeySpan.fresh(Batch(tokens_BS=torch.zeros(1, 4, dtype=torch.int64), valid_BS=valid))
-    found = biases(torch.tensor([0.5]), span)[0, 0]
+    bias = Slopes(torch.tensor([0.5]), span.positions_BS, span.key_positions_BL)
+    found = bias.part(slice(0, 4), slice(0, 4))[0, 0]
     assert found[3].tolist() == [-1.0, -1.0, -0.5, 0.0]
 
 

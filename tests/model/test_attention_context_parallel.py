@@ -7,11 +7,12 @@ import torch
 
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
+from megtool.kernels.attention_mask import Mask
 from megtool.model.attention import attend
 from megtool.model.batch import Batch
 from megtool.model.cache import KeySpan
 from megtool.model.decoder import Decoder
-from megtool.model.masks import Mask, Masks, masks_of
+from megtool.model.masks import Masks, masks_of
 from megtool.model_config import ModelConfig
 from megtool.parallel.context_parallel import own_tokens
 from megtool.parallel.process_groups import Group
@@ -116,10 +117,11 @@ def test_queries_behind_other_keys_are_causal_from_the_last(kv_heads) -> None:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, 3, 8, generator=generator)
     key, value = torch.randn(2, 2, kv_heads, 7, 8, generator=generator)
-    allowed = torch.ones(3, 7, dtype=torch.bool).tril(4)[None, None]
-    want = attend(query, key, value, Mask(allowed), scale=0.3)
+    own = torch.arange(4, 7)[None]
+    listed = Mask(first_BS=torch.zeros_like(own), last_BS=own)
+    want = attend(query, key, value, listed, scale=0.3)
     got = attend(query, key, value, Mask(is_causal=True), scale=0.3)
     torch.testing.assert_close(got, want)
-    want = attend(query, key, value, Mask(allowed), scale=0.3, softcap=1.0)
+    want = attend(query, key, value, listed, scale=0.3, softcap=1.0)
     got = attend(query, key, value, Mask(is_causal=True), scale=0.3, softcap=1.0)
     assert got.equal(want)

@@ -15,12 +15,12 @@ import megtool.model.dropout as model_dropout
 import megtool.model.layer as model_layer
 from megtool.config import ParallelConfig
 from megtool.errors import UsageError
+from megtool.kernels.attention_mask import Mask
 from megtool.model.attention import attend
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
 from megtool.model.dropout import Draws, Dropout, DropoutSpec
 from megtool.model.linear import RowLinear
-from megtool.model.masks import Mask
 from megtool.model.pipeline import PipelineSchedule, build_stages
 from megtool.model.recompute import recompute
 from megtool.parallel.process_groups import ALONE, ProcessGroups

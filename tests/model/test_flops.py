@@ -24,11 +24,6 @@ EXPERTS: dict[str, Any] = dict(
 )
 
 
-def attention_flop(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Of attention on a CPU."""
-    return int(sdpa_flop_count(query, key, value))
-
-
 def grouped_flop(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
     """Of products of rows with one of several weights each."""
     return 2 * int(rows[0]) * int(weights[-2]) * int(weights[-1])
@@ -37,6 +32,12 @@ def grouped_flop(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
 def counted(config: ModelConfig) -> float:
     """What torch counts of products in a forward pass of a row, logits included."""
     decoder = make_decoder(config)
+
+    def attention_flop(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        """Of attention on a CPU, without what values are filled up with there."""
+        size = config.v_head_dim if config.kv_lora_rank else value[-1]
+        return int(sdpa_flop_count(query, key, (*value[:-1], size)))
+
     further: Any = {
         aten._scaled_dot_product_flash_attention_for_cpu: attention_flop,
         aten._grouped_mm: grouped_flop,

@@ -17,7 +17,7 @@ from megtool.convert.megatron_args import args_from_config, config_from_args, me
 from megtool.errors import LayoutError, MappingError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder, Stage
-from megtool.model.masks import Mask
+from megtool.model.indexer import highest
 from megtool.model_config import ModelConfig
 from megtool.reshard.open_source import open_source
 from tests.support.errors import raises
@@ -34,15 +34,12 @@ def changed(**keys: Any) -> ModelConfig:
 
 def test_of_equal_scores_the_first_ones_are_chosen() -> None:
     """Otherwise the number of keys would decide, which differs between ranks."""
-    indexer = whole_model("sparse").get_submodule(
-        "decoder.layers.0.self_attention.core_attention.indexer"
-    )
     scores = torch.tensor([[[5.0, 0, 0, 0, 0, 7], [1, 1, 1, 1, 1, 1]]])
     for keys in (5, 6):
-        mask = indexer._limited(Mask(), scores[:, :, :keys])
-        assert mask.allowed is not None
-        chosen = [row.nonzero().flatten().tolist() for row in mask.allowed[0, 0]]
+        chosen = highest(scores[:, :, :keys], None, 3)[0].sort().values.tolist()
         assert chosen == [[0, 1, 5] if keys == 6 else [0, 1, 2], [0, 1, 2]]
+    allowed = torch.tensor([[[False, True, False, False, False, True]]]).expand(1, 2, 6)
+    assert highest(scores, allowed, 3)[0].sort().values.tolist() == [[-1, 1, 5]] * 2
 
 
 def test_few_tokens_are_all_chosen() -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megtool.kernels.attention_mask import AttentionSizes, Mask
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache, KeySpan
 from megtool.model.masks import Masks
@@ -92,6 +93,7 @@ def test_masks_are_what_they_are_defined_to_be(data: st.DataObject) -> None:
         got = (
             torch.ones(shape, dtype=torch.bool) if allowed is None else allowed[:, 0].expand(shape)
         )
+        check_parts(mask, AttentionSizes(new, span.num_keys, tokens.device), got)
         for row in range(rows):
             for q in range(new):
                 want = [
@@ -111,16 +113,40 @@ def test_masks_are_what_they_are_defined_to_be(data: st.DataObject) -> None:
                 assert got[row, q].tolist() == want
 
 
+def check_parts(mask: Mask, sizes: AttentionSizes, whole_BSL: torch.Tensor) -> None:
+    """Tiles, and masks of fewer keys, are parts of the whole mask."""
+    start, stop = sizes.num_keys // 3, max(sizes.num_keys // 3 + 1, sizes.num_keys - 1)
+    parts = [(slice(start, stop), mask.among(start, stop, sizes))]
+    parts += [(slice(n, None, 3), mask.every(n, 3, sizes)) for n in range(min(3, sizes.num_keys))]
+    for keys, part in parts:
+        want = whole_BSL[..., keys]
+        fewer = AttentionSizes(sizes.num_queries, want.shape[-1], sizes.device)
+        assert tiled(part, fewer, want.shape).equal(want)
+    assert tiled(mask, sizes, whole_BSL.shape).equal(whole_BSL)
+
+
+def tiled(mask: Mask, sizes: AttentionSizes, shape: torch.Size) -> torch.Tensor:
+    """A mask put together from its tiles."""
+    out = torch.zeros(shape, dtype=torch.bool)
+    for low in range(0, sizes.num_queries, 2):
+        rows = slice(low, min(low + 2, sizes.num_queries))
+        for keys, seen in mask.tiles(rows, sizes, 3):
+            out[:, rows, keys] = True if seen is None else seen[:, 0]
+    return out
+
+
 def test_layers_alike_share_one_mask_and_plain_ones_have_none() -> None:
     tokens = torch.ones(2, 7, dtype=torch.int64)
     masks = Masks(config(window_size=3, window_skip_freq=2), KeySpan.fresh(Batch(tokens_BS=tokens)))
     assert masks.of(0) is masks.of(2)
     assert masks.of(1) is masks.of(3)
     assert masks.of(1).is_causal
-    assert masks.of(1).allowed is None
-    assert masks.of(0).bias(torch.float32) is masks.of(0).bias(torch.float32)
+    assert masks.of(1).is_plain
+    sizes = AttentionSizes(7, 7, tokens.device)
+    biases = [masks.of(n).square_bias(sizes, torch.float32) for n in (0, 2)]
+    assert biases[0] is biases[1]
     longer = Masks(config(window_size=7), KeySpan.fresh(Batch(tokens_BS=tokens)))
-    assert longer.of(0).allowed is None
+    assert longer.of(0).is_plain
     single = Masks(config(), KeySpan.fresh(Batch(tokens_BS=tokens[:, :1])))
     assert not single.of(0).is_causal
-    assert single.of(0).allowed is None
+    assert single.of(0).is_plain
