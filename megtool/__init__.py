@@ -13,6 +13,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Checkpoint",
+    "Engine",
     "__version__",
     "clean",
     "demo",
@@ -41,6 +42,7 @@ __all__ = [
 
 _ACCESS = {
     "Checkpoint": ("megtool.access.checkpoint", "Checkpoint"),
+    "Engine": ("megtool.inference.text_engine", "Engine"),
     "load_state_dict": ("megtool.access.state_dict", "load_state_dict"),
     "open": ("megtool.access.checkpoint", "open_checkpoint"),
     "stream": ("megtool.access.checkpoint", "stream"),

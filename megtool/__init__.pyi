@@ -28,6 +28,7 @@ from megtool.commands.verify_report import VerifyReport
 from megtool.commands.worker_scan import ShareReport
 from megtool.console import Progress
 from megtool.export.report import ExportReport
+from megtool.inference.text_engine import Engine as Engine
 from megtool.quant.derive_calibration import DeriveReport
 from megtool.quant.explain import ExplainReport
 from megtool.quant.pipeline.plan import QuantizePlan
@@ -307,6 +308,8 @@ def generate(
     top_k: int | None = ...,
     seed: int = ...,
     stop: str | Sequence[str] = ...,
+    logprobs: int | None = ...,
+    prompt_logprobs: bool = ...,
     speculative: Literal["none", "mtp"] = ...,
     batch_size: int | None = ...,
     iteration: str | None = ...,

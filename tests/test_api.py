@@ -24,7 +24,7 @@ def run_python(code: str) -> None:
 
 
 def test_all_verbs_are_functions_of_the_package() -> None:
-    others = {"__version__", "Checkpoint", "load_state_dict", "open", "stream"}
+    others = {"__version__", "Checkpoint", "Engine", "load_state_dict", "open", "stream"}
     assert {verb.api for verb in VERBS} == set(megtool.__all__) - others
     assert all(isinstance(getattr(megtool, verb.api), VerbFunction) for verb in VERBS)
     assert set(megtool.__all__) <= set(dir(megtool))

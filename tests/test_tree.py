@@ -151,6 +151,8 @@ ALLOWED_LONG_LISTS = {
     "megtool/checkpoint/formats/torch_dist_layout.py: plan_torch_dist_layout": _PLAN,
     "megtool/checkpoint/formats/zarr_layout.py: plan_zarr_layout": _PLAN,
     "megtool/checkpoint/planner.py: build_plan": _PLAN,
+    "megtool/inference/text_engine.py: __init__": _API,
+    "megtool/inference/text_engine.py: submit": _API,
     "megtool/kernels/cross_entropy.py: linear_cross_entropy": _KERNEL,
     "megtool/kernels/lm_head.py: _fold": _KERNEL,
     "megtool/kernels/token_statistics.py: token_log_probs": _KERNEL,

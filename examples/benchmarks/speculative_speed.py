@@ -103,7 +103,7 @@ def write(
     meter, began = Meter(), time.process_time()
     options = DecodingOptions(num_slots=len(requests), speculative=speculative, graphed=False)
     texts = generate(forward, requests, options, new_detokenizer=Letters, meter=meter)
-    out = [text.tokens for text in texts]
+    out = [text.ids for text in texts]
     return out, meter, time.process_time() - began
 
 

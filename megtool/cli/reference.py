@@ -112,6 +112,7 @@ def render_api_stub() -> str:
         "collections.abc": {"Sequence"},
         "pathlib": {"Path"},
         "typing": {"Literal"},
+        "megtool.inference.text_engine": {"Engine as Engine"},
     }
     for function in functions:
         for module, names in function.imports.items():

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megtool.commands.generate_report import Answer, GeneratePlan, GenerateReport
+from megtool.commands.generate_report import Answer, GeneratePlan, GenerateReport, ScoredToken
 from megtool.commands.options.models import GenerateOptions
 from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.convert.sharding import check_layout
 from megtool.errors import FormatError, StorageError, UsageError
 from megtool.inference.runtime import LESS_MEMORY, load_forward, on_ranks
-from megtool.model_config import ModelConfig
 from megtool.options.effects import check_effects
 from megtool.reshard.open_source import open_decoder
 from megtool.reshard.source import CheckpointSource
@@ -24,17 +23,13 @@ from megtool.reshard.source import CheckpointSource
 if TYPE_CHECKING:
     from megtool.data.tokenizer import Tokenizer
     from megtool.inference.batching import GenerateRequest
-    from megtool.inference.sampling import Sampling
+    from megtool.inference.generate import Completion, DecodingOptions
+    from megtool.inference.prompts import Conversation
 
 _RECORDS = (".jsonl", ".json", ".ndjson", ".parquet", ".gz")
 _FIELDS = ("prompt", "messages", "text")
 _MAX_BATCH = 16
-_NEW_TOKENS = 128
 _LESS_MEMORY = f"a smaller --batch-size or --max-new-tokens, --stream-layers, {LESS_MEMORY}"
-
-Message = Mapping[str, Any]
-Conversation = str | tuple[Message, ...]
-"""A text to continue as it is, or messages to answer."""
 
 
 def generate(
@@ -55,7 +50,9 @@ def generate(
     Temperature 0 takes the most likely token; otherwise `seed` and the number of a prompt decide,
     whatever it is batched with. A text ends before a `stop` string, at an end-of-sequence token of
     the model, or after `max_new_tokens` (128, if the model has positions for them). `batch_size`
-    (16) texts are generated at once.
+    (16) texts are generated at once. With `logprobs` every token of an answer has its
+    log-probability, and those of so many likeliest ones; with `prompt_logprobs` those of the
+    prompt, too.
 
     `on_text` is called with each piece of a single text as it comes, `on_answer` with each answer
     in order. Under `torchrun` every process calls this, in the layout `tp`, `pp`, `ep`; only rank 0
@@ -65,7 +62,8 @@ def generate(
         UsageError: an option has no effect, or no such value.
         MegtoolError: the checkpoint, its tokenizer, the layout or a prompt cannot be used.
     """
-    from megtool.inference.generate import check_requests
+    from megtool.inference.generate import DecodingOptions, check_requests
+    from megtool.inference.prompts import encode_prompt, make_request
     from megtool.inference.sampling import Sampling
     from megtool.inference.speculative import check_speculative
     from megtool.inference.stop_strings import Stops
@@ -80,25 +78,39 @@ def generate(
     conversations = _read_conversations(options)
     source = open_decoder(options.source, options, two_stacks=True)
     tokenizer = source.tokenizer(options.tokenizer)
-    requests = []
-    for number, conversation in enumerate(conversations):
-        tokens = _encode(conversation, tokenizer)
-        requests.append(_request(number, tokens, source.config, tokenizer, options.max_new_tokens))
-    check_requests(requests, source.config)
     if options.speculative == "mtp":
         check_speculative(source.config, stream_layers=options.stream_layers)
     Stops(options.stop)  # refuses empty stop strings
-    num_slots = min(len(requests), options.batch_size or _MAX_BATCH)
+    decoding = DecodingOptions(
+        sampling=sampling,
+        eos_ids=frozenset(tokenizer.eos_ids),
+        stop=options.stop,
+        num_log_probs=options.logprobs,
+        prompt_log_probs=options.prompt_logprobs,
+        num_slots=min(len(conversations), options.batch_size or _MAX_BATCH),
+        speculative=options.speculative == "mtp",
+    )
+    requests = [
+        make_request(
+            number,
+            encode_prompt(conversation, tokenizer),
+            source.config,
+            tokenizer,
+            limit=options.max_new_tokens,
+            text=decoding,
+        )
+        for number, conversation in enumerate(conversations)
+    ]
+    check_requests(requests, source.config)
     if options.dry_run:
         check_layout(source.config, options.layout)
-        return _plan(source, requests, num_slots, options.layout)
+        return _plan(source, requests, decoding.num_slots, options.layout)
     return _run(
         source,
         tokenizer,
         _Prompts(conversations=conversations, requests=requests),
         options,
-        sampling,
-        num_slots=num_slots,
+        decoding,
         callbacks=_Callbacks(on_text=on_text, on_answer=on_answer, progress=progress),
     )
 
@@ -125,25 +137,24 @@ def _run(
     tokenizer: Tokenizer,
     prompts: _Prompts,
     options: GenerateOptions,
-    sampling: Sampling,
+    decoding: DecodingOptions,
     *,
-    num_slots: int,
     callbacks: _Callbacks,
 ) -> GenerateReport:
     """Load the model, continue every prompt, and report."""
-    from megtool.inference.generate import DecodingOptions, Meter
+    from megtool.inference.generate import Meter
     from megtool.inference.generate import generate as generate_texts
 
     conversations, requests = prompts.conversations, prompts.requests
     on_answer, progress = callbacks.on_answer, callbacks.progress
     start = time.monotonic()
     with on_ranks(options, less=_LESS_MEMORY) as groups:
-        drafts = options.speculative == "mtp"
-        forward = load_forward(source, options, groups, progress, keeps_mtp=drafts)
+        forward = load_forward(source, options, groups, progress, keeps_mtp=decoding.speculative)
         loaded = time.monotonic()
         is_first = groups.rank == 0
         meter = Meter()
-        on_text = callbacks.on_text if is_first and len(requests) == 1 else None
+        is_list = options.prompts is not None or options.logprobs is not None
+        on_text = callbacks.on_text if is_first and len(requests) == 1 and not is_list else None
         answers = []
         max_tokens = sum(r.max_new_tokens for r in requests)
         if on_text is None:
@@ -151,26 +162,12 @@ def _run(
         for text in generate_texts(
             forward,
             requests,
-            DecodingOptions(
-                sampling=sampling,
-                eos_ids=frozenset(tokenizer.eos_ids),
-                stop=options.stop,
-                num_slots=num_slots,
-                speculative=drafts,
-                graphed=groups.device.type == "cuda" and not options.stream_layers,
-            ),
+            replace(decoding, graphed=groups.device.type == "cuda" and not options.stream_layers),
             new_detokenizer=tokenizer.stream,
             on_text=None if on_text is None else lambda number, piece: on_text(piece),
             meter=meter,
         ):
-            answer = Answer(
-                number=text.number,
-                prompt=_show_prompt(conversations[text.number]),
-                text=text.text,
-                num_prompt_tokens=text.num_prompt_tokens,
-                num_tokens=len(text.tokens),
-                finish=text.finish,
-            )
+            answer = _answer(text, conversations[text.number], requests[text.number], tokenizer)
             answers.append(answer)
             if on_text is None:
                 progress("generate", requests[text.number].max_new_tokens, max_tokens)
@@ -195,7 +192,34 @@ def _run(
         num_drafted=meter.num_drafted,
         num_accepted=meter.num_accepted,
         is_shown=not is_first or on_text is not None or on_answer is not None,
-        is_list=options.prompts is not None,
+        is_list=is_list,
+    )
+
+
+def _answer(
+    completion: Completion, prompt: Conversation, request: GenerateRequest, tokenizer: Tokenizer
+) -> Answer:
+    """A completion as it is reported, with the texts of scored tokens."""
+
+    def scored(token: int, log_prob: float, top: Sequence[tuple[int, float]]) -> ScoredToken:
+        likeliest = tuple((t, text_of(t), p) for t, p in top)
+        return ScoredToken(token=token, text=text_of(token), log_prob=log_prob, top=likeliest)
+
+    def text_of(token: int) -> str:
+        return tokenizer.decode([token], skip_special=False)
+
+    tokens = completion.tokens
+    return Answer(
+        number=completion.number,
+        prompt=_show_prompt(prompt),
+        text=completion.text,
+        num_prompt_tokens=completion.num_prompt_tokens,
+        num_tokens=len(tokens),
+        finish=completion.finish,
+        scores=tuple(scored(t.id, t.log_prob, t.top) for t in tokens if t.log_prob is not None),
+        prompt_scores=tuple(
+            scored(t.token, t.log_prob, t.top) for t in completion.prompt_log_probs
+        ),
     )
 
 
@@ -253,31 +277,6 @@ def _find_field(path: Path) -> str | None:
     except ValueError:
         return None  # the error is raised when the records are read
     return next((f for f in _FIELDS if isinstance(record, dict) and f in record), None)
-
-
-def _request(
-    number: int,
-    tokens: tuple[int, ...],
-    config: ModelConfig,
-    tokenizer: Tokenizer,
-    limit: int | None,
-) -> GenerateRequest:
-    """A prompt to continue, or, with an encoder, to read."""
-    from megtool.data.source_target import start_token
-    from megtool.inference.batching import GenerateRequest
-
-    if config.num_decoder_layers:
-        start, limit = start_token(config, tokenizer), _NEW_TOKENS if limit is None else limit
-        return GenerateRequest(number=number, prompt=(start,), max_new_tokens=limit, source=tokens)
-    if limit is None:
-        limit = max(1, min(_NEW_TOKENS, config.max_positions - len(tokens)))
-    return GenerateRequest(number=number, prompt=tokens, max_new_tokens=limit)
-
-
-def _encode(conversation: Conversation, tokenizer: Tokenizer) -> tuple[int, ...]:
-    if isinstance(conversation, str):
-        return tuple(tokenizer.encode(conversation))
-    return tuple(tokenizer.chat(conversation))
 
 
 def _show_prompt(conversation: Conversation) -> str:

@@ -12,8 +12,35 @@ from megtool.reports import Report, Row, Section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredToken:
+    """A token, its text, its log-probability (nats), and the likeliest ones with theirs."""
+
+    token: int
+    text: str
+    log_prob: float
+    top: tuple[tuple[int, str, float], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The token as plain data."""
+        values: dict[str, Any] = {
+            "token": self.token,
+            "text": self.text,
+            "logprob": round(self.log_prob, 6),
+        }
+        if self.top:
+            values["top"] = [
+                {"token": t, "text": text, "logprob": round(p, 6)} for t, text, p in self.top
+            ]
+        return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What followed one prompt. `finish` is `eos`, `stop` (a stop string) or `length`."""
+    """What followed one prompt. `finish` is `eos`, `stop` (a stop string) or `length`.
+
+    `scores` are of its tokens, and `prompt_scores` of the prompt's from the second on, where they
+    were asked for.
+    """
 
     number: int
     prompt: str
@@ -21,10 +48,12 @@ class Answer:
     num_prompt_tokens: int
     num_tokens: int
     finish: str
+    scores: tuple[ScoredToken, ...] = ()
+    prompt_scores: tuple[ScoredToken, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The answer as plain data."""
-        return {
+        values: dict[str, Any] = {
             "number": self.number,
             "prompt": self.prompt,
             "text": self.text,
@@ -32,6 +61,10 @@ class Answer:
             "tokens": self.num_tokens,
             "finish": self.finish,
         }
+        for name, scores in (("logprobs", self.scores), ("prompt_logprobs", self.prompt_scores)):
+            if scores:
+                values[name] = [score.to_json() for score in scores]
+        return values
 
     def line(self) -> str:
         """The answer as one line of JSON."""

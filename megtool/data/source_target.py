@@ -104,12 +104,12 @@ class SourceTarget:
         return np.concatenate([[self.start_id], target_S[:-1]]).astype(np.int64)
 
 
-def start_token(config: ModelConfig, tokenizer: Tokenizer) -> int:
+def start_token(config: ModelConfig, tokenizer: Tokenizer | None) -> int:
     """The token that a decoder begins with: the configuration's, or the one that pads rows."""
     known = config.extra.get("decoder_start_token_id")
     if isinstance(known, int) and not isinstance(known, bool):
         return known
-    return tokenizer.pad_id or 0
+    return 0 if tokenizer is None else tokenizer.pad_id or 0
 
 
 class SourceTargetDataset(TokenDataset):

@@ -14,7 +14,7 @@ from megtool.errors import UsageError
 from megtool.inference.layer_streaming import find_streamer
 from megtool.kernels.token_statistics import token_log_probs
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache, KVCache, PagedCache
+from megtool.model.cache import ContiguousCache, KVCache, PagedCache, num_cache_bytes
 from megtool.model.decoder import Decoder, check_no_context
 from megtool.model.moe import MoeMlp
 from megtool.model.mtp import with_mtp_layers
@@ -191,6 +191,24 @@ class Forward:
             dtype=self.decoder.dtype,
             device=self.device,
         )
+
+    def cache_bytes(self, num_tokens: int) -> int:
+        """What a sequence of so many tokens takes in a cache of this rank's layers."""
+        return num_cache_bytes(
+            self.config,
+            num_tokens,
+            dtype=self.decoder.dtype,
+            layers=self.decoder.stage.layers,
+            tp=self.groups.tp.size,
+        )
+
+    def least(self, number: int) -> int:
+        """The least of the numbers that ranks have."""
+        if self.is_alone:
+            return number
+        value = torch.tensor(number, device=self.device)
+        dist.all_reduce(value, dist.ReduceOp.MIN, group=self.groups.world.handle)
+        return int(value)
 
     def agree(self, tokens_B: Tensor | None, count: int) -> Tensor:
         """The int64 [count] of the first rank with logits, on the CPU of every rank."""

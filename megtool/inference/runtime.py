@@ -76,14 +76,25 @@ def on_ranks(
             _LOG.warning("--kernels te: %s", transformer_engine.SCOPE)
     groups = ProcessGroups.alone(device) if alone else ProcessGroups.start(layout, device=device)
     try:
-        with use(manner.kernels):
+        with use(manner.kernels), memory_errors(device, less):
             yield groups
+    finally:
+        groups.stop()
+
+
+@contextmanager
+def memory_errors(device: torch.device, less: str = LESS_MEMORY) -> Iterator[None]:
+    """Say of a block that needs more memory than there is what would need less.
+
+    Raises:
+        OutOfMemoryError: it does.
+    """
+    try:
+        yield
     except (RuntimeError, MemoryError) as e:
         if (needed := _lacking(e)) is None:
             raise
         raise OutOfMemoryError(f"{device} has no {needed} left", hint=less) from e
-    finally:
-        groups.stop()
 
 
 def load_forward(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,6 +81,21 @@ def choose(
         last_B1 = (probs_BV > 0).sum(-1, keepdim=True) - 1  # rounding never draws what is cut off
         tokens_B = ids_BV.gather(-1, torch.minimum(place_B1, last_B1.clamp_min(0)))[:, 0]
     return torch.where(logits_BV.isnan().any(-1), NO_NUMBER, tokens_B)
+
+
+def choose_each(
+    logits_BV: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]
+) -> Tensor:
+    """As `choose`, where every sequence has its own settings; each of these is one call."""
+    groups: dict[Sampling, list[int]] = {}
+    for row, sampling in enumerate(samplings):
+        groups.setdefault(replace(sampling, seed=0), []).append(row)
+    if len(groups) == 1:
+        return choose(logits_BV, samplings[0], generators)
+    tokens_B = torch.empty(len(samplings), dtype=torch.int64, device=logits_BV.device)
+    for sampling, rows in groups.items():
+        tokens_B[rows] = choose(logits_BV[rows], sampling, [generators[n] for n in rows])
+    return tokens_B
 
 
 def probabilities(logits_BV: Tensor, sampling: Sampling) -> Tensor:

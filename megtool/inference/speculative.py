@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 
 from megtool.errors import UsageError
-from megtool.inference.batching import GenerateRequest, Running
+from megtool.inference.batching import ChosenToken, GenerateRequest, Reservation, Running
 from megtool.inference.forward import Forward
 from megtool.inference.sampling import (
     NO_NUMBER,
     Sampling,
     choose,
+    choose_each,
     draw,
     probabilities,
 )
-from megtool.inference.slots import BLOCK_SIZE
+from megtool.inference.slots import BLOCK_SIZE, MOST_PREFILL_TOKENS
 from megtool.model.batch import Batch
 from megtool.model.cache import PagedCache
 from megtool.model_config import ModelConfig
@@ -65,6 +66,7 @@ class _Row:
     probabilities that they were drawn from.
     """
 
+    sampling: Sampling
     generator: torch.Generator
     starts: list[int]
     tails: list[Tensor | None]
@@ -92,24 +94,16 @@ class SpeculativeSlots:
     """
 
     num_graphed = 0  # rows grow by different numbers of tokens
+    is_chunked = False
+    prefill_tokens = MOST_PREFILL_TOKENS
 
-    def __init__(
-        self,
-        forward: Forward,
-        requests: Sequence[GenerateRequest],
-        *,
-        num_slots: int,
-        sampling: Sampling,
-    ) -> None:
+    def __init__(self, forward: Forward, *, num_slots: int, num_pages: int) -> None:
         check_speculative(forward.config)
-        self._forward, self._sampling = forward, sampling
+        self._forward, self.num_slots = forward, num_slots
         self._depths = forward.config.num_mtp_layers
-        self.page_size = BLOCK_SIZE
-        self.most_prefill_tokens: int | None = None
-        needs = sorted((-(-r.num_positions // BLOCK_SIZE) for r in requests), reverse=True)
-        self.num_pages = sum(needs[:num_slots])
+        self._pages = Reservation(num_pages, BLOCK_SIZE)
         sizes = {
-            "num_blocks": self.num_pages + 1,
+            "num_blocks": num_pages + 1,
             "block_size": BLOCK_SIZE,
             "num_sequences": num_slots,
         }
@@ -121,13 +115,39 @@ class SpeculativeSlots:
         self._rows: dict[int, _Row] = {}
         self.num_drafted = self.num_accepted = 0
 
-    def prefill(
-        self, rows: Sequence[Running], generators: Sequence[torch.Generator]
-    ) -> list[list[int]]:
-        """Read the prompts of rows that have just entered; the first token of each."""
-        for running, generator in zip(rows, generators, strict=True):
-            self._rows[running.request.number] = _Row(
-                generator=generator, starts=[0] * self._depths, tails=[None] * self._depths
+    def check(self, request: GenerateRequest) -> None:
+        """Refuse a request that is longer than the cache, or asks for log-probabilities.
+
+        Raises:
+            UsageError: it is, or does.
+        """
+        self._pages.check(request)
+        if request.text.num_log_probs is not None:
+            raise UsageError(
+                "log-probabilities are asked for, and drafts are verified several at a time",
+                hint="--speculative none",
+            )
+
+    def enter(self, running: Running) -> bool:
+        """Take all pages that it may need."""
+        return self._pages.enter(running)
+
+    def grow(self, running: Running) -> bool:
+        """It has them."""
+        return True
+
+    def waits_for(self, running: Running, other: Running) -> bool:
+        """Nothing is shared."""
+        return False
+
+    def prefill(self, rows: Sequence[Running], counts: Sequence[int]) -> list[list[ChosenToken]]:
+        """Read the prompts of rows that have just entered, whole; the first token of each."""
+        for running in rows:
+            self._rows[running.number] = _Row(
+                sampling=running.request.text.sampling,
+                generator=running.generator,
+                starts=[0] * self._depths,
+                tails=[None] * self._depths,
             )
         prompts = [list(r.request.prompt) for r in rows]
         x_BSH = self._hidden(self._cache, [r.request.number for r in rows], prompts)
@@ -137,12 +157,14 @@ class SpeculativeSlots:
             for n, running in enumerate(rows):
                 self._rows[running.request.number].hidden = read_BSC[n, : len(prompts[n])]
             last_BH = torch.stack([x_BSH[n, len(p) - 1] for n, p in enumerate(prompts)])
-            tokens_B = choose(self._forward.logits(last_BH), self._sampling, generators)
-        return [[t] for t in self._forward.agree(tokens_B, len(rows)).tolist()]
+            tokens_B = choose_each(
+                self._forward.logits(last_BH),
+                [r.request.text.sampling for r in rows],
+                [r.generator for r in rows],
+            )
+        return [[ChosenToken(t)] for t in self._forward.agree(tokens_B, len(rows)).tolist()]
 
-    def step(
-        self, rows: Sequence[Running], generators: Sequence[torch.Generator]
-    ) -> list[list[int]]:
+    def step(self, rows: Sequence[Running]) -> list[list[ChosenToken]]:
         """Draft, and verify; the tokens that every running row has more."""
         begun = [r for r in rows if self._of(r).starts[0]]
         for part in (begun, [r for r in rows if not self._of(r).starts[0]]):
@@ -169,17 +191,18 @@ class SpeculativeSlots:
             lengths[running.request.number] = running.length - 1 + count
             if read_BSC is not None:
                 row.hidden = read_BSC[n, :count]
-            out.append(more[:count])
+            out.append([ChosenToken(t) for t in more[:count]])
         self._cache.truncate(lengths)
         return out
 
     def leave(self, running: Running) -> None:
         """Its blocks are free for the next."""
-        number = running.request.number
-        del self._rows[number]
+        number = running.number
+        self._rows.pop(number, None)
         self._cache.release(number)
         for cache in self._mtp_caches:
             cache.release(number)
+        self._pages.leave(running)
 
     def _of(self, running: Running) -> _Row:
         return self._rows[running.request.number]
@@ -303,12 +326,15 @@ class SpeculativeSlots:
     def _propose(self, rows: Sequence[Running], x_BH: Tensor) -> Tensor:
         """The next draft of each row, from the states behind which it comes."""
         logits_BV = self._forward.logits(x_BH)
-        if self._sampling.is_greedy:
+        if all(self._of(r).sampling.is_greedy for r in rows):
             return logits_BV.argmax(-1)
         drafts = []
         for running, logits_V in zip(rows, logits_BV.nan_to_num(), strict=True):
             row = self._of(running)
-            probs_V = probabilities(logits_V[None], self._sampling)[0]
+            if row.sampling.is_greedy:
+                drafts.append(int(logits_V.argmax()))
+                continue
+            probs_V = probabilities(logits_V[None], row.sampling)[0]
             row.probs.append(probs_V)
             drafts.append(draw(probs_V, row.generator))
         return torch.tensor(drafts, device=x_BH.device)
@@ -323,8 +349,8 @@ class SpeculativeSlots:
         are distributed as the model's own (Leviathan et al., 2023).
         """
         count = len(row.drafts) + 1
-        if self._sampling.is_greedy:
-            chosen = choose(logits_SV[:count], self._sampling).tolist()
+        if row.sampling.is_greedy:
+            chosen = choose(logits_SV[:count], row.sampling).tolist()
             num_equal = 0
             while num_equal < len(row.drafts) and chosen[num_equal] == row.drafts[num_equal]:
                 num_equal += 1
@@ -333,7 +359,7 @@ class SpeculativeSlots:
         for n in range(count):
             if bool(logits_SV[n].isnan().any()):
                 return [*out, NO_NUMBER]
-            own_V = probabilities(logits_SV[n : n + 1], self._sampling)[0]
+            own_V = probabilities(logits_SV[n : n + 1], row.sampling)[0]
             if n == len(row.drafts):
                 return [*out, draw(own_V, row.generator)]
             draft, proposed_V = row.drafts[n], row.probs[n]

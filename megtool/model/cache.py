@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
+from megtool.model.block_pool import BlockPool
 from megtool.model.compressed_cache import CompressedKeys
 from megtool.model.recurrent_state import Mixers, RecurrentStates, StateName
 from megtool.model_config import ModelConfig
@@ -155,10 +156,25 @@ def entry_sizes(config: ModelConfig, layers: Iterable[int], tp: int = 1) -> dict
     return {n: EntrySize.of(config.at_layer(n), tp) for n in layers if n in own}
 
 
-def num_cache_bytes(config: ModelConfig, num_tokens: int, *, dtype: torch.dtype) -> int:
-    """What a sequence of so many tokens takes in a cache of all layers: keys and values, the keys
-    that tokens are compressed to, and states of recurrent mixers."""
-    cache = ContiguousCache(config, num_rows=1, max_tokens=num_tokens, dtype=dtype, device="meta")
+def num_cache_bytes(
+    config: ModelConfig,
+    num_tokens: int,
+    *,
+    dtype: torch.dtype,
+    layers: Iterable[int] | None = None,
+    tp: int = 1,
+) -> int:
+    """What a sequence of so many tokens takes in a cache of all layers, or of some of them on a
+    rank: keys and values, the keys that tokens are compressed to, states of recurrent mixers."""
+    cache = ContiguousCache(
+        config,
+        num_rows=1,
+        max_tokens=num_tokens,
+        layers=layers,
+        tp=tp,
+        dtype=dtype,
+        device="meta",
+    )
     tensors = (*cache.keys.values(), *cache.values.values())
     return sum(t.nbytes for t in (*tensors, *cache.states.tensors, *cache.compressed.tensors))
 
@@ -304,7 +320,9 @@ class PagedCache(KVCache):
     A sequence is named by an int. `choose` says which sequences are the rows of the next pass, and
     how many tokens of each are real (padding on the right takes no slot). Block 0 is scratch: what
     is padding is written there. Keys come back gathered, row by row. Recurrent mixers have room for
-    `num_sequences` sequences at once (by default as many as there are blocks).
+    `num_sequences` sequences at once (by default as many as there are blocks). Sequences may share
+    the full blocks that they begin with (`enter`, `publish`), unless there are recurrent mixers,
+    whose states are of a whole sequence.
     """
 
     def __init__(
@@ -339,14 +357,51 @@ class PagedCache(KVCache):
         self.free_rows = list(range(rows - 1, -1, -1))
         self.state_rows: dict[int, int] = {}
         self.block_size, self.num_blocks, self.device = block_size, num_blocks, device
-        self.free = list(range(num_blocks - 1, 0, -1))
+        self.pool = BlockPool(num_blocks, block_size)
         self.blocks: dict[int, list[int]] = {}
+        self._published: dict[int, tuple[int, int]] = {}  # blocks, and the last one's serial number
         self.lengths: dict[int, int] = {}
         self._rows: list[tuple[int, int]] = []
         self._is_revertible = False
         self._begins: dict[int, tuple[int, int]] = {}  # place in the last pass, and length before
         self._write_T = torch.zeros(0, dtype=torch.int64, device=device)
         self._read_BL = self._write_T[None]
+
+    @property
+    def can_share(self) -> bool:
+        """Whether sequences may share blocks: all that is kept of a token is in its block."""
+        return not self.states.tensors
+
+    def enter(self, sequence: int, tokens: Sequence[int]) -> int:
+        """Begin a sequence with the blocks that others have published of its tokens.
+
+        Returns:
+            How many tokens these hold: a multiple of the block size, and not all of them, since a
+            pass needs one at least.
+        """
+        blocks = self.pool.find(tokens[:-1]) if self.can_share else []
+        self.pool.share(blocks)
+        self.blocks[sequence], self.lengths[sequence] = blocks, len(blocks) * self.block_size
+        return self.lengths[sequence]
+
+    def reserve(self, sequence: int, tokens: int) -> None:
+        """Take the blocks for so many more tokens of a sequence.
+
+        Raises:
+            UsageError: there are not enough; then none is taken.
+        """
+        self.blocks[sequence].extend(self.pool.take(self.needed(sequence, tokens)))
+
+    def publish(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Let others share the full blocks of a sequence, whose tokens these are from the first."""
+        if not self.can_share:
+            return
+        size = self.block_size
+        count, serial = self._published.get(sequence, (0, 0))
+        for n in range(count, self.lengths[sequence] // size):
+            part = tokens[n * size : (n + 1) * size]
+            serial = self.pool.publish(self.blocks[sequence][n], serial, part)
+            self._published[sequence] = n + 1, serial
 
     def needed(self, sequence: int, tokens: int) -> int:
         """How many more blocks a sequence takes for so many more tokens."""
@@ -366,11 +421,8 @@ class PagedCache(KVCache):
         if len({sequence for sequence, _ in rows}) != len(rows):
             raise UsageError("a sequence is in two rows of one pass")
         missing = sum(self.needed(*row) for row in rows)
-        if missing > len(self.free):
-            raise UsageError(
-                f"{missing} blocks are needed, and {len(self.free)} of {self.num_blocks} are free",
-                hint="reduce the number of running sequences, or give the cache more blocks",
-            )
+        if missing > self.pool.num_free:
+            self.pool.take(missing)  # which refuses
         entering = [sequence for sequence, _ in rows if sequence not in self.state_rows]
         if len(entering) > len(self.free_rows):
             raise UsageError(
@@ -384,14 +436,14 @@ class PagedCache(KVCache):
         for sequence, tokens in rows:
             count = self.needed(sequence, tokens)
             self.lengths.setdefault(sequence, 0)
-            pages = self.blocks.setdefault(sequence, [])
-            pages.extend(self.free.pop() for _ in range(count))
+            self.blocks.setdefault(sequence, []).extend(self.pool.take(count))
         self._rows, self._is_revertible = list(rows), revertible
         self._begins = {s: (n, self.lengths[s]) for n, (s, _) in enumerate(rows)}
 
     def release(self, sequence: int) -> None:
-        """Free a sequence's blocks and states."""
-        self.free.extend(reversed(self.blocks.pop(sequence, [])))
+        """Leave a sequence's blocks, and free its states."""
+        self.pool.release(self.blocks.pop(sequence, []))
+        self._published.pop(sequence, None)
         self.lengths.pop(sequence, None)
         self._begins.pop(sequence, None)
         if (row := self.state_rows.pop(sequence, None)) is not None:
@@ -467,7 +519,12 @@ class PagedCache(KVCache):
         keys, values = self.keys[layer], self.values[layer]
         keys.index_copy_(0, self._write_T, key_BKSD.transpose(1, 2).flatten(0, 1))
         values.index_copy_(0, self._write_T, value_BKSD.transpose(1, 2).flatten(0, 1))
-        return keys[self._read_BL].transpose(1, 2), values[self._read_BL].transpose(1, 2)
+        return self._gather(keys), self._gather(values)
+
+    def _gather(self, slots: Tensor) -> Tensor:
+        """The slots of all rows, [B, K, L, D]; on a CPU several times faster than by an index."""
+        rows = slots.index_select(0, self._read_BL.flatten())
+        return rows.unflatten(0, self._read_BL.shape).transpose(1, 2)
 
     def truncate(self, lengths: Mapping[int, int]) -> None:
         """Forget tokens of sequences from these lengths on; their blocks stay their own.

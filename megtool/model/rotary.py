@@ -92,6 +92,11 @@ class Rotary:
             self.frequencies(self.original_length + 1, is_local=False)
 
     @property
+    def depends_on_length(self) -> bool:
+        """Whether a token turns by the length of its sequence, too, and not by its place alone."""
+        return self.kind in ("dynamic", "longrope", "su")
+
+    @property
     def original_length(self) -> int:
         """Tokens that the model was first trained for."""
         key = "original_max_position_embeddings"
@@ -135,7 +140,7 @@ class Rotary:
         `last_B` is each row's largest position, where these are not all of them.
         """
         device = positions_BS.device
-        if not is_local and self.kind in ("dynamic", "longrope", "su"):
+        if not is_local and self.depends_on_length:
             inv_freq = self._by_row((positions_BS.amax(1) if last_B is None else last_B) + 1)
         else:
             inv_freq = self.frequencies(self.original_length, is_local=is_local, device=device)

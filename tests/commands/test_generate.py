@@ -46,6 +46,27 @@ def texts(source: Path, **options: Any) -> list[str]:
 PROMPTS = ("Hello", "The end")
 
 
+def test_log_probabilities_come_as_lines_of_json(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", str(folder), "-p", "Hello", "-p", "b", "--max-new-tokens", "3"]
+    assert main([*words, "--logprobs", "2", "--prompt-logprobs", "--device", "cpu", "-q"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [len(a["logprobs"]) for a in (first, second)] == [3, 3]
+    assert [t["text"] for t in first["prompt_logprobs"]] == list("ello")
+    assert "prompt_logprobs" not in second, "the only token of the prompt has nothing before it"
+    for token in first["logprobs"]:
+        assert token["top"][0] == {k: token[k] for k in ("token", "text", "logprob")}
+        assert token["top"][1]["logprob"] < token["logprob"] < 0
+    assert main([*words, "--logprobs", "0", "--device", "cpu", "-q"]) == 0
+    plain = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert [t["logprob"] for t in plain["logprobs"]] == [t["logprob"] for t in first["logprobs"]]
+    assert plain["text"] == first["text"]
+    for wrong in (["--prompt-logprobs"], ["--logprobs", "1", "--speculative", "mtp"]):
+        assert main([*words, *wrong]) == 2
+    assert "drafts are verified several at a time" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("to", "layout"),
     [

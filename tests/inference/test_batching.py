@@ -1,4 +1,4 @@
-"""Batching: nobody waits while there is room, nobody is overtaken, order comes back; stops."""
+"""Batching: every request ends, the important ones first; order comes back; stop strings."""
 
 from __future__ import annotations
 
@@ -7,43 +7,136 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.errors import UsageError
-from megtool.inference.batching import BatchScheduler, GenerateRequest, InOrder, left_padded
+from megtool.inference.batching import (
+    BatchScheduler,
+    GenerateRequest,
+    InOrder,
+    Reservation,
+    Running,
+    left_padded,
+)
 from megtool.inference.stop_strings import Stops
 from tests.support.errors import raises
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=20)
 
 
+class PagedRoom:
+    """Pages that sequences take as they grow."""
+
+    is_chunked = True
+
+    def __init__(self, num_slots: int, num_pages: int, page_size: int) -> None:
+        self.num_slots, self.num_pages, self.page_size = num_slots, num_pages, page_size
+        self.prefill_tokens = 8
+        self.pages: dict[int, int] = {}
+
+    def check(self, request: GenerateRequest) -> None:
+        """Every request of these tests fits."""
+
+    def _take(self, running: Running, tokens: int) -> bool:
+        need = -(-tokens // self.page_size) - self.pages.get(running.number, 0)
+        if sum(self.pages.values()) + need > self.num_pages:
+            return False
+        self.pages[running.number] = self.pages.get(running.number, 0) + need
+        return True
+
+    def enter(self, running: Running) -> bool:
+        assert running.number not in self.pages
+        return self._take(running, running.length)
+
+    def grow(self, running: Running) -> bool:
+        return self._take(running, running.num_read + 1)
+
+    def leave(self, running: Running) -> None:
+        del self.pages[running.number]
+
+    def waits_for(self, running: Running, other: Running) -> bool:
+        return False
+
+
 @given(REQUESTS, st.integers(1, 5), st.integers(1, 8), st.data())
-def test_every_request_runs_once_within_slots_and_pages(
+def test_every_request_ends_whatever_is_thrown_out(
     sizes: list[tuple[int, int]], num_slots: int, page_size: int, data: st.DataObject
 ) -> None:
     requests = [
-        GenerateRequest(number=n, prompt=(0,) * length, max_new_tokens=new)
+        GenerateRequest(
+            number=n,
+            prompt=(0,) * length,
+            max_new_tokens=new,
+            priority=data.draw(st.integers(0, 2)),
+        )
         for n, (length, new) in enumerate(sizes)
     ]
     needs = [-(-r.num_positions // page_size) for r in requests]
-    num_pages = data.draw(st.integers(max(needs), sum(needs)))
-    schedule = BatchScheduler(
-        requests, num_slots=num_slots, num_pages=num_pages, page_size=page_size
-    )
-    entered: list[int] = []
-    while schedule.is_busy:
-        entered += [one.request.number for one in schedule.enter(most_tokens=40)]
-        running = list(schedule.running.values())
-        assert running, "work is left, and nobody does it"
-        assert len(running) <= num_slots
-        assert len({one.slot for one in running}) == len(running)
-        assert sum(needs[one.request.number] for one in running) <= num_pages
-        for one in data.draw(st.lists(st.sampled_from(running), unique_by=id, min_size=1)):
-            schedule.leave(one)
-    assert entered == list(range(len(requests)))
+    room = PagedRoom(num_slots, data.draw(st.integers(max(needs), sum(needs))), page_size)
+    schedule = BatchScheduler(room)
+    arriving, ended = list(requests), list[int]()
+    while schedule.is_busy or arriving:
+        for request in arriving[: data.draw(st.integers(0 if schedule.is_busy else 1, 3))]:
+            arriving.remove(request)
+            schedule.add(request)
+        grown = schedule.rows_to_grow()
+        for running in grown:
+            running.num_read += 1
+        schedule.enter()
+        parts = schedule.rows_to_read()
+        assert grown or parts, "work is left, and nobody does it"
+        assert len(parts) * max((n for _, n in parts), default=0) <= 8
+        assert len(schedule.running) <= num_slots
+        assert set(room.pages) == {r.number for r in schedule.running.values()}
+        for running, count in parts:
+            running.num_read += count
+            running.is_started = not running.num_unread
+        for running in [*grown, *(r for r, _ in parts if r.is_started)]:
+            assert running.num_read == running.length
+            running.tokens.append(0)
+            if len(running.tokens) == running.request.max_new_tokens:
+                ended.append(running.number)
+                schedule.leave(running)
+    assert sorted(ended) == list(range(len(requests)))
+    assert not room.pages
+
+
+def test_the_least_important_is_thrown_out_and_read_again() -> None:
+    room = PagedRoom(num_slots=3, num_pages=3, page_size=2)
+    schedule = BatchScheduler(room)
+    for number, priority in enumerate((0, 1, 0)):
+        schedule.add(
+            GenerateRequest(number=number, prompt=(0, 0), max_new_tokens=3, priority=priority)
+        )
+    assert [r.number for r in schedule.enter()] == [1, 0, 2]
+    for running, count in schedule.rows_to_read():
+        running.num_read, running.is_started = count, True
+        running.tokens.append(7)
+    grown = schedule.rows_to_grow()
+    assert [r.number for r in grown] == [1]
+    assert (schedule.num_preempted, schedule.num_waiting) == (2, 2)
+    assert schedule.enter() == []
+    schedule.leave(grown[0])
+    assert [r.number for r in schedule.enter()] == [0]
+    (again, count) = schedule.rows_to_read()[0]
+    assert (again.number, again.tokens, count) == (0, [7], 3)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    schedule = BatchScheduler(PagedRoom(num_slots=2, num_pages=99, page_size=4))
+    for number, length in enumerate((40, 3)):
+        schedule.add(GenerateRequest(number=number, prompt=(0,) * length, max_new_tokens=1))
+    schedule.enter()
+    order = []
+    for _ in range(3):
+        for running, count in schedule.rows_to_read():
+            order.append((running.number, count))
+            running.num_read += count
+            running.is_started = not running.num_unread
+    assert order == [(0, 8), (1, 3), (0, 8)]
 
 
 def test_a_request_that_never_fits_is_refused() -> None:
     request = GenerateRequest(number=4, prompt=(1,) * 50, max_new_tokens=20)
     with raises(UsageError, "4", "5 pages", "16"):
-        BatchScheduler([request], num_slots=2, num_pages=4, page_size=16)
+        Reservation(num_pages=4, page_size=16).check(request)
 
 
 @given(st.permutations(range(8)))

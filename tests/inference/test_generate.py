@@ -81,19 +81,19 @@ def test_greedy_text_is_that_of_transformers(
     model: Any, theirs: list[list[int]], num_slots: int
 ) -> None:
     found = run(model, num_slots=num_slots)
-    assert [list(c.tokens) for c in found] == theirs
+    assert [list(c.ids) for c in found] == theirs
     for one in found:
-        expected = model[1].decode([t for t in one.tokens if t != tiny_text.END])
+        expected = model[1].decode([t for t in one.ids if t != tiny_text.END])
         assert (one.text, one.finish) == (
             expected,
-            "eos" if one.tokens[-1] == tiny_text.END else "length",
+            "eos" if one.ids[-1] == tiny_text.END else "length",
         )
 
 
 def test_steps_keep_the_rules_of_cuda_graphs(model: Any, theirs: list[list[int]]) -> None:
     meter = Meter()
     found = run(model, graphed=True, meter=meter)
-    assert [list(c.tokens) for c in found] == theirs
+    assert [list(c.ids) for c in found] == theirs
     assert meter.num_graphed == meter.num_steps > 0
 
 
@@ -105,17 +105,17 @@ def test_a_replayed_step_is_a_step(folder: Path, theirs: list[list[int]]) -> Non
     with on_ranks(manner) as groups:
         model = load_forward(runnable, manner, groups, silent), runnable.tokenizer()
         plain, graphed = run(model), run(model, graphed=True)
-    assert [c.tokens for c in plain] == [c.tokens for c in graphed]
+    assert [c.ids for c in plain] == [c.ids for c in graphed]
 
 
 def test_a_seed_gives_the_same_text_whatever_the_batch(model: Any) -> None:
     sampling = Sampling(temperature=1.0, top_p=0.95, seed=5)
     texts = [
-        [c.tokens for c in run(model, sampling=sampling, num_slots=slots)] for slots in (1, 2, 16)
+        [c.ids for c in run(model, sampling=sampling, num_slots=slots)] for slots in (1, 2, 16)
     ]
     assert texts[0] == texts[1] == texts[2]
     other = Sampling(temperature=1.0, top_p=0.95, seed=6)
-    assert [c.tokens for c in run(model, sampling=other)] != texts[0]
+    assert [c.ids for c in run(model, sampling=other)] != texts[0]
 
 
 def test_stop_strings_cut_the_text_where_they_begin(model: Any) -> None:

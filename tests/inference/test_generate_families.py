@@ -112,11 +112,11 @@ def test_tokens_are_those_of_transformers_without_a_cache(name: str, tmp_path: P
     runnable = open_decoder(tmp_path)
     with on_ranks(manner) as groups:
         forward = load_forward(runnable, manner, groups, silent)
-        for slots, graphed in ((2, False), (9, False), (9, True)):
+        for slots, graphed, chunk in ((2, False, 99), (9, False, 99), (9, True, 99), (2, False, 4)):
             found = generate(
                 forward,
                 requests,
-                DecodingOptions(num_slots=slots, graphed=graphed),
+                DecodingOptions(num_slots=slots, graphed=graphed, prefill_tokens=chunk),
                 new_detokenizer=Silent,
             )
-            assert [one.tokens for one in found] == expected, (slots, graphed)
+            assert [one.ids for one in found] == expected, (slots, graphed, chunk)

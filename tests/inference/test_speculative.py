@@ -13,7 +13,7 @@ import torch
 
 from megtool.config import ParallelConfig
 from megtool.errors import UsageError
-from megtool.inference.batching import GenerateRequest
+from megtool.inference.batching import ChosenToken, GenerateRequest
 from megtool.inference.forward import Forward
 from megtool.inference.generate import DecodingOptions, Meter, generate
 from megtool.inference.load import load
@@ -106,7 +106,7 @@ def run(
     texts = generate(
         forward, requests, DecodingOptions(**options), new_detokenizer=Numbers, meter=meter
     )
-    return [text.tokens for text in texts], meter
+    return [text.ids for text in texts], meter
 
 
 def prompts(lengths: Sequence[int], limits: Sequence[int], vocab: int) -> list[GenerateRequest]:
@@ -304,7 +304,7 @@ def test_drafts_of_a_model_that_agrees_are_accepted_at_any_depth() -> None:
     lengths: set[int] = set()
     step = SpeculativeSlots.step
 
-    def note(self: SpeculativeSlots, *args: Any) -> list[list[int]]:
+    def note(self: SpeculativeSlots, *args: Any) -> list[list[ChosenToken]]:
         out = step(self, *args)
         lengths.update(map(len, out))
         return out

@@ -113,7 +113,7 @@ def test_sequences_in_blocks(lengths: list[int], block: int) -> None:
     """Sequences of unequal length start together, go on in other rows, and leave."""
     texts = {i: text(1, n + 6, seed=i)[0] for i, n in enumerate(lengths)}
     cache = PagedCache(CONFIG, num_blocks=1 + 4 * 16 // block, block_size=block)
-    free = len(cache.free)
+    free = cache.pool.num_free
     longest = max(lengths)
     prompts = torch.zeros(len(lengths), longest, dtype=torch.int64)
     for i, n in enumerate(lengths):
@@ -135,7 +135,7 @@ def test_sequences_in_blocks(lengths: list[int], block: int) -> None:
             assert (out[row, 0] - want[i][at[i]]).abs().max() < TOLERANCE
     for i in texts:
         cache.release(i)
-    assert len(cache.free) == free
+    assert cache.pool.num_free == free
     assert not cache.blocks
 
 

@@ -278,10 +278,10 @@ def test_generation_is_transformers_token_for_token() -> None:
         wanted.append(whole[0, prompt.shape[1] :].tolist())
         ids = tuple(prompt[0].tolist())
         requests.append(GenerateRequest(number=number, prompt=ids, max_new_tokens=8))
-    for slots, graphed in ((4, False), (4, True), (2, False)):
-        options = DecodingOptions(num_slots=slots, graphed=graphed, eos_ids=frozenset())
+    for slots, graphed, chunk in ((5, False, 99), (5, True, 99), (2, False, 99), (3, False, 4)):
+        options = DecodingOptions(num_slots=slots, graphed=graphed, prefill_tokens=chunk)
         got = generate(Forward(decoder), requests, options, new_detokenizer=Silent)
-        assert [list(c.tokens) for c in got] == wanted, (slots, graphed)
+        assert [list(c.ids) for c in got] == wanted, (slots, graphed, chunk)
 
 
 class Silent:

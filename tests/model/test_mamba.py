@@ -213,10 +213,10 @@ def test_generation_with_slots_is_transformers(pair: Pair) -> None:
         GenerateRequest(number=n, prompt=tuple(p[0].tolist()), max_new_tokens=8)
         for n, p in enumerate(prompts)
     ]
-    for slots, graphed in ((5, False), (5, True), (2, False)):
-        options = DecodingOptions(num_slots=slots, graphed=graphed, eos_ids=frozenset())
+    for slots, graphed, chunk in ((5, False, 99), (5, True, 99), (2, False, 99), (3, False, 4)):
+        options = DecodingOptions(num_slots=slots, graphed=graphed, prefill_tokens=chunk)
         got = generate(Forward(decoder), requests, options, new_detokenizer=Silent)
-        assert [list(c.tokens) for c in got] == wanted, (slots, graphed)
+        assert [list(c.ids) for c in got] == wanted, (slots, graphed, chunk)
 
 
 class Silent:

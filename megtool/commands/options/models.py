@@ -80,6 +80,26 @@ class GenerateOptions(SourceOptions, TokenizerOptions, RuntimeOptions, DryRunOpt
     top_k: int | None = option(TEXT, "Sample from this many most likely tokens.", metavar="N")
     seed: int = option(TEXT, "Same seed, same answer.", 0, metavar="N")
     stop: tuple[str, ...] = option(TEXT, "End before this string; repeatable.", (), metavar="TEXT")
+    logprobs: int | None = option(
+        TEXT,
+        "Log-probabilities of the answer's tokens, and of so many likeliest ones; answers come as "
+        "JSON lines.",
+        metavar="N",
+        minimum=0,
+        needs=(
+            OptionCondition(
+                holds=lambda options, facts: options.speculative == "none",
+                reason="has no effect with --speculative",
+                hint="--speculative none: drafts are verified several at a time",
+            ),
+        ),
+    )
+    prompt_logprobs: bool = option(
+        TEXT,
+        "Log-probabilities of the prompt's tokens, too.",
+        False,
+        needs=(requires("logprobs", "--logprobs N (0: no others) says how many likeliest ones"),),
+    )
     speculative: Literal["none", "mtp"] = option(
         RUNNING,
         "mtp: the model's multi-token prediction layers draft tokens, and each step verifies them; "
