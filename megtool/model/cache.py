@@ -524,7 +524,7 @@ class PagedCache(KVCache):
     def _gather(self, slots: Tensor) -> Tensor:
         """The slots of all rows, [B, K, L, D]; on a CPU several times faster than by an index."""
         rows = slots.index_select(0, self._read_BL.flatten())
-        return rows.unflatten(0, self._read_BL.shape).transpose(1, 2)
+        return rows.view(*self._read_BL.shape, *slots.shape[1:]).transpose(1, 2)
 
     def truncate(self, lengths: Mapping[int, int]) -> None:
         """Forget tokens of sequences from these lengths on; their blocks stay their own.
