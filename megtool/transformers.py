@@ -8,13 +8,13 @@ lies, and decoded if it is quantized.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ import torch
 from megtool.access.checkpoint import Checkpoint, in_batches, open_checkpoint
 from megtool.access.fit import refuse_misfits
 from megtool.access.lazy_tensor import LazyTensor, NamedView
+from megtool.checkpoint.work_threads import BackgroundCall
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import FormatError, MappingError, MissingPackageError, UsageError
 from megtool.reshard.source import collect_hf_files, unknown_model
@@ -255,24 +256,31 @@ class _ReadAhead:
         names = sorted(view, key=dot_natural_key)
         self._batches = list(in_batches(names, lambda name: view[name].num_bytes))
         self._number = {name: n for n, batch in enumerate(self._batches) for name in batch}
-        self._reads: dict[int, Future[dict[str, torch.Tensor]]] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megtool-read-ahead")
+        self._reads: dict[int, BackgroundCall[dict[str, torch.Tensor]]] = {}
 
     def __enter__(self) -> _ReadAhead:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        for read in self._reads.values():
+            read.wait()
         self._reads.clear()
 
     def take(self, name: str) -> torch.Tensor:
         """A tensor, which is handed out once; asked for again it is read again."""
         number = self._number[name]
-        for n in (number, number + 1):
-            if n not in self._reads and n < len(self._batches):
-                self._reads[n] = self._thread.submit(self._read, self._batches[n])
-        tensor = self._reads[number].result().pop(name, None)
+        tensors = self._begin(number).result()
+        if number + 1 < len(self._batches):
+            self._begin(number + 1)
+        tensor = tensors.pop(name, None)
         return self._read([name])[name] if tensor is None else tensor
+
+    def _begin(self, number: int) -> BackgroundCall[dict[str, torch.Tensor]]:
+        """The read of a batch, which begins at the first call."""
+        if number not in self._reads:
+            read = functools.partial(self._read, self._batches[number])
+            self._reads[number] = BackgroundCall(read)
+        return self._reads[number]
 
     def _read(self, names: list[str]) -> dict[str, torch.Tensor]:
         cast = {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,6 +13,7 @@ from megtool.access.lazy_tensor import NamedView
 from megtool.access.naming import NAMINGS, name_tensors
 from megtool.access.read_boxes import BoxReader
 from megtool.checkpoint.storage.location import location as to_location
+from megtool.checkpoint.work_threads import BackgroundCall
 from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.dtypes import DType
@@ -246,15 +247,19 @@ def stream_view(view: NamedView, progress: Progress = silent) -> Iterator[tuple[
 
 def _read_ahead(view: NamedView) -> Iterator[dict[str, Any]]:
     """Batches of tensors; a thread reads the next one."""
-    with ThreadPoolExecutor(1, thread_name_prefix="megtool-stream") as thread:
-        ahead = None
+    ahead: BackgroundCall[dict[str, Any]] | None = None
+    try:
         for names in in_batches(view, lambda name: view[name].num_bytes):
-            ready, ahead = ahead, thread.submit(view.read, names)
+            ready = None if ahead is None else ahead.result()
+            ahead = BackgroundCall(functools.partial(view.read, names))
             if ready is not None:
-                yield ready.result()
+                yield ready
                 del ready
         if ahead is not None:
             yield ahead.result()
+    finally:
+        if ahead is not None:
+            ahead.wait()
 
 
 def in_batches(items: Iterable[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:

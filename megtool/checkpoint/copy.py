@@ -37,6 +37,7 @@ from megtool.console import several
 from megtool.dtypes import dtype
 from megtool.errors import CheckpointError, DigestError, listed
 from megtool.tensors.box import numel
+from megtool.tensors.grouping import distinct, grouped
 
 if TYPE_CHECKING:
     from megtool.checkpoint.workers.record import WorkerStatus
@@ -320,9 +321,9 @@ def _find_cuts(catalogue: Catalogue) -> list[list[int]]:
     cut = np.concatenate([extents.offset, extents.offset + extents.length])
     order = np.lexsort((cut, file))
     file, cut = file[order], cut[order]
-    numbers, first = np.unique(file, return_index=True)
-    for number, part in zip(numbers.tolist(), np.split(cut, first[1:]), strict=True):
-        out[number] = np.unique(part).tolist()
+    first, _ = grouped(file)
+    for number, part in zip(file[first].tolist(), np.split(cut, first[1:]), strict=True):
+        out[number] = distinct(part).tolist()
     return out
 
 

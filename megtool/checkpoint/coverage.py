@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megtool.errors import CoverageError, MappingError
 from megtool.tensors.box import Boxes, Ints, cover_fault, join
-from megtool.tensors.grouping import distinct
+from megtool.tensors.grouping import distinct, grouped
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
@@ -140,10 +140,8 @@ def _check_classes(
     for d, size in enumerate(tensor.shape):
         axes = sorted({c[d] for c in claims})
         begin, masks = _masks(axes, size, tensor)
-        _, first, label = np.unique(
-            np.packbits(masks, axis=0), axis=1, return_index=True, return_inverse=True
-        )
-        segments = [distinct(label.reshape(-1)[m]) for m in masks]
+        first, label = grouped(np.packbits(masks, axis=0).T)
+        segments = [distinct(label[m]) for m in masks]
         number = {a: k for k, a in enumerate(axes)}
         classes.append(begin[first])
         members.append([segments[number[c[d]]] for c in claims])

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import IN_MEMORY, Catalogue, Destination
-from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.tensors.box import Boxes, Ints, row_major_strides
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:
+    from megtool.checkpoint.computed_tensors import TensorFeed
     from megtool.checkpoint.workers.plan_share import PlanShare
 
 KERNEL_RUN_BYTES = 64 * 1024

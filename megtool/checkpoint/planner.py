@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Destination
-from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.checkpoint.coverage import check_placements
 from megtool.checkpoint.plan import (
     CopySteps,
@@ -31,6 +31,9 @@ from megtool.errors import CoverageError
 from megtool.tensors.box import Boxes, Ints, concatenate, join, numel
 from megtool.tensors.placement import Placement, pieces
 from megtool.tensors.sharded import Shards
+
+if TYPE_CHECKING:
+    from megtool.checkpoint.computed_tensors import TensorFeed
 
 
 def build_plan(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from megtool.checkpoint.catalogue import Catalogue, EncodedChunks, Extents, Replica, ShardOffsets
 from megtool.checkpoint.replicas import pair_replicas
 from megtool.tensors.box import Boxes, Ints
+from megtool.tensors.grouping import grouped
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 
@@ -106,16 +107,14 @@ def _locate(catalogue: Catalogue, rows: Ints) -> ShardOffsets:
     """Offsets of many shards, each located once."""
     if not catalogue.extents.contained:
         return ShardOffsets(offset=catalogue.extents.offset[rows])
-    distinct, inverse = np.unique(rows, return_inverse=True)
-    offsets = catalogue.locate(distinct)
+    first, inverse = grouped(rows)
+    offsets = catalogue.locate(rows[first])
     strides = {}
     if offsets.strides:
         strides = {
-            k: offsets.strides[w]
-            for k, w in enumerate(inverse.reshape(-1).tolist())
-            if w in offsets.strides
+            k: offsets.strides[w] for k, w in enumerate(inverse.tolist()) if w in offsets.strides
         }
-    return ShardOffsets(offset=offsets.offset[inverse.reshape(-1)], strides=strides)
+    return ShardOffsets(offset=offsets.offset[inverse], strides=strides)
 
 
 def _make_locator(

@@ -8,7 +8,7 @@ from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats import detect_format, open_checkpoint
-from megtool.checkpoint.formats.quantized import quantization_config
+from megtool.checkpoint.formats.quantization_config import quantization_config
 from megtool.checkpoint.formats.safetensors import DEFAULT_SHARD_BYTES
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.storage.files import Files

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from megtool.checkpoint.formats.quantized import quantization_config
+from megtool.checkpoint.formats.quantization_config import quantization_config
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.verify_report import Difference

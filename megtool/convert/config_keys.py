@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megtool.convert.expression import evaluate
 from megtool.errors import MappingError
@@ -19,6 +19,9 @@ class Setting(ABC):
 
     __slots__ = ()
 
+    counts_layers: ClassVar[bool] = False
+    """Whether it says what layers are by their numbers, which change where some are left out."""
+
     @abstractmethod
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Put ModelConfig fields into `into`; returns the stored keys it understood."""
@@ -26,6 +29,14 @@ class Setting(ABC):
     @abstractmethod
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """Put stored keys into `into`."""
+
+    def complete(self, into: dict[str, Any], unsaid: Collection[str]) -> tuple[str, ...]:
+        """Set its field if Megatron's args cannot say it (`unsaid`); returns the key that would."""
+        return ()
+
+    def numbers_branches(self) -> bool:
+        """Whether it says of every layer that it is one branch, as Megatron's HybridModel does."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,7 @@ from megtool.convert.canonical import Weight
 from megtool.convert.config_keys import OneOf, Setting, read_settings, write_settings
 from megtool.convert.expression import Expression
 from megtool.convert.hybrid import hybrid_form
-from megtool.convert.layer_kind_keys import LayerKinds
 from megtool.convert.mapping import Row, Table, Tower
-from megtool.convert.moe_config_keys import Assumed, Noted
 from megtool.convert.nested import Nested, TextConfig
 from megtool.errors import MappingError, UnknownFamilyError
 from megtool.model_config import ModelConfig
@@ -164,19 +162,15 @@ class Family:
         Also the keys of a config.json that would have said it; the family's defaults stand for
         them.
         """
-        kinds = next((s for s in self.settings if isinstance(s, LayerKinds)), None)
-        if kinds is not None and not kinds.feeds:
+        if any(s.numbers_branches() for s in self.settings):
             config = hybrid_form(config)
         values: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}
         unsaid = {n for n in _FORWARD if values[n] == _DEFAULTS[n]}
         values |= {n: v for n, v in self.traits.items() if n in unsaid}
-        keys = []
+        keys: list[str] = []
         for setting in self.settings:
-            if isinstance(setting, Noted | Assumed) and setting.field in unsaid:
-                setting.read({}, values)
-                if isinstance(setting, Noted):
-                    keys.append(setting.key)
-            elif isinstance(setting, OneOf) and _is_gated_gelu(setting, config):
+            keys += setting.complete(values, unsaid)
+            if isinstance(setting, OneOf) and _is_gated_gelu(setting, config):
                 values["activation"] = setting.values[0]  # args have one word for all of them
         known_values = {n: values[n] for n in (*unsaid, "activation")}
         return replace(config, **known_values), tuple(keys)

@@ -8,8 +8,9 @@ HybridModel numbers each branch as a layer of its own, in the same order. `hybri
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megtool.convert.config_keys import skip_flags
 from megtool.errors import MappingError
@@ -230,3 +231,13 @@ def are_hybrid(keys: Collection[str], config: ModelConfig) -> bool:
         return False
     has_hybrid_norm = any(k.startswith(_FINAL[1]) for k in keys)
     return has_hybrid_norm or max(mixing | feeding) >= config.num_layers
+
+
+def moe_flags(fields: Mapping[str, Any], layers: int) -> list[bool]:
+    """Which layers have experts, by fields or args that were read."""
+    freq = fields.get("moe_layer_freq") or 1
+    if not fields.get("num_experts"):
+        return [False] * layers
+    if isinstance(freq, int):
+        return [i % freq == 0 for i in range(layers)]
+    return [bool(f) for f in freq]

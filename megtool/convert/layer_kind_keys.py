@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megtool.convert.config_keys import Setting, num_layers
-from megtool.convert.hybrid import kinds_of, paired
+from megtool.convert.hybrid import kinds_of, moe_flags, paired
 from megtool.errors import MappingError
 from megtool.model_config import ATTENTION, EXPERTS, MAMBA, MLP, MOST_LAYERS, ModelConfig
 
@@ -39,6 +39,10 @@ class LayerKinds(Setting):
     by_number: bool = False
     numbers_key: str | None = None
     count_key: str = "num_hidden_layers"
+
+    def numbers_branches(self) -> bool:
+        """True unless its layers are a mixer and an MLP or experts."""
+        return not self.feeds
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Symbols of every layer; no key counts as understood, so that all are kept."""
@@ -376,13 +380,3 @@ def _has_kind(fields: Mapping[str, Any], kind: str) -> bool:
         moe = moe_flags(fields, num_layers(fields))
         return kind == ATTENTION or (kind == EXPERTS and any(moe)) or (kind == MLP and not all(moe))
     return any(kind in k for k in kinds)
-
-
-def moe_flags(fields: Mapping[str, Any], layers: int) -> list[bool]:
-    """Which layers have experts, by fields or args that were read."""
-    freq = fields.get("moe_layer_freq") or 1
-    if not fields.get("num_experts"):
-        return [False] * layers
-    if isinstance(freq, int):
-        return [i % freq == 0 for i in range(layers)]
-    return [bool(f) for f in freq]

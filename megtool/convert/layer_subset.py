@@ -11,7 +11,6 @@ from typing import Any
 from megtool.convert.config_keys import skip_flags
 from megtool.convert.families import Family
 from megtool.convert.hybrid import kinds_of
-from megtool.convert.moe_config_keys import MoeLayers
 from megtool.convert.nested import TEXT_CONFIG
 from megtool.errors import MappingError, UsageError
 from megtool.model_config import MOST_LAYERS, ModelConfig
@@ -197,7 +196,7 @@ def edited_config(
         after: dict[str, Any] = {}
         setting.write(old, before)
         setting.write(new, after)
-        if before != after or isinstance(setting, MoeLayers):  # which rules by number may change
+        if before != after or setting.counts_layers:
             out = {k: v for k, v in out.items() if k not in before} | after
     config = family.read_config(out)
     for name, a, b in (

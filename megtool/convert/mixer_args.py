@@ -20,6 +20,7 @@ from megtool.convert.compressed_keys import (
 )
 from megtool.convert.config_keys import num_layers, skip_freq
 from megtool.convert.global_heads import GLOBAL_SIZE, global_args, global_fields
+from megtool.convert.hybrid import moe_flags
 from megtool.convert.hybrid_pattern import (
     OLD_PATTERN,
     PATTERN,
@@ -28,7 +29,6 @@ from megtool.convert.hybrid_pattern import (
     pattern_text,
 )
 from megtool.convert.indexer_keys import SPARSE_ATTENTION, indexer_args, indexer_fields
-from megtool.convert.layer_kind_keys import moe_flags
 from megtool.convert.scaled_layers import SIZES, scaled_args, scaled_fields
 from megtool.errors import MappingError
 from megtool.model_config import (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megtool.convert.config_keys import Default, Setting
 from megtool.convert.expression import evaluate
@@ -174,6 +174,10 @@ class Assumed(Setting):
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """Nothing."""
 
+    def complete(self, into: dict[str, Any], unsaid: Collection[str]) -> tuple[str, ...]:
+        """Set the field as `read` does."""
+        return self.read({}, into) if self.field in unsaid else ()
+
 
 @dataclass(frozen=True, slots=True)
 class Implied(Setting):
@@ -228,6 +232,13 @@ class Noted(Setting):
         value = getattr(config, self.field)
         if self.key not in config.extra and self.expression == "x" and value != self.default:
             into[self.key] = value
+
+    def complete(self, into: dict[str, Any], unsaid: Collection[str]) -> tuple[str, ...]:
+        """Set the field to its default."""
+        if self.field not in unsaid:
+            return ()
+        self.read({}, into)
+        return (self.key,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +298,8 @@ class MoeLayers(Setting):
     count. `types` names a list with `dense` or `sparse` for every layer, which overrules all of
     them, and is preserved verbatim.
     """
+
+    counts_layers: ClassVar[bool] = True
 
     step: str | None = None
     first: str | None = None

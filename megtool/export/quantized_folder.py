@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megtool import __version__
 from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.checkpoint.digest import SIDECAR
-from megtool.checkpoint.formats.quantized import QUANT_FILE, quantization_config
+from megtool.checkpoint.formats.quantization_config import QUANT_FILE, quantization_config
 from megtool.checkpoint.formats.safetensors import (
     DEFAULT_SHARD_BYTES,
     INDEX,

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.formats.quantized import find_packed_weights, quantization_config
+from megtool.checkpoint.formats.quantization_config import quantization_config
+from megtool.checkpoint.formats.quantized import find_packed_weights
 from megtool.checkpoint.formats.safetensors import open_as_stored
 from megtool.convert.nested import TEXT_CONFIG, TIED, tied_head
 from megtool.errors import FormatError

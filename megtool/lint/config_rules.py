@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megtool.checkpoint.formats.quantized import QUANT_FILE
+from megtool.checkpoint.formats.quantization_config import QUANT_FILE
 from megtool.lint.context import Check, LintContext
 from megtool.lint.engines import EngineTarget, load_engines, rows_for
 from megtool.lint.finding import Finding, Severity

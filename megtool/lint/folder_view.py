@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS
+from megtool.checkpoint.formats.quantization_config import QUANT_FILE, QUANT_KEYS
 from megtool.checkpoint.formats.safetensors import INDEX, open_checkpoint, refuse_trtllm_legacy
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files, read_file

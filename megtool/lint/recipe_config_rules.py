@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS
+from megtool.checkpoint.formats.quantization_config import QUANT_FILE, QUANT_KEYS
 from megtool.checkpoint.formats.safetensors import INDEX
 from megtool.checkpoint.storage.files import Files
 from megtool.lint.expected import ExpectedModel

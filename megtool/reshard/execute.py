@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +25,9 @@ from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.console import Progress
 from megtool.errors import CoverageError, DigestError, FormatError, UsageError
 from megtool.reshard.average import Average, averaged_sources, dropped_optimizers
-from megtool.reshard.constant_feed import ConstantFeed, round_to_dtype
 from megtool.reshard.inventory import Inventory, take_inventory
 from megtool.reshard.megatron.optimizer import NONE
-from megtool.reshard.readback import ReadbackReport, check_readable, compare_with_source
+from megtool.reshard.readback import check_readable
 from megtool.reshard.report import ReshardReport
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.staged_write import WriteOptions, write_staged
@@ -36,6 +35,10 @@ from megtool.reshard.target import make_target
 from megtool.reshard.writers.target_spec import Target, TargetOptions
 from megtool.reshard.written_digests import write_digests
 from megtool.tensors.placement import Placement
+
+if TYPE_CHECKING:
+    from megtool.reshard.constant_feed import ConstantFeed
+    from megtool.reshard.readback_compare import ReadbackReport
 
 LEAST_THREAD_BYTES = 384 << 10
 """The least memory for the buffers of one thread."""
@@ -180,6 +183,8 @@ def _planning_worker(
 
 def _constant_feed(target: Target, constants: Mapping[str, NDArray[np.float32]]) -> ConstantFeed:
     """The feed of tensors with new values, which the target then reads from nowhere else."""
+    from megtool.reshard.constant_feed import ConstantFeed, round_to_dtype
+
     catalogue = target.destination.catalogue
     placements = {n: p for n, p in target.side.placements.items() if p.stored not in constants}
     target.side = replace(target.side, placements=placements)
@@ -299,6 +304,8 @@ def verify_staged(
     Raises:
         DigestError: it differs; the staged data is discarded.
     """
+    from megtool.reshard.readback_compare import compare_with_source
+
     tree = stage.path("") if target.is_file else stage.tree
     try:
         return compare_with_source(

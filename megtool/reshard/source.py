@@ -13,7 +13,7 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.digest import Sidecar
 from megtool.checkpoint.formats import HF_SUBFOLDER_FORMATS
 from megtool.checkpoint.formats.auxiliary_files import find_auxiliary_files
-from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS
+from megtool.checkpoint.formats.quantization_config import QUANT_FILE, QUANT_KEYS
 from megtool.checkpoint.storage.files import read_file
 from megtool.convert.dialects import CanonicalView
 from megtool.convert.families import Family

@@ -15,11 +15,16 @@ def distinct(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def grouped(values: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Equal values by number, rising: where each first stands, and the number of every value."""
-    order = np.argsort(values, kind="stable")
+    """Equal values by number, rising: where each first stands, and the number of every value.
+
+    Of a matrix, equal rows.
+    """
+    is_flat = values.ndim == 1
+    order = np.argsort(values, kind="stable") if is_flat else np.lexsort(values.T[::-1])
     ordered = values[order]
+    differs = ordered[1:] != ordered[:-1]
     new = np.ones(len(values), bool)
-    new[1:] = ordered[1:] != ordered[:-1]
+    new[1:] = differs if is_flat else differs.any(axis=1)
     group_ids = np.empty(len(values), np.int64)
     group_ids[order] = np.cumsum(new) - 1
     return order[new], group_ids

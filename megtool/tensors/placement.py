@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from megtool.errors import MappingError
 from megtool.tensors.box import Boxes, Ints, concatenate, numel, row_major_strides, strides
+from megtool.tensors.grouping import grouped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,9 +164,9 @@ def _nested(
 ) -> tuple[NDArray[np.int64], Ints, Ints]:
     """Several view dimensions share one stored dimension: each range yields a few boxes."""
     sizes, mults = [p.shape[j] for j in along], [p.mults[j] for j in along]
-    ranges, range_ids = np.unique(np.stack([start, stop], 1), axis=0, return_inverse=True)
-    range_ids = range_ids.reshape(-1)
-    lattices = [lattice_boxes(sizes, mults, int(a), int(b)) for a, b in ranges]
+    ranges = np.stack([start, stop], 1)
+    first, range_ids = grouped(ranges)
+    lattices = [lattice_boxes(sizes, mults, int(a), int(b)) for a, b in ranges[first]]
     count = np.array([len(f) for f in lattices], np.int64)[range_ids]
     pick = np.repeat(np.arange(len(range_ids), dtype=np.int64), count)
     parts = (

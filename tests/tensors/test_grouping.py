@@ -23,3 +23,12 @@ def test_groups_are_those_of_numpy(values: list[int]) -> None:
     got = grouped(array)
     np.testing.assert_array_equal(got[0], first)
     np.testing.assert_array_equal(got[1], which)
+
+
+@given(st.lists(st.tuples(st.integers(-2, 2), st.integers(-2, 2))))
+def test_groups_of_rows_are_those_of_numpy(rows: list[tuple[int, int]]) -> None:
+    array = np.array(rows, np.int64).reshape(-1, 2)
+    _, first, which = np.unique(array, axis=0, return_index=True, return_inverse=True)
+    got = grouped(array)
+    np.testing.assert_array_equal(got[0], first)
+    np.testing.assert_array_equal(got[1], which.reshape(-1))

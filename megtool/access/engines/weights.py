@@ -17,7 +17,7 @@ from megtool.access.read_boxes import BoxReader
 from megtool.checkpoint.formats import detect_format
 from megtool.checkpoint.formats.auxiliary_files import check_json_size
 from megtool.checkpoint.formats.header_reader import parse_json
-from megtool.checkpoint.formats.quantized import QUANT_FILE, quantization_config
+from megtool.checkpoint.formats.quantization_config import QUANT_FILE, quantization_config
 from megtool.checkpoint.formats.safetensors import open_as_stored
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import location as to_location

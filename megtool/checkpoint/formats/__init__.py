@@ -13,7 +13,6 @@ from typing import Protocol, cast
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath, location
-from megtool.checkpoint.store_publish import refuse_unpublished
 from megtool.errors import FormatError, UsageError
 
 
@@ -180,6 +179,8 @@ def open_checkpoint(path: str | Path, *, iteration: int | str | None = None) -> 
     """
     path = location(path)
     if isinstance(path, StorePath):
+        from megtool.checkpoint.store_publish import refuse_unpublished
+
         refuse_unpublished(path)
     checkpoint_format = detect_format(path)
     if iteration is not None and "iter_*" in checkpoint_format.name_patterns:

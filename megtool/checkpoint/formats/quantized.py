@@ -17,6 +17,7 @@ import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Extents, IgnoredTensor, StoredPart
 from megtool.checkpoint.formats.header_reader import short_repr
+from megtool.checkpoint.formats.quantization_config import quantization_config
 from megtool.checkpoint.formats.quantized_parts import (
     AS_STORED_HINT,
     FP8_SCALES,
@@ -34,12 +35,6 @@ from megtool.dtypes import DType, dtype
 from megtool.errors import FormatError
 from megtool.tensors.box import Boxes
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes, widest
-
-QUANT_FILE = "hf_quant_config.json"
-"""Where ModelOpt describes the quantization, in addition to (or instead of) config.json."""
-
-QUANT_KEYS = ("quantization_config", "compression_config")
-"""The keys of config.json that describe the quantization."""
 
 _ACTIVATIONS = re.compile(
     r"(?:^|[._])(?:(?:input|output|activation)_(?:scale(?:_ub)?|global_scale|zero_point)"
@@ -110,22 +105,6 @@ def find_packed_weights(
         if t.name not in used_names and not _ACTIVATIONS.search(t.name):
             _check_not_orphan(catalogue, t)
     return weights, stored
-
-
-def quantization_config(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The quantization config of a folder, with a `quant_method`; None if there is none."""
-    config = metadata.get("config")
-    config = config if isinstance(config, dict) else {}
-    text = config.get("text_config")
-    for candidate in (config, text if isinstance(text, dict) else {}):
-        for key in QUANT_KEYS:
-            section = candidate.get(key)
-            if isinstance(section, dict):
-                return section
-    modelopt_config = metadata.get("hf_quant_config")
-    if isinstance(modelopt_config, dict) and isinstance(modelopt_config.get("quantization"), dict):
-        return {"quant_method": "modelopt", **modelopt_config["quantization"]}
-    return None
 
 
 # ---- methods: each takes a stored tensor and returns the weight whose codes it is, or None

@@ -25,7 +25,7 @@ from megtool.checkpoint.formats.header_reader import (
     short_repr,
 )
 from megtool.checkpoint.formats.mistral_params import PARAMS, config_from_params
-from megtool.checkpoint.formats.quantized import QUANT_FILE, combine_packed_weights
+from megtool.checkpoint.formats.quantization_config import QUANT_FILE, quantization_config
 from megtool.checkpoint.formats.safetensors_header import (
     ALIGNMENT,
     MAX_HEADER_BYTES,
@@ -80,8 +80,17 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
             hint="leave out --iteration",
         )
     if path.name.endswith(f"{_MARK}.index.json"):
-        return combine_packed_weights(_open_folder(path.parent, index=path))
-    return combine_packed_weights(_open_folder(path)) if path.is_dir() else _open_file(path)
+        return _as_represented(_open_folder(path.parent, index=path))
+    return _as_represented(_open_folder(path)) if path.is_dir() else _open_file(path)
+
+
+def _as_represented(catalogue: Catalogue) -> Catalogue:
+    """The catalogue with the weights that a quantization in the config represents."""
+    if quantization_config(catalogue.metadata) is None:
+        return catalogue
+    from megtool.checkpoint.formats.quantized import combine_packed_weights
+
+    return combine_packed_weights(catalogue)
 
 
 def open_as_stored(path: Path) -> Catalogue:

@@ -23,6 +23,7 @@ from megtool.checkpoint.formats.zarr_decoding import (
 from megtool.checkpoint.formats.zarr_metadata import ArrayMetadata
 from megtool.errors import FormatError
 from megtool.tensors.box import Boxes, Ints, numel, row_major_strides, strides
+from megtool.tensors.grouping import grouped
 from megtool.tensors.sharded import Shards
 
 MAX_CHUNKS = 1 << 22
@@ -260,10 +261,10 @@ class ZarrChunks:
         index_in_shard = (positions % per * np.array(strides(per.tolist()), np.int64)).sum(axis=1)
         shard_grid = [-(-g // p) for g, p in zip(m.grid, per.tolist(), strict=True)]
         number = (positions // per * np.array(strides(shard_grid), np.int64)).sum(axis=1)
-        _, first, shard_index = np.unique(number, return_index=True, return_inverse=True)
+        first, shard_index = grouped(number)
         shards = (positions // per)[first]
-        order = np.argsort(shard_index.reshape(-1), kind="stable")
-        ends = np.searchsorted(shard_index.reshape(-1)[order], np.arange(len(shards) + 1))
+        order = np.argsort(shard_index, kind="stable")
+        ends = np.searchsorted(shard_index[order], np.arange(len(shards) + 1))
         for k, position in enumerate(shards.tolist()):
             rows = order[ends[k] : ends[k + 1]]
             shard_file = array.files.get(m.key(tuple(position)), -1)

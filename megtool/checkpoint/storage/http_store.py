@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from html.parser import HTMLParser
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from megtool.checkpoint.storage.http_client import HttpClient, HttpReply, error_of
 from megtool.checkpoint.storage.read_only import ReadOnlyStore
+from megtool.checkpoint.storage.read_pool import read_pool
 from megtool.checkpoint.storage.store import ConditionError, Listing, ObjectInfo
 
 KNOWN_FILES = (
@@ -105,8 +106,13 @@ class HttpStore(ReadOnlyStore):
         return Listing(objects=tuple(objects), prefixes=tuple(prefixes))
 
     def _heads(self, keys: Iterable[str]) -> Sequence[ObjectInfo]:
-        with ThreadPoolExecutor(_HEADS) as pool:
-            return [info for info in pool.map(self.head, dict.fromkeys(keys)) if info is not None]
+        heads: dict[str, ObjectInfo | None] = dict.fromkeys(keys)
+
+        def head(key: str) -> None:
+            heads[key] = self.head(key)
+
+        read_pool().run([functools.partial(head, key) for key in heads])
+        return [info for info in heads.values() if info is not None]
 
     def _listed(self, prefix: str) -> Sequence[str] | None:
         """Names in a folder, those of folders with a slash; None if the server does not list."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import secrets
@@ -40,8 +41,7 @@ class Lease:
         self._stopped = threading.Event()
         self._info = self._acquire()
         _LIVE.add(self._token)
-        self._thread = threading.Thread(target=self._keep, name="megtool-lease", daemon=True)
-        self._thread.start()
+        _thread.start_new_thread(self._keep, ())  # `Thread.start` waits for one that dies
 
     def _content(self) -> bytes:
         return json.dumps(

@@ -15,16 +15,11 @@ from numpy.typing import NDArray
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.object_cache import Range, Read, object_cache
 from megtool.checkpoint.storage.read_pool import read_pool
-from megtool.checkpoint.storage.store import (
-    ConditionError,
-    ObjectInfo,
-    ObjectMissingError,
-    truncated,
-)
 from megtool.checkpoint.storage.store_index import store_index, to_status
 from megtool.errors import SourceChangedError, StorageError
 
 if TYPE_CHECKING:
+    from megtool.checkpoint.storage.store import ObjectInfo
     from megtool.checkpoint.storage.transfer import Buffer
 
 FIRST_NUMBER = 1 << 24
@@ -158,11 +153,15 @@ class ReadableObject:
 
     def _check_range(self, offset: int, num_bytes: int) -> None:
         if offset + num_bytes > self.info.size:
+            from megtool.checkpoint.storage.store import truncated
+
             raise truncated(
                 self.path, self.info.size, offset + num_bytes, hint="the object is incomplete"
             )
 
     def _read(self, offset: int, num_bytes: int) -> memoryview:
+        from megtool.checkpoint.storage.store import ConditionError, ObjectMissingError
+
         try:
             data = self._store.read(self.info.key, offset, num_bytes, version=self.info.version)
         except (ConditionError, ObjectMissingError) as e:
@@ -209,6 +208,8 @@ class MemoryObject:
 
     def status(self) -> os.stat_result:
         """See `OpenObject`."""
+        from megtool.checkpoint.storage.store import ObjectInfo
+
         info = ObjectInfo(key=self.path.key, size=self.data.nbytes, version="", modified_ns=0)
         return to_status(info)
 
@@ -305,6 +306,8 @@ class OpenObjects:
         if opened is None:
             info = store_index().info(path)
             if info is None:
+                from megtool.checkpoint.storage.store import ObjectMissingError
+
                 raise ObjectMissingError("there is no such object", file=path)
             opened = ReadableObject(path, info)
         return self.add(opened)

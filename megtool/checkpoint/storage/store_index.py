@@ -8,10 +8,13 @@ import os
 import stat
 import threading
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.store import Listing, ObjectInfo
 from megtool.errors import StorageError
+
+if TYPE_CHECKING:
+    from megtool.checkpoint.storage.store import Listing, ObjectInfo
 
 _HEADS = 2
 """A folder of which more objects are asked for than this is listed."""

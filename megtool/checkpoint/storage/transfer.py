@@ -21,7 +21,6 @@ from megtool.checkpoint.storage.open_objects import (
     open_objects,
 )
 from megtool.checkpoint.storage.populate import populate
-from megtool.checkpoint.storage.store import truncated
 from megtool.errors import StorageError
 
 T = TypeVar("T")
@@ -152,6 +151,8 @@ class FileTransfer:
             while remaining.nbytes:
                 step = self.call(fd, "read", os.preadv, fd, (remaining,), offset + done)
                 if step == 0:
+                    from megtool.checkpoint.storage.store import truncated
+
                     hint = "the file is incomplete, or was shortened while it was read"
                     raise truncated(find_path(fd), offset + done, offset + expected, hint=hint)
                 done += step

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.computed_tensors import RegionReader, TensorFeed, locate_whole
 from megtool.checkpoint.digest import DigestMode, Digests
 from megtool.checkpoint.plan import Op, PlanEntry, ReshardPlan, ShardPieces
 from megtool.checkpoint.storage.files import Files
@@ -45,6 +45,9 @@ from megtool.checkpoint.transport.work_units import (
 from megtool.tensors.box import strides
 from megtool.tensors.grouping import distinct
 from megtool.tensors.placement import Placement
+
+if TYPE_CHECKING:
+    from megtool.checkpoint.computed_tensors import TensorFeed
 
 PROGRESS_BYTES = 4 << 20
 """Progress is reported in steps of at least this many bytes."""
@@ -218,6 +221,8 @@ class Worker:
 
     def _feed(self, feed: TensorFeed) -> None:
         """Write the elements that a feed generates."""
+        from megtool.checkpoint.computed_tensors import RegionReader, locate_whole
+
         run = self._run
         size = min(COMPUTED_BYTES, self._cap)
         reader = RegionReader(

@@ -28,6 +28,7 @@ from megtool.checkpoint.transport.work_units import (
 )
 from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.tensors.box import Boxes, Ints, join, numel
+from megtool.tensors.grouping import grouped
 from megtool.tensors.placement import Placement
 
 
@@ -75,7 +76,7 @@ def cut_share(
     is_large = size[order] > unit_bytes
     place = np.stack([file[like], offset[like]])[:, order]
     group = np.cumsum((np.diff(place, prepend=-1) != 0).any(axis=0)) - 1
-    begins, stops = np.unique(group, return_index=True)[1], np.append(group[1:] != group[:-1], True)
+    begins, stops = grouped(group)[0], np.append(group[1:] != group[:-1], True)
     group_first, group_end = first[begins][group], ends[np.flatnonzero(stops)][group]
     is_group = group_end - group_first <= unit_bytes
     middle = np.where(is_group, (group_first + group_end) // 2, first + size[order] // 2)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS
+from megtool.checkpoint.formats.quantization_config import QUANT_FILE, QUANT_KEYS
 from megtool.errors import MappingError, listed
 from megtool.export.folders.tensor_specs import ModuleTensors, edit_config, tensor, weight_shape
 from megtool.export.quantized_module import QuantizedModule, QuantizedModules

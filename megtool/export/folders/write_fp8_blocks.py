@@ -15,7 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS, quantization_config
+from megtool.checkpoint.formats.quantization_config import (
+    QUANT_FILE,
+    QUANT_KEYS,
+    quantization_config,
+)
 from megtool.errors import MappingError, listed
 from megtool.export.folders.tensor_specs import ModuleTensors, edit_config, tensor
 from megtool.export.quantized_module import QuantizedModule, QuantizedModules

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS
+from megtool.checkpoint.formats.quantization_config import QUANT_FILE, QUANT_KEYS
 from megtool.export.folders.tensor_specs import ModuleTensors, edit_config, tensor
 from megtool.export.quantized_module import QuantizedModule, QuantizedModules
 from megtool.number_formats.decode import COLUMNS, SCALE_2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megtool import __version__
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.formats.quantized import quantization_config
+from megtool.checkpoint.formats.quantization_config import quantization_config
 from megtool.checkpoint.plan import PlanSource, ReshardPlan
 from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files

@@ -16,7 +16,7 @@ from pathlib import Path
 from megtool import __version__
 from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.checkpoint.copy import CopyReport
-from megtool.checkpoint.formats.quantized import QUANT_FILE
+from megtool.checkpoint.formats.quantization_config import QUANT_FILE
 from megtool.checkpoint.formats.safetensors import (
     DEFAULT_SHARD_BYTES,
     INDEX,

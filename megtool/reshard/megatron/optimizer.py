@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats import RANK_SHARDED_FORMATS
@@ -15,9 +16,11 @@ from megtool.convert.megatron import MAIN, split_state
 from megtool.dtypes import DType
 from megtool.errors import MappingError, UsageError
 from megtool.reshard.source import CheckpointSource
-from megtool.tensors.buckets import BucketSettings, default_bucket_size
 from megtool.tensors.registration_order import Order, likely_orders
 from megtool.tensors.sharded import GlobalTensor
+
+if TYPE_CHECKING:
+    from megtool.tensors.buckets import BucketSettings
 
 _LOG = logging.getLogger(__name__)
 NONE, LEGACY = "none", "legacy"
@@ -166,6 +169,8 @@ def choose_bucket_settings(
     source: CheckpointSource, parallel: ParallelConfig, weights: Sequence[GlobalTensor]
 ) -> BucketSettings:
     """How the run that will load the checkpoint cuts its buckets, as far as the args state."""
+    from megtool.tensors.buckets import BucketSettings, default_bucket_size
+
     args = saved_args(source.catalogue)
     floats = [t.dtype.name for t in weights if t.dtype.is_float]
     param = max(set(floats), key=floats.count) if floats else "float32"

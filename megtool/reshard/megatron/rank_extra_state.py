@@ -32,7 +32,6 @@ from megtool.number_formats.delayed_scaling import Columns
 from megtool.reshard.megatron.amax_report import AmaxFinding
 from megtool.reshard.megatron.extra_state_names import SUFFIX, Site, is_empty_value
 from megtool.reshard.megatron.fp8_faults import find_faults, has_equal_tensors, make_finding
-from megtool.reshard.megatron.local_names import to_global
 
 _KEY = re.compile(r"(.+)\._extra_state(\d*)")
 _GROUPED_EXPERTS = re.compile(
@@ -117,6 +116,8 @@ class RankStateCollector:
         Raises:
             FormatError: one is damaged or hostile.
         """
+        from megtool.reshard.megatron.local_names import to_global
+
         keys: list[tuple[str, int | None, Any]] = []
         for key, value in dict_items(model) or ():
             if isinstance(key, str) and (match := _KEY.fullmatch(key)) is not None:

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from megtool.checkpoint.catalogue import Catalogue, StoredObject
 from megtool.checkpoint.containers.pickle_reader import dict_items
-from megtool.checkpoint.formats.megatron_legacy_file import MODEL_KEY
 from megtool.checkpoint.random_state import RNG, rng_object_name
 from megtool.config import ParallelConfig
 from megtool.convert.sharding import layers_of_stage
@@ -58,6 +57,8 @@ def read_rank_objects(
     Extra states that are None are left out. Those of one module in
     several files are merged; the second value says how.
     """
+    from megtool.checkpoint.formats.megatron_legacy_file import MODEL_KEY
+
     values_by_name: dict[str, Any] = {}
     states = RankStateCollector()
     trees = catalogue.metadata.get("rank_trees")
