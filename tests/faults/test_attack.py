@@ -31,7 +31,7 @@ from tests.support.attack.outcome import Outcome, format_table
 from tests.support.paths import ROOT
 
 FAMILIES = {
-    "flips": 720,
+    "flips": 840,
     "pickles": 460,
     "planted": 448,
     "bombs": 45,

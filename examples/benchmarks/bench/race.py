@@ -47,8 +47,10 @@ class Run:
         return max(pairs, key=sum, default=(0, 0))
 
 
-def run_job(kind: str, options: Mapping[str, Any], *, watch: bool = False) -> Run:
-    """Run one job of `job.py` in a fresh process.
+def run_job(
+    kind: str, options: Mapping[str, Any], *, watch: bool = False, tree: Path | None = None
+) -> Run:
+    """Run one job of `job.py` in a fresh process, by the megtool of another checkout if asked.
 
     Raises:
         RuntimeError: it failed; with what it wrote to stderr.
@@ -57,6 +59,8 @@ def run_job(kind: str, options: Mapping[str, Any], *, watch: bool = False) -> Ru
     began = time.perf_counter()
     # Byte code is kept, as that of an installed package is.
     keeping = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    if tree is not None:
+        keeping["PYTHONPATH"] = str(tree)
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=keeping
     ) as process:

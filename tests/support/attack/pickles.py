@@ -21,6 +21,7 @@ VERBS: dict[str, list[str]] = {
     "reshard to torch_dist of TP=2": ["reshard", "SRC", "DST", "--to=torch_dist", "--tp=2"],
     "reshard to megatron": ["reshard", "SRC", "DST", "--to=megatron"],
     "reshard to dcp": ["reshard", "SRC", "DST", "--to=dcp"],
+    "reshard to torch_checkpointing": ["reshard", "SRC", "DST", "--to=torch_checkpointing"],
     "reshard to zarr": ["reshard", "SRC", "DST", "--to=zarr"],
     "reshard to tensorstore": ["reshard", "SRC", "DST", "--to=tensorstore"],
     "reshard to ocdbt": ["reshard", "SRC", "DST", "--to=ocdbt"],

