@@ -91,6 +91,8 @@ def evaluate(
     ep: int | None = ...,
     etp: int | None = ...,
     cp: int | None = ...,
+    cp_comm_type: str | None = ...,
+    hierarchical_context_parallel_sizes: str | None = ...,
     dry_run: bool = ...,
     progress: Progress = ...,
 ) -> EvaluateReport | EvaluatePlan: ...
@@ -268,6 +270,8 @@ def finetune(
     profile_step_start: int = ...,
     profile_step_end: int = ...,
     profile_ranks: str = ...,
+    cp_comm_type: str | None = ...,
+    hierarchical_context_parallel_sizes: str | None = ...,
     iteration: str | None = ...,
     family: str | None = ...,
     like: str | Path | None = ...,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
 from megtool.errors import LayoutError
 from megtool.model_config import MOST_LAYERS
 from megtool.options.field import LAYOUT, Options, layout_size, option
+
+CommType = Literal["all_gather", "p2p", "a2a", "a2a+p2p"]
+"""How ranks of context parallelism exchange keys and values, in Megatron's words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +34,13 @@ class ParallelConfig:
     layers, and the others the decoder's, each evenly; 0 where one stage has both, and of any other
     model.
 
+    `cp_comm_type` is one type for all layers, or one for each; none is `all_gather`. With `a2a+p2p`
+    `hierarchical_cp` has the ranks that exchange heads, neighbours on the axis, and the number of
+    such groups, which pass keys and values round. Two layouts that differ in these are equal.
+
     Raises:
-        LayoutError: an axis is no positive integer, the experts' ranks do not fit, or two ways of
-            splitting layers are mixed.
+        LayoutError: an axis is no positive integer, the experts' ranks do not fit, two ways of
+            splitting layers are mixed, or ranks of context parallelism cannot communicate so.
     """
 
     tp: int = 1
@@ -49,6 +56,8 @@ class ParallelConfig:
     account_for_loss: bool = False
     pipeline_layout: str | None = None
     encoder_pp: int = 0
+    cp_comm_type: tuple[CommType, ...] = field(default=(), compare=False)
+    hierarchical_cp: tuple[int, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "ep", "cp"):
@@ -71,6 +80,7 @@ class ParallelConfig:
             )
         self._check_split()
         self._check_stacks()
+        self._check_context()
         if self.vpp > 1 and self.pp == 1:
             raise LayoutError(
                 f"vpp is {self.vpp}, but pp is 1",
@@ -135,6 +145,31 @@ class ParallelConfig:
                 hint="an encoder and its decoder are split evenly, without virtual stages",
             )
 
+    def _check_context(self) -> None:
+        """Known types, and levels that make up the axis."""
+        for kind in self.cp_comm_type:
+            if kind not in get_args(CommType):
+                raise LayoutError(
+                    f"cp_comm_type is {kind!r}", hint=f"known: {', '.join(get_args(CommType))}"
+                )
+        levels, is_needed = self.hierarchical_cp, "a2a+p2p" in self.cp_comm_type
+        if is_needed and (len(levels) != 2 or math.prod(levels) != self.cp or min(levels) < 1):
+            raise LayoutError(
+                f"cp_comm_type a2a+p2p has the levels {list(levels)}, and cp is {self.cp}",
+                hint="--hierarchical-context-parallel-sizes A,B: A ranks exchange heads, B groups "
+                "of them keys and values, and A * B is --cp",
+            )
+        if levels and not is_needed:
+            raise LayoutError(
+                f"hierarchical_cp is {list(levels)}, and no layer has cp_comm_type a2a+p2p",
+                hint="--cp-comm-type a2a+p2p, or leave the sizes out",
+            )
+
+    def comm_type(self, layer: int) -> CommType:
+        """How ranks exchange keys and values of a layer; layers behind the last have its type."""
+        kinds = self.cp_comm_type or ("all_gather",)
+        return kinds[min(layer, len(kinds) - 1)]
+
     def _has(self, name: str) -> bool:
         value = getattr(self, name)
         return value is not None and value is not False
@@ -178,6 +213,11 @@ class LayoutOptions(Options):
         metavar="TEXT",
     )
     encoder_pp: int | None = layout_size("encoder_pp", minimum=0)
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> LayoutOptions:
+        """All of a layout that a checkpoint has."""
+        return cls(**{f.name: getattr(parallel, f.name) for f in fields(LayoutOptions)})
 
     def explicit(self) -> dict[str, Any]:
         """The fields that are given, as keywords of `ParallelConfig`."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.kernels import attention_flex, attention_tiles, attention_varlen, launch
-from megtool.kernels.attention_mask import AttentionSizes, Mask
+from megtool.kernels.attention_mask import AttentionSizes, Mask, Segments
 from megtool.kernels.attention_tiles import ScoreRule, equal_sizes
 from megtool.kernels.dispatch import requested_implementation
 from megtool.kernels.dropout_add import drawn_by, drop
@@ -170,7 +170,35 @@ def attention_part(
 ) -> tuple[Tensor, Tensor]:
     """Attention to a part of the keys, without gradients: the output, [B, N, S, E], and the
     log-sum-exp of each query's scores, [B, N, S] (see `attention_tiles.merge`)."""
-    return attention_tiles.forward(query_BNSD, key_BKLD, value_BKLE, mask, rule)
+    states = query_BNSD, key_BKLD, value_BKLE
+    if (whole := _as_segments(states, mask, rule)) is not None:
+        return attention_varlen.forward(*states, whole, rule)
+    return attention_tiles.forward(*states, mask, rule)
+
+
+def attention_part_gradients(
+    grad_BNSE: Tensor,
+    states: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
+    mask: Mask,
+    rule: ScoreRule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys and values by a part of the keys; `results` are the output and
+    the log-sum-exp of all of them."""
+    if (whole := _as_segments(states, mask, rule)) is not None:
+        return attention_varlen.backward(grad_BNSE, states, results, whole, rule)[:3]
+    return attention_tiles.backward(grad_BNSE, states, results, mask, rule)[:3]
+
+
+def _as_segments(states: tuple[Tensor, Tensor, Tensor], mask: Mask, rule: ScoreRule) -> Mask | None:
+    """A plain mask as one run of tokens for each row, where a GPU's kernel computes it."""
+    query, key, _ = states
+    if not (query.is_cuda and mask.is_plain and query.shape[2] == key.shape[2]):
+        return None
+    segments = Segments(query.shape[2], (-1, 0 if mask.is_causal else -1))
+    if rule.softcap or rule.share or not attention_varlen.is_able(states, segments):
+        return None
+    return Mask(is_causal=mask.is_causal, segments=segments)
 
 
 def with_sinks(out_BNSE: Tensor, lse_BNS: Tensor, sinks_N: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -165,6 +165,7 @@ class Mask:
     segments: Segments | None = None
     _reach: dict[tuple[int, int], tuple[int, int, int, int]] = field(default_factory=dict)
     _square: dict[torch.dtype, Tensor | None] = field(default_factory=dict)
+    _parts: dict[tuple[int, int], Mask] = field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
@@ -306,7 +307,18 @@ class Mask:
         )
 
     def among(self, start: int, stop: int, sizes: AttentionSizes) -> Mask:
-        """The same queries' mask of the keys from `start` to `stop` alone."""
+        """The same queries' mask of the keys from `start` to `stop` alone; kept for all layers."""
+        if (start, stop) in self._parts:
+            return self._parts[start, stop]
+        self._parts[start, stop] = part = self._among(start, stop, sizes)
+        return part
+
+    def _among(self, start: int, stop: int, sizes: AttentionSizes) -> Mask:
+        if self.is_everything and self.bias is None and self.is_causal:
+            if stop <= sizes.offset + 1:
+                return Mask()
+            if (start, stop) == (sizes.offset, sizes.num_keys):
+                return self
         mask = self.intervals(sizes)
 
         def moved(x: Tensor | None) -> Tensor | None:
@@ -322,7 +334,14 @@ class Mask:
         )
 
     def every(self, rank: int, size: int, sizes: AttentionSizes) -> Mask:
-        """The same queries' mask of every `size`-th key alone, from number `rank` on."""
+        """The same queries' mask of every `size`-th key alone, from number `rank` on; kept for all
+        layers."""
+        if (-size, rank) in self._parts:
+            return self._parts[-size, rank]
+        self._parts[-size, rank] = part = self._every(rank, size, sizes)
+        return part
+
+    def _every(self, rank: int, size: int, sizes: AttentionSizes) -> Mask:
         mask = self.intervals(sizes)
 
         def place(x: Tensor | None) -> Tensor | None:
@@ -351,6 +370,7 @@ class Mask:
             segments=None,
             _reach={},
             _square={},
+            _parts={},
             **changed,
         )
 

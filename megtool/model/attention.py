@@ -14,6 +14,7 @@ from megtool.kernels.attention_mask import Mask
 from megtool.kernels.attention_tiles import ScoreRule
 from megtool.kernels.norm import rms_norm
 from megtool.kernels.rotary import rotate
+from megtool.model.context_attention import ContextExchange, attend_across
 from megtool.model.dropout import DropoutSpec
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import KVCacheHook
@@ -34,9 +35,7 @@ def attend_all(
     value_BKLD: Tensor,
     frame: ForwardContext,
     layer: int,
-    *,
-    scale: float,
-    softcap: float = 0.0,
+    rule: ScoreRule,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """`attend` for all queries that this rank has, under the masks of a layer."""
@@ -50,8 +49,8 @@ def attend_all(
             key_BKLD[:, :, :keys],
             value_BKLD[:, :, :keys],
             mask,
-            scale=scale,
-            softcap=softcap,
+            scale=rule.scale,
+            softcap=rule.softcap,
             sinks_N=sinks_N,
             chance=chance,
         )
@@ -136,6 +135,7 @@ class Attention(nn.Module):
                 hint="tp divides the query heads, and divides or is a multiple of the others",
             )
         self.config, self.layer, self.tp = config, layer, groups.tp
+        self.exchange = ContextExchange.of(groups, layer)
         self.cache_tap: KVCacheHook | None = None
         self.num_heads = config.num_heads // tp
         self.num_kv_heads = max(1, config.num_kv_heads // tp)
@@ -194,16 +194,16 @@ class Attention(nn.Module):
             key, value = self._kept(key, value, frame)
         else:
             key, value = frame.shared_kv[self.kv_layer]
-        out_BSND = attend_all(
+        sinks_N = self.core_attention.softmax_offset if config.attn_sinks else None
+        query, rule = (
             query.transpose(1, 2),
-            key,
-            value,
-            frame,
-            self.layer,
-            scale=self.scale,
-            softcap=config.attn_softcap,
-            sinks_N=self.core_attention.softmax_offset if config.attn_sinks else None,
+            ScoreRule(scale=self.scale, softcap=config.attn_softcap),
         )
+        if frame.cp.size > 1 and not self.exchange.gathers:
+            states = query, key, value
+            out_BSND = attend_across(states, frame, self.layer, rule, self.exchange, sinks_N)
+        else:
+            out_BSND = attend_all(query, key, value, frame, self.layer, rule, sinks_N)
         if gate is not None:
             out_BSND = out_BSND * torch.sigmoid(gate)
         out: Tensor = self.linear_proj(out_BSND.reshape(b * s, -1))
@@ -225,14 +225,15 @@ class Attention(nn.Module):
     def _kept(
         self, key_BSKD: Tensor, value_BSKD: Tensor, frame: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values that queries may attend to, [B, K, L, D]: those of all ranks, and of the
-        cache, to which new ones are added.
+        """Keys and values that queries may attend to, [B, K, L, D]: those of all ranks, unless they
+        are exchanged later, and of the cache, to which new ones are added.
         """
         if self.config.value_norm:
             value_BSKD = rms_norm(value_BSKD, None, self.config.norm_eps)
         if self.cache_tap is not None:
             key_BSKD, value_BSKD = self.cache_tap(key_BSKD, value_BSKD)
-        key_BSKD, value_BSKD = gather_tokens((key_BSKD, value_BSKD), frame.cp)
+        if self.exchange.gathers:
+            key_BSKD, value_BSKD = gather_tokens((key_BSKD, value_BSKD), frame.cp)
         key, value = key_BSKD.transpose(1, 2), value_BSKD.transpose(1, 2)
         if frame.cache is not None:
             key, value = frame.cache.append(self.layer, key, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, cast
 
 import torch
@@ -16,6 +17,7 @@ from megtool.kernels.causal_conv import runs_of
 from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from megtool.model.batch import Batch, check_ids, check_positions
 from megtool.model.cache import KeySpan, KVCache
+from megtool.model.context_attention import check_exchange
 from megtool.model.dropout import Draws, Dropout
 from megtool.model.ends import Embedding, MaskedHead, VocabBias
 from megtool.model.forward_context import ForwardContext
@@ -216,6 +218,7 @@ class Decoder(nn.Module):
         check_kv_sources(config, range(config.num_layers) if stage is None else stage.layers)
         check_whole(config, stage)
         groups = ProcessGroups.alone() if groups is None else groups
+        check_exchange(config, groups.parallel)
         stage = Stage(layers=tuple(range(config.num_layers))) if stage is None else stage
         self.config, self.groups, self.stage, self.dtype = config, groups, stage, dtype
         self.sequence_parallel = sequence_parallel and groups.tp.size > 1
@@ -436,7 +439,10 @@ class Decoder(nn.Module):
             num_tokens=tokens,
             positions_BS=own_tokens(span.positions_BS, cp),
             rotary=self.rotary,
-            masks=masks_of(self._numbered, span, batch.documents_BS, cp, self.groups.tp),
+            masks=masks_of(self._numbered, span, batch.documents_BS, cp, tp=self.groups.tp),
+            make_masks=partial(
+                masks_of, self._numbered, span, batch.documents_BS, tp=self.groups.tp
+            ),
             span=span,
             cache=cache,
             cp=cp,

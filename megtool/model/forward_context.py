@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -36,6 +37,8 @@ class ForwardContext:
     Routers whose experts a table chooses ask for `tokens_BS`.
     `chosen` are the `stretches` of layers of sparse attention, with masks of the tokens that an
     indexer has chosen: while such a layer runs, or for as long as others share the choice.
+    Where ranks exchange heads for tokens, `make_masks` makes the masks of what they then have: for
+    the ranks that pass keys and values round, and those that exchange.
     `shared_kv` are keys and values, [B, K, L, D], of the layers that others share them with, and
     `layer_inputs` what an embedding of their own gives each layer for this rank's rows. `source` is
     what a decoder attends to of an encoder.
@@ -60,6 +63,8 @@ class ForwardContext:
     source: EncodedSource | None = None
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     layer_inputs: tuple[Tensor, ...] = ()
+    make_masks: Callable[[Group, Group], tuple[Masks, ...]] | None = None
+    _masks_over: dict[tuple[int, ...], tuple[Masks, ...]] = field(default_factory=dict)
     _turns: dict[int, Rotation | None] = field(default_factory=dict)
     _windows: dict[int, KeyWindows] = field(default_factory=dict)
 
@@ -81,3 +86,13 @@ class ForwardContext:
         if layer in self.chosen:
             return self.chosen[layer]
         return [(masks.span.num_keys, masks.of(layer)) for masks in self.masks]
+
+    def stretches_over(self, layer: int, outer: Group, inner: Group) -> list[tuple[int, Mask]]:
+        """As `stretches`, where the ranks of `inner` have exchanged heads for tokens, and those of
+        `outer` pass keys and values round."""
+        if outer.ranks == self.cp.ranks or self.make_masks is None:
+            return self.stretches(layer)
+        key = (*outer.ranks, -1, *inner.ranks)
+        if key not in self._masks_over:
+            self._masks_over[key] = self.make_masks(outer, inner)
+        return [(masks.span.num_keys, masks.of(layer)) for masks in self._masks_over[key]]

@@ -15,13 +15,21 @@ from megtool.parallel.process_groups import ALONE, Group
 
 
 def masks_of(
-    config: ModelConfig, span: KeySpan, documents_BS: Tensor | None, cp: Group, tp: Group = ALONE
+    config: ModelConfig,
+    span: KeySpan,
+    documents_BS: Tensor | None,
+    cp: Group,
+    heads: Group = ALONE,
+    *,
+    tp: Group = ALONE,
 ) -> tuple[Masks, ...]:
     """The masks of each stretch of a rank's queries: of all, or of two (context parallelism).
 
-    `tp` has the rank's heads, which slopes of scores depend on.
+    `tp` has the rank's heads, which slopes of scores depend on, and `heads` further parts of these.
     """
     slopes_N = slopes_of(config, tp, span.queries_BS.device)
+    if slopes_N is not None:
+        slopes_N = slopes_N.chunk(heads.size)[heads.rank]
     if cp.size == 1:
         return (Masks(config, span, documents_BS=documents_BS, slopes_N=slopes_N),)
     size = chunk_size(span.num_keys, cp.size)

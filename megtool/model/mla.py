@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megtool.errors import LayoutError
+from megtool.kernels.attention_tiles import ScoreRule
 from megtool.kernels.rotary import rotate
 from megtool.model.attention import attend_all, query_scale
+from megtool.model.context_attention import ContextExchange, attend_across
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ActivationHook, KVCacheHook
 from megtool.model.indexer import Indexer, SparseAttention
@@ -69,7 +71,8 @@ class LatentAttention(nn.Module):
         self.cache_tap: KVCacheHook | None = None
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.num_heads = config.num_heads // tp.size
-        self.scale = softmax_scale(config)
+        self._rule = ScoreRule(scale=softmax_scale(config), softcap=config.attn_softcap)
+        self.exchange = ContextExchange.of(groups, layer)
         hidden, nope, rope = config.hidden_size, config.qk_nope_head_dim, config.qk_rope_head_dim
         norm = NormSpec.of(config) if config.qk_norm else None
         self.q_layernorm: NormLayer | None = None
@@ -144,7 +147,8 @@ class LatentAttention(nn.Module):
         index_keys = self._index_keys(x_TH, frame)
         if frame.cache is None:
             keys_values = self.linear_kv_up_proj.project(latent).view(b, s, self.num_heads, -1)
-            keys_values, shared = gather_tokens((keys_values, shared), frame.cp)
+            if self.exchange.gathers:
+                keys_values, shared = gather_tokens((keys_values, shared), frame.cp)
             if index_keys is not None:
                 (index_keys,) = gather_tokens((index_keys,), frame.cp)
             self._choose(x_TH, query_TC, index_keys, frame)
@@ -234,15 +238,11 @@ class LatentAttention(nn.Module):
         shared = shared_BL1R.expand(-1, -1, self.num_heads, -1)
         query = torch.cat((nope_BSND, rope_BSNR), -1).transpose(1, 2)
         key = torch.cat((key, shared), -1).transpose(1, 2)
-        return attend_all(
-            query,
-            key,
-            value.transpose(1, 2),
-            frame,
-            self.layer,
-            scale=self.scale,
-            softcap=config.attn_softcap,
-        )
+        value = value.transpose(1, 2)
+        if frame.cp.size > 1 and not self.exchange.gathers:
+            states = query, key, value
+            return attend_across(states, frame, self.layer, self._rule, self.exchange)
+        return attend_all(query, key, value, frame, self.layer, self._rule)
 
     def _attend_cached(
         self,
@@ -280,8 +280,7 @@ class LatentAttention(nn.Module):
             latent_B1LC,
             frame,
             self.layer,
-            scale=self.scale,
-            softcap=config.attn_softcap,
+            self._rule,
         )
         return torch.einsum("bsnc,ndc->bsnd", out_BSNC, value_NDC)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megtool.config import ParallelConfig
 from megtool.errors import UsageError
-from megtool.options.field import Options, layout_size, option
+from megtool.options.effects import requires
+from megtool.options.field import LAYOUT, Options, layout_size, option
 
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous"
 TEXT, RUNNING = "Text", "Running"
@@ -158,8 +159,54 @@ class TokenizerOptions(Options):
     )
 
 
+_HAS_CP = requires("cp", "context parallelism is what they are of")
+
+
 @dataclass(frozen=True, kw_only=True)
-class RuntimeOptions(Options):
+class ContextParallelOptions(Options):
+    """How ranks of context parallelism exchange keys and values."""
+
+    cp_comm_type: str | None = option(
+        LAYOUT,
+        "How ranks of --cp exchange keys and values: all_gather (every rank has all; default), p2p "
+        "(passed round in a ring), a2a (ranks have heads instead of tokens), a2a+p2p; one for all "
+        "layers, or one for each: p2p,a2a.",
+        metavar="LIST",
+        needs=(_HAS_CP,),
+    )
+    hierarchical_context_parallel_sizes: str | None = option(
+        LAYOUT,
+        "Levels of a2a+p2p: A ranks exchange heads, B groups of them keys and values; A * B is "
+        "--cp.",
+        metavar="A,B",
+        needs=(_HAS_CP,),
+    )
+
+    @property
+    def context_layout(self) -> dict[str, Any]:
+        """The fields of `ParallelConfig` that these are.
+
+        Raises:
+            UsageError: a size is no number.
+        """
+        kinds, sizes = self.cp_comm_type, self.hierarchical_context_parallel_sizes
+        words = [] if kinds is None else [w.strip() for w in kinds.split(",")]
+        try:
+            levels = tuple(int(n) for n in sizes.split(",")) if sizes else ()
+        except ValueError:
+            raise UsageError(
+                f"--hierarchical-context-parallel-sizes is {sizes!r}",
+                hint="two numbers with a comma: 2,4",
+            ) from None
+        names = {"allgather": "all_gather"}  # as Megatron-LM's help has it
+        return {
+            "cp_comm_type": tuple(names.get(w, w) for w in words),
+            "hierarchical_cp": levels,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeOptions(ContextParallelOptions):
     """How a model is run: device, dtype, kernels and parallel layout.
 
     `device` None is CUDA if there is one, else the CPU. `dtype` None is the checkpoint's own on
@@ -217,6 +264,7 @@ class RuntimeOptions(Options):
             etp=self.etp or 0,
             cp=self.cp or 1,
             encoder_pp=self.encoder_pp or 0,
+            **self.context_layout,
         )
 
     def runtime(self) -> RuntimeOptions:

@@ -121,6 +121,21 @@ def start_reduce_scatter(x: Tensor, group: Group) -> tuple[Tensor, dist.Work]:
     return out, _reduce_scatter(out, x, group=group.handle, async_op=True)
 
 
+def start_shift(x: Tensor, group: Group) -> tuple[Tensor, list[dist.Work]]:
+    """What the rank before has, while `x` goes to the rank behind, under way: as `start_gather`.
+    All ranks have tensors of one shape. No gradient."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    before, behind = (group.ranks[(group.rank + n) % group.size] for n in (-1, 1))
+    works: list[dist.Work] = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, behind, group=group.handle),
+            dist.P2POp(dist.irecv, out, before, group=group.handle),
+        ]
+    )
+    return out, works
+
+
 def start_sum(x: Tensor, group: Group) -> dist.Work:
     """The sum over ranks in place of `x`, which has to be contiguous, under way. No gradient."""
     work: dist.Work = dist.all_reduce(x, group=group.handle, async_op=True)

@@ -76,6 +76,8 @@ class ProcessGroups:
     last pipeline stage, which both hold tied embeddings; it has size 1 on the stages between. With
     stages of an encoder the decoder's first one is among `ends`; `inputs` are it and the encoder's
     first one, which both embed tokens.
+    Context parallelism in two levels has `cp_inner`, neighbours on the axis that exchange heads,
+    and `cp_outer`, which pass keys and values round.
     Groups of the same ranks share one handle. `device` is where tensors have to be for the backend,
     `order` that of the axes (see `Mesh`).
     """
@@ -96,6 +98,8 @@ class ProcessGroups:
     device: torch.device = CPU
     order: str = MEGATRON_ORDER
     owns_world: bool = False
+    cp_inner: Group = ALONE
+    cp_outer: Group = ALONE
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> ProcessGroups:
@@ -295,6 +299,8 @@ def _make(mesh: Mesh, rank: int) -> dict[str, Group]:
     stages, second = positions["pp"], mesh.sizes.encoder_pp
     positions["ends"] = np.where(np.isin(stages, (0, second, mesh.sizes.pp - 1)), 0, stages)
     positions["inputs"] = np.where(stages == second, 0, stages)
+    inner = (mesh.sizes.hierarchical_cp or (1,))[0]
+    positions["cp_block"], positions["cp_place"] = np.divmod(positions["cp"], inner)
     everyone = tuple(range(mesh.sizes.world_size))
     created: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
     out = {"world": Group(ranks=everyone, rank=rank, handle=dist.group.WORLD)}
@@ -312,6 +318,8 @@ def _make(mesh: Mesh, rank: int) -> dict[str, Group]:
 _SAME = {
     "tp": ("cp", "dp", "pp"),
     "cp": ("tp", "dp", "pp"),
+    "cp_inner": ("tp", "dp", "pp", "cp_block"),
+    "cp_outer": ("tp", "dp", "pp", "cp_place"),
     "dp": ("tp", "cp", "pp"),
     "pp": ("tp", "cp", "dp"),
     "replicas": ("tp", "pp"),

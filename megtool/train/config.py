@@ -10,7 +10,13 @@ from typing import ClassVar, Literal
 from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.options.field import LAYOUT, flag, layout_size, option
-from megtool.options.groups import INPUT, RUNNING, SourceOptions, TokenizerOptions
+from megtool.options.groups import (
+    INPUT,
+    RUNNING,
+    ContextParallelOptions,
+    SourceOptions,
+    TokenizerOptions,
+)
 from megtool.train.loss_options import FurtherLossOptions
 from megtool.train.optimizer_options import OptimizerOptions
 from megtool.train.profile_options import ProfileOptions
@@ -32,7 +38,12 @@ DTYPE_FLAGS = ("bf16", "fp16", "fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
-    OptimizerOptions, FurtherLossOptions, ProfileOptions, SourceOptions, TokenizerOptions
+    OptimizerOptions,
+    FurtherLossOptions,
+    ProfileOptions,
+    ContextParallelOptions,
+    SourceOptions,
+    TokenizerOptions,
 ):
     """The options of a training run. Steps are optimizer steps; a sample is a row of `seq_length`.
 
@@ -350,21 +361,9 @@ class TrainConfig(
     @property
     def layout(self) -> ParallelConfig:
         """The parallel layout; `dp` 0 is replaced by what fills the processes."""
-        return ParallelConfig(
-            tp=self.tp,
-            pp=self.pp,
-            vpp=self.vpp or 0,
-            ep=self.ep,
-            etp=self.etp or 0,
-            cp=self.cp,
-            dp=self.dp or 0,
-            first_stage_layers=self.first_stage_layers,
-            last_stage_layers=self.last_stage_layers,
-            account_for_embedding=self.account_for_embedding,
-            account_for_loss=self.account_for_loss,
-            pipeline_layout=self.pipeline_layout,
-            encoder_pp=self.encoder_pp or 0,
-        )
+        given = {f.name: getattr(self, f.name, None) for f in fields(ParallelConfig)}
+        given |= self.context_layout
+        return ParallelConfig(**{n: v for n, v in given.items() if v is not None})
 
     @property
     def blend_shares(self) -> tuple[float, ...] | None:

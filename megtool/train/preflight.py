@@ -9,6 +9,7 @@ from megtool.convert.sharding import check_layout
 from megtool.errors import LayoutError, UsageError
 from megtool.inference.runtime import usual_device
 from megtool.kernels import transformer_engine
+from megtool.model.context_attention import check_exchange
 from megtool.model.decoder import check_direction
 from megtool.model.pipeline import build_stages
 from megtool.model.router import check_trainable
@@ -35,6 +36,7 @@ def check_run(source: CheckpointSource, settings: TrainConfig) -> None:
     config = source.config
     check_layout(config, settings.layout)
     check_direction(config, settings.layout)
+    check_exchange(config, settings.layout)
     check_trainable(config)
     if config.num_decoder_layers:
         _check_two_stacks(settings)

@@ -72,6 +72,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
         {"pp": 2, "vpp": 2},
         {"cp": 2},
         {"cp": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        {"cp": 2, "cp_comm_type": "p2p", "overlap_grad_reduce": True},
+        {"cp": 2, "cp_comm_type": "a2a"},
+        {"cp": 2, "cp_comm_type": "p2p,allgather,a2a,p2p"},
     ],
     ids=str,
 )
@@ -92,6 +95,12 @@ def test_two_processes_draw_the_curve_of_one(layout, made, tmp_path) -> None:
         {"cp": 2, "tp": 2, "sequence_parallel": True},
         {"cp": 2, "pp": 2},
         {"cp": 4, "use_distributed_optimizer": False},
+        {
+            "cp": 4,
+            "cp_comm_type": "a2a+p2p",
+            "hierarchical_context_parallel_sizes": "2,2",
+            "recompute_granularity": "selective",
+        },
     ],
     ids=str,
 )

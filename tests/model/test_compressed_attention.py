@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("transformers")
 
 from megtool import reshard
-from megtool.config import ParallelConfig
+from megtool.config import CommType, ParallelConfig
 from megtool.convert.sharding import check_layout
 from megtool.errors import LayoutError, UsageError
 from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache, PagedCache, num_cache_bytes
+from megtool.model.context_attention import check_exchange
 from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.open_source import open_decoder
@@ -48,6 +49,13 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 
 def decoder_of(carry: Carry, **changes: Any) -> Decoder:
     return moe_models.ours(NAME, moe_models.transformers_model(NAME, **changes), carry)
+
+
+@pytest.mark.parametrize("kind", ["p2p", "a2a"])
+def test_compressed_keys_are_gathered(kind: CommType, carry: Carry) -> None:
+    parallel = ParallelConfig(cp=2, cp_comm_type=(kind,))
+    with raises(LayoutError, kind, "compressed", hint="all_gather"):
+        check_exchange(decoder_of(carry).config, parallel)
 
 
 @pytest.mark.slow

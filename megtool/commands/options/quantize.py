@@ -207,7 +207,7 @@ class QuantizeOptions(
     Example: megtool quantize ./SmolLM2-135M-Instruct ./SmolLM2-fp8 --recipe fp8
     """
 
-    not_offered: ClassVar = frozenset({"cp"})
+    not_offered: ClassVar = frozenset({"cp", "cp_comm_type", "hierarchical_context_parallel_sizes"})
     extra_needs: ClassVar = {
         _QUANTIZES: ("fsync",),
         _NO_FILE: ("tp", "pp", "ep", "etp"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,7 @@ def make_save_template(
     if opened.model is None:
         raise unknown_model(opened, "training needs the model's configuration")
     weights = _without_optimizer(opened)
-    layout = LayoutOptions(**asdict(parallel))
+    layout = LayoutOptions.of(parallel)
     # The run's own modules have the numbers of the configuration's layers.
     own_class = HYBRID if needs_hybrid(opened.model.config) else GPT
     request = TargetOptions(
