@@ -94,6 +94,7 @@ def evaluate(
     cp_comm_type: str | None = ...,
     hierarchical_context_parallel_sizes: str | None = ...,
     dry_run: bool = ...,
+    report: str | Path | None = ...,
     progress: Progress = ...,
 ) -> EvaluateReport | EvaluatePlan: ...
 def explain_recipe(
@@ -145,6 +146,7 @@ def finetune(
     source: str | Path,
     destination: str | Path,
     *,
+    report_against: str | Path | Sequence[str | Path] = ...,
     data: str | Sequence[str] = ...,
     blend: str | None = ...,
     field: str | None = ...,
@@ -278,6 +280,7 @@ def finetune(
     tokenizer: str | Path | None = ...,
     dry_run: bool = ...,
     drop_objects: bool = ...,
+    report: str | Path | None = ...,
     config: str | Path | None = ...,
     progress: Progress = ...,
 ) -> FinetuneReport | FinetunePlan: ...
@@ -346,6 +349,7 @@ def inspect(
     threads: int | None = ...,
     worker: str | None = ...,
     worker_dir: str | Path | None = ...,
+    report: str | Path | None = ...,
     progress: Progress = ...,
 ) -> InspectReport | ShareReport: ...
 def inspect_amax(
@@ -364,6 +368,7 @@ def lint(
     *,
     target: str | Sequence[str] = ...,
     tp: int | None = ...,
+    report: str | Path | None = ...,
 ) -> LintReport: ...
 def list_recipes() -> ListReport: ...
 def quantize(
@@ -390,7 +395,6 @@ def quantize(
     work_dir: str | Path | None = ...,
     eval_data: str | None = ...,
     eval_tokens: int | None = ...,
-    report: str | Path | None = ...,
     max_shard_size: str | None = ...,
     memory: str = ...,
     group_size: int | None = ...,
@@ -412,6 +416,7 @@ def quantize(
     fsync: bool = ...,
     dry_run: bool = ...,
     worker: str | None = ...,
+    report: str | Path | None = ...,
     config: str | Path | None = ...,
     progress: Progress = ...,
 ) -> QuantizeReport | QuantizePlan: ...
@@ -466,6 +471,7 @@ def reshard(
     dry_run: bool = ...,
     drop_objects: bool = ...,
     worker: str | None = ...,
+    report: str | Path | None = ...,
     config: str | Path | None = ...,
     check: Callable[[ReshardPlan], object] | None = ...,
     progress: Progress = ...,
@@ -520,5 +526,6 @@ def verify(
     threads: int | None = ...,
     worker: str | None = ...,
     worker_dir: str | Path | None = ...,
+    report: str | Path | None = ...,
     progress: Progress = ...,
 ) -> VerifyReport | ShareReport: ...

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
@@ -107,7 +108,8 @@ class Report(ABC):
     """What a command returns.
 
     `notes` are remarks of the command, and `warnings` those that it logged on the way. A report
-    that `is_shown` has no text, as it is printed already, or by another process.
+    that `is_shown` has no text, as it is printed already, or by another process. `page` is the HTML
+    file that it was also written to.
     """
 
     MAX_NOTES = 8
@@ -115,6 +117,12 @@ class Report(ABC):
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     is_shown: bool = False
+    page: str | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has the result, which of several processes only one has."""
+        return not self.is_shown
 
     @property
     def exit_status(self) -> int:
@@ -128,8 +136,11 @@ class Report(ABC):
     @final
     def add_remarks(self, values: dict[str, Any]) -> dict[str, Any]:
         """`values` of a report, with notes and warnings at the end."""
-        common = {"notes": list(self.notes), "warnings": list(self.warnings)}
-        return {k: v for k, v in values.items() if k not in (*common, "is_shown")} | common
+        common: dict[str, Any] = {"notes": list(self.notes), "warnings": list(self.warnings)}
+        if self.page is not None:
+            common["page"] = self.page
+        own = {k: v for k, v in values.items() if k not in (*common, "is_shown", "page")}
+        return own | common
 
     @abstractmethod
     def title(self) -> str:
@@ -145,6 +156,8 @@ class Report(ABC):
         yield from (("note", note) for note in self.notes[: self.MAX_NOTES])
         if (more := len(self.notes) - self.MAX_NOTES) > 0:
             yield "note", f"and {more} more (--json lists them)"
+        if self.page is not None:
+            yield "page", self.page
 
     def sections(self) -> Iterable[Section]:
         """What follows the rows and the notes."""
@@ -163,6 +176,17 @@ class Report(ABC):
                     yield ""
                 yield line
                 is_first = False
+
+
+def finite_json(value: Any) -> Any:
+    """`value` with numbers that JSON cannot hold as strings: `"nan"`, `"inf"`, `"-inf"`."""
+    if isinstance(value, Mapping):
+        return {str(key): finite_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def fold_names(names: Iterable[str]) -> list[tuple[str, int]]:

@@ -12,7 +12,7 @@ FLOORS = (
     {
         *("child_process", "config", "console", "dtypes", "errors", "gc_pause", "model_checks"),
         *("model_config", "options"),
-        "reports",
+        *("pages", "reports"),
         "checkpoint/storage",
     },
     {"tensors", "number_formats", "kernels"},

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megtool.commands.name_tree import MAX_LEVELS, draw_tree, fold_tensors
 from megtool.commands.verbs import VERBS
 from megtool.dtypes import dtype
-from megtool.reports import Report, Row, Section, Table, count, fold_names, shown
+from megtool.reports import Report, Row, Section, Table, count, finite_json, fold_names, shown
 from megtool.tensors.sharded import GlobalTensor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -192,3 +192,8 @@ def subclasses(kind: type) -> Iterator[type]:
     for subclass in kind.__subclasses__():
         yield subclass
         yield from subclasses(subclass)
+
+
+def test_numbers_that_json_lacks_become_texts() -> None:
+    values = {"a": float("nan"), "b": [float("inf")], 3: 1.0}
+    assert finite_json(values) == {"a": "nan", "b": ["inf"], "3": 1.0}

@@ -24,6 +24,9 @@ from megtool.tensors.placement import Placement, narrow, refine
 
 _CHUNK_ELEMENTS = 1 << 15  # elements compared at once
 
+MAX_SAMPLES = 5
+"""Differing elements of a tensor that are listed with their values."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPair:
@@ -109,7 +112,8 @@ class TensorDelta:
 
     `largest_abs` and `largest_rel` (relative to b, if b is not 0) are the largest among the
     elements that differ, at flat indices `abs_index` and `rel_index`. A NaN on one side only is
-    counted in `num_nan`. `within` is the largest difference inside the tolerance.
+    counted in `num_nan`. `within` is the largest difference inside the tolerance. `samples` are the
+    first elements that differ: flat index, the number in a and that in b.
     """
 
     num_differing: int = 0
@@ -120,12 +124,14 @@ class TensorDelta:
     rel_index: int | None = None
     first: int | None = None
     within: float = 0.0
+    samples: list[list[float]] = field(default_factory=list)
 
     def merge(self, delta: TensorDelta) -> None:
         """Add the differences of other elements."""
         self.num_differing += delta.num_differing
         self.num_nan += delta.num_nan
         self.within = max(self.within, delta.within)
+        self.samples = sorted([*self.samples, *delta.samples], key=lambda s: s[0])[:MAX_SAMPLES]
         if delta.first is not None and (self.first is None or delta.first < self.first):
             self.first = delta.first
         if _exceeds(delta.largest_abs, delta.abs_index, self.largest_abs, self.abs_index):
@@ -318,9 +324,13 @@ def _measure_delta(
             is_close = is_near | (u == v) | (np.isnan(u) & np.isnan(v))
         out.within = float(np.max(distance, initial=0.0, where=is_close & np.isfinite(distance)))
         indices, distance, size = indices[~is_close], distance[~is_close], size[~is_close]
+        u, v = u[~is_close], v[~is_close]
         if not indices.size:
             return out
     out.num_differing, out.first = len(indices), start + int(indices[0])
+    if u.dtype.kind != "c" and v.dtype.kind != "c":
+        rows = zip(indices[:MAX_SAMPLES], u[:MAX_SAMPLES], v[:MAX_SAMPLES], strict=True)
+        out.samples = [[float(start + i), float(a), float(b)] for i, a, b in rows]
     nan = np.isnan(distance)
     out.num_nan = int(nan.sum())
     indices, distance, size = indices[~nan], distance[~nan], size[~nan]

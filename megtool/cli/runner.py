@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import errno
 import json
-import math
-import os
 import shutil
 import sys
 import traceback
@@ -15,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.commands.verbs import Verb
+from megtool.commands.verbs import Verb, is_first_rank
 from megtool.console import (
     Bar,
     Progress,
@@ -29,7 +27,7 @@ from megtool.console import (
 from megtool.errors import MegtoolError, OutOfMemoryError, StorageError, UsageError
 from megtool.options.config_file import build_options
 from megtool.options.groups import ReportOptions
-from megtool.reports import Report
+from megtool.reports import Report, finite_json
 
 Work = Callable[[Progress], Report]
 
@@ -101,11 +99,6 @@ def _output(verb: Verb, values: dict[str, Any]) -> CommandOutput:
     )
 
 
-def is_first_rank() -> bool:
-    """This process is alone, or the first of those that torchrun started."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def run(work: Work, output: CommandOutput | None = None) -> int:
     """Do `work` and return the exit status: the report goes to stdout, all else to stderr.
 
@@ -120,7 +113,7 @@ def run(work: Work, output: CommandOutput | None = None) -> int:
             if not output.reports and getattr(report, "worker", None) is None:
                 pass
             elif output.as_json:
-                echo(json.dumps(_finite(_with_warnings(report.to_json())), indent=2))
+                echo(json.dumps(finite_json(_with_warnings(report.to_json())), indent=2))
             elif lines := [*report.lines(_terminal_width(), color=colored(sys.stdout))]:
                 echo("\n".join(lines))
     except MegtoolError as error:
@@ -188,14 +181,3 @@ def explain_shortage(error: BaseException) -> MegtoolError | None:
             hint="raise the limit of processes (ulimit -u), or use fewer --threads",
         )
     return None
-
-
-def _finite(value: Any) -> Any:
-    """`value` with numbers that JSON cannot hold as strings: `"nan"`, `"inf"`, `"-inf"`."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

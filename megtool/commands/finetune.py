@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,6 +26,7 @@ from megtool.reshard.source import CheckpointSource
 from megtool.reshard.source_options import SelectionOptions
 from megtool.reshard.writers.target_spec import TargetOptions
 from megtool.train.config import TrainConfig
+from megtool.train.run_log import LOG_FILE, read_log
 
 if TYPE_CHECKING:
     from megtool.model.decoder import Decoder
@@ -59,6 +61,7 @@ def finetune(
     settings, folder = options.train_config(), options.destination
     if not settings.data:
         raise UsageError("there is nothing to train on", hint="--data FILE")
+    _check_other_runs(options.report_against)
     source, _ = screen_source(
         open_decoder(options.source, settings, encoders=True, two_stacks=True),
         drop=options.drop_objects,
@@ -73,7 +76,22 @@ def finetune(
     )
     with on_ranks(runtime, settings.layout, less=LESS_MEMORY) as groups:
         result = TrainRun(source, folder, settings, checkpoint, groups, progress).run()
-        return _report(source, folder, settings, result, groups, progress)
+        report = _report(source, folder, settings, result, groups, progress)
+        return replace(report, against=tuple(map(str, options.report_against)))
+
+
+def _check_other_runs(folders: Sequence[Path]) -> None:
+    """Refuse runs without a log before anything is trained.
+
+    Raises:
+        UsageError: a folder of --report-against has no log of `finetune`.
+    """
+    for folder in folders:
+        if not read_log(folder / LOG_FILE):
+            raise UsageError(
+                f"{str(folder / LOG_FILE)!r} has no lines, or is missing",
+                hint="--report-against takes save folders of `megtool finetune`",
+            )
 
 
 def _report(

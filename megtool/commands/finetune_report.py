@@ -99,6 +99,7 @@ class FinetuneReport(Report):
 
     Losses are in nats per token; `evaluations` are (step, loss). `saved_iteration` is the newest
     one in `destination`, `hf` the folder of the exported model, `adapter` that of LoRA adapters.
+    `against` are other runs whose curves the page shows, too.
     """
 
     source: str
@@ -127,6 +128,7 @@ class FinetuneReport(Report):
     plot: str | None = None
     hf: str | None = None
     adapter: str | None = None
+    against: tuple[str, ...] = ()
 
     def title(self) -> str:
         """From where to where."""

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.embedded_digests import find_embedded
 from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.statistics import TensorStatistics, measure_tensors
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.workers.shared_scan import SharedScan
+from megtool.commands.layer_statistics import (
+    LayerStatistics,
+    StatisticsOutlier,
+    find_outliers,
+    find_stacked_layers,
+    layer_statistics,
+    module_bytes,
+)
 from megtool.commands.name_tree import NameFold, draw_tree, fold_tensors
 from megtool.commands.options.checkpoints import InspectOptions
+from megtool.commands.rank_contents import RankContents, list_rank_contents
 from megtool.commands.worker_scan import ShareReport, run_shared
 from megtool.console import Progress, format_bytes, several, silent
 from megtool.convert.megatron import split_state
@@ -24,6 +34,9 @@ from megtool.reshard.megatron.common_state import read_source_layout
 from megtool.reshard.open_source import open_source
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
+
+MAX_FILES = 200
+"""Files whose bytes a report has."""
 
 _OPTIMIZER = ("optimizer.", "optim.", "optimizer_states.")
 
@@ -57,10 +70,14 @@ class InspectReport(Report):
 
     `parameters` counts each weight of the model once: no padding, no copy of a tied embedding, no
     optimizer state. `num_bytes` are those of all tensors, decoded; `file_bytes` those on disk.
-    `dtypes` says how many bytes there are of each type. `reason` says why no family is known,
-    `left_out` names tensors that are no part of the model, with the reason. `foreign_objects` are
-    objects that would run code if they were loaded. `digests` counts tensors that have one, None
-    where none has; `digest_files` counts files. `tensors` is empty unless asked for.
+    `dtypes` says how many bytes there are of each type. `modules` are the bytes of the model's
+    modules by dotted path, `layers` the statistics of a role's tensors in a layer, and `outliers`
+    are tensors whose statistics are far from those of the same role in other layers. `ranks` is
+    what model-parallel ranks hold, where that is known, `largest_files` the bytes of files.
+    `reason` says why no family is known, `left_out` names tensors that are no part of the model,
+    with the reason. `foreign_objects` are objects that would run code if they were loaded.
+    `digests` counts tensors that have one, None where none has; `digest_files` counts files.
+    `tensors` is empty unless asked for.
     """
 
     path: str
@@ -88,6 +105,11 @@ class InspectReport(Report):
     attachments: tuple[str, ...]
     digests: int | None
     digest_files: int = 0
+    modules: Mapping[str, int] = field(default_factory=dict)
+    ranks: tuple[RankContents, ...] = ()
+    largest_files: tuple[tuple[str, int], ...] = ()
+    layers: tuple[LayerStatistics, ...] = ()
+    outliers: tuple[StatisticsOutlier, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -98,6 +120,9 @@ class InspectReport(Report):
         out["left_out"] = [{"name": name, "reason": reason} for name, reason in self.left_out]
         out["objects"] = [{"name": name, "count": n} for name, n in self.objects]
         out["foreign_objects"] = [f.to_json() for f in self.foreign_objects]
+        out["modules"] = dict(self.modules)
+        for name in ("ranks", "layers", "outliers"):
+            out[name] = [item.to_json() for item in getattr(self, name)]
         return self.add_remarks(out)
 
     def title(self) -> str:
@@ -152,6 +177,10 @@ class InspectReport(Report):
         if self.attachments:
             more = f", and {len(self.attachments) - 8} more" if len(self.attachments) > 8 else ""
             yield "files", ", ".join(self.attachments[:8]) + more
+        for outlier in self.outliers[:8]:
+            yield "outlier", f"{outlier.name}: {outlier.text}"
+        if len(self.outliers) > 8:
+            yield "outlier", f"and {len(self.outliers) - 8} more (--json lists them)"
         missing = "none: a flipped bit would go unnoticed" if self.digests is None else None
         counts = f"of {self.digests} tensors and {several(self.digest_files, 'file')}"
         yield "digests", missing or f"{counts} (`megtool verify` compares them)"
@@ -213,7 +242,9 @@ def _inspect(options: InspectOptions, progress: Progress, scan: SharedScan | Non
     source = open_source(options.source, options, lenient=True)
     catalogue = source.catalogue
     threads = default_threads(options.threads, options.source)
-    statistics = _measure(source, threads, progress, scan) if options.stats else {}
+    stacked = find_stacked_layers(catalogue.tensors)
+    statistics = _measure(source, threads, progress, scan, stacked) if options.stats else {}
+    by_layer = layer_statistics(statistics, stacked)
     lines: tuple[TensorLine, ...] = ()
     if options.tensors or options.stats:
         lines = tuple(
@@ -249,6 +280,11 @@ def _inspect(options: InspectOptions, progress: Progress, scan: SharedScan | Non
         attachments=tuple(sorted(catalogue.auxiliary_files)),
         digests=num_digests,
         digest_files=num_files,
+        modules=module_bytes(source),
+        ranks=list_rank_contents(source),
+        largest_files=_largest_files(catalogue),
+        layers=by_layer,
+        outliers=find_outliers(by_layer),
         warnings=tuple(catalogue.warnings),
     )
 
@@ -298,6 +334,12 @@ def _parameters(source: CheckpointSource) -> int:
     return sum(t.numel for name, t in canonical if not name.startswith(_OPTIMIZER))
 
 
+def _largest_files(catalogue: Catalogue) -> tuple[tuple[str, int], ...]:
+    """The names and bytes of the files with most of them."""
+    files = sorted(catalogue.files, key=lambda f: (-f.size, f.path))[:MAX_FILES]
+    return tuple((f.path or catalogue.root.name, f.size) for f in files)
+
+
 def _dtypes(tensors: Sequence[GlobalTensor]) -> dict[str, int]:
     out: dict[str, int] = defaultdict(int)
     for t in tensors:
@@ -306,7 +348,11 @@ def _dtypes(tensors: Sequence[GlobalTensor]) -> dict[str, int]:
 
 
 def _measure(
-    source: CheckpointSource, threads: int, progress: Progress, scan: SharedScan | None
+    source: CheckpointSource,
+    threads: int,
+    progress: Progress,
+    scan: SharedScan | None,
+    stacked: Collection[str],
 ) -> dict[str, TensorStatistics]:
     catalogue = source.catalogue
     total = catalogue.num_bytes
@@ -316,6 +362,7 @@ def _measure(
             reader,
             [t.name for t in catalogue.tensors],
             threads=threads,
+            by_row=stacked,
             progress=lambda n: progress("statistics", n, total),
             scan=scan.part("statistics") if scan else None,
         )

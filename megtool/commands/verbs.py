@@ -10,7 +10,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from megtool.errors import StorageError
 from megtool.gc_pause import paused_collection
 
 _OPTIONS = "megtool.commands.options"
+_PAGES = "megtool.commands.pages"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class Verb:
     its options' docstring, for lists of verbs. `options_path` and `function_path`
     are `module:name`. An interrupted run `resumes` when it is started again. A verb that
     `runs_on_ranks` may be started by torchrun: only rank 0 reports. With `has_config` options may
-    come from a YAML file.
+    come from a YAML file. `page_path` names what makes a page of its report, for --report.
     """
 
     command: str
@@ -39,6 +40,7 @@ class Verb:
     resumes: bool = False
     runs_on_ranks: bool = False
     has_config: bool = False
+    page_path: str = ""
 
     @property
     def options(self) -> type[Any]:
@@ -59,6 +61,7 @@ class Verb:
 
         Raises:
             DestinationError: a location that is to be written has no place, or is only read.
+            MissingPackageError: a package is missing that --report needs.
             StorageError: a system call failed that no other error describes.
         """
         function = self.function
@@ -66,11 +69,27 @@ class Verb:
         keywords = {k: v for k, v in callbacks.items() if k != "progress" or k in accepted}
         try:
             _check_places(options)
-            return function(options, **keywords)
+            page = getattr(options, "report", None)
+            if page is not None:
+                load("megtool.pages.write:check_page_packages")()
+            report = function(options, **keywords)
+            return report if page is None else self._write_page(page, report)
         except BrokenPipeError:  # nobody reads what a callback prints
             raise
         except OSError as e:
             raise _to_storage_error(e) from e
+
+    def _write_page(self, path: Path, report: Any) -> Any:
+        """Write the page of a report; of several processes, the one that has all of it does."""
+        if not report.is_whole or not (is_first_rank() or not self.runs_on_ranks):
+            return report
+        load("megtool.pages.write:write_page")(path, load(self.page_path)(report))
+        return replace(report, page=str(path))
+
+
+def is_first_rank() -> bool:
+    """This process is alone, or the first of those that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _check_places(options: Any) -> None:
@@ -121,6 +140,7 @@ VERBS = (
         summary="Show what a checkpoint holds, from its headers alone.",
         options_path=f"{_OPTIONS}.checkpoints:InspectOptions",
         function_path="megtool.commands.inspect:inspect",
+        page_path=f"{_PAGES}.inspect_page:inspect_page",
     ),
     Verb(
         command="reshard",
@@ -128,6 +148,7 @@ VERBS = (
         summary="Copy a checkpoint into another format, parallel layout or dtype.",
         options_path=f"{_OPTIONS}.reshard:ReshardOptions",
         function_path="megtool.commands.reshard:reshard",
+        page_path=f"{_PAGES}.reshard_page:reshard_page",
         resumes=True,
         has_config=True,
     ),
@@ -137,6 +158,7 @@ VERBS = (
         summary="Check one checkpoint against its digests, or two against each other.",
         options_path=f"{_OPTIONS}.checkpoints:VerifyOptions",
         function_path="megtool.commands.verify:verify",
+        page_path=f"{_PAGES}.verify_page:verify_page",
     ),
     Verb(
         command="quantize",
@@ -144,6 +166,7 @@ VERBS = (
         summary="Quantize a checkpoint in any format for an engine, and check the result.",
         options_path=f"{_OPTIONS}.quantize:QuantizeOptions",
         function_path="megtool.commands.quantize:quantize",
+        page_path=f"{_PAGES}.quantize_page:quantize_page",
         resumes=True,
         runs_on_ranks=True,
         has_config=True,
@@ -162,6 +185,7 @@ VERBS = (
         summary="Check an exported folder against the rules of engines' loaders.",
         options_path=f"{_OPTIONS}.export:LintOptions",
         function_path="megtool.commands.lint:lint",
+        page_path=f"{_PAGES}.lint_page:lint_page",
     ),
     Verb(
         command="finetune",
@@ -169,6 +193,7 @@ VERBS = (
         summary="Train a model from any checkpoint on some text, and write a Megatron checkpoint.",
         options_path=f"{_OPTIONS}.finetune:FinetuneOptions",
         function_path="megtool.commands.finetune:finetune",
+        page_path=f"{_PAGES}.finetune_page:finetune_page",
         resumes=True,
         runs_on_ranks=True,
         has_config=True,
@@ -187,6 +212,7 @@ VERBS = (
         summary="Measure how well a model predicts a text, and how far it is from another model.",
         options_path=f"{_OPTIONS}.models:EvaluateOptions",
         function_path="megtool.commands.evaluate:evaluate",
+        page_path=f"{_PAGES}.evaluate_page:evaluate_page",
         runs_on_ranks=True,
     ),
     Verb(

@@ -178,6 +178,7 @@ def _verify(options: VerifyOptions, progress: Progress, scan: SharedScan | None)
         differences=(*findings.differences, *(d for k in digests for d in k.differences)),
         notes=(*findings.notes, *(n for k in digests for n in k.notes)),
         weights=tuple(quantized.rows) if quantized else (),
+        compared=tuple(p.name for p in pairs if p.a is not None and p.b is not None),
     )
 
 
@@ -322,6 +323,7 @@ def _difference(
         largest_abs_at=index(delta.abs_index),
         largest_rel=delta.largest_rel,
         largest_rel_at=index(delta.rel_index),
+        samples=tuple((index(int(flat)) or (), a, b) for flat, a, b in delta.samples),
     )
 
 

@@ -35,7 +35,8 @@ class Difference:
     """One tensor (or file) that is not what it should be; `text` explains it.
 
     `stored` is its name in the files. Where numbers differ: how many of them, by how much at most
-    (absolute, and relative to B where that is not 0), and at which index of the tensor.
+    (absolute, and relative to B where that is not 0), and at which index of the tensor. `samples`
+    are the first elements that differ: index, value in A, value in B.
     """
 
     tensor: str
@@ -48,6 +49,7 @@ class Difference:
     largest_abs_at: tuple[int, ...] | None = None
     largest_rel: float | None = None
     largest_rel_at: tuple[int, ...] | None = None
+    samples: tuple[tuple[tuple[int, ...], float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,7 @@ class VerifyReport(Report):
     checkpoint, held against digests; `num_bytes` were read for it on one side. `within` is the
     largest difference that the tolerance let pass. `notes` say what is odd, and no difference.
     `weights` are those compared by signal over noise, the worst first, where one side is quantized.
+    `compared` are the names of the tensors that were compared element by element.
     """
 
     a: str
@@ -104,6 +107,7 @@ class VerifyReport(Report):
     digests: tuple[DigestCheck, ...]
     differences: tuple[Difference, ...]
     weights: tuple[WeightComparison, ...] = ()
+    compared: tuple[str, ...] = ()
 
     @property
     def exit_status(self) -> int:

@@ -17,7 +17,7 @@ from megtool.reports import Report, Row
 
 AnyReport = TypeVar("AnyReport", bound=Report)
 
-_UNRELATED = ("worker", "worker_dir", "threads")
+_UNRELATED = ("worker", "worker_dir", "threads", "report")
 """Options that may differ between workers, as nothing depends on them."""
 
 
@@ -28,6 +28,11 @@ class ShareReport(Report):
     source: str
     worker: WorkerStatus
     folder: str
+
+    @property
+    def is_whole(self) -> bool:
+        """False: the last worker reports."""
+        return False
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

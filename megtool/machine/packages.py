@@ -15,6 +15,7 @@ PURPOSES = {
     "hf": "tokenizers and models of transformers",
     "hub": "hf:// locations",
     "modelopt": "quantize --backend modelopt",
+    "report": "pages of --report",
     "stores": "s3://, gs:// and https:// locations",
     "tasks": "evaluate --tasks, by lm-eval",
     "te": "--kernels te: Transformer Engine, on CUDA",

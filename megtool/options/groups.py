@@ -273,6 +273,29 @@ class RuntimeOptions(ContextParallelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PageOptions(Options):
+    """A report as a page beside the text.
+
+    Raises:
+        UsageError: the name is that of no HTML file.
+    """
+
+    report: Path | None = option(
+        OUTPUT,
+        "Also write the report as one HTML file with figures, which loads nothing.",
+        metavar="FILE.html",
+        is_written=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.report is not None and self.report.suffix.lower() not in (".html", ".htm"):
+            raise UsageError(
+                f"--report is {str(self.report)!r}", hint="the name of a file that ends with .html"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportOptions(Options):
     """How a report is printed; every command has these."""
 

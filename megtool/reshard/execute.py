@@ -17,6 +17,7 @@ from megtool.checkpoint.copy import CopyReport
 from megtool.checkpoint.digest import TOOL, Sidecar, TensorDigest
 from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.plan import DroppedItem, Op, PlanSource, ReshardPlan
+from megtool.checkpoint.plan_flows import sum_flows
 from megtool.checkpoint.plan_summary import PlanSummary, summarize
 from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.stage import CheckpointStage
@@ -218,12 +219,15 @@ def execute(
     )
     if execution.dry_run:
         stage.check()
-        return _report(job, summary, dry_run=True)
-    results = _write(job, stage, execution, progress)
+        return _report(job, summary, dry_run=True, flows=sum_flows(plan))
+    stages = {"open and plan": time.monotonic() - start}
+    results = _write(job, stage, execution, progress, stages)
     return _report(
         job,
         summary,
         dry_run=False,
+        flows=sum_flows(plan),
+        stages=stages,
         seconds=time.monotonic() - start,
         peak_rss_bytes=peak_rss_bytes(),
         warnings=tuple(stage.messages),
@@ -232,19 +236,32 @@ def execute(
 
 
 def _write(
-    job: ReshardJob, stage: CheckpointStage, execution: ExecutionOptions, progress: Progress
+    job: ReshardJob,
+    stage: CheckpointStage,
+    execution: ExecutionOptions,
+    progress: Progress,
+    stages: dict[str, float],
 ) -> dict[str, Any]:
-    """Write the plan and commit it; the fields of the report about that."""
+    """Write the plan and commit it; the fields of the report about that, seconds in `stages`."""
     source, target, plan = job.source, job.target, job.plan
     readbacks: list[ReadbackReport] = []
 
+    began = time.monotonic()
+
+    def end_stage(name: str) -> None:
+        nonlocal began
+        stages[name], began = time.monotonic() - began, time.monotonic()
+
     def finish(copied: CopyReport) -> None:
+        end_stage("copy")
         if target.finish is not None:
             target.finish(stage, execution.threads)
         write_target_digests(source, target, plan, copied, stage, execution)
+        end_stage("digests")
         if execution.verify:
             readbacks.append(verify_staged(source, target, plan, stage, execution, progress))
         check_staged(source, target, plan, stage)
+        end_stage("check")
 
     copied = write_staged(
         plan,
@@ -255,6 +272,7 @@ def _write(
         expected=expected_digests(source),
         finish=finish,
     )
+    end_stage("publish")
     computed = sum(n not in target.copies for n in copied.digests.complete())
     sidecar = stage.sidecar or Sidecar(names="stored", tool=TOOL, tensors={})
     placed = len(target.side.placements) - len(target.copies)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megtool.checkpoint.formats import RANK_SHARDED_FORMATS
 from megtool.checkpoint.plan import DroppedItem
+from megtool.checkpoint.plan_flows import FileFlows
 from megtool.checkpoint.plan_summary import PlanSummary
 from megtool.console import format_bytes
 from megtool.errors import listed
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from megtool.checkpoint.workers.record import WorkerStatus
     from megtool.reshard.megatron.amax_report import AmaxReport
 
-_NESTED = ("plan", "inventory", "amax", "worker")
+_NESTED = ("plan", "inventory", "amax", "worker", "flows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,8 @@ class ReshardReport(Report):
     source's tensors, numbers that are too large for float16 and became infinite. `verified` tensors
     were read back and equal the source's, cast or averaged; None without `verify`. `amax` reports
     FP8's delayed scaling state. `worker` is set in a run of several workers; only the one that
-    published has counted what all have written.
+    published has counted what all have written. `flows` are the bytes from source files to target
+    files, and `stages` the seconds of each part of the work.
     """
 
     source: str
@@ -66,6 +68,13 @@ class ReshardReport(Report):
     verified: int | None = None
     overflowed: dict[str, int] = field(default_factory=dict)
     worker: WorkerStatus | None = None
+    flows: FileFlows | None = None
+    stages: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this process has the result: of several workers, the one that published."""
+        return self.worker is None or self.worker.state == "published"
 
     @property
     def moved(self) -> dict[str, tuple[str, ...]]:
@@ -89,6 +98,7 @@ class ReshardReport(Report):
         out["plan"] = self.plan.to_json()
         out["amax"] = self.amax.to_json() if self.amax else None
         out["worker"] = self.worker.to_json() if self.worker else None
+        out["flows"] = self.flows.to_json() if self.flows else None
         return self.add_remarks(out | self.inventory.to_json())
 
     def title(self) -> str:

@@ -193,3 +193,54 @@ def test_torch_is_not_imported(megatron: Path) -> None:
         [sys.executable, "-c", code, str(megatron)], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_histograms_count_every_element(tmp_path: Path) -> None:
+    values = torch.tensor([0.0, 1.0, 1.5, -1.0, 4.0, -0.25, 1e-20, float("nan"), float("inf")])
+    save_file({"x": values}, tmp_path / "model.safetensors")
+    line = inspect(tmp_path, stats=True).tensors[0]
+    assert line.statistics is not None
+    low, negative, zeros, positive = line.statistics.histogram
+    counts = {-(2.0 ** (low + i)): n for i, n in enumerate(negative) if n}
+    counts |= {2.0 ** (low + i): n for i, n in enumerate(positive) if n}
+    assert counts == {-1.0: 1, -0.25: 1, 2.0**-40: 1, 1.0: 2, 4.0: 1}
+    assert zeros == 1
+
+
+def test_ranks_and_modules_share_out_all_bytes(hf: Path, megatron: Path) -> None:
+    report = inspect(megatron)
+    assert [(r.pp, r.tp, r.layers) for r in report.ranks] == [
+        (0, 0, "0-1"),
+        (0, 1, "0-1"),
+        (1, 0, "2-3"),
+        (1, 1, "2-3"),
+    ]
+    assert sum(r.num_bytes for r in report.ranks) == report.num_bytes
+    assert sum(report.modules.values()) == 2 * PARAMETERS == sum(inspect(hf).modules.values())
+    assert inspect(hf).ranks == ()
+
+
+def test_outliers_are_named_by_role_and_layer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {f"model.layers.{i}.mlp.up_proj.weight": torch.randn(8, 8) for i in range(8)}
+    tensors |= {f"model.layers.{i}.mlp.down_proj.weight": torch.randn(8, 8) for i in range(8)}
+    tensors["model.layers.5.mlp.up_proj.weight"] *= 1000
+    tensors["model.layers.6.mlp.down_proj.weight"] *= 0
+    save_file(tensors, tmp_path / "model.safetensors")
+    report = inspect(tmp_path, stats=True)
+    named = {o.name: o.text for o in report.outliers}
+    assert set(named) == {
+        "model.mlp.up_proj.weight, layer 5",
+        "model.mlp.down_proj.weight, layer 6",
+    }
+    assert "times the median" in named["model.mlp.up_proj.weight, layer 5"]
+    assert "outlier" in "\n".join(report.lines())
+
+
+def test_a_page_is_written_beside_the_text(hf: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    report = inspect(hf, report=page, stats=True)
+    assert report.page == str(page)
+    assert f"page        {page}" in "\n".join(report.lines())
+    assert "Bytes by module" in page.read_text()
+    assert main(["inspect", str(hf), "--report", str(tmp_path / "report.txt")]) == 2

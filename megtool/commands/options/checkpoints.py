@@ -15,6 +15,7 @@ from megtool.options.field import (
 from megtool.options.groups import (
     OUTPUT,
     SOURCE,
+    PageOptions,
     SourceOptions,
     ThreadOptions,
     WorkerScanOptions,
@@ -22,7 +23,7 @@ from megtool.options.groups import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions(SourceOptions, ThreadOptions, WorkerScanOptions):
+class InspectOptions(SourceOptions, ThreadOptions, WorkerScanOptions, PageOptions):
     """Show what a checkpoint holds, from its headers alone.
 
     Example: megtool inspect ./SmolLM2-135M-Instruct --tensors
@@ -31,7 +32,9 @@ class InspectOptions(SourceOptions, ThreadOptions, WorkerScanOptions):
     source: Path = argument(SOURCE, "SRC")
     tensors: bool = option(OUTPUT, "List every tensor instead of folding the layers.", False)
     stats: bool = option(
-        OUTPUT, "Read the data: min, max, mean, std, zeros, NaN, Inf of each tensor.", False
+        OUTPUT,
+        "Read the data: min, max, mean, std, zeros, NaN, Inf and histogram of each tensor.",
+        False,
     )
 
 
@@ -44,7 +47,7 @@ _EXACT = OptionCondition(
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions(SourceOptions, ThreadOptions, WorkerScanOptions):
+class VerifyOptions(SourceOptions, ThreadOptions, WorkerScanOptions, PageOptions):
     """Check one checkpoint against its digests, or two against each other.
 
     If one of two is quantized, weights are compared by signal-to-noise ratio, and the folder's

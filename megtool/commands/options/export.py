@@ -9,7 +9,6 @@ from typing import ClassVar, Literal
 from megtool.options.field import (
     REQUIRED,
     OptionCondition,
-    Options,
     argument,
     layout_size,
     option,
@@ -21,6 +20,7 @@ from megtool.options.groups import (
     CopyOptions,
     EngineOptions,
     OutputOptions,
+    PageOptions,
     SourceOptions,
     WorkerOptions,
 )
@@ -136,7 +136,7 @@ class ExportOptions(SourceOptions, EngineOptions, CopyOptions, OutputOptions, Wo
 
 
 @dataclass(frozen=True, kw_only=True)
-class LintOptions(Options):
+class LintOptions(PageOptions):
     """Check an exported folder against the rules of engines' loaders.
 
     Reads headers, config files and small scales. Exit status 7 if an engine would stop, or give

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from megtool.checkpoint.storage.location import is_remote
 from megtool.errors import UsageError
-from megtool.options.field import argument
-from megtool.options.groups import SOURCE, DryRunOptions, ObjectOptions
+from megtool.options.effects import requires
+from megtool.options.field import argument, option
+from megtool.options.groups import OUTPUT, SOURCE, DryRunOptions, ObjectOptions, PageOptions
 from megtool.train.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneOptions(TrainConfig, DryRunOptions, ObjectOptions):
+class FinetuneOptions(TrainConfig, DryRunOptions, ObjectOptions, PageOptions):
     """Train a model from any checkpoint on some text, and write a Megatron checkpoint.
 
     Options have Megatron's names. Interrupted, the same command resumes with an identical loss
@@ -25,6 +26,14 @@ class FinetuneOptions(TrainConfig, DryRunOptions, ObjectOptions):
     source: Path = argument(SOURCE, "SRC")
     destination: Path = argument(
         "Megatron's save folder to write; a run in it resumes.", "DST", is_written=True
+    )
+
+    report_against: tuple[Path, ...] = option(
+        OUTPUT,
+        "Another run's save folder, whose curves the report shows beside this run's; repeatable.",
+        (),
+        metavar="RUN",
+        needs=(requires("report", "--report FILE.html writes the page with the curves"),),
     )
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from megtool.options.groups import (
     TEXT,
     DryRunOptions,
     OutputOptions,
+    PageOptions,
     RuntimeOptions,
     SourceOptions,
     TokenizerOptions,
@@ -114,7 +115,7 @@ _NEEDS_TASKS = requires("tasks", "--tasks LIST names tasks of lm-eval")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(SourceOptions, TokenizerOptions, RuntimeOptions, DryRunOptions):
+class EvaluateOptions(SourceOptions, TokenizerOptions, RuntimeOptions, DryRunOptions, PageOptions):
     """Measure how well a model predicts a text, and how far it is from another model.
 
     Example: megtool evaluate ./out --data text.txt --against ./SmolLM2-135M-Instruct

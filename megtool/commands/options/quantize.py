@@ -16,6 +16,7 @@ from megtool.options.groups import (
     SOURCE,
     EngineOptions,
     OutputOptions,
+    PageOptions,
     RuntimeOptions,
     SourceOptions,
     TokenizerOptions,
@@ -197,7 +198,13 @@ class RecipeOptions(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions(
-    RecipeOptions, SourceOptions, TokenizerOptions, RuntimeOptions, OutputOptions, WorkerOptions
+    RecipeOptions,
+    SourceOptions,
+    TokenizerOptions,
+    RuntimeOptions,
+    OutputOptions,
+    WorkerOptions,
+    PageOptions,
 ):
     """Quantize a checkpoint in any format for an engine, and check the result.
 
@@ -209,7 +216,7 @@ class QuantizeOptions(
 
     not_offered: ClassVar = frozenset({"cp", "cp_comm_type", "hierarchical_context_parallel_sizes"})
     extra_needs: ClassVar = {
-        _QUANTIZES: ("fsync",),
+        _QUANTIZES: ("fsync", "report"),
         _NO_FILE: ("tp", "pp", "ep", "etp"),
         _NO_FILE_OR_MEASURED: ("tokenizer", "device", "dtype", "kernels"),
         _NOT_SYNTHETIC_OR_MEASURED: ("tokenizer",),
@@ -334,13 +341,6 @@ class QuantizeOptions(
         metavar="N",
         minimum=2,
         needs=(_QUANTIZES, _EVALUATES),
-    )
-    report: Path | None = option(
-        CHECK,
-        "Also write the report as an HTML page with plots.",
-        metavar="HTML",
-        is_written=True,
-        needs=(_QUANTIZES,),
     )
     max_shard_size: str | None = option(
         OUTPUT, "Largest file; default: 5GB.", metavar="SIZE", needs=(_QUANTIZES,)

@@ -21,6 +21,7 @@ from megtool.options.groups import (
     CopyOptions,
     ObjectOptions,
     OutputOptions,
+    PageOptions,
     SourceOptions,
     WorkerOptions,
 )
@@ -82,7 +83,13 @@ _WRITES = OptionCondition(
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardOptions(
-    SourceOptions, LayoutOptions, CopyOptions, OutputOptions, ObjectOptions, WorkerOptions
+    SourceOptions,
+    LayoutOptions,
+    CopyOptions,
+    OutputOptions,
+    ObjectOptions,
+    WorkerOptions,
+    PageOptions,
 ):
     """Copy a checkpoint into another format, parallel layout or dtype.
 

@@ -16,19 +16,16 @@ from typing import TYPE_CHECKING
 from megtool import __version__
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.parallel_scan import default_threads
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import StorePath
 from megtool.console import Progress
-from megtool.errors import StorageError
 from megtool.inference.runtime import load_forward, on_ranks
 from megtool.quant.pipeline.calibration_data import CalibrationSamples
-from megtool.quant.pipeline.html_report import page
 from megtool.quant.pipeline.report import (
     AutoChoice,
     CalibrationFacts,
     ParetoPoint,
     QuantizeEvaluation,
     QuantizeReport,
+    UnitSensitivity,
     coverage_rows,
     format_rows,
     histograms,
@@ -142,21 +139,12 @@ def finalize(
         seconds["evaluate"] = time.monotonic() - began
         report = replace(report, evaluation=evaluation)
     notes += request.auto.notes if request.auto else ()
-    page_path = request.output.page
     report = replace(
         report,
         seconds=seconds,
         notes=tuple(dict.fromkeys(notes)),
         peak_rss_bytes=peak_rss_bytes(),
-        page=None if page_path is None else str(page_path),
     )
-    if isinstance(page_path, StorePath):
-        Files().replace_file(page_path, page(report).encode(), "")
-    elif page_path is not None:
-        try:
-            page_path.write_text(page(report))
-        except OSError as e:
-            raise StorageError(f"cannot write the page: {e.strerror}", file=page_path) from e
     return report
 
 
@@ -250,6 +238,14 @@ def _chosen(auto: FormatChoice) -> AutoChoice:
         budget=8 * auto.budget_bytes / max(auto.weights, 1),
         chosen=ParetoPoint(bits=auto.bits, loss=auto.loss),
         curve=tuple(ParetoPoint(bits=p.bits, loss=p.loss) for p in auto.curve),
+        units=tuple(
+            UnitSensitivity(
+                name=unit.name,
+                format=unit.label,
+                losses={label: loss for label, _, loss in unit.options},
+            )
+            for unit in sorted(auto.units, key=lambda u: -max((x[2] for x in u.options), default=0))
+        ),
     )
 
 

@@ -104,14 +104,25 @@ class ParetoPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSensitivity:
+    """Modules that share a format: the one chosen, and the predicted loss with each of the formats
+    alone, in nats per token."""
+
+    name: str
+    format: str
+    losses: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AutoChoice:
     """The choice of formats by an automatic recipe: within `budget` bits per weight, `chosen` on
-    the curve."""
+    the curve. `units` are the modules that share a format, the most sensitive first."""
 
     method: str
     budget: float
     chosen: ParetoPoint
     curve: tuple[ParetoPoint, ...] = ()
+    units: tuple[UnitSensitivity, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +161,6 @@ class QuantizeReport(Report):
     digested: int = 0
     digested_files: int = 0
     reproduction: Mapping[str, str] = field(default_factory=dict)
-    page: str | None = None
     worker: WorkerStatus | None = None
 
     @classmethod
@@ -236,8 +246,6 @@ class QuantizeReport(Report):
             yield "seconds", f"{sum(self.seconds.values()):.1f} ({stages})"
         if self.peak_rss_bytes:
             yield "memory", f"{format_bytes(self.peak_rss_bytes)} peak resident"
-        if self.page:
-            yield "page", self.page
 
     def _formats(self) -> Table:
         rows = []

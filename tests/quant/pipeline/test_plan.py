@@ -341,7 +341,6 @@ def test_a_plan_with_a_calibration_runs_nothing(folder: Path, kept: Path, tmp_pa
         ("save_calibration", "out", "DST and --save-calibration are the same path"),
         ("save_calibration", "out/c", "--save-calibration is inside DST"),
         ("save_calibration", "hf/config.json", "--save-calibration would replace a file of the s"),
-        ("report", "hf/model.safetensors", "--report would replace a file of the source"),
         ("work_dir", "out", "DST and --work-dir are the same path"),
         ("work_dir", "out/w", "--work-dir is inside DST"),
     ],
@@ -354,7 +353,7 @@ def test_files_that_would_be_lost(
     assert isinstance(found, DestinationError)
     assert told in str(found)
     assert found.hint
-    both = {"save_calibration": tmp_path / "c", "report": tmp_path / "c"}
+    both = {"save_calibration": tmp_path / "c.html", "report": tmp_path / "c.html"}
     assert "--report are the same path" in str(refused(folder, tmp_path, recipe="fp8", **both))
 
 

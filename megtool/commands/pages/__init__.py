@@ -1,0 +1,1 @@
+"""The pages of reports (`--report`): one function per verb, from its report to a `Page`."""
