@@ -227,6 +227,20 @@ def lint_rules() -> str:
     return "".join(parts)
 
 
+def audit_rules() -> str:
+    """What `megtool audit` looks for."""
+    from megtool.audit.rules import AUDIT_RULES
+
+    return "".join(
+        f"## {rule.id}\n\n{_sentence(rule.title)}\n\n"
+        f"- Severity: {rule.severity}\n"
+        f"- Seen by: {rule.check}\n"
+        f"- What to do: {rule.hint}\n"
+        f"- With `--quick`: {'no' if rule.needs_data else 'yes'}\n\n"
+        for rule in AUDIT_RULES
+    )
+
+
 def _sentence(text: str) -> str:
     """A text with a capital and a full stop."""
     return text[:1].upper() + text[1:].rstrip(".") + "." if text else ""
@@ -252,6 +266,7 @@ def error_ids() -> str:
 
 
 PARTS: Mapping[str, Callable[[], str]] = {
+    "audit-rules": audit_rules,
     "cli": cli,
     "python-api": python_api,
     "checkpoint-formats": checkpoint_formats,

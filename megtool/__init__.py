@@ -15,6 +15,7 @@ __all__ = [
     "Checkpoint",
     "Engine",
     "__version__",
+    "audit",
     "clean",
     "demo",
     "derive_amax",
@@ -61,10 +62,11 @@ if (_root / "pyproject.toml").is_file() and (_root / "converters").is_dir():
 class _Package(_ModuleType):
     """The package with its verbs as lazy attributes.
 
-    `reshard`, `export` and `lint` are verbs and packages. When a submodule is imported, the import
-    system binds it to its parent (`megtool.reshard = <module>`), which would hide the verb. So a
-    module never takes a verb's name here; `sys.modules`, by which `from megtool.reshard.source
-    import X` and `from megtool.reshard import source` find it, is not concerned.
+    `reshard`, `export`, `lint` and `audit` are verbs and packages. When a submodule is imported,
+    the import system binds it to its parent (`megtool.reshard = <module>`), which would hide the
+    verb. So a module never takes a verb's name here; `sys.modules`, by which `from
+    megtool.reshard.source import X` and `from megtool.reshard import source` find it, is not
+    concerned.
     """
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -14,6 +14,7 @@ from megtool.access.checkpoint import stream as stream
 from megtool.access.state_dict import load_state_dict as load_state_dict
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.storage.files import Files
+from megtool.commands.audit import AuditReport
 from megtool.commands.clean import CleanReport
 from megtool.commands.demo import DemoReport
 from megtool.commands.doctor import DoctorReport
@@ -38,6 +39,18 @@ from megtool.reshard.report import ReshardReport
 
 __version__: str
 
+def audit(
+    run: str | Path,
+    *,
+    quick: bool = ...,
+    watch: float | None = ...,
+    until: int | None = ...,
+    first: int | None = ...,
+    last: int | None = ...,
+    threads: int | None = ...,
+    report: str | Path | None = ...,
+    progress: Progress = ...,
+) -> AuditReport: ...
 def clean(
     location: str | Path,
     *,

@@ -221,6 +221,7 @@ ERROR_IDS: Mapping[type[MegtoolError], Mapping[str, str]] = {
         "unsafe-path": "a name in a checkpoint leads out of its folder",
         "damaged-digests": "the stored digests cannot be read",
         "unsupported-quantization": "the codes of the weights are not decoded",
+        "foreign-optimizer": "master weights of the optimizer are not the weights of the model",
         "nan-weights": "weights are NaN or Inf where a number format has neither",
         "no-tokenizer": "there is no tokenizer",
     },

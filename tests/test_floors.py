@@ -19,7 +19,7 @@ FLOORS = (
     {"checkpoint", "parallel"},
     {"convert", "model", "optim", "data"},
     {"reshard"},
-    {"access"},
+    {"access", "audit"},
     {"inference"},
     {"quant"},
     {"lint"},

@@ -161,6 +161,14 @@ VERBS = (
         page_path=f"{_PAGES}.verify_page:verify_page",
     ),
     Verb(
+        command="audit",
+        api="audit",
+        summary="Find out which save of a run went wrong: every one of them, each byte read once.",
+        options_path=f"{_OPTIONS}.checkpoints:AuditOptions",
+        function_path="megtool.commands.audit:audit",
+        page_path=f"{_PAGES}.audit_page:audit_page",
+    ),
+    Verb(
         command="quantize",
         api="quantize",
         summary="Quantize a checkpoint in any format for an engine, and check the result.",

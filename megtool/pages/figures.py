@@ -1,7 +1,7 @@
 """Traces and layouts of plotly.js, as plain data.
 
 Colors are slots (`@0` to `@7`, `@good`, `@warning`, `@error`, `@weak`, `@sequential`,
-`@diverging`), which the page replaces by those of its theme, light or dark.
+`@diverging`, `@alarm`), which the page replaces by those of its theme, light or dark.
 """
 
 from __future__ import annotations

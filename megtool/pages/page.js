@@ -13,6 +13,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const style = name => getComputedStyle(root).getPropertyValue("--" + name).trim();
 function palette() {
   const out = {sequential: [0, 1, 2, 3, 4].map(i => [i / 4, style("s" + i)]),
+    alarm: [[0, style("s0")], [0.001, style("warning")], [1, style("error")]],
     diverging: [[0, style("c0")], [0.5, style("raised")], [1, style("c1")]]};
   for (let i = 0; i < 8; i++) out[i] = style("c" + i);
   for (const name of ["good", "warning", "error", "weak", "back", "band", "line", "accent"])
@@ -36,12 +37,14 @@ function layoutOf(layout) {
   const out = {paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: {family: 'system-ui,-apple-system,"Segoe UI",Roboto,sans-serif', size: 12.5,
       color: style("text")},
-    margin: {l: 60, r: 24, t: 30, b: 58}, legend: {font: {size: 12}},
+    margin: {l: 64, r: 24, t: 30, b: 62}, legend: {font: {size: 12}},
     modebar: {bgcolor: "rgba(0,0,0,0)", color: style("weak"), activecolor: style("accent")}, hoverlabel:
       {bgcolor: style("raised"), bordercolor: style("line"), align: "left", font: {color: style("text"), size: 12.5}},
     ...layout};
-  out.xaxis = {...axis, ...layout.xaxis};
-  out.yaxis = {...axis, ...layout.yaxis};
+  for (const name of ["xaxis", "yaxis"]) {
+    out[name] = {...axis, ...layout[name]};
+    if (out[name].title) out[name].title = {standoff: 10, ...out[name].title};
+  }
   return out;
 }
 const drawn = new Map();

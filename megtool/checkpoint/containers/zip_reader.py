@@ -44,11 +44,13 @@ def header_ranges(offset: int, length: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ZipMember:
-    """One stored file of a container: where its local header starts, and its size."""
+    """One stored file of a container: where its local header starts, its size and its CRC-32, which
+    is 0 if it was saved without."""
 
     name: str
     header: int
     size: int
+    crc32: int = 0
 
 
 class ZipArchive:
@@ -164,8 +166,8 @@ class ZipArchive:
         for _ in range(count):
             if position + _CENTRAL.size > len(directory):
                 raise self._error("directory ends early")
-            (sign, made_by, _, flags, method, _, _, _, packed, size, n_name, n_extra, n_comment, _,
-             _, mode, header) = _CENTRAL.unpack_from(directory, position)  # fmt: skip
+            (sign, made_by, _, flags, method, _, _, crc32, packed, size, n_name, n_extra, n_comment,
+             _, _, mode, header) = _CENTRAL.unpack_from(directory, position)  # fmt: skip
             position += _CENTRAL.size
             raw = directory[position : position + n_name]
             extra = directory[position + n_name : position + n_name + n_extra]
@@ -189,7 +191,7 @@ class ZipArchive:
             if name in members:
                 raise self._error(f"two members are called {name!r}")
             prefix = folder
-            members[name] = ZipMember(name, header, size)
+            members[name] = ZipMember(name, header, size, crc32)
         if position != len(directory):
             raise self._error("directory has bytes after its entries")
         self._check_disjoint(members, len(prefix) + 1)

@@ -13,7 +13,9 @@ from megtool.options.field import (
     option,
 )
 from megtool.options.groups import (
+    INPUT,
     OUTPUT,
+    RUNNING,
     SOURCE,
     PageOptions,
     SourceOptions,
@@ -128,3 +130,35 @@ class DemoOptions(Options):
     folder: Path | None = argument(
         "Where to work; default: a temporary folder that is removed.", "FOLDER", None
     )
+
+
+_WATCHES = requires("watch", "--watch SECONDS looks for new saves")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions(ThreadOptions, PageOptions):
+    """Find out which save of a run went wrong: every one of them, each byte read once.
+
+    Steps that are identical, weights and moments that do not move or do not belong together, mixed,
+    missing, truncated and flipped shards, trackers, NaN, dead rows, exploding norms, schedulers,
+    steps and random state that do not follow, FP8 scales, changes midway, averages. Exit status 7
+    with findings.
+
+    Example: megtool audit ./checkpoints --report audit.html
+    """
+
+    run: Path = argument("The save folder of a run, or of any trainer that saves steps.", "RUN")
+    quick: bool = option(
+        RUNNING, "Read headers and checksums alone: at most 1 % of the bytes.", False
+    )
+    watch: float | None = option(
+        RUNNING,
+        "Look for new saves every so many seconds, until interrupted.",
+        metavar="SECONDS",
+        minimum=0,
+    )
+    until: int | None = option(
+        RUNNING, "End the watch after this step.", metavar="STEP", minimum=0, needs=(_WATCHES,)
+    )
+    first: int | None = option(INPUT, "The first step to audit.", metavar="STEP", minimum=0)
+    last: int | None = option(INPUT, "The last step to audit.", metavar="STEP", minimum=0)

@@ -97,8 +97,8 @@ def _read_run(folder: Path) -> RunCurves:
 
 
 def _sections(report: FinetuneReport, runs: Sequence[RunCurves]) -> Iterator[PageSection]:
-    beside = f" of {len(runs)} runs" if len(runs) > 1 else ""
-    yield PageSection(title=f"Loss{beside}", blocks=[_losses(runs)])
+    number = f" of {len(runs)} runs" if len(runs) > 1 else ""
+    yield PageSection(title=f"Loss{number}", blocks=[_losses(runs)])
     blocks = [
         line_figure(
             title,

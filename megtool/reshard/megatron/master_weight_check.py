@@ -118,6 +118,7 @@ class MasterWeightMismatch:
             tensor=self.key,
             hint="the optimizer belongs to another model or iteration, or its parameters are "
             "registered in an order megtool does not know; --optimizer-format none leaves it out",
+            error_id="foreign-optimizer",
         )
 
 

@@ -1,0 +1,130 @@
+"""The saves of a run: folders of steps in a save folder, and the tracker that names the last."""
+
+from __future__ import annotations
+
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from megtool.checkpoint.formats.save_folder import RELEASE, TRACKER
+from megtool.checkpoint.storage.files import Files
+from megtool.errors import FormatError
+
+_STEPS = (
+    re.compile(r"iter_(\d+)"),  # Megatron
+    re.compile(r"step[-_]?(\d+)"),  # NeMo-RL, torchtitan
+    re.compile(r"checkpoint-(\d+)"),  # transformers
+    re.compile(r"global_step(\d+)"),  # DeepSpeed
+    re.compile(r".*\bstep=(\d+).*"),  # NeMo 2: model--val_loss=2.1-step=99-consumed_samples=800
+    re.compile(r"(\d+)"),  # Orbax
+)
+_INSIDE = ("policy/weights", "weights", "model")
+"""Where frameworks keep the weights of a step in its folder."""
+
+_TRACKERS = (TRACKER, "latest")
+_MAX_TRACKER_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSave:
+    """One save of a run: its step, and the folder of the checkpoint. `folder` is its name in the
+    run's."""
+
+    step: int
+    folder: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """What a run's folder has: saves by step, and the step that the tracker names.
+
+    `tracked` is None without a tracker; `tracker_fault` says what is wrong with its text.
+    """
+
+    path: Path
+    saves: tuple[RunSave, ...]
+    tracker: str | None = None
+    tracked: int | None = None
+    tracker_fault: str | None = None
+
+
+def read_run(path: Path) -> RunFolder:
+    """List the saves of a run, by ascending steps; no file of a checkpoint is opened.
+
+    Raises:
+        FormatError: it is no folder, or has no saves.
+    """
+    files = Files()
+    files.load_tree(path)
+    status = files.stat(path)
+    if status is None or not stat.S_ISDIR(status.st_mode):
+        raise FormatError(
+            "the path does not exist" if status is None else "this is a file",
+            file=path,
+            hint="audit reads the save folder of a run, which has a folder for every saved step",
+            error_id="source-not-found" if status is None else None,
+        )
+    saves: dict[int, RunSave] = {}
+    for name in files.names(path):
+        step = _step_of(name)
+        folder = path / name
+        if step is None or not _is_folder(files, folder):
+            continue
+        saves.setdefault(step, RunSave(step=step, folder=name, path=_weights_of(files, folder)))
+    if not saves:
+        raise FormatError(
+            "there are no saves in it",
+            file=path,
+            hint="audit reads the save folder of a run: iter_0000100, step_100, checkpoint-100, "
+            "global_step100; `megtool inspect` shows a single checkpoint",
+            error_id="not-a-checkpoint",
+        )
+    tracker, tracked, fault = _read_tracker(files, path)
+    return RunFolder(
+        path=path,
+        saves=tuple(saves[step] for step in sorted(saves)),
+        tracker=tracker,
+        tracked=tracked,
+        tracker_fault=fault,
+    )
+
+
+def _step_of(name: str) -> int | None:
+    for pattern in _STEPS:
+        if match := pattern.fullmatch(name):
+            return int(match[1])
+    return None
+
+
+def _is_folder(files: Files, path: Path) -> bool:
+    status = files.stat(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def _weights_of(files: Files, folder: Path) -> Path:
+    """The checkpoint inside the folder of a step, which may hold the rest of a trainer, too."""
+    for inner in _INSIDE:
+        path = folder / inner
+        if not _is_folder(files, path):
+            continue
+        nested = sorted(n for n in files.names(path) if _STEPS[0].fullmatch(n))
+        return path / nested[-1] if nested else path
+    return folder
+
+
+def _read_tracker(files: Files, path: Path) -> tuple[str | None, int | None, str | None]:
+    """The name of the tracker, the step in it, and what is wrong with it."""
+    for name in _TRACKERS:
+        status = files.stat(path / name)
+        if status is None or not stat.S_ISREG(status.st_mode):
+            continue
+        data = files.read_whole(path / name) if status.st_size <= _MAX_TRACKER_BYTES else b""
+        text = (data or b"").decode("ascii", "replace").strip()
+        if text == RELEASE:
+            return name, None, None
+        step = int(text) if text.isascii() and text.isdecimal() else _step_of(text)
+        fault = None if step is not None else f"{text[:40]!r} is no step"
+        return name, step, fault
+    return None, None, None

@@ -1,0 +1,455 @@
+"""Reads one save: every byte of its tensors once, or with `quick` headers and checksums alone."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.audit.element_sums import ElementSums, SumsCollector, Workspace, rows_at_once
+from megtool.audit.fp8_scales import find_scale_faults
+from megtool.audit.pair_checks import PairCheck
+from megtool.audit.piece_checksums import (
+    CRC32C,
+    ZIP_CRC,
+    ByteRange,
+    read_bytes,
+    zip_ranges,
+)
+from megtool.audit.run_saves import RunSave
+from megtool.audit.save_facts import SECOND_MOMENT, PairFacts, SaveFacts, TensorFacts
+from megtool.audit.stored_rows import RowGroup, ShardRow, group_rows
+from megtool.audit.training_state import rank_iterations, read_training_facts
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.digest import SIDECAR, Sidecar, read_sidecar
+from megtool.checkpoint.file_digests import check_files
+from megtool.checkpoint.formats import open_checkpoint
+from megtool.checkpoint.parallel_scan import default_threads
+from megtool.checkpoint.read import CheckpointReader
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.transport.shard_locator import ShardLocator
+from megtool.checkpoint.work_threads import stream_in_threads
+from megtool.convert.megatron import split_state
+from megtool.errors import FormatError, MegtoolError
+from megtool.reshard.megatron.common_state import read_source_layout
+from megtool.reshard.megatron.model_space import to_model_space
+from megtool.reshard.open_source import identify_model
+
+SKETCH_SIZES = ((8192, 16), (65536, 8), (1 << 62, 4))
+"""The side of sketches for up to so many tensors: the memory of all stays below 20 MiB."""
+
+_ZIPPED = (".distcp", ".pt", ".pth")
+_RULES = {  # by the id of the error that opening a save raises
+    "truncated-file": "truncated-file",
+    "missing-shard": "missing-shard",
+    "unfinished-save": "unfinished-save",
+    "incomplete-publication": "unfinished-save",
+    "foreign-optimizer": "foreign-masters",
+}
+
+Progress = Callable[[int], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class ScanSettings:
+    """How saves are read: threads (None: one per core), `quick` without the data."""
+
+    threads: int | None = None
+    is_quick: bool = False
+    progress: Progress = lambda num_bytes: None
+
+
+def scan_save(save: RunSave, settings: ScanSettings) -> SaveFacts:
+    """Read a save, and keep what an audit needs of it.
+
+    What is wrong with it is in the `problems` of the result: it is no error.
+    """
+    facts = SaveFacts(step=save.step, path=str(save.path))
+    try:
+        catalogue = open_checkpoint(save.path)
+        facts.format = catalogue.format
+        facts.layout = read_source_layout(catalogue)
+        facts.total_bytes = sum(f.size for f in catalogue.files)
+        facts.training = read_training_facts(catalogue)
+        facts.stored = {t.name: (t.packing or t.dtype.name, t.shape) for t in catalogue.tensors}
+        _check_rank_iterations(catalogue, facts)
+        facts.is_open = True
+        _Scan(catalogue, facts, settings).run()
+        for module, text in find_scale_faults(catalogue, save.path):
+            facts.problems.append(("fp8-scale", module, text))
+        catalogue.check_unchanged()
+    except MegtoolError as e:
+        facts.problems.append(_problem(e))
+    return facts
+
+
+def _problem(error: MegtoolError) -> tuple[str, str, str]:
+    rule = _RULES.get(error.id, "unreadable-save")
+    if error.id == "coverage":
+        rule = "missing-shard"
+    where = error.tensor or (Path(error.file).name if error.file else "")
+    return rule, where, error.message
+
+
+def _check_rank_iterations(catalogue: Catalogue, facts: SaveFacts) -> None:
+    """Ranks' files of several iterations, which a mixed save has."""
+    by_number: dict[int, list[str]] = defaultdict(list)
+    for folder, number in rank_iterations(catalogue).items():
+        by_number[number].append(folder)
+    if len(by_number) > 1:
+        most = max(by_number, key=lambda n: len(by_number[n]))
+        for number, folders in sorted(by_number.items()):
+            if number != most:
+                text = f"{', '.join(folders[:4])} are of iteration {number}, others of {most}"
+                facts.problems.append(("mixed-save", folders[0], text))
+
+
+class _Scan:
+    """The reading of one save."""
+
+    def __init__(self, catalogue: Catalogue, facts: SaveFacts, settings: ScanSettings) -> None:
+        self.raw, self.facts, self.settings = catalogue, facts, settings
+        self.threads = default_threads(settings.threads, catalogue.root)
+        self.lock = threading.Lock()
+        self.local = threading.local()
+        self.alive: dict[str, NDArray[np.bool_]] = {}
+        self.elements: dict[str, int] = defaultdict(int)
+
+    def run(self) -> None:
+        """Open the tensors as those of the model, then read, or take the checksums of headers."""
+        root = self.raw.root
+        sidecar = read_sidecar(root / SIDECAR) if root.is_dir() else None
+        catalogue = self._in_model_space()
+        ranges = self._zip_ranges()
+        if self.settings.is_quick:
+            self._take_checksums(catalogue, ranges, sidecar)
+            return
+        if sidecar is not None:
+            ranges += self._check_small_files(sidecar, ranges)
+        index = _RangeIndex(ranges)
+        tensors = sum(t.packing is None for t in catalogue.tensors)
+        size = next(side for most, side in SKETCH_SIZES if tensors <= most)
+        with CheckpointReader(catalogue, Files()) as reader:
+            self.reader, self.index, self.sketch_size = reader, index, size
+            self.check = PairCheck.of(self.facts.training)
+            for _ in stream_in_threads(
+                self._read_group, group_rows(catalogue), threads=self.threads, ahead=64
+            ):
+                pass
+            self._finish_tensors()
+            self._check_ranges(ranges)
+
+    def _in_model_space(self) -> Catalogue:
+        """The catalogue with optimizer state in buckets taken apart, where that is possible."""
+        try:
+            model = identify_model(self.raw, None, None)
+        except MegtoolError:
+            model = None
+        try:
+            return to_model_space(self.raw, model.config if model else None)
+        except FormatError as e:
+            if e.id == "foreign-optimizer":
+                self.facts.problems.append(_problem(e))
+            else:
+                self.facts.notes.append(f"optimizer state stays in its buckets: {e.message}")
+        except MegtoolError as e:
+            self.facts.notes.append(f"optimizer state stays in its buckets: {e.message}")
+        return self.raw
+
+    def _zip_ranges(self) -> list[ByteRange]:
+        """The data of torch.save's containers, with their checksums."""
+        ranges: list[ByteRange] = []
+        extents, raw = self.raw.extents, self.raw
+        by_file: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        if extents.contained:
+            regions = zip(
+                extents.file.tolist(), extents.offset.tolist(), extents.length.tolist(), strict=True
+            )
+            for file, offset, length in regions:
+                by_file[file].append((offset, length))
+        else:
+            for number, stored in enumerate(raw.files):
+                if stored.path.endswith(_ZIPPED):
+                    by_file[number].append((0, stored.size))
+        files = Files()
+
+        def open_file(number: int) -> list[ByteRange]:
+            path = raw.path(number)
+            fd = files.open_read(path)
+            try:
+                regions = sorted(set(by_file[number]))
+                files.prefetch_open(fd, [(a, min(a + 1024, a + n)) for a, n in regions])
+                return [r for offset, n in regions for r in zip_ranges(fd, path, offset, n)]
+            finally:
+                files.close(fd)
+
+        for found_ranges in stream_in_threads(open_file, sorted(by_file), threads=self.threads):
+            ranges += found_ranges
+        return ranges
+
+    def _check_small_files(self, sidecar: Sidecar, ranges: Sequence[ByteRange]) -> list[ByteRange]:
+        """Compare files without tensors with their digests. What is read anyway are ranges: stored
+        tensors with a digest of their own, or files, unless their containers have checksums."""
+        root = self.raw.root
+        own = {f.path for f in self.raw.files}
+        zipped = {r.path for r in ranges}
+        small = {n: d for n, d in sidecar.files.items() if n not in own}
+        for mismatch in check_files(root, small, threads=self.threads):
+            self.facts.problems.append(("flipped-bits", mismatch.file, mismatch.reason))
+        tensors = [
+            ByteRange(
+                path=root / digest.file,
+                start=digest.begin,
+                size=digest.size,
+                expected=digest.crc32c,
+                kind=CRC32C,
+                label=name,
+            )
+            for name, digest in sidecar.stored_tensors.items()
+            if digest.size and root / digest.file not in zipped
+        ]
+        zipped |= {r.path for r in tensors}
+        return tensors + [
+            ByteRange(
+                path=root / name,
+                start=0,
+                size=digest.size,
+                expected=digest.crc32c,
+                kind=CRC32C,
+                label=name,
+            )
+            for name, digest in sidecar.files.items()
+            if name in own and root / name not in zipped
+        ]
+
+    def _take_checksums(
+        self, catalogue: Catalogue, ranges: Sequence[ByteRange], sidecar: Sidecar | None
+    ) -> None:
+        """Digests of tensors without their data: from the sidecar, or from zip directories."""
+        known: dict[tuple[str, str], int] = {}
+        if sidecar is not None:
+            for name, digest in sidecar.tensors.items():
+                state, _, key = name.rpartition(":")
+                known[state, key] = digest.crc32c
+            for name, digest in sidecar.stored_tensors.items():
+                state, _, key = split_state(name)
+                known[state, key] = digest.crc32c
+        if not known and ranges:
+            by_start = {(r.path, r.start): r.expected for r in ranges}
+            locator = ShardLocator(self.raw)
+            for group in group_rows(self.raw):
+                for row in group.rows:
+                    (offset,) = locator.offsets(np.array([row.shard], np.int64)).tolist()
+                    path = self.raw.path(int(self.raw.extents.file[row.shard]))
+                    crc = by_start.get((path, offset)) if not row.skip else None
+                    if crc is not None:
+                        self._add_tensor(group.name, row, ElementSums(), crc, path)
+            self._finish_tensors()
+            return
+        for (state, key), crc in known.items():
+            self.facts.tensors[f"{state}:{key}" if state else key] = TensorFacts(
+                name=key, state=state, dtype="", num_elements=0, sums=ElementSums(), digest=crc
+            )
+        if not known:
+            self.facts.notes.append("no checksums in its headers: tensors are not compared")
+
+    def _read_group(self, group: RowGroup) -> None:
+        """Read shards of the same box side by side, a few rows at a time."""
+        if not hasattr(self.local, "workspace"):
+            self.local.workspace, self.local.buffers = Workspace(), {}
+        readers = [_ShardReader(self, row, self.local.workspace) for row in group.rows]
+        width, num_rows = group.rows[0].width, group.rows[0].num_rows
+        step = rows_at_once(width, self.sketch_size)
+        pair = PairFacts()
+        try:
+            for start in range(0, num_rows, step):
+                count = min(step, num_rows - start)
+                chunks = [
+                    (r.row.state, r.read(start, count, self._buffer(n)), r.kind)
+                    for n, r in enumerate(readers)
+                ]
+                self.check.add(pair, chunks, self.local.workspace)
+        finally:
+            for reader in readers:
+                reader.close()
+        with self.lock:
+            for reader in readers:
+                digest = reader.finish()
+                self._add_tensor(group.name, reader.row, reader.collector.sums, digest, reader.path)
+                if reader.alive is not None:
+                    self._add_alive(group.name, reader.row, reader.alive)
+            if pair.compared_masters or pair.compared_moments:
+                self.facts.pairs.setdefault(group.name, PairFacts()).merge(pair)
+        self.settings.progress(sum(r.num_bytes for r in readers))
+
+    def _buffer(self, number: int) -> bytearray:
+        buffers: dict[int, bytearray] = self.local.buffers
+        return buffers.setdefault(number, bytearray())
+
+    def _add_tensor(
+        self, name: str, row: ShardRow, sums: ElementSums, digest: int, path: Path
+    ) -> None:
+        stored = self.reader_catalogue.tensors[row.tensor]
+        key = f"{row.state}:{name}" if row.state else name
+        tensor = self.facts.tensors.get(key)
+        if tensor is None:
+            tensor = self.facts.tensors[key] = TensorFacts(
+                name=name,
+                state=row.state,
+                dtype=stored.dtype.name,
+                num_elements=int(np.prod(row.shape, dtype=np.int64)),
+                sums=ElementSums(),
+            )
+        tensor.sums.merge(sums)
+        box = ",".join(f"{a}:{b}" for a, b in zip(row.lo, row.hi, strict=True))
+        tensor.shards[path.name, box] = digest
+        self.elements[key] += int(
+            np.prod([b - a for a, b in zip(row.lo, row.hi, strict=True)], dtype=np.int64)
+        )
+
+    @property
+    def reader_catalogue(self) -> Catalogue:
+        """The catalogue that rows count into."""
+        reader: CheckpointReader | None = getattr(self, "reader", None)
+        return reader.catalogue if reader is not None else self.raw
+
+    def _add_alive(self, name: str, row: ShardRow, alive: NDArray[np.bool_]) -> None:
+        """Note which rows of a weight are not all zeros."""
+        first = row.first_row()
+        if row.state or first is None:
+            return
+        total = int(np.prod(row.shape[:-1], dtype=np.int64))
+        rows = self.alive.setdefault(name, np.zeros(total, bool))
+        rows[first : first + len(alive)] |= alive
+
+    def _finish_tensors(self) -> None:
+        for key, tensor in self.facts.tensors.items():
+            if self.elements[key] == tensor.num_elements and tensor.num_elements:
+                lines = sorted(f"{box} {crc}" for (_, box), crc in tensor.shards.items())
+                tensor.digest = zlib.crc32("\n".join(lines).encode()) | len(lines) << 32
+            rows = self.alive.get(tensor.name) if not tensor.state else None
+            if rows is not None:
+                tensor.num_rows, tensor.dead_rows = len(rows), int((~rows).sum())
+
+    def _check_ranges(self, ranges: Sequence[ByteRange]) -> None:
+        """Compare the checksums of all ranges of which something was read."""
+        opened = self.reader.open_files
+        for item in ranges:
+            if not item.pieces:
+                continue
+            with opened.use(item.path) as fd:
+                if not item.complete(lambda start, n, fd=fd: read_bytes(fd, start, n)):  # type: ignore[misc]
+                    label = item.label or self.index.names.get(id(item), "")
+                    text = f"bytes {item.start}+{item.size} of {item.path.name} are not those saved"
+                    self.facts.problems.append(("flipped-bits", label or item.path.name, text))
+
+
+class _RangeIndex:
+    """Finds the range that bytes of a file are in; notes whose bytes those are."""
+
+    def __init__(self, ranges: Iterable[ByteRange]) -> None:
+        self._by_file: dict[Path, list[ByteRange]] = defaultdict(list)
+        self.names: dict[int, str] = {}
+        for item in ranges:
+            self._by_file[item.path].append(item)
+        for items in self._by_file.values():
+            items.sort(key=lambda r: r.start)
+        self._starts = {
+            path: np.array([r.start for r in items], np.int64)
+            for path, items in self._by_file.items()
+        }
+
+    def find(self, path: Path, offset: int, num_bytes: int) -> ByteRange | None:
+        """The range with these bytes."""
+        starts = self._starts.get(path)
+        if starts is None:
+            return None
+        item = self._by_file[path][int(np.searchsorted(starts, offset, "right")) - 1]
+        inside = item.start <= offset and offset + num_bytes <= item.start + item.size
+        return item if inside else None
+
+
+class _ShardReader:
+    """Reads one shard from its first byte to its last, and sums it up."""
+
+    def __init__(self, scan: _Scan, row: ShardRow, workspace: Workspace) -> None:
+        self.scan, self.row = scan, row
+        catalogue = scan.reader.catalogue
+        stored = catalogue.tensors[row.tensor]
+        self.kind = stored.dtype
+        shards = np.array([row.shard], np.int64)
+        self.offset = int(scan.reader.locator.offsets(shards)[0])
+        self.offset += row.skip * self.kind.itemsize
+        (self.file,) = scan.reader.locator.files(shards).tolist()
+        self.path = scan.reader.locator.path(self.file)
+        self.num_bytes = row.num_rows * row.width * self.kind.itemsize
+        self.collector = SumsCollector(
+            self.kind,
+            row.shape[-1] if len(row.shape) > 1 else 1,
+            scan.sketch_size,
+            workspace,
+            is_signed=row.state != SECOND_MOMENT,
+        )
+        column = row.lo[-1] if len(row.shape) > 1 else 0
+        width = row.width if len(row.shape) > 1 else 1
+        self.collector.open_box(column, width)
+        self.first = row.first_row() or 0
+        self.range = scan.index.find(self.path, self.offset, self.num_bytes)
+        self.linear = self.zip_linear = 0
+        self.alive: NDArray[np.bool_] | None = (
+            np.zeros(row.num_rows, bool) if row.has_whole_rows and not row.state else None
+        )
+        self.fd = scan.reader.open_files.acquire(self.path)
+
+    def read(self, start: int, count: int, buffer: bytearray) -> NDArray[Any]:
+        """The elements of some rows."""
+        size = count * self.row.width * self.kind.itemsize
+        if len(buffer) < size:
+            buffer.extend(bytes(size - len(buffer)))
+        view = memoryview(buffer)[:size]
+        offset = self.offset + start * self.row.width * self.kind.itemsize
+        self.scan.reader.files.pread_into(self.fd, view, offset)
+        self.linear = CRC32C.chain(self.linear, view)
+        if self.range is not None and self.range.kind is ZIP_CRC:
+            self.zip_linear = ZIP_CRC.chain(self.zip_linear, view)
+        array = np.frombuffer(view, self.kind.view)
+        first = start * self.row.width if len(self.row.shape) < 2 else start
+        alive = self.collector.add(array, self.first + first)
+        if alive is not None and self.alive is not None:
+            self.alive[start : start + count] = alive
+        return array
+
+    def finish(self) -> int:
+        """Fold the sums; the digest of the shard's bytes."""
+        self.collector.close_box()
+        if self.range is not None:
+            is_zip = self.range.kind is ZIP_CRC
+            linear = self.zip_linear if is_zip else self.linear
+            self.range.add(self.offset, self.num_bytes, linear)
+            self.scan.index.names.setdefault(id(self.range), self.row_name)
+        self.scan.facts.read_bytes += self.num_bytes
+        return CRC32C.finish(self.linear, self.num_bytes)
+
+    @property
+    def row_name(self) -> str:
+        """The stored tensor."""
+        return self.scan.reader.catalogue.tensors[self.row.tensor].name
+
+    def close(self) -> None:
+        """Release the file."""
+        self.scan.reader.open_files.release(self.path)
+
+
+def sum_problems(problems: Iterable[tuple[str, str, str]]) -> Mapping[str, int]:
+    """How many problems there are of each rule."""
+    counts: dict[str, int] = defaultdict(int)
+    for rule, _, _ in problems:
+        counts[rule] += 1
+    return counts
