@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,9 @@ def with_examples() -> Iterator[Any]:
     for page in PAGES:
         text = page.read_text()
         if any(x.language in ("console", "python") for x in run_docs.blocks(text)):
-            marks = [pytest.mark.slow] if run_docs.is_slow(text) else []
+            marks: list[Any] = [pytest.mark.slow] if run_docs.is_slow(text) else []
+            if "--report " in text and find_spec("plotly") is None:
+                marks.append(pytest.mark.skip(reason="plotly is not installed: megtool[report]"))
             yield pytest.param(page, marks=marks, id=page_name(page))
 
 

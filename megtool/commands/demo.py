@@ -21,6 +21,7 @@ from megtool.commands.options.checkpoints import DemoOptions
 from megtool.console import format_bytes
 from megtool.errors import DestinationError, MegtoolError, MissingPackageError
 from megtool.lint.engines import ENGINES
+from megtool.pages.write import has_page_packages
 from megtool.reports import Report, Row, Section, Table
 
 _LOG = logging.getLogger(__name__)
@@ -206,11 +207,10 @@ def _quantized(
     folder: Path, *, is_temporary: bool
 ) -> tuple[list[Step], tuple[tuple[str, str], ...], bool]:
     """The model in FP8: the steps to it, what is found about it, and whether that is good."""
-    page = folder / "fp8.html"
+    page = folder / "fp8.html" if has_page_packages() else None
+    options = [*_FP8, *([] if page is None else [f"--report={page}"])]
     steps = [
-        _step(
-            folder, ("calibrated to FP8", "tp3-pp2", "fp8", [*_FP8, f"--report={page}"]), "quantize"
-        ),
+        _step(folder, ("calibrated to FP8", "tp3-pp2", "fp8", options), "quantize"),
         _step(folder, ("exported for vLLM", "fp8", "fp8-vllm", ["--to=vllm"]), "export"),
         _step(folder, ("decoded", "fp8-vllm", "fp8-decoded", ["--to=hf"]), "export"),
     ]
@@ -225,7 +225,7 @@ def _quantized(
     near = f"fp8-vllm is {against['verdict']} to hf: SQNR {float(worst):.1f} dB at least"
     text = generate(folder / "fp8-decoded")
     results: tuple[tuple[str, str], ...] = (("lint", lint_text), ("proof", near), ("fp8", text))
-    if not is_temporary:
+    if page is not None and not is_temporary:
         results += (("page", str(page)),)
     return steps, results, not errors and against["verdict"] == "close"
 

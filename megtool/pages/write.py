@@ -36,6 +36,15 @@ def check_page_packages() -> None:
     _read_library()
 
 
+def has_page_packages() -> bool:
+    """Whether pages can be written here."""
+    try:
+        check_page_packages()
+    except MissingPackageError:
+        return False
+    return True
+
+
 def write_page(path: Path, page: Page) -> None:
     """Write a page; a file that exists is replaced, with one rename.
 

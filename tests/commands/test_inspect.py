@@ -238,6 +238,7 @@ def test_outliers_are_named_by_role_and_layer(tmp_path: Path) -> None:
 
 
 def test_a_page_is_written_beside_the_text(hf: Path, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
     page = tmp_path / "report.html"
     report = inspect(hf, report=page, stats=True)
     assert report.page == str(page)

@@ -206,6 +206,7 @@ def test_a_model_whose_experts_saw_nothing(tmp_path: Path) -> None:
 
 
 def test_what_it_costs_is_measured(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
     (tmp_path / "held-out.txt").write_text("A tale told by someone else, of other things. " * 6)
     report = done(
         folder,
@@ -337,6 +338,7 @@ def test_no_tokenizer_is_told_before_any_work(tmp_path: Path, folder: Path) -> N
 
 
 def test_a_page_may_lie_in_what_is_written(tmp_path: Path, folder: Path) -> None:
+    pytest.importorskip("plotly")
     out = tmp_path / "new" / "out"
     kept = tmp_path / "new" / "kept"
     done(folder, out, recipe="fp8", report=out / "report.html", save_calibration=kept)

@@ -15,6 +15,8 @@ from megtool.pages.write import write_page
 from tests.pages.test_write import HOSTILE, make_page
 from tests.support.browser import Browser
 
+pytest.importorskip("plotly")
+
 MAX_BYTES = 5_000_000
 
 

@@ -26,6 +26,8 @@ from tests.support.models import tiny_llama
 from tests.support.quant.quantize_reports import HOSTILE
 from tests.support.quant.quantize_reports import report as quantize_report
 
+pytest.importorskip("plotly")
+
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -37,6 +37,8 @@ from megtool.pages.page import (
 )
 from megtool.pages.write import MAX_PLAIN_BYTES, render_page, write_page
 
+pytest.importorskip("plotly")
+
 HOSTILE = "</script><img src=x onerror=alert(1)>'\"&"
 NODES = [
     TreeNode(path="m", parent="", label="m", size=3),

@@ -75,6 +75,7 @@ def test_a_calibration_in_a_store_is_that_on_a_disk(
 def test_a_checkpoint_a_calibration_and_a_report(
     model: Path, local: Path, store: CountedStore
 ) -> None:
+    pytest.importorskip("plotly")
     report = quantize(
         model,
         f"{URL}/run/fp8",
