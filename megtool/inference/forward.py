@@ -7,7 +7,6 @@ from typing import TypedDict
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.errors import UsageError
@@ -84,7 +83,7 @@ class Forward:
         """
         (rows, tokens), cp = batch.shape, self.groups.cp
         if cp.size > 1 and cache is None:
-            batch = _filled(batch, -tokens % (2 * cp.size))
+            batch = batch.padded(-tokens % (2 * cp.size))
         x_TH = hidden_of_stages(self.decoder, batch, cache)
         if x_TH is None or cp.size == 1:
             return x_TH
@@ -234,22 +233,3 @@ class Forward:
         return ErrorLocation(
             hint="every weight is finite; try --dtype float32, for float16 overflows"
         )
-
-
-def _filled(batch: Batch, more: int) -> Batch:
-    """A batch whose rows end in so many more tokens, of padding."""
-    if not more:
-        return batch
-
-    valid_BS = batch.valid_BS
-    if valid_BS is None:
-        valid_BS = torch.ones_like(batch.tokens_BS, dtype=torch.bool)
-    positions_BS, documents_BS = (
-        None if x is None else F.pad(x, (0, more)) for x in (batch.positions_BS, batch.documents_BS)
-    )
-    return Batch(
-        tokens_BS=F.pad(batch.tokens_BS, (0, more)),
-        positions_BS=positions_BS,
-        valid_BS=F.pad(valid_BS, (0, more)),
-        documents_BS=documents_BS,
-    )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.errors import UsageError
@@ -80,6 +81,24 @@ class Batch:
                 f"source {list(source.shape)}",
                 hint="true for real tokens",
             )
+
+    def padded(self, more: int) -> Batch:
+        """The batch with so many more tokens of padding at the end of each row."""
+        if not more:
+            return self
+        valid_BS = self.valid_BS
+        if valid_BS is None:
+            valid_BS = torch.ones_like(self.tokens_BS, dtype=torch.bool)
+        positions_BS, documents_BS = (
+            None if x is None else F.pad(x, (0, more))
+            for x in (self.positions_BS, self.documents_BS)
+        )
+        return Batch(
+            tokens_BS=F.pad(self.tokens_BS, (0, more)),
+            positions_BS=positions_BS,
+            valid_BS=F.pad(valid_BS, (0, more)),
+            documents_BS=documents_BS,
+        )
 
     @property
     def shape(self) -> tuple[int, int]:

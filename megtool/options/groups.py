@@ -159,7 +159,7 @@ class TokenizerOptions(Options):
     )
 
 
-_HAS_CP = requires("cp", "context parallelism is what they are of")
+_HAS_CP = requires("cp", "--cp N splits the tokens of every row over N ranks")
 
 
 @dataclass(frozen=True, kw_only=True)

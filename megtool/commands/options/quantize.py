@@ -214,10 +214,9 @@ class QuantizeOptions(
     Example: megtool quantize ./SmolLM2-135M-Instruct ./SmolLM2-fp8 --recipe fp8
     """
 
-    not_offered: ClassVar = frozenset({"cp", "cp_comm_type", "hierarchical_context_parallel_sizes"})
     extra_needs: ClassVar = {
         _QUANTIZES: ("fsync", "report"),
-        _NO_FILE: ("tp", "pp", "ep", "etp"),
+        _NO_FILE: ("tp", "pp", "ep", "etp", "cp"),
         _NO_FILE_OR_MEASURED: ("tokenizer", "device", "dtype", "kernels"),
         _NOT_SYNTHETIC_OR_MEASURED: ("tokenizer",),
         _USES_DATA_OR_MEASURED: ("tokenizer", "device", "dtype", "kernels"),

@@ -57,7 +57,7 @@ def calibrate(
         decisions: the format of each module.
         recipe: the recipe, for its algorithm.
         sites: all activation sites of the model.
-        batches: the data; data-parallel ranks split it.
+        batches: the data; data-parallel ranks split it, context-parallel ones its rows.
         fingerprint: identifies model, recipe and data.
         settings: ranks, dtype, experts and the folder to resume from.
         progress: reports tokens.
@@ -106,7 +106,7 @@ def calibrate(
         recipe=recipe,
         sites=tuple(sites),
         ranks=RankSync(groups=groups),
-        micro_batches=shard_micro_batches(micro_batches, groups.dp),
+        micro_batches=shard_micro_batches(micro_batches, groups),
         sequential=sequential,
         settings=settings,
         resume=resume,
@@ -131,10 +131,8 @@ def calibrate(
 
 
 def _layout_text(groups: ProcessGroups) -> str:
-    return (
-        f"tp={groups.tp.size} pp={groups.pp.size} dp={groups.dp.size} "
-        f"ep={groups.ep.size} etp={groups.etp.size}"
-    )
+    axes = ("tp", "pp", "dp", "ep", "etp", *(["cp"] if groups.cp.size > 1 else []))
+    return " ".join(f"{axis}={getattr(groups, axis).size}" for axis in axes)
 
 
 def _merge_results(

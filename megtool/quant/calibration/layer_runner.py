@@ -182,8 +182,6 @@ class GraphedLayer:
 
 def mask_uncounted(micro_batch: MicroBatch) -> Batch:
     """The batch to observe; all tokens are masked if the micro-batch is not counted."""
-    valid_T = micro_batch.valid_T
-    if valid_T is None or micro_batch.is_counted:
+    if micro_batch.is_counted:
         return micro_batch.batch
-    b = micro_batch.batch
-    return Batch(tokens_BS=b.tokens_BS, valid_BS=valid_T.view(b.shape))
+    return Batch(tokens_BS=micro_batch.batch.tokens_BS, valid_BS=micro_batch.valid_BS)

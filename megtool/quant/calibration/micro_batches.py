@@ -11,7 +11,8 @@ from torch import Tensor
 from megtool.errors import CalibrationError
 from megtool.model.batch import Batch
 from megtool.model_config import ModelConfig
-from megtool.parallel.process_groups import Group
+from megtool.parallel.context_parallel import own_tokens
+from megtool.parallel.process_groups import ALONE, Group, ProcessGroups
 
 MAX_TOKENS = 4096
 MAX_INTERMEDIATE_BYTES = 160 << 20
@@ -22,26 +23,32 @@ MAX_INTERMEDIATE_BYTES = 160 << 20
 class MicroBatch:
     """Rows of a batch, starting at row `first_row` of the data.
 
-    One without `is_counted` only runs so that all ranks run the same number.
+    One without `is_counted` only runs so that all ranks run the same number. With context
+    parallelism a rank runs its own tokens of the rows.
     """
 
     batch: Batch
     first_row: int
     is_counted: bool = True
+    cp: Group = ALONE
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, padding included."""
-        return self.batch.tokens_BS.numel()
+        """Tokens that this rank runs, padding included."""
+        return self.batch.tokens_BS.numel() // self.cp.size
 
     @property
     def valid_T(self) -> Tensor | None:
-        """Mask of the tokens to observe; None for all."""
+        """Mask of this rank's tokens to observe; None for all."""
+        valid_BS = self.valid_BS
+        return None if valid_BS is None else own_tokens(valid_BS, self.cp).flatten()
+
+    @property
+    def valid_BS(self) -> Tensor | None:
+        """Mask of the rows' tokens to observe; None for all."""
         if not self.is_counted:
-            return torch.zeros(
-                self.num_tokens, dtype=torch.bool, device=self.batch.tokens_BS.device
-            )
-        return None if self.batch.valid_BS is None else self.batch.valid_BS.flatten()
+            return torch.zeros_like(self.batch.tokens_BS, dtype=torch.bool)
+        return self.batch.valid_BS
 
     @property
     def is_plain(self) -> bool:
@@ -74,12 +81,20 @@ def split_batches(batches: Sequence[Batch], config: ModelConfig) -> list[MicroBa
     return out
 
 
-def shard_micro_batches(micro_batches: Sequence[MicroBatch], dp: Group) -> list[MicroBatch]:
-    """The micro-batches of a data-parallel rank, padded to the same number on each rank."""
+def shard_micro_batches(
+    micro_batches: Sequence[MicroBatch], groups: ProcessGroups
+) -> list[MicroBatch]:
+    """The micro-batches of a data-parallel rank, padded to the same number on each rank; with
+    context parallelism their rows are padded to equal parts."""
+    dp, cp = groups.dp, groups.cp
     local = list(micro_batches[dp.rank :: dp.size])
     if len(local) < -(-len(micro_batches) // dp.size):
         local.append(replace(micro_batches[-1], is_counted=False))
-    return local
+    if cp.size == 1:
+        return local
+    return [
+        replace(p, cp=cp, batch=p.batch.padded(-p.batch.shape[1] % (2 * cp.size))) for p in local
+    ]
 
 
 def compute_micro_batch_tokens(config: ModelConfig) -> int:

@@ -48,7 +48,7 @@ class RankSync:
     def gather_stage(self, value: Any) -> list[Any]:
         """Gather the values of the ranks of this pipeline stage, in the same order on all."""
         out = [value]
-        for group in (self.groups.tp, self.groups.dp):
+        for group in (self.groups.tp, self.groups.replicas):
             if group.size > 1:
                 parts: list[Any] = [None] * group.size
                 dist.all_gather_object(parts, out, group=group.handle)

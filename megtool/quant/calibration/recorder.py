@@ -16,6 +16,7 @@ from megtool.model.decoder import Decoder
 from megtool.model.hook_locations import HookLocation, places
 from megtool.model.moe import MoeMlp
 from megtool.parallel.collectives import all_max, gather_columns
+from megtool.parallel.context_parallel import own_tokens
 from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.calibration.reduce_statistics import reduce_statistics
@@ -106,10 +107,11 @@ class ActivationRecorder:
     def set_batch(self, batch: Batch, *, first_sample: int = 0) -> None:
         """Announce the batch of the next pass, for its padding mask and row numbers in errors."""
         rows, tokens = batch.shape
-        samples_B = torch.arange(first_sample, first_sample + rows)
-        labels_T = samples_B.repeat_interleave(tokens).to(self.groups.device)
+        samples_B1 = torch.arange(first_sample, first_sample + rows)[:, None]
+        labels_BS = samples_B1.expand(rows, tokens).to(self.groups.device)
         if batch.valid_BS is not None:
-            labels_T = labels_T.masked_fill(~batch.valid_BS.flatten().to(labels_T.device), -1)
+            labels_BS = labels_BS.masked_fill(~batch.valid_BS.to(labels_BS.device), -1)
+        labels_T = own_tokens(labels_BS, self.groups.cp).flatten()
         # CUDA graphs need the same storage for the same shape.
         buffer = self._labels.setdefault(len(labels_T), labels_T)
         if buffer is not labels_T:

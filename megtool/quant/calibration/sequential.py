@@ -152,7 +152,7 @@ class _UnitRunner:
     def activations_file(self, unit: int) -> Path | None:
         """The file of the input of a unit, if there is a resume folder."""
         work = self.run.resume
-        return None if work is None else work.activations_file(unit, self.groups.dp.rank)
+        return None if work is None else work.activations_file(unit, self.groups.replicas.rank)
 
     def prepare_input(self, unit: int) -> None:
         """Prepare the input of a unit, from an earlier run or from the tokens."""
@@ -178,7 +178,7 @@ class _UnitRunner:
             if self.has(unit):
                 self._run_local_unit(unit)
         self._send_output(unit)
-        work, part = run.resume, self.groups.dp.rank
+        work, part = run.resume, self.groups.replicas.rank
         if work is not None and self._writes and self.has(unit):
             # The input of the unit itself may still be needed.
             work.remove_activations(unit - 1, part)
@@ -247,7 +247,7 @@ class _UnitRunner:
             self._end(unit + 1)
             self.layers.release()
         run.results[unit] = stored, qparams
-        if run.resume is not None and self.groups.tp.is_first and self.groups.dp.is_first:
+        if run.resume is not None and self.groups.tp.is_first and self.groups.replicas.is_first:
             run.resume.write_unit(unit, stored, qparams)
             if (result := run.resume.read_unit(unit)) is not None:
                 run.results[unit] = result  # large arrays stay on disk

@@ -222,7 +222,7 @@ class CandidateSurvey:
         return (
             None
             if self._cache is None
-            else self._cache.work.activations_file(number, groups.dp.rank)
+            else self._cache.work.activations_file(number, groups.replicas.rank)
         )
 
     def _input_file_to_write(self, number: int) -> Path | None:
@@ -233,7 +233,7 @@ class CandidateSurvey:
     def _remove_inputs(self, number: int) -> None:
         groups = self.decoder.groups
         if self._cache is not None and groups.tp.is_first:
-            self._cache.work.remove_activations(number, groups.dp.rank)
+            self._cache.work.remove_activations(number, groups.replicas.rank)
 
     def _requirements(self, site: ActivationSite) -> tuple[bool, bool]:
         unit = next(u for u in self.units if site.modules[0] in u.modules)

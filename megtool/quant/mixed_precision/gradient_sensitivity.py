@@ -69,7 +69,7 @@ def measure_gradient_sensitivity(
         runs.setdefault(run.unit.name, []).append(run)
     sums = {(r.unit.name, r.key): 0.0 for some in runs.values() for r in some}
     parts = [p for micro_batch in micro_batches for p in _split_rows(micro_batch)]
-    local_parts, tokens, done = shard_micro_batches(parts, groups.dp), num_valid(parts), 0
+    local_parts, tokens, done = shard_micro_batches(parts, groups), num_valid(parts), 0
     losses, count = ranks.all_gather(({}, 0) if cache is None else cache.losses())[0]
     if losses.keys() == sums.keys() and count <= len(local_parts):
         done = count

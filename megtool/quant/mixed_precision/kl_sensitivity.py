@@ -141,12 +141,14 @@ def _divergences(
     """
     decoder = survey.decoder
     sums, tokens = [0.0] * len(wave), num_valid(layers.micro_batches)
+    num_local = 0
     step = max(1, MOST_LOGITS // decoder.config.vocab_size)
     for i, micro_batch in enumerate(layers.micro_batches):
         valid_T = micro_batch.valid_T
         counted_T = (
             torch.arange(micro_batch.num_tokens) if valid_T is None else valid_T.nonzero()[:, 0]
         )
+        num_local += len(counted_T)
         for start in range(0, len(counted_T), step):
             tokens_C = counted_T[start : start + step].to(layers.device)
             log_p_CV = decoder.logits(layers.finish(states[i][tokens_C])).float().log_softmax(-1)
@@ -163,6 +165,6 @@ def _divergences(
                 kl_CV = torch.expm1(-gap_CV).add_(gap_CV).mul_(p_CV)
                 sums[number] += float(kl_CV.sum(dtype=torch.float64))
                 passes(head * len(tokens_C) / tokens)
-    local_sums = torch.tensor([*sums, tokens], dtype=torch.float64, device=layers.device)
-    *sums, total = all_sum(local_sums, decoder.groups.dp).tolist()
+    local_sums = torch.tensor([*sums, num_local], dtype=torch.float64, device=layers.device)
+    *sums, total = all_sum(local_sums, decoder.groups.replicas).tolist()
     return [run.finite(max(s / max(total, 1), 0.0)) for s, run in zip(sums, wave, strict=True)]

@@ -66,9 +66,9 @@ def check_layout(recipe: Recipe, parallel: ParallelConfig) -> None:
     """Refuse layouts in which sensitivity cannot be measured.
 
     Raises:
-        UsageError: pipeline parallelism, or for `gradient` any split of the weights.
+        UsageError: pipeline parallelism, or for `gradient` any split of weights or rows.
     """
-    sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "ep", "etp")}
+    sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "ep", "etp", "cp")}
     refused = ["pp"] if method_for(recipe) == "kl_div" else [*sizes]
     if flags := " ".join(f"--{axis} {sizes[axis]}" for axis in refused if sizes[axis] > 1):
         options = "this option" if len(flags.split()) == 2 else "these options"
@@ -130,7 +130,9 @@ def measure(
                     "method": method,
                     "tokens": [settings.most_tokens, SHORT_ROW],
                     "rows": [list(b.shape) for b in batches],
-                    "layout": [getattr(groups, axis).size for axis in ("tp", "ep", "etp", "dp")],
+                    "layout": [
+                        getattr(groups, axis).size for axis in ("tp", "ep", "etp", "dp", "cp")
+                    ],
                 },
                 is_leader=groups.rank == 0,
             )
@@ -146,14 +148,14 @@ def measure(
             recipe,
             sites,
             weights,
-            shard_micro_batches(micro_batches, groups.dp),
+            shard_micro_batches(micro_batches, groups),
             cache,
         )
         if method == "gradient":
             losses_by_key = measure_gradient_sensitivity(survey, micro_batches, progress, cache)
         else:
             micro_batches = spread(micro_batches, settings.most_tokens)
-            local_batches = shard_micro_batches(micro_batches, groups.dp)
+            local_batches = shard_micro_batches(micro_batches, groups)
             losses_by_key = measure_kl_sensitivity(
                 survey, local_batches, settings.memory_bytes, progress, cache
             )

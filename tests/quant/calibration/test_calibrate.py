@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megtool import reshard
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import CalibrationError, DestinationError, StorageError, UsageError
 from megtool.model.batch import Batch
-from megtool.parallel.process_groups import Group
+from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.quant.calibration import resume_folder, settings
 from megtool.quant.calibration.calibrate import resolve_calibration
 from megtool.quant.calibration.micro_batches import shard_micro_batches, split_batches
@@ -366,10 +367,21 @@ def test_pieces_hold_every_row_once(llama: Path) -> None:
     assert [p.first_row for p in pieces] == [0, 4, 7, 11]
     whole = torch.cat([b.tokens_BS for b in batches])
     assert torch.equal(torch.cat([p.batch.tokens_BS for p in pieces]), whole)
-    ranks = [shard_micro_batches(pieces, Group(ranks=(0, 1, 2), rank=r)) for r in range(3)]
+    alone = ProcessGroups.alone()
+    ranks = [
+        shard_micro_batches(pieces, replace(alone, dp=Group(ranks=(0, 1, 2), rank=r)))
+        for r in range(3)
+    ]
     assert [len(own) for own in ranks] == [2, 2, 2]
     counted = [p.first_row for own in ranks for p in own if p.is_counted]
     assert sorted(counted) == [0, 4, 7, 11]
+    halves = [
+        shard_micro_batches(pieces, replace(alone, cp=Group(ranks=(0, 1, 2), rank=r)))
+        for r in range(3)
+    ]
+    assert {p.batch.shape[1] for own in halves for p in own} == {1002}
+    observed = [sum(int(p.valid_T.sum()) for p in own if p.valid_T is not None) for own in halves]
+    assert sum(observed) == whole.numel()
 
 
 def test_layers_may_be_recorded_as_graphs(llama: Path) -> None:

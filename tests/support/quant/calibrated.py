@@ -49,8 +49,14 @@ class Case:
         return calibrate(*self.facts, fingerprint=seen, settings=settings, **hooks)
 
 
-def case(folder: Path, recipe: str | Path = "fp8", *, batches: list[Batch] | None = None) -> Case:
-    """A case of a checkpoint in a folder."""
+def case(
+    folder: Path,
+    recipe: str | Path = "fp8",
+    *,
+    batches: list[Batch] | None = None,
+    width: int = 24,
+) -> Case:
+    """A case of a checkpoint in a folder, with rows of `width` tokens unless they are given."""
     decided = resolve_recipe(folder, recipe)
     opened, config = decided.source, decided.source.view.config
     assert config is not None
@@ -58,7 +64,7 @@ def case(folder: Path, recipe: str | Path = "fp8", *, batches: list[Batch] | Non
         decided=decided,
         source=opened,
         points=list_activation_sites(decided.modules.modules, config),
-        batches=tokens(config.vocab_size) if batches is None else batches,
+        batches=tokens(config.vocab_size, width=width) if batches is None else batches,
     )
 
 
@@ -116,7 +122,8 @@ def on_rank(
 
     groups = ProcessGroups.start(ParallelConfig(**layout))
     try:
-        artefact = case(folder, recipe).run(groups=groups, **more)
+        width = more.pop("width", 24)
+        artefact = case(folder, recipe, width=width).run(groups=groups, **more)
         return artefact.statistics, saved_bytes(
             artefact, folder.parent / f"of-{rank}-{os.getpid()}"
         )
