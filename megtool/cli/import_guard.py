@@ -15,21 +15,27 @@ from types import ModuleType
 from megtool.errors import OutOfMemoryError
 
 MIB = 1 << 20
-NEEDED_BYTES = {"numpy": 192 * MIB, "torch": 768 * MIB}
+NEEDED_BYTES = {
+    "numpy": 192 * MIB,
+    "torch": 768 * MIB,
+    "matplotlib": 128 * MIB,
+    "tokenizers": 64 * MIB,
+}
 """Address space that a library needs with all that is imported beside it, and for the smallest
 work."""
 
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
-_TORCH_THREADS = "OMP_NUM_THREADS"
+_THREADS = {"torch": "OMP_NUM_THREADS", "tokenizers": "RAYON_NUM_THREADS"}
 _BYTES_PER_THREAD = 96 * MIB  # a stack, and the part of the address space that malloc reserves
 
 
 class ImportGuard:
     """The first of `sys.meta_path`: it finds no module, and stops the import of large ones.
 
-    numpy gets one thread for its OpenBLAS unless `OPENBLAS_NUM_THREADS` says otherwise: no verb
-    multiplies matrices with it, and each thread costs time and 40 MiB of address space. torch gets
-    what it would have without, but no more OpenMP threads than fit into half of what is left.
+    numpy gets one thread for its OpenBLAS unless `OPENBLAS_NUM_THREADS` says otherwise: only plots
+    multiply matrices with it, small ones, and each thread costs time and 40 MiB of address space.
+    torch gets what it would have without. It and tokenizers get no more threads than fit into half
+    of what is left.
     """
 
     def __init__(self) -> None:
@@ -55,14 +61,14 @@ class ImportGuard:
         if name == "numpy" and _BLAS_THREADS not in os.environ:
             os.environ[_BLAS_THREADS] = "1"
             self._is_set = True
-        elif name == "torch":
-            if self._is_set:
-                del os.environ[_BLAS_THREADS]
-                self._is_set = False
-            if left is not None and _TORCH_THREADS not in os.environ:
-                fitting = max(1, (left - needed) // 2 // _BYTES_PER_THREAD)
-                if fitting < len(os.sched_getaffinity(0)):
-                    os.environ[_TORCH_THREADS] = str(fitting)
+        if name == "torch" and self._is_set:
+            del os.environ[_BLAS_THREADS]
+            self._is_set = False
+        variable = _THREADS.get(name)
+        if left is not None and variable is not None and variable not in os.environ:
+            fitting = max(1, (left - needed) // 2 // _BYTES_PER_THREAD)
+            if fitting < len(os.sched_getaffinity(0)):
+                os.environ[variable] = str(fitting)
         return None
 
 

@@ -162,6 +162,7 @@ def _terminal_width() -> int | None:
 
 _SHORTAGES = (MemoryError, RuntimeError, OSError, ImportError)
 _NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc")
+_NO_THREAD = ("can't start new thread", "ThreadPoolBuildError")  # Python's, and Rayon's
 _NO_MAPPING = ("failed to map segment", "cannot allocate memory in static TLS")
 
 
@@ -175,7 +176,8 @@ def explain_shortage(error: BaseException) -> MegtoolError | None:
             hint="end other programs, raise the limit (ulimit -v, or of the container), or use "
             "fewer --threads",
         )
-    if "can't start new thread" in text or getattr(error, "errno", None) == errno.EAGAIN:
+    is_thread = any(t in text for t in _NO_THREAD)
+    if is_thread or getattr(error, "errno", None) == errno.EAGAIN:
         return StorageError(
             "the system starts no more threads or processes",
             hint="raise the limit of processes (ulimit -u), or use fewer --threads",

@@ -15,7 +15,7 @@ from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
 from megtool.commands.options.finetune import FinetuneOptions
 from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
-from megtool.errors import MissingPackageError, UsageError
+from megtool.errors import MissingPackageError, OutOfMemoryError, UsageError
 from megtool.inference.runtime import on_ranks, usual_device
 from megtool.options.groups import RuntimeOptions
 from megtool.reshard.execute import ExecutionOptions
@@ -224,13 +224,13 @@ def _plan(
 def _plot(
     folder: Path, losses: Sequence[tuple[int, float]], evaluations: Sequence[tuple[int, float]]
 ) -> str | None:
-    """Plot the loss if matplotlib is installed; returns the path."""
+    """Plot the loss if matplotlib is installed and fits into memory; returns the path."""
     from megtool.train.loss_plot import PLOT_FILE, plot_loss
 
     path = folder / PLOT_FILE
     try:
         plot_loss(path, losses, evaluations, title=folder.name)
-    except MissingPackageError as e:
+    except (MissingPackageError, OutOfMemoryError) as e:
         _LOG.warning("%s: %s", e.message, e.hint)
         return None
     return str(path)

@@ -24,6 +24,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with a tokenizer, which `export` and `generate` need."""
     folder = tmp_path_factory.mktemp("shortages") / "hf"
     tiny_llama.save(folder, **{**SMALL, "vocab_size": 300})
+    (folder.parent / "text.txt").write_text("the model reads a text\n" * 20)
     return tiny_tokenizer.save(folder)
 
 
@@ -133,6 +134,7 @@ def raising(error: BaseException) -> object:
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes"), 2),
         (ImportError("x.so: failed to map segment from shared object"), 2),
         (RuntimeError("can't start new thread"), 3),
+        (RuntimeError("The global thread pool has not been initialized.: ThreadPoolBuildError"), 3),
         (BlockingIOError(11, "Resource temporarily unavailable"), 3),
     ],
 )
@@ -149,6 +151,7 @@ def test_other_errors_are_no_shortage() -> None:
         assert explain_shortage(error) is None
 
 
+STEP = ["--train-iters", "1", "--seq-length", "16", "--global-batch-size", "1", "--threads", "4"]
 VERBS = {
     "inspect": ["inspect", "SRC", "--stats", "--threads", "4"],
     "verify": ["verify", "SRC", "--threads", "4"],
@@ -156,8 +159,16 @@ VERBS = {
     "zarr": ["reshard", "SRC", "DST", "--to", "zarr", "--threads", "4", "--digest", "all"],
     "quantize": ["quantize", "SRC", "DST", "--recipe", "fp8_block128", "--threads", "4"],
     "export": ["export", "SRC", "DST", "--to", "gguf", "--threads", "4"],
+    "lint": ["lint", "SRC"],
+    "amax": ["amax", "inspect", "SRC"],
+    "clean": ["clean", "SRC"],
+    "doctor": ["doctor"],
+    "tokenize": ["tokenize", "TEXT", "DST", "--tokenizer", "SRC"],
+    "evaluate": ["evaluate", "SRC", "--data", "TEXT", "--threads", "4"],
+    "finetune": ["finetune", "SRC", "DST", "--data", "TEXT", *STEP],
     "generate": ["generate", "SRC", "--prompt", "the", "--max-new-tokens", "2"],
 }
+WITH_TORCH = ("doctor", "tokenize", "evaluate", "finetune", "generate")
 
 
 @pytest.mark.slow
@@ -167,14 +178,14 @@ def test_a_process_at_the_end_of_its_memory_ends(
 ) -> None:
     """From what Python itself needs to what the verb needs: one sentence, and no destination."""
     limits = [60, 90, *range(110, 330, 10), *range(350, 1000, 90)]
-    if verb == "generate":  # with torch
+    if verb in WITH_TORCH:
         limits = [100, 200, 300, *range(500, 1100, 60)]
     statuses = []
     for number, limit in enumerate(limits):
         destination = tmp_path / f"out{number}"
-        names = {"SRC": checkpoint, "DST": destination}
+        names = {"SRC": checkpoint, "DST": destination, "TEXT": checkpoint.parent / "text.txt"}
         arguments = ["-m", "megtool", *(names.get(a, a) for a in VERBS[verb])]
-        done = run_limited(arguments, address_bytes=limit << 20, timeout=60)
+        done = run_limited(arguments, address_bytes=limit << 20, timeout=600)
         statuses.append(done.status)
         assert done.status in (0, 2, 3), f"{limit} MiB: {done.status} {done.err}"
         assert done.status == 0 or done.err.count("error: ") == 1, f"{limit} MiB: {done.err}"

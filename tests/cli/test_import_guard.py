@@ -26,7 +26,7 @@ def test_there_is_one_guard_before_all_finders(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(sys.meta_path[0], ImportGuard)
 
 
-@pytest.mark.parametrize("name", ["numpy", "torch"])
+@pytest.mark.parametrize("name", ["numpy", "torch", "matplotlib"])
 def test_a_library_that_does_not_fit_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_guard, "find_free_bytes", lambda: 100 * MIB)
     with raises(OutOfMemoryError, f"{name} needs", "leaves 100 MiB", hint="ulimit -v"):
@@ -73,6 +73,14 @@ def test_torch_gets_the_threads_that_fit(
     assert import_guard.os.environ.get("OMP_NUM_THREADS") == expected
 
 
+def test_tokenizers_get_the_threads_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_guard, "find_free_bytes", lambda: 500 * MIB)
+    monkeypatch.setattr("os.environ", {})
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    ImportGuard().find_spec("tokenizers")
+    assert import_guard.os.environ == {"RAYON_NUM_THREADS": "2"}
+
+
 def test_free_bytes_are_those_of_the_limit() -> None:
     assert find_free_bytes() is None or sys.platform != "linux"
     code = "from megtool.cli.import_guard import find_free_bytes; print(find_free_bytes())"
@@ -88,3 +96,19 @@ def test_a_verb_without_memory_is_one_error(tmp_path: Path) -> None:
     assert json.loads(done.out)["error"]["id"] == "out-of-memory"
     assert done.err.startswith("error: numpy needs ")
     assert run_limited(["-m", "megtool", "--version"], address_bytes=130 * MIB).status == 0
+
+
+def test_a_plot_that_does_not_fit_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that has trained and saved does not end for lack of a picture."""
+    pytest.importorskip("torch")
+    from megtool.commands import finetune
+
+    monkeypatch.setattr(import_guard, "find_free_bytes", lambda: 100 * MIB)
+    monkeypatch.setattr(sys, "meta_path", [ImportGuard(), *sys.meta_path])
+    for name in [n for n in sys.modules if n.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert finetune._plot(tmp_path, [(1, 2.0)], []) is None
+    assert "matplotlib needs 128 MiB" in caplog.text
+    assert list(tmp_path.iterdir()) == []
