@@ -64,13 +64,17 @@ def export(
             progress=progress,
         )
     if to == "gguf":
-        from megtool.export.gguf.write_file import export_gguf
+        from megtool.export.gguf.write_file import GgufOptions, export_gguf
 
         return export_gguf(
             source,
             destination,
-            kind=options.outtype or "bf16",
-            pre_tokenizer=options.pre_tokenizer,
+            GgufOptions(
+                outtype=options.outtype or "bf16",
+                pre_tokenizer=options.pre_tokenizer,
+                imatrix=options.imatrix,
+                save_imatrix=options.save_imatrix,
+            ),
             model=options,
             execution=execution,
             files=files,

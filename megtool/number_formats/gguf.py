@@ -1,4 +1,8 @@
-"""GGUF block formats (Q4_1, Q8_0, Q6_K, ...) to numbers and back, by the `gguf` package."""
+"""GGUF block formats (Q4_1, Q8_0, Q6_K, ...) to numbers and back.
+
+The `gguf` package decodes all and encodes those of 32 elements; `kquants` encodes K-quants, and
+blocks whose columns have weights.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import FormatError, MissingPackageError
+from megtool.number_formats.kquants import K_QUANTS, WEIGHED, encode_blocks
 
 _PREFIX = "gguf:"
 
@@ -37,8 +42,13 @@ def decode(raw: NDArray[np.uint8], packing: str, cols: int) -> NDArray[np.float3
     return np.ascontiguousarray(out, np.float32).reshape(raw.shape[0], cols)
 
 
-def encode(values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
+def encode(
+    values: NDArray[np.float32], kind: str, importance: NDArray[np.float32] | None = None
+) -> NDArray[np.uint8]:
     """Rows float32 `[rows, cols]` as blocks of the type `kind` (`Q8_0`): uint8 `[rows, row_bytes]`.
+
+    `importance` float32 `[cols]` weighs the errors of columns, where the type has a search: that is
+    K-quants, Q4_0, Q4_1, Q5_0 and Q5_1.
 
     Raises:
         FormatError: a value is NaN or infinite, or too large for the scales of this type; rows are
@@ -47,14 +57,19 @@ def encode(values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
     want = row_bytes(_PREFIX + kind, values.shape[1])
     if kind not in encodings():
         raise FormatError(
-            f"the gguf package does not encode {kind}", hint=f"it does: {', '.join(encodings())}"
+            f"megtool does not encode {kind}", hint=f"it does: {', '.join(encodings())}"
         )
     if not np.isfinite(values).all():
         raise FormatError(
             "elements are NaN or infinite", hint="they cannot be quantized", error_id="nan-weights"
         )
+    if not values.size:
+        return np.zeros((len(values), want), np.uint8)
+    has_search = kind in K_QUANTS or (importance is not None and kind in WEIGHED)
     try:
         with np.errstate(over="raise"):
+            if has_search:
+                return encode_blocks(np.ascontiguousarray(values), kind, importance)
             out = package().quants.quantize(values, package().GGMLQuantizationType[kind])
     except FloatingPointError as e:
         raise FormatError(
@@ -66,10 +81,13 @@ def encode(values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
 
 @functools.cache
 def encodings() -> tuple[str, ...]:
-    """The types that the installed package can encode, including plain ones."""
+    """The types that `encode` makes, including plain ones."""
     quants, kinds = package().quants, package().GGMLQuantizationType
     result = []
     for name, (elements, _) in _blocks().items():
+        if name in K_QUANTS:
+            result.append(name)
+            continue
         try:
             quants.quantize(np.ones((1, elements), np.float32), kinds[name])
         except NotImplementedError:  # the gguf package's, for types it has no encoder for

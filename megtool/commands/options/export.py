@@ -108,9 +108,22 @@ class ExportOptions(SourceOptions, EngineOptions, CopyOptions, OutputOptions, Wo
     pp: int | None = layout_size("pp", note=", for trtllm-legacy", needs=(_LEGACY,))
     outtype: str | None = option(
         OUTPUT,
-        "Number format of a GGUF file: bf16, f16, f32, q8_0, q4_0 or another that the gguf package "
-        "encodes; default: bf16.",
+        "Number format of a GGUF file: bf16, f16, f32, q8_0, q4_0, ... or a mixture of K-quants "
+        "(q4_k_m, q5_k_m, q6_k, ...) by llama.cpp's rules; default: bf16.",
         metavar="TYPE",
+        needs=(_GGUF,),
+    )
+    imatrix: Path | None = option(
+        INPUT,
+        "Weigh the errors of a weight's columns by an importance matrix: a calibration file of "
+        "this model (megtool quantize --calibrate-only), or an imatrix file of llama.cpp.",
+        metavar="FILE",
+        needs=(_GGUF,),
+    )
+    save_imatrix: Path | None = option(
+        OUTPUT,
+        "Also write the importance matrix as a file for llama.cpp's own quantizer.",
+        metavar="FILE",
         needs=(_GGUF,),
     )
     pre_tokenizer: str | None = option(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion, count_region_bytes
 from megtool.checkpoint.transport.strided import Array
@@ -159,7 +160,8 @@ class EncodedGrains:
     """Grains `first:end` of a weight as elements or blocks of the type `kind`.
 
     `placement` is where it lies in the source, `dtype` as what its elements are taken; `tensor` is
-    what holds them: of a plain type, or uint8, rows of blocks.
+    what holds them: of a plain type, or uint8, rows of blocks. `importance` are the weights of
+    columns, which the fingerprint has by the digest of the whole matrix.
     """
 
     placement: Placement
@@ -170,6 +172,7 @@ class EncodedGrains:
     change: Change
     first: int
     end: int
+    importance: NDArray[np.float32] | None = field(default=None, compare=False)
 
     @property
     def reads(self) -> tuple[Placement, ...]:
@@ -219,7 +222,7 @@ class EncodedGrains:
         if self.kind in PLAIN:
             return to_bits(round_to_dtype(rows, self.tensor.dtype), self.tensor.dtype)
         try:
-            return encode(rows, self.kind)
+            return encode(rows, self.kind, self.importance)
         except FormatError as e:
             raise FormatError(
                 e.message, tensor=self.placement.canonical, hint=e.hint, error_id=e.error_id
@@ -234,16 +237,19 @@ def plan_encoding(
     kind: str,
     target: GlobalTensor,
     change: Change = UNCHANGED,
+    importance: NDArray[np.float32] | None = None,
 ) -> list[EncodedGrains]:
     """The feeds of one weight, each of about a unit of work.
 
     `placement` is where it lies in the source, `dtype` as what its elements are taken. `to` places
     it in `tensor`, of elements; `target` is what is stored: of a plain type, or blocks in bytes.
+    `importance` float32 `[cols]` weighs the errors of its columns, in the order of the source.
 
     Raises:
         MappingError: see `find_grain_order`.
     """
     grains = find_grain_order(to, tensor)
+    columns = None if importance is None else _sort_columns(importance, grains)
     count = numel(to.shape) // grains.num_elements
     step = max(1, UNIT_BYTES // (grains.num_elements * dtype.itemsize))
     return [
@@ -256,6 +262,19 @@ def plan_encoding(
             change=change,
             first=first,
             end=min(first + step, count),
+            importance=columns,
         )
         for first in range(0, count, step)
     ]
+
+
+def _sort_columns(values: Array, grains: GrainOrder) -> Array | None:
+    """Numbers of columns in the order in which they are stored; None where rows are cut."""
+    last = len(grains.sizes) - 1
+    if grains.order[last:] == (last,) and grains.sizes[last] == len(values):
+        return values
+    if grains.num_elements % len(values):
+        return None
+    rows = grains.sort(np.tile(values, grains.num_elements // len(values)))
+    rows = rows.reshape(-1, grains.box[-1])
+    return rows[0].copy() if (rows == rows[0]).all() else None

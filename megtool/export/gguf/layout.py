@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.convert.binding import Binding, WrittenBinding, summarize
 from megtool.convert.canonical import VOCABULARY, CanonicalModel
 from megtool.convert.families import Family
 from megtool.dtypes import DType, dtype
-from megtool.errors import MappingError, UsageError
+from megtool.errors import MappingError
 from megtool.export.gguf.architecture import Architecture
 from megtool.export.gguf.block_encoder import UNCHANGED, Change, plan_encoding
+from megtool.export.gguf.file_types import FileType, assign_types
 from megtool.export.gguf.header import INTEGER, PLAIN, GgufTensor
+from megtool.export.gguf.importance import ImportanceMatrix, column_weights
 from megtool.export.gguf.integer_table import IntegerFeed
 from megtool.export.gguf.latent_split import HALVES_OF_KV
-from megtool.export.gguf.metadata_keys import RopeFactors
+from megtool.export.gguf.metadata_keys import build_rope_factors
 from megtool.model_config import ModelConfig
-from megtool.number_formats.gguf import block, encodings
 from megtool.reshard.constant_feed import ConstantFeed
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -29,13 +30,17 @@ from megtool.tensors.sharded import GlobalTensor
 class GgufContents:
     """What a file is to hold: `placements` are copied and cast by the plan, `feeds` computed.
 
-    `fallen_back` are the names of weights whose rows are no whole blocks: they are F16.
+    `fallen_back` are weights whose rows are no whole blocks of their type, and what they are
+    instead; `named` says where weights lie, with their canonical names, and `weighed` counts those
+    whose columns have weights.
     """
 
     tensors: list[GgufTensor]
     placements: dict[str, Placement]
     feeds: list[TensorFeed] = field(default_factory=list)
-    fallen_back: list[str] = field(default_factory=list)
+    fallen_back: dict[str, str] = field(default_factory=dict)
+    named: list[Placement] = field(default_factory=list)
+    weighed: int = 0
 
 
 def plan_gguf_tensors(
@@ -46,31 +51,36 @@ def plan_gguf_tensors(
     family: Family,
     architecture: Architecture,
     *,
-    kind: str,
-    factors: RopeFactors,
+    file_type: FileType,
+    importance: ImportanceMatrix | None = None,
 ) -> GgufContents:
-    """The tensors of a file of this kind.
+    """The tensors of a file of this type.
 
     `canonical` are the model's tensors, `source` where each lies in the source, and `stored` the
     element types of the source's tensors (decoded, where they are packed).
 
     Raises:
+        CalibrationError: the importance matrix does not fit a weight.
         MappingError: a tensor has no name in this architecture.
     """
     written = _bind_names(canonical, config, family, architecture)
-    out = GgufContents(tensors=[], placements={})
     typed: dict[str, GgufTensor] = {}
     changes = architecture.changes(config) if architecture.changes else {}
     shapes = {t.name: t for t in written.tensors}
+    floats = {n: t.shape for n, t in shapes.items() if t.dtype.is_float}
+    types, fallen_back = assign_types(
+        floats, file_type, config, architecture.name, has_importance=importance is not None
+    )
+    out = GgufContents(
+        tensors=[],
+        placements={},
+        fallen_back=fallen_back,
+        named=list(written.placements.values()),
+    )
     for tensor in written.tensors:
-        if not tensor.dtype.is_float:
-            typed[tensor.name] = GgufTensor(name=tensor.name, shape=tensor.shape, kind=INTEGER)
-            continue
-        type_name = choose_tensor_type(tensor.name, tensor.shape, kind, tied=config.tied_embeddings)
-        if not has_whole_blocks(type_name, tensor.shape):
-            out.fallen_back.append(tensor.name)
-            type_name = "F16"
-        typed[tensor.name] = GgufTensor(name=tensor.name, shape=tensor.shape, kind=type_name)
+        kind = types.get(tensor.name, INTEGER)
+        typed[tensor.name] = GgufTensor(name=tensor.name, shape=tensor.shape, kind=kind)
+    weighed: set[str] = set()
     for name, to in written.placements.items():
         target, placement = typed[to.stored], source[name]
         if target.kind == INTEGER:
@@ -81,16 +91,20 @@ def plan_gguf_tensors(
         if target.kind in PLAIN and change == UNCHANGED:
             out.placements[name] = to
             continue
+        weights = None
+        if target.kind not in PLAIN:
+            weights = column_weights(importance, to, shapes[to.stored].shape[-1])
         feeds = plan_encoding(
-            placement, read_as, to, shapes[to.stored], target.kind, target.stored, change
+            placement, read_as, to, shapes[to.stored], target.kind, target.stored, change, weights
         )
+        weighed.update(to.stored for f in feeds if f.importance is not None)
         out.feeds.extend(feeds)
     constants = architecture.constants(config) if architecture.constants else {}
-    for name, values in {**factors, **constants}.items():
+    for name, values in {**build_rope_factors(config), **constants}.items():
         typed[name] = GgufTensor(name=name, shape=values.shape, kind="F32")
         out.feeds.append(ConstantFeed(values=((typed[name].stored, values),)))
     out.tensors.extend(typed.values())
-    return out
+    return replace(out, weighed=len(weighed))
 
 
 _NORM_PLUS_ONE = Change(shift=1.0)
@@ -135,52 +149,3 @@ def _bind_names(
 def _read_type(stored: DType) -> DType:
     """The type in which elements are taken: their own, or float32."""
     return stored if stored.name in PLAIN.values() else dtype("float32")
-
-
-_SMALL = ("_norm.", "ffn_gate_inp", "ssm_conv1d", "hc_", "_ape.")
-_ENDS = ("token_embd.weight", "output.weight")
-_FINER = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
-_TERNARY = ("TQ1_0", "TQ2_0")
-
-
-def parse_tensor_type(text: str) -> str:
-    """GGUF's name of the type asked for.
-
-    Raises:
-        UsageError: there is none, or the installed package does not encode it.
-        MissingPackageError: the gguf package is not installed.
-    """
-    name = text.upper()
-    if name not in encodings():
-        raise UsageError(
-            f"--outtype is {text!r}, which is no type that the gguf package encodes",
-            hint="one of " + ", ".join(k.lower() for k in encodings()),
-        )
-    return name
-
-
-def choose_tensor_type(name: str, shape: Sequence[int], kind: str, *, tied: bool) -> str:
-    """The type of one tensor of a file of this kind, where blocks divide its rows.
-
-    Vectors, norms, routers, short convolutions, hyper-connections and position biases are F32. The
-    output matrix (the embedding, where it serves as such) is Q8_0 in files of four and five bits:
-    llama.cpp makes it Q6_K, which its package cannot encode. Ternary files have both ends in F16,
-    and MXFP4 is for experts alone, beside Q8_0.
-    """
-    is_small = any(x in name for x in _SMALL)
-    if len(shape) < 2 or is_small or not name.endswith(".weight"):
-        return "F32"
-    if kind in PLAIN:
-        return kind
-    if kind in _TERNARY and name in _ENDS:
-        return "F16"
-    if kind in _FINER and name == _ENDS[not tied]:
-        return "Q8_0"
-    if kind == "MXFP4" and "_exps." not in name:
-        return "Q8_0"
-    return kind
-
-
-def has_whole_blocks(kind: str, shape: Sequence[int]) -> bool:
-    """Whether rows of a tensor are whole blocks."""
-    return kind in PLAIN or shape[-1] % block(kind)[0] == 0

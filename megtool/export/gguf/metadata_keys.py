@@ -31,7 +31,7 @@ _EPSILONS = {
 
 
 def build_model_keys(
-    config: ModelConfig, architecture: Architecture, *, name: str, kind: str
+    config: ModelConfig, architecture: Architecture, *, name: str, file_type: str
 ) -> dict[str, Any]:
     """`general.*` and the architecture's own keys; ints are u32, floats f32 in the file.
 
@@ -42,7 +42,7 @@ def build_model_keys(
         "general.type": "model",
         "general.name": name,
         "general.quantization_version": _QUANTIZATION_VERSION,
-        "general.file_type": _file_type(kind),
+        "general.file_type": _find_file_type(file_type),
     }
     keys: dict[str, Any] = {
         "vocab_size": config.vocab_size,
@@ -86,11 +86,11 @@ def build_model_keys(
     return out
 
 
-def _file_type(kind: str) -> int:
+def _find_file_type(name: str) -> int:
     """What llama.cpp calls a file most of whose weights are of this type."""
     kinds = package().LlamaFileType
     names = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}
-    return int(kinds[names.get(kind, f"MOSTLY_{kind}")])
+    return int(kinds[names.get(name, f"MOSTLY_{name}")])
 
 
 _STANDING = 1e30

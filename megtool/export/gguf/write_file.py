@@ -24,19 +24,23 @@ from megtool.export.gguf.architectures import (
     find_text_family,
     list_oddities,
 )
-from megtool.export.gguf.header import INTEGER, PLAIN, plan_gguf_file
+from megtool.export.gguf.file_types import FileType, parse_file_type
+from megtool.export.gguf.header import INTEGER, plan_gguf_file
+from megtool.export.gguf.importance import ImportanceMatrix, open_importance, write_imatrix
 from megtool.export.gguf.latent_split import split_latent
-from megtool.export.gguf.layout import GgufContents, parse_tensor_type, plan_gguf_tensors
-from megtool.export.gguf.metadata_keys import build_model_keys, build_rope_factors
+from megtool.export.gguf.layout import GgufContents, plan_gguf_tensors
+from megtool.export.gguf.metadata_keys import build_model_keys
 from megtool.export.gguf.tokenizer import build_tokenizer_keys
 from megtool.export.report import ExportReport
 from megtool.export.staged_export import PlannedExport
 from megtool.model_config import ModelConfig
+from megtool.number_formats.kquants import K_QUANTS, WEIGHED
 from megtool.options.groups import SourceOptions
 from megtool.reshard.execute import ExecutionOptions, expected_digests, source_paths
 from megtool.reshard.open_source import open_source
 from megtool.reshard.repeated_tensors import find_false_copies
 from megtool.reshard.source import CheckpointSource, collect_saved_tokenizer, unknown_model
+from megtool.tensors.placement import Placement
 
 _LOG = logging.getLogger(__name__)
 _FILES = (
@@ -48,12 +52,31 @@ _FILES = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufOptions:
+    """How a file is made.
+
+    Args:
+        outtype: The type of most weights: f32, f16, bf16, a block type (q8_0, q4_0, ...) or a
+            mixture of llama.cpp (q4_k_m, ...); see `assign_types` for the other weights.
+        pre_tokenizer: llama.cpp's name for how the tokenizer splits text, if tokenizer.json does
+            not tell.
+        imatrix: An importance matrix of llama.cpp, or a calibration file: by it errors of the
+            columns of weights are weighed.
+        save_imatrix: Where to write what `imatrix` says as a file of llama.cpp.
+    """
+
+    outtype: str = "bf16"
+    pre_tokenizer: str | None = None
+    imatrix: Path | None = None
+    save_imatrix: Path | None = None
+
+
 def export_gguf(
     source: Path,
     destination: Path,
+    options: GgufOptions,
     *,
-    kind: str = "bf16",
-    pre_tokenizer: str | None = None,
     model: SourceOptions,
     execution: ExecutionOptions,
     files: Files | None = None,
@@ -61,24 +84,23 @@ def export_gguf(
 ) -> ExportReport:
     """Write the model of `source`, in any format and layout, quantized or not, as one GGUF file.
 
-    Weights whose rows are not whole blocks become f16, as llama.cpp's own tools do, and a note says
-    so. The model's name in the file is that of the file. Optimizer state is left out, and so are
-    towers, and multi-token prediction where llama.cpp has none, each with a note.
+    Weights whose rows are not whole blocks are of another type, as llama.cpp's own tools do, and a
+    note says so. The model's name in the file is that of the file. Optimizer state is left out, and
+    so are towers, and multi-token prediction where llama.cpp has none, each with a note.
 
     Args:
         source: A checkpoint of any format.
         destination: The file.
-        kind: The type of most weights: f32, f16, bf16, or a block format that the installed gguf
-            package encodes (q8_0, q4_0, ...); see `choose_tensor_type` for the other weights.
-        pre_tokenizer: llama.cpp's name for how the tokenizer splits text, if tokenizer.json does
-            not tell.
+        options: The types of weights, and what else the file is to be.
         model: What the user says about the source.
         execution: How the file is written.
         files: The file system.
         progress: Is called with bytes written and their total.
 
     Raises:
-        UsageError: the kind is unknown, or is for experts and there are none.
+        UsageError: the type is unknown, is for experts and there are none, or has no use for an
+            importance matrix.
+        CalibrationError: the importance matrix is of another model, or damaged.
         MappingError: llama.cpp has no such architecture, or would compute something else.
         FormatError: there is no tokenizer; a weight to be quantized holds NaN or infinity, or one
             that becomes f16 a number too large for it.
@@ -86,21 +108,22 @@ def export_gguf(
         StorageError, SourceChangedError, DestinationError: as of a reshard.
     """
     start = time.monotonic()
-    type_name = parse_tensor_type(kind)
+    file_type = parse_file_type(options.outtype, has_importance=options.imatrix is not None)
+    _check_importance(options, file_type)
     opened = open_source(source, model, optimizer=False)
-    plan, notes = _plan(opened, destination, type_name, pre_tokenizer)
+    planned = _plan(opened, destination, file_type, options)
     report = ExportReport(
         source=str(source),
         to="gguf",
         engine="llama.cpp",
-        algo="" if type_name in PLAIN else type_name,
+        algo="" if file_type.is_plain else file_type.name,
         source_bytes=opened.catalogue.num_bytes,
         decoded=len(opened.catalogue.packed),
-        notes=tuple(notes),
+        notes=tuple(planned.notes),
         warnings=tuple(opened.catalogue.warnings),
     )
     export = PlannedExport(
-        plan=plan,
+        plan=planned.plan,
         report=report,
         sources=source_paths(opened),
         expected=expected_digests(opened),
@@ -108,13 +131,45 @@ def export_gguf(
         is_file=True,
         start=start,
     )
-    return export.write(destination, execution, files or Files(), progress)
+    written = export.write(destination, execution, files or Files(), progress)
+    is_there = written.worker is None or written.worker.is_committed
+    if planned.importance is not None and options.save_imatrix and not written.is_dry and is_there:
+        write_imatrix(options.save_imatrix, planned.importance, planned.named)
+    return written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlannedFile:
+    """A plan, the notes of its report, and what columns weigh, by where weights lie."""
+
+    plan: ReshardPlan
+    notes: list[str]
+    importance: ImportanceMatrix | None
+    named: list[Placement]
+
+
+def _check_importance(options: GgufOptions, file_type: FileType) -> None:
+    """Refuse an importance matrix that no weight of such a file heeds.
+
+    Raises:
+        UsageError: there is no use for it, or nothing to write as one.
+    """
+    if options.imatrix is None and options.save_imatrix is not None:
+        raise UsageError(
+            "--save-imatrix has nothing to write",
+            hint="--imatrix FILE: a calibration file (megtool quantize --calibrate-only makes it)",
+        )
+    heeds = file_type.base in (*K_QUANTS, *WEIGHED)
+    if options.imatrix is not None and not heeds and options.save_imatrix is None:
+        raise UsageError(
+            f"--imatrix has no effect with --outtype {options.outtype}",
+            hint="K-quants, q4_0, q4_1, q5_0 and q5_1 weigh errors by it",
+        )
 
 
 def _plan(
-    opened: CheckpointSource, path: Path, kind: str, pre_tokenizer: str | None
-) -> tuple[ReshardPlan, list[str]]:
-    """The plan, and the notes of the report."""
+    opened: CheckpointSource, path: Path, file_type: FileType, options: GgufOptions
+) -> _PlannedFile:
     family, config = _require_model(opened)
     architecture = find_architecture(family, config)
     left_out = _find_left_out(opened, config, architecture)
@@ -124,19 +179,22 @@ def _plan(
     canonical = {n: t for n, t in opened.view.canonical.items() if n not in gone}
     if not architecture.has_mtp:
         config = replace(config, num_mtp_layers=0, mtp_kind="", mtp_hidden_first=False)
-    if kind == "MXFP4" and not config.num_experts:
+    if file_type.base == "MXFP4" and not config.num_experts:
         raise UsageError(
             "kind 'mxfp4' is for the weights of experts, and the model has none",
             hint="q4_0 or q8_0",
         )
-    keys = build_model_keys(config, architecture, name=path.stem, kind=kind) | lists
-    keys |= _tokenizer(opened, config.vocab_size, pre_tokenizer)
+    keys = build_model_keys(config, architecture, name=path.stem, file_type=file_type.name)
+    keys |= lists | dict(_tokenizer(opened, config.vocab_size, options.pre_tokenizer))
     tensors = {t.name: t for t in opened.catalogue.tensors}
     places, sources = {n: opened.placement_of(n) for n in canonical}, dict(opened.view.placements)
     if architecture.is_latent:
         whole, (canonical, places) = canonical, split_latent(canonical, places, config)
         halves = {n: places[n] for n in canonical if n not in whole}
         sources = {n: p for n, p in sources.items() if n not in whole or n in canonical} | halves
+    importance = None
+    if options.imatrix is not None:
+        importance = open_importance(options.imatrix, opened, config)
     contents = plan_gguf_tensors(
         canonical,
         places,
@@ -144,8 +202,8 @@ def _plan(
         config,
         find_text_family(family, config),
         architecture,
-        kind=kind,
-        factors=build_rope_factors(config),
+        file_type=file_type,
+        importance=importance,
     )
     laid_out = plan_gguf_file(
         contents.tensors, keys, architecture=architecture.name, file=path.name
@@ -157,10 +215,13 @@ def _plan(
         dropped=[*_list_dropped(opened), *_list_stored(opened, left_out)],
         copies={n: original for n, original in opened.repeats.items() if n in contents.placements},
         feeds=contents.feeds,
-        options=repr((__version__, kind)),
+        options=repr((__version__, file_type.name, importance.digest if importance else "")),
     )
-    notes = [*list_oddities(architecture, config), *_note_other_types(contents, kind)]
-    return plan, [*notes, *(part.note for part in left_out if part.note)]
+    notes = [*list_oddities(architecture, config), *_note_other_types(contents, file_type)]
+    if importance is not None:
+        notes.append(_note_importance(contents))
+    notes += [part.note for part in left_out if part.note]
+    return _PlannedFile(plan=plan, notes=notes, importance=importance, named=contents.named)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,22 +294,29 @@ def _list_stored(opened: CheckpointSource, left_out: Sequence[_LeftOut]) -> list
     ]
 
 
-def _note_other_types(contents: GgufContents, kind: str) -> list[str]:
-    """Which weights are of another type than the one asked for."""
+def _note_other_types(contents: GgufContents, file_type: FileType) -> list[str]:
+    """Which weights are of another type than most."""
     by_type: dict[str, list[str]] = {}
     for t in contents.tensors:
-        if t.kind not in (kind, "F32", INTEGER) and t.name not in contents.fallen_back:
+        if t.kind not in (file_type.base, "F32", INTEGER) and t.name not in contents.fallen_back:
             by_type.setdefault(t.kind, []).append(t.name)
     notes = [
         f"{len(names)} of {len(contents.tensors)} tensors are {type_name}: {_first(names)}"
         for type_name, names in by_type.items()
     ]
-    if contents.fallen_back:
+    for kind in sorted(set(contents.fallen_back.values())):
+        names = [n for n, fallback in contents.fallen_back.items() if fallback == kind]
         notes.append(
-            f"{len(contents.fallen_back)} tensors are F16, for their rows are no whole blocks of "
-            f"{kind}: {_first(contents.fallen_back)}"
+            f"{len(names)} tensors are {kind}, for their rows are no whole blocks of their "
+            f"type in a {file_type.name} file: {_first(names)}"
         )
     return notes
+
+
+def _note_importance(contents: GgufContents) -> str:
+    """How many weights are encoded by the importance matrix."""
+    encoded = [t.name for t in contents.tensors if t.kind in (*K_QUANTS, *WEIGHED)]
+    return f"the importance matrix weighs {contents.weighed} of {len(encoded)} encoded weights"
 
 
 def _first(names: list[str]) -> str:

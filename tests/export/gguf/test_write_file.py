@@ -279,11 +279,11 @@ def test_killed_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(work_units, "UNIT_BYTES", 4096)
     real, calls = block_encoder.encode, []
 
-    def fails(values: Any, kind: str) -> Any:
+    def fails(values: Any, kind: str, importance: Any) -> Any:
         calls.append(kind)
         if len(calls) == 8:  # of fifteen weights
             raise KeyboardInterrupt
-        return real(values, kind)
+        return real(values, kind, importance)
 
     path = tmp_path / "m.gguf"
     monkeypatch.setattr(block_encoder, "encode", fails)
@@ -314,7 +314,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not out.exists()
         assert not (tmp_path / ".m.gguf.megtool").exists()
 
-    refused(UsageError, "--outtype is 'q4_k'", "q4_0, q4_1", outtype="q4_k")
+    refused(UsageError, "--outtype is 'q4_x'", "q4_0, q4_1", outtype="q4_x")
     refused(UsageError, "mxfp4", "q8_0", outtype="mxfp4")
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     _edit(source, rope_parameters=None, rope_theta=1e4, rope_scaling=scaling)
