@@ -28,6 +28,8 @@ OPTIONS = {
     "plan_scale.py": ["--layers", "8", "--experts", "64", "--rounds", "1"],
     "plan_share_scale.py": ["--layers", "2", "--cuts", "4", "--workers", "8", "--rounds", "1"],
     "startup.py": ["--rounds", "1"],
+    "kquants_speed.py": ["--rounds", "1", "--mib", "0.5"],
+    "prefetch_speed.py": ["--rounds", "1", "--steps", "4", "--samples", "2", "--compute-ms", "2"],
     "gpu_speed.py": [],
     "kernel_speed.py": ["--device", "cpu", "--tokens", "16", "--hidden", "32", "--rounds", "1"],
     "delta_rule_speed.py": ["--tokens", "70", "--rounds", "1"],

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.data.blend import Blend, Chain
+from megtool.data.fill_in_middle import FillInMiddle
 from megtool.data.masking import Masking
 from megtool.data.packing import IGNORED, PackedRows
 from megtool.data.sample_index import Mode, Overflow, SampleIndex, cut
@@ -43,6 +44,7 @@ class TokenDataset:
     """Rows of `length` tokens of one data set.
 
     `seed` determines the order of documents and of rows; None keeps the order of the data.
+    `change` is what is done to the tokens of a row: masked for an encoder, or rearranged.
 
     Raises:
         FormatError: there is nothing to learn, or a document is too long (see `sample_index.cut`).
@@ -61,22 +63,30 @@ class TokenDataset:
         overflow: Overflow = "split",
         pad_id: int = 0,
         source: str = "",
-        masking: Masking | None = None,
+        change: Masking | FillInMiddle | None = None,
     ) -> None:
         if length < 1:
             raise UsageError(f"rows cannot have {length} tokens", hint="--seq-length 1 or more")
         self._documents, self.length, self._seed = documents, length, seed
-        self._pad_id, self._source, self._masking = pad_id, source, masking
+        self._pad_id, self._source = pad_id, source
+        masking = change if isinstance(change, Masking) else None
+        fill_in = change if isinstance(change, FillInMiddle) else None
+        self._masking, self._fill_in = masking, fill_in
         if masking is not None and documents.is_partly_learned:
             raise UsageError(
                 f"{source!r} has conversations or answers, and the model predicts masked tokens",
                 hint="it learns from plain texts: --field NAME, or --all-turns for all of them",
             )
+        if fill_in is not None and documents.is_partly_learned:
+            raise UsageError(
+                f"{source!r} has conversations or answers, and --fim-rate rearranges plain texts",
+                hint="--field NAME reads plain texts; --all-turns learns all of a conversation",
+            )
         self._cut = self.make_index(mode, overflow)
         self._part = range(self._cut.num_rows)
         self._shuffled: tuple[int, Int] | None = None
-        masked = () if masking is None else (masking,)
-        self._facts = (length, seed, mode, overflow, pad_id, *masked)
+        changes = () if change is None else (change,)
+        self._facts: tuple[Any, ...] = (length, seed, mode, overflow, pad_id, *changes)
         if not self._cut.num_rows:
             raise FormatError(
                 f"there is nothing to train on in {len(documents.lengths)} documents",
@@ -147,10 +157,17 @@ class TokenDataset:
         tokens, labels = np.full(self.length, self._pad_id, np.int64), np.full(self.length, IGNORED)
         positions, documents = np.zeros(self.length, np.int64), np.full(self.length, -1)
         offset, c = 0, self._cut
+        random = None if self._fill_in is None else self._fill_in.generator(sample)
         for piece in range(int(c.first[row]), int(c.first[row + 1])):
             document, begin, end = int(c.document[piece]), int(c.begin[piece]), int(c.end[piece])
-            columns = slice(offset, offset + end - begin)
             ids = self._documents.tokens(document, begin, end + self.ahead)
+            if self._fill_in is not None and random is not None:
+                ids = self._fill_in.rearrange(ids.astype(np.int64), random)
+                end = begin + min(len(ids) - 1, self.length - offset)
+                ids = ids[: end - begin + 1]
+                if end <= begin:
+                    continue
+            columns = slice(offset, offset + end - begin)
             tokens[columns], labels[columns] = ids[: end - begin], ids[self.ahead :]
             learned = self._documents.learned(document, begin + 1, end + 1)
             if learned is not None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megtool.console import Progress, silent
 from megtool.data.dataset import BlendedDataset, TokenDataset
+from megtool.data.fill_in_middle import FillInMiddle
 from megtool.data.masking import Masking
 from megtool.data.sample_index import Mode, Overflow
 from megtool.data.source_target import SourceTarget, SourceTargetDataset
@@ -30,6 +31,7 @@ class RowOptions:
         overflow: what happens to documents that are longer than a row.
         shares: the share of samples from each source (None: by size).
         masking: which tokens are to be predicted, of themselves; None: all, of those before them.
+        fill_in: how texts are rearranged, for a model that is to fill in.
         targets: rows are sources with targets, for a model with an encoder.
         target_length: tokens of a target (None: as many as texts need; of pairs, `length`).
     """
@@ -40,6 +42,7 @@ class RowOptions:
     overflow: Overflow = "split"
     shares: Sequence[float] | None = None
     masking: Masking | None = None
+    fill_in: FillInMiddle | None = None
     targets: SourceTarget | None = None
     target_length: int | None = None
 
@@ -122,7 +125,7 @@ def _make_feeds(
                 overflow=options.overflow,
                 pad_id=pad_id,
                 source=str(source),
-                masking=options.masking,
+                change=options.masking or options.fill_in,
             )
             for store, source in zip(stores, sources, strict=True)
         ]

@@ -141,6 +141,11 @@ class Tokenizer:
         fast = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special)
         return [encoding.ids for encoding in fast]
 
+    def token_id(self, token: str) -> int | None:
+        """The number of a token of the vocabulary; None if it has none."""
+        vocabulary: Mapping[str, int] = self._full.get_vocab()
+        return vocabulary.get(token)
+
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The tokens of `text` without added ones, and the characters (begin, end) of each.
 

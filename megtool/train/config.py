@@ -17,6 +17,7 @@ from megtool.options.groups import (
     SourceOptions,
     TokenizerOptions,
 )
+from megtool.train.data_options import RowBuildingOptions
 from megtool.train.loss_options import FurtherLossOptions
 from megtool.train.optimizer_options import OptimizerOptions
 from megtool.train.profile_options import ProfileOptions
@@ -42,6 +43,7 @@ class TrainConfig(
     FurtherLossOptions,
     ProfileOptions,
     ContextParallelOptions,
+    RowBuildingOptions,
     SourceOptions,
     TokenizerOptions,
 ):
@@ -82,24 +84,6 @@ class TrainConfig(
     )
     all_turns: bool = option(
         INPUT, "Train on the users' turns as well, not only on the assistant's.", False
-    )
-    mask_prob: float = option(
-        INPUT,
-        "Share of the tokens that an encoder (RoBERTa, ModernBERT) learns to predict, or that T5 "
-        "is to fill in.",
-        0.15,
-        metavar="X",
-        minimum=0,
-    )
-    mean_noise_span_length: float = option(
-        INPUT,
-        "Mean tokens of a span that T5 is to fill in, of plain texts.",
-        3.0,
-        metavar="X",
-        minimum=1,
-    )
-    data_cache_path: Path | None = option(
-        INPUT, "Where to cache tokenized data; default: in DST.", metavar="FOLDER"
     )
     # ---- Training
     train_iters: int | None = option(

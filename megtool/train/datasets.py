@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from megtool.console import Progress, silent
 from megtool.data.dataset import BlendedDataset, TokenDataset
+from megtool.data.fill_in_middle import FillInMiddle, FimTokens
 from megtool.data.masking import Masking
 from megtool.data.open_dataset import RowOptions, open_dataset
 from megtool.data.source_target import SourceTarget
 from megtool.data.token_cache import Encoding, is_indexed
-from megtool.errors import MegtoolError
+from megtool.errors import MegtoolError, UsageError
+from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ALONE, Group
 from megtool.reshard.source import CheckpointSource
 from megtool.train.config import TrainConfig
@@ -90,6 +92,7 @@ def open_datasets(
         if config.num_decoder_layers
         else None,
         target_length=settings.decoder_seq_length,
+        fill_in=_find_fill_in(settings, config, tokenizer) if settings.fim_rate else None,
     )
     train = open_texts(settings.data, tokenizer, rows)
     evaluation: TokenDataset | BlendedDataset | None = None
@@ -109,6 +112,37 @@ def open_datasets(
             "digest": train.fingerprint,
         },
         counts=asdict(train.counts),
+    )
+
+
+def _find_fill_in(
+    settings: TrainConfig, config: ModelConfig, tokenizer: Tokenizer | None
+) -> FillInMiddle:
+    """How texts are rearranged.
+
+    Raises:
+        UsageError: the model is not causal, or has no tokens for it.
+    """
+    if config.bidirectional or config.num_decoder_layers:
+        raise UsageError(
+            "--fim-rate rearranges texts for a causal model, and this one "
+            + ("has an encoder" if config.num_decoder_layers else "attends both ways"),
+            hint="--mask-prob says how much of a text it is to fill in",
+        )
+    return FillInMiddle.of(
+        tokenizer,
+        config.vocab_size,
+        FimTokens(
+            prefix=settings.fim_prefix_token,
+            middle=settings.fim_middle_token,
+            suffix=settings.fim_suffix_token,
+        ),
+        split_token=settings.fim_split_sample,
+        rate=settings.fim_rate,
+        spm_rate=settings.fim_spm_rate,
+        fragment_rate=settings.fim_fragment_rate,
+        no_prefix=settings.fim_no_prefix,
+        seed=settings.seed,
     )
 
 

@@ -36,6 +36,7 @@ from megtool.train.cuda_graph import GraphedSchedule
 from megtool.train.evaluation import Evaluation, evaluate, world_sum
 from megtool.train.features.registry import TrainingFeatures
 from megtool.train.nonfinite import find_nonfinite_parameter, find_nonfinite_tensor, nonfinite_error
+from megtool.train.prefetch import RowPrefetcher
 from megtool.train.profile import StepProfiler
 from megtool.train.run_log import RunLog, format_line
 from megtool.train.run_plan import RunPlan, rates_at
@@ -121,17 +122,21 @@ class _TrainLoop:
             self.outcome.stop_reason = "patience"
         settings, groups = self.job.settings, self.groups
         settings.check_profile(state.iteration, plan.train_iters, groups.parallel.world_size)
-        with StepProfiler(settings, self.job.folder, groups.rank, groups.device) as profiler:
-            self.run_steps(profiler)
+        prefetcher = RowPrefetcher(
+            self.job.dataset, plan.rows, plan.global_batch_size, depth=settings.prefetch_steps
+        )
+        profiler = StepProfiler(settings, self.job.folder, groups.rank, groups.device)
+        with prefetcher, profiler:
+            self.run_steps(profiler, prefetcher)
         self.outcome.seconds = time.monotonic() - self.start_time
         return self.outcome
 
-    def run_steps(self, profiler: StepProfiler) -> None:
+    def run_steps(self, profiler: StepProfiler, prefetcher: RowPrefetcher) -> None:
         """Run steps until there are no more, or a reason to stop."""
         plan, state = self.job.plan, self.state
         while state.iteration < plan.train_iters and self.outcome.stop_reason == "done":
             profiler.begin(state.iteration)
-            self.step()
+            self.step(prefetcher)
             profiler.end(state.iteration)
             self.progress("train", plan.tokens, plan.tokens * plan.train_iters)
             last = state.iteration == plan.train_iters
@@ -144,13 +149,14 @@ class _TrainLoop:
                 self.save(last=last or reason is not None)
             self.outcome.stop_reason = reason or "done"
 
-    def step(self) -> None:
+    def step(self, prefetcher: RowPrefetcher) -> None:
         """Do one step of the optimizer, and log it."""
         job, plan, state = self.job, self.job.plan, self.state
         began = time.monotonic()
         first = state.consumed_samples + self.groups.dp.rank * plan.rows
         with record_function("data"):
-            batch, labels_BS = collate_rows(job.dataset.rows(first, plan.rows), self.groups.device)
+            end = plan.global_batch_size * plan.train_iters
+            batch, labels_BS = collate_rows(prefetcher.rows(first, end), self.groups.device)
         rate, weight_decay = rates_at(job.schedule, state.num_steps)
         job.optimizer.zero_grad()
         job.optimizer.begin(plan.num_microbatches)

@@ -45,3 +45,12 @@ def save(folder: Path, *, bos: bool = False, template: str | None = TEMPLATE) ->
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     return folder
+
+
+def save_with_fim_tokens(folder: Path) -> Path:
+    """The same, with StarCoder's tokens for filling in."""
+    save(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<file>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
