@@ -78,6 +78,9 @@ class ProcessGroups:
     first one, which both embed tokens.
     Context parallelism in two levels has `cp_inner`, neighbours on the axis that exchange heads,
     and `cp_outer`, which pass keys and values round.
+    State of optimizers is sharded over `shards`, of experts over `expert_shards`: all replicas, or
+    those of one instance, if `start` makes several. Ranks of `instances` and `expert_instances` are
+    at the same place of different instances.
     Groups of the same ranks share one handle. `device` is where tensors have to be for the backend,
     `order` that of the axes (see `Mesh`).
     """
@@ -92,6 +95,10 @@ class ProcessGroups:
     etp: Group = ALONE
     expert_dp: Group = ALONE
     replicas: Group = ALONE
+    shards: Group = ALONE
+    instances: Group = ALONE
+    expert_shards: Group = ALONE
+    expert_instances: Group = ALONE
     ends: Group = ALONE
     inputs: Group = ALONE
     world: Group = ALONE
@@ -113,6 +120,8 @@ class ProcessGroups:
         *,
         device: torch.device | str = "cpu",
         order: str = MEGATRON_ORDER,
+        num_instances: int = 1,
+        orders_kernels: bool = True,
         timeout_s: float = 1800.0,
         environment: Mapping[str, str] = os.environ,
     ) -> ProcessGroups:
@@ -122,11 +131,13 @@ class ProcessGroups:
         parallelism grows to fill the world, as in Megatron: a layout fits every multiple of its
         own world size, and `parallel` of the result says what it became. Without torchrun's
         environment a layout of one rank is `alone`. Every process has to call this, and with the
-        same arguments. A world that the caller has initialized is used, and not stopped.
+        same arguments. A world that the caller has initialized is used, and not stopped. Replicas
+        are divided into `num_instances`, each of consecutive ones, as in Megatron. FSDP2 overlaps
+        gathers with products only if `orders_kernels` is false (see `order_kernels`).
 
         Raises:
-            LayoutError: the world has another size, or the order of axes is none; the hint says
-                which sizes would do.
+            LayoutError: the world has another size, the order of axes is none, or instances do not
+                divide the replicas; the hint says which sizes would do.
             MissingPackageError: nccl was asked for, and there is no such device.
         """
         target_device = torch.device(device)
@@ -138,8 +149,9 @@ class ProcessGroups:
         else:
             rank, world_size = 0, 1
         parallel = fit(parallel, world_size)
+        check_instances(parallel, num_instances)
         mesh = Mesh(parallel, order)
-        if target_device.type == "cuda":
+        if target_device.type == "cuda" and orders_kernels:
             order_kernels(parallel)
         target_device = _device(target_device, _number(environment, "LOCAL_RANK", rank))
         if world_size == 1 and not started:
@@ -157,7 +169,8 @@ class ProcessGroups:
                 timeout=timeout,
                 **on_cuda,
             )
-        more: dict[str, Any] = {"order": order, "owns_world": not started, **_make(mesh, rank)}
+        more: dict[str, Any] = {"order": order, "owns_world": not started}
+        more |= _make(mesh, rank, num_instances)
         return cls(parallel=parallel, rank=rank, device=target_device, **more)
 
     def stage(self) -> Group:
@@ -289,7 +302,26 @@ def _device(device: torch.device, local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _make(mesh: Mesh, rank: int) -> dict[str, Group]:
+def check_instances(parallel: ParallelConfig, num_instances: int) -> None:
+    """Check that instances of the distributed optimizer have equal numbers of replicas.
+
+    Raises:
+        LayoutError: they do not divide the replicas; the hint says which numbers do.
+    """
+    for label, size in (
+        ("dp x cp", parallel.dp * parallel.cp),
+        ("replicas of experts", parallel.expert_dp),
+    ):
+        if size % num_instances:
+            raise LayoutError(
+                f"{num_instances} instances of the distributed optimizer do not divide {label}="
+                f"{size}",
+                hint="--num-distributed-optimizer-instances: "
+                f"{near(divisors(size), num_instances)}",
+            )
+
+
+def _make(mesh: Mesh, rank: int, num_instances: int) -> dict[str, Group]:
     """All groups of one rank. Every process makes every group, in the same order, as torch wants.
 
     One handle for each set of ranks, whatever the axis; the whole world is torch's own.
@@ -301,6 +333,14 @@ def _make(mesh: Mesh, rank: int) -> dict[str, Group]:
     positions["inputs"] = np.where(stages == second, 0, stages)
     inner = (mesh.sizes.hierarchical_cp or (1,))[0]
     positions["cp_block"], positions["cp_place"] = np.divmod(positions["cp"], inner)
+    for prefix, axes in (("", _SAME["replicas"]), ("expert_", _SAME["expert_dp"])):
+        place = np.zeros_like(stages)
+        for ranks in _parts([positions[axis] for axis in axes]):
+            place[list(ranks)] = np.arange(len(ranks)) * num_instances // len(ranks)
+        positions[f"{prefix}instance"] = place
+        for ranks in _parts([positions[axis] for axis in (*axes, f"{prefix}instance")]):
+            place = positions.setdefault(f"{prefix}shard", np.zeros_like(stages))
+            place[list(ranks)] = np.arange(len(ranks))
     everyone = tuple(range(mesh.sizes.world_size))
     created: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
     out = {"world": Group(ranks=everyone, rank=rank, handle=dist.group.WORLD)}
@@ -328,6 +368,10 @@ _SAME = {
     "expert_dp": ("etp", "ep", "pp"),
     "ends": ("tp", "cp", "dp", "ends"),
     "inputs": ("tp", "cp", "dp", "inputs"),
+    "shards": ("tp", "pp", "instance"),
+    "instances": ("tp", "pp", "shard"),
+    "expert_shards": ("etp", "ep", "pp", "expert_instance"),
+    "expert_instances": ("etp", "ep", "pp", "expert_shard"),
 }
 
 

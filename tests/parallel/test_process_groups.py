@@ -17,7 +17,13 @@ from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MissingPackageError
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.mesh import MEGATRON_ORDER, PIPELINE_BEFORE_DATA
-from megtool.parallel.process_groups import Group, ProcessGroups, fit, order_kernels
+from megtool.parallel.process_groups import (
+    Group,
+    ProcessGroups,
+    check_instances,
+    fit,
+    order_kernels,
+)
 from tests.support.errors import raises
 from tests.support.worlds.gloo_world import run_world
 
@@ -114,6 +120,62 @@ def test_groups_equal_megatrons(joined: list[list[dict[str, Any]]]) -> None:
             for ranks in generator.get_ranks(token):
                 for rank in ranks:
                     assert seen[rank][axis][0] == tuple(ranks), (sizes, axis)
+
+
+INSTANCES = ({}, {"tp": 2}, {"cp": 2}, {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1})
+
+
+def instances(rank: int, size: int) -> list[tuple[tuple[int, ...], ...]]:
+    out = []
+    for sizes in INSTANCES:
+        groups = ProcessGroups.start(ParallelConfig(**sizes), num_instances=2)
+        names = ("shards", "instances", "expert_shards", "expert_instances")
+        out.append(tuple(getattr(groups, name).ranks for name in names))
+        groups.stop()
+    return out
+
+
+def megatron_instances(rank: int, size: int) -> list[tuple[tuple[int, ...], ...]]:
+    from megatron.core import parallel_state as state
+
+    dist.init_process_group("gloo")
+    out = []
+    for sizes in INSTANCES:
+        state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes.get("tp", 1),
+            context_parallel_size=sizes.get("cp", 1),
+            expert_model_parallel_size=sizes.get("ep", 1),
+            expert_tensor_parallel_size=sizes.get("etp"),
+            num_distributed_optimizer_instances=2,
+        )
+        groups = (
+            state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True),
+            state._INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP,
+            state.get_expert_data_parallel_group(partial_expert_data_parallel=True),
+            state._INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP,
+        )
+        out.append(tuple(tuple(dist.get_process_group_ranks(g)) for g in groups))
+        state.destroy_model_parallel()
+    return out
+
+
+def test_instances_divide_replicas() -> None:
+    found = run_world(instances, 4)
+    assert [r[0][:2] for r in found] == [
+        ((0, 1), (0, 2)),
+        ((0, 1), (1, 3)),
+        ((2, 3), (0, 2)),
+        ((2, 3), (1, 3)),
+    ]
+    with pytest.raises(LayoutError, match="3 instances of the distributed optimizer do not divide"):
+        check_instances(ParallelConfig(dp=4), 3)
+
+
+@pytest.mark.slow
+def test_instances_equal_megatrons() -> None:
+    pytest.importorskip("megatron.core.parallel_state")
+    pytest.importorskip("einops", reason="megatron-core makes these groups with it")
+    assert run_world(instances, 4) == run_world(megatron_instances, 4)
 
 
 def stages(rank: int, size: int) -> list[tuple[tuple[int, ...], float]]:
