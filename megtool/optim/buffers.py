@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from megtool.errors import MappingError, UsageError
+from megtool.optim.flat_shards import rank_part
 from megtool.optim.param_groups import ParamInfo
 from megtool.optim.segments import Span
-from megtool.parallel.process_groups import Group
+from megtool.parallel.process_groups import ALONE, Group
 from megtool.tensors.buckets import lay_out, padded
 from megtool.tensors.registration_order import ORDERS, Order
 
@@ -62,10 +63,12 @@ class BucketParam:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ParamAndGradBucket:
-    """A part of a buffer that is communicated at once, of which each replica owns an equal shard.
+    """A part of a buffer that is communicated at once, of which each rank of `group` owns an equal
+    shard. Ranks of `instances` own the same shard, of different groups of replicas.
 
-    `params` and `grads` are views of the buffer, padding included; `numel` is without the padding
-    at the end. Members come in the order of the buffer.
+    `params` and `grads` are views of the buffer, padding included, and `param_shard` this rank's
+    elements of `params`; `numel` is without the padding at the end. Members come in the order of
+    the buffer.
     """
 
     kind: BufferKey
@@ -75,6 +78,8 @@ class ParamAndGradBucket:
     params: Tensor
     grads: Tensor
     group: Group
+    instances: Group
+    param_shard: Tensor
 
     @property
     def label(self) -> str:
@@ -87,11 +92,6 @@ class ParamAndGradBucket:
         """The range of the bucket's elements that this rank owns, padding included."""
         each = self.params.numel() // self.group.size
         return self.group.rank * each, (self.group.rank + 1) * each
-
-    @property
-    def param_shard(self) -> Tensor:
-        """This rank's elements of the parameters, live."""
-        return self.params[slice(*self.shard_range)]
 
     def spans(self) -> list[Span]:
         """The spans of members in this rank's shard, in order; `offset` counts in the shard."""
@@ -124,6 +124,7 @@ def make_buffer(
     group: Group,
     bucket_size: int | None,
     *,
+    instances: Group = ALONE,
     for_bandwidth: bool = False,
 ) -> ParamAndGradBuffer:
     """Move parameters, in registration order, into a new buffer, of which they become views.
@@ -164,6 +165,8 @@ def make_buffer(
             params=params[offsets[i] : offsets[i + 1]],
             grads=grads[offsets[i] : offsets[i + 1]],
             group=group,
+            instances=instances,
+            param_shard=rank_part(params[offsets[i] : offsets[i + 1]], group),
         )
         for i, size in enumerate(sizes)
     )

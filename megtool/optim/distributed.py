@@ -2,7 +2,8 @@
 
 Every replica has all parameters of its rank in Megatron's flat buffers. It reduces the gradients of
 its shard of every bucket, updates that, and gathers parameters from the others. Dense parameters
-are sharded over `ProcessGroups.replicas`, experts over `ProcessGroups.expert_dp`.
+are sharded over `ProcessGroups.shards`, experts over `ProcessGroups.expert_shards`: all replicas,
+or those of an instance. Instances sum the gradients of their shards, and update them alike.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megtool.optim.optimizer import Optimizer
 from megtool.optim.param_gather import ParamGather
 from megtool.optim.param_groups import ParamInfo
 from megtool.optim.segments import Segment, Span
-from megtool.parallel.process_groups import Group, ProcessGroups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.tensors.buckets import default_bucket_size
 
 
@@ -196,15 +197,13 @@ class DistributedOptimizer(Optimizer):
             make_buffer(
                 kind,
                 kinds[kind],
-                self._replicas(kind),
+                self.groups.expert_shards if kind.is_expert else self.groups.shards,
                 self._bucket_size(kind),
+                instances=self.groups.expert_instances if kind.is_expert else self.groups.instances,
                 for_bandwidth=self.settings.pad_buckets,
             )
             for kind in order
         ]
-
-    def _replicas(self, kind: BufferKey) -> Group:
-        return self.groups.expert_dp if kind.is_expert else self.groups.replicas
 
     def _bucket_size(self, kind: BufferKey) -> int | None:
         """Elements of a bucket as in Megatron; None is one bucket for all.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megtool.parallel.process_groups import Group
 
@@ -28,11 +30,18 @@ def new_tag() -> int:
     return next(_tags)
 
 
+class Waitable(Protocol):
+    """What torch gives for a collective under way, or for several that were sent as one."""
+
+    def wait(self) -> object:
+        """Wait until it is complete."""
+
+
 @dataclass(slots=True, eq=False)
 class Pending:
     """A communication under way: its works, and what to do when they are complete."""
 
-    works: list[dist.Work]
+    works: list[Waitable]
     then: Callable[[], Tensor]
     done: Tensor | None = None
 
@@ -62,10 +71,10 @@ def start_reduce_scatter(
     wide = in_fp32 and flat.dtype != torch.float32
     if group.handle is None:
         return Pending([], lambda: local_part.float() if wide else local_part)
-    if _sends_messages(group, by_messages):
+    if sends_messages(group, by_messages):
         received = flat.new_empty((group.size - 1) * local_part.numel())
         rows = list(received.chunk(group.size - 1))
-        works: list[dist.Work] = []
+        works: list[Waitable] = []
         for step in range(1, group.size):
             ahead, behind = (group.rank + step) % group.size, (group.rank - step) % group.size
             row = rows[behind - (behind > group.rank)]
@@ -95,10 +104,10 @@ def start_all_gather(
     """
     if group.handle is None:
         return Pending([], lambda: flat)
-    if not _sends_messages(group, by_messages):
+    if not sends_messages(group, by_messages):
         work = _gather(flat, rank_part(flat, group), group=group.handle, async_op=True)
         return Pending([work], lambda: flat)
-    works: list[dist.Work] = []
+    works: list[Waitable] = []
     local_part = rank_part(flat, group)
     for step in range(1, group.size):
         ahead, behind = (group.rank + step) % group.size, (group.rank - step) % group.size
@@ -107,6 +116,57 @@ def start_all_gather(
             _send(local_part, ahead, group, tag),
         )
     return Pending(works, lambda: flat)
+
+
+def start_reduce_scatters(
+    flats: Sequence[Tensor], group: Group, *, in_fp32: bool, tags: Sequence[int]
+) -> list[Pending]:
+    """`start_reduce_scatter` of several tensors, sent as one collective where the backend can."""
+    wide = in_fp32 and any(flat.dtype != torch.float32 for flat in flats)
+    if not can_coalesce(flats, group) or wide:
+        return [
+            start_reduce_scatter(flat, group, in_fp32=in_fp32, tag=tag)
+            for flat, tag in zip(flats, tags, strict=True)
+        ]
+    with _coalescing_manager(group.handle, async_ops=True) as work:
+        for flat in flats:
+            _reduce_scatter(rank_part(flat, group), flat, group=group.handle, async_op=True)
+    return [Pending([work], partial(rank_part, flat, group)) for flat in flats]
+
+
+def start_all_gathers(
+    flats: Sequence[Tensor], group: Group, *, tags: Sequence[int]
+) -> list[Pending]:
+    """`start_all_gather` of several tensors, sent as one collective where the backend can."""
+    if not can_coalesce(flats, group):
+        return [
+            start_all_gather(flat, group, tag=tag) for flat, tag in zip(flats, tags, strict=True)
+        ]
+    with _coalescing_manager(group.handle, async_ops=True) as work:
+        for flat in flats:
+            _gather(flat, rank_part(flat, group), group=group.handle, async_op=True)
+    return [Pending([work], partial(_same, flat)) for flat in flats]
+
+
+def sum_in_place(flats: Sequence[Tensor], group: Group) -> None:
+    """Sum several tensors over ranks in place, as one collective."""
+    if group.handle is None or not flats:
+        return
+    with _coalescing_manager(group.handle, async_ops=True) as work:
+        for flat in flats:
+            dist.all_reduce(flat, group=group.handle, async_op=True)
+    work.wait()
+
+
+def can_coalesce(flats: Sequence[Tensor], group: Group) -> bool:
+    """Whether several tensors can be sent as one collective."""
+    is_uniform = len({flat.dtype for flat in flats}) == 1
+    is_shared = group.handle is not None and not sends_messages(group)
+    return len(flats) > 1 and is_uniform and is_shared
+
+
+def _same(flat: Tensor) -> Tensor:
+    return flat
 
 
 def rank_part(flat: Tensor, group: Group, rank: int | None = None) -> Tensor:
@@ -133,7 +193,8 @@ def _sum_in_rank_order(parts: list[Tensor], rank: int, *, wide: bool) -> Tensor:
     return total
 
 
-def _sends_messages(group: Group, by_messages: bool | None) -> bool:
+def sends_messages(group: Group, by_messages: bool | None = None) -> bool:
+    """Whether parts go to their ranks one by one: by default if the backend is gloo."""
     return dist.get_backend(group.handle) == "gloo" if by_messages is None else by_messages
 
 

@@ -24,8 +24,9 @@ def is_counted_on_rank(facts: ParamInfo, groups: ProcessGroups, *, replicated: b
         return False
     tp = groups.etp if facts.is_expert else groups.tp
     replicas = groups.expert_dp if facts.is_expert else groups.replicas
+    instances = groups.expert_instances if facts.is_expert else groups.instances
     first_of_tp = not facts.is_tp_duplicate or tp.is_first
-    return first_of_tp and (not replicated or replicas.is_first)
+    return first_of_tp and (replicas if replicated else instances).is_first
 
 
 def local_statistics(

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from megtool.errors import UsageError
 from megtool.kernels.wgrad_accumulation import GradientSum, set_gradient_sums
 from megtool.optim.buffers import BucketParam, ParamAndGradBucket
-from megtool.optim.flat_shards import Pending, new_tag, start_reduce_scatter
+from megtool.optim.flat_shards import Pending, new_tag, start_reduce_scatters, sum_in_place
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -73,7 +73,9 @@ class GradReduce:
     order, whatever order their gradients arrive in. The first step counts how often a parameter's
     gradient arrives in a pass, and therefore sends at its end. Gradients that have not arrived at
     the end of a step are zero, or complete: an unused parameter only reduces the overlap. Without
-    `overlap` everything is sent at the end; the result has the same bits.
+    `overlap` everything is sent at the end, all buckets of a communicator as one collective where
+    the backend can (NCCL); the result has the same bits. Instances of replicas then sum their
+    shards.
 
     After `sum_in_place` every gradient is added in the same way, also the first one of a step.
 
@@ -145,13 +147,21 @@ class GradReduce:
     @torch.no_grad()
     def finish(self) -> dict[ParamAndGradBucket, Tensor]:
         """Each bucket's shard of the sum (fp32), after the last backward pass."""
-        under_way: list[tuple[ParamAndGradBucket, Pending]] = []
+        unsent: dict[int, list[_Progress]] = {}
         for progress in self._all:
-            under_way.append((progress.bucket, progress.pending or self._send(progress)))
+            if progress.pending is None:
+                unsent.setdefault(id(progress.bucket.group.handle), []).append(progress)
+        for together in unsent.values():
+            self._send(together)
+        for progress in self._all:
             for arrival in progress.arrivals:
                 if arrival.per_pass is None:
                     arrival.per_pass = max(1, math.ceil(arrival.count / self._passes))
-        return {bucket: pending.wait().float() for bucket, pending in under_way}
+        sums = {p.bucket: p.pending.wait().float() for p in self._all if p.pending is not None}
+        for instances in {id(b.instances.handle): b.instances for b in sums}.values():
+            handle = instances.handle
+            sum_in_place([s for b, s in sums.items() if b.instances.handle is handle], instances)
+        return sums
 
     def close(self) -> None:
         """Remove the hooks: gradients stay in `parameter.grad` from now on."""
@@ -213,18 +223,23 @@ class GradReduce:
             if progress.pending is None:
                 if progress.missing:
                     return
-                self._send(progress)
+                self._send([progress])
 
-    def _send(self, progress: _Progress) -> Pending:
-        for arrival in progress.arrivals:
-            if arrival.empty:
-                arrival.member.grad.zero_()
-        bucket = progress.bucket
-        progress.pending = start_reduce_scatter(
-            bucket.grads, bucket.group, in_fp32=self.in_fp32, tag=progress.tag
+    def _send(self, ready: list[_Progress]) -> None:
+        """Send buckets of one communicator, together."""
+        for progress in ready:
+            for arrival in progress.arrivals:
+                if arrival.empty:
+                    arrival.member.grad.zero_()
+        pending = start_reduce_scatters(
+            [progress.bucket.grads for progress in ready],
+            ready[0].bucket.group,
+            in_fp32=self.in_fp32,
+            tags=[progress.tag for progress in ready],
         )
-        self.sent.append(bucket)
-        return progress.pending
+        for progress, under_way in zip(ready, pending, strict=True):
+            progress.pending = under_way
+            self.sent.append(progress.bucket)
 
     def _end(self) -> None:
         """Wait for communication under way, which other ranks take part in."""

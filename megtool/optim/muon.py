@@ -95,7 +95,7 @@ def orthogonalize_matrices(
             if s.grad is not None:
                 local[span.start : span.stop].copy_(s.grad[span.offset : span.end])
         if not any(s.replicated for s, _ in local_spans):
-            local = all_sum(local, groups.expert_dp if f.is_expert else groups.replicas)
+            local = all_sum(local, groups.expert_shards if f.is_expert else groups.shards)
         if not local_spans:
             continue
         tp = groups.etp if f.is_expert else groups.tp

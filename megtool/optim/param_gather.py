@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megtool.optim.buffers import ParamAndGradBucket
-from megtool.optim.flat_shards import Pending, new_tag, start_all_gather
+from megtool.optim.flat_shards import Pending, new_tag, start_all_gathers
 
 
 class ParamGather:
@@ -66,14 +66,24 @@ class ParamGather:
         return [self._buckets[i] for i in self._pending]
 
     def start(self) -> None:
-        """Gather the current values of the shards."""
+        """Gather the current values of the shards; without `overlap` all buckets of a communicator
+        as one collective, where the backend can."""
         self.wait()
+        together: dict[int, list[int]] = {}
         for i in sorted(range(len(self._buckets)), key=lambda i: i not in self._unhooked):
             bucket = self._buckets[i]
             if self._begin is not None:
                 self._pending[i] = self._begin(bucket, self._tags[i])
             elif bucket.group.size > 1:
-                self._pending[i] = start_all_gather(bucket.params, bucket.group, tag=self._tags[i])
+                key = i if self.overlap else -id(bucket.group.handle)
+                together.setdefault(key, []).append(i)
+        for places in together.values():
+            pending = start_all_gathers(
+                [self._buckets[i].params for i in places],
+                self._buckets[places[0]].group,
+                tags=[self._tags[i] for i in places],
+            )
+            self._pending |= dict(zip(places, pending, strict=True))
         if not self.overlap or self._learning:
             self.wait()
         for i in self._unhooked & self._pending.keys():

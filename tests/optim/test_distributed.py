@@ -87,6 +87,7 @@ TWO: list[tuple[str, dict[str, Any], int]] = [
     ("tied", {"tp": 2, "sequence_parallel": True}, 1),
     ("tied", {"pp": 2}, 4),
     ("experts", {"ep": 2}, 1),
+    ("tied", {"num_instances": 2}, 2),
 ]
 FOUR: list[tuple[str, dict[str, Any], int]] = [
     ("tied", {"pp": 2}, 2),
@@ -94,6 +95,9 @@ FOUR: list[tuple[str, dict[str, Any], int]] = [
     ("deep", {"pp": 2, "vpp": 2}, 2),
     ("experts", {"ep": 2}, 2),
     ("experts", {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, 1),
+    ("tied", {"num_instances": 2}, 2),
+    ("experts", {"num_instances": 2}, 1),
+    ("experts", {"num_instances": 2, "ep": 2}, 1),
     ("biases", {"tp": 2, "pp": 2}, 2),
     ("biases", {"tp": 2, "pp": 2, "sequence_parallel": True}, 2),
 ]
@@ -106,6 +110,44 @@ def test_two_ranks_train_as_one_process() -> None:
 @pytest.mark.slow
 def test_four_ranks_train_as_one_process() -> None:
     run_world(layouts, 4, FOUR, timeout_s=300)
+
+
+def two_levels(rank: int, size: int) -> tuple[list[tuple[tuple[int, ...], int]], int]:
+    """What the reductions of a step of two instances sum, over which ranks; and the gradient."""
+    import torch.distributed as dist
+
+    from megtool.optim import flat_shards
+
+    groups = start(num_instances=2)
+    sent: list[tuple[tuple[int, ...], int]] = []
+    scatter, reduce = flat_shards.start_reduce_scatters, dist.all_reduce
+
+    def start_scatters(flats: Any, group: Any, **how: Any) -> Any:
+        sent.extend((group.ranks, flat.numel()) for flat in flats)
+        return scatter(flats, group, **how)
+
+    def all_reduce(flat: torch.Tensor, group: Any = None, **how: Any) -> Any:
+        if how.get("async_op"):
+            sent.append((tuple(dist.get_process_group_ranks(group)), flat.numel()))
+        return reduce(flat, group=group, **how)
+
+    from megtool.optim import grad_reduce
+
+    grad_reduce.start_reduce_scatters = start_scatters
+    dist.all_reduce = all_reduce
+    _, optimizer = training("tied", groups, steps=1)
+    return sent, sum(b.grads.numel() for b in optimizer.buffers)
+
+
+def test_instances_sum_no_more_than_their_shards() -> None:
+    for rank, (sent, num_elements) in enumerate(run_world(two_levels, 4)):
+        first = rank // 2 * 2
+        within = [n for ranks, n in sent if ranks == (first, first + 1)]
+        between = [n for ranks, n in sent if ranks == (rank % 2, rank % 2 + 2)]
+        assert sum(within) == num_elements
+        assert sum(between) == num_elements // 2
+        assert len(sent) == len(within) + len(between)
+        assert [ranks for ranks, _ in sent[: len(within)]] == [(first, first + 1)] * len(within)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

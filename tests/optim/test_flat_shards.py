@@ -7,7 +7,16 @@ from itertools import product
 import pytest
 import torch
 
-from megtool.optim.flat_shards import new_tag, rank_part, start_all_gather, start_reduce_scatter
+from megtool.optim import flat_shards
+from megtool.optim.flat_shards import (
+    new_tag,
+    rank_part,
+    start_all_gather,
+    start_all_gathers,
+    start_reduce_scatter,
+    start_reduce_scatters,
+    sum_in_place,
+)
 from megtool.parallel.process_groups import Group, ProcessGroups
 from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.optimizer_layouts import start
@@ -64,6 +73,41 @@ def gathers(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_parts_come_from_everyone(size: int) -> None:
     run_world(gathers, size)
+
+
+def coalesced(rank: int, size: int) -> list[set[str]]:
+    """Several tensors as one collective, where the backend can: the operations that torch saw."""
+    group = start().dp
+    flat_shards.sends_messages = lambda *_: False  # type: ignore[assignment]
+    everyone = [[of_rank(r + 10 * i, size, torch.float32) for i in range(3)] for r in range(size)]
+    want = torch.stack([torch.stack(tensors) for tensors in everyone]).double().sum(0)
+    seen = []
+    for i, in_fp32 in enumerate((False, True)):
+        flats = [x.clone() for x in everyone[rank]]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            pending = start_reduce_scatters(flats, group, in_fp32=in_fp32, tags=[i] * 3)
+            parts = [p.wait() for p in pending]
+            for part, total in zip(parts, want, strict=True):
+                assert torch.allclose(part.double(), rank_part(total, group), rtol=1e-6)
+            for p, flat in zip(start_all_gathers(flats, group, tags=[i] * 3), flats, strict=True):
+                assert p.wait() is flat
+            for flat, total in zip(flats, want, strict=True):
+                assert torch.allclose(flat.double(), total, rtol=1e-6)
+            sums = [x.clone() for x in everyone[rank]]
+            sum_in_place(sums, group)
+            assert all(torch.allclose(x.double(), w) for x, w in zip(sums, want, strict=True))
+        seen.append({e.name for e in profiler.events() if e.name.startswith("c10d::")})
+    return seen
+
+
+def test_several_tensors_are_one_collective() -> None:
+    whole = {
+        "c10d::reduce_scatter_tensor_coalesced_",
+        "c10d::allgather_into_tensor_coalesced_",
+        "c10d::allreduce_coalesced_",
+    }
+    for seen in run_world(coalesced, 2):
+        assert seen == [whole, whole]
 
 
 def test_alone_nothing_moves() -> None:

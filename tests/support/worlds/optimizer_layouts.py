@@ -16,6 +16,7 @@ from megtool.model.pipeline import PipelineSchedule, build_stages
 from megtool.model_config import ModelConfig
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
+from megtool.optim.optimizer import Optimizer
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.worlds.moe_layouts import DENSE, rank_part
 
@@ -155,12 +156,22 @@ def training(
     optimizer = DistributedOptimizer(named(stages), settings, groups, chunks=stages)
     if made is not None:
         made(stages, optimizer)
-    schedule, curve, dp = (
-        PipelineSchedule(stages, num_microbatches=microbatches),
-        Curve(),
-        groups.dp,
-    )
-    for step in range(first, first + steps):
+    curve = take_steps(stages, optimizer, groups, range(first, first + steps), microbatches)
+    curve.parameters = {key: p.detach().clone() for key, p in named(stages)}
+    return curve, optimizer
+
+
+def take_steps(
+    stages: list[Decoder],
+    optimizer: Optimizer,
+    groups: ProcessGroups,
+    steps: range,
+    microbatches: int,
+) -> Curve:
+    """Losses and norms of some steps; parameters are all there behind them."""
+    schedule, curve = PipelineSchedule(stages, num_microbatches=microbatches), Curve()
+    dp = groups.dp
+    for step in steps:
         tokens_BS, labels_BS = data(step)
         labels = (labels_BS != -100).sum()
         text = tokens_BS.chunk(dp.size)[dp.rank]
@@ -177,10 +188,9 @@ def training(
         curve.norms.append(result.grad_norm)
         curve.zeros.append(result.num_zeros or 0)
     optimizer.wait_for_parameters()
-    curve.parameters = {key: p.detach().clone() for key, p in named(stages)}
-    return curve, optimizer
+    return curve
 
 
-def start(**sizes: int) -> ProcessGroups:
+def start(num_instances: int = 1, **sizes: int) -> ProcessGroups:
     """Groups of a layout, in a forked process."""
-    return ProcessGroups.start(ParallelConfig(**sizes))
+    return ProcessGroups.start(ParallelConfig(**sizes), num_instances=num_instances)
