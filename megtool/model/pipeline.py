@@ -167,12 +167,12 @@ class PipelineSchedule:
     """Forward and backward passes of the microbatches of a step, in the order that Megatron takes.
 
     One stage alone takes one microbatch after the other; several take turns by 1F1B, and virtual
-    chunks by interleaved 1F1B, both torch's own. Every rank gives the same batches, of one shape.
+    chunks by interleaved 1F1B, both torch's own, and free what they have sent. Every rank gives the same batches, of one shape.
     Gradients add up in the parameters; nothing is divided, and nothing is summed over ranks:
     `finish_gradients` comes after the last step, for each of the stages. `objective` stands for the
     decoder's own loss, and `scale` is applied to each microbatch's before its backward pass, and
     not to what `step` returns. Layers of multi-token prediction that are trained add to the
-    gradients, and not to what `step` returns.
+    gradients, and not to what `step` returns. `overlap_p2p`: see `make_schedule`.
 
     Raises:
         LayoutError: the schedule cannot run so many microbatches; the hint says how many it can.
@@ -185,7 +185,9 @@ class PipelineSchedule:
         num_microbatches: int,
         objective: Objective | None = None,
         scale: Callable[[Tensor], Tensor] | None = None,
+        overlap_p2p: bool | None = None,
     ) -> None:
+        self.overlap_p2p = overlap_p2p
         self.stages, self.num_microbatches = _chunks(stages), num_microbatches
         self.objective, self.scale = objective, scale
         self._losses: list[Tensor] = []
@@ -265,11 +267,7 @@ class PipelineSchedule:
 
     def _build(self, rows: int, tokens: int, source: int | None) -> Any:
         """torch's schedule for microbatches of so many rows of tokens, and of a source."""
-        from torch.distributed.pipelining import (
-            PipelineStage,
-            Schedule1F1B,
-            ScheduleInterleaved1F1B,
-        )
+        from megtool.model.pipeline_stage import FreeingStage, make_schedule
 
         pp, device = self.groups.pp, torch.device("meta")
         tokens_BS, source_BE = (
@@ -282,7 +280,7 @@ class PipelineSchedule:
             return tuple(x.requires_grad_() for x in _empty_rows(decoder, rows, device))
 
         order = [
-            PipelineStage(
+            FreeingStage(
                 link,
                 chunk * pp.size + pp.rank,
                 len(self.stages) * pp.size,
@@ -294,10 +292,7 @@ class PipelineSchedule:
             for chunk, link in enumerate(self._links)
         ]
 
-        n = self.num_microbatches
-        if len(order) == 1:
-            return Schedule1F1B(order[0], n, self._loss, scale_grads=False)
-        return ScheduleInterleaved1F1B(list(order), n, self._loss, scale_grads=False)
+        return make_schedule(order, self.num_microbatches, self._loss, overlap_p2p=self.overlap_p2p)
 
 
 class _Link(nn.Module):
