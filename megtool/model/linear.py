@@ -17,6 +17,7 @@ from megtool.model.param_attributes import mark
 from megtool.parallel.collectives import (
     copy_to,
     gather_columns,
+    gather_in_parts,
     gather_rows,
     reduce_from,
     reduce_scatter_rows,
@@ -39,7 +40,8 @@ class ColumnLinear(nn.Module):
     `x_TH`, of which this rank has `T/tp` rows with `sequence_parallel` and all without, and gives
     all T rows. The backward pass adds up the gradient of x while that of the weight is computed.
     `tap` is handed the rows that are multiplied, as this rank has them (`megtool.model.hooks`), and
-    what `adapter` makes of them is added to the output (`megtool.model.lora`).
+    what `adapter` makes of them is added to the output (`megtool.model.lora`). With
+    `overlaps_gather` rows of other ranks are multiplied as they arrive.
 
     Raises:
         LayoutError: tp does not divide `out_features`.
@@ -63,6 +65,7 @@ class ColumnLinear(nn.Module):
         self.product: Product | None = None
         self.adapter: nn.Module | None = None
         self.sequence_parallel = sequence_parallel and group.size > 1
+        self.overlaps_gather = False
         rows = group.part(out_features, "out_features")
 
         def new(*shape: int, split: bool) -> nn.Parameter:
@@ -103,7 +106,14 @@ class ColumnLinear(nn.Module):
             y = self.product(spread(x_TH, self.group), self.weight)
             y = y if self.bias is None else y + self.bias
         else:
-            y = column_product(x_TH, self.weight, self.bias, self.group, self.sequence_parallel)
+            y = column_product(
+                x_TH,
+                self.weight,
+                self.bias,
+                self.group,
+                self.sequence_parallel,
+                overlaps_gather=self.overlaps_gather,
+            )
         return y if self.adapter is None else y + self.adapter(x_TH)
 
     def extra_repr(self) -> str:
@@ -248,18 +258,37 @@ def column_product(
     bias_O: Tensor | None,
     group: Group,
     sequence_parallel: bool = False,
+    *,
+    overlaps_gather: bool = False,
 ) -> Tensor:
     """`x W^T + b` with this rank's rows of W; x is the same on all ranks, or split by rows.
 
-    Forward with `sequence_parallel`: the rows are gathered. Backward: the sum (or the sum and
+    Forward with `sequence_parallel`: the rows are gathered, and with `overlaps_gather` multiplied as
+    they arrive. Backward: the sum (or the sum and
     scatter) of x's gradient is under way while the weight's is computed, and gathered rows are
     gathered again rather than kept, under way while x's gradient is computed.
     """
     if group.size == 1:
         return linear(x_TH, weight_OH, bias_O)
-    values = (x_TH, weight_OH, bias_O, group, sequence_parallel, gradient_sum(weight_OH))
+    gathers = (sequence_parallel, overlaps_gather)
+    values = (x_TH, weight_OH, bias_O, group, gathers, gradient_sum(weight_OH))
     out: Tensor = _Column.apply(*values)  # type: ignore[no-untyped-call]
     return out
+
+
+def multiply_as_gathered(
+    x_TH: Tensor, weight_OH: Tensor, bias_O: Tensor | None, group: Group
+) -> Tensor:
+    """`x W^T + b` of all ranks' rows; each rank's are multiplied while others are on their way."""
+    rows, width = x_TH.shape[0], weight_OH.shape[0]
+    y_TO = x_TH.new_empty(group.size * rows, width)
+    for rank, part_TH in gather_in_parts(x_TH, group):
+        place = y_TO[rank * rows : (rank + 1) * rows]
+        if bias_O is None:
+            torch.mm(part_TH, weight_OH.T, out=place)
+        else:
+            torch.addmm(bias_O, part_TH, weight_OH.T, out=place)
+    return y_TO
 
 
 class _Column(torch.autograd.Function):
@@ -270,11 +299,14 @@ class _Column(torch.autograd.Function):
         weight_OH: Tensor,
         bias_O: Tensor | None,
         group: Group,
-        sequence_parallel: bool,
+        gathers: tuple[bool, bool],
         total: GradientSum | None,
     ) -> Tensor:
         ctx.save_for_backward(x_TH, weight_OH)
+        sequence_parallel, overlaps_gather = gathers
         ctx.group, ctx.sequence_parallel, ctx.total = group, sequence_parallel, total
+        if sequence_parallel and overlaps_gather and x_TH.dim() == 2:
+            return multiply_as_gathered(x_TH, weight_OH, bias_O, group)
         if sequence_parallel:
             x_TH, work = start_gather(x_TH, group)
             work.wait()

@@ -9,6 +9,7 @@ which are summed on the rank that the row came from, and go back to where the to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from megtool.model.param_attributes import mark
 from megtool.model.router import Router
 from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import (
+    Exchange,
     all_to_all,
     copy_to,
     gather_columns,
@@ -43,6 +45,9 @@ class MoeMlp(nn.Module):
     Takes and gives x_TH, of which a rank has all rows, or with `sequence_parallel` its own.
     `layer` is the layer's number; all mixtures of a model are alike. With `moe_latent_size` routed
     experts are given, and return, smaller vectors, of two projections that all ranks have whole.
+
+    With `overlaps_shared_experts` the shared experts' projections are computed while tokens are on
+    their way to other ranks and back: the same values and gradients.
 
     For who watches: `labels_T` (int64, of this rank's rows) go with the tokens to their experts,
     whose rows then have `labels_R`, -1 where one is filler. With `shows_all` every expert is given
@@ -68,6 +73,7 @@ class MoeMlp(nn.Module):
         self.labels_T: Tensor | None = None
         self.labels_R: Tensor | None = None
         self.shows_all = self.is_showing = False
+        self.overlaps_shared_experts = False
         self.router = Router(
             config,
             layer,
@@ -137,26 +143,37 @@ class MoeMlp(nn.Module):
         routed_TH = whole_TH if config.router_norm else x_TH
         if self.shows_all:
             self._show_all(x_TH, routed_TH)
-        out_TH = self._routed(x_TH, *self.router(routed_TH, frame))
+        chosen = self.router(routed_TH, frame)
+        shared: SharedPass | None = None
+        if self.shared_experts is not None:
+            shared = SharedPass(self.shared_experts, whole_TH if config.expert_norms else x_TH)
+        overlaps = self.overlaps_shared_experts and not self.is_in_place
+        out_TH = self._routed(x_TH, *chosen, shared if overlaps else None)
         if self.post_moe_layernorm is not None:
             out_TH = self.post_moe_layernorm(out_TH)
-        if self.shared_experts is not None:
-            out_TH = out_TH + self.shared_experts(whole_TH if config.expert_norms else x_TH)
-        return out_TH
+        return out_TH if shared is None else out_TH + shared.result()
 
-    def _routed(self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor) -> Tensor:
+    def _routed(
+        self,
+        x_TH: Tensor,
+        experts_TK: Tensor,
+        probs_TK: Tensor,
+        shared: SharedPass | None = None,
+    ) -> Tensor:
         if not self.config.moe_latent_size:
-            return self._by_experts(x_TH, experts_TK, probs_TK)
-        latent_TH = self._by_experts(self.fc1_latent_proj(x_TH), experts_TK, probs_TK)
+            return self._by_experts(x_TH, experts_TK, probs_TK, shared)
+        latent_TH = self._by_experts(self.fc1_latent_proj(x_TH), experts_TK, probs_TK, shared)
         out_TH: Tensor = self.fc2_latent_proj(latent_TH)
         return out_TH
 
-    def _by_experts(self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor) -> Tensor:
+    def _by_experts(
+        self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor, shared: SharedPass | None
+    ) -> Tensor:
         if self.is_in_place:
             return self._in_place(x_TH, experts_TK, probs_TK)
         if self.sequence_parallel or self.groups.tp.size == 1:
-            return self._dispatched(x_TH, experts_TK, probs_TK, self.labels_T)
-        return self._shared_out(x_TH, experts_TK, probs_TK)
+            return self._dispatched(x_TH, experts_TK, probs_TK, self.labels_T, shared)
+        return self._shared_out(x_TH, experts_TK, probs_TK, shared)
 
     @torch.no_grad()
     def _show_all(self, x_TH: Tensor, routed_TH: Tensor) -> None:
@@ -197,7 +214,9 @@ class MoeMlp(nn.Module):
             return reduce_scatter_rows(out_TH, tp)
         return reduce_from(out_TH, tp)
 
-    def _shared_out(self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor) -> Tensor:
+    def _shared_out(
+        self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor, shared: SharedPass | None
+    ) -> Tensor:
         """All tp ranks have the same tokens: each takes its share; padded to equal shares."""
         tp, (tokens, hidden), labels_T = self.groups.tp, x_TH.shape, self.labels_T
         if missing := -tokens % tp.size:
@@ -209,19 +228,26 @@ class MoeMlp(nn.Module):
                 labels_T = torch.cat((labels_T, labels_T.new_full((missing,), -1)))
         labels_T = None if labels_T is None else scatter_rows(labels_T, tp)
         x_TH, experts_TK, probs_TK = (scatter_rows(v, tp) for v in (x_TH, experts_TK, probs_TK))
-        out_TH = self._dispatched(x_TH, experts_TK, probs_TK, labels_T)
+        out_TH = self._dispatched(x_TH, experts_TK, probs_TK, labels_T, shared)
         # What follows is computed alike on every rank, so a gradient is its own part, not a sum.
         return gather_columns(out_TH.reshape(1, -1), tp).view(-1, hidden)[:tokens]
 
     def _dispatched(
-        self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor, labels_T: Tensor | None
+        self,
+        x_TH: Tensor,
+        experts_TK: Tensor,
+        probs_TK: Tensor,
+        labels_T: Tensor | None,
+        shared: SharedPass | None,
     ) -> Tensor:
         """Dispatch this rank's tokens to their experts and combine the results."""
         rows_RH, row_ids_R, counts_E = permute(x_TH, experts_TK, self.config.num_experts)
         rows_RH, probs_TK = self._scaled(rows_RH, row_ids_R, probs_TK)
         route = Route.of(counts_E, self.groups.ep, self.groups.etp)
         self._label(labels_T, row_ids_R, experts_TK.shape[1], route)
-        rows_RH = route.combine(self.experts["experts"](route.dispatch(rows_RH), route.counts_E))
+        rows_RH = route.dispatch(rows_RH, None if shared is None else shared.expand)
+        rows_RH = self.experts["experts"](rows_RH, route.counts_E)
+        rows_RH = route.combine(rows_RH, None if shared is None else shared.contract)
         return unpermute(rows_RH, row_ids_R, probs_TK)
 
     def _scaled(
@@ -353,23 +379,63 @@ class Route:
             counts_E=counts_AE.sum(0),
         )
 
-    def dispatch(self, rows_RH: Tensor) -> Tensor:
-        """This rank's rows, sorted by expert, as rows of the experts here, sorted by expert."""
-        rows_RH = all_to_all(rows_RH, self.send, self.receive, self.ep)
+    def dispatch(self, rows_RH: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """This rank's rows, sorted by expert, as rows of the experts here, sorted by expert.
+
+        `meanwhile` is called while rows are on their way between ep ranks, if there are several.
+        """
+        rows_RH = self._exchange(rows_RH, self.send, self.receive, meanwhile)
         if self.etp.size > 1:
             num_received = sum(self.receive)
             copies = rows_RH.repeat(self.etp.size, 1)
             rows_RH = all_to_all(copies, [num_received] * self.etp.size, self.parts, self.etp)
         return rows_RH.index_select(0, self.order_R)
 
-    def combine(self, rows_RH: Tensor) -> Tensor:
-        """The way back of `there`, where the parts of a row's result are summed."""
+    def combine(self, rows_RH: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """The way back of `dispatch`, where the parts of a row's result are summed."""
         rows_RH = rows_RH.index_select(0, invert(self.order_R))
         if self.etp.size > 1:
             num_received = sum(self.receive)
             parts = all_to_all(rows_RH, self.parts, [num_received] * self.etp.size, self.etp)
             rows_RH = parts.view(self.etp.size, num_received, parts.shape[1]).sum(0)
-        return all_to_all(rows_RH, self.receive, self.send, self.ep)
+        return self._exchange(rows_RH, self.receive, self.send, meanwhile)
+
+    def _exchange(
+        self,
+        rows_RH: Tensor,
+        send: list[int],
+        receive: list[int],
+        meanwhile: Callable[[], None] | None,
+    ) -> Tensor:
+        if meanwhile is None or self.ep.size == 1:
+            return all_to_all(rows_RH, send, receive, self.ep)
+        exchange = Exchange(rows_RH, send, receive, self.ep)
+        meanwhile()
+        return exchange.wait()
+
+
+class SharedPass:
+    """A pass of shared experts over x_TH, in two steps, of which each may be done ahead."""
+
+    def __init__(self, experts: SharedExperts, x_TH: Tensor) -> None:
+        self._experts, self._x_TH = experts, x_TH
+        self._inner_TF: Tensor | None = None
+        self._out_TH: Tensor | None = None
+
+    def expand(self) -> None:
+        """Compute the first projection and its activation."""
+        self._inner_TF = self._experts.expand(self._x_TH)
+
+    def contract(self) -> None:
+        """Compute the second projection."""
+        if self._inner_TF is not None:
+            self._out_TH = self._experts.contract(self._inner_TF, self._x_TH)
+
+    def result(self) -> Tensor:
+        """What the shared experts give."""
+        if self._out_TH is None:
+            self._out_TH = self._experts(self._x_TH)
+        return self._out_TH
 
 
 class SharedExperts(nn.Module):
@@ -421,7 +487,15 @@ class SharedExperts(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """The MLP of each token, times the sigmoid of its gate where there is one."""
-        out: Tensor = self.linear_fc2(activated(self.linear_fc1(x_TH), self.config))
+        return self.contract(self.expand(x_TH), x_TH)
+
+    def expand(self, x_TH: Tensor) -> Tensor:
+        """The first projection of each token after its activation, this rank's columns."""
+        return activated(self.linear_fc1(x_TH), self.config)
+
+    def contract(self, inner_TF: Tensor, x_TH: Tensor) -> Tensor:
+        """The output for what `expand` gave of x_TH."""
+        out: Tensor = self.linear_fc2(inner_TF)
         if self.config.expert_norms:
             out = self.linear_fc2.get_submodule("post_layernorm")(out)
         if self.gate_weight is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +93,42 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Gr
     return _call(_AllToAll, x, list(send), list(receive), group)
 
 
+class Exchange:
+    """An `all_to_all` under way; work between its start and `wait` overlaps with it.
+
+    The way back of the gradient is under way during the backward pass of the same work.
+    """
+
+    def __init__(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group
+    ) -> None:
+        self.send, self.receive, self.group = list(send), list(receive), group
+        self._pending: tuple[Tensor, dist.Work | None, Tensor] | None = None
+        self._received: Tensor | None = _call(_StartExchange, x, self)
+
+    def wait(self) -> Tensor:
+        """The rows of all ranks, as `all_to_all` returns them; to be called once."""
+        received, self._received = self._received, None  # whose graph refers to this object
+        return _call(_EndExchange, received, self)
+
+    def start(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Send rows; what is received must not be read before `finish`."""
+        x = x.contiguous()
+        out = x.new_empty((sum(receive), *x.shape[1:]))
+        work = dist.all_to_all_single(out, x, receive, send, group=self.group.handle, async_op=True)
+        self._pending = out, work, x  # which stays in memory until it is sent
+        return out
+
+    def finish(self) -> Tensor | None:
+        """Wait for what was started last; returns it."""
+        if self._pending is None:
+            return None
+        (out, work, _), self._pending = self._pending, None
+        if work is not None:
+            work.wait()
+        return out
+
+
 def all_sum(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks, without a gradient; `x` is unchanged."""
     return x if _alone(group) else _all_reduce(x.detach(), group)
@@ -112,6 +148,29 @@ def start_gather(x: Tensor, group: Group) -> tuple[Tensor, dist.Work]:
     x = x.contiguous()
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     return out, _gather(out, x, group=group.handle, async_op=True)
+
+
+def gather_in_parts(x: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
+    """All ranks' rows as they arrive, beginning with this rank's own: rank, and rows. No gradient.
+
+    Every rank sends its rows to one other at a time, at growing distances; what the caller does
+    with rows overlaps with the messages behind them.
+    """
+    x = x.contiguous()
+    under_way: list[tuple[int, Tensor, list[dist.Work]]] = []
+    for step in range(1, group.size):
+        ahead, behind = (group.rank + step) % group.size, (group.rank - step) % group.size
+        rows = torch.empty_like(x)
+        messages = [
+            dist.P2POp(dist.isend, x, group.ranks[ahead], group.handle),
+            dist.P2POp(dist.irecv, rows, group.ranks[behind], group.handle),
+        ]
+        under_way.append((behind, rows, dist.batch_isend_irecv(messages)))
+    yield group.rank, x
+    for rank, rows, works in under_way:
+        for work in works:
+            work.wait()
+        yield rank, rows
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> tuple[Tensor, dist.Work]:
@@ -277,3 +336,28 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(g, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+class _StartExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.start(x, exchange.send, exchange.receive)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None]:
+        return ctx.exchange.finish(), None
+
+
+class _EndExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, received: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.finish()
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        exchange = ctx.exchange
+        exchange.start(g, exchange.receive, exchange.send)
+        return g, None
