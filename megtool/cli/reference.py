@@ -189,10 +189,12 @@ def _parameter_lines(entry: OptionField, default: str) -> list[str]:
     head, _, choices = text.partition("[")
     if len(line) <= 100 or head != "Literal":
         return [line]
-    lines = [f"        {choices.removesuffix(']')}"]
+    choices, _, rest = choices.rpartition("]")
+    end = ["    ]", f"   {rest}{default},"] if rest else [f"    ]{default},"]
+    lines = [f"        {choices}"]
     if len(lines[0]) > 100:
-        lines = [f"        {choice}," for choice in choices.removesuffix("]").split(", ")]
-    return [f"    {entry.name}: Literal[", *lines, f"    ]{default},"]
+        lines = [f"        {choice}," for choice in choices.split(", ")]
+    return [f"    {entry.name}: Literal[", *lines, *end]
 
 
 @dataclass(frozen=True)

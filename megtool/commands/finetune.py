@@ -74,7 +74,14 @@ def finetune(
     runtime = RuntimeOptions(
         device=settings.device, kernels=settings.kernels, threads=settings.threads
     )
-    with on_ranks(runtime, settings.layout, less=LESS_MEMORY) as groups:
+    ranks = on_ranks(
+        runtime,
+        settings.layout,
+        less=LESS_MEMORY,
+        num_instances=settings.num_distributed_optimizer_instances,
+        orders_kernels=not settings.is_fully_sharded,
+    )
+    with ranks as groups:
         result = TrainRun(source, folder, settings, checkpoint, groups, progress).run()
         report = _report(source, folder, settings, result, groups, progress)
         return replace(report, against=tuple(map(str, options.report_against)))

@@ -138,9 +138,15 @@ def check_names(weights: Weights, expected: Mapping[str, Tensor]) -> None:
 
 
 def check_memory(
-    weights: Weights, device: torch.device, *, stream_layers: bool = False, is_trained: bool = False
+    weights: Weights,
+    device: torch.device,
+    *,
+    stream_layers: bool = False,
+    is_trained: bool = False,
+    num_shards: int = 1,
 ) -> None:
-    """Refuse before loading what cannot fit; what is trained is neither streamed nor cast.
+    """Refuse before loading what cannot fit; what is trained is neither streamed nor cast, and may
+    be sharded as fp32 a unit at a time.
 
     Raises:
         OutOfMemoryError: this rank's weights need more memory than is free.
@@ -154,6 +160,9 @@ def check_memory(
         [a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)] if stream_layers else sizes
     )
     needed = max(resident, default=0) if stream_layers else sum(resident)
+    if num_shards > 1:
+        whole = sum(weights.num_bytes([n]) * 4 // weights.kind(n).itemsize for n in weights.tensors)
+        needed = max(sizes, default=0) + whole // num_shards
     if free is None or needed <= free:
         return
     ways = (

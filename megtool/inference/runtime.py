@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megtool.config import ParallelConfig
 from megtool.console import Progress, format_bytes
@@ -40,12 +40,14 @@ def on_ranks(
     *,
     less: str = LESS_MEMORY,
     alone: bool = False,
+    **more: Any,
 ) -> Iterator[ProcessGroups]:
     """The processes of a layout, joined for as long as the block lasts, and its kernels chosen.
 
     `layout` stands for the manner's own, where it has axes that the manner has not; `less` are
     the options that need less memory. `alone` is for one of the processes that torchrun started,
-    of which the others have nothing left to do.
+    of which the others have nothing left to do. `more` are further arguments of
+    `ProcessGroups.start`.
 
     Raises:
         OutOfMemoryError: what the block does needs more memory than there is.
@@ -74,7 +76,9 @@ def on_ranks(
         transformer_engine.require(device.type)
         if os.environ.get("RANK", "0") == "0":
             _LOG.warning("--kernels te: %s", transformer_engine.SCOPE)
-    groups = ProcessGroups.alone(device) if alone else ProcessGroups.start(layout, device=device)
+    groups = (
+        ProcessGroups.alone(device) if alone else ProcessGroups.start(layout, device=device, **more)
+    )
     try:
         with use(manner.kernels), memory_errors(device, less):
             yield groups

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megtool.errors import UsageError
 from megtool.kernels.grouped_gemm import grouped_linear
@@ -27,6 +28,7 @@ from megtool.model.param_attributes import mark
 from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import copy_to, reduce_from, reduce_scatter_rows
 from megtool.parallel.process_groups import ALONE, Group
+from megtool.tensors.dtensor_shards import local_shard, own_shard, with_local_shard
 
 if TYPE_CHECKING:
     from megtool.model.moe import ExpertLinear
@@ -263,8 +265,12 @@ def adapters_of(
 
 
 def merged_weight(linear: Linear | ExpertLinear, adapter: Adapter | ExpertAdapter) -> Tensor:
-    """The weight with its adapter's part in it, rounded once to the weight's type."""
+    """The weight with its adapter's part in it, rounded once to the weight's type; sharded as it
+    is."""
     weight = linear.weight.detach()
+    if isinstance(weight, DTensor):
+        merged = local_shard(weight).float() + own_shard(adapter.delta(), weight)
+        return with_local_shard(weight, merged.to(weight.dtype))
     return (weight.float() + adapter.delta()).to(weight.dtype)
 
 

@@ -167,7 +167,8 @@ class PipelineSchedule:
     """Forward and backward passes of the microbatches of a step, in the order that Megatron takes.
 
     One stage alone takes one microbatch after the other; several take turns by 1F1B, and virtual
-    chunks by interleaved 1F1B, both torch's own, and free what they have sent. Every rank gives the same batches, of one shape.
+    chunks by interleaved 1F1B, both torch's own, and free what they have sent. Every
+    rank gives the same batches, of one shape.
     Gradients add up in the parameters; nothing is divided, and nothing is summed over ranks:
     `finish_gradients` comes after the last step, for each of the stages. `objective` stands for the
     decoder's own loss, and `scale` is applied to each microbatch's before its backward pass, and

@@ -13,9 +13,11 @@ from megtool.errors import MappingError
 from megtool.kernels.wgrad_accumulation import GradientSum, set_gradient_sums
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.optimizer import Optimizer
+from megtool.optim.param_groups import ParamInfo
 from megtool.optim.segments import Segment, Span, copy_parts
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import Group, ProcessGroups
+from megtool.tensors.dtensor_shards import is_sharded
 
 # Elements that are summed over replicas by one collective.
 _REDUCED_NUMEL = 16 * 2**20
@@ -41,34 +43,36 @@ class ReplicatedOptimizer(Optimizer):
         self._in_place = False
         handles: list[RemovableHandle] = []
         fused: list[tuple[nn.Parameter, GradientSum]] = []
-        segments = []
+        segments = [self._make_segment(f) for f in self.param_infos]
         for f in self.param_infos:
-            if not f.parameter.is_contiguous():
-                raise MappingError(
-                    f"parameter {f.name!r} is not contiguous",
-                    tensor=f.name,
-                    hint="replace it by parameter.contiguous() before the optimizer is made",
-                )
-            flat = f.parameter.detach().view(-1)
-            span = Span(param_info=f, start=0, stop=flat.numel(), offset=0)
-            segment = Segment(group=self.group_of[f.name], spans=(span,), replicated=True)
-            if flat.dtype == torch.bfloat16 and settings.main_params == "remainder":
-                segment.high = flat
-                segment.low = torch.zeros_like(flat, dtype=torch.int16)
-            else:
-                segment.main = flat.float()  # the parameter itself where it is fp32
-            if flat.dtype != torch.float32:
-                hook = _summing(self._sums, self._begun)
-                handles.append(_register(f.parameter, hook))
-            if settings.fuse_gradient_accumulation:
+            if f.parameter.dtype != torch.float32:
+                handles.append(_register(f.parameter, _summing(self._sums, self._begun)))
+            if settings.fuse_gradient_accumulation and not is_sharded(f.parameter):
                 total = _GradientSum(f.parameter, self._sums, self._begun)
                 fused.append((f.parameter, total))
-            self._flat.append(flat)
-            segments.append(segment)
         self.set_segments(segments)
         # Hooks of a deleted optimizer would take gradients away from the next one.
         weakref.finalize(self, _remove, handles)
         set_gradient_sums(self, fused)
+
+    def _make_segment(self, f: ParamInfo) -> Segment:
+        """The segment of a parameter; its elements are added to `_flat`."""
+        if not f.parameter.is_contiguous():
+            raise MappingError(
+                f"parameter {f.name!r} is not contiguous",
+                tensor=f.name,
+                hint="replace it by parameter.contiguous() before the optimizer is made",
+            )
+        flat = f.parameter.detach().view(-1)
+        self._flat.append(flat)
+        span = Span(param_info=f, start=0, stop=flat.numel(), offset=0)
+        segment = Segment(group=self.group_of[f.name], spans=(span,), replicated=True)
+        if flat.dtype == torch.bfloat16 and self.settings.main_params == "remainder":
+            segment.high = flat
+            segment.low = torch.zeros_like(flat, dtype=torch.int16)
+        else:
+            segment.main = flat.float()  # the parameter itself where it is fp32
+        return segment
 
     @torch.no_grad()
     def zero_grad(self) -> None:
@@ -108,21 +112,21 @@ class ReplicatedOptimizer(Optimizer):
     def reduce_gradients(self) -> None:
         """Sum over replicas, of dense parameters and of experts separately."""
         for f, segment in zip(self.param_infos, self.segments, strict=True):
-            p = f.parameter
-            if p.dtype == torch.float32:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                segment.grad = p.grad.reshape(-1)
-            elif id(p) in self._begun:
-                segment.grad = self._sums[id(p)]
-            else:
-                segment.grad = torch.zeros(p.numel(), dtype=torch.float32, device=p.device)
+            segment.grad = self._gradient(f)
         for is_expert, group in ((False, self.groups.replicas), (True, self.groups.expert_dp)):
-            grads = [s.grad for s in self.segments if s.grad is not None]
-            is_in_group = [g.is_expert is is_expert for g in (s.group for s in self.segments)]
-            _sum_in_place(
-                [g for g, is_member in zip(grads, is_in_group, strict=True) if is_member], group
-            )
+            members = [s for s in self.segments if s.replicated and s.group.is_expert is is_expert]
+            _sum_in_place([s.grad for s in members if s.grad is not None], group)
+
+    def _gradient(self, f: ParamInfo) -> Tensor:
+        """This rank's gradient of a parameter (fp32, 1-D)."""
+        p = f.parameter
+        if p.dtype == torch.float32:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            return p.grad.reshape(-1)
+        if id(p) in self._begun:
+            return self._sums[id(p)]
+        return torch.zeros(p.numel(), dtype=torch.float32, device=p.device)
 
     @torch.no_grad()
     def publish(self) -> None:

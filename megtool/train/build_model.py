@@ -13,6 +13,7 @@ from megtool.inference.layer_streaming import units_of
 from megtool.inference.load import check_memory, check_names, computable, fill
 from megtool.inference.rank_weights import Weights
 from megtool.model.decoder import Decoder
+from megtool.model.fully_shard import FullyShard
 from megtool.model.pipeline import build_stages
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.source import CheckpointSource
@@ -20,7 +21,7 @@ from megtool.reshard.source import CheckpointSource
 
 def load_for_training(
     source: CheckpointSource,
-    groups: ProcessGroups | None = None,
+    groups: ProcessGroups | FullyShard | None = None,
     *,
     dtype: DType | torch.dtype | str | None = None,
     sequence_parallel: bool = False,
@@ -35,7 +36,8 @@ def load_for_training(
     quantized), on the device of `groups`. Parameters require gradients. `source` is any
     checkpoint that megtool reads, at any layout; the layout is that of `groups`. The vocabulary is
     padded as the checkpoint's is, or to a multiple of `vocab_multiple * tp`. Layers of multi-token
-    prediction are loaded if the caller `keeps_mtp`.
+    prediction are loaded if the caller `keeps_mtp`. A FullyShard shards each layer as soon as it is
+    loaded, so that no rank ever has a whole model.
 
     Raises:
         MappingError: the checkpoint is not a whole decoder, or has other tensors than the model.
@@ -43,6 +45,9 @@ def load_for_training(
         OutOfMemoryError: the weights do not fit into memory; the hint says what would.
         CheckpointError: they cannot be read.
     """
+    sharder = groups if isinstance(groups, FullyShard) else None
+    if isinstance(groups, FullyShard):
+        groups = groups.groups
     groups = ProcessGroups.alone() if groups is None else groups
     multiple = vocab_multiple or vocab_divisor(source.catalogue)  # as it is saved again
     weights = Weights(
@@ -62,21 +67,28 @@ def load_for_training(
         sequence_parallel=sequence_parallel,
         vocab_multiple=multiple,
     )
+    if sharder is not None and sharder.prepare is not None:
+        sharder.prepare(stages)
     trained = {n: p.requires_grad for s in stages for n, p in s.named_parameters()}
     expected = {n: t for stage in stages for n, t in stage.state_dict().items()}
     check_names(weights, expected)
     weights.become({n: named(str(t.dtype).removeprefix("torch.")) for n, t in expected.items()})
-    check_memory(weights, groups.device, is_trained=True)
+    num_shards = 1 if sharder is None else groups.shards.size
+    check_memory(weights, groups.device, is_trained=True, num_shards=num_shards)
     for stage in stages:
         names_of_stage = list(stage.state_dict())
-        if groups.device.type == "cpu":
-            fill(stage, weights.load(names_of_stage))
-        else:
-            for names in units_of(names_of_stage).values():
-                tensors = weights.load(names)
-                fill(stage, {n: tensors.pop(n).to(groups.device) for n in names})
-        for name, parameter in stage.named_parameters():
-            parameter.requires_grad_(trained[name])  # the bias that chooses experts is not
+        is_whole = groups.device.type == "cpu" and sharder is None
+        units = {"": names_of_stage} if is_whole else units_of(names_of_stage)
+        for names in units.values():
+            tensors = weights.load(names)
+            fill(stage, {n: tensors.pop(n).to(groups.device) for n in names})
+            for name in names:
+                if name in trained:  # the bias that chooses experts is not
+                    stage.get_parameter(name).requires_grad_(trained[name])
+            if sharder is not None:
+                sharder.shard_layers(stage)
+        if sharder is not None:
+            sharder.shard_rest(stage)
         stage.train()
     return stages
 

@@ -18,12 +18,14 @@ from megtool.options.groups import (
     TokenizerOptions,
 )
 from megtool.train.data_options import RowBuildingOptions
+from megtool.train.data_parallel_options import DataParallelOptions, check_data_parallel
 from megtool.train.loss_options import FurtherLossOptions
 from megtool.train.optimizer_options import OptimizerOptions
+from megtool.train.overlap_options import OverlapOptions, check_overlap
 from megtool.train.profile_options import ProfileOptions
 
 TRAINING = "Training"
-PRECISION, MEMORY = "Precision", "Memory and overlap"
+PRECISION, MEMORY = "Precision", "Memory"
 CHECKPOINTS, EVALUATION = "Checkpoints", "Evaluation and logs"
 LORA, QAT = "LoRA", "Quantization-aware training and distillation"
 
@@ -40,6 +42,8 @@ DTYPE_FLAGS = ("bf16", "fp16", "fp32")
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
     OptimizerOptions,
+    DataParallelOptions,
+    OverlapOptions,
     FurtherLossOptions,
     ProfileOptions,
     ContextParallelOptions,
@@ -208,19 +212,8 @@ class TrainConfig(
     recompute_num_layers: int | None = option(
         MEMORY, "Layers of each stage to recompute; default: all.", metavar="N", minimum=1
     )
-    use_distributed_optimizer: bool | None = option(
-        MEMORY, "Shard optimizer state over replicas; default: if there are several."
-    )
     gradient_accumulation_fusion: bool = option(
         MEMORY, "Add products straight to the sums of weights' gradients.", True
-    )
-    overlap_grad_reduce: bool = option(MEMORY, "Reduce gradients during the backward pass.", False)
-    overlap_param_gather: bool = option(MEMORY, "Gather parameters in forward passes.", False)
-    ddp_bucket_size: int | None = option(
-        MEMORY, "Elements in a gradient bucket.", metavar="N", minimum=1
-    )
-    ddp_pad_buckets_for_high_nccl_busbw: bool = option(
-        MEMORY, "Pad gradient buckets to multiples of 65536 elements, for many GPUs.", False
     )
     optimizer_cpu_offload: bool = option(
         MEMORY, "Keep and update optimizer state on the CPU; all of it without a fraction.", False
@@ -339,6 +332,8 @@ class TrainConfig(
         _check_numbers(self)
         _check_steps(self)
         _check_feature_options(self)
+        check_data_parallel(self)
+        check_overlap(self)
         _check_graphs(self)
         _ = self.layout
 
@@ -454,10 +449,6 @@ def _check_feature_options(s: TrainConfig) -> None:
             "Engine's matrix products cannot be kept; use full",
         ),
         (
-            s.fp8_param_gather and s.use_distributed_optimizer is False,
-            "--fp8-param-gather needs --use-distributed-optimizer",
-        ),
-        (
             s.recompute_num_layers is not None and s.recompute_granularity is None,
             "--recompute-num-layers has no effect without --recompute-granularity",
         ),
@@ -511,8 +502,6 @@ def _check_feature_options(s: TrainConfig) -> None:
         raise UsageError(
             f"--lora-alpha is {s.lora_alpha:g}", hint="above 0; default: 2 x --lora-rank"
         )
-    if s.overlap_param_gather and s.use_distributed_optimizer is False:
-        raise UsageError("--overlap-param-gather needs --use-distributed-optimizer")
     roles = ("qkv", "proj", "fc1", "fc2")
     if s.lora_rank is not None:
         roles_given = [role.strip() for role in s.lora_target.split(",")]

@@ -359,6 +359,7 @@ def _make_schedule(job: TrainJob) -> PipelineSchedule:
             num_microbatches=plan.num_microbatches,
             objective=features.objective,
             scale=job.optimizer.scale_loss,
+            overlap_p2p=job.settings.overlap_p2p_communication,
         )
     return GraphedSchedule(
         job.stages,

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from megtool.config import ParallelConfig
 from megtool.inference.rank_weights import decoder_of
 from megtool.model.decoder import Decoder
+from megtool.model.fully_shard import is_layer
 from megtool.model.pipeline import build_stages
 from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
@@ -129,19 +131,22 @@ def _measure_stages(
     trained = [p for p in parameters if p.requires_grad]
     moments = {"adam": 2, "sgd": 1, "muon": 1}[settings.optimizer]
     each = moments * (2 if settings.exp_avg_dtype == "bf16" else 4)
-    if dtype != torch.float32:
+    if dtype != torch.float32 and not settings.is_fully_sharded:
         each += 2 if settings.store_param_remainders else 4
-    shared = settings.use_distributed_optimizer
-    optimizer = 0.0
-    for p in trained:
-        replicas = layout.dp * layout.cp if getattr(p, "allreduce", True) else layout.expert_dp
-        optimizer += p.numel() * each / (1 if shared is False else replicas)
+    is_sharded = settings.sharding_strategy != "no_shard"
+    optimizer = sum(
+        p.numel() * each / (_num_shards(p, settings, layout) if is_sharded else 1) for p in trained
+    )
+    weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
     narrow = settings.grad_reduce_in_bf16
+    gradient_bytes = sum(p.numel() * (p.element_size() if narrow else 4) for p in trained)
+    if settings.is_fully_sharded:
+        weight_bytes, gradient_bytes = _measure_shards(stages, settings, layout)
     return RankMemory(
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in trained),
-        weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        gradient_bytes=sum(p.numel() * (p.element_size() if narrow else 4) for p in trained),
+        weight_bytes=weight_bytes,
+        gradient_bytes=gradient_bytes,
         optimizer_bytes=round(optimizer),
         adapter_bytes=sum(
             p.numel() * p.element_size()
@@ -150,3 +155,36 @@ def _measure_stages(
             if ".adapter." in n
         ),
     )
+
+
+def _num_shards(p: nn.Parameter, settings: TrainConfig, layout: ParallelConfig) -> int:
+    """Ranks that optimizer state of a parameter is sharded over."""
+    is_dense = getattr(p, "allreduce", True)
+    replicas = layout.dp * layout.cp if is_dense else layout.expert_dp
+    return max(1, replicas // settings.num_distributed_optimizer_instances)
+
+
+def _measure_shards(
+    stages: list[Decoder], settings: TrainConfig, layout: ParallelConfig
+) -> tuple[int, int]:
+    """Bytes of weights and gradients that are sharded by FSDP2: fp32 shards of what is trained, and
+    what is gathered in the model's dtype: all of it, or with ZeRO-3 what is outside of layers, and
+    the two largest layers, of which one is gathered while the other is used. Gradients are whole
+    in the layer of the backward pass.
+    """
+    weights = gradients = 0.0
+    gathered, layers = 0, []
+    for stage in stages:
+        units: dict[nn.Module, int] = {}
+        owner = {p: m for m in stage.modules() if is_layer(m) for p in m.parameters()}
+        for p in stage.parameters():
+            share = p.numel() / _num_shards(p, settings, layout)
+            weights += share * (4 if p.requires_grad else p.element_size())
+            gradients += share * 4 * p.requires_grad
+            unit = owner.get(p, stage)
+            units[unit] = units.get(unit, 0) + p.numel() * p.element_size()
+        gathered += units.pop(stage, 0)
+        layers += list(units.values())
+    largest = sorted(layers)[-2:]
+    gathered += sum(largest if settings.sharding_strategy == "optim_grads_params" else layers)
+    return round(weights) + gathered, round(gradients) + (largest[-1] if largest else 0)

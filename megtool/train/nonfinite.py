@@ -14,6 +14,7 @@ from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import microbatches, stream_hidden
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.tensors.dtensor_shards import local_shard
 
 
 @torch.no_grad()
@@ -71,7 +72,7 @@ def nonfinite_error(
 def _parameter(stages: Sequence[Decoder]) -> str | None:
     for stage in stages:
         for name, p in stage.named_parameters():
-            if not bool(torch.isfinite(p).all()):
+            if not bool(torch.isfinite(local_shard(p)).all()):
                 return name
     return None
 

@@ -77,6 +77,9 @@ class OptimizerOptions(Options):
     clip_grad: float = option(
         OPTIMIZER, "Clip the gradient to this norm; 0: no clipping.", 1.0, metavar="X", minimum=0
     )
+    log_num_zeros_in_grad: bool = option(
+        OPTIMIZER, "Also log the number of zeros in the gradient (num_zeros).", False
+    )
     lr_mult: tuple[str, ...] = option(
         OPTIMIZER,
         "Multiply the learning rate of parameters: '*.bias=0.1'; repeatable.",

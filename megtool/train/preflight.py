@@ -11,15 +11,17 @@ from megtool.inference.runtime import usual_device
 from megtool.kernels import transformer_engine
 from megtool.model.context_attention import check_exchange
 from megtool.model.decoder import check_direction
+from megtool.model.fully_shard import require_fully_shard
 from megtool.model.pipeline import build_stages
 from megtool.model.router import check_trainable
 from megtool.model_config import ModelConfig
 from megtool.options.field import flag
-from megtool.parallel.process_groups import ProcessGroups
+from megtool.parallel.process_groups import ProcessGroups, check_instances
 from megtool.reshard.source import CheckpointSource
 from megtool.train.config import TrainConfig
 from megtool.train.cuda_graph import check_graphs
 from megtool.train.features.registry import add_feature_parameters, check_features
+from megtool.train.overlap_options import check_overlap_of_model
 from megtool.train.run_plan import make_lr_schedule, plan_run, row_length
 
 
@@ -30,7 +32,7 @@ def check_run(source: CheckpointSource, settings: TrainConfig) -> None:
         LayoutError: the layout does not divide the model.
         UsageError: CUDA graphs do not allow an option, a pattern matches no parameter, or experts
             are sampled in training.
-        MissingPackageError: Transformer Engine is needed, and not installed.
+        MissingPackageError: Transformer Engine is needed, and not installed, or torch is too old.
         MegtoolError: a feature does not fit; see `TrainingFeature.check`.
     """
     config = source.config
@@ -43,6 +45,9 @@ def check_run(source: CheckpointSource, settings: TrainConfig) -> None:
     check_graphs(settings, config)
     if settings.kernels == "te":
         transformer_engine.require((settings.device or usual_device()).partition(":")[0])
+    check_overlap_of_model(settings, config)
+    if settings.is_fully_sharded:
+        require_fully_shard()
     check_features(settings, source)
     _check_patterns(settings, config)
 
@@ -99,9 +104,11 @@ def check_plan(source: CheckpointSource, settings: TrainConfig, layout: Parallel
     """Check the plan of a run on any data, before they are read.
 
     Raises:
-        LayoutError: replicas and micro batches do not divide the global batch, or ranks the rows.
+        LayoutError: replicas and micro batches do not divide the global batch, ranks the rows, or
+            instances the replicas.
         UsageError: the learning rate's schedule does not fit the number of steps.
     """
+    check_instances(layout, settings.num_distributed_optimizer_instances)
     plan = plan_run(
         settings,
         seq_length=row_length(settings, source.config),

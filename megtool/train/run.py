@@ -14,6 +14,7 @@ import torch
 from megtool.console import Progress
 from megtool.dtypes import dtype
 from megtool.model.decoder import Decoder
+from megtool.model.fully_shard import FullyShard
 from megtool.model.recompute import recompute
 from megtool.optim.optimizer import Optimizer
 from megtool.parallel.process_groups import ProcessGroups
@@ -41,6 +42,7 @@ from megtool.train.datasets import TrainDatasets, open_datasets
 from megtool.train.features.protocol import FeatureInputs
 from megtool.train.features.registry import TrainingFeatures, is_model_frozen
 from megtool.train.loop import TrainJob, TrainOutcome, train
+from megtool.train.overlap_options import let_overlap
 from megtool.train.preflight import check_plan
 from megtool.train.run_log import RunLog
 from megtool.train.run_plan import (
@@ -228,16 +230,33 @@ class TrainRun:
         settings, groups = self.settings, self.groups
         stages = load_for_training(
             source,
-            groups,
+            self._sharder() if settings.is_fully_sharded else groups,
             dtype=resolve_dtype(settings, groups.device.type),
             sequence_parallel=settings.sequence_parallel,
             threads=settings.threads,
             progress=self.progress,
         )
         freeze(stages, settings.freeze)
+        let_overlap(stages, settings)
         if settings.recompute_granularity is not None:
             recompute(stages, settings.recompute_granularity, settings.recompute_num_layers)
         return stages
+
+    def _sharder(self) -> FullyShard:
+        """How the model is sharded over replicas, with what is frozen."""
+
+        def prepare(stages: Sequence[Decoder]) -> None:
+            freeze(stages, self.settings.freeze)
+            if is_model_frozen(self.settings):
+                for stage in stages:
+                    stage.requires_grad_(False)
+
+        return FullyShard(
+            groups=self.groups,
+            reshard_after_forward=self.settings.sharding_strategy == "optim_grads_params",
+            in_param_dtype=self.settings.grad_reduce_in_bf16,
+            prepare=prepare,
+        )
 
     def _restore(
         self,

@@ -207,6 +207,7 @@ def make_optimizer_config(settings: TrainConfig, plan: RunPlan) -> OptimizerConf
         sgd_momentum=settings.sgd_momentum,
         muon_momentum=settings.muon_momentum,
         clip_grad=settings.clip_grad,
+        count_zeros=settings.log_num_zeros_in_grad,
         loss_scale=None if constant is None else constant / tokens,
         initial_loss_scale=initial,
         min_loss_scale=min(initial, settings.min_loss_scale / tokens),
@@ -273,7 +274,8 @@ def freeze(stages: Sequence[Decoder], globs: Sequence[str]) -> int:
 def make_optimizer(
     stages: Sequence[Decoder], settings: TrainConfig, plan: RunPlan, groups: ProcessGroups
 ) -> Optimizer:
-    """The optimizer of a rank's stages: distributed if there are replicas, else replicated.
+    """The optimizer of a rank's stages: by the sharding strategy, or distributed if there are
+    replicas, else replicated.
 
     Raises:
         UsageError: options contradict each other, or nothing is left to train.
@@ -287,18 +289,21 @@ def make_optimizer(
     is_trained = torch.tensor(float(any(p.requires_grad for _, p in named)), device=groups.device)
     if not float(all_sum(is_trained, groups.world)):
         raise UsageError("nothing is left to train", hint="--freeze less")
-    is_distributed = settings.use_distributed_optimizer
-    if is_distributed is None:
-        is_distributed = (
-            groups.replicas.size > 1 or groups.expert_dp.size > 1 or config.fp8_param_gather
-        )
+    from megtool.model.fully_shard import sharded_modules
     from megtool.optim.cpu_offload import HybridDeviceOptimizer
     from megtool.optim.distributed import DistributedOptimizer
+    from megtool.optim.fully_sharded import FullyShardedOptimizer
     from megtool.optim.replicated import ReplicatedOptimizer
 
+    if settings.is_fully_sharded:
+        return FullyShardedOptimizer(named, config, groups, modules=sharded_modules(stages))
+    strategy = settings.sharding_strategy
+    if strategy is None:
+        has_replicas = groups.replicas.size > 1 or groups.expert_dp.size > 1
+        strategy = "optim" if has_replicas or config.fp8_param_gather else "no_shard"
     optimizer = (
         DistributedOptimizer(named, config, groups, chunks=list(stages))
-        if is_distributed
+        if strategy == "optim"
         else ReplicatedOptimizer(named, config, groups)
     )
     return HybridDeviceOptimizer(optimizer) if config.offload_fraction else optimizer

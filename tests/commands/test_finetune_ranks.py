@@ -18,6 +18,8 @@ from tests.support.models import tiny_text
 from tests.support.worlds.gloo_world import run_world
 
 STEPS = 20
+ZERO_2 = {"data_parallel_sharding_strategy": "optim_grads"}
+ZERO_3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
 
 
 def tune(model: str, folder: str, data: str, **more: Any) -> FinetuneReport:
@@ -66,6 +68,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
     [
         {"dp": 2},
         {"dp": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        {"dp": 2, **ZERO_2},
+        {"dp": 2, **ZERO_3},
+        {"dp": 2, "dist_ckpt_optim_format": "dp_reshardable", **ZERO_3},
+        {"cp": 2, **ZERO_3},
         {"tp": 2},
         {"tp": 2, "sequence_parallel": True},
         {"pp": 2},
@@ -101,6 +107,9 @@ def test_two_processes_draw_the_curve_of_one(layout, made, tmp_path) -> None:
             "hierarchical_context_parallel_sizes": "2,2",
             "recompute_granularity": "selective",
         },
+        {"dp": 4, "num_distributed_optimizer_instances": 2, **ZERO_3},
+        {"tp": 2, "dp": 2, "sequence_parallel": True, **ZERO_3},
+        {"pp": 2, "dp": 2, **ZERO_2},
     ],
     ids=str,
 )
@@ -150,7 +159,7 @@ def test_a_run_with_context_parallelism_goes_on_at_another_layout(
     assert curve(out) == pytest.approx(curve(ref), abs=1e-5)
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"cp": 2}, {"dp": 2, **ZERO_3}], ids=str)
 def test_two_processes_take_the_first_steps_of_one(layout, made, tmp_path) -> None:
     model, data, ref = made
     more = layout | {"train_iters": 3, "lr_decay_iters": STEPS, "eval_interval": 100}

@@ -25,6 +25,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 SAVES = [
     ({"dp": 2}, 2, "fully_reshardable"),
+    ({"dp": 2, "zero": 3}, 2, "fully_reshardable"),
+    ({"dp": 2, "zero": 3}, 2, "dp_reshardable"),
     ({"tp": 2}, 2, "fully_reshardable"),
     ({"dp": 2}, 2, "dp_reshardable"),
 ]
@@ -57,7 +59,9 @@ def goes_on(
 ) -> list[int]:
     """Resume what is in a folder, and save it at once; gradients are bf16 as there."""
     how = {"reduce_in_fp32": True, **(settings or {})}
-    run = Trained(Path(source), layout, kind="bfloat16", settings=how)
+    sizes = {axis: n for axis, n in layout.items() if axis != "zero"}
+    is_sharded = "zero" in layout
+    run = Trained(Path(source), sizes, kind="bfloat16", settings=how, is_fully_sharded=is_sharded)
     try:
         found = run.resume()
         assert found.has_optimizer
@@ -100,7 +104,7 @@ def test_megatron_loads_what_a_run_saved(
     said = run_world(goes_on, size, source, saved, layout, kind)
     assert said == [[7, 2]] * size
     assert verify(saved, source).verdict == "equal"
-    there = {k: v for k, v in layout.items() if k != "dp"}
+    there = {k: v for k, v in layout.items() if k not in ("dp", "zero")}
     loaded = megatron("load", kind=kind, folder=saved, dump=dump, **(options | {"layout": there}))
     assert "loaded [2" in loaded, loaded
     assert verify(dump, source).verdict == "equal"

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megtool.model.decoder import Decoder
+from megtool.tensors.dtensor_shards import local_shard, shard_ranges
 from megtool.train.checkpointing.save_layout import WEIGHT, SaveLayout, ShardPart
 
 if TYPE_CHECKING:
@@ -26,15 +28,38 @@ def iterate_live_state(
 ) -> Iterator[LivePiece]:
     """All live state of this rank: weights (state `""`), and the optimizer's state.
 
-    `carried` are further weights, which no module has.
+    `carried` are further weights, which no module has. Modules are asked for their weights at once,
+    before passes that gather sharded ones; copies are made as the iterator comes to them.
     """
-    for name, tensor in carried.items():
-        yield WEIGHT, name, 0, tensor.reshape(-1)
-    for stage in stages:
-        for name, tensor in stage.state_dict().items():
-            yield WEIGHT, name, 0, tensor.detach().reshape(-1)
-    for piece in optimizer.pieces() if optimizer is not None else ():
-        yield piece.state, piece.parameter, piece.start, piece.tensor.detach()
+    weights = [(stage.dtype, stage.state_dict()) for stage in stages]
+
+    def iterate() -> Iterator[LivePiece]:
+        for name, tensor in carried.items():
+            yield WEIGHT, name, 0, tensor.reshape(-1)
+        for dtype, tensors in weights:
+            for name, tensor in tensors.items():
+                for start, elements in stored_elements(tensor, dtype):
+                    yield WEIGHT, name, start, elements
+        for piece in optimizer.pieces() if optimizer is not None else ():
+            yield piece.state, piece.parameter, piece.start, piece.tensor.detach()
+
+    return iterate()
+
+
+def stored_elements(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """The elements of a weight on this rank, 1-D, as they are stored, and the first of each range.
+
+    A shard of a trained parameter is fp32, and stored in the model's `dtype`.
+    """
+    local = local_shard(tensor).reshape(-1)
+    if not isinstance(tensor, DTensor):
+        yield 0, local
+        return
+    local, offset = local.to(dtype), 0
+    for start, stop in shard_ranges(tensor):
+        if start < stop:
+            yield start, local[offset : offset + stop - start]
+        offset += stop - start
 
 
 class HostSnapshot:

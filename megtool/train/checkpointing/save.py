@@ -28,6 +28,7 @@ from megtool.checkpoint.storage.store_probe import probe_store
 from megtool.checkpoint.store_check import check_surroundings
 from megtool.errors import MegtoolError, StorageError, UsageError
 from megtool.model.decoder import Decoder
+from megtool.model.fully_shard import sharded_modules
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.build_model import rank_coordinates
 from megtool.train.checkpointing.background_task import BackgroundTask
@@ -173,6 +174,8 @@ class TorchDistSaver:
             MappingError: the model differs from the template.
             UsageError: the optimizer's format cannot hold this optimizer's state.
         """
+        if optimizer is not None:
+            optimizer.wait_for_parameters()
         planned = self._plan(stages, optimizer)
         if asynchronous:
             self._prepare_snapshot(planned.layout)
@@ -182,11 +185,12 @@ class TorchDistSaver:
             return self._planned
         saved_optimizer = optimizer if self.optimizer_format != _NONE else None
         ranges, dtypes = [], {}
+        has_shards = bool(sharded_modules(stages))
         for state, name, start, tensor in self._live_state(stages, saved_optimizer):
             self._kinds[state, name] = tensor.dtype
             if state == WEIGHT:
                 dtypes[name] = str(tensor.dtype).removeprefix("torch.")
-            else:
+            if state != WEIGHT or has_shards:
                 ranges.append(StateRange(state, name, start, start + tensor.numel()))
         report = RankOwnership(
             coordinates=rank_coordinates(self.groups), dtypes=dtypes, ranges=tuple(ranges)
@@ -236,10 +240,10 @@ class TorchDistSaver:
         """
         began = time.monotonic()
         self._background.join()
-        planned = self._plan(stages, optimizer)
-        saved_optimizer = optimizer if self.optimizer_format != _NONE else None
         if optimizer is not None:
             optimizer.wait_for_parameters()
+        planned = self._plan(stages, optimizer)
+        saved_optimizer = optimizer if self.optimizer_format != _NONE else None
         objects = self._gather_objects(metadata)
         self._attempts += 1
         staged = self._stage(iteration)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megtool.checkpoint.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
@@ -62,8 +62,9 @@ def plan_save_layout(
 ) -> SaveLayout:
     """Plan a save; `reports` are those of all ranks, of which this one is `rank`.
 
-    Weights are sharded and assigned to ranks as `reshard` does. State is sharded as its weights
-    are, and further where one rank's part of it ends: every rank writes what it owns.
+    Weights are sharded and assigned to ranks as `reshard` does, unless ranks report ranges of them.
+    State, and weights with ranges, are sharded further where one rank's part ends: every rank
+    writes what it owns.
 
     Raises:
         MappingError: ranks and checkpoint do not have the same tensors.
@@ -75,20 +76,13 @@ def plan_save_layout(
     shards = shard(template.tensors, parallel, config=config)
     cells = ShardCells(template.tensors, shards)
     weights = _with_stored_dtypes(template.tensors, reports, ownership, cells, kinds)
-    owned = _weight_parts(reports[rank], ownership, cells)
-    rows: list[_Row] = []
-    owners = shards.owner.tolist()
-    boxes = zip(shards.boxes.lo.tolist(), shards.boxes.hi.tolist(), strict=True)
-    for row, (number, (lo, hi)) in enumerate(zip(shards.tensor.tolist(), boxes, strict=True)):
-        ndim, parts = len(weights[number].shape), tuple[ShardPart, ...]()
-        if owners[row] == rank:
-            if row not in owned:
-                raise MappingError(
-                    "the rank that should write a part of it does not have that part",
-                    tensor=weights[number].name,
-                )
-            parts = (owned[row],)
-        rows.append((number, lo[:ndim], hi[:ndim], owners[row], parts))
+    has_shards = any(run.state == WEIGHT for report in reports for run in report.ranges)
+    rows = (
+        _shard_rows(_only(reports, is_weight=True), ownership, cells)
+        if has_shards
+        else _weight_rows(weights, shards, _weight_parts(reports[rank], ownership, cells), rank)
+    )
+    reports = _only(reports, is_weight=False)
     buckets: BucketLayout | None = None
     tensors = list(weights)
     if optimizer_format == DP_RESHARDABLE and any(r.ranges for r in reports):
@@ -154,6 +148,59 @@ def _weight_parts(
     return out
 
 
+def _only(reports: Sequence[RankOwnership], *, is_weight: bool) -> list[RankOwnership]:
+    """The reports with the ranges of weights alone, or of everything else."""
+    return [
+        replace(r, ranges=tuple(run for run in r.ranges if (run.state == WEIGHT) is is_weight))
+        for r in reports
+    ]
+
+
+def _weight_rows(
+    weights: Sequence[GlobalTensor], shards: Shards, owned: Mapping[int, ShardPart], rank: int
+) -> list[_Row]:
+    """Rows of weights that ranks have whole parts of; `owned` are those of this rank."""
+    rows: list[_Row] = []
+    owners = shards.owner.tolist()
+    boxes = zip(shards.boxes.lo.tolist(), shards.boxes.hi.tolist(), strict=True)
+    for row, (number, (lo, hi)) in enumerate(zip(shards.tensor.tolist(), boxes, strict=True)):
+        ndim, parts = len(weights[number].shape), tuple[ShardPart, ...]()
+        if owners[row] == rank:
+            if row not in owned:
+                raise MappingError(
+                    "the rank that should write a part of it does not have that part",
+                    tensor=weights[number].name,
+                )
+            parts = (owned[row],)
+        rows.append((number, lo[:ndim], hi[:ndim], owners[row], parts))
+    return rows
+
+
+def _shard_rows(
+    reports: Sequence[RankOwnership], ownership: LayoutOwnership, cells: ShardCells
+) -> list[_Row]:
+    """Rows of weights of which ranks have ranges of elements."""
+    rows: list[_Row] = []
+    for a in assign_writers(reports, ownership):
+        number, lead = cells.find_tensor(a.owned.parameter.key)
+        rows += _rows_of(a, cells, number, list(lead))
+    return rows
+
+
+def _rows_of(a: WriteAssignment, cells: ShardCells, number: int, front: list[int]) -> list[_Row]:
+    """The boxes of a range of elements, as rows of a tensor with leading indices `front`."""
+    rows: list[_Row] = []
+    after = [x + 1 for x in front]
+    for lo, hi, offset in split_into_boxes(cells.find_cells(a.owned.parameter), a.start, a.stop):
+        size = 1
+        for x, y in zip(lo, hi, strict=True):
+            size *= y - x
+        start = a.owned.offset + offset
+        part = ShardPart(a.state, a.owned.name, start, start + size, 0)
+        rows.append((number, front + lo, after + hi, a.rank, (part,)))
+    return rows
+
+
 def _state_rows(
     tensors: list[GlobalTensor], assigned: Sequence[WriteAssignment], cells: ShardCells
 ) -> list[_Row]:
@@ -179,15 +226,7 @@ def _state_rows(
         if (a.state, name) not in numbers:
             numbers[a.state, name] = len(tensors)
             tensors.append(_state_tensor(a.state, name, p.shape))
-        front = list(lead) if is_complete else []
-        after = [x + 1 for x in front]
-        for lo, hi, offset in split_into_boxes(cells.find_cells(p), a.start, a.stop):
-            size = 1
-            for x, y in zip(lo, hi, strict=True):
-                size *= y - x
-            start = a.owned.offset + offset
-            part = ShardPart(a.state, a.owned.name, start, start + size, 0)
-            rows.append((numbers[a.state, name], front + lo, after + hi, a.rank, (part,)))
+        rows += _rows_of(a, cells, numbers[a.state, name], list(lead) if is_complete else [])
     return rows
 
 

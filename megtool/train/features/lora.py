@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.storage.files import Files
@@ -37,6 +38,7 @@ from megtool.model.pipeline import build_stages
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.source import CheckpointSource
+from megtool.tensors.dtensor_shards import is_sharded, local_shard, shard_box
 from megtool.train.checkpointing.megatron_common_state import to_plain_tree
 from megtool.train.checkpointing.protocol import CheckpointSaver, SaveMetadata, TrainState
 from megtool.train.checkpointing.retention import find_newest_iteration
@@ -301,7 +303,7 @@ class MergedStage:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self.groups = decoder.groups
+        self.groups, self.dtype, self.modules = decoder.groups, decoder.dtype, decoder.modules
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """Parameters under the names of a model without adapters, merged when they are read."""
@@ -436,10 +438,12 @@ def fingerprint_frozen_weights(stages: Sequence[Decoder]) -> tuple[float, float]
     for decoder in stages:
         for name, p in decoder.named_parameters():
             is_expert, is_cut = not is_marked(p, "allreduce"), is_marked(p, _CUT)
-            replicas, shards = groups.replicas, groups.tp
+            replicas, instances, shards = groups.replicas, groups.instances, groups.tp
             if is_expert:
                 replicas, shards = groups.expert_dp, groups.etp
-            if replicas.rank or (shards.rank and not is_cut) or is_marked(p, "shared"):
+                instances = groups.expert_instances
+            copies = instances if is_sharded(p) else replicas
+            if copies.rank or (shards.rank and not is_cut) or is_marked(p, "shared"):
                 continue
             if ".adapter." not in name:
                 digest = hashlib.sha256(name.encode()).digest()
@@ -458,11 +462,16 @@ _CUT = "tensor_model_parallel"
 
 def _weighted_sum(p: Tensor, cut: Iterable[int]) -> Tensor:
     """The sum of a parameter's elements with factors by position, and that of magnitudes."""
+    starts = [0] * p.dim()
+    if isinstance(p, DTensor):
+        dim, starts[dim], _ = shard_box(p)
+        p = local_shard(p)
     factors = [
         torch.ones(n, dtype=torch.float64, device=p.device)
         if d in cut
-        else 0.5 + torch.arange(n, device=p.device).mul(2654435761).remainder(2**32) / 2**32
-        for d, n in enumerate(p.shape)
+        else 0.5
+        + torch.arange(start, start + n, device=p.device).mul(2654435761).remainder(2**32) / 2**32
+        for d, (n, start) in enumerate(zip(p.shape, starts, strict=True))
     ]
     *outer, inner = factors
     by_row = torch.ones(1, dtype=torch.float64, device=p.device)

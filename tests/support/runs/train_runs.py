@@ -12,9 +12,11 @@ from megtool.config import ParallelConfig
 from megtool.dtypes import dtype
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
+from megtool.model.fully_shard import FullyShard, sharded_modules
 from megtool.model.pipeline import PipelineSchedule
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
+from megtool.optim.fully_sharded import FullyShardedOptimizer
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.replicated import ReplicatedOptimizer
 from megtool.parallel.process_groups import ProcessGroups
@@ -42,6 +44,7 @@ class Trained:
         settings: dict[str, Any] | None = None,
         groups: ProcessGroups | None = None,
         sequence_parallel: bool = False,
+        is_fully_sharded: bool = False,
     ) -> None:
         torch.set_num_threads(1)
         self.groups = groups or ProcessGroups.start(ParallelConfig(**(layout or {})))
@@ -49,13 +52,21 @@ class Trained:
         assert self.opened.model is not None
         self.source = self.opened
         self.kind = dtype(kind)
+        place = (
+            FullyShard(groups=self.groups, reshard_after_forward=True)
+            if is_fully_sharded
+            else self.groups
+        )
         self.stages: list[Decoder] = load_for_training(
-            self.source, self.groups, dtype=kind, threads=1, sequence_parallel=sequence_parallel
+            self.source, place, dtype=kind, threads=1, sequence_parallel=sequence_parallel
         )
         named = [(n, p) for stage in self.stages for n, p in stage.named_parameters()]
         how = OptimizerConfig(**(settings or {}))
         self.optimizer: Optimizer
-        if plain:
+        if is_fully_sharded:
+            modules = sharded_modules(self.stages)
+            self.optimizer = FullyShardedOptimizer(named, how, self.groups, modules=modules)
+        elif plain:
             self.optimizer = ReplicatedOptimizer(named, how, self.groups)
         else:
             self.optimizer = DistributedOptimizer(named, how, self.groups, chunks=self.stages)
