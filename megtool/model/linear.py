@@ -264,8 +264,9 @@ def column_product(
     """`x W^T + b` with this rank's rows of W; x is the same on all ranks, or split by rows.
 
     Forward with `sequence_parallel`: the rows are gathered, and with `overlaps_gather` multiplied
-    as they arrive. Backward: the sum (or the sum and scatter) of x's gradient is under way while the weight's is computed, and gathered rows are
-    gathered again rather than kept, under way while x's gradient is computed.
+    as they arrive. Backward: the sum (or the sum and scatter) of x's gradient is under way while
+    the weight's is computed, and gathered rows are gathered again rather than kept, under way while
+    x's gradient is computed.
     """
     if group.size == 1:
         return linear(x_TH, weight_OH, bias_O)

@@ -143,12 +143,12 @@ class MoeMlp(nn.Module):
         routed_TH = whole_TH if config.router_norm else x_TH
         if self.shows_all:
             self._show_all(x_TH, routed_TH)
-        chosen = self.router(routed_TH, frame)
+        experts_TK, probs_TK = self.router(routed_TH, frame)
         shared: SharedPass | None = None
         if self.shared_experts is not None:
             shared = SharedPass(self.shared_experts, whole_TH if config.expert_norms else x_TH)
         overlaps = self.overlaps_shared_experts and not self.is_in_place
-        out_TH = self._routed(x_TH, *chosen, shared if overlaps else None)
+        out_TH = self._routed(x_TH, experts_TK, probs_TK, shared if overlaps else None)
         if self.post_moe_layernorm is not None:
             out_TH = self.post_moe_layernorm(out_TH)
         return out_TH if shared is None else out_TH + shared.result()

@@ -25,7 +25,7 @@ class FreeingStage(PipelineStage):
         self._unsent: dict[int, tuple[Tensor, ...]] = {}
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """torch's, but outputs are kept as shapes, and until they are sent."""
+        """torch's, but outputs are shapes once they are sent."""
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.is_last:
             outputs, inputs = self.fwd_cache[fwd_chunk_id]
@@ -36,13 +36,13 @@ class FreeingStage(PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
         """torch's, of the values, which are let go."""
-        kept = self.fwd_cache[fwd_chunk_id]
+        cached = self.fwd_cache[fwd_chunk_id]
         if fwd_chunk_id in self._unsent:
-            self.fwd_cache[fwd_chunk_id] = self._unsent.pop(fwd_chunk_id), kept[1]
+            self.fwd_cache[fwd_chunk_id] = self._unsent.pop(fwd_chunk_id), cached[1]
         try:
             return super().get_fwd_send_ops(fwd_chunk_id)
         finally:
-            self.fwd_cache[fwd_chunk_id] = kept
+            self.fwd_cache[fwd_chunk_id] = cached
 
 
 class _Shape(torch.autograd.Function):
@@ -74,23 +74,24 @@ def make_schedule(
         MissingPackageError: this version of torch cannot do it.
     """
     is_single = len(stages) == 1
-    how = {"loss_fn": loss, "scale_grads": False}
+    options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
     if overlap_p2p is None or overlap_p2p is not is_single:
         if is_single:
-            return Schedule1F1B(stages[0], num_microbatches, **how)
-        return ScheduleInterleaved1F1B(list(stages), num_microbatches, **how)
+            return Schedule1F1B(stages[0], num_microbatches, **options)
+        return ScheduleInterleaved1F1B(list(stages), num_microbatches, **options)
+    schedule: Any
     try:
-        runtime = torch_schedules._PipelineScheduleRuntime
+        runtime: Any = torch_schedules._PipelineScheduleRuntime
         by_step = torch_schedules.PipelineScheduleMulti._step_microbatches
         if is_single:
-            schedule = runtime(list(stages), num_microbatches, **how)
+            schedule = runtime(list(stages), num_microbatches, **options)
             texts = order_1f1b(stages[0].num_stages, num_microbatches)
-            make = torch_schedules._Action.from_str
+            make: Any = torch_schedules._Action.from_str
             schedule._prepare_schedule_with_comms(
                 {rank: [make(text) for text in of_rank] for rank, of_rank in texts.items()}
             )
         else:
-            schedule = ScheduleInterleaved1F1B(list(stages), num_microbatches, **how)
+            schedule = ScheduleInterleaved1F1B(list(stages), num_microbatches, **options)
             schedule._step_microbatches = MethodType(by_step, schedule)
     except AttributeError as e:
         raise MissingPackageError(

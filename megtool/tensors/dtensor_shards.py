@@ -25,7 +25,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 def with_local_shard(tensor: DTensor, local: Tensor) -> DTensor:
     """A DTensor that is sharded as another one, with another local shard."""
-    made: DTensor = DTensor.from_local(
+    sharded: DTensor = DTensor.from_local(
         local,
         tensor.device_mesh,
         tensor.placements,
@@ -33,7 +33,7 @@ def with_local_shard(tensor: DTensor, local: Tensor) -> DTensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
-    return made
+    return sharded
 
 
 def shard_box(tensor: DTensor) -> tuple[int, int, int]:
