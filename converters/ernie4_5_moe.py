@@ -13,10 +13,10 @@ from megtool.convert import (
     Key,
     MoeSpan,
     Multiple,
-    OneRow,
     Only,
     Rope,
     Row,
+    Unsqueezed,
 )
 
 FAMILY = Family(
@@ -60,7 +60,7 @@ FAMILY = Family(
         *HF_SHARED_EXPERTS,
         Row(
             "model.layers.{l}.mlp.moe_statics.e_score_correction_bias",
-            OneRow("layers.{l}.mlp.router.expert_bias"),
+            Unsqueezed("layers.{l}.mlp.router.expert_bias"),
             also=("model.layers.{l}.mlp.gate.moe_statics.e_score_correction_bias",),
         ),
     ),

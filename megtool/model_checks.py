@@ -26,6 +26,7 @@ _FINITE = (
     "router_scaling",
     "glu_offset",
     "attn_temperature_scale",
+    "attn_value_scale",
     "mamba_out_scale",
     "attn_in_scale",
     "attn_out_scale",
@@ -103,6 +104,8 @@ _FLAGS = (
     "router_expert_bias",
     "shared_expert_gate",
     "attn_sinks",
+    "window_sinks",
+    "mtp_window",
     "value_norm",
     "layer_scalar",
     "expert_norms",
@@ -221,10 +224,10 @@ def check_sizes(config: ModelConfig) -> None:
             f"layer_sizes is {str(sizes)[:80]}",
             hint=f"numbers by layer, of {', '.join(VARYING)}",
         )
-    if config.num_mtp_layers or config.kv_lora_rank:
+    if (config.num_mtp_layers and not config.mtp_window) or config.kv_lora_rank:
         raise MappingError(
             "sizes vary by layer in a model with latent attention or multi-token prediction",
-            hint="such a model has neither",
+            hint="layers of multi-token prediction may have those of layers with a window",
             error_id="unsupported-model",
         )
     for name, numbers in sizes.items():
@@ -436,6 +439,19 @@ def check_kinds(
             hint=f"the branches of each of {config.num_layers} layers, of {known}",
         )
     joined = "".join(kinds)
+    if {"G", "K"} <= set(joined + mtp):
+        raise MappingError(
+            "layers have gated delta nets and Kimi delta attention, whose sizes are one set",
+            hint="a model has one of the two",
+            error_id="unsupported-model",
+        )
+    heads = (config.linear_num_key_heads, config.linear_num_value_heads)
+    if "K" in joined + mtp and heads[0] != heads[1]:
+        raise MappingError(
+            f"Kimi delta attention has {heads[0]} heads of keys and {heads[1]} of values",
+            hint="as many of both",
+            error_id="unsupported-model",
+        )
     for symbol, names in sizes_of.items():
         lacking = [n for n in names if not getattr(config, n)]
         if symbol in joined and lacking:

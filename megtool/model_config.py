@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
 from typing import Any
 
 from megtool.errors import MappingError
 from megtool.model_checks import (
-    OVERLAP_RATIO,
     check_alibi,
     check_compressed,
     check_fields,
@@ -18,31 +16,37 @@ from megtool.model_checks import (
     check_numbers,
     check_rope_scaling,
 )
+from megtool.model_layers import (
+    DELTA_NET,
+    EXPERTS,
+    KIMI_DELTA,
+    LAYER_SYMBOLS,
+    MAMBA,
+    SHORT_CONV,
+    LayerSets,
+)
 
 MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000  # more is no model, but an attack on our memory
 NORMS = ("rmsnorm", "layernorm")
 POSITIONS = ("rope", "learned", "relative", "alibi", "none")
 QK_NORMS = ("head", "each", "all")
-ATTENTION, MAMBA, DELTA_NET, MLP, EXPERTS = HYBRID_SYMBOLS = ("*", "M", "G", "-", "E")
-"""Branches of a layer, as Megatron's HybridModel calls them."""
-SHORT_CONV = "c"
-"""A gated short convolution, which Megatron does not have."""
-LAYER_SYMBOLS = (*HYBRID_SYMBOLS, SHORT_CONV)
+_DELTA_SIZES = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
 _SIZES_OF = {
     MAMBA: ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),
-    DELTA_NET: (
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-    ),
+    DELTA_NET: _DELTA_SIZES,
+    KIMI_DELTA: _DELTA_SIZES,
     EXPERTS: ("num_experts",),
     SHORT_CONV: ("short_conv_taps",),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(LayerSets):
     """A decoder's shape, in one vocabulary for every format.
 
     Sizes count elements, `num_*` count things. Three flags (`qkv_bias`, `attn_out_bias`,
@@ -55,12 +59,13 @@ class ModelConfig:
     read from that nothing else here says, verbatim.
 
     `layer_kinds` names the branches of every layer, in order, by the symbols of Megatron's
-    HybridModel: `*` attention, `M` Mamba-2, `G` gated delta net, `-` MLP, `E` mixture of experts
-    (`*-` is a layer of a GPT, `M` a layer that is a Mamba mixer alone), and `c` for a gated short
-    convolution over `short_conv_taps` tokens. None: attention in every layer, and experts or an
-    MLP by `moe_layer_freq`. `mtp_kind` are the branches of each layer of
-    multi-token prediction, those of the last layer where it is empty; HybridModel may have more
-    there than a mixer and an MLP (`num_mtp_inner`).
+    HybridModel: `*` attention, `M` Mamba-2, `G` gated delta net, `K` Kimi delta attention, `-` MLP,
+    `E` mixture of experts (`*-` is a layer of a GPT, `M` a layer that is a Mamba mixer alone), and
+    `c` for a gated short convolution over `short_conv_taps` tokens. The sizes of both delta rules
+    are `linear_*`, and a model has one of the two. None: attention in every layer, and experts or
+    an MLP by `moe_layer_freq`. `mtp_kind` are the branches of each layer of multi-token prediction,
+    those of the last layer where it is empty; HybridModel may have more there than a mixer and an
+    MLP (`num_mtp_inner`).
 
     `layer_sizes` has, for sizes that vary from layer to layer (any of `VARYING`), one number for
     each layer, and a layer may then have no branch at all; the fields themselves are at least as
@@ -86,7 +91,11 @@ class ModelConfig:
     `router_pre_softmax` says that scores are normalized before the choice of experts, not among
     the chosen. `num_mtp_layers` layers after the last one predict further tokens (multi-token
     prediction); each is like the last one. What projects its two inputs to one has columns for the
-    embedding first, or, with `mtp_hidden_first`, for the hidden state.
+    embedding first, or, with `mtp_hidden_first`, for the hidden state. With `mtp_window` they have
+    a window, and the sizes of layers that have one.
+
+    Values have as many elements as keys, or `v_head_dim` where that is not 0; they are multiplied
+    by `attn_value_scale`. With `window_sinks` layers without a window have no sinks.
 
     Where `index_num_heads` is not 0, a token of latent attention attends only to the `index_topk`
     tokens before it that an indexer ranks highest (DeepSeek Sparse Attention), by heads of
@@ -224,6 +233,8 @@ class ModelConfig:
     router_expert_bias: bool = False
     shared_expert_gate: bool = False
     attn_sinks: bool = False
+    window_sinks: bool = False
+    attn_value_scale: float = 1.0
     tied_values: tuple[int, ...] | None = None
     value_norm: bool = False
     layer_scalar: bool = False
@@ -249,6 +260,7 @@ class ModelConfig:
     num_hash_layers: int = 0
     num_mtp_layers: int = 0
     mtp_hidden_first: bool = False
+    mtp_window: bool = False
     layer_kinds: tuple[str, ...] | None = None
     layer_sizes: Mapping[str, tuple[int, ...]] | None = None
     mtp_kind: str = ""
@@ -346,214 +358,14 @@ class ModelConfig:
             )
 
     @property
-    def attn_layers(self) -> frozenset[int]:
-        """Indices of the layers that have attention."""
-        return self._layers_with(ATTENTION)
-
-    @property
-    def mamba_layers(self) -> frozenset[int]:
-        """Indices of the layers that have a Mamba-2 mixer."""
-        return self._layers_with(MAMBA)
-
-    @property
-    def delta_layers(self) -> frozenset[int]:
-        """Indices of the layers that have a gated delta net."""
-        return self._layers_with(DELTA_NET)
-
-    @property
-    def conv_layers(self) -> frozenset[int]:
-        """Indices of the layers that have a gated short convolution."""
-        return self._layers_with(SHORT_CONV)
-
-    @property
-    def mixer_layers(self) -> frozenset[int]:
-        """Indices of the layers whose first branch mixes tokens: attention, Mamba-2, delta net,
-        short convolution."""
-        return self._layers_with(ATTENTION + MAMBA + DELTA_NET + SHORT_CONV)
-
-    @property
-    def index_layers(self) -> frozenset[int]:
-        """Indices of the layers with an indexer of the tokens that attention is limited to."""
-        if not self.index_num_heads:
-            return frozenset()
-        if self.compress_ratios is not None:
-            return frozenset(i for i, r in enumerate(self.compress_ratios) if r == OVERLAP_RATIO)
-        shared = self.shared_index_layers or ()
-        return self.attn_layers - {i for i, is_shared in enumerate(shared) if is_shared}
+    def value_size(self) -> int:
+        """Elements of a value of one head."""
+        return self.v_head_dim or self.head_dim
 
     @property
     def residual_size(self) -> int:
         """Numbers of a token between layers: all residuals, where several are side by side."""
         return self.hidden_size * (self.hyper_streams or 1)
-
-    @property
-    def is_compressed(self) -> bool:
-        """Keys and values are one head, and some layers also attend to compressed ones."""
-        return self.compress_ratios is not None
-
-    @property
-    def heavy_layers(self) -> frozenset[int]:
-        """Indices of the layers that compress keys without overlap, and attend to all of them."""
-        ratios = self.compress_ratios or ()
-        return frozenset(i for i, r in enumerate(ratios) if r not in (0, OVERLAP_RATIO))
-
-    @property
-    def heavy_ratio(self) -> int:
-        """How many tokens make one key in such layers; 0 if there are none."""
-        return max((self.compress_ratios or (0,))[i] for i in (self.heavy_layers or (0,)))
-
-    @property
-    def compressed_layers(self) -> frozenset[int]:
-        """Layers with compressed keys."""
-        return frozenset(i for i, ratio in enumerate(self.compress_ratios or ()) if ratio)
-
-    @property
-    def hash_layers(self) -> frozenset[int]:
-        """Indices of the layers in which a table chooses the experts."""
-        return frozenset(range(self.num_hash_layers))
-
-    def index_source(self, layer: int) -> int:
-        """The layer whose indexer chooses the tokens that a layer attends to."""
-        return max(i for i in self.index_layers if i <= layer)
-
-    @property
-    def parallel_layers(self) -> frozenset[int]:
-        """Indices of the layers that mix tokens in several branches, side by side."""
-        return _find_parallel(self.layer_kinds)
-
-    @property
-    def dense_layers(self) -> frozenset[int]:
-        """Indices of the layers that have an MLP."""
-        if self.layer_kinds is None:
-            moe_layers = self.moe_layers
-            everywhere = _find_layers(None, self.num_layers, ATTENTION)
-            return everywhere - moe_layers if moe_layers else everywhere
-        return self._layers_with(MLP)
-
-    @property
-    def tied_value_layers(self) -> frozenset[int]:
-        """Indices of the layers whose values are their keys."""
-        return frozenset(i for i, is_tied in enumerate(self.tied_values or ()) if is_tied)
-
-    @property
-    def shared_kv_layers(self) -> frozenset[int]:
-        """Indices of the layers that attend to keys and values of an earlier one."""
-        return frozenset(i for i, is_shared in enumerate(self.shared_kv or ()) if is_shared)
-
-    @property
-    def has_side_inputs(self) -> bool:
-        """Layers read what earlier parts of a pass have left beside the residual: keys and values
-        of another layer, or vectors from an embedding of their own."""
-        return bool(self.shared_kv_layers or self.layer_input_size)
-
-    @property
-    def mtp_branches(self) -> str:
-        """The branches of a layer of multi-token prediction, as in `layer_kinds`."""
-        if self.mtp_kind:
-            return self.mtp_kind
-        if self.layer_kinds is not None:
-            return self.layer_kinds[-1]
-        return ATTENTION + (EXPERTS if self.num_layers - 1 in self.moe_layers else MLP)
-
-    @property
-    def num_mtp_branches(self) -> int:
-        """How many branches a layer of multi-token prediction has."""
-        return len(self.mtp_branches)
-
-    @property
-    def num_mtp_inner(self) -> int:
-        """How many layers a layer of multi-token prediction has inside, numbered and of one branch
-        each; 0 where it is a mixer, an MLP or experts, or a mixer and one of these."""
-        kind = self.mtp_kind
-        is_one = len(kind) < 2 or (
-            len(kind) == 2 and kind[0] not in MLP + EXPERTS and kind[1] in MLP + EXPERTS
-        )
-        return 0 if is_one else len(kind)
-
-    @property
-    def _mtp_layer(self) -> str:
-        """The branches of a layer of multi-token prediction without numbered layers inside."""
-        return "" if self.num_mtp_inner else self.mtp_branches
-
-    @property
-    def has_mtp_attn(self) -> bool:
-        """Layers of multi-token prediction have attention."""
-        return ATTENTION in self._mtp_layer
-
-    @property
-    def has_mtp_index(self) -> bool:
-        """Layers of multi-token prediction have an indexer."""
-        return self.has_mtp_attn and bool(self.index_num_heads) and not self.is_compressed
-
-    @property
-    def has_mtp_heavy(self) -> bool:
-        """Layers of multi-token prediction compress keys."""
-        return False
-
-    @property
-    def has_mtp_hash(self) -> bool:
-        """A table chooses the experts of layers of multi-token prediction."""
-        return False
-
-    @property
-    def has_mtp_tied_value(self) -> bool:
-        """Layers of multi-token prediction have attention whose values are its keys."""
-        return self.has_mtp_attn and self.num_layers - 1 in self.tied_value_layers
-
-    @property
-    def has_mtp_shared_kv(self) -> bool:
-        """Layers of multi-token prediction attend to keys and values of another layer."""
-        return self.has_mtp_attn and self.num_layers - 1 in self.shared_kv_layers
-
-    @property
-    def has_mtp_mamba(self) -> bool:
-        """Layers of multi-token prediction have a Mamba-2 mixer."""
-        return MAMBA in self._mtp_layer
-
-    @property
-    def has_mtp_delta(self) -> bool:
-        """Layers of multi-token prediction have a gated delta net."""
-        return DELTA_NET in self._mtp_layer
-
-    @property
-    def has_mtp_conv(self) -> bool:
-        """Layers of multi-token prediction have a gated short convolution."""
-        return SHORT_CONV in self._mtp_layer
-
-    @property
-    def has_mtp_mixer(self) -> bool:
-        """Layers of multi-token prediction have a branch that mixes tokens."""
-        return bool(set(self._mtp_layer) & {ATTENTION, MAMBA, DELTA_NET, SHORT_CONV})
-
-    @property
-    def has_mtp_parallel(self) -> bool:
-        """Layers of multi-token prediction mix tokens in several branches, side by side."""
-        return bool(_find_parallel((self._mtp_layer,)))
-
-    @property
-    def has_mtp_dense(self) -> bool:
-        """Layers of multi-token prediction have an MLP."""
-        return MLP in self._mtp_layer
-
-    @property
-    def has_mtp_moe(self) -> bool:
-        """Layers of multi-token prediction have experts."""
-        return EXPERTS in self._mtp_layer and bool(self.num_experts)
-
-    def _layers_with(self, symbols: str) -> frozenset[int]:
-        return _find_layers(self.layer_kinds, self.num_layers, symbols)
-
-    @property
-    def moe_layers(self) -> frozenset[int]:
-        """Indices of the layers whose MLP is a mixture of experts."""
-        if not self.num_experts:
-            return frozenset()
-        if self.layer_kinds is not None:
-            return self._layers_with(EXPERTS)
-        freq = self.moe_layer_freq
-        if isinstance(freq, int):
-            return frozenset(range(0, self.num_layers, freq))
-        return frozenset(i for i, is_moe in enumerate(freq) if is_moe)
 
     @property
     def is_homogeneous(self) -> bool:
@@ -572,21 +384,6 @@ class ModelConfig:
             return self
         sizes: dict[str, Any] = {name: n[layer] for name, n in self.layer_sizes.items()}
         return replace(self, layer_sizes={}, **sizes)
-
-
-@lru_cache(maxsize=64)
-def _find_layers(kinds: tuple[str, ...] | None, num_layers: int, symbols: str) -> frozenset[int]:
-    """The layers that have a branch of one of the symbols; without kinds all have attention."""
-    if kinds is None:
-        return frozenset(range(num_layers) if ATTENTION in symbols else ())
-    return frozenset(i for i, kind in enumerate(kinds) if set(kind) & set(symbols))
-
-
-@lru_cache(maxsize=64)
-def _find_parallel(kinds: tuple[str, ...] | None) -> frozenset[int]:
-    """The layers that have more than one branch which mixes tokens."""
-    mixers = {ATTENTION, MAMBA, DELTA_NET, SHORT_CONV}
-    return frozenset(i for i, kind in enumerate(kinds or ()) if len(set(kind) & mixers) > 1)
 
 
 CONFIG_FIELDS = frozenset(f.name for f in fields(ModelConfig))

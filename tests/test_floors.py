@@ -11,7 +11,7 @@ import pytest
 FLOORS = (
     {
         *("child_process", "config", "console", "dtypes", "errors", "gc_pause", "model_checks"),
-        *("model_config", "options"),
+        *("model_config", "model_layers", "options"),
         *("pages", "reports"),
         "checkpoint/storage",
     },

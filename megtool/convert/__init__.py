@@ -44,7 +44,6 @@ from megtool.convert.config_keys import (
     Default,
     Derived,
     EmbeddingSwitch,
-    FeedForward,
     Key,
     Larger,
     NoRope,
@@ -64,7 +63,6 @@ from megtool.convert.mapping import (
     Dropped,
     Grouped,
     Interleaved,
-    OneRow,
     Padded,
     Permuted,
     Qkv,
@@ -75,6 +73,7 @@ from megtool.convert.mapping import (
     Stacked,
     Tower,
     Transposed,
+    Unsqueezed,
     Vector,
     in_branches,
     in_inner_mtp,
@@ -116,6 +115,8 @@ if TYPE_CHECKING:
         granite_shared_expert,
         granite_single_experts,
     )
+    from megtool.convert.kimi_keys import KimiDeltaLayers
+    from megtool.convert.kimi_rows import HF_KIMI_DELTA, HF_KIMI_LATENT, HF_KIMI_MLP
     from megtool.convert.layer_kind_keys import (
         EveryLayer,
         KindKey,
@@ -156,6 +157,7 @@ if TYPE_CHECKING:
         T5_WEIGHTS,
         t5_keys,
     )
+    from megtool.convert.window_heads import WindowHeads
 
 __all__ = [
     "GGUF_DECODER",
@@ -177,6 +179,9 @@ __all__ = [
     "HF_GRANITE_NEW_EXPERTS",
     "HF_HUNYUAN_QK_NORMS",
     "HF_INDEXER",
+    "HF_KIMI_DELTA",
+    "HF_KIMI_LATENT",
+    "HF_KIMI_MLP",
     "HF_LATENT_ATTENTION",
     "HF_LFM2_ATTENTION",
     "HF_LFM2_EXPERTS",
@@ -229,7 +234,6 @@ __all__ = [
     "EmbeddingSwitch",
     "EveryLayer",
     "Family",
-    "FeedForward",
     "GlobalHeads",
     "Grouped",
     "GroupedHeads",
@@ -239,6 +243,7 @@ __all__ = [
     "Interleaved",
     "Inverted",
     "Key",
+    "KimiDeltaLayers",
     "KindKey",
     "Larger",
     "LayerInputs",
@@ -259,7 +264,6 @@ __all__ = [
     "NotedList",
     "Nullable",
     "OneOf",
-    "OneRow",
     "Only",
     "Padded",
     "Permuted",
@@ -279,9 +283,11 @@ __all__ = [
     "Tower",
     "Transposed",
     "Unless",
+    "Unsqueezed",
     "Vector",
     "Weight",
     "Window",
+    "WindowHeads",
     "also_named",
     "granite_shared_expert",
     "granite_single_experts",
@@ -307,6 +313,9 @@ _LAZY = (
     "granite_rows",
     "lfm2_rows",
     "t5_rows",
+    "kimi_keys",
+    "kimi_rows",
+    "window_heads",
 )
 """Modules of few families, those that most use first."""
 

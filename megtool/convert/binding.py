@@ -290,7 +290,10 @@ class Binding:
 
     def _layout(self, number: int, index: Mapping[str, int]) -> TensorLayout:
         model = self.model.at(index)
-        key = (number, -1 if model is self.model else index["l"])
+        key = (
+            number,
+            -1 if model is self.model else index.get("l", self.model.config.mtp_size_layer),
+        )
         if key not in self._layouts:
             row = self.rows[number]
             layout = word(row.word).layout(model)

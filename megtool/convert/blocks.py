@@ -15,7 +15,8 @@ from typing import Any
 from megtool.convert.config_keys import Setting, num_layers
 from megtool.convert.hybrid import kinds_of
 from megtool.errors import MappingError, listed
-from megtool.model_config import ATTENTION, MLP, MOST_LAYERS, ModelConfig
+from megtool.model_config import MOST_LAYERS, ModelConfig
+from megtool.model_layers import ATTENTION, MLP
 
 BLOCKS, _PATH = "heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path"
 _LIST = "block_configs"

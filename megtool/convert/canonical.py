@@ -31,7 +31,8 @@ class Weight:
 
 _HIDDEN = ("hidden_size",)
 _Q = "num_heads * (qk_nope_head_dim + qk_rope_head_dim or head_dim)"
-_KV, _D = "num_kv_heads * head_dim", "head_dim"
+_K, _V = "num_kv_heads * head_dim", "num_kv_heads * (v_head_dim or head_dim)"
+_D = "head_dim"
 _ATTN, _MIXER = "l in attn_layers", "l in mixer_layers"
 _MLA = f"kv_lora_rank and {_ATTN}"
 _GQA = f"not kv_lora_rank and not is_compressed and {_ATTN}"
@@ -49,7 +50,7 @@ _SHARED = "shared_ffn_hidden_size and l in moe_layers"
 _EXPERT_IN = "moe_latent_size or hidden_size"
 _MAMBA, _DELTA = "l in mamba_layers", "l in delta_layers"
 _INNER, _STATE = "mamba_num_heads * mamba_head_dim", "mamba_num_groups * mamba_state_dim"
-_CONV = "l in conv_layers"
+_CONV, _KDA = "l in conv_layers", "l in kda_layers"
 _KEYS = "linear_num_key_heads * linear_key_head_dim"
 _VALUES = "linear_num_value_heads * linear_value_head_dim"
 
@@ -134,6 +135,27 @@ _MIXERS: Mapping[str, Weight] = MappingProxyType(
         },
         "layers.{l}.delta.norm.weight": Weight(("linear_value_head_dim",), _DELTA),
         "layers.{l}.delta.o.weight": Weight(("hidden_size", _VALUES), _DELTA),
+        **{
+            f"layers.{{l}}.kda.{part}.weight": Weight((rows, columns), _KDA)
+            for part, rows, columns in (
+                ("q", _KEYS, "hidden_size"),
+                ("k", _KEYS, "hidden_size"),
+                ("v", _VALUES, "hidden_size"),
+                ("b", "linear_num_value_heads", "hidden_size"),
+                ("f_down", "linear_key_head_dim", "hidden_size"),
+                ("f_up", _KEYS, "linear_key_head_dim"),
+                ("g_down", "linear_value_head_dim", "hidden_size"),
+                ("g_up", _VALUES, "linear_value_head_dim"),
+                ("o", "hidden_size", _VALUES),
+            )
+        },
+        **{
+            f"layers.{{l}}.kda.conv_{part}.weight": Weight((rows, 1, "linear_conv_kernel"), _KDA)
+            for part, rows in (("q", _KEYS), ("k", _KEYS), ("v", _VALUES))
+        },
+        "layers.{l}.kda.A_log": Weight(("linear_num_value_heads",), _KDA, keeps_dtype=True),
+        "layers.{l}.kda.dt_bias": Weight((_KEYS,), _KDA, keeps_dtype=True),
+        "layers.{l}.kda.norm.weight": Weight(("linear_value_head_dim",), _KDA),
         **{
             f"layers.{{l}}.short_conv.{part}.{kind}": Weight(
                 shape if kind == "weight" else _HIDDEN,
@@ -240,11 +262,11 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
         "layers.{l}.attn_norm.weight": Weight(_HIDDEN, f"{_ATTN_NORM} and {_MIXER}"),
         "layers.{l}.attn_norm.bias": Weight(_HIDDEN, f"{_ATTN_NORM} and {_LAYERNORM} and {_MIXER}"),
         "layers.{l}.attn.q.weight": Weight((_Q, "hidden_size"), f"not q_lora_rank and {_ATTN}"),
-        "layers.{l}.attn.k.weight": Weight((_KV, "hidden_size"), _KEY),
-        "layers.{l}.attn.v.weight": Weight((_KV, "hidden_size"), _VALUE),
+        "layers.{l}.attn.k.weight": Weight((_K, "hidden_size"), _KEY),
+        "layers.{l}.attn.v.weight": Weight((_V, "hidden_size"), _VALUE),
         "layers.{l}.attn.q.bias": Weight((_Q,), _GQA, flag="qkv_bias"),
-        "layers.{l}.attn.k.bias": Weight((_KV,), _KEY, flag="qkv_bias"),
-        "layers.{l}.attn.v.bias": Weight((_KV,), _VALUE, flag="qkv_bias"),
+        "layers.{l}.attn.k.bias": Weight((_K,), _KEY, flag="qkv_bias"),
+        "layers.{l}.attn.v.bias": Weight((_V,), _VALUE, flag="qkv_bias"),
         "layers.{l}.attn.gate.weight": Weight((_Q, "hidden_size"), f"attn_output_gate and {_ATTN}"),
         "layers.{l}.attn.q_norm.weight": Weight(
             (_QK_NORM.format("num_heads"),), f"qk_norm_of != 'each' and {_GQA}", flag="qk_norm"
@@ -270,7 +292,7 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
         "layers.{l}.attn.kv_up.weight": Weight(
             ("num_heads * (qk_nope_head_dim + v_head_dim)", "kv_lora_rank"), _MLA
         ),
-        "layers.{l}.attn.sinks": Weight(("num_heads",), _ATTN, flag="attn_sinks"),
+        "layers.{l}.attn.sinks": Weight(("num_heads",), "l in sink_layers", flag="attn_sinks"),
         "layers.{l}.attn.o.weight": Weight(
             ("hidden_size", "out_groups * out_lora_rank or num_heads * (v_head_dim or head_dim)"),
             _ATTN,
@@ -416,10 +438,11 @@ class CanonicalModel:
     _indices: dict[tuple[Any, ...], list[dict[str, int]]] = field(default_factory=dict, repr=False)
 
     def at(self, index: Mapping[str, int]) -> CanonicalModel:
-        """The vocabulary with the sizes of the layer `l` of an index; itself where none vary."""
-        if not self.config.layer_sizes or "l" not in index:
+        """The vocabulary with the sizes of the layer `l` of an index, or of those of multi-token
+        prediction (`m`); itself where none vary."""
+        if not self.config.layer_sizes or not {"l", "m"} & index.keys():
             return self
-        layer = index["l"]
+        layer = index.get("l", self.config.mtp_size_layer)
         if layer not in self._layers:
             config = self.config.at_layer(layer)
             self._layers[layer] = CanonicalModel(config, self.vocabulary, self.blocks)

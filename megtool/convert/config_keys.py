@@ -94,39 +94,6 @@ class Larger(Setting):
 
 
 @dataclass(frozen=True, slots=True)
-class FeedForward(Setting):
-    """A stored key that names the activation of the MLP, after `gated-` where it is gated.
-
-    `gated-gelu` is the approximation by tanh, as transformers reads it.
-    """
-
-    key: str
-    default: str
-
-    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
-        """Both fields."""
-        value = stored.get(self.key)
-        first, dash, second = str(self.default if value is None else value).partition("-")
-        kind = second if dash else first
-        if kind not in ("relu", "gelu", "gelu_new", "silu") or (dash and first != "gated"):
-            raise MappingError(
-                f"the configuration says {self.key}={value!r}, "
-                "but the family knows relu, gelu, gelu_new and silu, each also after 'gated-'",
-                error_id="unsupported-model",
-            )
-        into["gated"] = bool(dash)
-        into["activation"] = "gelu_new" if dash and kind == "gelu" else kind
-        return (self.key,)
-
-    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
-        """Both fields in one."""
-        kind = config.activation
-        if config.gated:
-            kind = "gated-" + ("gelu" if kind == "gelu_new" else kind)
-        into[self.key] = kind
-
-
-@dataclass(frozen=True, slots=True)
 class Default:
     """A default computed from fields read before, such as `hidden_size // num_heads`."""
 
@@ -280,6 +247,13 @@ class Rope(Setting):
                 )
             local = windowed.get("rope_theta", local)
             new = new["full_attention"]
+            parts = [d.get("partial_rotary_factor") for d in (windowed, new)]
+            if None not in parts and parts[0] != parts[1]:
+                raise MappingError(
+                    f"of heads {parts[1]!r} turns, and {parts[0]!r} in layers with a window",
+                    hint="in this family heads of all layers turn in the same part",
+                    error_id="unsupported-model",
+                )
         scaling = dict(new if new is not None else stored.get("rope_scaling") or {})
         base = scaling.pop("rope_theta", None) or stored.get(self.key) or self.base
         percent = None
@@ -333,11 +307,13 @@ class Rope(Setting):
             into[self.local_key] = config.rope_local_base
         if self.by_kind:
             local = config.rope_local_base or config.rope_base
+            part = {"partial_rotary_factor": config.rotary_percent} if self.percent_key else {}
             into["rope_parameters"] = {
                 "full_attention": {"rope_type": "default"}
                 | dict(config.rope_scaling or {})
-                | {"rope_theta": config.rope_base},
-                "sliding_attention": {"rope_type": "default", "rope_theta": local},
+                | {"rope_theta": config.rope_base}
+                | part,
+                "sliding_attention": {"rope_type": "default", "rope_theta": local} | part,
             }
 
 

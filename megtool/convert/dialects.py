@@ -28,7 +28,8 @@ from megtool.convert.sharding import shard
 from megtool.convert.whole_towers import check_towers
 from megtool.dtypes import DType
 from megtool.errors import MappingError, UnknownTensorsError
-from megtool.model_config import ATTENTION, MLP, ModelConfig
+from megtool.model_config import ModelConfig
+from megtool.model_layers import ATTENTION, MLP
 from megtool.tensors.sharded import GlobalTensor
 
 __all__ = [
@@ -98,6 +99,9 @@ def read_side(
             error_id="no-model-config",
         )
     by_state, states = _sorted_by_state(tensors, dialect)
+    if family is not None and family.counts_mtp:
+        numbers = {int(m[1]) for n in by_state.get("", {}) if (m := _MTP_LAYER.search(n))}
+        config = replace(config, num_mtp_layers=max(numbers, default=-1) + 1)
     config = _tie(config, dialect, by_state.get("", {}), family, partial=partial)
     if dialect == "megatron":
         config = _with_mlp_in_mtp(config, by_state.get("", {}))
@@ -514,6 +518,7 @@ def _tie(
     return config
 
 
+_MTP_LAYER = re.compile(r"\bmtp\.layers\.(\d{1,4})\.")
 _MTP_MLP = "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight"
 
 

@@ -89,7 +89,8 @@ class Family:
     canonical tensors that no other family has. `limits` are conditions on the configuration, each
     with what Megatron cannot run, or cannot be told by its args, where it holds. With `head_unties`
     a stored output layer that differs from the embedding is one of its own, even if config.json
-    says that they are tied (transformers 5 always says so of T5, and loads both).
+    says that they are tied (transformers 5 always says so of T5, and loads both). With
+    `counts_mtp` tensors say how many layers of multi-token prediction there are, and no key.
 
     `nested` says that the model is a larger one, whose text model is of another family: `config`,
     `hf`, `megatron`, `traits`, `vocabulary` and `limits` are then that family's.
@@ -108,6 +109,7 @@ class Family:
     vocabulary: Mapping[str, Weight] = field(default_factory=dict)
     limits: tuple[tuple[Expression, str], ...] = ()
     head_unties: bool = False
+    counts_mtp: bool = False
     nested: Nested | None = None
 
     def of_text(self, metadata: Mapping[str, Any]) -> Family:

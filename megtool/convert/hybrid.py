@@ -14,20 +14,13 @@ from typing import Any
 
 from megtool.convert.config_keys import skip_flags
 from megtool.errors import MappingError
-from megtool.model_config import (
-    ATTENTION,
-    DELTA_NET,
-    EXPERTS,
-    MAMBA,
-    MLP,
-    SHORT_CONV,
-    ModelConfig,
-)
+from megtool.model_config import ModelConfig
+from megtool.model_layers import ATTENTION, DELTA_NET, EXPERTS, KIMI_DELTA, MAMBA, MLP, SHORT_CONV
 
 GPT, HYBRID = "gpt", "hybrid"
 MODEL_CLASSES = (GPT, HYBRID)
 
-_MIXERS, _FEEDS = (ATTENTION, MAMBA, DELTA_NET, SHORT_CONV), (MLP, EXPERTS)
+_MIXERS, _FEEDS = (ATTENTION, MAMBA, DELTA_NET, KIMI_DELTA, SHORT_CONV), (MLP, EXPERTS)
 _LAYER = re.compile(r"((?:.*\.)?decoder\.layers\.)(\d+)\.(.+)")
 _MTP = re.compile(
     r"((?:.*\.)?mtp\.layers\.\d+\.)(?:transformer_layer|mtp_model_layer)\.(?:layers\.(\d+)\.)?(.+)"
@@ -118,7 +111,7 @@ def gpt_form(config: ModelConfig) -> ModelConfig:
     if kinds is None or any(len(kind) != 1 for kind in kinds) or len(kinds) % 2:
         return config
     pairs = list(zip(kinds[::2], kinds[1::2], strict=True))
-    if any(a not in (ATTENTION, DELTA_NET) or b not in _FEEDS for a, b in pairs):
+    if any(a not in (ATTENTION, DELTA_NET, KIMI_DELTA) or b not in _FEEDS for a, b in pairs):
         return config
     if config.mtp_kind == "".join(pairs[-1]):
         config = replace(config, mtp_kind="")

@@ -13,7 +13,8 @@ from typing import Any
 
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MappingError
-from megtool.model_config import ATTENTION, HYBRID_SYMBOLS, MOST_LAYERS, ModelConfig
+from megtool.model_config import MOST_LAYERS, ModelConfig
+from megtool.model_layers import ATTENTION, HYBRID_SYMBOLS
 from megtool.parallel.pipeline_split import Pipeline, compact
 
 PATTERN = "hybrid_layer_pattern"
@@ -21,7 +22,7 @@ OLD_PATTERN = "hybrid_override_pattern"
 _OLD_MTP = "mtp_hybrid_override_pattern"
 LATENT, SPARSE = "+", "D"
 """Latent attention without and with an indexer; `ModelConfig` has `*` for every attention."""
-_OTHER_SYMBOLS = {"K": "Kimi delta attention"}
+_OTHER_SYMBOLS = {"C": "compressed attention", "W": "attention within a window"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ from typing import Any
 from megtool.convert.config_keys import Setting, num_layers
 from megtool.convert.hybrid import kinds_of, moe_flags, paired
 from megtool.errors import MappingError
-from megtool.model_config import ATTENTION, EXPERTS, MAMBA, MLP, MOST_LAYERS, ModelConfig
+from megtool.model_config import MOST_LAYERS, ModelConfig
+from megtool.model_layers import ATTENTION, EXPERTS, MAMBA, MLP
 
 
 @dataclass(frozen=True, slots=True)

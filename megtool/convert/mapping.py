@@ -180,18 +180,31 @@ class Vector(Word):
 
 
 @dataclass(frozen=True, slots=True)
-class OneRow(Word):
-    """A vector stored as a matrix of one row: the expert bias of ERNIE."""
+class Unsqueezed(Word):
+    """A tensor with `before` and `after` further dimensions of size 1: ERNIE's expert bias is a
+    matrix of one row.
+    """
 
     of: WordLike
+    before: int = 1
+    after: int = 0
 
     def names(self) -> tuple[str, ...]:
         """The patterns of its word."""
         return word(self.of).names()
 
     def layout(self, model: CanonicalModel) -> TensorLayout:
-        """The vector as the only row."""
-        return algebra.stack([word(self.of).layout(model)])
+        """The same elements, along the other dimensions."""
+        inner, before, after = word(self.of).layout(model), (1,) * self.before, (1,) * self.after
+        parts = (
+            replace(
+                p,
+                dims=tuple(d + len(before) for d in p.dims),
+                base=(*(0 for _ in before), *p.base, *(0 for _ in after)),
+            )
+            for p in inner.parts
+        )
+        return TensorLayout((*before, *inner.shape, *after), tuple(parts))
 
 
 @dataclass(frozen=True, slots=True)

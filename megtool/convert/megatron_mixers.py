@@ -1,12 +1,13 @@
-"""Megatron's names for Mamba-2 mixers and gated delta nets, whole and in parts; short convolutions.
+"""Megatron's names for Mamba-2 mixers and delta rules, whole and in parts; short convolutions.
 
 Projections and convolutions hold several parts, of which tensor parallelism cuts each for itself.
 In a checkpoint with global shapes (`torch_dist`) every part is a tensor of its own (`PARTS`); a
 module, and so whatever is stored by rank, has them one after the other (`WHOLE`). `READ` are
 spellings that are accepted but never written. Mixers beside attention, under one norm, are called
 as in Megatron-Bridge's layer of Falcon-H1. Megatron has no gated short convolutions: their names
-are like those of mixers. Sources: megatron-core 0.19.2,
-ssm/{mamba_mixer,gated_delta_net/common}.py and models/hybrid/hybrid_block.py.
+are like those of mixers. Kimi delta attention has the names of its development branch, with gates
+in two stages. Sources: megatron-core 0.19.2, ssm/{mamba_mixer,gated_delta_net/common}.py and
+models/hybrid/hybrid_block.py; its development branch, ssm/gated_delta_net/kda.py.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _X, _A = _L + "mixer.", _L + "self_attention."
 _BESIDE, _S = _L + "mamba_mixer.", _L + "short_conv."
 _MAMBA = "l in mamba_layers and not l in parallel_layers"
 _PARALLEL = "l in mamba_layers and l in parallel_layers"
-_DELTA, _CONVOLVED = "l in delta_layers", "l in conv_layers"
+_DELTA, _CONVOLVED, _KDA = "l in delta_layers", "l in conv_layers", "l in kda_layers"
 _NAMED = ((_X, _MAMBA), (_BESIDE, _PARALLEL))
 _NORM_PARTS = ("weight", "bias")
 _OUR_MAMBA, _OUR_DELTA = "layers.{l}.mamba.", "layers.{l}.delta."
-_OUR_CONV = "layers.{l}.short_conv."
+_OUR_CONV, _OUR_KDA = "layers.{l}.short_conv.", "layers.{l}.kda."
 
 _IN = tuple((part, f"in_{part}") for part in ("z", "x", "B", "C", "dt"))
 _CONV = tuple((part, f"conv_{part}") for part in ("x", "B", "C"))
@@ -45,6 +46,7 @@ _KEYS = "linear_num_key_heads * linear_key_head_dim"
 _VALUES = "linear_num_value_heads * linear_value_head_dim"
 _CONV_ROWS = (("x", _INNER), ("B", _STATE), ("C", _STATE))
 _DELTA_ROWS = (("query", _KEYS), ("key", _KEYS), ("value", _VALUES))
+_OUTSIDE_KDA = "0 if kda_layers else {}"
 
 SECTIONS: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
     {
@@ -59,9 +61,9 @@ SECTIONS: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
         },
         "self_attention.in_proj.weight": (
             *_DELTA_ROWS,
-            ("z", _VALUES),
-            ("beta", "linear_num_value_heads"),
-            ("alpha", "linear_num_value_heads"),
+            ("z", _OUTSIDE_KDA.format(_VALUES)),
+            ("beta", _OUTSIDE_KDA.format("linear_num_value_heads")),
+            ("alpha", _OUTSIDE_KDA.format("linear_num_value_heads")),
         ),
         "self_attention.conv1d.weight": _DELTA_ROWS,
         **{
@@ -70,7 +72,8 @@ SECTIONS: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
         },
     }
 )
-"""Of each tensor with several parts: the names of the parts and their numbers of rows."""
+"""Of each tensor with several parts: the names of the parts and their numbers of rows, which are 0
+for the parts of a gated delta net that Kimi delta attention lacks under the same name."""
 
 
 def _fused(
@@ -101,6 +104,8 @@ _SEVERAL = (
     ),
     _fused(_A + "in_proj.weight", _OUR_DELTA, _DELTA_IN, "weight", _DELTA),
     _fused(_A + "conv1d.weight", _OUR_DELTA, _DELTA_CONV, "weight", _DELTA),
+    _fused(_A + "in_proj.weight", _OUR_KDA, _DELTA_IN[:3], "weight", _KDA),
+    _fused(_A + "conv1d.weight", _OUR_KDA, _DELTA_CONV, "weight", _KDA),
     *(_fused(f"{_S}in_proj.{x}", _OUR_CONV, _SHORT_IN, x, _CONVOLVED) for x in _NORM_PARTS),
 )
 WHOLE: Table = tuple(row for row, _ in _SEVERAL)
@@ -125,6 +130,15 @@ WRITTEN: Table = (
     ),
     *(Row(_L + f"norm.{x}", f"layers.{{l}}.attn_norm.{x}", when=_PARALLEL) for x in _NORM_PARTS),
     *(
+        Row(
+            f"{_L}input_layernorm.{kind}",
+            f"layers.{{l}}.attn_norm.{kind}",
+            also=(f"{_A}in_proj.layer_norm_{kind}",),
+            when=_KDA,
+        )
+        for kind in _NORM_PARTS
+    ),
+    *(
         Row(stored + name, _OUR_MAMBA + name, when=when)
         for stored, when in _NAMED
         for name in ("A_log", "D", "dt_bias", "norm.weight")
@@ -133,18 +147,34 @@ WRITTEN: Table = (
         Row(stored + "out_proj.weight", _OUR_MAMBA + "out.weight", when=when)
         for stored, when in _NAMED
     ),
-    *(Row(_A + name, _OUR_DELTA + name, when=_DELTA) for name in ("A_log", "dt_bias")),
-    Row(
-        _A + "out_norm.weight",
-        Shifted(_OUR_DELTA + "norm.weight", by=-1),
-        when=f"zero_centered_norm and {_DELTA}",
+    *(
+        row
+        for ours, when in ((_OUR_DELTA, _DELTA), (_OUR_KDA, _KDA))
+        for row in (
+            *(Row(_A + name, ours + name, when=when) for name in ("A_log", "dt_bias")),
+            Row(
+                _A + "out_norm.weight",
+                Shifted(ours + "norm.weight", by=-1),
+                when=f"zero_centered_norm and {when}",
+            ),
+            Row(
+                _A + "out_norm.weight",
+                ours + "norm.weight",
+                when=f"not zero_centered_norm and {when}",
+            ),
+            Row(_A + "out_proj.weight", ours + "o.weight", when=when),
+        )
     ),
-    Row(
-        _A + "out_norm.weight",
-        _OUR_DELTA + "norm.weight",
-        when=f"not zero_centered_norm and {_DELTA}",
+    *(
+        Row(f"{_A}{stored}_proj.weight", f"{_OUR_KDA}{ours}.weight", when=_KDA)
+        for stored, ours in (
+            ("beta", "b"),
+            ("f_a", "f_down"),
+            ("f_b", "f_up"),
+            ("g_a", "g_down"),
+            ("g_b", "g_up"),
+        )
     ),
-    Row(_A + "out_proj.weight", _OUR_DELTA + "o.weight", when=_DELTA),
     *(
         Row(f"{_S}{stored}.{kind}", f"{_OUR_CONV}{ours}.{kind}", when=_CONVOLVED)
         for stored, ours in (("conv1d", "conv_x"), ("out_proj", "out"))

@@ -30,20 +30,14 @@ from megtool.convert.hybrid_pattern import (
 )
 from megtool.convert.indexer_keys import SPARSE_ATTENTION, indexer_args, indexer_fields
 from megtool.convert.scaled_layers import SIZES, scaled_args, scaled_fields
+from megtool.convert.window_heads import WINDOW_GROUPS, window_heads_args, window_heads_fields
 from megtool.errors import MappingError
-from megtool.model_config import (
-    ATTENTION,
-    DELTA_NET,
-    EXPERTS,
-    MAMBA,
-    MLP,
-    SHORT_CONV,
-    ModelConfig,
-)
+from megtool.model_config import ModelConfig
+from megtool.model_layers import ATTENTION, DELTA_NET, EXPERTS, KIMI_DELTA, MAMBA, MLP, SHORT_CONV
 
 _VARIANT = "experimental_attention_variant"
-# The second is no variant of Megatron's, which refuses it.
-_MIXERS = {"gated_delta_net": DELTA_NET, "gated_short_conv": SHORT_CONV}
+# The last is no variant of Megatron's, which refuses it; the second one of its development branch.
+_MIXERS = {"gated_delta_net": DELTA_NET, "kda": KIMI_DELTA, "gated_short_conv": SHORT_CONV}
 _FREQ = "linear_attention_freq"
 # Megatron-Bridge's share of the layers with Mamba-2 and attention side by side.
 _ALL_PARALLEL = "falconh1_ratio"
@@ -62,6 +56,7 @@ _DELTA_SIZES = (
     ("linear_value_head_dim", "linear_value_head_dim", 128),
     ("linear_conv_kernel", "linear_conv_kernel_dim", 4),
 )
+_GATES = "kda_two_stage_gates"
 _CONV_SIZE, _CONV_BIAS = "short_conv_kernel_dim", "short_conv_bias"
 
 
@@ -73,6 +68,8 @@ def mixer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
     """
     if args.get(BLOCKS):
         return block_fields(args)
+    if args.get(WINDOW_GROUPS):
+        return window_heads_fields(args)
     if args.get(GLOBAL_SIZE):
         return global_fields(args)
     if args.get(SIZES):
@@ -109,7 +106,9 @@ def mixer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
         out |= {f: int(args.get(name) or default) for f, name, default in _MAMBA_SIZES}
         if not out["mamba_num_heads"]:  # as Megatron computes it
             out["mamba_num_heads"] = 2 * int(args["hidden_size"]) // out["mamba_head_dim"]
-    if DELTA_NET in kinds:
+    if KIMI_DELTA in kinds:
+        _check_gates(args)
+    if DELTA_NET in kinds or KIMI_DELTA in kinds:
         out |= {f: int(args.get(name) or default) for f, name, default in _DELTA_SIZES}
     if SHORT_CONV in kinds:
         out |= {
@@ -117,6 +116,16 @@ def mixer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
             "short_conv_bias": bool(args.get(_CONV_BIAS)),
         }
     return out
+
+
+def _check_gates(args: Mapping[str, Any]) -> None:
+    """Refuse gates of Kimi delta attention that are projected at once, or bounded."""
+    if args.get(_GATES) is False or args.get("kda_safe_gate"):
+        raise MappingError(
+            f"{_GATES} is {args.get(_GATES)!r}, kda_safe_gate {args.get('kda_safe_gate')!r}",
+            hint="Kimi Linear's gates are projected in two stages, and have no bound",
+            error_id="unsupported-model",
+        )
 
 
 def _linear_layers(args: Mapping[str, Any]) -> list[str] | None:
@@ -148,6 +157,8 @@ def mixer_args(
     `known` are the args that the checkpoint already had; an old name of the pattern in it is kept.
     """
     kinds = config.layer_kinds
+    if own := window_heads_args(config):
+        return own
     if config.layer_sizes is not None:
         if kinds is not None:
             return block_args(config, known)
@@ -165,7 +176,9 @@ def mixer_args(
             out["rmsnorm"] = False
     if all(kind[:2] == MAMBA + ATTENTION and kind[2:] in _FEEDS for kind in kinds):
         out[_ALL_PARALLEL] = 1.0
-    if DELTA_NET in joined:
+    if KIMI_DELTA in joined:
+        out[_GATES] = True
+    if DELTA_NET in joined or KIMI_DELTA in joined:
         out |= {name: getattr(config, f) for f, name, _ in _DELTA_SIZES}
     if SHORT_CONV in joined:
         out |= {_CONV_SIZE: config.short_conv_taps, _CONV_BIAS: config.short_conv_bias}

@@ -296,7 +296,8 @@ class MoeLayers(Setting):
     counts dense layers before all others, `num_dense` where it is absent. `dense` and `moe` name
     lists of layers; a list of the mixtures overrules the rest. What is written is one list, or the
     count. `types` names a list with `dense` or `sparse` for every layer, which overrules all of
-    them, and is preserved verbatim.
+    them, and is preserved verbatim; `flags` one with a 0 or 1 for every layer, which is written
+    beside it.
     """
 
     counts_layers: ClassVar[bool] = True
@@ -306,6 +307,7 @@ class MoeLayers(Setting):
     dense: str | None = None
     moe: str | None = None
     types: str | None = None
+    flags: str | None = None
     num_dense: int = 0
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
@@ -322,11 +324,14 @@ class MoeLayers(Setting):
                 )
         if listed is None:
             listed = [i for i in layers if not (i + 1) % step and i >= first and i not in dense]
-        types = self._list(self.types, stored)
+        key, types = self.types, self._list(self.types, stored)
+        if types is None and (numbers := self._list(self.flags, stored)) is not None:
+            key, types = self.flags, [_TYPES[n] if n in (0, 1) else n for n in numbers]
         if types is not None:
             if len(types) != len(layers) or not set(map(str, types)) <= set(_TYPES):
                 raise MappingError(
-                    f"{self.types} is {str(types)[:80]}", hint="dense or sparse for each layer"
+                    f"{key} is {str(stored.get(key or ''))[:80]}",
+                    hint=f"{'dense or sparse' if key == self.types else '0 or 1'} for each layer",
                 )
             listed = [i for i in layers if types[i] == _TYPES[1]]
         flags = tuple(int(i in listed) for i in layers)
@@ -345,6 +350,8 @@ class MoeLayers(Setting):
                 return
             if self.types in config.extra or not is_counted:
                 into[self.types] = types
+                if self.flags:
+                    into[self.flags] = [int(i in moe) for i in layers]
             if not is_counted:
                 return
         if self.step:

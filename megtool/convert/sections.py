@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from megtool.convert.expression import evaluate
 from megtool.convert.megatron_mixers import SECTIONS
@@ -37,13 +37,23 @@ def on_disk(name: str) -> str:
 def section_rows(name: str, config: ModelConfig) -> tuple[int, ...]:
     """The rows of each part of a tensor, in order; none for a tensor without parts."""
     match = _WHOLE.fullmatch(on_disk(name))
-    return () if match is None else tuple(int(evaluate(n, config)) for _, n in SECTIONS[match[1]])
+    rows = () if match is None else (int(evaluate(n, config)) for _, n in SECTIONS[match[1]])
+    return tuple(n for n in rows if n)
 
 
-def part_names(name: str) -> tuple[str, ...]:
-    """The names of the parts of a tensor that has some, in the order of their rows."""
+def part_names(name: str, stored: Collection[str]) -> tuple[str, ...]:
+    """The names of the parts of a tensor that has some, in the order of their rows.
+
+    None where `stored`, names of a checkpoint, lacks one of them.
+    """
     match = _WHOLE.fullmatch(on_disk(name))
-    return () if match is None else tuple(f"{on_disk(name)}.{n}" for n, _ in SECTIONS[match[1]])
+    if match is None:
+        return ()
+    names = [(f"{on_disk(name)}.{n}", rows) for n, rows in SECTIONS[match[1]]]
+    every, needed = tuple(n for n, _ in names), tuple(n for n, r in names if "kda" not in r)
+    has_rest = any(n in stored for n in every if n not in needed)
+    parts = every if has_rest else needed
+    return parts if all(n in stored for n in parts) else ()
 
 
 def joined(tensors: Iterable[GlobalTensor]) -> list[GlobalTensor]:

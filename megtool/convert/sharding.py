@@ -234,6 +234,7 @@ _MIXER_HEADS = (
     ("mamba_num_groups", "mamba_layers"),
     ("linear_num_key_heads", "delta_layers"),
     ("linear_num_value_heads", "delta_layers"),
+    ("linear_num_value_heads", "kda_layers"),
 )
 
 
@@ -261,9 +262,8 @@ def _layer_fault(config: ModelConfig, tp: int) -> str | None:
     latent = bool(config.kv_lora_rank) or config.is_compressed
     if not latent and config.num_kv_heads % tp and tp % config.num_kv_heads:
         return f"num_kv_heads={config.num_kv_heads} (nor is it a multiple of them)"
-    rows = (config.num_heads * (1 + config.attn_output_gate) + 2 * config.num_kv_heads) * (
-        config.head_dim
-    )
+    heads = config.num_heads * (1 + config.attn_output_gate) + config.num_kv_heads
+    rows = heads * config.head_dim + config.num_kv_heads * config.value_size
     if not latent and rows % tp:
         return f"{rows} fused query, key and value rows"
     if config.dense_layers and config.ffn_hidden_size % tp:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 from megtool.convert.canonical import Weight
-from megtool.convert.config_keys import REQUIRED, Default, Derived, FeedForward, Key, Setting
+from megtool.convert.config_keys import REQUIRED, Default, Derived, Key, Setting
 from megtool.convert.expression import Expression
 from megtool.convert.mapping import Cat, Dropped, Grouped, Padded, Qkv, Row, Table
 from megtool.convert.moe_config_keys import Assumed, Noted
+from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
 
 _HEADS = "num_heads * head_dim"
 _ENCODER, _DECODER = "encoder.block.{l}.layer.", "decoder.block.{d}.layer."
@@ -182,6 +188,39 @@ T5_LIMITS: tuple[tuple[Expression, str], ...] = (
         "are tied: --dist-ckpt-strictness log_all loads a checkpoint without them",
     ),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward(Setting):
+    """A stored key that names the activation of the MLP, after `gated-` where it is gated.
+
+    `gated-gelu` is the approximation by tanh, as transformers reads it.
+    """
+
+    key: str
+    default: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """Both fields."""
+        value = stored.get(self.key)
+        first, dash, second = str(self.default if value is None else value).partition("-")
+        kind = second if dash else first
+        if kind not in ("relu", "gelu", "gelu_new", "silu") or (dash and first != "gated"):
+            raise MappingError(
+                f"the configuration says {self.key}={value!r}, "
+                "but the family knows relu, gelu, gelu_new and silu, each also after 'gated-'",
+                error_id="unsupported-model",
+            )
+        into["gated"] = bool(dash)
+        into["activation"] = "gelu_new" if dash and kind == "gelu" else kind
+        return (self.key,)
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """Both fields in one."""
+        kind = config.activation
+        if config.gated:
+            kind = "gated-" + ("gelu" if kind == "gelu_new" else kind)
+        into[self.key] = kind
 
 
 def t5_keys(feed_forward: str, **defaults: int) -> tuple[Setting, ...]:

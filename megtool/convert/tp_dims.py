@@ -55,6 +55,7 @@ TP_DIMS: tuple[tuple[str, int], ...] = (
     ("self_attention.A_log", -1),
     ("self_attention.dt_bias", -1),
     ("self_attention.out_proj.weight", -1),
+    *((f"self_attention.{x}_proj.weight", -2) for x in ("beta", "f_b", "g_b")),
     *((f"short_conv.in_proj.weight{x}", -2) for x in ("", ".B", ".C", ".x")),
     *((f"short_conv.in_proj.bias{x}", -1) for x in ("", ".B", ".C", ".x")),
     ("short_conv.conv1d.weight", -3),
@@ -77,6 +78,7 @@ REPLICATED = re.compile(
     r"|\bactivation_func\.(?:alpha_p|alpha_n|beta|eps)$"
     r"|\b(?:layer_proj|input_gate|input_proj)\.weight$"
     r"|\bfc[12]_latent_proj\.weight$"
+    r"|\bself_attention\.[fg]_a_proj\.weight$"
     r"|\bshared_experts\.gate_weight$"
     r"|\b(?:position|tokentype)_embeddings\.weight$"
     r"|\brelative_attention_bias\.weight$"

@@ -56,14 +56,18 @@ def gated_delta_step(
     beta_BN: Tensor,
     state_BNDP: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule` of one token: its output, and the state behind it."""
+    """`gated_delta_rule` of one token: its output, and the state behind it.
+
+    Every element of a key may have a decay of its own, [B, N, D] (`kimi_delta_rule`).
+    """
     kind = state_BNDP.dtype
     groups = state_BNDP.shape[1] // key_BKD.shape[1]
     query, key = (
-        _unit(x, kind).repeat_interleave(groups, 1).flatten(0, 1).unsqueeze(1)
+        unit_vectors(x, kind).repeat_interleave(groups, 1).flatten(0, 1).unsqueeze(1)
         for x in (query_BKD, key_BKD)
     )
-    decay, beta = (x.to(kind).reshape(-1, 1, 1) for x in (decay_BN, beta_BN))
+    decay = decay_BN.to(kind).reshape(len(key), -1, 1)
+    beta = beta_BN.to(kind).reshape(-1, 1, 1)
     value = value_BNP.to(kind).flatten(0, 1).unsqueeze(1)
     state = state_BNDP.flatten(0, 1) * decay.exp()
     change = beta * torch.baddbmm(value, key, state, alpha=-1)
@@ -98,7 +102,7 @@ def gated_delta_steps(
     return torch.stack(outs, 1), torch.stack(states, 1), state_BNDP
 
 
-def _unit(x: Tensor, kind: torch.dtype) -> Tensor:
+def unit_vectors(x: Tensor, kind: torch.dtype) -> Tensor:
     """Vectors of length 1, but for an epsilon: along the last dim."""
     x = x.to(kind)
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
@@ -118,11 +122,11 @@ def _delta_rule(
     if state_BNDP is None:
         state_BNDP = torch.zeros(b, n, d, p, dtype=kind, device=value_BSNP.device)
     size = min(CHUNK, s)
-    query, key = _unit(query_BSKD, kind) * d**-0.5, _unit(key_BSKD, kind)
-    runs = None if runs_BS is None else _runs_in_chunks(runs_BS, n, size)
+    query, key = unit_vectors(query_BSKD, kind) * d**-0.5, unit_vectors(key_BSKD, kind)
+    runs = None if runs_BS is None else runs_in_chunks(runs_BS, n, size)
     out_ZRCP, last_RDP = _Chunks.apply(  # type: ignore[no-untyped-call]
-        *(_in_chunks(x, size) for x in (query, key, value_BSNP.to(kind))),
-        *(_in_chunks(x.to(kind).unsqueeze(-1), size).squeeze(-1) for x in (decay_BSN, beta_BSN)),
+        *(split_chunks(x, size) for x in (query, key, value_BSNP.to(kind))),
+        *(split_chunks(x.to(kind).unsqueeze(-1), size).squeeze(-1) for x in (decay_BSN, beta_BSN)),
         state_BNDP.to(kind).reshape(b * n, d, p),
         runs,
     )
@@ -130,7 +134,7 @@ def _delta_rule(
     return out_BSNP.to(value_BSNP.dtype), last_RDP.view(b, n, d, p)
 
 
-def _in_chunks(x_BSHD: Tensor, size: int) -> Tensor:
+def split_chunks(x_BSHD: Tensor, size: int) -> Tensor:
     """[Z, B*H, C, D], contiguous; the tokens that fill the last chunk up are zeros."""
     b, s, h, d = x_BSHD.shape
     x_BSHD = F.pad(x_BSHD, (0, 0, 0, 0, 0, -s % size)) if s % size else x_BSHD
@@ -138,7 +142,7 @@ def _in_chunks(x_BSHD: Tensor, size: int) -> Tensor:
     return x.reshape(-1, b * h, size, d)
 
 
-def _runs_in_chunks(runs_BS: Tensor, heads: int, size: int) -> Tensor:
+def runs_in_chunks(runs_BS: Tensor, heads: int, size: int) -> Tensor:
     """[Z, R, C + 1]: the number of the token before a chunk stands first; the tokens that fill the
     last chunk up belong to the last run.
     """

@@ -148,10 +148,12 @@ class Attention(nn.Module):
         self.kv_layer = kv_source(config, layer)
         self.has_own_kv, self.lends_kv = self.kv_layer == layer, layer in kv_sources(config)
         d, h, norm = config.head_dim, config.hidden_size, NormSpec.before_attention(config, layer)
-        gates = config.num_heads * config.attn_output_gate
+        self.has_sinks = config.attn_sinks and layer in config.sink_layers
+        each = config.num_heads // config.num_kv_heads
+        kinds = (each * d, self.gate_heads * d, *self.kv_parts)
         self.linear_qkv = ColumnLinear(
             h,
-            (config.num_heads + gates + sum(self.kv_parts) * config.num_kv_heads) * d,
+            sum(kinds) * config.num_kv_heads,
             groups.tp,
             bias=config.qkv_bias,
             norm=norm,
@@ -159,17 +161,15 @@ class Attention(nn.Module):
             dtype=dtype,
             device=device,
         )
-        each = config.num_heads // config.num_kv_heads
-        kinds = (each, self.gate_heads, *self.kv_parts)  # as in `_project`
-        mark_parts(self.linear_qkv.weight, tuple(n * d for n in kinds if n))
+        mark_parts(self.linear_qkv.weight, tuple(n for n in kinds if n))
         if config.qk_norm:
             self.q_layernorm = self._head_norm(config.num_heads, dtype=dtype, device=device)
         if config.qk_norm and self.has_own_kv:
             self.k_layernorm = self._head_norm(config.num_kv_heads, dtype=dtype, device=device)
-        if config.attn_sinks:
+        if self.has_sinks:
             self.core_attention = CoreAttention(self.num_heads, dtype=dtype, device=device)
         self.linear_proj = RowLinear(
-            config.num_heads * d,
+            config.num_heads * config.value_size,
             h,
             groups.tp,
             bias=config.attn_out_bias,
@@ -194,7 +194,7 @@ class Attention(nn.Module):
             key, value = self._kept(key, value, frame)
         else:
             key, value = frame.shared_kv[self.kv_layer]
-        sinks_N = self.core_attention.softmax_offset if config.attn_sinks else None
+        sinks_N = self.core_attention.softmax_offset if self.has_sinks else None
         query, rule = (
             query.transpose(1, 2),
             ScoreRule(scale=self.scale, softcap=config.attn_softcap),
@@ -228,6 +228,8 @@ class Attention(nn.Module):
         """Keys and values that queries may attend to, [B, K, L, D]: those of all ranks, unless they
         are exchanged later, and of the cache, to which new ones are added.
         """
+        if self.config.attn_value_scale != 1:
+            value_BSKD = value_BSKD * self.config.attn_value_scale
         if self.config.value_norm:
             value_BSKD = rms_norm(value_BSKD, None, self.config.norm_eps)
         if self.cache_tap is not None:
@@ -243,8 +245,9 @@ class Attention(nn.Module):
 
     @property
     def kv_parts(self) -> tuple[int, ...]:
-        """How many heads of keys, and of values, the fused rows have for each group."""
-        return (int(self.has_own_kv), int(self.has_own_kv and not self.has_tied_values))
+        """How many rows of keys, and of values, the fused rows have for each group."""
+        has_values = self.has_own_kv and not self.has_tied_values
+        return (self.config.head_dim * self.has_own_kv, self.config.value_size * has_values)
 
     def _head_norm(
         self, heads: int, *, dtype: torch.dtype, device: torch.device | str
@@ -275,7 +278,7 @@ class Attention(nn.Module):
     def _project(
         self, x_TH: Tensor, b: int, s: int
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Queries, gates, keys and values, [B, S, heads, D]; no heads of keys and values where
+        """Queries, gates, keys and values, [B, S, heads, D]; no elements of keys and values where
         those of another layer are used.
         """
         config, d = self.config, self.config.head_dim
@@ -286,18 +289,16 @@ class Attention(nn.Module):
             rows = copy_to(gather_columns(rows, self.tp), self.tp)
             rows = rows.view(b * s, config.num_kv_heads, -1)[:, self.tp.rank // share]
         heads = self.num_heads // self.num_kv_heads * share
-        sizes = (heads, self.gate_heads, *self.kv_parts)
-        x = rows.view(b, s, self.num_kv_heads, sum(sizes), d)
+        sizes = (heads * d, self.gate_heads * d, *self.kv_parts)
+        x = rows.view(b, s, self.num_kv_heads, sum(sizes))
         query, gate, key, value = x.split(sizes, 3)
         if share > 1:
-            local_heads = slice(
-                (share_index := self.tp.rank % share) * self.num_heads,
-                (share_index + 1) * self.num_heads,
-            )
-            query, gate = query[:, :, :, local_heads], gate[:, :, :, local_heads]
+            size = self.num_heads * d
+            own = slice((share_index := self.tp.rank % share) * size, (share_index + 1) * size)
+            query, gate = query[..., own], gate[..., own]
         return (
             query.reshape(b, s, self.num_heads, d),
             gate.reshape(b, s, self.num_heads, d) if self.gate_heads else None,
-            key.flatten(2, 3),
-            (key if self.has_tied_values else value).flatten(2, 3),
+            key,
+            key if self.has_tied_values else value,
         )

@@ -147,7 +147,7 @@ class EntrySize:
         if config.is_compressed:
             return cls(num_heads=1, key_size=config.head_dim, value_size=0)
         heads = max(1, config.num_kv_heads // tp)
-        return cls(num_heads=heads, key_size=config.head_dim, value_size=config.head_dim)
+        return cls(num_heads=heads, key_size=config.head_dim, value_size=config.value_size)
 
 
 def entry_sizes(config: ModelConfig, layers: Iterable[int], tp: int = 1) -> dict[int, EntrySize]:

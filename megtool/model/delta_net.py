@@ -18,7 +18,7 @@ from megtool.model.param_attributes import mark, mark_parts
 from megtool.model.short_conv import ShortConv
 from megtool.model_config import ModelConfig
 from megtool.parallel.context_parallel import share_columns, share_tokens
-from megtool.parallel.process_groups import ProcessGroups
+from megtool.parallel.process_groups import Group, ProcessGroups
 
 
 class GatedDeltaNet(nn.Module):
@@ -99,7 +99,7 @@ class GatedDeltaNet(nn.Module):
             out_BSNP = self._mix(qkv, beta, alpha, frame)
         else:
             *parts, z, beta, alpha = torch.split(rows_BSX, list(self.parts), 2)
-            given = _by_rank((*parts, beta, alpha), frame.cp.size)
+            given = head_columns((*parts, beta, alpha), frame.cp.size)
             own = share_columns(given, frame.cp)
             shares = [x // frame.cp.size for x in self.parts]
             qkv, beta, alpha = torch.split(own, [sum(shares[:3]), *shares[4:]], 2)
@@ -136,12 +136,10 @@ class GatedDeltaNet(nn.Module):
         cp = frame.cp
         kind = torch.promote_types(qkv_BSC.dtype, torch.float32)
         sizes = [x // cp.size for x in self.parts[:3]]
-        channels = (
-            None if cp.size == 1 else _share(self.parts[:3], cp.size, cp.rank, qkv_BSC.device)
-        )
+        channels = None if cp.size == 1 else head_places(self.parts[:3], cp, qkv_BSC.device)
         mixed = self.conv1d(qkv_BSC, frame, self.layer, channels=channels)
         query, key, value = (
-            _heads(x, size)
+            split_heads(x, size)
             for x, size in zip(torch.split(mixed, sizes, 2), self.sizes, strict=True)
         )
         heads = slice(n := cp.rank * beta_BSN.shape[2], n + beta_BSN.shape[2])
@@ -182,21 +180,22 @@ def check_heads(config: ModelConfig, tp: int, cp: int = 1) -> None:
         )
 
 
-def _heads(x_BSC: Tensor, size: int) -> Tensor:
+def split_heads(x_BSC: Tensor, size: int) -> Tensor:
+    """The columns as heads of a size, [B, S, N, size]."""
     return x_BSC.reshape(*x_BSC.shape[:2], -1, size)
 
 
-def _by_rank(parts: Sequence[Tensor], cp: int) -> Tensor:
+def head_columns(parts: Sequence[Tensor], cp: int) -> Tensor:
     """The columns of all parts, those of the first rank's heads first."""
     shares = [x.reshape(*x.shape[:2], cp, -1) for x in parts]
     return torch.cat(shares, 3).flatten(2)
 
 
-def _share(parts: Sequence[int], cp: int, rank: int, device: torch.device) -> Tensor:
+def head_places(parts: Sequence[int], cp: Group, device: torch.device) -> Tensor:
     """The places of a rank's heads among all columns of the parts."""
     places, start = [], 0
     for size in parts:
-        first = start + rank * size // cp
-        places.append(torch.arange(first, first + size // cp, device=device))
+        first = start + cp.rank * size // cp.size
+        places.append(torch.arange(first, first + size // cp.size, device=device))
         start += size
     return torch.cat(places)

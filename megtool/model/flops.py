@@ -7,7 +7,6 @@ from torch import nn
 from megtool.model.linear import VocabEmbedding
 from megtool.model.moe import ExpertLinear
 from megtool.model.pipeline import build_stages
-from megtool.model.rotary import has_window
 from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
 
@@ -59,7 +58,8 @@ def _mixers(config: ModelConfig, seq_length: int) -> float:
             flops += 2 * c.num_heads * _head_width(c) * keys
         if layer in config.mamba_layers:  # decay, outer product, and the product with C
             flops += 5 * c.mamba_num_heads * c.mamba_head_dim * c.mamba_state_dim
-        if layer in config.delta_layers:  # decay, products with key and query, outer product
+        # Decay, products with key and query, outer product.
+        if layer in config.delta_layers | config.kda_layers:
             state = c.linear_key_head_dim * c.linear_value_head_dim
             flops += 7 * c.linear_num_value_heads * state
     return flops
@@ -69,13 +69,13 @@ def _head_width(config: ModelConfig) -> int:
     """Numbers of a key and of a value together, of one head."""
     if config.kv_lora_rank:
         return config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    return 2 * config.head_dim
+    return config.head_dim + config.value_size
 
 
 def _mean_keys(config: ModelConfig, layer: int, seq_length: int) -> float:
     """How many keys a token attends to, on average over a row."""
     s = seq_length
-    w = config.window_size if has_window(config, layer) else 0
+    w = config.window_size if config.has_window(layer) else 0
     if config.bidirectional:
         return min(s, 2 * w - 1) if w else s
     if not w or w >= s:

@@ -76,6 +76,14 @@ _WITHIN = {
     "delta.qkvz": "self_attention.in_proj",
     "delta.ba": "self_attention",
     "delta.o": "self_attention.out_proj",
+    "kda.qkv": "self_attention.in_proj",
+    "kda.b": "self_attention.beta_proj",
+    **{
+        f"kda.{x}_{ours}": f"self_attention.{x}_{megatron}_proj"
+        for x in "fg"
+        for ours, megatron in (("down", "a"), ("up", "b"))
+    },
+    "kda.o": "self_attention.out_proj",
     "mamba.in": "mixer.in_proj",
     "mamba.out": "mixer.out_proj",
     "short_conv.in": "short_conv.in_proj",
@@ -91,7 +99,10 @@ _WITHIN = {
 
 
 _OF_WHOLE_ROWS = ("attn.index_", *(name for name, _ in _COMPRESSORS))
-_CUT_COLUMNS = ("attn.o", "delta.o", "mamba.out", "short_conv.out", "mlp.down", "mlp.shared.down")
+_CUT_COLUMNS = (
+    *("attn.o", "delta.o", "kda.o", "mamba.out", "short_conv.out"),
+    *("mlp.down", "mlp.shared.down"),
+)
 
 
 _DOWN = ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj", "linear_kv_proj")

@@ -16,6 +16,7 @@ from megtool.model.delta_net import GatedDeltaNet
 from megtool.model.dropout import DropoutSpec
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hyper_connections import HyperConnection
+from megtool.model.kimi_delta import KimiDeltaAttention
 from megtool.model.linear import ColumnLinear
 from megtool.model.mamba import MambaMixer
 from megtool.model.mla import DownLinear, LatentAttention
@@ -31,15 +32,16 @@ from megtool.parallel.process_groups import ProcessGroups
 class TransformerLayer(nn.Module):
     """A layer, under its number in the entire model, with the branches that `layer_kinds` names.
 
-    Tokens are mixed by attention or a gated delta net (`self_attention`), a Mamba-2 mixer (`mixer`)
-    or a gated short convolution (`short_conv`), or not at all; `mlp` is an MLP, experts, or None.
-    Attention may have a Mamba-2 mixer beside it (`mamba_mixer`): both are given the output of
-    `norm`, and their sum is added.
+    Tokens are mixed by attention, a gated delta net or Kimi delta attention (`self_attention`), a
+    Mamba-2 mixer (`mixer`) or a gated short convolution (`short_conv`), or not at all; `mlp` is an
+    MLP, experts, or None. Attention may have a Mamba-2 mixer beside it (`mamba_mixer`): both are
+    given the output of `norm`, and their sum is added.
 
     The norms before attention and MLP are part of their first projections (`layer_norm_weight`),
-    except before latent attention (`input_layernorm`) and experts (`pre_mlp_layernorm`). That
-    before the MLP is computed together with the addition to the residual before it, unless dropout
-    is. Where one norm feeds both branches it is that of attention. Norms after attention and MLP,
+    except before latent or Kimi delta attention (`input_layernorm`) and experts
+    (`pre_mlp_layernorm`). That before the MLP is computed together with the addition to the
+    residual before it, unless dropout is. Where one norm feeds both branches it is that of
+    attention. Norms after attention and MLP,
     where a model has those, are `post_layernorm` of their last projections (after experts
     `post_ffn_layernorm`), and come before dropout; with `norms_after_add` they come after the
     addition to the residual. With `layer_input_size` a layer ends with a gate on what it gets
@@ -78,13 +80,16 @@ class TransformerLayer(nn.Module):
         has_attention = layer in config.attn_layers
         is_latent = has_attention and bool(config.kv_lora_rank)
         is_compressed = has_attention and config.is_compressed
-        self.input_layernorm = norm_layer() if is_latent or is_compressed else None
+        has_own_norm = is_latent or is_compressed or layer in config.kda_layers
+        self.input_layernorm = norm_layer() if has_own_norm else None
         self.self_attention: nn.Module | None = None
         if has_attention:
             kind = LatentAttention if is_latent else Attention
             self.self_attention = build(CompressedAttention if is_compressed else kind)
         elif layer in config.delta_layers:
             self.self_attention = build(GatedDeltaNet)
+        elif layer in config.kda_layers:
+            self.self_attention = build(KimiDeltaAttention)
         self.mixer: nn.Module | None = None
         self.short_conv = build(GatedShortConv) if layer in config.conv_layers else None
         self.mamba_mixer: nn.Module | None = None
@@ -275,12 +280,13 @@ def check_branches(config: ModelConfig, layer: int) -> None:
             ("attention", config.attn_layers),
             ("Mamba-2", config.mamba_layers),
             ("a gated delta net", config.delta_layers),
+            ("Kimi delta attention", config.kda_layers),
             ("a gated short convolution", config.conv_layers),
         )
         if layer in layers
     ]
     odd = config.kv_lora_rank or not config.pre_norms or config.parallel_residual
-    if layer in config.delta_layers | config.conv_layers or odd:
+    if layer in config.delta_layers | config.kda_layers | config.conv_layers or odd:
         raise MappingError(
             f"layer {layer} has {' and '.join(mixers)} side by side",
             hint="such a model is converted, but not run",

@@ -8,7 +8,7 @@ from torch import Tensor
 from megtool.kernels.attention_mask import Mask, Segments, Slopes
 from megtool.model.alibi import slopes_of
 from megtool.model.cache import KeySpan
-from megtool.model.rotary import has_rotation, has_window
+from megtool.model.rotary import has_rotation
 from megtool.model_config import ModelConfig
 from megtool.parallel.context_parallel import chunk_size, chunks_of
 from megtool.parallel.process_groups import ALONE, Group
@@ -67,7 +67,7 @@ class Masks:
     def of(self, layer: int) -> Mask:
         """The mask of a layer."""
         config, span = self.config, self.span
-        window = config.window_size if has_window(config, layer) else 0
+        window = config.window_size if config.has_window(layer) else 0
         chunk = config.attn_chunk_size if has_rotation(config, layer) else 0
         if window >= span.num_keys:
             window = 0

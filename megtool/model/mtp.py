@@ -20,8 +20,8 @@ from megtool.model.hyper_connections import HyperHead
 from megtool.model.layer import TransformerLayer
 from megtool.model.linear import ColumnLinear
 from megtool.model.norm import NormLayer, NormSpec
-from megtool.model.rotary import has_window
-from megtool.model_config import ATTENTION, EXPERTS, MAMBA, MLP, ModelConfig
+from megtool.model_config import ModelConfig
+from megtool.model_layers import ATTENTION, EXPERTS, MAMBA, MLP
 from megtool.parallel.collectives import gather_columns, scatter_rows
 from megtool.parallel.process_groups import ProcessGroups
 
@@ -52,7 +52,8 @@ def with_mtp_layers(config: ModelConfig) -> ModelConfig:
     on from the last one: one for each, or (HybridModel) one for each of its branches.
 
     Where layers turn queries and keys if they have a window, and do not if they have none, these
-    have none (K-EXAONE: TensorRT-LLM's `modeling_exaone_moe.py`, vLLM's `exaone_moe.py`).
+    have none (K-EXAONE: TensorRT-LLM's `modeling_exaone_moe.py`, vLLM's `exaone_moe.py`). With
+    `mtp_window` they have one, and the sizes of layers that do.
     """
     depths = config.num_mtp_layers
     if not depths:
@@ -64,10 +65,13 @@ def with_mtp_layers(config: ModelConfig) -> ModelConfig:
     kinds += tuple(config.mtp_branches if is_hybrid(config) else [config.mtp_branches]) * depths
     ratios = config.compress_ratios
     skip, without = config.window_skip_freq, config.no_rope_layers
-    flags = tuple(int(has_window(config, n)) for n in range(config.num_layers))
+    flags = tuple(int(config.has_window(n)) for n in range(config.num_layers))
     is_global = any(flags) and without == tuple(1 - f for f in flags)
     if is_global:
         skip = (*flags, 0)
+    elif config.mtp_window:
+        skip = (*flags, 1)
+    sizes, like = config.layer_sizes, config.mtp_size_layer
     shared = config.shared_index_layers
     return replace(
         config,
@@ -76,6 +80,9 @@ def with_mtp_layers(config: ModelConfig) -> ModelConfig:
         layer_kinds=kinds,
         moe_layer_freq=1,
         mtp_kind="",
+        layer_sizes=None
+        if sizes is None
+        else {name: _longer(n, len(kinds), n[like]) for name, n in sizes.items()},
         window_skip_freq=_longer(skip, len(kinds), skip[-1]) if isinstance(skip, tuple) else skip,
         no_rope_layers=None if without is None else _longer(without, len(kinds), int(is_global)),
         shared_index_layers=None if shared is None else _longer(shared, len(kinds), 0),

@@ -1,4 +1,4 @@
-"""States of mixers between passes: Mamba-2, the gated delta net, the gated short convolution."""
+"""States of mixers between passes: Mamba-2, both delta rules, the gated short convolution."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MixerSize:
 
     @classmethod
     def delta_net(cls, config: ModelConfig, tp: int = 1) -> MixerSize:
-        """A gated delta net, cut over `tp` ranks by key and value heads."""
+        """A gated delta net or Kimi delta attention, cut over `tp` ranks by key and value heads."""
         keys, values = config.linear_num_key_heads // tp, config.linear_num_value_heads // tp
         key_size, value_size = config.linear_key_head_dim, config.linear_value_head_dim
         return cls(
@@ -86,7 +86,7 @@ class Mixers:
         for layer in layers:
             if layer in config.mamba_layers:
                 sizes[layer] = MixerSize.mamba(config, tp)
-            elif layer in config.delta_layers:
+            elif layer in config.delta_layers | config.kda_layers:
                 sizes[layer] = MixerSize.delta_net(config, tp)
             elif layer in config.conv_layers:
                 sizes[layer] = MixerSize.short_conv(config, tp)

@@ -40,16 +40,6 @@ def has_rotation(config: ModelConfig, layer: int) -> bool:
     return without is None or layer >= len(without) or not without[layer]
 
 
-def has_window(config: ModelConfig, layer: int) -> bool:
-    """The layer attends within a sliding window."""
-    skip = config.window_skip_freq
-    if not config.window_size:
-        return False
-    if skip is None:
-        return True
-    return bool((layer + 1) % skip) if isinstance(skip, int) else bool(skip[layer])
-
-
 def rotary_size(config: ModelConfig) -> int:
     """How many elements of a head turn (R)."""
     if config.kv_lora_rank:
@@ -116,7 +106,7 @@ class Rotary:
             if config.head_dim not in self._of_size:
                 self._of_size[config.head_dim] = Rotary(config, dtype=self.dtype)
             return self._of_size[config.head_dim].of(layer, positions_BS, last_B)
-        is_local = self.config.rope_local_base is not None and has_window(self.config, layer)
+        is_local = self.config.rope_local_base is not None and self.config.has_window(layer)
         if self.config.compress_ratios is not None:
             is_local = not self.config.compress_ratios[layer]
         if self._last_rotations[0] is not positions_BS:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megtool.errors import LayoutError
-from megtool.model.rotary import has_window
 from megtool.model_config import ModelConfig
 
 
@@ -16,8 +15,8 @@ def kv_source(config: ModelConfig, layer: int) -> int:
     shared = config.shared_kv_layers
     if layer not in shared:
         return layer
-    is_local = has_window(config, layer)
-    return max(n for n in range(layer) if n not in shared and has_window(config, n) == is_local)
+    is_local = config.has_window(layer)
+    return max(n for n in range(layer) if n not in shared and config.has_window(n) == is_local)
 
 
 def kv_sources(config: ModelConfig) -> frozenset[int]:

@@ -66,6 +66,7 @@ _DELTA_NET = (
     "self_attention.conv1d.weight",
     "self_attention.out_norm.weight",
     "self_attention.out_proj.weight",
+    *(f"self_attention.{x}_proj.weight" for x in ("beta", "f_a", "f_b", "g_a", "g_b")),
 )
 _CONV = ("mixer.conv1d.weight", "mixer.conv1d.bias")
 _MAMBA_STATE = ("mixer.dt_bias", "mixer.A_log", "mixer.D")

@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, _, keys = moe_models.CASES["deepseek_v4"]
     keys = keys | {"vocab_size": tiny_text.VOCABULARY, "eos_token_id": tiny_text.END}
     tiny_model(family, folder, sizes=moe_models.SIZES, fill=moe_models.fill_routed, **keys)
-    moe_cases.publish(folder)
+    moe_cases.publish("deepseek_v4", folder)
     mtp_models.add_deepseek_v4_layer(folder)
     moe_cases.change_config(folder, num_nextn_predict_layers=1)
     tiny_text.save_tokenizer(folder)

@@ -95,7 +95,7 @@ def test_a_pattern_has_layers_chunks_and_further_layers() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("M-K", "symbol 'K' (Kimi delta attention)"),
+        ("M-W", "symbol 'W' (attention within a window)"),
         ("MDX", "symbol 'X'"),
         ("M[*-]", r"symbol '['"),
         ("M-/*E/*-", "MTP layers that are empty or differ"),
@@ -217,18 +217,28 @@ def test_args_of_both_classes() -> None:
 # ---- parts
 
 
+def test_parts_of_both_delta_rules_have_one_name() -> None:
+    whole = "decoder.layers.0.self_attention.in_proj.weight"
+    net = [f"{whole}.{x}" for x in ("query", "key", "value", "z", "beta", "alpha")]
+    assert part_names(whole, net) == tuple(net)
+    assert part_names(whole, net[:3]) == tuple(net[:3])  # Kimi delta attention
+    assert part_names(whole, net[:4]) == part_names(whole, net[:2]) == ()
+
+
 def test_a_projection_is_cut_part_by_part() -> None:
     rows = section_rows("decoder.layers.0.mixer.in_proj.weight", HYBRID)
     assert rows == (32, 32, 32, 32, 4)
+    names = [f"decoder.layers.0.mixer.in_proj.weight.{x}" for x in ("z", "x", "B", "C", "dt")]
     whole = GlobalTensor(name="decoder.layers.0.mixer.in_proj.weight", shape=(132, 32), dtype=FLOAT)
     parts = [
-        GlobalTensor(name=n, shape=(k, 32), dtype=FLOAT)
-        for n, k in zip(part_names(whole.name), rows, strict=True)
+        GlobalTensor(name=n, shape=(k, 32), dtype=FLOAT) for n, k in zip(names, rows, strict=True)
     ]
     assert [split_part(p.name) for p in parts] == [
         (whole.name, part) for part in ("z", "x", "B", "C", "dt")
     ]
     assert joined(parts) == [whole]
+    assert part_names(whole.name, names) == tuple(names)
+    assert part_names(whole.name, names[1:]) == ()
     cut = shard([whole], ParallelConfig(tp=2), config=HYBRID)
     of_rank = [
         (lo[0], hi[0])

@@ -50,6 +50,7 @@ def seeded(config: ModelConfig) -> Decoder:
         pytest.param("glm4_moe", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", marks=pytest.mark.slow),
         pytest.param("exaone_moe", marks=pytest.mark.slow),
+        pytest.param("mimo_v2_flash", marks=pytest.mark.slow),
     ],
 )
 def test_losses_and_gradients_are_those_of_the_formula(family: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
 from megtool.kernels.graph_rule_checker import graphed  # noqa: E402
-from megtool.model.rotary import Rotary, has_rotation, has_window  # noqa: E402
+from megtool.model.rotary import Rotary, has_rotation  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -91,7 +91,7 @@ def test_layers_turn_by_their_own_base_or_not_at_all() -> None:
         rotary_percent=0.5,
     )
     assert [has_rotation(made, i) for i in range(4)] == [True, False, True, True]
-    assert [has_window(made, i) for i in range(4)] == [True, True, False, True]
+    assert [made.has_window(i) for i in range(4)] == [True, True, False, True]
     rotary, positions = Rotary(made), torch.arange(5)[None]
     local, none, whole, same = (rotary.of(i, positions) for i in range(4))
     assert none is None

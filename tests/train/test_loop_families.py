@@ -124,6 +124,8 @@ SLOW = [
     Case("granite_swa", TIED | SWASH, "granite_swa"),
     Case("lfm2", TIED | CONV, "lfm2"),
     experts("lfm2_moe", num_hidden_layers=3),
+    experts("kimi_linear"),
+    experts("mimo_v2_flash"),
     Case("afmoe", AFMOE, "afmoe"),
     Case("flex_olmo", FLEX, "flex_olmo"),
     Case("vaultgemma", TIED | HEAD | WINDOW, "vaultgemma"),

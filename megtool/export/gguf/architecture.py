@@ -116,6 +116,10 @@ SWITCHES: Mapping[str, Limit] = {
     "residual_scale": (lambda c: c.residual_scale != 1, "scaled residuals"),
     "groups": (lambda c: c.router_num_groups > 1, "groups of experts"),
 }
+SCALED_SHARES: Limit = (
+    lambda c: c.router_scaling != 1,
+    "llama.cpp does not multiply the shares of experts (routed_scaling_factor)",
+)
 SCALED_LOGITS: Limit = (lambda c: c.logit_scale != 1, "scaled logits")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.convert.families import Family, family
+from megtool.convert.mapping import Cat, Row
 from megtool.errors import MappingError
 from megtool.export.gguf import tables
 from megtool.export.gguf.architecture import (
@@ -174,6 +175,41 @@ def _windowed_llama(_: Family, c: ModelConfig) -> Architecture:
     )(_, c)
 
 
+def _swash_keys(c: ModelConfig) -> dict[str, Any]:
+    """Multipliers, which layers have a window, and which turn."""
+    out = granite_keys(c) | {"attention.sliding_window_pattern": list(list_windows(c))}
+    if c.num_experts:
+        out |= {"feed_forward_length": c.moe_ffn_hidden_size}
+    if c.no_rope_layers is None:
+        return out
+    return out | {"attention.rope_pattern": [not flag for flag in c.no_rope_layers]}
+
+
+_SHARED = "layers.{l}.mlp.shared."
+_GRANITE_SWASH = written(
+    "granite_swa",
+    tables.NORMS,
+    tables.PAIRED_ATTENTION,
+    tables.MLP,
+    tuple(row for row in tables.EXPERTS if isinstance(row, Row) and "_shexp" not in row.stored),
+    (
+        Row(
+            "blk.{l}.ffn_up_shexp.weight",
+            Cat(_SHARED + "gate.weight", _SHARED + "up.weight"),
+            when="shared_ffn_hidden_size and l in moe_layers",
+        ),
+        Row("blk.{l}.ffn_down_shexp.weight", _SHARED + "down.weight"),
+    ),
+    scales_logits=True,
+    has_window=True,
+    runs=("sinks", "residual_scale", "no_rope"),
+    keys=_swash_keys,
+    limits=(
+        (lambda c: not c.window_size, "llama.cpp has a window in some layers"),
+        _OTHER_BASE,
+    ),
+)
+
 _ARCHITECTURES: Mapping[str, Choice] = {
     "llama": _of_table("llama", factors="llama3", oddities=(IGNORES_WINDOW,)),
     "mixtral": _of_table(
@@ -236,6 +272,8 @@ _ARCHITECTURES: Mapping[str, Choice] = {
         runs=("residual_scale",),
         keys=granite_keys,
     ),
+    "granite_swa": _GRANITE_SWASH,
+    "granitemoe_swa": _GRANITE_SWASH,
     "smollm3": written(
         "smollm3",
         tables.NORMS,

@@ -41,6 +41,7 @@ class Change:
         return values + np.float32(self.shift) if self.shift else values
 
 
+DECAY = Change(is_decay=True)
 UNCHANGED = Change()
 
 

@@ -15,6 +15,7 @@ from megtool.export.gguf.architecture import (
     MIXED_LAYERS,
     NORMALIZED,
     OTHER_HEADS,
+    SCALED_SHARES,
     SIGMOID,
     UNNORMALIZED,
     Choice,
@@ -55,6 +56,16 @@ def _ling_keys(c: ModelConfig) -> dict[str, Any]:
 def _exaone_keys(c: ModelConfig) -> dict[str, Any]:
     """Which layers have a window, too."""
     return group_keys(c) | {"attention.sliding_window_pattern": list(list_windows(c))}
+
+
+def _mimo_keys(c: ModelConfig) -> dict[str, Any]:
+    """Heads of keys and values by layer, which layers have a window, the multiplier of values."""
+    layers = range(c.num_layers)
+    return expert_keys(c) | {
+        "attention.head_count_kv": [c.at_layer(i).num_kv_heads for i in layers],
+        "attention.sliding_window_pattern": [c.has_window(i) for i in layers],
+        "attention.value_scale": float(c.attn_value_scale),
+    }
 
 
 def _is_stepped(c: ModelConfig) -> bool:
@@ -203,6 +214,22 @@ MOES: Mapping[str, Choice] = {
                 lambda c: c.embedding_scale != c.hidden_size**0.5,
                 "llama.cpp multiplies embeddings by sqrt(hidden_size) (mup_enabled)",
             ),
+        ),
+    ),
+    "mimo_v2_flash": written(
+        "mimo2",
+        tables.NORMS,
+        tables.ATTENTION,
+        tables.MLP,
+        tables.EXPERTS,
+        has_window=True,
+        runs=("sinks",),
+        keys=_mimo_keys,
+        limits=(
+            BIASED,
+            SCALED_SHARES,
+            (lambda c: not c.window_size, "llama.cpp has a window in some layers"),
+            (lambda c: not c.num_experts, "llama.cpp has experts"),
         ),
     ),
     "hunyuan_v1_moe": written(

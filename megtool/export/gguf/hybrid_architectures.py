@@ -14,6 +14,7 @@ from megtool.export.gguf.architecture import (
     MIXED_LAYERS,
     OTHER_HEADS,
     PARTLY_MOE,
+    SCALED_SHARES,
     UNNORMALIZED,
     Architecture,
     Choice,
@@ -23,10 +24,9 @@ from megtool.export.gguf.architecture import (
     list_sections,
     written,
 )
-from megtool.export.gguf.block_encoder import Change
+from megtool.export.gguf.block_encoder import DECAY, Change
 from megtool.model_config import ModelConfig
 
-_DECAY = Change(is_decay=True)
 _LIMITED_STEPS: Limit = (
     lambda c: c.mamba_step_limit is not None,
     "llama.cpp does not keep the steps (dt) of Mamba-2 within time_step_limit",
@@ -58,7 +58,7 @@ def _mamba_keys(c: ModelConfig) -> dict[str, Any]:
 
 
 def _mamba_changes(_: ModelConfig) -> Mapping[str, Change]:
-    return {"layers.mamba.A_log": _DECAY}
+    return {"layers.mamba.A_log": DECAY}
 
 
 def _branch_keys(c: ModelConfig) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _falcon_changes(c: ModelConfig) -> Mapping[str, Change]:
     parts = zip(("z", "x", "B", "C", "dt"), c.mamba_in_scales or (1.0,) * 5, strict=True)
     factors |= {f"layers.mamba.in_{part}.weight": x for part, x in parts}
     changes = {n: Change(factor=float(x)) for n, x in factors.items() if x != 1}
-    return changes | {"layers.mamba.A_log": _DECAY}
+    return changes | {"layers.mamba.A_log": DECAY}
 
 
 _TIED_MULTIPLES: Limit = (
@@ -226,14 +226,10 @@ _UNBIASED: Limit = (
     lambda c: not c.router_expert_bias,
     "llama.cpp has a bias in the choice of experts (use_expert_bias)",
 )
-_SCALED_SHARES: Limit = (
-    lambda c: c.router_scaling != 1,
-    "llama.cpp does not multiply the shares of experts (routed_scaling_factor)",
-)
 
 
 def _delta_changes(_: ModelConfig) -> Mapping[str, Change]:
-    return {"layers.delta.A_log": _DECAY}
+    return {"layers.delta.A_log": DECAY}
 
 
 _DELTA: dict[str, Any] = {
@@ -283,7 +279,7 @@ HYBRIDS: Mapping[str, Choice] = {
         tables.EXPERTS,
         ends=hybrid_tables.LFM2_ENDS,
         keys=_conv_keys,
-        limits=(_CONV_BIASES, _ONE_TAP, OTHER_HEADS, MIXED_LAYERS, _UNBIASED, _SCALED_SHARES),
+        limits=(_CONV_BIASES, _ONE_TAP, OTHER_HEADS, MIXED_LAYERS, _UNBIASED, SCALED_SHARES),
     ),
     "nemotron_h": _nemotron_h,
     "qwen3_next": written(

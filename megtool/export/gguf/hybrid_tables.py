@@ -5,10 +5,10 @@ from __future__ import annotations
 from megtool.convert.mapping import (
     Cat,
     Grouped,
-    OneRow,
     Row,
     Table,
     Transposed,
+    Unsqueezed,
     WordLike,
 )
 from megtool.export.gguf.tables import ATTENTION
@@ -45,8 +45,8 @@ MAMBA: Table = (
     ),
     Row(_STORED + "ssm_conv1d.bias", Cat(*(f"{_MAMBA}conv_{part}.bias" for part in "xBC"))),
     Row(_STORED + "ssm_dt.bias", _MAMBA + "dt_bias"),
-    Row(_STORED + "ssm_a", Transposed(OneRow(_MAMBA + "A_log"))),
-    Row(_STORED + "ssm_d", Transposed(OneRow(_MAMBA + "D"))),
+    Row(_STORED + "ssm_a", Transposed(Unsqueezed(_MAMBA + "A_log"))),
+    Row(_STORED + "ssm_d", Transposed(Unsqueezed(_MAMBA + "D"))),
     Row(_STORED + "ssm_norm.weight", InRows(_MAMBA + "norm.weight", "mamba_num_groups")),
     Row(_STORED + "ssm_out.weight", _MAMBA + "out.weight"),
 )
@@ -95,6 +95,26 @@ def _delta_net(v: WordLike, z: WordLike, conv: WordLike, out: WordLike) -> Table
         Row(_STORED + "ssm_out.weight", out),
     )
 
+
+_KDA = _OURS + "kda."
+KIMI_DELTA: Table = (
+    *(Row(f"{_STORED}attn_{x}.weight", f"{_KDA}{x}.weight", when="l in kda_layers") for x in "qkv"),
+    *(Row(f"{_STORED}ssm_conv1d_{x}.weight", f"{_KDA}conv_{x}.weight") for x in "qkv"),
+    *(
+        Row(f"{_STORED}ssm_{stored}.weight", f"{_KDA}{ours}.weight")
+        for stored, ours in (
+            ("f_a", "f_down"),
+            ("f_b", "f_up"),
+            ("g_a", "g_down"),
+            ("g_b", "g_up"),
+            ("beta", "b"),
+            ("norm", "norm"),
+        )
+    ),
+    Row(_STORED + "ssm_a", Transposed(Unsqueezed(_KDA + "A_log"))),
+    Row(_STORED + "ssm_dt.bias", _KDA + "dt_bias"),
+    Row(_STORED + "attn_output.weight", _KDA + "o.weight", when="l in kda_layers"),
+)
 
 DELTA_NET: Table = (
     *_delta_net(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megtool.convert.mapping import Row, Table
-from megtool.export.gguf import tables
+from megtool.export.gguf import hybrid_tables, tables
 from megtool.export.gguf.architecture import (
     MIXED_LAYERS,
     Choice,
@@ -14,6 +14,7 @@ from megtool.export.gguf.architecture import (
     group_keys,
     written,
 )
+from megtool.export.gguf.block_encoder import DECAY
 from megtool.export.gguf.words import HeadsOf
 from megtool.model_config import ModelConfig
 
@@ -111,11 +112,45 @@ def _mistral_keys(c: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _kimi_keys(c: ModelConfig) -> dict[str, Any]:
+    """Kimi delta attention in layers without heads of keys."""
+    kinds = [int(i in c.attn_layers) for i in range(c.num_layers)]
+    return _latent_keys(c) | {
+        "attention.head_count_kv": kinds,
+        "ssm.conv_kernel": c.linear_conv_kernel,
+        "kda.head_dim": c.linear_key_head_dim,
+    }
+
+
+_KIMI_LIMITS: tuple[Limit, ...] = (
+    MIXED_LAYERS,
+    (
+        lambda c: c.linear_num_key_heads != c.num_heads,
+        "llama.cpp has as many heads of Kimi delta attention as of attention",
+    ),
+    (
+        lambda c: c.linear_key_head_dim != c.linear_value_head_dim,
+        "llama.cpp has values of Kimi delta attention of the size of keys",
+    ),
+    (lambda c: bool(c.q_lora_rank), "llama.cpp projects queries directly (no q_lora_rank)"),
+    (lambda c: not c.num_experts, "llama.cpp has experts"),
+)
+
 LATENTS: Mapping[str, Choice] = {
     "deepseek_v2": _DEEPSEEK_2,
     "deepseek_v3": _DEEPSEEK_2,
     "glm4_moe_lite": _DEEPSEEK_2,
     "youtu": _DEEPSEEK_2,
+    "kimi_linear": written(
+        "kimi-linear",
+        *_LAYERS,
+        hybrid_tables.KIMI_DELTA,
+        is_latent=True,
+        runs=("no_rope",),
+        keys=_kimi_keys,
+        changes=lambda _: {"layers.kda.A_log": DECAY},
+        limits=_KIMI_LIMITS,
+    ),
     "mistral4": written("mistral4", *_LAYERS, **_DEEPSEEK | {"keys": _mistral_keys}),
     "deepseek_v32": written("deepseek32", *_LAYERS, _INDEXER, **_SPARSE),
     "glm_moe_dsa": written("glm-dsa", *_LAYERS, _INDEXER, **_SPARSE),

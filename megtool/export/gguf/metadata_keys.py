@@ -53,7 +53,7 @@ def build_model_keys(
         "attention.head_count": config.num_heads,
         "attention.head_count_kv": config.num_kv_heads,
         "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
+        "attention.value_length": config.value_size,
         _EPSILONS[config.norm]: float(config.norm_eps),
     }
     if architecture.scales_logits:

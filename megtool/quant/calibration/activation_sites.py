@@ -89,8 +89,8 @@ def _site_name(module: ModuleInfo, config: ModelConfig) -> str:
     """The name of the site that a module reads, or that a KV cache is.
 
     In latent attention, directly projected queries share the input of keys and values; attention
-    gates share the input of queries. All that goes into a Mamba-2 mixer is one site; betas and
-    alphas of a gated delta net, which engines run by themselves, have their own.
+    gates share the input of queries. All that goes into a Mamba-2 mixer is one site; gates of delta
+    rules, which engines run by themselves, have their own.
     """
     parent, _, last = module.name.rpartition(".")
     if module.kind == "kv_cache":
@@ -106,10 +106,9 @@ def _site_name(module: ModuleInfo, config: ModelConfig) -> str:
 
 
 def _feeds_mixer(parent: str, last: str) -> bool:
-    """Whether it reads what goes into a gated delta net or a Mamba-2 mixer."""
-    return (parent.endswith(".delta") and last != "o") or (
-        parent.endswith(".mamba") and last != "out"
-    )
+    """Whether it reads what goes into a delta rule or a Mamba-2 mixer."""
+    inner = {".delta": ("o",), ".kda": ("o", "f_up", "g_up"), ".mamba": ("out",)}
+    return any(parent.endswith(end) and last not in names for end, names in inner.items())
 
 
 def _make_site(name: str, readers: list[ModuleInfo], config: ModelConfig) -> ActivationSite:

@@ -38,7 +38,8 @@ BLOCKS = "_blocks"
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _BY_LAST = {
     **dict.fromkeys(("q", "k", "v", "z", "q_down", "q_up", "kv_down", "kv_up", "kv"), "qkv"),
-    **dict.fromkeys(("b", "a"), "state_gate"),  # betas and alphas of gated delta nets
+    # Betas and alphas of gated delta nets, betas and both gates of Kimi delta attention.
+    **dict.fromkeys(("b", "a", "f_down", "f_up", "g_down", "g_up"), "state_gate"),
     **dict.fromkeys(("in_z", "in_x", "in_B", "in_C", "in_dt"), "qkv"),
     **dict.fromkeys(("o", "o_down", "out"), "proj"),
     "gate": "fc1",
@@ -168,6 +169,7 @@ _ORDER = [
     "attn_norm",
     "attn",
     "delta",
+    "kda",
     "mamba",
     "short_conv",
     *("in_z", "in_x", "in_B", "in_C", "in_dt"),
@@ -177,6 +179,7 @@ _ORDER = [
     "z",
     "b",
     "a",
+    *("f_down", "f_up", "g_down", "g_up"),
     "gate",
     "q_down",
     "q_up",
@@ -212,8 +215,10 @@ def completes_kv(module: str) -> bool:
 
 def _kv_cache(after: ModuleInfo, config: ModelConfig) -> ModuleInfo:
     """The KV cache of the layer whose last key or value projection is `after`."""
-    latent = after.name.endswith("kv_down")
-    rows = after.shape[0] if latent else 2 * after.shape[0]
+    rows = after.shape[0]
+    if not after.name.endswith("kv_down"):
+        of_values = config.v_head_dim
+        rows += rows // of_values * config.head_dim if of_values else rows
     hf = tuple(n.rpartition(".")[0] for n in after.names_in("hf"))
     return ModuleInfo(
         name=after.name.rpartition(".")[0] + ".kv",
@@ -303,7 +308,7 @@ def find_fused_name(module: ModuleInfo) -> str:
         return f"{parent}.qkvz"
     if parent.endswith((".mamba", ".short_conv")) and last != "out":
         return f"{parent}.in"
-    if "state_gate" in module.roles:
+    if "state_gate" in module.roles and parent.endswith(".delta"):
         return f"{parent}.ba"
     if module.roles & {"qkv"} and last in ("q", "k", "v", "gate"):
         return f"{parent}.qkv"

@@ -47,7 +47,8 @@ _SITES = (
     "linear_weights_proj",
     "k_norm",
     "eh_proj",
-    "in_proj",  # of Mamba-2 mixers, gated delta nets, short convolutions
+    "in_proj",  # of Mamba-2 mixers, delta rules, short convolutions
+    *("beta_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),  # of Kimi delta attention
     "out_proj",
     "out_norm",
     "fc1_latent_proj",

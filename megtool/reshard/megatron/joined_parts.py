@@ -18,9 +18,7 @@ def join_parts(catalogue: Catalogue) -> Catalogue:
         if split := split_part(t.name):
             groups.setdefault(split[0], []).append(t.name)
     complete = {
-        whole: part_names(whole)
-        for whole, names in groups.items()
-        if set(names) == set(part_names(whole))
+        whole: names for whole, stored in groups.items() if (names := part_names(whole, stored))
     }
     if not complete:
         return catalogue

@@ -195,8 +195,8 @@ class LayoutOwnership:
 
     def in_parts(self, p: Parameter) -> Iterator[Parameter]:
         """A parameter as the stored tensors that it consists of."""
-        names = part_names(p.key)
-        if not names or names[0] not in self._parts:
+        names = part_names(p.key, self._parts)
+        if not names:
             yield p
             return
         first = 0

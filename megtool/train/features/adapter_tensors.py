@@ -175,6 +175,7 @@ _LATENT = {
 
 
 _DELTA_NET = {"in_proj": ("q", "k", "v", "z", "b", "a"), "out_proj": ("o",)}
+_KIMI_DELTA = {"in_proj": ("q", "k", "v"), "out_proj": ("o",)}
 _MAMBA = {"in_proj": ("in_z", "in_x", "in_B", "in_C", "in_dt"), "out_proj": ("out",)}
 _SHORT_CONV = {"in_proj": ("in_B", "in_C", "in_x"), "out_proj": ("out",)}
 
@@ -183,7 +184,8 @@ def canonical_modules(name: str, config: ModelConfig) -> tuple[str, ...]:
     """The canonical modules that are fused in a linear layer of Megatron."""
     _, _, number, *_, within, last = name.split(".")
     attn, mlp = f"layers.{number}.attn.", f"layers.{number}.mlp."
-    delta = f"layers.{number}.delta."
+    is_kda = int(number) in config.kda_layers
+    delta = f"layers.{number}.{'kda' if is_kda else 'delta'}."
     if within == "shared_experts":
         mlp += "shared."
     if last in _LATENT:
@@ -198,7 +200,7 @@ def canonical_modules(name: str, config: ModelConfig) -> tuple[str, ...]:
     if within == "short_conv":
         return tuple(f"layers.{number}.short_conv.{m}" for m in _SHORT_CONV[last])
     if last in _DELTA_NET:
-        return tuple(delta + m for m in _DELTA_NET[last])
+        return tuple(delta + m for m in (_KIMI_DELTA if is_kda else _DELTA_NET)[last])
     if last == "linear_fc1":
         return (mlp + "gate", mlp + "up") if config.gated else (mlp + "up",)
     return (mlp + "down",)

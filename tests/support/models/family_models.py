@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.models import tiny_text
-from tests.support.models.moe_cases import publish
+from tests.support.models.moe_cases import PUBLISHED, publish
 from tests.support.models.tiny_model import fill_tables, tiny_model
 from tests.support.models.unequal_layers import block
 
@@ -301,6 +301,15 @@ MORE: dict[str, dict[str, Any]] = {
     | _SHARED
     | _INDEXER
     | {"intermediate_size": 128, "indexer_types": ["full", "shared"]},
+    "mimo_v2_flash": _SIGMOID
+    | {"num_key_value_heads": 1, "head_dim": 64, "v_head_dim": 32, "sliding_window": 16}
+    | {"intermediate_size": 128, "n_routed_experts": 4}
+    | {"layer_types": ["full_attention", "sliding_attention"]},
+    "kimi_linear": {k: v for k, v in _LATENT.items() if k != "q_lora_rank"}
+    | {"intermediate_size": 128, "moe_intermediate_size": 64, "num_local_experts": 4}
+    | {"num_experts_per_tok": 2, "n_shared_experts": 1, "pad_token_id": 0}
+    | {"linear_num_heads": 2, "linear_head_dim": 64}
+    | {"layer_types": ["linear_attention", "full_attention"]},
     "glm4_moe_lite": _LATENT
     | _SIGMOID
     | {k: v for k, v in _SHARED.items() if k != "first_k_dense_replace"}
@@ -334,8 +343,8 @@ def save(family: str, folder: Path, **more: Any) -> Path:
     keys = FAMILIES[family] | more
     name = family.partition("-")[0]
     tiny_model(name, folder, sizes=_COMMON, dtype="bfloat16", fill=fill_matrices, **keys)
-    if family == "deepseek_v4":
-        publish(folder)
+    if name in PUBLISHED:
+        publish(name, folder)
     tiny_text.save_tokenizer(folder)
     return folder
 

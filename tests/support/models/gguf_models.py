@@ -38,6 +38,7 @@ GRANITE = {
     "attention_multiplier": 0.125,
     "logits_scaling": 2.0,
 }
+SWASH = {"num_hidden_layers": 4, "sliding_window": 9}
 SIGMOID = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -80,6 +81,35 @@ YARN = {
 MISTRAL_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LFM2 = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+KIMI = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "linear_num_heads": 4,
+    "linear_head_dim": 32,
+    "rms_norm_eps": 1e-6,  # of latents, too, for which transformers has this one always
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "pad_token_id": 0,
+}
+MIMO = {
+    "num_hidden_layers": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "sliding_window": 9,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+}
 AFMOE = {
     "num_hidden_layers": 4,
     "num_experts": 4,
@@ -217,6 +247,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite": ("granite", GRANITE | {"attention_bias": True, "mlp_bias": True}),
     "granitemoe": ("granitemoe", GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite_swa": ("granite_swa", GRANITE | SWASH | {"attention_bias": True, "mlp_bias": True}),
+    "granite_swa-turns": ("granite_swa", GRANITE | SWASH | {"layer_rope_theta": [1e4, 0, 1e4, 0]}),
+    "granitemoe_swa": (
+        "granitemoe_swa",
+        GRANITE | SWASH | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "granitemoe_swa-shared": (
+        "granitemoe_swa",
+        GRANITE
+        | SWASH
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    ),
     "olmoe": (
         "olmoe",
         {
@@ -375,6 +417,8 @@ COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bigcode": ("gpt_bigcode", {"tie_word_embeddings": True}),
     "jais2": ("jais2", {}),
     "afmoe": ("afmoe", AFMOE),
+    "kimi_linear": ("kimi_linear", KIMI),
+    "mimo_v2_flash": ("mimo_v2_flash", MIMO),
     "lfm2": ("lfm2", LFM2 | {"tie_word_embeddings": True}),
     "lfm2_moe": (
         "lfm2_moe",

@@ -353,6 +353,35 @@ LFM2 = {
     "layer_types": ["conv", "full_attention", "conv", "conv"],
 }
 
+MIMO = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "v_head_dim": 8,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+}
+
+KIMI = {
+    "num_key_value_heads": 4,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+
 FLEX = {"intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 
 MORE: list[tuple[str, str, dict[str, Any]]] = [
@@ -388,6 +417,22 @@ MORE: list[tuple[str, str, dict[str, Any]]] = [
         "Lfm2Moe",
         LFM2 | {"conv_bias": True, "use_expert_bias": False, "tie_word_embeddings": False},
     ),
+    ("mimo_v2_flash", "MiMoV2Flash", MIMO),
+    (
+        "mimo_v2_flash",
+        "MiMoV2Flash",
+        MIMO
+        | {"attention_bias": True, "attention_value_scale": None, "routed_scaling_factor": 2.5}
+        | {"n_group": 2, "topk_group": 1, "mlp_layer_types": ["sparse", "dense"] * 2},
+    ),
+    ("kimi_linear", "KimiLinear", KIMI),
+    (
+        "kimi_linear",
+        "KimiLinear",
+        KIMI
+        | {"q_lora_rank": 12, "linear_conv_kernel_dim": 3}
+        | {"n_group": 2, "topk_group": 1, "mlp_layer_types": ["sparse", "dense"] * 2},
+    ),
     ("flex_olmo", "FlexOlmo", FLEX | {"norm_topk_prob": True, "attention_bias": True}),
 ]
 """Cases of the slow tests."""
@@ -416,24 +461,33 @@ def save(case: Case, folder: Path, **how: Any) -> Any:
     """A random model saved by transformers, with random norms and biases too."""
     model = tiny_model(case[0], sizes=SIZES, dtype="bfloat16", fill=fill_shifted, **case[2])
     model.save_pretrained(folder, **how)
-    if case[0] == "deepseek_v4" and not how:
-        publish(folder)
+    if case[0] in PUBLISHED and not how:
+        publish(case[0], folder)
     return model
 
 
-def publish(folder: Path) -> None:
-    """A DeepSeek-V4 that transformers has saved under the names that DeepSeek publishes."""
-    from safetensors.torch import load_file, save_file
-
-    names = {
+PUBLISHED = {
+    "deepseek_v4": {
         "model.": "",
         "embed_tokens.": "embed.",
         "hc_head.hc_": "hc_head_",
         ".attn.norm.": ".attn.kv_norm.",
-    }
+    },
+    # transformers 5.23 renames MLPs of layers without experts, too.
+    "kimi_linear": {
+        f".block_sparse_moe.{x}_proj": f".mlp.{x}_proj" for x in ("gate", "up", "down")
+    },
+}
+"""Names that transformers saves, and what they are called in published files."""
+
+
+def publish(family: str, folder: Path) -> None:
+    """Give what transformers has saved the names of published files."""
+    from safetensors.torch import load_file, save_file
+
     published = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        for old, new in names.items():
+        for old, new in PUBLISHED[family].items():
             name = name.replace(old, new)
         published[name] = tensor
     save_file(published, folder / "model.safetensors", metadata={"format": "pt"})

@@ -278,6 +278,20 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "hy_v3": ("hy_v3", "HYV3", moe_cases.HY3 | {"num_experts": 8, "num_experts_per_tok": 3}),
     "afmoe": ("afmoe", "Afmoe", moe_cases.AFMOE | {"num_experts": 8, "route_scale": 1.5}),
     "flex_olmo": ("flex_olmo", "FlexOlmo", moe_cases.FLEX | {"num_experts": 8}),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        "MiMoV2Flash",
+        moe_cases.MIMO
+        | {"n_routed_experts": 8, "num_hidden_layers": 4}
+        | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5},
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        "KimiLinear",
+        moe_cases.KIMI
+        | {"num_local_experts": 8, "num_hidden_layers": 4}
+        | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5},
+    ),
     "lfm2_moe": (
         "lfm2_moe",
         "Lfm2Moe",

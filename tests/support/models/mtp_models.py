@@ -133,6 +133,18 @@ def exaone_moe(folder: Path) -> tuple[Any, str]:
     return model, "exaone_moe"
 
 
+def mimo_v2_flash(folder: Path) -> tuple[Any, str]:
+    """A MiMo-V2-Flash, whose further layers have a window and an MLP, and which no key counts."""
+    model = moe_cases.save(moe_cases.FIRST["mimo_v2_flash"], folder)
+    to, config = "model.mtp.layers.{}.", read_config(folder)
+    norms = ("enorm", "hnorm", "final_layernorm", "input_layernorm", "pre_mlp_layernorm")
+    add_layers(folder, "model.layers.1.self_attn.", to + "self_attn.", 0, ())
+    add_layers(folder, "model.layers.0.mlp.", to + "mlp.", 0, ())
+    add_layers(folder, "model.layers.0.none", to, 0, (*norms, "eh_proj"))
+    (folder / "config.json").write_text(json.dumps(config))
+    return model, "mimo_v2_flash"
+
+
 def nemotron_h(folder: Path) -> tuple[Any, str]:
     """A Nemotron-H: each of its two further layers is an attention layer and one of experts."""
     model = moe_cases.save(moe_cases.FIRST["nemotron_h"], folder)
@@ -163,6 +175,7 @@ FAMILIES: dict[str, Callable[[Path], tuple[Any, str]]] = {
     for f in (
         *(glm4_moe, deepseek_v32, bailing_moe_v2, mimo),
         *(qwen3_next, qwen3_5_text, qwen3_5_moe, nemotron_h, exaone_moe),
+        mimo_v2_flash,
     )
 }
 """Each saves a model to a folder, and returns its twin and the family's name."""
@@ -173,6 +186,7 @@ PROJECTIONS = {
     "bailing_moe_v2": "model.layers.5.eh_proj.weight",
     "mimo": "model.mtp_layers.1.input_proj.weight",
     "nemotron_h": "mtp.layers.2.eh_proj.weight",
+    "mimo_v2_flash": "model.mtp.layers.1.eh_proj.weight",
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe", "exaone_moe"), "mtp.fc.weight"),
 }
 """The projection of both inputs of the last further layer, as it is stored."""

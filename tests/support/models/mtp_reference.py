@@ -17,14 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.support.folders import read_config
-from tests.support.models import moe_models, tiny_text
+from tests.support.models import moe_models, mtp_models, tiny_text
 from tests.support.models.tiny_model import tiny_model
 
 FEW = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-
-
+MIMO_V2 = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 EXAONE = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 
 
@@ -37,9 +36,10 @@ def _inside(name: str) -> str:
 class MtpReference(nn.Module):
     """A model in a folder, in float32, with its layers of multi-token prediction.
 
-    `family` is deepseek_v3, glm4_moe, mimo or exaone_moe. All of it is parameters: `loss` has a
-    backward pass. Of K-EXAONE, whose layer transformers leaves out, it is as TensorRT-LLM and vLLM
-    have it: an MLP, and attention to all tokens.
+    `family` is deepseek_v3, glm4_moe, mimo, mimo_v2_flash or exaone_moe. All of it is parameters:
+    `loss` has a backward pass. Of K-EXAONE, whose layer transformers leaves out, it is as
+    TensorRT-LLM and vLLM have it: an MLP, and attention to all tokens; of MiMo-V2-Flash as
+    Megatron-Bridge has it: an MLP, and attention within a window.
     """
 
     def __init__(self, folder: Path, scratch: Path, family: str) -> None:
@@ -49,9 +49,9 @@ class MtpReference(nn.Module):
         config = read_config(folder)
         self.num_layers, self.depths = (
             config["num_hidden_layers"],
-            config["num_nextn_predict_layers"],
+            config.get("num_nextn_predict_layers", mtp_models.LAYERS),
         )
-        self.hidden_first = family == "mimo"
+        self.hidden_first, self.turns_by_kind = family == "mimo", family == "mimo_v2_flash"
         stored = {n: t.float() for n, t in load_file(folder / "model.safetensors").items()}
         names, layer = DEEPSEEK, "model.layers.{}."
         if family == "mimo":
@@ -65,6 +65,14 @@ class MtpReference(nn.Module):
             first, stored = 0, {_inside(n): t for n, t in stored.items()}
             config["layer_types"] = [*config["layer_types"], "full_attention"]
             config["mlp_layer_types"] = [*config["mlp_layer_types"], "dense"]
+        if family == "mimo_v2_flash":
+            names, layer, first = MIMO_V2, "model.mtp.layers.{}.", 0
+            stored = {
+                n.replace(".pre_mlp_layernorm.", ".post_attention_layernorm."): t
+                for n, t in stored.items()
+            }
+            config["layer_types"] += ["sliding_attention"] * self.depths
+            config["mlp_layer_types"] += ["dense"] * self.depths
         ordinary = dict(stored)
         self.around = nn.ModuleList()
         for m in range(self.depths):
@@ -98,11 +106,13 @@ class MtpReference(nn.Module):
         positions = torch.arange(length)[None]
         mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
         h = inner.embed_tokens(tokens_BS)
-        turn = inner.rotary_emb(h, positions)
+        kinds = self.model.config.layer_types if self.turns_by_kind else [None] * len(inner.layers)
+        turns = {k: inner.rotary_emb(h, positions, *([k] if k else [])) for k in set(kinds)}
 
         def run(layer: Any, x: Tensor) -> Tensor:
-            seen = mask
-            if getattr(layer.self_attn, "is_sliding", False):
+            seen, kind = mask, kinds[layer.self_attn.layer_idx]
+            turn = turns[kind]
+            if getattr(layer.self_attn, "is_sliding", kind == "sliding_attention"):
                 far = torch.ones(length, length).tril(-layer.self_attn.sliding_window).bool()
                 seen = mask.masked_fill(far, -torch.inf)
             out = layer(x, attention_mask=seen, position_embeddings=turn, position_ids=positions)

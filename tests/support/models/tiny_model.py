@@ -91,6 +91,8 @@ CLASSES: dict[str, tuple[str, str]] = {
     "lfm2": ("Lfm2ForCausalLM", "Lfm2Config"),
     "lfm2_moe": ("Lfm2MoeForCausalLM", "Lfm2MoeConfig"),
     "granite_swa": ("GraniteSWAForCausalLM", "GraniteSWAConfig"),
+    "mimo_v2_flash": ("MiMoV2FlashForCausalLM", "MiMoV2FlashConfig"),
+    "kimi_linear": ("KimiLinearForCausalLM", "KimiLinearConfig"),
     "granitemoe_swa": ("GraniteMoeSWAForCausalLM", "GraniteMoeSWAConfig"),
     "granitemoehybrid": ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig"),
     "granitemoeshared": ("GraniteMoeSharedForCausalLM", "GraniteMoeSharedConfig"),

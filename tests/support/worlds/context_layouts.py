@@ -62,6 +62,15 @@ MODELS: dict[str, dict[str, Any]] = {
         linear_key_head_dim=4,
         linear_value_head_dim=6,
     ),
+    "Kimi deltas": DENSE
+    | dict(
+        position_embedding="none",
+        layer_kinds=("K-", "*-"),
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=4,
+        linear_value_head_dim=6,
+    ),
     "short convolutions": DENSE
     | dict(layer_kinds=("c-", "*-"), short_conv_taps=3, short_conv_bias=True),
     "biased experts": SIZES | moe_layouts.MODELS["biases"],
