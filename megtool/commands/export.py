@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megtool.commands.reshard import make_execution_options, reshard
 from megtool.config import ParallelConfig
 from megtool.console import Progress, several, silent
 from megtool.errors import UsageError
+from megtool.export.engine_commands import describe_serving
 from megtool.export.report import ExportReport
 from megtool.lint.engines import ENGINES
 from megtool.options.effects import check_effects
@@ -84,11 +85,12 @@ def export(
     is_repacked = catalogue is not None and to != "hf"
     check_effects(options, ExportFacts(to=to, is_repacked=is_repacked))
     if not is_repacked:
-        return _export_plain(options, engine, catalogue, files, progress)
+        plain = _export_plain(options, engine, catalogue, files, progress)
+        return _add_engine_note(plain, engine, destination)
     from megtool.export.quantized_folder import FolderOptions, export_folder
 
     shard_size = options.max_shard_size
-    return export_folder(
+    report = export_folder(
         source,
         destination,
         FolderOptions(
@@ -103,6 +105,14 @@ def export(
         files=files,
         progress=progress,
     )
+    return _add_engine_note(report, engine, destination)
+
+
+def _add_engine_note(report: ExportReport, engine: str, folder: Path) -> ExportReport:
+    """The report, with the command that serves a folder for TensorRT-LLM."""
+    if not engine or parse_engine(engine).engine != "trtllm":
+        return report
+    return replace(report, notes=(*report.notes, describe_serving(folder)))
 
 
 def _check_engines(options: ExportOptions) -> None:

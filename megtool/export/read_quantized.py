@@ -42,6 +42,13 @@ def read_quantized_modules(path: Path) -> QuantizedModules:
             file=catalogue.root,
             hint="quantize it first (megtool quantize), or export it with --to hf",
         )
+    if str(config.get("quant_method", "")).lower() == "quark":
+        raise FormatError(
+            "a folder of Quark's keeps its codes in no other form yet",
+            file=catalogue.root,
+            hint="--to hf decodes it, and megtool quantize encodes it for another engine",
+            error_id="unsupported-quantization",
+        )
     folded, stored = find_packed_weights(catalogue, config)
     weights = [QuantizedWeight.of(f, stored) for f in folded]
     notes: list[str] = []

@@ -1,9 +1,10 @@
 """Quantized Hugging Face folders: codes and scales as the tensors they represent.
 
 Supported values of `quant_method` in config.json: `fp8` (DeepSeek, and others with blocks of 128 x
-128), `fbgemm_fp8`, `mxfp4` (gpt-oss), `compressed-tensors` and `modelopt` (also if only
-`hf_quant_config.json` declares it). A weight and its scales become one tensor under its plain name,
-of the dtype in the config, with a `packing`; scales of activations are ignored.
+128), `fbgemm_fp8`, `mxfp4` (gpt-oss), `compressed-tensors`, `quark` (AMD's, of FP8, INT8 and MXFP4)
+and `modelopt` (also if only `hf_quant_config.json` declares it). A weight and its scales become one
+tensor under its plain name, of the dtype in the config, with a `packing`; scales of activations are
+ignored.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def find_packed_weights(
         raise FormatError(
             f"quantized by {short_repr(config.get('quant_method'))}, which is not decoded",
             file=catalogue.root,
-            hint=f"known: fp8, fbgemm_fp8, mxfp4, compressed-tensors, modelopt; {AS_STORED_HINT}",
+            hint="known: fp8, fbgemm_fp8, mxfp4, compressed-tensors, modelopt, quark; "
+            + AS_STORED_HINT,
             error_id="unsupported-quantization",
         )
     for key in ("sparsity_config", "transform_config"):
@@ -95,6 +97,8 @@ def find_packed_weights(
                 hint=AS_STORED_HINT,
                 error_id="unsupported-quantization",
             )
+    if method == "quark":
+        _check_quark(catalogue, config)
     stored = PartFinder(catalogue, QuantGranularity.from_config(config))
     weights: list[PackedWeight] = []
     for t in catalogue.tensors:
@@ -163,9 +167,53 @@ def _modelopt(stored: PartFinder, t: GlobalTensor) -> PackedWeight | None:
     return find_byte_codes(stored, t, t.name)
 
 
+def _quark(stored: PartFinder, t: GlobalTensor) -> PackedWeight | None:
+    """`quark`: `weight` of one byte, or of FP4 codes with the first of two columns below."""
+    if t.dtype.name == "uint8" and t.name.endswith(".weight") and len(t.shape) > 1:
+        return find_byte_codes(stored, t, t.name)
+    return _one_byte(stored, t)
+
+
+_QUARK_DTYPES = ("fp8_e4m3", "fp8_e5m2", "int8", "fp4")
+
+
+def _check_quark(catalogue: Catalogue, config: Mapping[str, Any]) -> None:
+    """Refuse weights that Quark packs or scales in ways that are not decoded.
+
+    Groups of INT8 are stored transposed, INT4 in words in AWQ's order; FP4 needs scales that are
+    powers of two. See `quark/torch/utils/pack.py` and `qparamslinear.py` of amd-quark.
+    """
+    layers = config.get("layer_quant_config")
+    types = config.get("layer_type_quant_config")
+    sections = [config.get("global_quant_config")]
+    sections += [s for d in (layers, types) if isinstance(d, dict) for s in d.values()]
+    export = config.get("export")
+    if isinstance(export, dict) and export.get("weight_format", "real_quantized") != (
+        "real_quantized"
+    ):
+        return  # plain weights
+    for section in sections:
+        specs = section.get("weight") if isinstance(section, dict) else None
+        for spec in specs if isinstance(specs, list) else [specs]:
+            if not isinstance(spec, dict):
+                continue
+            kind, scheme = str(spec.get("dtype", "")).lower(), spec.get("qscheme")
+            is_odd = kind == "int8" and scheme == "per_group"
+            is_odd |= kind == "fp4" and spec.get("scale_format") not in ("e8m0", None)
+            if kind not in _QUARK_DTYPES or is_odd or isinstance(specs, list):
+                raise FormatError(
+                    f"Quark's {short_repr(spec.get('dtype'))} weights ({short_repr(scheme)}) are "
+                    "not decoded",
+                    file=catalogue.root,
+                    hint=f"FP8, INT8 by tensor and channel, and MXFP4 are; {AS_STORED_HINT}",
+                    error_id="unsupported-quantization",
+                )
+
+
 _FINDERS: tuple[tuple[str, Callable[[PartFinder, GlobalTensor], PackedWeight | None]], ...] = (
     ("fp8|fbgemm_fp8", _float8),
     ("mxfp4", _gpt_oss),
+    ("quark", _quark),
     ("compressed-tensors|compressed_tensors", _compressed),
     ("modelopt(?:_fp4|_mixed|_fp8|_mxfp8)?", _modelopt),
 )

@@ -17,6 +17,7 @@ from megtool.console import Progress, silent
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import MappingError, UsageError
+from megtool.export.engine_commands import describe_build
 from megtool.export.quantized_module import QuantizedModules
 from megtool.export.read_quantized import read_quantized_modules
 from megtool.export.report import ExportReport
@@ -90,7 +91,7 @@ def export_trtllm_legacy(
         requantized=legacy.requantized,
         decoded=len(catalogue.packed),
         plain=legacy.plain - len(catalogue.packed),
-        notes=tuple(legacy.notes),
+        notes=(*legacy.notes, describe_build(destination, world_size=layout.tp * layout.pp)),
         warnings=tuple(catalogue.warnings),
     )
     export = PlannedExport(
