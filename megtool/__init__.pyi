@@ -366,6 +366,7 @@ def generate(
     encoder_pp: int | None = ...,
     ep: int | None = ...,
     etp: int | None = ...,
+    cp: int | None = ...,
     dry_run: bool = ...,
     on_text: Callable[[str], None] | None = ...,
     on_answer: Callable[[Answer], None] | None = ...,

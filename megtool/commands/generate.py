@@ -307,7 +307,7 @@ def _plan(
         cache_bytes = 4 * c.num_kv_heads * c.head_dim * c.num_decoder_layers * sum(positions)
     else:
         cache_bytes = sum(num_cache_bytes(c, n, dtype=torch.bfloat16) for n in positions)
-    axes = [f"{a}={n}" for a in ("tp", "pp", "ep") if (n := getattr(layout, a)) > 1]
+    axes = [f"{a}={n}" for a in ("tp", "pp", "ep", "cp") if (n := getattr(layout, a)) > 1]
     return GeneratePlan(
         path=str(source.path),
         format=source.format,

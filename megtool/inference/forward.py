@@ -14,7 +14,8 @@ from megtool.inference.layer_streaming import find_streamer
 from megtool.kernels.token_statistics import token_log_probs
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache, KVCache, PagedCache, num_cache_bytes
-from megtool.model.decoder import Decoder, check_no_context
+from megtool.model.context_attention import check_cache
+from megtool.model.decoder import Decoder
 from megtool.model.moe import MoeMlp
 from megtool.model.mtp import with_mtp_layers
 from megtool.model.pipeline import hidden_of_stages
@@ -22,7 +23,7 @@ from megtool.model.source_cache import SourceCache
 from megtool.model_config import ModelConfig
 from megtool.parallel.context_parallel import whole_tokens
 from megtool.parallel.mesh import Mesh
-from megtool.parallel.process_groups import ProcessGroups
+from megtool.parallel.process_groups import ALONE, ProcessGroups
 
 
 class ErrorLocation(TypedDict, total=False):
@@ -41,7 +42,8 @@ class Forward:
 
     Every rank calls the same methods in the same order with the same tokens. Only ranks of the last
     stage have hidden states and logits; the others get None. `agree` and `share` tell all ranks
-    what the first rank of the last stage found. Context parallelism is for passes without a cache.
+    what the first rank of the last stage found. With a cache ranks of context parallelism run all
+    tokens, and keep a part of the keys each.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Forward:
         if cp.size > 1 and cache is None:
             batch = batch.padded(-tokens % (2 * cp.size))
         x_TH = hidden_of_stages(self.decoder, batch, cache)
-        if x_TH is None or cp.size == 1:
+        if x_TH is None or cp.size == 1 or cache is not None:
             return x_TH
         x_BSH = whole_tokens(x_TH.view(rows, -1, x_TH.shape[1]), cp)
         return x_BSH[:, :tokens].flatten(0, 1)
@@ -126,7 +128,7 @@ class Forward:
         Raises:
             LayoutError: there is context parallelism.
         """
-        check_no_context(self.groups)
+        check_cache(self.config, self.groups, ALONE)
         return ContiguousCache(
             self.config,
             num_rows=num_rows,
@@ -141,17 +143,19 @@ class Forward:
     def blocks_cache(self, *, num_blocks: int, block_size: int, num_sequences: int) -> PagedCache:
         """A cache for this rank's layers, in blocks that so many sequences at once share.
 
+        Ranks of context parallelism share the tokens of each block.
+
         Raises:
-            LayoutError: there is context parallelism.
+            LayoutError: they cannot.
         """
-        check_no_context(self.groups)
+        check_cache(self.config, self.groups, self.groups.cp)
         return PagedCache(
             self.config,
             num_blocks=num_blocks,
             block_size=block_size,
             num_sequences=num_sequences,
             layers=self.decoder.stage.layers,
-            tp=self.groups.tp.size,
+            groups=self.groups,
             dtype=self.decoder.dtype,
             device=self.device,
         )
@@ -177,7 +181,7 @@ class Forward:
             LayoutError: there is context parallelism.
             UsageError: the layer is not here.
         """
-        check_no_context(self.groups)
+        check_cache(self.config, self.groups, ALONE)
         if self.decoder.mtp is None:
             raise UsageError("this stage has no layers of multi-token prediction")
         return PagedCache(
@@ -186,7 +190,7 @@ class Forward:
             block_size=block_size,
             num_sequences=num_sequences,
             layers=self.decoder.mtp.layer(depth).numbers,
-            tp=self.groups.tp.size,
+            groups=self.groups,
             dtype=self.decoder.dtype,
             device=self.device,
         )
@@ -195,7 +199,7 @@ class Forward:
         """What a sequence of so many tokens takes in a cache of this rank's layers."""
         return num_cache_bytes(
             self.config,
-            num_tokens,
+            -(-num_tokens // self.groups.cp.size),
             dtype=self.decoder.dtype,
             layers=self.decoder.stage.layers,
             tp=self.groups.tp.size,

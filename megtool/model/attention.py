@@ -14,7 +14,7 @@ from megtool.kernels.attention_mask import Mask
 from megtool.kernels.attention_tiles import ScoreRule
 from megtool.kernels.norm import rms_norm
 from megtool.kernels.rotary import rotate
-from megtool.model.context_attention import ContextExchange, attend_across
+from megtool.model.context_attention import ContextExchange, attend_across, attend_to_parts
 from megtool.model.dropout import DropoutSpec
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import KVCacheHook
@@ -39,6 +39,9 @@ def attend_all(
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """`attend` for all queries that this rank has, under the masks of a layer."""
+    if frame.key_ranks.size > 1:
+        states = query_BNSD, key_BKLD, value_BKLD
+        return attend_to_parts(states, frame, layer, rule, sinks_N)
     stretches = frame.stretches(layer)
     chances: Sequence[DropoutSpec | None] = [None] * len(stretches)
     if frame.draws is not None:

@@ -16,6 +16,7 @@ from megtool.model.block_pool import BlockPool
 from megtool.model.compressed_cache import CompressedKeys
 from megtool.model.recurrent_state import Mixers, RecurrentStates, StateName
 from megtool.model_config import ModelConfig
+from megtool.parallel.process_groups import ALONE, Group, ProcessGroups
 
 if TYPE_CHECKING:
     from megtool.model.source_cache import SourceCache
@@ -89,6 +90,7 @@ class KVCache(ABC):
     states: RecurrentStates
     compressed: CompressedKeys
     sources: SourceCache | None = None
+    cp: Group = ALONE  # its ranks keep every cp-th token of a row each
 
     @abstractmethod
     def begin(self, batch: Batch) -> KeySpan:
@@ -320,8 +322,9 @@ class PagedCache(KVCache):
     A sequence is named by an int. `choose` says which sequences are the rows of the next pass, and
     how many tokens of each are real (padding on the right takes no slot). Block 0 is scratch: what
     is padding is written there. Keys come back gathered, row by row. Recurrent mixers have room for
-    `num_sequences` sequences at once (by default as many as there are blocks). Sequences may share
-    the full blocks that they begin with (`enter`, `publish`), unless there are recurrent mixers,
+    `num_sequences` sequences at once (by default as many as there are blocks). Of `groups`, ranks
+    of tp keep their heads, and those of cp every cp-th token each. Sequences may share the full
+    blocks that they begin with (`enter`, `publish`), unless there are recurrent mixers,
     whose states are of a whole sequence.
     """
 
@@ -333,17 +336,23 @@ class PagedCache(KVCache):
         block_size: int = 16,
         num_sequences: int | None = None,
         layers: Iterable[int] | None = None,
-        tp: int = 1,
+        groups: ProcessGroups | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        tp, cp = (1, ALONE) if groups is None else (groups.tp.size, groups.cp)
         if num_blocks < 2 or block_size < 1:
             raise UsageError(f"a cache cannot have {num_blocks} blocks of {block_size} slots")
+        if block_size % cp.size:
+            raise UsageError(
+                f"blocks of {block_size} tokens cannot be shared out over cp={cp.size}",
+                hint="a number of ranks that divides the block",
+            )
         numbers = tuple(range(config.num_layers) if layers is None else layers)
         sizes = entry_sizes(config, numbers, tp)
 
         def room(heads: int, size: int) -> Tensor:
-            slots = num_blocks * block_size
+            slots = num_blocks * block_size // cp.size
             return torch.zeros(slots, heads, size, dtype=dtype, device=device)
 
         self.keys = {n: room(s.num_heads, s.key_size) for n, s in sizes.items()}
@@ -357,6 +366,7 @@ class PagedCache(KVCache):
         self.free_rows = list(range(rows - 1, -1, -1))
         self.state_rows: dict[int, int] = {}
         self.block_size, self.num_blocks, self.device = block_size, num_blocks, device
+        self.cp = cp
         self.pool = BlockPool(num_blocks, block_size)
         self.blocks: dict[int, list[int]] = {}
         self._published: dict[int, tuple[int, int]] = {}  # blocks, and the last one's serial number
@@ -476,7 +486,7 @@ class PagedCache(KVCache):
         places = queries_BS.clamp_max(slots_BL.shape[1] - 1)
         # Padding goes to block 0, which no sequence reads.
         written = torch.where(new_S < real_B[:, None], slots_BL.gather(1, places), 0)
-        self._write_T, self._read_BL = written.flatten(), slots_BL[:, :num_keys]
+        self._write_T, self._read_BL = self._of_rank(written.flatten(), slots_BL[:, :num_keys])
         rows_of_states = [self.state_rows[sequence] for sequence, _ in self._rows]
         self.states.choose(rows_of_states, revertible=self._is_revertible)
         # Padding stands where the row's last token does, so that no place is beyond the row's own.
@@ -496,6 +506,12 @@ class PagedCache(KVCache):
             is_counted=batch.positions_BS is None,
             past_B=past_B,
         )
+
+    def _of_rank(self, written_T: Tensor, read_BL: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's slots among those that are written (elsewhere block 0) and read."""
+        rank, size = self.cp.rank, self.cp.size
+        written_T = torch.where(written_T % size == rank, written_T // size, 0)
+        return written_T, read_BL[:, rank::size] // size
 
     def _window_slots(self, ratio: int, num_keys: int, table_BM: Tensor) -> Tensor:
         """The slots of windows, [B, L]: each in the block of its last token, which has room for as

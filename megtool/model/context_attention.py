@@ -9,11 +9,13 @@ from torch import Tensor
 
 from megtool.config import CommType, ParallelConfig
 from megtool.errors import LayoutError, UsageError
-from megtool.kernels.attention import attention
+from megtool.kernels.attention import attention, attention_part
+from megtool.kernels.attention_mask import AttentionSizes
 from megtool.kernels.attention_tiles import ScoreRule
 from megtool.model.forward_context import ForwardContext
 from megtool.model.shared_kv import kv_source
 from megtool.model_config import ModelConfig
+from megtool.parallel.collectives import all_max, all_sum
 from megtool.parallel.context_parallel import share_columns, share_tokens
 from megtool.parallel.process_groups import ALONE, Group, ProcessGroups
 from megtool.parallel.ring_attention import ring_attention
@@ -80,6 +82,34 @@ def attend_across(
     return out_BSNE
 
 
+def attend_to_parts(
+    states: Heads,
+    frame: ForwardContext,
+    layer: int,
+    rule: ScoreRule,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """The attention output of all tokens of a pass with a cache, [B, S, N, E], on every rank.
+
+    `states` are all queries, and the keys and values that this rank keeps: what all ranks' keys
+    give is merged by the log-sum-exp of scores. Without gradients.
+    """
+    group, (query, key, value) = frame.key_ranks, states
+    ((num_keys, mask),) = frame.stretches(layer)
+    sizes = AttentionSizes(query.shape[2], num_keys, query.device)
+    part = mask.every(group.rank, group.size, sizes)
+    out_BNSE, lse_BNS = attention_part(query, key, value, part, rule)
+    top_BNS = all_max(lse_BNS, group)
+    if sinks_N is not None:
+        top_BNS = torch.maximum(top_BNS, sinks_N.to(lse_BNS.dtype)[:, None])
+    share_BNS1 = (lse_BNS - top_BNS).exp().unsqueeze(-1)
+    summed = all_sum(torch.cat((out_BNSE * share_BNS1, share_BNS1), -1), group)
+    total_BNS1 = summed[..., -1:]
+    if sinks_N is not None:
+        total_BNS1 = total_BNS1 + (sinks_N[:, None] - top_BNS).exp().unsqueeze(-1)
+    return (summed[..., :-1] / total_BNS1).to(query.dtype).transpose(1, 2)
+
+
 def _dropped(rule: ScoreRule, frame: ForwardContext, layer: int, stretch: int) -> ScoreRule:
     """The rule with the dropout of a stretch of queries."""
     chance = None if frame.draws is None else frame.draws.attention(layer, stretch)
@@ -98,6 +128,29 @@ def _heads_for_tokens(states: Heads, group: Group) -> Heads:
         for part, x in zip(torch.split(whole, sizes, -1), states, strict=True)
     )
     return query, key, value
+
+
+def check_cache(config: ModelConfig, groups: ProcessGroups, kept_by: Group) -> None:
+    """Refuse a cache that ranks of context parallelism do not share, or cannot.
+
+    Raises:
+        LayoutError: each would keep all keys, or the model compresses its keys or chooses among
+            them by those of an indexer.
+    """
+    if groups.cp.size == 1:
+        return
+    if kept_by.size != groups.cp.size:
+        raise LayoutError(
+            f"cp is {groups.cp.size}, and a cache of keys and values is not shared by its ranks",
+            hint="a PagedCache with cp, which `generate` has; drafts of a model's own (mtp) have "
+            "none such",
+        )
+    if config.is_compressed or config.index_num_heads:
+        what = "compressed keys" if config.is_compressed else "keys that an indexer chooses"
+        raise LayoutError(
+            f"cp is {groups.cp.size}, and a cache of {what} is not split",
+            hint="--tp, --pp or --ep generate",
+        )
 
 
 def check_exchange(config: ModelConfig, parallel: ParallelConfig) -> None:

@@ -17,7 +17,7 @@ from megtool.kernels.causal_conv import runs_of
 from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from megtool.model.batch import Batch, check_ids, check_positions
 from megtool.model.cache import KeySpan, KVCache
-from megtool.model.context_attention import check_exchange
+from megtool.model.context_attention import check_cache, check_exchange
 from megtool.model.dropout import Draws, Dropout
 from megtool.model.ends import Embedding, MaskedHead, VocabBias
 from megtool.model.forward_context import ForwardContext
@@ -34,7 +34,7 @@ from megtool.model.shared_kv import check_kv_sources
 from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import copy_to, gather_rows
 from megtool.parallel.context_parallel import chunk_size, own_tokens, whole_tokens
-from megtool.parallel.process_groups import ProcessGroups
+from megtool.parallel.process_groups import ALONE, ProcessGroups
 
 VOCAB_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by
 # Logits of one pass and rank that are kept for the backward pass, which saves one product of four;
@@ -79,19 +79,6 @@ def rows_of_rank(tokens: int, tp: int, cp: int = 1) -> int:
             "or go without sequence parallelism",
         )
     return tokens // tp
-
-
-def check_no_context(groups: ProcessGroups) -> None:
-    """Refuse context parallelism with a KV cache.
-
-    Raises:
-        LayoutError: there is some.
-    """
-    if groups.cp.size > 1:
-        raise LayoutError(
-            f"cp is {groups.cp.size}, but there is a cache of keys and values",
-            hint="--tp, --pp or --ep generate; context parallelism is for passes over whole rows",
-        )
 
 
 def check_direction(
@@ -301,11 +288,14 @@ class Decoder(nn.Module):
         With `last_only` of the last valid token of each row alone: [B, 1, vocab_size], without
         gradients.
         """
-        return self.head(self.hidden(batch, cache), batch, last_only=last_only)
+        x_TH = self.hidden(batch, cache)
+        return self.head(x_TH, batch, last_only=last_only, is_whole=cache is not None)
 
-    def head(self, x_TH: Tensor, batch: Batch, *, last_only: bool = False) -> Tensor:
-        """The output of `forward`, from the states of `hidden`."""
-        (rows, tokens), cp = batch.shape, self.groups.cp
+    def head(
+        self, x_TH: Tensor, batch: Batch, *, last_only: bool = False, is_whole: bool = False
+    ) -> Tensor:
+        """The output of `forward`, from the states of `hidden` (of whole rows with a cache)."""
+        (rows, tokens), cp = batch.shape, ALONE if is_whole else self.groups.cp
         if last_only:
             x_TH = self._gathered(x_TH).detach()
             x_BSH = whole_tokens(x_TH.view(rows, tokens // cp.size, -1), cp)
@@ -415,18 +405,17 @@ class Decoder(nn.Module):
         Raises:
             UsageError: tokens on the CPU that are not in the vocabulary, or at places that no
                 embedding was learned for.
-            LayoutError: sequence or context parallelism does not divide the tokens, or there is a
-                cache, which no context parallelism fills; or the model is bidirectional, with
-                either.
+            LayoutError: sequence or context parallelism does not divide the tokens, ranks of it
+                cannot share the cache, or the model is bidirectional, with either.
         """
-        (rows, tokens), cp = batch.shape, self.groups.cp
+        (rows, tokens), cp = batch.shape, self.groups.cp if cache is None else ALONE
         check_direction(self.config, self.groups.parallel, has_cache=cache is not None)
         check_compressed_pass(self.config, batch, has_cache=cache is not None)
         check_ids(batch.tokens_BS, self.config.vocab_size)
         if cp.size > 1:
             tokens = 2 * chunk_size(tokens, cp.size)
-            if cache is not None:
-                check_no_context(self.groups)
+        if cache is not None:
+            check_cache(self.config, self.groups, cache.cp)
         if self.sequence_parallel:
             rows_of_rank(rows * tokens, self.groups.tp.size, cp.size)
         span = KeySpan.fresh(batch) if cache is None else cache.begin(batch)
@@ -446,6 +435,7 @@ class Decoder(nn.Module):
             span=span,
             cache=cache,
             cp=cp,
+            key_ranks=ALONE if cache is None else cache.cp,
             last_B=span.positions_BS.amax(1) if cp.size > 1 else None,
             counted_BS=None if batch.counted_BS is None else own_tokens(batch.counted_BS, cp),
             draws=Draws.of(self.dropout, self.groups.tp, self.sequence_parallel)
@@ -475,7 +465,7 @@ class Decoder(nn.Module):
         """
         if self.embedding is None:
             raise UsageError("this stage has no embedding, and no copy of it")
-        tokens_BS = own_tokens(tokens_BS, self.groups.cp)
+        tokens_BS = own_tokens(tokens_BS, frame.cp)
         x_TH: Tensor = self.embedding(tokens_BS, frame.positions_BS, self.embedding_scale)
         if not tokens_BS.is_meta:
             _require_values(self.embedding.word_embeddings.weight)
@@ -490,22 +480,22 @@ class Decoder(nn.Module):
         x_TH = rows[0] if rows else self.embed(batch, frame)
         return (self.finish(self.run(x_TH, frame)),)
 
-    def received(self, batch: Batch) -> tuple[int, ...]:
+    def received(self, batch: Batch, *, is_whole: bool = False) -> tuple[int, ...]:
         """How many rows each of the tensors has that `advance` gets for a batch. Raises: see
         `rows_of`."""
-        return () if self.stage.embedding else self.sent(batch)
+        return () if self.stage.embedding else self.sent(batch, is_whole=is_whole)
 
-    def sent(self, batch: Batch) -> tuple[int, ...]:
+    def sent(self, batch: Batch, *, is_whole: bool = False) -> tuple[int, ...]:
         """How many rows each of the tensors has that `advance` gives back."""
-        return (self.rows_of(batch.tokens_BS),)
+        return (self.rows_of(batch.tokens_BS, is_whole=is_whole),)
 
-    def rows_of(self, tokens_BS: Tensor) -> int:
-        """How many rows of this rank tokens are.
+    def rows_of(self, tokens_BS: Tensor, *, is_whole: bool = False) -> int:
+        """How many rows of this rank tokens are, also where a pass with a cache `is_whole`.
 
         Raises:
             LayoutError: sequence or context parallelism does not divide them.
         """
-        (num, tokens), cp = tokens_BS.shape, self.groups.cp.size
+        (num, tokens), cp = tokens_BS.shape, 1 if is_whole else self.groups.cp.size
         tokens = num * (tokens if cp == 1 else 2 * chunk_size(tokens, cp))
         return rows_of_rank(tokens, self.groups.tp.size, cp) if self.sequence_parallel else tokens
 

@@ -130,14 +130,14 @@ class EncoderDecoder(Decoder):
         """Whether this stage has layers of the encoder, and none of the decoder."""
         return self.groups.pp.rank < self.groups.parallel.encoder_pp
 
-    def received(self, batch: Batch) -> tuple[int, ...]:
+    def received(self, batch: Batch, *, is_whole: bool = False) -> tuple[int, ...]:
         """As of a decoder; behind the first stage also rows of the source, last, where a batch has
         it."""
         is_first = self.groups.pp.is_first
         own = () if self.is_encoder or self.stage.embedding else super().sent(batch)
         return own if is_first or batch.source_BE is None else (*own, self.rows_of(batch.source_BE))
 
-    def sent(self, batch: Batch) -> tuple[int, ...]:
+    def sent(self, batch: Batch, *, is_whole: bool = False) -> tuple[int, ...]:
         """As of a decoder; the source's rows, last, are needed up to the last stage."""
         own = () if self.is_encoder else super().sent(batch)
         if self.stage.head or batch.source_BE is None:

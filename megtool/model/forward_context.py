@@ -37,6 +37,7 @@ class ForwardContext:
     Routers whose experts a table chooses ask for `tokens_BS`.
     `chosen` are the `stretches` of layers of sparse attention, with masks of the tokens that an
     indexer has chosen: while such a layer runs, or for as long as others share the choice.
+    With a cache all ranks have all tokens, and those of `key_ranks` a part of the keys each.
     Where ranks exchange heads for tokens, `make_masks` makes the masks of what they then have: for
     the ranks that pass keys and values round, and those that exchange.
     `shared_kv` are keys and values, [B, K, L, D], of the layers that others share them with, and
@@ -52,6 +53,7 @@ class ForwardContext:
     span: KeySpan | None = None
     cache: KVCache | None = None
     cp: Group = ALONE
+    key_ranks: Group = ALONE
     last_B: Tensor | None = None
     counted_BS: Tensor | None = None
     balanced: set[int] = field(default_factory=set)

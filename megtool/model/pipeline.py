@@ -104,7 +104,10 @@ def forward_stages(
     last, pp = chunks[-1], chunks[-1].groups.pp
     x_TH = hidden_of_stages(stages, batch, cache)
     with torch.no_grad():
-        out = None if x_TH is None else last.head(x_TH, batch, last_only=last_only)
+        is_whole = cache is not None
+        out = None
+        if x_TH is not None:
+            out = last.head(x_TH, batch, last_only=last_only, is_whole=is_whole)
     if not everywhere or pp.handle is None:
         return out
     if out is None:
@@ -144,7 +147,8 @@ def stream_hidden(
             rows: tuple[Tensor, ...] = ()
             for decoder in chunks:
                 if pp.handle is not None:
-                    rows = _empty_rows(decoder, decoder.received(batch))
+                    sizes = decoder.received(batch, is_whole=cache is not None)
+                    rows = _empty_rows(decoder, sizes)
                     for row in rows:
                         dist.recv(row, src=behind, group=pp.handle)
                 rows = decoder.advance(batch, frame, *rows)

@@ -18,7 +18,11 @@ PROMPTS = ["Hello", "b", "The end"]
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at intervals.\n" * 3
 layouts = pytest.mark.parametrize(
     "axes",
-    [["--tp", "2"], ["--pp", "2"], ["--ep", "2"], ["--tp", "2", "--ep", "2", "--etp", "1"]],
+    [
+        *(["--tp", "2"], ["--pp", "2"], ["--ep", "2"], ["--tp", "2", "--ep", "2", "--etp", "1"]),
+        ["--cp", "2"],
+        pytest.param(["--cp", "2", "--ep", "2"], marks=pytest.mark.slow),
+    ],
     ids=" ".join,
 )
 

@@ -79,7 +79,7 @@ def test_four_ranks_have_the_numbers_of_one_process(layout, sequence_parallel) -
 def test_rows_that_do_not_go_evenly_are_filled_up_to_be_read_and_a_cache_is_refused() -> None:
     for difference, refused in run_world(ranks.filled_up, 2, 13):
         assert difference < CLOSE
-        assert "cp is 2, but there is a cache of keys and values" in refused
+        assert "cp is 2, and a cache of keys and values is not shared" in refused
 
 
 def test_rows_that_do_not_go_evenly_are_refused() -> None:

@@ -34,7 +34,7 @@ class GenerateOptions(SourceOptions, TokenizerOptions, RuntimeOptions, DryRunOpt
     Example: megtool generate ./SmolLM2-135M-Instruct --chat --prompt "What is a checkpoint?"
     """
 
-    not_offered: ClassVar = frozenset({"cp", "cp_comm_type", "hierarchical_context_parallel_sizes"})
+    not_offered: ClassVar = frozenset({"cp_comm_type", "hierarchical_context_parallel_sizes"})
 
     source: Path = argument(SOURCE, "SRC")
     prompt: tuple[str, ...] = option(
