@@ -2,9 +2,10 @@
 
 python examples/benchmarks/kquants_speed.py [--mib 16] [--rounds 5]
 
-One thread each. The peer is `ggml_quantize_chunk` of the package xllamacpp (pip install xllamacpp),
-called on the same rows; without it there are our figures alone. Errors are sums of squares, weighed
-by the importance of columns where there is one.
+Processor time of one thread each, so that other work on the machine weighs little. The peer is
+`ggml_quantize_chunk` of the package xllamacpp (pip install xllamacpp), called on the same rows;
+without it there are our figures alone. Errors are sums of squares, weighed by the importance of
+columns where there is one.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ def main() -> None:
                 for name, quantize in (("ours", encode), ("theirs", peer)):
                     if quantize is None:
                         continue
-                    begin = time.perf_counter()
+                    begin = time.thread_time()
                     coded[name] = quantize(x, kind, columns)
-                    spent = time.perf_counter() - begin
+                    spent = time.thread_time() - begin
                     took[name] = min(spent, took.get(name, spent))
             figures = {"kind": kind, "imatrix": columns is not None}
             figures["ours"] = x.size / took["ours"] / 1e6

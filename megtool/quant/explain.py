@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megtool.console import format_bytes
+from megtool.quant.recipes.advice import find_advice
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.resolve import ResolvedRecipe
@@ -251,7 +252,7 @@ def explain(resolved: ResolvedRecipe) -> ExplainReport:
         kv_bytes=sum(d.num_bytes for d in caches),
         kv_source_bytes=sum(d.module.num_bytes for d in caches),
         is_estimate=any(d.choices for d in weights),
-        notes=matched.notes,
+        notes=(*matched.notes, *find_advice(d.format.algo for d in weights if d.format)),
     )
 
 

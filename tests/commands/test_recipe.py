@@ -168,3 +168,12 @@ def test_a_checkpoint_of_no_known_model(tmp_path: Path) -> None:
 def test_tied_embeddings_have_no_head(tmp_path: Path) -> None:
     source = tiny_models.llama(tmp_path / "m", tie_word_embeddings=True)
     assert "head" not in {m.name for m in explain_recipe(source, "nvfp4").modules}
+
+
+@pytest.mark.parametrize(("recipe", "number"), [("w4a16_nvfp4", 2), ("int8_weight_only", 1)])
+def test_advice_names_its_source(recipe: str, number: int, tmp_path: Path) -> None:
+    source = tiny_llama.save(tmp_path / "model", hidden_size=128, intermediate_size=128)
+    report = explain_recipe(source, recipe)
+    assert len(report.notes) == number
+    assert all("https://github.com/" in note for note in report.notes)
+    assert not explain_recipe(source, "fp8").notes
