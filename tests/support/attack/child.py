@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -20,17 +21,25 @@ from megtool.cli.app import main
 UNEXPECTED = 70
 """The status of a child that an exception other than megtool's ended."""
 
+PATIENCE = 600.0
+"""Seconds after which a child is one that does not end, on a machine with much other work."""
+
 DOCUMENTED = frozenset((0, 2, 3, 4, 5, 6, 7, 8, 130))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildRun:
-    """A child that ended. `status` is negative for a signal, None for one that did not end."""
+    """A child that ended. `status` is negative for a signal, None for one that did not end.
+
+    `cpu_seconds` are its processor time and that of its own children, which other work on the
+    machine hardly changes.
+    """
 
     status: int | None
     out: str
     err: str
     seconds: float
+    cpu_seconds: float
     peak_bytes: int
 
     @property
@@ -56,26 +65,30 @@ class Child:
     files: tuple[int, int]
     began: float
 
-    def wait(self, timeout: float) -> ChildRun:
+    def wait(self, timeout: float = PATIENCE) -> ChildRun:
         """Its end; a child that does not end in time is killed."""
         while True:
             number, status, usage = os.wait4(self.pid, os.WNOHANG)
             if number:
-                return self._end(os.waitstatus_to_exitcode(status), usage.ru_maxrss << 10)
+                return self._end(os.waitstatus_to_exitcode(status), usage)
             if time.monotonic() - self.began > timeout:
                 os.kill(self.pid, signal.SIGKILL)
                 _, _, usage = os.wait4(self.pid, 0)
-                return self._end(None, usage.ru_maxrss << 10)
+                return self._end(None, usage)
             time.sleep(0.002)
 
-    def _end(self, status: int | None, peak_bytes: int) -> ChildRun:
+    def _end(self, status: int | None, usage: resource.struct_rusage) -> ChildRun:
         texts = []
         for fd in self.files:
             os.lseek(fd, 0, os.SEEK_SET)
             texts.append(os.fdopen(fd, "rb").read().decode(errors="replace"))
-        seconds = time.monotonic() - self.began
         return ChildRun(
-            status=status, out=texts[0], err=texts[1], seconds=seconds, peak_bytes=peak_bytes
+            status=status,
+            out=texts[0],
+            err=texts[1],
+            seconds=time.monotonic() - self.began,
+            cpu_seconds=usage.ru_utime + usage.ru_stime,
+            peak_bytes=usage.ru_maxrss << 10,
         )
 
 
@@ -156,7 +169,7 @@ def run(
     *,
     cwd: Path | None = None,
     setup: Callable[[], None] | None = None,
-    timeout: float = 60,
+    timeout: float = PATIENCE,
 ) -> ChildRun:
     """Run `megtool ARGUMENTS` in a child."""
     return start(arguments, cwd=cwd, setup=setup).wait(timeout)

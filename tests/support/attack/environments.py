@@ -145,7 +145,7 @@ def _destination(root: Path, maker: str) -> Path:
 def _surround(root: Path, maker: str, name: str) -> str | None:
     out = _destination(root, maker)
     setup = SETUPS.get(name) or partial(_change_environment, ENVIRONMENT[name])
-    done = run(_command(root, maker, out), setup=setup, timeout=120)
+    done = run(_command(root, maker, out), setup=setup)
     result = None if maker == "trained" else out
     return _judge(done, result, is_silent=name in SILENT or "stderr" in name, name=name)
 
@@ -191,7 +191,7 @@ def _deny(root: Path, kind: str, pattern: str, verb: str) -> str | None:
     mode = target.stat().st_mode
     target.chmod(0)
     try:
-        done = run(arguments, setup=obey_permissions, timeout=120)
+        done = run(arguments, setup=obey_permissions)
     finally:
         target.chmod(mode)
     fault = _judge(done, out)
@@ -218,7 +218,7 @@ def _fill_disk(root: Path, maker: str) -> str | None:
     with _small_disk(folder, 96 << 10) as is_mounted:
         setup = None if is_mounted else SETUPS["files of 64 KiB"]
         out = folder / specimens.SINGLE_FILES.get(maker, "out")
-        done = run(specimens.command(root, maker, out), setup=setup, timeout=120)
+        done = run(specimens.command(root, maker, out), setup=setup)
         fault = _judge(done, None)
         if fault is None and done.status == 0:
             fault = "a result that does not fit was written"
@@ -231,7 +231,7 @@ def _fill_disk(root: Path, maker: str) -> str | None:
 def _lock(root: Path, maker: str) -> str | None:
     out = _destination(root, maker)
     out.parent.chmod(0o555)
-    done = run(_command(root, maker, out), setup=obey_permissions, timeout=120)
+    done = run(_command(root, maker, out), setup=obey_permissions)
     out.parent.chmod(0o755)
     fault = _judge(done, out)
     if fault is None and (done.status == 0 or contents(out.parent)):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megtool.checkpoint.commit import StagingFolder
 from tests.support.attack import specimens
-from tests.support.attack.child import run, start
+from tests.support.attack.child import PATIENCE, run, start
 from tests.support.attack.outcome import Outcome
 from tests.support.folders import contents
 
@@ -38,7 +38,7 @@ def _try(root: Path, outer: str, inner: str, *, is_outer_first: bool) -> str | N
     expected = {}
     for name, maker in (("outer", outer), ("inner", inner)):
         alone = folder / f"alone {name}"
-        run(specimens.command(root, maker, alone), timeout=120)
+        run(specimens.command(root, maker, alone))
         expected[name] = _comparable(alone)
     destinations = {"outer": folder / "out", "inner": folder / "out" / "sub"}
     order = ["outer", "inner"] if is_outer_first else ["inner", "outer"]
@@ -47,11 +47,11 @@ def _try(root: Path, outer: str, inner: str, *, is_outer_first: bool) -> str | N
         specimens.command(root, makers[order[0]], destinations[order[0]]), setup=_stop_when_locked
     )
     if not _wait_until_stopped(first.pid, folder):
-        return f"the first run did not stop: {first.wait(60).err[-300:]}"
+        return f"the first run did not stop: {first.wait().err[-300:]}"
     more = [] if order[1] == "inner" or makers["outer"] == "trained" else ["--overwrite"]
     second = run([*specimens.command(root, makers[order[1]], destinations[order[1]]), *more])
     os.kill(first.pid, signal.SIGCONT)
-    results = dict(zip(order, (first.wait(120), second), strict=True))
+    results = dict(zip(order, (first.wait(), second), strict=True))
     for name, result in results.items():
         if fault := result.fault:
             return f"{name}: {fault}"
@@ -77,7 +77,7 @@ def _stop_when_locked() -> None:
 
 def _wait_until_stopped(pid: int, folder: Path) -> bool:
     """Wait for a child that stops itself; `finetune`, which stages later, is stopped here."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         if state in "TZ":

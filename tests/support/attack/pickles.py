@@ -97,7 +97,7 @@ def attack(root: Path, rng: random.Random, count: int) -> Outcome:
             sidecar.unlink()
         variant.patch(source)
         names = {"SRC": source, "DST": out, "--data=TEXT": f"--data={root / 'text.txt'}"}
-        done = run([names.get(a, a) for a in VERBS[verb]], cwd=root / "cwd", timeout=60)
+        done = run([names.get(a, a) for a in VERBS[verb]], cwd=root / "cwd")
         fault = done.fault
         if out.exists() and not fault and (foreign := globals_in(out) - set(ALLOWED_GLOBALS)):
             fault = f"passed on: {sorted(foreign)}"

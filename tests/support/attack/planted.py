@@ -95,7 +95,7 @@ def _try(root: Path, maker: str, place: str, plant: str) -> str | None:
     before = os.lstat(path)
     untouched = file_states(victim)
     source = file_states(root / "source")
-    done = run(arguments, timeout=60)
+    done = run(arguments)
     if fault := done.fault:
         return fault
     is_followed = (place == "DST" and plant.startswith("link")) or (

@@ -89,7 +89,7 @@ def make(root: Path, names: tuple[str, ...] = tuple(COMMANDS)) -> dict[str, Path
             needed.add(COMMANDS[name][1])
     for name in COMMANDS:
         if name in needed and not path_of(root, name).exists():
-            done = run(command(root, name), timeout=240)
+            done = run(command(root, name))
             if done.status != 0:
                 raise RuntimeError(f"{name}: status {done.status}: {done.err[-2000:]}")
     return {name: path_of(root, name) for name in names}
