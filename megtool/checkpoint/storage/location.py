@@ -65,7 +65,7 @@ def location(text: str | Path) -> Path:
     names = [part for part in rest.split("/") if part]
     if len(names) < _BUCKET_PARTS.get(scheme, 1) or rest.startswith("/"):
         raise UsageError(
-            f"{text!r} names no bucket",
+            f"{text!r} names no {'repository' if scheme == 'hf' else 'bucket'}",
             hint=_FORMS.get(scheme, f"{scheme}://BUCKET/PREFIX"),
         )
     if "@" in names[0] and scheme != "hf":

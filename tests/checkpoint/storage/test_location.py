@@ -62,9 +62,10 @@ def test_a_url_that_lost_a_slash_is_no_local_folder(text: str) -> None:
         location(text)
 
 
-@pytest.mark.parametrize("text", ["s3://", "s3:///run", "gs:///bucket/run", "hf://org"])
+@pytest.mark.parametrize("text", ["s3://", "s3:///run", "gs:///bucket/run", "hf://", "hf://org"])
 def test_a_url_without_a_bucket_is_refused(text: str) -> None:
-    with raises(UsageError, "names no bucket", id="usage"):
+    what = "repository" if text.startswith("hf") else "bucket"
+    with raises(UsageError, f"names no {what}", id="usage"):
         location(text)
 
 

@@ -100,7 +100,7 @@ def preload() -> None:
         if parts[-1] not in ("__main__", "__init__"):
             importlib.import_module(".".join(parts))
     names = ("matplotlib.pyplot", "tokenizers", "jinja2", "gguf", "tensorstore", "torch")
-    for name in (*names, "importlib.readers", "importlib.resources"):
+    for name in (*names, "importlib.readers", "importlib.resources", "typer._adapters"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
