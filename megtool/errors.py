@@ -216,6 +216,7 @@ ERROR_IDS: Mapping[type[MegtoolError], Mapping[str, str]] = {
         "incomplete-publication": "a run is publishing the checkpoint, or was stopped while it did",
         "unfinished-save": "the program that saved the checkpoint did not finish",
         "truncated-file": "a file is shorter than it should be",
+        "mixed-iterations": "files of ranks are of several iterations",
         "missing-shard": "a file or a rank of the checkpoint is missing",
         "hostile-pickle": "a pickle would run code",
         "unsafe-path": "a name in a checkpoint leads out of its folder",

@@ -196,7 +196,8 @@ class SumsCollector:
         values = self._workspace.as_float32(array, self._kind)
         squares = float(np.dot(values, values))
         if self.sums.nan + self.sums.inf > before or not math.isfinite(squares):
-            values = np.where(np.isfinite(values), values, np.float32(0))
+            is_finite = np.isfinite(numeric_values(array, self._kind)) & np.isfinite(values)
+            values = np.where(is_finite, values, np.float32(0))
             wide = values.astype(np.float64)
             squares = float(np.dot(wide, wide))
         self.sums.squares += squares

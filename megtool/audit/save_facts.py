@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megtool.audit.element_sums import ElementSums, Floats
+
+_NUMBER = re.compile(r"([0-9]+)")
 
 WEIGHT, MAIN, FIRST_MOMENT, SECOND_MOMENT = "", "main", "exp_avg", "exp_avg_sq"
 """States of a tensor: the weight itself, its master, and Adam's moments."""
@@ -105,6 +108,11 @@ class SaveFacts:
     total_bytes: int = 0
     is_open: bool = False
 
+    def sort(self) -> None:
+        """Put tensors into the order of their names and layers: threads end in any order."""
+        self.tensors = dict(sorted(self.tensors.items(), key=lambda item: natural_key(item[0])))
+        self.pairs = dict(sorted(self.pairs.items(), key=lambda item: natural_key(item[0])))
+
     def weights(self) -> dict[str, TensorFacts]:
         """The model's weights by name."""
         return {t.name: t for t in self.tensors.values() if t.state == WEIGHT}
@@ -133,6 +141,12 @@ class SaveFacts:
                 if n not in ("rng", "is_low_precision", "has_dropout")
             },
         }
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Sorts names with their numbers as numbers."""
+    parts = _NUMBER.split(name)
+    return [(int(p), "") if p.isdecimal() else (-1, p) for p in parts]
 
 
 def sketch_distance(a: Floats, b: Floats) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from megtool.audit.piece_checksums import (
 from megtool.audit.run_saves import RunSave
 from megtool.audit.save_facts import SECOND_MOMENT, PairFacts, SaveFacts, TensorFacts
 from megtool.audit.stored_rows import RowGroup, ShardRow, group_rows
-from megtool.audit.training_state import rank_iterations, read_training_facts
+from megtool.audit.training_state import read_training_facts
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.digest import SIDECAR, Sidecar, read_sidecar
 from megtool.checkpoint.file_digests import check_files
@@ -52,6 +52,7 @@ _RULES = {  # by the id of the error that opening a save raises
     "unfinished-save": "unfinished-save",
     "incomplete-publication": "unfinished-save",
     "foreign-optimizer": "foreign-masters",
+    "mixed-iterations": "mixed-save",
 }
 
 Progress = Callable[[int], None]
@@ -79,10 +80,10 @@ def scan_save(save: RunSave, settings: ScanSettings) -> SaveFacts:
         facts.total_bytes = sum(f.size for f in catalogue.files)
         facts.training = read_training_facts(catalogue)
         facts.stored = {t.name: (t.packing or t.dtype.name, t.shape) for t in catalogue.tensors}
-        _check_rank_iterations(catalogue, facts)
         facts.is_open = True
-        _Scan(catalogue, facts, settings).run()
-        for module, text in find_scale_faults(catalogue, save.path):
+        scan = _Scan(catalogue, facts, settings)
+        scan.run()
+        for module, text in find_scale_faults(scan.model_space, save.path):
             facts.problems.append(("fp8-scale", module, text))
         catalogue.check_unchanged()
     except MegtoolError as e:
@@ -98,24 +99,12 @@ def _problem(error: MegtoolError) -> tuple[str, str, str]:
     return rule, where, error.message
 
 
-def _check_rank_iterations(catalogue: Catalogue, facts: SaveFacts) -> None:
-    """Ranks' files of several iterations, which a mixed save has."""
-    by_number: dict[int, list[str]] = defaultdict(list)
-    for folder, number in rank_iterations(catalogue).items():
-        by_number[number].append(folder)
-    if len(by_number) > 1:
-        most = max(by_number, key=lambda n: len(by_number[n]))
-        for number, folders in sorted(by_number.items()):
-            if number != most:
-                text = f"{', '.join(folders[:4])} are of iteration {number}, others of {most}"
-                facts.problems.append(("mixed-save", folders[0], text))
-
-
 class _Scan:
     """The reading of one save."""
 
     def __init__(self, catalogue: Catalogue, facts: SaveFacts, settings: ScanSettings) -> None:
-        self.raw, self.facts, self.settings = catalogue, facts, settings
+        self.raw = self.model_space = catalogue
+        self.facts, self.settings = facts, settings
         self.threads = default_threads(settings.threads, catalogue.root)
         self.lock = threading.Lock()
         self.local = threading.local()
@@ -126,7 +115,7 @@ class _Scan:
         """Open the tensors as those of the model, then read, or take the checksums of headers."""
         root = self.raw.root
         sidecar = read_sidecar(root / SIDECAR) if root.is_dir() else None
-        catalogue = self._in_model_space()
+        catalogue = self.model_space = self._in_model_space()
         ranges = self._zip_ranges()
         if self.settings.is_quick:
             self._take_checksums(catalogue, ranges, sidecar)
@@ -337,6 +326,7 @@ class _Scan:
             rows = self.alive.get(tensor.name) if not tensor.state else None
             if rows is not None:
                 tensor.num_rows, tensor.dead_rows = len(rows), int((~rows).sum())
+        self.facts.sort()
 
     def _check_ranges(self, ranges: Sequence[ByteRange]) -> None:
         """Compare the checksums of all ranges of which something was read."""
@@ -445,11 +435,3 @@ class _ShardReader:
     def close(self) -> None:
         """Release the file."""
         self.scan.reader.open_files.release(self.path)
-
-
-def sum_problems(problems: Iterable[tuple[str, str, str]]) -> Mapping[str, int]:
-    """How many problems there are of each rule."""
-    counts: dict[str, int] = defaultdict(int)
-    for rule, _, _ in problems:
-        counts[rule] += 1
-    return counts

@@ -129,7 +129,8 @@ def _check_training(before: SaveFacts, after: SaveFacts) -> Iterator[AuditFindin
         ("opt_param_scheduler.num_steps", a.scheduler_steps, b.scheduler_steps),
         ("args.consumed_train_samples", a.consumed_samples, b.consumed_samples),
     ):
-        if old is not None and new is not None and new <= old and (old or new):
+        is_same = old == new and stands_still(before, after)
+        if old is not None and new is not None and new <= old and (old or new) and not is_same:
             message = f"is {new:,}, and was {old:,} at step {before.step}"
             yield finding("unmoved-scheduler", name, message)
         if (old is None) != (new is None):

@@ -59,17 +59,6 @@ def read_training_facts(catalogue: Catalogue) -> TrainingFacts:
     )
 
 
-def rank_iterations(catalogue: Catalogue) -> dict[str, int]:
-    """The iteration that the file of every rank names, by folder, of Megatron's legacy format."""
-    trees = catalogue.metadata.get("rank_trees")
-    out = {}
-    for folder, tree in (trees or {}).items():
-        number = _whole(scalar_value(_entry(tree, "iteration")))
-        if number is not None:
-            out[str(folder)] = number
-    return out
-
-
 def _param_groups(catalogue: Catalogue) -> Iterator[Mapping[str, Any]]:
     groups = read_any_groups(catalogue)
     for part in groups.chain if groups else ():

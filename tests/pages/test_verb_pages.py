@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from megtool import reshard, verify
+from megtool import audit, reshard, verify
 from megtool.commands.evaluate_report import Divergence, EvaluateReport, WorstPosition
 from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
 from megtool.commands.lint import LintReport
@@ -149,6 +150,27 @@ def test_what_differs_and_where(browser: Browser, hf: Path, tmp_path: Path) -> N
     assert equal.verdict == "equal"
     check_in_browser(browser, tmp_path / "equal.html")
     assert "No findings" in browser.run("return document.body.textContent")
+
+
+def test_a_run_over_steps_and_layers(browser: Browser, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = {f"model.layers.{i}.mlp.up_proj.weight": torch.randn(16, 16) for i in range(3)}
+    for step, factor in ((10, 1.0), (20, 1.1), (30, 1.1)):
+        folder = tmp_path / "run" / f"step_{step}"
+        folder.mkdir(parents=True)
+        save_file({n: w * factor for n, w in weights.items()}, folder / "model.safetensors")
+    report = audit(tmp_path / "run", report=tmp_path / "page.html")
+    assert {f.id for f in report.findings} == {"identical-steps"}
+    check_in_browser(browser, tmp_path / "page.html")
+    text = browser.run("return document.body.textContent")
+    assert "identical-steps" in text
+    assert "step 20" in text
+    points = [p for p in report.points if p.step == 20]
+    assert [p.layer for p in points] == [0, 1, 2]
+    assert all(p.update is not None and p.update > 0 for p in points)
+    browser.hover(".plot .plotly .draglayer .nsewdrag", x=0.8, y=0.05)
+    hover = "const e=document.querySelector('.hoverlayer .hovertext'); return e && e.textContent"
+    assert "step 30" in browser.wait(hover)
 
 
 @pytest.mark.parametrize("dry_run", [True, False])

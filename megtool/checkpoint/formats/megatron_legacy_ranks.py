@@ -264,5 +264,6 @@ def check_iterations(iterations: Mapping[str, int | None], *, root: Path) -> int
                 f"is of iteration {iteration}, and {first} of iteration {iterations[first]}",
                 file=root / folder,
                 hint="a save was interrupted, or two are mixed: choose another iteration",
+                error_id="mixed-iterations",
             )
     return iterations.get(first)

@@ -83,7 +83,7 @@ def _sections(report: AuditReport) -> Iterator[PageSection]:
                 text="A row is a layer, a column a save.",
                 blocks=[*_over_layers(report.points)],
             )
-    yield PageSection(title="Saves", blocks=[_training(report), _saves(report)])
+    yield PageSection(title="Saves", blocks=[*_training(report), _saves(report)])
 
 
 def _overview(report: AuditReport) -> PageFigure:
@@ -197,7 +197,7 @@ def _over_layers(points: Sequence[StepPoint]) -> Iterator[PageFigure]:
     )
 
 
-def _training(report: AuditReport) -> PageFigure:
+def _training(report: AuditReport) -> Iterator[PageFigure]:
     fields = (
         ("learning rate", "learning_rate"),
         ("optimizer's step", "optimizer_step"),
@@ -217,14 +217,14 @@ def _training(report: AuditReport) -> PageFigure:
                     is_marked=True,
                 )
             ]
-    empty = {"": [LineSeries(name="saves", x=[s.step for s in report.saves], y=[])]}
-    return line_figure(
-        "Training state of each save",
-        "Learning rate, steps and samples over saves.",
-        variants or empty,
-        x="step",
-        y="",
-    )
+    if variants:
+        yield line_figure(
+            "Training state of each save",
+            "Learning rate, steps and samples over saves.",
+            variants,
+            x="step",
+            y="",
+        )
 
 
 def _saves(report: AuditReport) -> PageTable:

@@ -102,3 +102,8 @@ def replace_folder(source: Path, target: Path) -> None:
     shutil.rmtree(target)
     shutil.copytree(source, target)
     (target / "common.pt").write_bytes(common)
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """The names of all stored tensors."""
+    return [t.name for t in open_checkpoint(folder).tensors]

@@ -121,6 +121,8 @@ def build(layout: dict[str, Any], options: dict[str, Any]) -> list[Any]:
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         bias_dropout_fusion=False,
+        hidden_dropout=options.get("dropout", 0.1),
+        attention_dropout=options.get("dropout", 0.1),
         **moe,
     )
     chunks = []
