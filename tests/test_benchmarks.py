@@ -36,6 +36,7 @@ OPTIONS = {
     "mamba_speed.py": ["--tokens", "70", "--rounds", "1"],
     "speculative_speed.py": ["--steps", "1", "--hidden", "32", "--tokens", "8", "--rounds", "1"],
     "cross_entropy_memory.py": ["--rounds", "1", "--vocab", "16384", "--tokens", "1024"],
+    "sharded_memory.py": ["--processes", "2", "--hidden", "64", "--layers", "4", "--vocab", "512"],
     "gradient_accumulation.py": ["--rounds", "1", "--hidden", "64", "--tokens", "16"],
     "forward_speed.py": [
         "--tokens",

@@ -177,7 +177,8 @@ class PipelineSchedule:
     `finish_gradients` comes after the last step, for each of the stages. `objective` stands for the
     decoder's own loss, and `scale` is applied to each microbatch's before its backward pass, and
     not to what `step` returns. Layers of multi-token prediction that are trained add to the
-    gradients, and not to what `step` returns. `overlap_p2p`: see `make_schedule`.
+    gradients, and not to what `step` returns. `overlap_p2p`: see `make_schedule`. Without a
+    pipeline `before_pass` is called before each pass, with whether it is the last one of the step.
 
     Raises:
         LayoutError: the schedule cannot run so many microbatches; the hint says how many it can.
@@ -191,8 +192,9 @@ class PipelineSchedule:
         objective: Objective | None = None,
         scale: Callable[[Tensor], Tensor] | None = None,
         overlap_p2p: bool | None = None,
+        before_pass: Callable[[bool], None] | None = None,
     ) -> None:
-        self.overlap_p2p = overlap_p2p
+        self.overlap_p2p, self.before_pass = overlap_p2p, before_pass
         self.stages, self.num_microbatches = _chunks(stages), num_microbatches
         self.objective, self.scale = objective, scale
         self._losses: list[Tensor] = []
@@ -250,7 +252,9 @@ class PipelineSchedule:
     def _alone(self, batch: Batch, labels_BS: Tensor) -> None:
         number = self.num_microbatches
         parts = microbatches(batch, number)
-        for part, labels in zip(parts, labels_BS.chunk(number), strict=True):
+        for n, (part, labels) in enumerate(zip(parts, labels_BS.chunk(number), strict=True)):
+            if self.before_pass is not None:
+                self.before_pass(n == number - 1)
             self._pass(part, labels)
 
     def _pass(self, part: Batch, labels_BS: Tensor) -> None:

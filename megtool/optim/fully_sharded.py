@@ -70,6 +70,12 @@ class FullyShardedOptimizer(ReplicatedOptimizer):
             return torch.zeros_like(local_shard(f.parameter)).view(-1)
         return local_shard(f.parameter.grad).reshape(-1)
 
+    def begin_pass(self, is_last: bool) -> None:
+        """Let instances of replicas sum the shards of the last pass, with those before in them."""
+        if self.groups.instances.size > 1:
+            for module in self._modules:
+                module.set_requires_all_reduce(is_last, recurse=False)
+
     def sum_in_place(self) -> None:
         """Refuse to make backward passes repeatable.
 

@@ -139,6 +139,10 @@ class Optimizer(ABC):
     def publish(self) -> None:
         """Copy main parameters to parameters, on every replica."""
 
+    def begin_pass(self, is_last: bool) -> None:  # noqa: B027 - not needed by all subclasses
+        """Begin a backward pass, where passes follow each other: the last one of the step, or
+        another."""
+
     def wait_for_parameters(self) -> None:  # noqa: B027 - not needed by all subclasses
         """Wait until all parameters are those of the last step; `publish` may return earlier."""
 

@@ -360,6 +360,7 @@ def _make_schedule(job: TrainJob) -> PipelineSchedule:
             objective=features.objective,
             scale=job.optimizer.scale_loss,
             overlap_p2p=job.settings.overlap_p2p_communication,
+            before_pass=job.optimizer.begin_pass,
         )
     return GraphedSchedule(
         job.stages,

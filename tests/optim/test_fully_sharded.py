@@ -176,6 +176,30 @@ def test_zero_2_keeps_parameters_for_the_backward_pass_and_zero_3_does_not() -> 
             assert behind_backward == []
 
 
+def sums_of_instances(rank: int, size: int) -> tuple[int, int, int]:
+    """Elements that instances sum in a step of two passes; those of a shard; and how often."""
+    import torch.distributed as dist
+
+    groups = start(num_instances=2)
+    instances, reduce, sent = groups.instances.handle, dist.all_reduce, []
+
+    def all_reduce(flat: torch.Tensor, *args: Any, group: Any = None, **how: Any) -> Any:
+        if group is instances:
+            sent.append(flat.numel())
+        return reduce(flat, *args, group=group, **how)
+
+    dist.all_reduce = all_reduce
+    stages, optimizer = make_sharded("tied", groups, ZERO_3, settings=PLAIN)
+    take_steps(stages, optimizer, groups, range(1), 2)
+    return sum(sent), sum(s.numel for s in optimizer.segments), len(sent)
+
+
+def test_instances_sum_their_shards_once_per_step() -> None:
+    for elements, shard, times in run_world(sums_of_instances, 4):
+        assert elements == shard
+        assert times == 3  # two layers, and what is outside of them
+
+
 def test_one_process_has_nothing_to_share_out() -> None:
     want = torch_training("tied", steps=3, passes=1, clip=0.0)
     got = train_sharded(

@@ -169,8 +169,10 @@ def take_steps(
     microbatches: int,
 ) -> Curve:
     """Losses and norms of some steps; parameters are all there behind them."""
-    schedule, curve = PipelineSchedule(stages, num_microbatches=microbatches), Curve()
-    dp = groups.dp
+    schedule = PipelineSchedule(
+        stages, num_microbatches=microbatches, before_pass=optimizer.begin_pass
+    )
+    curve, dp = Curve(), groups.dp
     for step in steps:
         tokens_BS, labels_BS = data(step)
         labels = (labels_BS != -100).sum()
