@@ -247,18 +247,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite": ("granite", GRANITE | {"attention_bias": True, "mlp_bias": True}),
     "granitemoe": ("granitemoe", GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "granite_swa": ("granite_swa", GRANITE | SWASH | {"attention_bias": True, "mlp_bias": True}),
-    "granite_swa-turns": ("granite_swa", GRANITE | SWASH | {"layer_rope_theta": [1e4, 0, 1e4, 0]}),
-    "granitemoe_swa": (
-        "granitemoe_swa",
-        GRANITE | SWASH | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
-    "granitemoe_swa-shared": (
-        "granitemoe_swa",
-        GRANITE
-        | SWASH
-        | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
-    ),
     "olmoe": (
         "olmoe",
         {
@@ -323,6 +311,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite_swa": ("granite_swa", GRANITE | SWASH | {"attention_bias": True, "mlp_bias": True}),
+    "granite_swa-turns": ("granite_swa", GRANITE | SWASH | {"layer_rope_theta": [1e4, 0, 1e4, 0]}),
+    "granitemoe_swa": (
+        "granitemoe_swa",
+        GRANITE | SWASH | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "granitemoe_swa-shared": (
+        "granitemoe_swa",
+        GRANITE
+        | SWASH
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    ),
     "olmo3": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 16}),
     "ministral3": (
         "ministral3",
