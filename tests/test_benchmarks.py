@@ -35,6 +35,7 @@ OPTIONS = {
     "delta_rule_speed.py": ["--tokens", "70", "--rounds", "1"],
     "mamba_speed.py": ["--tokens", "70", "--rounds", "1"],
     "speculative_speed.py": ["--steps", "1", "--hidden", "32", "--tokens", "8", "--rounds", "1"],
+    "attention_memory.py": ["--lengths", "0.5,1", "--limit-gib", "1"],
     "cross_entropy_memory.py": ["--rounds", "1", "--vocab", "16384", "--tokens", "1024"],
     "sharded_memory.py": ["--processes", "2", "--hidden", "64", "--layers", "4", "--vocab", "512"],
     "gradient_accumulation.py": ["--rounds", "1", "--hidden", "64", "--tokens", "16"],
@@ -194,6 +195,17 @@ def test_every_number_format_is_timed(measure: Measure) -> None:
     assert {f["threads"] for f in timed} == {1, 2}
     assert len({f["job"] for f in timed}) == 9
     assert min(f["gbs"] for f in timed) > 0
+
+
+@pytest.mark.peers
+def test_long_rows_are_attended_to_alike(measure: Measure) -> None:
+    _, figures = measure("attention_memory.py")
+    sums: dict[tuple[str, int], set[int]] = {}
+    for f in figures:
+        assert not f["failed"]
+        sums.setdefault((f["case"], f["tokens"]), set()).add(round(f["sum"]))
+    assert len(sums) == 6
+    assert [s for s in sums.values() if max(s) - min(s) > 1e-3 * max(s)] == []
 
 
 def test_training_steps_of_all_engines_are_timed(measure: Measure) -> None:

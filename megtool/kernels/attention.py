@@ -88,6 +88,8 @@ def choose_way(
         return "tiles"
     bends = bool(rule.softcap or rule.share) or mask.bias is not None
     if attention_varlen.is_able(states, mask.segments) and not bends:
+        if torch.cuda.is_current_stream_capturing():
+            return "tiles"  # where runs begin is asked of the device
         is_te = requested_implementation() == "te" and not has_sinks
         return "te" if is_te else "varlen"
     if launch.is_installed() and attention_flex.is_able(states, mask, rule):

@@ -107,13 +107,13 @@ class Segments:
 
     def offsets(self, num_rows: int, device: torch.device) -> Tensor:
         """Where runs begin among the tokens of all rows, one after the other, and their number at
-        the end: int32 [runs + 1]. Waits for the device, once for all layers."""
+        the end: int32 [runs + 1]. With `ids_BS` it waits for the device, once for all layers."""
+        s = self.num_tokens
+        if self.ids_BS is None:
+            return torch.arange(0, num_rows * s + 1, s, dtype=torch.int32, device=device)
         if num_rows not in self._offsets:
-            s = self.num_tokens
-            begins_BS = torch.zeros(num_rows, s, dtype=torch.bool, device=device)
-            begins_BS[:, 0] = True
-            if self.ids_BS is not None:
-                begins_BS[:, 1:] |= self.ids_BS[:, 1:] != self.ids_BS[:, :-1]
+            begins_BS = torch.ones(num_rows, s, dtype=torch.bool, device=device)
+            begins_BS[:, 1:] = self.ids_BS[:, 1:] != self.ids_BS[:, :-1]
             starts = begins_BS.flatten().nonzero().flatten()
             end = starts.new_full((1,), num_rows * s)
             self._offsets[num_rows] = torch.cat((starts, end)).to(torch.int32)

@@ -26,7 +26,6 @@ def is_able(states: tuple[Tensor, Tensor, Tensor], segments: Segments | None) ->
         segments is not None
         and states[0].dtype in (torch.bfloat16, torch.float16)
         and max(x.shape[-1] for x in states) <= _MOST_SIZE
-        and not torch.cuda.is_current_stream_capturing()  # offsets wait for the device
     )
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import attention
 import models
 from phases import Options, Phases
 
@@ -188,6 +189,7 @@ JOBS: dict[str, Callable[[Options, Phases], Options]] = {
     "calibrate": models.calibrate,
     "peer_calibrate": models.peer_calibrate,
     "plan": plan,
+    "attention": attention.run,
     "cross_entropy": models.cross_entropy,
     "gradient_accumulation": models.gradient_accumulation,
     "through_buffer": through_buffer,
