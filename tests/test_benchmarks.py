@@ -28,6 +28,8 @@ OPTIONS = {
     "plan_scale.py": ["--layers", "8", "--experts", "64", "--rounds", "1"],
     "plan_share_scale.py": ["--layers", "2", "--cuts", "4", "--workers", "8", "--rounds", "1"],
     "startup.py": ["--rounds", "1"],
+    "audit_speed.py": ["--gib", "0.05", "--saves", "2", "--rounds", "1"],
+    "page_speed.py": ["--layers", "8", "--experts", "16", "--rounds", "1"],
     "kquants_speed.py": ["--rounds", "1", "--mib", "0.5"],
     "prefetch_speed.py": ["--rounds", "1", "--steps", "4", "--samples", "2", "--compute-ms", "2"],
     "gpu_speed.py": [],
@@ -179,6 +181,22 @@ def test_opening_and_planning_read_headers_alone(measure: Measure) -> None:
     assert max(by_phase["open"]["read"]) < 64 * MIB
     assert max(by_phase["plan"]["read"]) < 8 * MIB
     assert max(f["peak_bytes"] for f in figures) < 512 * MIB
+
+
+def test_an_audit_takes_little_memory(measure: Measure) -> None:
+    _, figures = measure("audit_speed.py")
+    assert [f["cold"] for f in figures] == [True, False]
+    assert max(f["peak_bytes"] for f in figures) < 256 * MIB
+
+
+def test_pages_of_huge_models_are_small(measure: Measure) -> None:
+    from tests.support.browser import missing_browser
+
+    if (reason := missing_browser()) is not None:
+        pytest.skip(reason)
+    pytest.importorskip("plotly")
+    _, figures = measure("page_speed.py")
+    assert [f for f in figures if f["num_bytes"] > 5_000_000] == []
 
 
 def test_a_worker_plans_its_own_tensors(measure: Measure) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import zlib
 from collections import defaultdict
@@ -34,6 +36,7 @@ from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.open_objects import is_object
 from megtool.checkpoint.transport.shard_locator import ShardLocator
 from megtool.checkpoint.work_threads import stream_in_threads
 from megtool.convert.megatron import split_state
@@ -45,6 +48,7 @@ from megtool.reshard.open_source import identify_model
 SKETCH_SIZES = ((8192, 16), (65536, 8), (1 << 62, 4))
 """The side of sketches for up to so many tensors: the memory of all stays below 20 MiB."""
 
+_AHEAD_BYTES = 16 << 20
 _ZIPPED = (".distcp", ".pt", ".pth")
 _RULES = {  # by the id of the error that opening a save raises
     "truncated-file": "truncated-file",
@@ -397,6 +401,7 @@ class _ShardReader:
             np.zeros(row.num_rows, bool) if row.has_whole_rows and not row.state else None
         )
         self.fd = scan.reader.open_files.acquire(self.path)
+        self.asked = self.offset
 
     def read(self, start: int, count: int, buffer: bytearray) -> NDArray[Any]:
         """The elements of some rows."""
@@ -405,6 +410,7 @@ class _ShardReader:
             buffer.extend(bytes(size - len(buffer)))
         view = memoryview(buffer)[:size]
         offset = self.offset + start * self.row.width * self.kind.itemsize
+        self._ask_ahead(offset + size)
         self.scan.reader.files.pread_into(self.fd, view, offset)
         self.linear = CRC32C.chain(self.linear, view)
         if self.range is not None and self.range.kind is ZIP_CRC:
@@ -415,6 +421,13 @@ class _ShardReader:
         if alive is not None and self.alive is not None:
             self.alive[start : start + count] = alive
         return array
+
+    def _ask_ahead(self, end: int) -> None:
+        """Let the disk read on while these elements are summed up."""
+        if end > self.asked - _AHEAD_BYTES // 2 and not is_object(self.fd):
+            self.asked = max(end, self.asked) + _AHEAD_BYTES
+            with contextlib.suppress(OSError):  # memory files and some file systems have no advice
+                os.posix_fadvise(self.fd, end, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
     def finish(self) -> int:
         """Fold the sums; the digest of the shard's bytes."""
