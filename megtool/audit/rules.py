@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 AuditSeverity = Literal["error", "warning"]
@@ -233,7 +233,7 @@ class AuditFinding:
     """One thing that is wrong with a run: the rule, the steps and tensors that it is about.
 
     `tensor` is a tensor, a file, or empty where it is about all of a save; `others` counts further
-    tensors of which the same is true.
+    tensors of which the same is true, and `other_tensors` names the first of them.
     """
 
     id: str
@@ -242,6 +242,7 @@ class AuditFinding:
     message: str
     steps: tuple[int, ...] = ()
     others: int = 0
+    other_tensors: tuple[str, ...] = ()
 
     @property
     def rule(self) -> AuditRule:
@@ -264,12 +265,16 @@ class AuditFinding:
             "tensor": self.tensor,
             "message": self.message,
             "others": self.others,
+            "other_tensors": list(self.other_tensors),
             "hint": self.rule.hint,
         }
 
 
 MAX_NAMED = 5
 """Tensors of one rule and step that are findings of their own; more are counted."""
+
+MAX_OTHERS = 1000
+"""Names of tensors that are counted with the last of those."""
 
 
 def fold_findings(findings: Iterable[AuditFinding]) -> list[AuditFinding]:
@@ -283,16 +288,6 @@ def fold_findings(findings: Iterable[AuditFinding]) -> list[AuditFinding]:
 def _fold(members: Sequence[AuditFinding]) -> list[AuditFinding]:
     if len(members) <= MAX_NAMED:
         return list(members)
-    last = members[MAX_NAMED - 1]
-    rest = len(members) - MAX_NAMED
-    return [
-        *members[: MAX_NAMED - 1],
-        AuditFinding(
-            id=last.id,
-            step=last.step,
-            tensor=last.tensor,
-            message=last.message,
-            steps=last.steps,
-            others=rest,
-        ),
-    ]
+    last, rest = members[MAX_NAMED - 1], members[MAX_NAMED:]
+    names = tuple(f.tensor for f in rest[:MAX_OTHERS])
+    return [*members[: MAX_NAMED - 1], replace(last, others=len(rest), other_tensors=names)]

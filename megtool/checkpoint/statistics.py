@@ -25,7 +25,7 @@ _BIAS = 127
 _LOWEST_POWER = -40  # smaller magnitudes are counted with these
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TensorStatistics:
     """Statistics of one tensor.
 
@@ -43,6 +43,12 @@ class TensorStatistics:
     mean: float | None = None
     _m2: float = 0.0
     bins: Ints = field(default_factory=lambda: np.zeros(_NUM_BINS, np.int64))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TensorStatistics):
+            return NotImplemented
+        numbers = all(getattr(self, name) == getattr(other, name) for name in _NUMBERS)
+        return numbers and np.array_equal(self.bins, other.bins)
 
     @property
     def largest(self) -> float | None:

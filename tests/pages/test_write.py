@@ -14,79 +14,12 @@ from typing import Any
 import pytest
 
 from megtool.errors import MissingPackageError, StorageError
-from megtool.pages.figures import (
-    HeatGrid,
-    LineSeries,
-    TreeNode,
-    bar_figure,
-    flow_figure,
-    heat_figure,
-    line_figure,
-    treemap,
-)
-from megtool.pages.page import (
-    MAX_BOXES,
-    MAX_TABLE_ROWS,
-    Page,
-    PageColumn,
-    PageFigure,
-    PageFinding,
-    PageSection,
-    PageTable,
-    PageTile,
-)
+from megtool.pages.figures import TreeNode, treemap
+from megtool.pages.page import MAX_BOXES, MAX_TABLE_ROWS, Page, PageColumn, PageTable
 from megtool.pages.write import MAX_PLAIN_BYTES, render_page, write_page
+from tests.support.pages import FIGURES, HOSTILE, make_page
 
 pytest.importorskip("plotly")
-
-HOSTILE = "</script><img src=x onerror=alert(1)>'\"&"
-NODES = [
-    TreeNode(path="m", parent="", label="m", size=3),
-    TreeNode(path="m.a", parent="m", label="a", size=2),
-    TreeNode(path="m.b", parent="m", label=HOSTILE, size=1),
-]
-FIGURES: tuple[PageFigure, ...] = (
-    treemap("tree", "three boxes", NODES, unit="bytes"),
-    bar_figure("bars", "two", [("a", 1.0, "one"), ("b", float("inf"), "many")]),
-    line_figure(
-        "lines",
-        "two series",
-        {"x": [LineSeries(name="s", x=[1, 2], y=[1.0, None])], "y": []},
-        x="layer",
-        y="std",
-    ),
-    heat_figure(
-        "cells", "a row", {"": HeatGrid(rows=["r"], columns=["c"], values=[[1.0]])}, x="x", y="y"
-    ),
-    flow_figure("flow", "one band", ["a", "b"], [(0, 1, 5.0, "5")]),
-)
-
-
-def make_page(name: str = "layers.0", **changes: Any) -> Page:
-    rows = [(name, 5, 0.5, [-2, [1], 0, [2]])]
-    columns = [
-        PageColumn(name="tensor", kind="code"),
-        PageColumn(name="bytes", kind="bytes"),
-        PageColumn(name="zeros", kind="share"),
-        PageColumn(name="histogram", kind="bins"),
-    ]
-    table = PageTable(title="Tensors", columns=columns, rows=rows)
-    finding = PageFinding(id="x", tone="error", where=name, message=name, hint="look")
-    sections = [
-        PageSection(title="Figures", blocks=[*FIGURES, table]),
-        PageSection(title="Findings", findings=[finding]),
-        PageSection(title="None", findings=[]),
-    ]
-    data = {"name": name, "value": float("nan")}
-    return Page(
-        title=name,
-        command="inspect",
-        tiles=[PageTile(label="bytes", value=name)],
-        facts=[("family", name)],
-        sections=sections,
-        data=data,
-        **changes,
-    )
 
 
 class Reader(HTMLParser):

@@ -83,7 +83,7 @@ VERBS: dict[str, Verb] = {
     ),
 }
 NAMES = (*specimens.COMMANDS,)
-_CHANGING = re.compile(r"second|peak|memory|fingerprint|threads|rate|rss")
+_CHANGING = re.compile(r"second|stages|peak|memory|fingerprint|threads|rate|rss")
 _OWN_FILES = re.compile(r"finetune\.json|log\.jsonl|data/|loss\.png")
 """What names the source, or the time."""
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megtool.cli.runner import _finite
 from megtool.quant.calibration.statistics import (
     BINS,
     BINS_PER_OCTAVE,
@@ -17,6 +16,7 @@ from megtool.quant.calibration.statistics import (
     ActivationStatistics,
 )
 from megtool.quant.pipeline.report import QuantizeReport, histograms, input_rows, quantile
+from megtool.reports import finite_json
 from tests.support.quant.quantize_reports import proof, report, row
 
 
@@ -55,7 +55,7 @@ def test_the_worst_come_first_and_many_findings_are_counted() -> None:
 
 def test_json_holds_everything_and_is_json() -> None:
     exact = replace(proof(), rows=(replace(row("a", 1), sqnr_db=math.inf),))
-    value = json.loads(json.dumps(_finite(replace(report(), proof=exact).to_json())))
+    value = json.loads(json.dumps(finite_json(replace(report(), proof=exact).to_json())))
     assert value["proof"]["rows"][0]["sqnr_db"] == "inf"
     assert value["proof"]["num_errors"] == 1
     assert value["calibration"]["coverage"][0]["tokens"][2] == 3

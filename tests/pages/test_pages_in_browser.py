@@ -12,8 +12,8 @@ from megtool.commands.inspect import InspectReport, TensorLine
 from megtool.commands.name_tree import NameFold
 from megtool.commands.pages.inspect_page import inspect_page
 from megtool.pages.write import write_page
-from tests.pages.test_write import HOSTILE, make_page
 from tests.support.browser import Browser
+from tests.support.pages import HOSTILE, make_page
 
 pytest.importorskip("plotly")
 
