@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.audit.element_sums import ElementSums, SumsCollector, Workspace, rows_at_once
+from megtool.audit.element_sums import ElementSums, Workspace, rows_at_once
 from megtool.audit.fp8_scales import find_scale_faults
 from megtool.audit.pair_checks import PairCheck
 from megtool.audit.piece_checksums import (
     CRC32C,
-    ZIP_CRC,
     ByteRange,
     read_bytes,
     zip_ranges,
 )
 from megtool.audit.run_saves import RunSave
-from megtool.audit.save_facts import SECOND_MOMENT, PairFacts, SaveFacts, TensorFacts
+from megtool.audit.save_facts import PairFacts, SaveFacts, TensorFacts
+from megtool.audit.shard_reader import ReadAhead, ShardReader
 from megtool.audit.stored_rows import RowGroup, ShardRow, group_rows
 from megtool.audit.training_state import read_training_facts
 from megtool.checkpoint.catalogue import Catalogue
@@ -36,7 +33,6 @@ from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.open_objects import is_object
 from megtool.checkpoint.transport.shard_locator import ShardLocator
 from megtool.checkpoint.work_threads import stream_in_threads
 from megtool.convert.megatron import split_state
@@ -48,7 +44,7 @@ from megtool.reshard.open_source import identify_model
 SKETCH_SIZES = ((8192, 16), (65536, 8), (1 << 62, 4))
 """The side of sketches for up to so many tensors: the memory of all stays below 20 MiB."""
 
-_AHEAD_BYTES = 16 << 20
+_GROUPS_AHEAD = 2
 _ZIPPED = (".distcp", ".pt", ".pth")
 _RULES = {  # by the id of the error that opening a save raises
     "truncated-file": "truncated-file",
@@ -60,6 +56,7 @@ _RULES = {  # by the id of the error that opening a save raises
 }
 
 Progress = Callable[[int], None]
+_OpenGroup = tuple[RowGroup, list[ShardReader]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,10 +128,9 @@ class _Scan:
         size = next(side for most, side in SKETCH_SIZES if tensors <= most)
         with CheckpointReader(catalogue, Files()) as reader:
             self.reader, self.index, self.sketch_size = reader, index, size
-            self.check = PairCheck.of(self.facts.training)
-            for _ in stream_in_threads(
-                self._read_group, group_rows(catalogue), threads=self.threads, ahead=64
-            ):
+            self.check, self.ahead = PairCheck.of(self.facts.training), ReadAhead()
+            groups = self._open_groups(group_rows(catalogue))
+            for _ in stream_in_threads(self._read_group, groups, threads=self.threads, ahead=64):
                 pass
             self._finish_tensors()
             self._check_ranges(ranges)
@@ -253,17 +249,33 @@ class _Scan:
         if not known:
             self.facts.notes.append("no checksums in its headers: tensors are not compared")
 
-    def _read_group(self, group: RowGroup) -> None:
+    def _open_groups(self, groups: Iterable[RowGroup]) -> Iterator[_OpenGroup]:
+        """Open the shards of groups, a few groups before they are read."""
+        waiting: deque[_OpenGroup] = deque()
+        for group in groups:
+            readers = [ShardReader(self.reader, row, self.sketch_size) for row in group.rows]
+            for reader in readers:
+                reader.range = self.index.find(reader.path, reader.offset, reader.num_bytes)
+                self.ahead.plan(reader)
+            waiting.append((group, readers))
+            if len(waiting) > _GROUPS_AHEAD:
+                yield waiting.popleft()
+        yield from waiting
+
+    def _read_group(self, opened: _OpenGroup) -> None:
         """Read shards of the same box side by side, a few rows at a time."""
+        group, readers = opened
         if not hasattr(self.local, "workspace"):
             self.local.workspace, self.local.buffers = Workspace(), {}
-        readers = [_ShardReader(self, row, self.local.workspace) for row in group.rows]
+        for reader in readers:
+            reader.begin(self.local.workspace)
         width, num_rows = group.rows[0].width, group.rows[0].num_rows
         step = rows_at_once(width, self.sketch_size)
         pair = PairFacts()
         try:
             for start in range(0, num_rows, step):
                 count = min(step, num_rows - start)
+                self.ahead.take(sum(r.bytes_of(count) for r in readers))
                 chunks = [
                     (r.row.state, r.read(start, count, self._buffer(n)), r.kind)
                     for n, r in enumerate(readers)
@@ -275,6 +287,10 @@ class _Scan:
         with self.lock:
             for reader in readers:
                 digest = reader.finish()
+                if reader.range is not None:
+                    stored = self.reader.catalogue.tensors[reader.row.tensor].name
+                    self.index.names.setdefault(id(reader.range), stored)
+                self.facts.read_bytes += reader.num_bytes
                 self._add_tensor(group.name, reader.row, reader.collector.sums, digest, reader.path)
                 if reader.alive is not None:
                     self._add_alive(group.name, reader.row, reader.alive)
@@ -368,83 +384,3 @@ class _RangeIndex:
         item = self._by_file[path][int(np.searchsorted(starts, offset, "right")) - 1]
         inside = item.start <= offset and offset + num_bytes <= item.start + item.size
         return item if inside else None
-
-
-class _ShardReader:
-    """Reads one shard from its first byte to its last, and sums it up."""
-
-    def __init__(self, scan: _Scan, row: ShardRow, workspace: Workspace) -> None:
-        self.scan, self.row = scan, row
-        catalogue = scan.reader.catalogue
-        stored = catalogue.tensors[row.tensor]
-        self.kind = stored.dtype
-        shards = np.array([row.shard], np.int64)
-        self.offset = int(scan.reader.locator.offsets(shards)[0])
-        self.offset += row.skip * self.kind.itemsize
-        (self.file,) = scan.reader.locator.files(shards).tolist()
-        self.path = scan.reader.locator.path(self.file)
-        self.num_bytes = row.num_rows * row.width * self.kind.itemsize
-        self.collector = SumsCollector(
-            self.kind,
-            row.shape[-1] if len(row.shape) > 1 else 1,
-            scan.sketch_size,
-            workspace,
-            is_signed=row.state != SECOND_MOMENT,
-        )
-        column = row.lo[-1] if len(row.shape) > 1 else 0
-        width = row.width if len(row.shape) > 1 else 1
-        self.collector.open_box(column, width)
-        self.first = row.first_row() or 0
-        self.range = scan.index.find(self.path, self.offset, self.num_bytes)
-        self.linear = self.zip_linear = 0
-        self.alive: NDArray[np.bool_] | None = (
-            np.zeros(row.num_rows, bool) if row.has_whole_rows and not row.state else None
-        )
-        self.fd = scan.reader.open_files.acquire(self.path)
-        self.asked = self.offset
-
-    def read(self, start: int, count: int, buffer: bytearray) -> NDArray[Any]:
-        """The elements of some rows."""
-        size = count * self.row.width * self.kind.itemsize
-        if len(buffer) < size:
-            buffer.extend(bytes(size - len(buffer)))
-        view = memoryview(buffer)[:size]
-        offset = self.offset + start * self.row.width * self.kind.itemsize
-        self._ask_ahead(offset + size)
-        self.scan.reader.files.pread_into(self.fd, view, offset)
-        self.linear = CRC32C.chain(self.linear, view)
-        if self.range is not None and self.range.kind is ZIP_CRC:
-            self.zip_linear = ZIP_CRC.chain(self.zip_linear, view)
-        array = np.frombuffer(view, self.kind.view)
-        first = start * self.row.width if len(self.row.shape) < 2 else start
-        alive = self.collector.add(array, self.first + first)
-        if alive is not None and self.alive is not None:
-            self.alive[start : start + count] = alive
-        return array
-
-    def _ask_ahead(self, end: int) -> None:
-        """Let the disk read on while these elements are summed up."""
-        if end > self.asked - _AHEAD_BYTES // 2 and not is_object(self.fd):
-            self.asked = max(end, self.asked) + _AHEAD_BYTES
-            with contextlib.suppress(OSError):  # memory files and some file systems have no advice
-                os.posix_fadvise(self.fd, end, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-
-    def finish(self) -> int:
-        """Fold the sums; the digest of the shard's bytes."""
-        self.collector.close_box()
-        if self.range is not None:
-            is_zip = self.range.kind is ZIP_CRC
-            linear = self.zip_linear if is_zip else self.linear
-            self.range.add(self.offset, self.num_bytes, linear)
-            self.scan.index.names.setdefault(id(self.range), self.row_name)
-        self.scan.facts.read_bytes += self.num_bytes
-        return CRC32C.finish(self.linear, self.num_bytes)
-
-    @property
-    def row_name(self) -> str:
-        """The stored tensor."""
-        return self.scan.reader.catalogue.tensors[self.row.tensor].name
-
-    def close(self) -> None:
-        """Release the file."""
-        self.scan.reader.open_files.release(self.path)
