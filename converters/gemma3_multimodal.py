@@ -1,6 +1,6 @@
 """Gemma 3 from 4B up, as it ships: the text model of `gemma3` beside a vision tower."""
 
-from megtool.convert import LLAVA_NAMES, LLAVA_TOWERS, Family, Nested
+from megtool.convert import LLAVA_NAMES, Family, Nested, llava_towers, tower_modules
 
 FAMILY = Family(
     name="gemma3_multimodal",
@@ -9,7 +9,13 @@ FAMILY = Family(
     nested=Nested(
         texts={"gemma3_text": "gemma3"},
         names=LLAVA_NAMES,
-        towers=LLAVA_TOWERS,
+        towers=llava_towers(
+            (
+                *tower_modules("embeddings.patch_embedding", "post_layernorm"),
+                "embeddings.position_embedding.weight",
+            ),
+            ("mm_input_projection_weight", "mm_soft_emb_norm.weight"),
+        ),
         # Published files leave out what transformers has as a default.
         defaults={
             "num_attention_heads": 8,

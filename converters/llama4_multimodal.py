@@ -1,6 +1,6 @@
 """Llama 4 as it ships: the text model of `llama4` beside a vision tower."""
 
-from megtool.convert import LLAVA_NAMES, Family, Nested, Tower
+from megtool.convert import LLAVA_NAMES, Family, Nested, llava_towers, tower_modules
 
 FAMILY = Family(
     name="llama4_multimodal",
@@ -9,9 +9,14 @@ FAMILY = Family(
     nested=Nested(
         texts={"llama4_text": "llama4"},
         names=LLAVA_NAMES,
-        towers=(
-            Tower("vision_model.", also=("model.vision_model.",)),
-            Tower("multi_modal_projector.", also=("model.multi_modal_projector.",)),
+        towers=llava_towers(
+            (
+                *("class_embedding", "positional_embedding_vlm", "patch_embedding.linear.weight"),
+                *tower_modules("layernorm_pre", "layernorm_post"),
+                *("vision_adapter.mlp.fc1.weight", "vision_adapter.mlp.fc2.weight"),
+            ),
+            ("linear_1.weight",),
+            name="vision_model.",
         ),
         defaults={
             "num_attention_heads": 40,

@@ -1,6 +1,6 @@
 """Mistral Small 3.1 and later, and Ministral 3: a text model of Mistral's beside a vision tower."""
 
-from megtool.convert import LLAVA_NAMES, LLAVA_TOWERS, Family, Nested
+from megtool.convert import LLAVA_NAMES, Family, Nested, llava_towers
 
 FAMILY = Family(
     name="mistral3",
@@ -9,7 +9,15 @@ FAMILY = Family(
     nested=Nested(
         texts={"mistral": "llama", "ministral3": "ministral3", "mistral4": "mistral4"},
         names=LLAVA_NAMES,
-        towers=LLAVA_TOWERS,
+        towers=llava_towers(
+            ("ln_pre.weight", "patch_conv.weight"),
+            (
+                "norm.weight",
+                "patch_merger.merging_layer.weight",
+                "linear_1.weight",
+                "linear_2.weight",
+            ),
+        ),
         # What transformers' own configuration of the whole model has where a key is absent.
         defaults={
             "num_attention_heads": 32,

@@ -1,6 +1,6 @@
 """Qwen2.5-VL: the text model of `qwen2` beside a vision tower."""
 
-from megtool.convert import Family, Nested, Tower
+from megtool.convert import Family, Nested, Tower, tower_modules
 
 FAMILY = Family(
     name="qwen2_5_vl",
@@ -10,7 +10,17 @@ FAMILY = Family(
         texts={"qwen2_5_vl_text": "qwen2"},
         # Published files have `model.` and `visual.`; transformers 4.52 and later also the others.
         names=(("model.", ("model.", "model.language_model.")), ("lm_head.", ("lm_head.",))),
-        towers=(Tower("visual.", also=("model.visual.",), projector="visual.merger."),),
+        towers=(
+            Tower(
+                "visual.",
+                also=("model.visual.",),
+                projector="visual.merger.",
+                ends=(
+                    *("patch_embed.proj.weight", "merger.ln_q.weight"),
+                    *tower_modules("merger.mlp.0", "merger.mlp.2"),
+                ),
+            ),
+        ),
         is_flat=True,
         defaults={
             "num_attention_heads": 64,

@@ -1,6 +1,6 @@
 """Qwen3.5 and 3.6 with experts, as they ship: `qwen3_5_moe_text` beside a vision tower."""
 
-from megtool.convert import QWEN_VISION, Family, Nested, Tower
+from megtool.convert import QWEN_VISION, QWEN_VISION_ENDS, Family, Nested, Tower
 
 FAMILY = Family(
     name="qwen3_5_moe",
@@ -14,6 +14,8 @@ FAMILY = Family(
                 "visual.",
                 stored="model.visual.",
                 projector="visual.merger.",
+                ends=QWEN_VISION_ENDS,
+                entries="deepstack_visual_indexes",
                 megatron=QWEN_VISION,
             ),
         ),

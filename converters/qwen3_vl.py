@@ -1,6 +1,6 @@
 """Qwen3-VL, dense: the text model of `qwen3` beside a vision tower."""
 
-from megtool.convert import QWEN_VISION, Family, Nested, Tower
+from megtool.convert import QWEN_VISION, QWEN_VISION_ENDS, Family, Nested, Tower
 
 FAMILY = Family(
     name="qwen3_vl",
@@ -14,6 +14,8 @@ FAMILY = Family(
                 "visual.",
                 stored="model.visual.",
                 projector="visual.merger.",
+                ends=QWEN_VISION_ENDS,
+                entries="deepstack_visual_indexes",
                 megatron=QWEN_VISION,
             ),
         ),

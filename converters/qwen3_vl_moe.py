@@ -1,6 +1,16 @@
 """Qwen3-VL with experts: the text model of `qwen3_moe` beside a vision tower."""
 
-from megtool.convert import QWEN_VISION, Cat, Family, Nested, Row, Stacked, Tower, Transposed
+from megtool.convert import (
+    QWEN_VISION,
+    QWEN_VISION_ENDS,
+    Cat,
+    Family,
+    Nested,
+    Row,
+    Stacked,
+    Tower,
+    Transposed,
+)
 
 FAMILY = Family(
     name="qwen3_vl_moe",
@@ -14,6 +24,8 @@ FAMILY = Family(
                 "visual.",
                 stored="model.visual.",
                 projector="visual.merger.",
+                ends=QWEN_VISION_ENDS,
+                entries="deepstack_visual_indexes",
                 megatron=QWEN_VISION,
             ),
         ),

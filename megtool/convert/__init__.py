@@ -85,7 +85,7 @@ from megtool.convert.mixer_rows import (
     HF_GATED_ATTENTION,
     hf_mamba,
 )
-from megtool.convert.nested import LLAVA_NAMES, LLAVA_TOWERS, Nested
+from megtool.convert.nested import LLAVA_NAMES, Nested, llava_towers, tower_modules
 from megtool.convert.scaled_layers import ScaledLayers
 from megtool.convert.shared_keys import GroupedHeads, LayerInputs, SharedKeys
 from megtool.convert.torchtitan_rows import (
@@ -99,7 +99,7 @@ from megtool.convert.torchtitan_rows import (
     TORCHTITAN_PAIRED_ATTENTION,
     torchtitan_mtp,
 )
-from megtool.convert.tower_names import QWEN_VISION
+from megtool.convert.tower_names import QWEN_VISION, QWEN_VISION_ENDS
 
 if TYPE_CHECKING:
     from megtool.convert.attention_keys import (
@@ -200,7 +200,6 @@ __all__ = [
     "HF_T5",
     "HF_XIELU",
     "LLAVA_NAMES",
-    "LLAVA_TOWERS",
     "MEGATRON_EXPERT_POST_NORMS",
     "MEGATRON_MASKED_MODEL",
     "MEGATRON_POST_NORMS",
@@ -209,6 +208,7 @@ __all__ = [
     "MT5_SIZES",
     "POST_NORM_WEIGHTS",
     "QWEN_VISION",
+    "QWEN_VISION_ENDS",
     "T5_LIMITS",
     "T5_WEIGHTS",
     "TORCHTITAN_ATTENTION",
@@ -297,9 +297,11 @@ __all__ = [
     "in_branches",
     "in_inner_mtp",
     "in_mtp",
+    "llava_towers",
     "stacked_experts",
     "t5_keys",
     "torchtitan_mtp",
+    "tower_modules",
     "with_bias",
 ]
 

@@ -347,12 +347,14 @@ class Dropped:
 class Tower:
     """Stored tensors of another part of the model than its text, which are carried as they are.
 
-    All tensors whose names begin with `name` are, and the rest of a name may be anything.
-    `stored` is how their names begin in Hugging Face folders, if not with `name`; `also` are other
+    All tensors whose names begin with `name` are, and the rest of a name may be anything. `stored`
+    is how their names begin in Hugging Face folders, if not with `name`; `also` are other
     beginnings accepted when reading. A part that `is_required` has at least one tensor. A part with
-    tensors needs those whose names, like its own, begin with `projector`. `megatron` are the names
-    of a tower that Megatron-Bridge has as Megatron's layers: Megatron's formats are read with
-    either names, and written with these where `writes_megatron` says so.
+    tensors needs those whose names, like its own, begin with `projector`, and one that ends with
+    each of `ends`, which lie outside its layers (`{n}` counts the entries of the list `entries` of
+    its settings). `megatron` are the names of a tower that Megatron-Bridge has as Megatron's
+    layers: Megatron's formats are read with either names, and written with these where
+    `writes_megatron` says so.
     """
 
     name: str
@@ -360,6 +362,8 @@ class Tower:
     also: tuple[str, ...] = ()
     is_required: bool = True
     projector: str = ""
+    ends: tuple[str, ...] = ()
+    entries: str = ""
     megatron: TowerNames | None = None
     writes_megatron: bool = False
 

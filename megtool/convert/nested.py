@@ -178,8 +178,16 @@ LLAVA_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Names of a text model in models that are laid out like LLaVA: published files, and transformers
 4.52 and later in memory (which some of its releases also save)."""
 
-LLAVA_TOWERS = (
-    Tower("vision_tower.", also=("model.vision_tower.",)),
-    Tower("multi_modal_projector.", also=("model.multi_modal_projector.",)),
-)
-"""The towers of those models."""
+
+def llava_towers(
+    ends: tuple[str, ...], projector: tuple[str, ...], name: str = "vision_tower."
+) -> tuple[Tower, Tower]:
+    """The towers of those models, with the tensors outside of layers of either."""
+    both = ((name, ends), ("multi_modal_projector.", projector))
+    first, second = (Tower(n, also=(f"model.{n}",), ends=e) for n, e in both)
+    return first, second
+
+
+def tower_modules(*names: str) -> tuple[str, ...]:
+    """Modules with a weight and a bias, as their tensors."""
+    return tuple(f"{name}.{kind}" for name in names for kind in ("weight", "bias"))

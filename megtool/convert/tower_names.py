@@ -178,3 +178,14 @@ QWEN_VISION = TowerNames(
 )
 """The tower of Qwen3-VL and Qwen3.5. Source: Megatron-Bridge, models/qwen_vl/qwen3_vl_bridge.py and
 modelling_qwen3_vl/transformer_block.py (August 2026)."""
+
+_BESIDE_BLOCKS = (
+    "patch_embed.proj",
+    *("merger.norm", "merger.linear_fc1", "merger.linear_fc2"),
+    *(_MERGERS + "norm", _MERGERS + "linear_fc1", _MERGERS + "linear_fc2"),
+)
+QWEN_VISION_ENDS = (
+    *(f"{module}.{kind}" for module in _BESIDE_BLOCKS for kind in ("weight", "bias")),
+    "pos_embed.weight",
+)
+"""The tensors of this tower outside of its layers, for each of `deepstack_visual_indexes` too."""

@@ -1,14 +1,15 @@
 """Check that the parts of a model beside its text are whole.
 
-Their tensors are carried without a table of names. What must be there is known of two things: a
-part of which the family says that it is required, and a stack of layers, which have the same
-tensors in each, as many of them as the part's settings count.
+Their tensors are carried without a table of names. What must be there is known of three things: a
+part of which the family says that it is required, the tensors that it names outside of layers, and
+a stack of layers, which have the same tensors in each, as many of them as the part's settings
+count.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megtool.convert.mapping import Tower
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from megtool.convert.families import Family
 
 _LAYER = re.compile(r"(.*?\.|)(\d+)\.(.+\.)(weight|bias|qweight|weight_packed)")
+_AS_WEIGHT = re.compile(r"\.(?:qweight|weight_packed)$")
 _STACKS = ("layers.", "layer.", "blocks.")
 _COUNTS = ("num_hidden_layers", "num_layers", "depth")
 _LEAST_SIBLINGS = 3
@@ -30,7 +32,8 @@ def check_towers(family: Family, canonical: Collection[str], settings: Mapping[s
     `settings` are the keys of config.json beside the text model's.
 
     Raises:
-        MappingError: a part has no tensor, or a layer lacks one that the others have.
+        MappingError: a part has no tensor, or lacks one that it has in every model, or a layer
+            lacks one that the others have.
     """
     for tower in family.towers:
         own = [n.removeprefix(tower.name) for n in canonical if n.startswith(tower.name)]
@@ -38,23 +41,33 @@ def check_towers(family: Family, canonical: Collection[str], settings: Mapping[s
             raise _no_part(family, tower, tower.name)
         if own and tower.projector and not any(n.startswith(tower.projector) for n in canonical):
             raise _no_part(family, tower, tower.projector)
+        stored = {f".{_AS_WEIGHT.sub('.weight', n)}" for n in own}
+        for end in _ends(tower, settings) if own else ():
+            if not any(n.endswith(f".{end}") for n in stored):
+                raise _no_tensor(tower.prefixes[0] + end, "every such part of a model has")
         if (lacks := find_gap(own, count_layers(tower.name, settings))) is not None:
-            name = tower.prefixes[0] + lacks
-            raise MappingError(
-                f"there is no tensor {name!r}, which the other layers of its stack have",
-                tensor=name,
-                hint="the checkpoint is incomplete: copy it again, or add the missing file",
-                error_id="missing-tensors",
-            )
+            raise _no_tensor(tower.prefixes[0] + lacks, "the other layers of its stack have")
 
 
 def count_layers(tower: str, settings: Mapping[str, Any]) -> frozenset[int]:
     """The numbers of layers that a part's settings in config.json state; empty if they do not."""
-    key = "audio_config" if "audio" in tower else "vision_config"
-    part = settings.get(key)
-    keys = part if isinstance(part, Mapping) else {}
-    counts = (v for k, v in keys.items() if isinstance(k, str) and k.endswith(_COUNTS))
+    keys = _settings_of(tower, settings).items()
+    counts = (v for k, v in keys if isinstance(k, str) and k.endswith(_COUNTS))
     return frozenset(n for n in counts if isinstance(n, int) and n > 1)
+
+
+def _settings_of(tower: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    part = settings.get("audio_config" if "audio" in tower else "vision_config")
+    return part if isinstance(part, Mapping) else {}
+
+
+def _ends(tower: Tower, settings: Mapping[str, Any]) -> Iterator[str]:
+    """What the names of a part's tensors outside of layers end with."""
+    listed = _settings_of(tower.name, settings).get(tower.entries)
+    number = len(listed) if isinstance(listed, list | tuple) else 0
+    for end in tower.ends:
+        copies = range(number) if "{n}" in end else (0,)
+        yield from (end.replace("{n}", str(n)) for n in copies)
 
 
 def find_gap(names: Iterable[str], counts: frozenset[int]) -> str | None:
@@ -96,6 +109,15 @@ def _of_all_but_one(layers: Mapping[int, set[str]]) -> set[str]:
     num_whole = sum(own == every for own in layers.values())
     is_stack = num_whole >= max(_LEAST_SIBLINGS, len(layers) - 1)
     return every if is_stack and any("." in n.rpartition(".")[0] for n in every) else set()
+
+
+def _no_tensor(name: str, owner: str) -> MappingError:
+    return MappingError(
+        f"there is no tensor {name!r}, which {owner}",
+        tensor=name,
+        hint="the checkpoint is incomplete: copy it again, or add the missing file",
+        error_id="missing-tensors",
+    )
 
 
 def _no_part(family: Family, tower: Tower, part: str) -> MappingError:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megtool import inspect, reshard, verify
 from megtool.convert.families import detect_family, families, family
 from megtool.convert.sharding import is_known, rule_of
+from megtool.convert.whole_towers import check_towers
 from megtool.errors import MappingError
 from megtool.inference.load import load
 from megtool.model.batch import Batch
@@ -382,6 +383,25 @@ def test_a_tower_without_its_projector_is_named(family: str, tmp_path: Path) -> 
     save_file(held, file, {"format": "pt"})
     with raises(MappingError, "visual.merger.*", "visual.*", id="missing-tensors", hint=True):
         reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.family)
+def test_a_tower_that_lacks_any_tensor_is_named(case: NestedCase, tmp_path: Path) -> None:
+    """Of layers, of what is before and behind them, and of projectors.
+
+    A part that a model may lack is gone with its only tensor.
+    """
+    case.build(tmp_path / "hf")
+    side = open_source(tmp_path / "hf").view
+    assert side.family is not None
+    assert side.config is not None
+    check_towers(side.family, side.canonical, side.config.extra)
+    alone = "embed_audio.embedding_projection.weight" if case.family == "gemma4_unified" else ""
+    for name in set(side.towers()) - {alone}:
+        rest = [n for n in side.canonical if n != name]
+        with raises(MappingError, "there is no tensor", id="missing-tensors"):
+            check_towers(side.family, rest, side.config.extra)
 
 
 def test_a_text_model_of_an_unknown_type_is_named(tmp_path: Path) -> None:

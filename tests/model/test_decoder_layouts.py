@@ -167,6 +167,16 @@ def kimi_linear() -> Any:
 
 MOE["kimi_linear"] = kimi_linear
 KINDS = {"dense": DENSE, "experts": MOE}
+SMALL_EPSILONS: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe_text": {"rms_norm_eps": 1e-6},
+    "qwen3_next": {"rms_norm_eps": 1e-6},
+    "flex_olmo": {"rms_norm_eps": 1e-6},
+    "kimi_linear": {"rms_norm_eps": 1e-5},
+    "nemotron_h": {"layer_norm_epsilon": 1e-5},
+    "gemma4-experts": {"rms_norm_eps": 1e-6}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+}
+"""Of the models that other tests have with larger ones, those with which they are published."""
 ON_ONE_STAGE = {"gemma4-small"}
 
 Layout = dict[str, int]
@@ -303,20 +313,23 @@ def test_a_layout_is_one_process(kind: str, size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_layouts_of_delta_nets_differ_by_is_rounding(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "keys"), SMALL_EPSILONS.items())
+def test_what_layouts_with_the_epsilons_of_published_models_differ_by_is_rounding(
+    name: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
     """In fp32 norms of small values make 2e-5 of it; in fp64 it is gone.
 
     Losses of a vocabulary that is cut are summed in fp32, and so gradients keep a little.
     """
-    model = moe_models.transformers_model("qwen3_5_moe_text", seed=1, rms_norm_eps=1e-6, **FOUR)
+    model = moe_models.transformers_model(name, seed=1, **FOUR | keys)
     model.save_pretrained(tmp_path / "hf")
     alone = load(source_of(tmp_path / "hf"), dtype="float32").double()
     torch.save(family_layouts.answer_of(alone, ProcessGroups.alone()), tmp_path / "answer")
     jobs = []
-    for name, layout in (("tp", TP2), ("ep", EP2)):
-        reshard(tmp_path / "hf", tmp_path / name, to="torch_dist", fsync=False, **layout)  # type: ignore[arg-type]
-        places = {"checkpoint": tmp_path / name, "answer": tmp_path / "answer"}
-        jobs.append(Job(name=name, **places, layout=layout, dtype=torch.float64))
+    for how, layout in (("tp", TP2), ("ep", EP2), ("both", {"tp": 2, "ep": 2, "etp": 1})):
+        reshard(tmp_path / "hf", tmp_path / how, to="torch_dist", fsync=False, **layout)  # type: ignore[arg-type]
+        places = {"checkpoint": tmp_path / how, "answer": tmp_path / "answer"}
+        jobs.append(Job(name=how, **places, layout=layout, dtype=torch.float64))
     for found in run_world(family_layouts.compare, 2, jobs, timeout_s=300):
         for differences in found.values():
             assert differences.pop("logits") < 1e-12

@@ -177,9 +177,7 @@ SLOW = [
 ]
 
 # With the seed 0 rounding chooses another token for an indexer.
-SEEDS = {"glm_moe_dsa": 1, "nemotron_h": 1, "nemotron_h-latent": 1}
-# transformers' own loss in fp32 is 5e-6 from that of fp64, and ours 1e-7.
-ROUGH = {"nemotron_h": 1e-4, "nemotron_h-latent": 1e-4}
+SEEDS = {"glm_moe_dsa": 1}
 
 
 def test_every_decoder_family_is_here() -> None:
@@ -200,6 +198,9 @@ def test_a_run_of_a_family_is_that_of_transformers_and_adamw(case: Case, tmp_pat
         fill=fill_spread,
         seed=SEEDS.get(case.name, 0),
     ).train()
+    for module in theirs.modules():  # Nemotron-H's is of another key in transformers
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = tuple(theirs.config.time_step_limit)
     mine, data = job(tmp_path / "model", folder=tmp_path / "logs", **CONSTANT), Numbers()
     positions = torch.arange(LENGTH)[None]
     if mine.stages[0].config.bidirectional:
@@ -223,7 +224,7 @@ def test_a_run_of_a_family_is_that_of_transformers_and_adamw(case: Case, tmp_pat
         expected.append(loss.item())
         adam.step()
     assert expected[-1] != pytest.approx(expected[0], rel=1e-2)
-    assert found == pytest.approx(expected, rel=ROUGH.get(case.name, 1e-5))
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_experts_that_are_drawn_by_chance_in_training_are_not_trained(tmp_path: Path) -> None:
