@@ -33,6 +33,7 @@ from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.parallel_scan import default_threads
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import location
 from megtool.checkpoint.transport.shard_locator import ShardLocator
 from megtool.checkpoint.work_threads import stream_in_threads
 from megtool.convert.megatron import split_state
@@ -96,7 +97,7 @@ def _problem(error: MegtoolError) -> tuple[str, str, str]:
     rule = _RULES.get(error.id, "unreadable-save")
     if error.id == "coverage":
         rule = "missing-shard"
-    where = error.tensor or (Path(error.file).name if error.file else "")
+    where = error.tensor or (location(error.file).name if error.file else "")
     return rule, where, error.message
 
 

@@ -36,6 +36,43 @@ def check_place(path: Path, *, files: Files | None = None) -> None:
         _check_above(system, real)
 
 
+def check_file(path: Path, *outputs: Path) -> None:
+    """Refuse a file that cannot be written or replaced; folders of `outputs` may be missing.
+
+    Raises:
+        DestinationError: a folder, FIFO or device has its name, its folder is missing, or it cannot
+            be written.
+        StorageError: the store refused.
+    """
+    if isinstance(path, StorePath):
+        from megtool.checkpoint.store_check import check_object
+
+        check_object(path)
+        return
+    status = Files().stat(path)
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        raise DestinationError(
+            f"this is {describe_kind(status.st_mode)}, but a file is written here",
+            file=path,
+            hint="choose another file",
+        )
+    if not path.parent.is_dir():
+        if path.parent.resolve() in {p.resolve() for p in outputs}:
+            return
+        raise DestinationError(
+            f"the folder {str(path.parent)!r} does not exist",
+            file=path,
+            hint="create the folder first, or choose another file",
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise DestinationError(
+            "the file cannot be written",
+            file=path,
+            hint="choose another file",
+            error_id="destination-not-writable",
+        )
+
+
 def _check_above(files: Files, path: Path) -> None:
     """Refuse a path below a file, or below a folder that cannot be written."""
     above = next(p for p in path.parents if files.stat(p) is not None)

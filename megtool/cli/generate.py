@@ -17,7 +17,7 @@ from megtool.commands.verbs import Verb
 from megtool.options.field import LAYOUT, OptionField, option, option_fields
 from megtool.options.groups import DANGEROUS, INPUT, OUTPUT, RUNNING, ReportOptions
 
-FULL_WIDTH = 140
+FULL_WIDTH = 180
 """Columns of a terminal from which tables hold the longest option names of Megatron."""
 
 _LAST_PANELS = (LAYOUT, RUNNING, OUTPUT, DANGEROUS)

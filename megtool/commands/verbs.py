@@ -60,7 +60,8 @@ class Verb:
         Before anything is read, places where nothing can be written are refused.
 
         Raises:
-            DestinationError: a location that is to be written has no place, or is only read.
+            DestinationError: a location that is to be written has no place, or is only read; or
+                --report names what is no file.
             MissingPackageError: a package is missing that --report needs.
             StorageError: a system call failed that no other error describes.
         """
@@ -72,6 +73,7 @@ class Verb:
             page = getattr(options, "report", None)
             if page is not None:
                 load("megtool.pages.write:check_page_packages")()
+                load("megtool.checkpoint.destination_check:check_file")(page, page.parent)
             report = function(options, **keywords)
             return report if page is None else self._write_page(page, report)
         except BrokenPipeError:  # nobody reads what a callback prints

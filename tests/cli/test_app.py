@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 import megtool as package
 from megtool import __version__, errors
 from megtool.cli.app import main
-from megtool.cli.generate import make_command
+from megtool.cli.generate import FULL_WIDTH, make_command
 from megtool.cli.runner import CommandOutput, run
 from megtool.commands.verbs import VERBS as ALL_VERBS
 from megtool.commands.verbs import Verb
@@ -164,7 +164,7 @@ def test_wrong_usage_is_one_line_and_a_hint(
     assert second == f"  hint: {hint}"
 
 
-@pytest.mark.parametrize("columns", [60, 80, 139, 140, 200])
+@pytest.mark.parametrize("columns", [60, 80, FULL_WIDTH - 1, FULL_WIDTH, 240])
 def test_long_option_names_are_not_cut(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:

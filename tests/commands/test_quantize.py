@@ -258,7 +258,8 @@ def test_a_dry_run_says_what_would_be(folder: Path, tmp_path: Path) -> None:
             "the folder 'nowhere' does not exist",
         ),
         ({"recipe": "fp8", "save_calibration": "nowhere/x"}, DestinationError, "does not exist"),
-        ({"recipe": "fp8", "report": "."}, DestinationError, "this is a folder"),
+        ({"recipe": "fp8", "report": "."}, UsageError, "--report is '.'"),
+        ({"recipe": "fp8", "report": "/"}, UsageError, "--report is '/'"),
         (
             {"recipe": "fp8", "calibrate_only": True, "eval_data": "x.txt"},
             UsageError,

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from megtool import quantize, reshard, tokenize
+from megtool.checkpoint.destination_check import check_file
 from megtool.checkpoint.formats.save_folder import TRACKER
 from megtool.checkpoint.storage.files import Files
 from megtool.data.dataset_writer import DatasetFiles
@@ -23,7 +24,6 @@ from megtool.data.token_cache import TokenCache
 from megtool.errors import DestinationError, FormatError, MegtoolError
 from megtool.quant.calibration import calibration_file_io
 from megtool.quant.calibration.activations import Activations
-from megtool.quant.pipeline.request import _check_file
 from megtool.train.checkpointing.resume_point import find_checkpoint
 from megtool.train.checkpointing.retention import read_tracker
 from megtool.train.checkpointing.run_identity import FRESH_RUN_FILE, RUN_FILE, RunIdentity
@@ -182,7 +182,7 @@ def test_overwriting_a_data_set_replaces_no_fifo(tmp_path: Path, name: str) -> N
 def test_a_calibration_file_replaces_no_fifo(tmp_path: Path, victim: Path, kind: str) -> None:
     PLANTS[kind](tmp_path / "c.safetensors", victim)
     with raises(DestinationError, file=tmp_path / "c.safetensors", hint=True):
-        _check_file(tmp_path / "c.safetensors")
+        check_file(tmp_path / "c.safetensors")
 
 
 @pytest.mark.parametrize("kind", PLANTS)

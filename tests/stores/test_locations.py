@@ -22,6 +22,7 @@ LOCAL = {
     ("data/tokenizer.py", "Path(folder)"),
     ("data/tokenizer.py", "Path(folder, name)"),
     ("export/gguf/header.py", "Path(folder)"),
+    ("export/gguf/importance.py", "Path(folder)"),
     ("quant/backend_modelopt.py", "Path(folder)"),
     ("quant/pipeline/obtain_qparams.py", "Path(temporary)"),
     # Files of Python, and names inside a checkpoint.
@@ -54,7 +55,6 @@ SYSTEM_CALLS = {
     "console.py": {"open", "os.open"},
     "data/dataset_writer.py": {"os.path.realpath"},
     "data/token_cache.py": {"np.memmap"},
-    "quant/pipeline/request.py": {"os.access"},
     "train/checkpointing/resume_point.py": {"os.access", "os.path.exists"},
     "train/checkpointing/save.py": {"os.path.realpath"},
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megtool import derive_amax, quantize
+from megtool import derive_amax, export, quantize
 from megtool.checkpoint.storage import part_layout
 from megtool.checkpoint.storage.connect import register_store
 from megtool.checkpoint.storage.location import StorePath
@@ -93,6 +93,33 @@ def test_a_checkpoint_a_calibration_and_a_report(
     }
 
 
+def test_an_importance_matrix(
+    model: Path, local: Path, tmp_path: Path, store: CountedStore
+) -> None:
+    pytest.importorskip("gguf")
+    options = {"to": "gguf", "outtype": "q4_0"}
+    export(
+        model,
+        tmp_path / "m.gguf",
+        **options,
+        imatrix=local / FILE,
+        save_imatrix=tmp_path / "i.gguf",
+    )
+    store.put(FILE, (local / FILE).read_bytes())
+    with raises(DestinationError, "DST and --save-imatrix are the same path"):
+        export(model, f"{URL}/m", **options, imatrix=f"{URL}/{FILE}", save_imatrix=f"{URL}/m")
+    export(model, f"{URL}/m.gguf", **options, imatrix=f"{URL}/{FILE}", save_imatrix=f"{URL}/i.gguf")
+    assert store.objects()["i.gguf"] == (tmp_path / "i.gguf").read_bytes()
+    assert store.objects()["m.gguf"] == (tmp_path / "m.gguf").read_bytes()
+    export(model, tmp_path / "again.gguf", **options, imatrix=f"{URL}/i.gguf")
+    assert tensor_bytes(tmp_path / "again.gguf") == tensor_bytes(tmp_path / "m.gguf")
+
+
+def tensor_bytes(path: Path) -> dict[str, bytes]:
+    gguf = pytest.importorskip("gguf")
+    return {t.name: t.data.tobytes() for t in gguf.GGUFReader(path).tensors}
+
+
 def test_a_derived_calibration(tmp_path: Path, store: CountedStore) -> None:
     ranks = rank_files(tmp_path)
     derive_amax(ranks, tmp_path / "cal")
@@ -125,10 +152,10 @@ def test_a_store_that_fails_keeps_nothing_of_a_calibration(
 def test_outputs_that_cannot_be_put_are_refused_before_any_work(
     model: Path, store: CountedStore, option: str
 ) -> None:
-    store.put("folder/file", b"something else")
+    store.put("folder.html/file", b"something else")
     options = {"recipe": "fp8", **SMALL}
     with raises(DestinationError, "this is a folder"):
-        quantize(model, f"{URL}/out", **options, **{option: f"{URL}/folder"})
+        quantize(model, f"{URL}/out", **options, **{option: f"{URL}/folder.html"})
     with raises(DestinationError, id="destination-not-writable"):
-        quantize(model, f"{URL}/out", **options, **{option: "https://localhost/file"})
-    assert store.objects() == {"folder/file": b"something else"}
+        quantize(model, f"{URL}/out", **options, **{option: "https://localhost/file.html"})
+    assert store.objects() == {"folder.html/file": b"something else"}

@@ -58,6 +58,14 @@ def test_a_store_that_is_only_read(hf: Path, place: str) -> None:
 
 
 WRITING = {
+    "inspect --report=DST": ("SRC",),
+    "reshard --report=DST": ("SRC", "out"),
+    "verify --report=DST": ("SRC",),
+    "audit --report=DST": ("SRC",),
+    "lint --report=DST": ("SRC",),
+    "finetune --report=DST": ("SRC", "out", "--data=x"),
+    "evaluate --report=DST": ("SRC", "--data=x"),
+    "export --save-imatrix=DST": ("SRC", "out", "--to=gguf", "--imatrix=x"),
     "reshard": ("SRC", "DST"),
     "export": ("SRC", "DST", "--to=vllm"),
     "quantize": ("SRC", "DST", "--recipe=fp8"),
@@ -95,10 +103,10 @@ def flag_of(words: str) -> str:
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("memory://nothing/out", "there is no bucket of this name"),
-        ("memory://full", "a whole bucket cannot be a destination"),
-        ("hf://org/name", "this kind of store is only read"),
-        ("FILE/out", "a folder of the destination is a file"),
+        ("memory://nothing/out.html", "there is no bucket of this name"),
+        ("memory://full.html", "a whole bucket cannot be a destination"),
+        ("hf://org/name.html", "this kind of store is only read"),
+        ("FILE/out.html", "a folder of the destination is a file"),
     ],
 )
 def test_a_destination_is_looked_at_before_anything_else(
@@ -112,7 +120,7 @@ def test_a_destination_is_looked_at_before_anything_else(
     monkeypatch.chdir(tmp_path)
     Path("FILE").touch()
     register_store(EmptyStore("memory://nothing"))
-    register_store(MemoryStore("memory://full"))
+    register_store(MemoryStore("memory://full.html"))
     command = [w.replace("DST", place) for w in (*words.split(), *WRITING[words])]
     status = main([*command, "--json"])
     said = capsys.readouterr()

@@ -124,6 +124,7 @@ class ExportOptions(SourceOptions, EngineOptions, CopyOptions, OutputOptions, Wo
         OUTPUT,
         "Also write the importance matrix as a file for llama.cpp's own quantizer.",
         metavar="FILE",
+        is_written=True,
         needs=(_GGUF,),
     )
     pre_tokenizer: str | None = option(

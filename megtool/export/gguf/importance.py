@@ -7,6 +7,7 @@ the number of tokens (`NAME.counts`), with a row for each expert: see `tools/ima
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats.gguf import open_checkpoint
 from megtool.checkpoint.formats.header_reader import read_start
+from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.local_copy import map_file
 from megtool.errors import CalibrationError, FormatError
 from megtool.model_config import ModelConfig
@@ -204,7 +206,7 @@ def write_imatrix(path: Path, matrix: ImportanceMatrix, placements: Sequence[Pla
     files of its older form, has 512.
 
     Raises:
-        OSError: it cannot be written.
+        StorageError: it cannot be written.
     """
     rows: dict[str, dict[int, tuple[NDArray[np.floating], float]]] = {}
     for to in placements:
@@ -212,8 +214,7 @@ def write_imatrix(path: Path, matrix: ImportanceMatrix, placements: Sequence[Pla
         if known is not None:
             rows.setdefault(to.stored, {})[_expert(to)] = known
     gguf = package()
-    temporary = path.with_name(f".{path.name}.tmp")
-    writer = gguf.GGUFWriter(temporary, "imatrix")
+    writer = gguf.GGUFWriter(None, "imatrix")
     writer.kv_data[0].pop("general.architecture", None)
     writer.add_type("imatrix")
     writer.add_array(_KEYS[0], ["megtool calibration"])
@@ -226,8 +227,10 @@ def write_imatrix(path: Path, matrix: ImportanceMatrix, placements: Sequence[Pla
         counts = np.array([[t] for _, t in experts], np.float32)
         writer.add_tensor(name + _SUMS, sums)
         writer.add_tensor(name + _COUNTS, counts)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    temporary.replace(path)
+    with tempfile.TemporaryDirectory(prefix="megtool-") as folder:
+        local = Path(folder) / "imatrix.gguf"
+        writer.write_header_to_file(local)
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        Files().replace_file(path, local.read_bytes(), f".{path.name}.tmp")

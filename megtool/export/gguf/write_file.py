@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megtool import __version__
+from megtool.checkpoint.destination_check import check_file
 from megtool.checkpoint.plan import DroppedItem, PlanSource, ReshardPlan
 from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.read import CheckpointReader
@@ -17,7 +18,7 @@ from megtool.checkpoint.storage.files import Files, read_file
 from megtool.console import Progress, several, silent
 from megtool.convert.families import Family
 from megtool.dtypes import dtype
-from megtool.errors import FormatError, MappingError, UsageError
+from megtool.errors import DestinationError, FormatError, MappingError, UsageError
 from megtool.export.gguf.architecture import Architecture
 from megtool.export.gguf.architectures import (
     find_architecture,
@@ -110,6 +111,7 @@ def export_gguf(
     start = time.monotonic()
     file_type = parse_file_type(options.outtype, has_importance=options.imatrix is not None)
     _check_importance(options, file_type)
+    _check_saved(options.save_imatrix, destination)
     opened = open_source(source, model, optimizer=False)
     planned = _plan(opened, destination, file_type, options)
     report = ExportReport(
@@ -165,6 +167,22 @@ def _check_importance(options: GgufOptions, file_type: FileType) -> None:
             f"--imatrix has no effect with --outtype {options.outtype}",
             hint="K-quants, q4_0, q4_1, q5_0 and q5_1 weigh errors by it",
         )
+
+
+def _check_saved(path: Path | None, destination: Path) -> None:
+    """Refuse a place where no importance matrix can be written.
+
+    Raises:
+        DestinationError: it is no file, or the destination.
+        StorageError: the store refused.
+    """
+    if path is None:
+        return
+    if path.resolve() == destination.resolve():
+        raise DestinationError(
+            "DST and --save-imatrix are the same path", file=path, hint="choose different paths"
+        )
+    check_file(path, destination.parent)
 
 
 def _plan(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from stat import S_ISREG
 from typing import TYPE_CHECKING
 
-from megtool.checkpoint.storage.file_kinds import describe_kind
+from megtool.checkpoint.destination_check import check_file
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.local_copy import local_work_folder
 from megtool.checkpoint.storage.location import StorePath, is_remote
@@ -275,8 +273,10 @@ class QuantizeRequest:
         parent = self.destination.parent  # created if missing
         if self.calibration.work is None:
             Files().check_own_folder(self.work)
-        _check_file(self.calibration.keep, parent)
-        _check_file(self.output.page, parent, self.destination)
+        if self.calibration.keep is not None:
+            check_file(self.calibration.keep, parent)
+        if self.output.page is not None:
+            check_file(self.output.page, parent, self.destination)
 
     def _check_prefix(self, destination: StorePath) -> None:
         """Refuse a destination in a store that must not be written."""
@@ -287,8 +287,9 @@ class QuantizeRequest:
             check_free(destination, is_file=is_file, overwrite=self.output.overwrite)
         if is_file:
             check_object(destination)
-        _check_file(self.calibration.keep)
-        _check_file(self.output.page)
+        for path in (self.calibration.keep, self.output.page):
+            if path is not None:
+                check_file(path)
         self._check_distinct_paths(source.path.resolve(), source.catalogue.root.resolve())
         if self.calibration.work is None:
             Files().check_own_folder(self.work)
@@ -318,34 +319,3 @@ class QuantizeRequest:
                     file=path,
                     hint="choose another file",
                 )
-
-
-def _check_file(path: Path | None, *outputs: Path) -> None:
-    """Refuse a file that cannot be written; the parents of `outputs` may be missing."""
-    if path is None:
-        return
-    if isinstance(path, StorePath):
-        check_object(path)
-        return
-    status = Files().stat(path)
-    if status is not None and not S_ISREG(status.st_mode):
-        raise DestinationError(
-            f"this is {describe_kind(status.st_mode)}, but a file is written here",
-            file=path,
-            hint="choose another file",
-        )
-    if not path.parent.is_dir():
-        if path.parent.resolve() in {p.resolve() for p in outputs}:
-            return
-        raise DestinationError(
-            f"the folder {str(path.parent)!r} does not exist",
-            file=path,
-            hint="create the folder first, or choose another file",
-        )
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise DestinationError(
-            "the file cannot be written",
-            file=path,
-            hint="choose another file",
-            error_id="destination-not-writable",
-        )
