@@ -59,6 +59,9 @@ FOREIGN = {
     "--kind",
     "--processes",
     "--seeds",
+    "--checkpoint_dir",  # trtllm-build
+    "--gemm_plugin",
+    "--output_dir",
     "--write",  # docs/run_commands.py
 }
 """Options of other programs that pages name."""
@@ -183,7 +186,7 @@ def test_every_option_that_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
     blocks = " ".join(x.text for x in run_docs.blocks(text) if x.language in ("bash", "console"))
     inline = " ".join(re.findall(r"`([^`\n]+)`", text))
-    names = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", f"{inline} {blocks}"))
+    names = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", f"{inline} {blocks}"))
     assert names - options() - FOREIGN == set()
 
 

@@ -195,7 +195,9 @@ def test_sigterm_ends_a_run_after_its_step(model: Path) -> None:
             return super().rows(first, count)
 
     before = signal.getsignal(signal.SIGTERM)
-    outcome = run(replace(job(model, exit_signal_handler=True), dataset=Signals()))
+    outcome = run(
+        replace(job(model, exit_signal_handler=True, prefetch_steps=0), dataset=Signals())
+    )
     assert (outcome.stop_reason, outcome.state.iteration) == ("signal", 2)
     assert signal.getsignal(signal.SIGTERM) is before
 
