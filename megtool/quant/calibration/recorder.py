@@ -111,7 +111,7 @@ class ActivationRecorder:
         labels_BS = samples_B1.expand(rows, tokens).to(self.groups.device)
         if batch.valid_BS is not None:
             labels_BS = labels_BS.masked_fill(~batch.valid_BS.to(labels_BS.device), -1)
-        labels_T = own_tokens(labels_BS, self.groups.cp).flatten()
+        labels_T = own_tokens(labels_BS, self.groups.cp).flatten().contiguous()
         # CUDA graphs need the same storage for the same shape.
         buffer = self._labels.setdefault(len(labels_T), labels_T)
         if buffer is not labels_T:
